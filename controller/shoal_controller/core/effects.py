@@ -1,0 +1,87 @@
+"""What a job wants done: the outputs of `machine.step`, carried out by the shell strictly in order.
+
+`Persist` is durable before anything after it goes out, so a generation is in the store before anyone hears of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from shoal_protos.messages import ToWorker
+from shoal_protos.plan import WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class Persist:
+    """Write the job's durable state (`durable.to_json(job.durable)`) before going on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """To one connection; dropped in silence where it is gone."""
+
+    connection: int
+    message: ToWorker
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """End a stream after what was sent on it."""
+
+    connection: int
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Ask whether the process at this address still lives: answered by `Probed` within a second."""
+
+    worker: WorkerId
+    incarnation: str
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Spawn:
+    """Start a process for this worker: answered by `Spawned` or `Exited`."""
+
+    worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """End this worker's process now (SIGKILL): answered by `Exited`."""
+
+    worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """One entry of the job's event history; the same sentence goes to the log."""
+
+    kind: str
+    message: str
+    worker: WorkerId = ""
+    data: Mapping[str, object] = field(default_factory=dict)
+    """Figures, JSON-able."""
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """Add to a counter of metrics.py."""
+
+    metric: str
+    value: float
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Observe:
+    """One observation of a histogram of metrics.py."""
+
+    metric: str
+    value: float
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+Effect = Persist | Send | Close | Probe | Spawn | Kill | Note | Count | Observe

@@ -1,0 +1,99 @@
+"""What must be equal in all workers of a job, and the first difference between two of them in one sentence.
+
+A worker states it in its hello; the job takes the first one it hears and refuses others. Pure: standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+ANSWER = "Start it with the job's script and config."
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter of the model, in the layout's order. Frozen ones have no blocks and are listed too."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    group: int
+    """Index of its optimizer group; -1: frozen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a job is made of, as far as the controller and other workers need it."""
+
+    lanes: int
+    blocks: int
+    block_elements: int
+    state_bytes: int
+    """Bytes of optimizer state (and master weights) of one block: what a fill sends."""
+    mirrors: int
+    """Copies wanted beside the owner's; `EVERYONE` in stage 0."""
+    fill_bytes_per_step: int
+    """0: the planner decides."""
+    max_steps: int
+    """The step at which the job ends."""
+    parameters: tuple[Parameter, ...]
+    optimizer: str
+    """Class name."""
+    config: Mapping[str, str]
+    """Every training key that must agree, dotted, with its value as text (`zero_optimization.stage` → `1`)."""
+    numerics: Mapping[str, str]
+    """Numeric identity: versions, device, CPU capability, threads, flags, `MKL_`, `DNNL_`, `ATEN_` variables."""
+    mixed_numerics: bool
+    can_checkpoint: bool
+
+
+def first_difference(worker: str, theirs: Description, jobs: Description) -> str | None:
+    """The sentence that refuses `worker`, or None where it may join."""
+    return (
+        _parameters_differ(worker, theirs, jobs)
+        or _texts_differ(worker, "another config", theirs.config, jobs.config)
+        or _fields_differ(worker, theirs, jobs)
+        or (
+            None
+            if jobs.mixed_numerics
+            else _texts_differ(worker, "another numeric identity", theirs.numerics, jobs.numerics)
+        )
+    )
+
+
+def _parameters_differ(worker: str, theirs: Description, jobs: Description) -> str | None:
+    opening = f"worker {worker} joined with another model: "
+    for mine, wanted in zip(theirs.parameters, jobs.parameters, strict=False):
+        if mine.name != wanted.name:
+            return f'{opening}parameter "{mine.name}" stands where the job\'s has "{wanted.name}". {ANSWER}'
+        for what in ("shape", "dtype"):
+            if getattr(mine, what) != getattr(wanted, what):
+                found, expected = getattr(mine, what), getattr(wanted, what)
+                return f'{opening}parameter "{mine.name}" has {what} {found}, the job\'s has {expected}. {ANSWER}'
+        if mine.group != wanted.group:
+            group = [f"optimizer group {g}" if g >= 0 else "no optimizer group" for g in (mine.group, wanted.group)]
+            return f'{opening}parameter "{mine.name}" is in {group[0]}, the job\'s in {group[1]}. {ANSWER}'
+    if len(theirs.parameters) != len(jobs.parameters):
+        longer = max(theirs.parameters, jobs.parameters, key=len)
+        extra = longer[min(len(theirs.parameters), len(jobs.parameters))].name
+        found, expected = len(theirs.parameters), len(jobs.parameters)
+        whose = "only it has" if longer is theirs.parameters else "it lacks"
+        return f'{opening}it has {found} parameters, the job\'s has {expected}; {whose} "{extra}". {ANSWER}'
+    return None
+
+
+def _texts_differ(worker: str, what: str, theirs: Mapping[str, str], jobs: Mapping[str, str]) -> str | None:
+    for key in sorted(theirs.keys() | jobs.keys()):
+        found, expected = theirs.get(key, "not set"), jobs.get(key, "not set")
+        if found != expected:
+            return f"worker {worker} joined with {what}: {key} is {found}, the job's is {expected}. {ANSWER}"
+    return None
+
+
+def _fields_differ(worker: str, theirs: Description, jobs: Description) -> str | None:
+    for field in ("optimizer", "lanes", "mirrors", "max_steps", "block_elements", "blocks", "state_bytes"):
+        found, expected = getattr(theirs, field), getattr(jobs, field)
+        if found != expected:
+            return f"worker {worker} joined with another job: {field} is {found}, the job's is {expected}. {ANSWER}"
+    return None

@@ -1,0 +1,299 @@
+"""What workers and the controller say to each other, as plain data. `wire.py` turns it into protobuf and back.
+
+No message is an event: every hello and heartbeat states where its worker stands, and the controller answers with what
+is current, so a lost, doubled or late message does no harm. Pure: standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from shoal_protos.description import Description
+from shoal_protos.plan import Plan, WorkerId
+from shoal_protos.runs import NO_BLOCKS, Runs
+
+PROTOCOL_VERSION = 1
+
+
+class Point(StrEnum):
+    """Where a worker stands in a change of the world."""
+
+    REHEARSING = "rehearsing"
+    """A newcomer that is not ready: it builds its model or rehearses its lane."""
+    WAITING = "waiting"
+    """A newcomer that is ready; it is in no world."""
+    JOINING = "joining"
+    """A newcomer that has built the group `promised` of a planned change and waits in it for its first message."""
+    TRAINING = "training"
+    """A member that takes part in steps or votes without a step."""
+    STOPPED = "stopped"
+    """Stopped for PREPARE(`promised`); its inventory is sent."""
+    BUILDING = "building"
+    """Has PLAN(`promised`): builds the group, rolls forward, promotes, hands out."""
+    READY = "ready"
+    """Done with all that; waits for OPEN(`promised`)."""
+    LEFT = "left"
+    """A planned generation began without it; it keeps its blocks until it is told to shut down."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What one change of the world cost a worker, for the timeline, the metrics and the run report."""
+
+    generation: int
+    from_step: int
+    """The committed step at which the generation began."""
+    pause_seconds: float
+    """From stopping (a planned change: from the passed vote) to the first lane or idle vote begun."""
+    phases: Mapping[str, float]
+    """Seconds: prepare, plan, group, promote, open, first_step after a loss; group, fill, switch if planned."""
+    promoted_blocks: int
+    pause_bytes: int
+    """Bytes this worker received within the pause."""
+    waited_for: str = ""
+    """What this worker waited for longest, as a sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Telemetry:
+    """Numbers for people; nothing is decided by them."""
+
+    loss: float | None = None
+    """The last step's canonical loss."""
+    step_seconds: float = 0.0
+    """The last step's wall time."""
+    training_seconds: float = 0.0
+    """All wall time in committed steps of this process."""
+    samples: int = 0
+    """Samples that this process has read in committed steps."""
+    fill_bytes: int = 0
+    """Bytes received by fills in this process's life."""
+    memory_bytes: Mapping[str, int] = field(default_factory=dict)
+    """By kind: parameters, gradients, state, rss."""
+    changes: tuple[Change, ...] = ()
+    """The last few, newest last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """Where a worker stands. In every hello, heartbeat and READY."""
+
+    sequence: int
+    """Grows with every message of the process; an older one than the last heard says nothing."""
+    generation: int
+    """The world it is in; 0: none yet."""
+    point: Point
+    promised: int
+    """The highest generation that it has stopped for, built or voted."""
+    step: int
+    """Last committed step (0: the initial state); -1: none, a newcomer."""
+    committed_in: int
+    """The generation in which that step was committed; 0 for the initial state and newcomers."""
+    boundaries: int = 0
+    """Votes passed in its generation."""
+    holds: Runs = NO_BLOCKS
+    """Blocks whose state it holds with valid bits as of `step`."""
+    current: bool = False
+    """Whether all its parameters are those of `step`: only then may it train lanes, receive fills or hand out."""
+    broken: tuple[WorkerId, ...] = ()
+    """Peers of its generation to whom its connection broke."""
+    done: bool = False
+    """It has committed the last step and given its digests."""
+    ended: bool = False
+    """Its script has ended too; it serves changes at exit."""
+    drain: bool = False
+    """It was asked to end (SIGTERM) and wishes to be drained."""
+
+
+# ---- worker → controller
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """The first message of every stream, also after a broken one."""
+
+    version: int
+    job: str
+    worker: WorkerId
+    """Empty: the controller gives one."""
+    incarnation: str
+    address: str
+    """`HOST:PORT` of the store that this process opened; a connection refused there confirms its death."""
+    host: str
+    pid: int
+    domain: str
+    """Failure domain."""
+    description: Description
+    status: Status
+    next_generation: int = 0
+    """Generations must exceed this (a checkpoint's manifest knew that many)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """Once a heartbeat interval, and at once after any change of the status but the step's."""
+
+    status: Status
+    telemetry: Telemetry
+    echo: int = 0
+    """The number of the last ping."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The group of PLAN(n) is built and the state is in place: READY."""
+
+    generation: int
+    status: Status
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """What a stopped worker holds; the answer to PREPARE(`answers`)."""
+
+    answers: int
+    generation: int
+    step: int
+    committed_in: int
+    record: bytes
+    """The vote's record of `step`; empty for the initial state."""
+    holds: Runs
+    """Valid as of `step`."""
+    pending: Runs
+    """Held blocks for which the gradient of `step + 1` is in, whole; empty unless all that the commit reads was in."""
+    current: Runs
+    """Blocks whose parameters are those of `step`."""
+    lane: int = -1
+    """The lane in flight; -1: none."""
+
+
+class RequestKind(StrEnum):
+    """What a worker may ask for."""
+
+    DRAIN = "drain"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A worker's wish, for instance to be drained after SIGTERM."""
+
+    kind: RequestKind
+    grace_seconds: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How it ended for one worker: digests, or why it failed."""
+
+    step: int
+    fingerprint: str = ""
+    """Hexadecimal; empty where it failed."""
+    loss: float | None = None
+    failure: str = ""
+    """One sentence, then the last lines of a traceback."""
+    everyone: bool = False
+    """The failure is the job's (bad config, hyper-parameters that differ), not this worker's: no replacement helps."""
+
+
+ToController = Hello | Heartbeat | Ready | Inventory | Request | Result
+
+
+# ---- controller → worker
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The hello is accepted."""
+
+    worker: WorkerId
+    heartbeat_seconds: float
+    reconnect_seconds: float
+    stall_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """Answer with a heartbeat at once."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """PREPARE(generation): abort the groups, report the inventory."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Carry:
+    """PLAN: a plan with a recovery answers the inventories of its generation; one with a base is a planned change."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """OPEN(generation): train."""
+
+    generation: int
+
+
+class AskKind(StrEnum):
+    """What the controller may ask the vote to carry."""
+
+    SAVE = "save"
+    STOP = "stop"
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request that the worker brings into its next vote."""
+
+    kind: AskKind
+    number: int
+    """The same number is asked for once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """You are being drained: go on until a planned generation leaves you out."""
+
+    grace_seconds: float
+
+
+class Ending(StrEnum):
+    """How a shutdown is meant."""
+
+    DONE = "done"
+    """The job is over: end with the script's own status."""
+    DRAINED = "drained"
+    """Leave the loop by `SystemExit(0)`."""
+    FAILED = "failed"
+    """The job failed or was cancelled: leave with an error that gives the reason."""
+    START_OVER = "start_over"
+    """You were counted out and change nothing any more: come back as a newcomer with a new id."""
+    REPLACED = "replaced"
+    """You were counted out and replaced: end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    """The last message of a stream."""
+
+    ending: Ending
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """The hello, or a message, was refused in one sentence; the stream ends."""
+
+    sentence: str
+    final: bool = True
+    """False: try again later (the controller is starting, say)."""
+
+
+ToWorker = Welcome | Ping | Prepare | Carry | Open | Ask | Drain | Shutdown | Refusal

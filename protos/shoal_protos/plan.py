@@ -1,0 +1,227 @@
+"""The plan: who is in a world, which lanes each trains, which blocks each owns and mirrors, what is still to be filled.
+
+Made by the controller's planner, carried out by the workers; nothing else knows how to resize. Pure: standard library
+only. `check_plan` holds the invariants; it runs where the planner returns, where a worker receives a plan, and after
+every event of a simulation. Ranks index every per-member tuple.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from shoal_protos.errors import PeerError
+from shoal_protos.runs import NO_BLOCKS, Runs, every, union
+
+WorkerId = str
+"""`w0`, `w1`, …: never used twice in a job."""
+
+EVERYONE = 1 << 30
+"""`mirrors` of stage 0: every member mirrors every block that it does not own."""
+
+
+class Reason(StrEnum):
+    """Why a world changes. `kill`: every loss; `balance`: also a promotion after fills."""
+
+    START = "start"
+    KILL = "kill"
+    JOIN = "join"
+    DRAIN = "drain"
+    SCALE_UP = "scale_up"
+    SCALE_DOWN = "scale_down"
+    BALANCE = "balance"
+    RESTORE = "restore"
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One process of a world. Its rank is its place in `Plan.members`."""
+
+    worker: WorkerId
+    incarnation: str
+    """Random, one per process: tells a worker from another process with its id."""
+    address: str
+    """`HOST:PORT` of the store that this process opened at its start."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a plan gives to one member."""
+
+    lanes: tuple[int, ...] = ()
+    """Ascending. A member without lanes is a standby."""
+    owned: Runs = NO_BLOCKS
+    mirrored: Runs = NO_BLOCKS
+
+    @property
+    def keeps(self) -> Runs:
+        """The blocks whose optimizer state this member holds from the first commit of the generation on."""
+        return self.owned | self.mirrored
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """Blocks whose state one member still has to receive from another, in slices at step boundaries."""
+
+    source: int
+    target: int
+    blocks: Runs
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """What only a plan made from inventories says (a start, a loss, a restore): where all stand when it opens."""
+
+    step: int
+    """The committed step at which the generation begins."""
+    record: bytes
+    """The vote's record of that step, for members that still have to roll forward to it; empty where none has to."""
+    counted: tuple[bool, ...]
+    """By rank: whether the member's state counts. One that does not count frees what it holds."""
+    stale: tuple[Runs, ...]
+    """By rank: the blocks whose parameters their owners hand out to it again before the generation opens."""
+    checkpoint: str = ""
+    """Where the state comes from when blocks had no live copy; empty where it comes from the members."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A world. See the module's text; `base` and `recovery` exclude each other."""
+
+    generation: int
+    base: int
+    """The generation that a planned change replaces; 0 where the plan was made from inventories."""
+    reason: Reason
+    lanes: int
+    """How many lanes the job has."""
+    blocks: int
+    """How many blocks the job has."""
+    members: tuple[Member, ...]
+    shares: tuple[Share, ...]
+    fills: tuple[Fill, ...]
+    fill_blocks_per_step: int
+    """How many blocks one source sends at one boundary, over all its fills together."""
+    builder: int
+    """Rank of the member whose store the group is built over."""
+    steps: bool
+    """Whether optimizer steps run (not while paused or below `min`)."""
+    recovery: Recovery | None = None
+
+    @property
+    def world_size(self) -> int:
+        return len(self.members)
+
+    def rank_of(self, worker: WorkerId, incarnation: str) -> int | None:
+        """The rank of this very process, None where the plan leaves it out."""
+        for rank, member in enumerate(self.members):
+            if member.worker == worker and member.incarnation == incarnation:
+                return rank
+        return None
+
+    def fill_slice(self, index: int) -> tuple[Fill, ...]:
+        """What is sent at boundary `index` (0 is the first one of the generation): each source's next blocks.
+
+        A boundary is a passed vote; the slice travels beside the next one. Every member derives the same.
+        """
+        lowest, highest = index * self.fill_blocks_per_step, (index + 1) * self.fill_blocks_per_step
+        sent: list[Fill] = []
+        at = Counter[int]()
+        for fill in self.fills:
+            before, count = at[fill.source], len(fill.blocks)
+            at[fill.source] += count
+            taken = fill.blocks.first(max(0, highest - before)) - fill.blocks.first(max(0, lowest - before))
+            if taken:
+                sent.append(Fill(fill.source, fill.target, taken))
+        return tuple(sent)
+
+    @property
+    def boundaries(self) -> int:
+        """How many boundaries the fills take."""
+        per_source = Counter[int]()
+        for fill in self.fills:
+            per_source[fill.source] += len(fill.blocks)
+        return max((-(-count // self.fill_blocks_per_step) for count in per_source.values()), default=0)
+
+    def filled(self, rank: int, boundaries: int) -> Runs:
+        """The blocks that a member has received by fills after that many boundaries of the generation."""
+        return union(
+            fill.blocks for index in range(min(boundaries, self.boundaries)) for fill in self.fill_slice(index)
+            if fill.target == rank
+        )  # fmt: skip
+
+    def replays(self, rank: int, boundaries: int) -> Runs:
+        """The blocks whose update a member applies itself at the vote that follows that many passed ones."""
+        return self.shares[rank].keeps | self.filled(rank, boundaries + 1)
+
+
+def check_plan(plan: Plan) -> None:
+    """Raises `PeerError` naming the first broken invariant (ARCHITECTURE section 4)."""
+    for broken in _broken(plan):
+        raise PeerError(f"plan {plan.generation} is unsound: {broken}. This is a defect of Shoal; please report it.")
+
+
+def _broken(plan: Plan) -> Iterator[str]:
+    size = plan.world_size
+    if not size:
+        yield "it has no members"
+    if len({member.worker for member in plan.members}) != size:
+        yield "a worker is in it twice"
+    if len(plan.shares) != size:
+        yield f"it has {len(plan.shares)} shares for {size} members"
+    if not 0 <= plan.builder < size:
+        yield f"its builder is rank {plan.builder} of {size}"
+    if plan.generation <= plan.base or plan.base < 0 or plan.generation < 1:
+        yield f"it replaces generation {plan.base}"
+    if (plan.base == 0) != (plan.recovery is not None):
+        yield "a plan has either a base or a recovery"
+    yield from _broken_maps(plan)
+    yield from _broken_fills(plan)
+    if plan.recovery is not None:
+        yield from _broken_recovery(plan, plan.recovery)
+
+
+def _broken_maps(plan: Plan) -> Iterator[str]:
+    lanes = Counter(lane for share in plan.shares for lane in share.lanes)
+    if sorted(lanes.elements()) != list(range(plan.lanes)):
+        yield f"its lanes are {sorted(lanes.elements())}, each of 0 to {plan.lanes - 1} must have exactly one trainer"
+    if any(list(share.lanes) != sorted(share.lanes) for share in plan.shares):
+        yield "a member's lanes are not ascending"
+    owned = NO_BLOCKS
+    for rank, share in enumerate(plan.shares):
+        if share.owned & owned:
+            yield f"{share.owned & owned} have two owners"
+        if share.owned & share.mirrored:
+            yield f"rank {rank} mirrors its own {share.owned & share.mirrored}"
+        if not share.mirrored <= every(plan.blocks):
+            yield f"rank {rank} mirrors blocks beyond {plan.blocks - 1}"
+        owned |= share.owned
+    if owned != every(plan.blocks):
+        yield f"{every(plan.blocks) - owned} have no owner (of {plan.blocks} blocks)"
+
+
+def _broken_fills(plan: Plan) -> Iterator[str]:
+    if plan.fills and plan.fill_blocks_per_step < 1:
+        yield f"its fills move {plan.fill_blocks_per_step} blocks a step"
+    for fill in plan.fills:
+        if not (0 <= fill.source < plan.world_size and 0 <= fill.target < plan.world_size):
+            yield f"a fill goes from rank {fill.source} to {fill.target} of {plan.world_size}"
+        elif not fill.blocks or not fill.blocks <= plan.shares[fill.source].keeps:
+            yield f"rank {fill.source} sends {fill.blocks} without keeping them"
+        elif fill.blocks & plan.shares[fill.target].keeps:
+            yield f"rank {fill.target} is sent {fill.blocks & plan.shares[fill.target].keeps}, which it keeps already"
+    for target in {fill.target for fill in plan.fills}:
+        parts = [fill.blocks for fill in plan.fills if fill.target == target]
+        if sum(map(len, parts)) != len(union(parts)):
+            yield f"rank {target} is sent a block twice"
+
+
+def _broken_recovery(plan: Plan, recovery: Recovery) -> Iterator[str]:
+    if recovery.step < 0:
+        yield f"it begins at step {recovery.step}"
+    if len(recovery.counted) != plan.world_size or len(recovery.stale) != plan.world_size:
+        yield "its recovery does not speak of every member"
+    for rank, (share, stale) in enumerate(zip(plan.shares, recovery.stale, strict=False)):
+        if share.owned & stale:
+            yield f"rank {rank} owns {share.owned & stale}, whose parameters it lacks"

@@ -1,0 +1,169 @@
+"""Block runs: a set of block numbers held as few intervals.
+
+Every map of blocks in Shoal (owners, mirrors, fills, inventories) is made of these. Pure: standard library only.
+A `Runs` is immutable and canonical (sorted, disjoint, no two intervals touch), so equal sets compare and hash equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from shoal_protos.errors import UserError
+
+Span = tuple[int, int]
+"""A half-open interval of block numbers: `(start, stop)`."""
+
+
+class Runs:
+    """An immutable set of block numbers. Supports `|`, `&`, `-`, `in`, `len`, `bool`, `==`, iteration in order."""
+
+    __slots__ = ("_hash", "_spans")
+
+    def __init__(self, spans: Iterable[Span] = ()) -> None:
+        """Any spans: unsorted, touching and overlapping ones are joined, empty ones dropped."""
+        joined: list[Span] = []
+        for start, stop in sorted(span for span in spans if span[0] < span[1]):
+            if joined and start <= joined[-1][1]:
+                joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
+            else:
+                joined.append((start, stop))
+        if joined and joined[0][0] < 0:
+            raise ValueError(f"a block number is {joined[0][0]}; block numbers start at 0")
+        self._spans = tuple(joined)
+        self._hash = hash(self._spans)
+
+    @classmethod
+    def of(cls, blocks: Iterable[int]) -> Runs:
+        """The runs of single block numbers in any order."""
+        spans: list[Span] = []
+        for block in sorted(set(blocks)):
+            if spans and spans[-1][1] == block:
+                spans[-1] = (spans[-1][0], block + 1)
+            else:
+                spans.append((block, block + 1))
+        return cls(spans)
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """The maximal intervals in ascending order."""
+        return self._spans
+
+    def first(self, count: int) -> Runs:
+        """The `count` lowest blocks (all of them when there are fewer)."""
+        taken: list[Span] = []
+        for start, stop in self._spans:
+            if count <= 0:
+                break
+            taken.append((start, min(stop, start + count)))
+            count -= stop - start
+        return Runs(taken)
+
+    def shifted(self, by: int) -> Runs:
+        """Every block number plus `by`."""
+        return Runs((start + by, stop + by) for start, stop in self._spans)
+
+    def within(self, start: int, stop: int) -> Runs:
+        """The blocks in `[start, stop)`."""
+        return self & Runs(((start, stop),))
+
+    def __or__(self, other: Runs) -> Runs:
+        return Runs(self._spans + other._spans) if other._spans else self
+
+    def __and__(self, other: Runs) -> Runs:
+        mine, theirs, common = self._spans, other._spans, []
+        i = j = 0
+        while i < len(mine) and j < len(theirs):
+            start, stop = max(mine[i][0], theirs[j][0]), min(mine[i][1], theirs[j][1])
+            if start < stop:
+                common.append((start, stop))
+            if mine[i][1] < theirs[j][1]:
+                i += 1
+            else:
+                j += 1
+        return Runs(common)
+
+    def __sub__(self, other: Runs) -> Runs:
+        left: list[Span] = []
+        theirs, j = other._spans, 0
+        for start, stop in self._spans:
+            while j < len(theirs) and theirs[j][1] <= start:
+                j += 1
+            k = j
+            while k < len(theirs) and theirs[k][0] < stop:
+                if start < theirs[k][0]:
+                    left.append((start, theirs[k][0]))
+                start = max(start, theirs[k][1])
+                k += 1
+            if start < stop:
+                left.append((start, stop))
+        return Runs(left)
+
+    def __contains__(self, block: object) -> bool:
+        return isinstance(block, int) and any(start <= block < stop for start, stop in self._spans)
+
+    def __iter__(self) -> Iterator[int]:
+        for start, stop in self._spans:
+            yield from range(start, stop)
+
+    def __len__(self) -> int:
+        return sum(stop - start for start, stop in self._spans)
+
+    def __bool__(self) -> bool:
+        return bool(self._spans)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Runs) and self._spans == other._spans
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        return "Runs(" + ", ".join(f"{a}" if b == a + 1 else f"{a}-{b - 1}" for a, b in self._spans) + ")"
+
+    def __le__(self, other: Runs) -> bool:
+        """Whether every block of this set is in the other."""
+        return not self - other
+
+    def encode(self) -> list[int]:
+        """Run lengths for the wire: gap before the run, length of the run, alternating."""
+        lengths: list[int] = []
+        at = 0
+        for start, stop in self._spans:
+            lengths += [start - at, stop - start]
+            at = stop
+        return lengths
+
+    @classmethod
+    def decode(cls, lengths: Iterable[int], limit: int) -> Runs:
+        """The inverse of `encode`.
+
+        Raises `UserError` where the numbers are no canonical encoding or reach `limit` (the count of blocks) or beyond.
+        """
+        numbers = tuple(lengths)
+        if len(numbers) % 2:
+            raise UserError(f"block runs have {len(numbers)} numbers; expected pairs of gap and length")
+        spans: list[Span] = []
+        at = 0
+        for index in range(0, len(numbers), 2):
+            gap, length = numbers[index], numbers[index + 1]
+            if length <= 0 or gap < 0 or (gap == 0 and index > 0):
+                raise UserError(f"block runs hold gap {gap} and length {length}; runs must be positive and apart")
+            start = at + gap
+            at = start + length
+            if at > limit:
+                raise UserError(f"block runs reach block {at - 1}; the job has {limit} blocks (0 to {limit - 1})")
+            spans.append((start, at))
+        return cls(spans)
+
+
+NO_BLOCKS = Runs()
+
+
+def every(count: int) -> Runs:
+    """All of `count` blocks."""
+    return Runs(((0, count),))
+
+
+def union(parts: Iterable[Runs]) -> Runs:
+    """The blocks that are in any of the parts."""
+    return Runs(span for part in parts for span in part.spans)

@@ -1,0 +1,164 @@
+"""The worker's side of the generation protocol: what it has promised, what it may vote, which world it is in.
+
+One object per process, fed by whoever hears the controller (the session's thread, the simulator) and asked by whoever
+trains (the training thread, the simulated worker). Pure: it holds no group, no socket, no clock. Its drivers carry out
+what its answers say and guard it with one lock. ARCHITECTURE section 4; the abstract model's names are `promised`,
+`ready` (here `voted`), `next`, `keep` (here `kept`) and `go` (here `begins`).
+"""
+
+from __future__ import annotations
+
+from shoal_protos.messages import Point
+from shoal_protos.plan import Plan, WorkerId
+from shoal_protos.runs import Runs
+
+NEWCOMER = (Point.REHEARSING, Point.WAITING, Point.JOINING)
+
+
+class Membership:
+    """Where this process stands. `plan` is the plan of the world that it is in, None before the first."""
+
+    def __init__(self, worker: WorkerId, incarnation: str) -> None:
+        self.worker = worker
+        self.incarnation = incarnation
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Back to a newcomer that has rehearsed nothing; `promised` stays, numbers only grow."""
+        self.promised = getattr(self, "promised", 0)
+        self.generation = 0
+        self.point = Point.REHEARSING
+        self.plan: Plan | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self.recovery: Plan | None = None
+        self.next: Plan | None = None
+        self.next_built = False
+        self.kept: dict[int, Plan] = {}
+        self.begins: Plan | None = None
+        self.voted = self.generation
+        self.voting = False
+
+    @property
+    def is_newcomer(self) -> bool:
+        return self.point in NEWCOMER
+
+    def _rank_in(self, plan: Plan) -> int | None:
+        return plan.rank_of(self.worker, self.incarnation)
+
+    # ---- heard from the controller
+
+    def hear_prepare(self, generation: int) -> bool:
+        """PREPARE. True: abort every group now (the current one, and all that are being built or kept), then report.
+
+        False with `promised == generation`: it has stopped already, say the inventory again.
+        """
+        if generation <= self.promised:
+            return False
+        self.promised = generation
+        self._forget()
+        if not self.is_newcomer:
+            self.point = Point.STOPPED
+        elif self.point is Point.JOINING:
+            self.point = Point.WAITING
+        return True
+
+    def hear_recovery(self, plan: Plan) -> bool:
+        """PLAN made from inventories. True: build its group, catch up, then call `ready`."""
+        wanted = plan.generation == self.promised and self.recovery is None and self._rank_in(plan) is not None
+        if not wanted or self.point not in (Point.STOPPED, Point.WAITING):
+            return False
+        self.recovery = plan
+        self.point = Point.BUILDING
+        return True
+
+    def hear_open(self, generation: int) -> bool:
+        """OPEN. True: begin the world of the recovery."""
+        return generation == self.promised and self.point is Point.READY
+
+    def hear_planned(self, plan: Plan) -> bool:
+        """A planned change. True: build its group in the background (none needed where `builds(plan)` is false)."""
+        newest = max(self.promised, self.generation, self.next.generation if self.next else 0)
+        if plan.generation <= newest or self.begins is not None:
+            return False
+        if self.is_newcomer:
+            if self.point is Point.REHEARSING or self._rank_in(plan) is None:
+                return False
+            if self.next is not None:
+                self.kept[self.next.generation] = self.next
+        elif plan.base != self.generation or self.point is not Point.TRAINING:
+            return False
+        elif self.voting and self.voted > self.generation:
+            return False  # what a member voted it keeps until that vote is over
+        self.next, self.next_built = plan, False
+        if self.is_newcomer:
+            self.point = Point.WAITING
+        elif not self.builds(plan):
+            self.next_built = True
+        return True
+
+    def builds(self, plan: Plan) -> bool:
+        """Whether this process needs a new group for a planned change: not when left out, nor for the same members."""
+        if self._rank_in(plan) is None:
+            return False
+        return self.plan is None or self.is_newcomer or plan.members != self.plan.members
+
+    # ---- told by the driver
+
+    def rehearsed(self) -> None:
+        """The newcomer is ready to become a member."""
+        if self.point is Point.REHEARSING:
+            self.point = Point.WAITING
+
+    def built(self, generation: int) -> None:
+        """The group of a planned change is built."""
+        if self.next is not None and self.next.generation == generation:
+            self.next_built = True
+            if self.is_newcomer:
+                self.point = Point.JOINING
+                self.promised = max(self.promised, generation)
+
+    def ready(self, generation: int) -> bool:
+        """The recovery's group is built and all is in place. False: another PREPARE came meanwhile."""
+        if self.recovery is None or self.recovery.generation != generation:
+            return False
+        self.point = Point.READY
+        return True
+
+    # ---- the vote
+
+    def enter_vote(self, holds: Runs) -> int:
+        """The number to vote: the next generation's when this process is ready for it, else the current one's.
+
+        `holds`: the blocks that it keeps or has filled when this vote passes.
+        """
+        self.voting = True
+        self.voted = self.generation
+        if self.next is not None and self.next_built:
+            rank = self._rank_in(self.next)
+            if rank is None or self.next.shares[rank].keeps <= holds:
+                self.voted = self.next.generation
+        return self.voted
+
+    def leave_vote(self, voted: list[int]) -> Plan | None:
+        """The vote has passed with these numbers. Returns the plan that begins after the hand-out, if one does."""
+        self.voting = False
+        if min(voted) == max(voted) > self.generation:
+            self.begins = self.next
+        return self.begins
+
+    # ---- a world begins
+
+    def begin(self, plan: Plan) -> None:
+        """The world of `plan` begins here: after a hand-out, on OPEN, or on a newcomer's first message."""
+        self.generation = plan.generation
+        self.promised = max(self.promised, plan.generation)
+        self.plan = plan
+        self.point = Point.TRAINING if self._rank_in(plan) is not None else Point.LEFT
+        self._forget()
+
+    @property
+    def newest_heard(self) -> int:
+        """What the status says as `promised`: the highest generation stopped for, built or voted."""
+        return max(self.promised, self.generation, self.voted)
