@@ -1,0 +1,66 @@
+# `make demo` and `make test` set themselves up: they need nothing but Python 3.11 to 3.13 and a package index.
+#
+#   make demo       a training job is killed, scaled and drained, and ends with the bits of an undisturbed one
+#   make test       everything that must hold: lint, types, import contracts, generated code, all tests
+#   make simulate   more of the simulation: make simulate SEEDS=20000, or SEED=17 to replay one
+#   make protos     generate the code for protos/shoal_protos/session.proto again
+#   make docs       draw docs/phases.md again from the job machine's table
+#   make format     put all files into the form that `make lint` asks for
+
+PYTHON ?= $(shell for v in 3.11 3.12 3.13; do command -v python$$v && exit; done; command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+SOURCES := controller worker protos tests tools
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint types imports generated pytest simulate protos docs format clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 11) <= v <= (3, 13) or sys.exit(f"Shoal needs Python 3.11 to 3.13; {sys.executable} is {v[0]}.{v[1]}. Name another one: make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[all]' --group dev
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/shoal demo $(ARGS)
+
+test: lint types imports generated pytest
+
+lint: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: $(READY)
+	$(BIN)/mypy
+
+imports: $(READY)
+	$(BIN)/lint-imports
+
+generated: $(READY)
+	$(BIN)/python tools/protos.py --check
+
+pytest: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(ARGS)
+
+simulate: $(READY)
+	$(BIN)/python -m tests.simulation $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),20000))
+
+protos: $(READY)
+	$(BIN)/python tools/protos.py
+
+docs: $(READY)
+	$(BIN)/python tools/phases.py
+
+format: $(READY)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis .import_linter_cache
