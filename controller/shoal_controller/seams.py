@@ -1,0 +1,83 @@
+"""What the shell needs from the rooms above it: who sends to workers, who starts processes, who counts.
+
+`server.py` hands implementations to `Shell.connect`; `sessions/`, `launchers/` and `metrics.py` provide them, tests
+bring small ones. The shell itself knows only these shapes. Whatever happens outside comes back by `Shell.submit`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from shoal_controller.core.events import Exited, Spawned
+from shoal_controller.core.spec import JobSpec
+from shoal_protos.messages import ToWorker
+from shoal_protos.plan import WorkerId
+
+
+class Senders(Protocol):
+    """The streams of the workers (`sessions.service`). Neither call waits or raises: what is gone is dropped."""
+
+    def send(self, connection: int, message: ToWorker) -> None:
+        """Put a message on a stream; a stream whose bounded outbox is full is ended."""
+
+    def close(self, connection: int) -> None:
+        """End a stream after what was sent on it."""
+
+
+class Launcher(Protocol):
+    """Starts and ends worker processes. Ends that it sees it reports by `shell.submit(job, Exited(…))`.
+
+    The shell calls it in the order of the effects, one call per job at a time, and gives each call a deadline.
+    """
+
+    async def spawn(self, worker: WorkerId, spec: JobSpec) -> Spawned:
+        """Start a process for this worker. A `ShoalError` says why it could not be started."""
+
+    async def kill(self, worker: WorkerId, spec: JobSpec) -> None:
+        """End the worker's process at once; one that is gone already is no error."""
+
+    async def adopt(self, spec: JobSpec) -> Sequence[Spawned | Exited]:
+        """What became of the processes that an earlier controller started for this job: one event for each."""
+
+    async def close(self) -> None:
+        """Let go of everything of this controller's; the workers live on."""
+
+
+class Meter(Protocol):
+    """Where `Count` and `Observe` effects go (`metrics.py`)."""
+
+    def count(self, job: str, metric: str, value: float, labels: Mapping[str, str]) -> None:
+        """Add to a counter."""
+
+    def observe(self, job: str, metric: str, value: float, labels: Mapping[str, str]) -> None:
+        """One observation of a histogram."""
+
+
+class Prober(Protocol):
+    """Asks an address whether its process still lives (`probes.py`)."""
+
+    def __call__(self, address: str) -> Awaitable[bool]:
+        """True where the host refuses the port."""
+
+
+class _Unmeasured:
+    """A meter for shells without metrics."""
+
+    def count(self, job: str, metric: str, value: float, labels: Mapping[str, str]) -> None:
+        """Counts nothing."""
+
+    def observe(self, job: str, metric: str, value: float, labels: Mapping[str, str]) -> None:
+        """Observes nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """All that the shell's effects reach."""
+
+    senders: Senders
+    prober: Prober
+    launchers: Mapping[str, Launcher] = field(default_factory=dict)
+    """By the spec's `launcher`; `none` has none."""
+    meter: Meter = field(default_factory=_Unmeasured)
