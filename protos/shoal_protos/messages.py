@@ -181,6 +181,8 @@ class Request:
 
     kind: RequestKind
     grace_seconds: float = 30.0
+    generation: int = 0
+    """The world that it is said in; 0: none, or nothing depends on it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +197,8 @@ class Result:
     """One sentence, then the last lines of a traceback."""
     everyone: bool = False
     """The failure is the job's (bad config, hyper-parameters that differ), not this worker's: no replacement helps."""
+    generation: int = 0
+    """The world that it is said in; 0: none, or nothing depends on it."""
 
 
 ToController = Hello | Heartbeat | Ready | Inventory | Request | Result
@@ -211,6 +215,8 @@ class Welcome:
     heartbeat_seconds: float
     reconnect_seconds: float
     stall_seconds: float
+    generation: int = 0
+    """The world that it is said in; 0: none, or nothing depends on it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +224,8 @@ class Ping:
     """Answer with a heartbeat at once."""
 
     number: int
+    generation: int = 0
+    """The world that it is said in; 0: none, or nothing depends on it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +263,8 @@ class Ask:
     kind: AskKind
     number: int
     """The same number is asked for once."""
+    generation: int = 0
+    """The world that it is said in; 0: none, or nothing depends on it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +272,8 @@ class Drain:
     """You are being drained: go on until a planned generation leaves you out."""
 
     grace_seconds: float
+    generation: int = 0
+    """The world that it is said in; 0: none, or nothing depends on it."""
 
 
 class Ending(StrEnum):
@@ -285,6 +297,8 @@ class Shutdown:
 
     ending: Ending
     reason: str
+    generation: int = 0
+    """The world that it is said in; 0: none, or nothing depends on it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,6 +308,8 @@ class Refusal:
     sentence: str
     final: bool = True
     """False: try again later (the controller is starting, say)."""
+    generation: int = 0
+    """The world that it is said in; 0: none, or nothing depends on it."""
 
 
 ToWorker = Welcome | Ping | Prepare | Carry | Open | Ask | Drain | Shutdown | Refusal

@@ -1,0 +1,54 @@
+"""Makes the protobuf code of `shoal_protos` from its `.proto` files: `python protos/generate.py [--check]`.
+
+With `--check` nothing is written; the exit status is 1 where the files in the repository are not what would be made.
+Needs the development dependencies grpcio-tools 1.76 (code of a later one refuses protobuf 6) and mypy-protobuf.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parent
+SUFFIXES = ("_pb2.py", "_pb2.pyi")
+
+
+def generate(into: Path) -> None:
+    """Write the generated files of every `.proto` below `into`, at the same relative paths."""
+    from grpc_tools import protoc
+
+    plugin = Path(sys.executable).parent / "protoc-gen-mypy"
+    protos = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("*/*.proto"))]
+    options = [f"-I{ROOT}", f"--plugin={plugin}", f"--python_out={into}", f"--mypy_out=quiet:{into}"]
+    if protoc.main(["protoc", *options, *protos]):
+        raise SystemExit("protoc failed; its message is above")
+
+
+def stale() -> list[str]:
+    """The generated files in the repository that differ from what would be made, or are missing, or should not be."""
+    with tempfile.TemporaryDirectory() as folder:
+        generate(Path(folder))
+        made, here = _generated(Path(folder)), _generated(ROOT)
+    return sorted(name for name in made.keys() | here.keys() if made.get(name) != here.get(name))
+
+
+def _generated(root: Path) -> dict[str, str]:
+    paths = (path for path in root.glob("*/*_pb2*") if path.name.endswith(SUFFIXES))
+    return {str(path.relative_to(root)): path.read_text() for path in paths}
+
+
+def main(arguments: list[str]) -> int:
+    if arguments == ["--check"]:
+        for name in (names := stale()):
+            print(f"protos/{name} is not what its .proto says; run: python protos/generate.py", file=sys.stderr)  # noqa: T201
+        return 1 if names else 0
+    if arguments:
+        print("usage: python protos/generate.py [--check]", file=sys.stderr)  # noqa: T201
+        return 2
+    generate(ROOT)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
