@@ -11,7 +11,7 @@ PYTHON ?= $(shell for v in 3.11 3.12 3.13; do command -v python$$v && exit; done
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-SOURCES := controller worker protos tests tools
+
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test lint types imports generated pytest simulate protos docs format clean
@@ -44,7 +44,7 @@ imports: $(READY)
 	$(BIN)/lint-imports
 
 generated: $(READY)
-	$(BIN)/python tools/protos.py --check
+	$(BIN)/python protos/generate.py --check
 
 pytest: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(ARGS)
@@ -53,7 +53,7 @@ simulate: $(READY)
 	$(BIN)/python -m tests.simulation $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),20000))
 
 protos: $(READY)
-	$(BIN)/python tools/protos.py
+	$(BIN)/python protos/generate.py
 
 docs: $(READY)
 	$(BIN)/python tools/phases.py

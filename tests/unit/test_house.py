@@ -1,0 +1,185 @@
+"""The rules of the house that no linter knows: sizes, purity, names that are frozen, nothing that belongs elsewhere.
+
+Everything here is read from the sources, nothing is imported (but for the command's flags). A rule that is broken
+names the place and the figure. What is exempt is in a named list below, so that an exemption is seen in review.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import grimp
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = {"shoal_controller": "controller", "shoal": "worker", "shoal_protos": "protos"}
+FOLDERS = ("controller", "worker", "protos", "tests", "tools", "benchmarks", "examples")
+
+LONGEST_FUNCTION = 70
+LONGEST_FILE = 500
+MOST_PARAMETERS = 6
+
+ENTRY_MODULES = {
+    "shoal_controller.cli.main": "the console script",
+    "shoal.demo.byte_gpt": "the demo's script, `python -m`",
+}
+"""Modules that nobody imports because they are started."""
+
+NO_IO = {"asyncio", "os", "random", "secrets", "socket", "sqlite3", "subprocess", "threading", "time"}
+PURE_VOCABULARY = {f"shoal_protos.{name}" for name in ("description", "errors", "messages", "plan", "runs")}
+
+AGAINST_FOREIGN_CODE: set[str] = set()
+"""Test files that compare Shoal with code that is not ours, where equal bits cannot be asked for."""
+
+SHOAL_PUBLIC = ["Engine", "initialize"]
+
+
+@cache
+def sources() -> dict[Path, ast.Module]:
+    """Every Python file of the repository but generated ones, parsed."""
+    files = (file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))
+    return {
+        file.relative_to(ROOT): ast.parse(file.read_text(), str(file))
+        for file in sorted(files)
+        if "_pb2" not in file.name
+    }
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """The modules of the three packages by their dotted names, `__init__` files left out."""
+    named = {}
+    for file in sources():
+        package = next((name for name, folder in PACKAGES.items() if file.parts[:2] == (folder, name)), None)
+        if package and file.name != "__init__.py":
+            named[".".join(file.with_suffix("").parts[1:])] = file
+    return named
+
+
+def functions() -> Iterator[tuple[Path, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    for file, tree in sources().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield file, node
+
+
+def imported(tree: ast.Module) -> set[str]:
+    """The dotted names that a file imports, `from a import b` as both `a` and `a.b`."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def declares_flags(file: Path, function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether the function is a command of `shoal`, whose parameters are its flags."""
+    return file.parts[:3] == ("controller", "shoal_controller", "cli") and function.name == file.stem
+
+
+def test_no_function_is_longer_than_one_can_keep_in_mind() -> None:
+    lengths = {f"{file}:{f.lineno} {f.name}": (f.end_lineno or f.lineno) - f.lineno + 1 for file, f in functions()}
+    assert {place: lines for place, lines in lengths.items() if lines > LONGEST_FUNCTION} == {}
+
+
+def test_no_file_is_longer_than_one_can_read_at_once() -> None:
+    lengths = {str(file): len((ROOT / file).read_text().splitlines()) for file in sources()}
+    assert {file: lines for file, lines in lengths.items() if lines > LONGEST_FILE} == {}
+
+
+def test_no_function_takes_more_parameters_than_one_can_remember() -> None:
+    many = {}
+    for file, function in functions():
+        given = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+        count = len([parameter for parameter in given if parameter.arg not in ("self", "cls")])
+        if count > MOST_PARAMETERS and not declares_flags(file, function):
+            many[f"{file}:{function.lineno} {function.name}"] = count
+    assert many == {}
+
+
+def test_every_module_introduces_itself() -> None:
+    silent = [str(file) for file, tree in sources().items() if tree.body and not ast.get_docstring(tree)]
+    assert silent == []
+
+
+def test_every_module_is_imported_by_another_or_is_a_named_entry() -> None:
+    graph = grimp.build_graph(*PACKAGES, cache_dir=None)
+    lonely = {name for name in modules() if not graph.find_modules_that_directly_import(name)}
+    lonely -= {name for name in lonely if name.endswith("__main__")}
+    assert lonely == set(ENTRY_MODULES)
+
+
+def test_the_import_contracts_hold() -> None:
+    command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr
+
+
+def test_the_pure_vocabulary_and_the_controllers_core_use_the_standard_library_only() -> None:
+    pure = PURE_VOCABULARY | {name for name in modules() if name.startswith("shoal_controller.core.")}
+    assert_only(pure, allowed=sys.stdlib_module_names - NO_IO)
+
+
+def test_the_workers_core_uses_the_standard_library_and_torch_only() -> None:
+    pure = PURE_VOCABULARY | {name for name in modules() if name.startswith("shoal.core.")}
+    assert_only(pure, allowed=(sys.stdlib_module_names - NO_IO) | {"torch"})
+
+
+def assert_only(pure: set[str], allowed: frozenset[str] | set[str]) -> None:
+    foreign = {}
+    packages = {name.rpartition(".")[0] for name in pure}
+    for name in sorted(pure):
+        names = imported(sources()[modules()[name]])
+        beyond = {used for used in names if used.partition(".")[0] not in allowed}
+        beyond = {used for used in beyond if used not in pure | packages and used.rpartition(".")[0] not in pure}
+        if beyond:
+            foreign[name] = beyond
+    assert foreign == {}
+
+
+def calls(name: str, of: str | None = None) -> list[str]:
+    """Where something of that name (an attribute of `of`, where given) is named in code."""
+    places = []
+    for file, tree in sources().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and node.attr == name:
+                if of is None or (isinstance(node.value, ast.Name) and node.value.id == of):
+                    places.append(f"{file}:{node.lineno}")
+            elif isinstance(node, ast.Name) and node.id == name and of is None:
+                places.append(f"{file}:{node.lineno}")
+    return places
+
+
+def test_bits_are_compared_with_a_tolerance_only_against_foreign_code() -> None:
+    tolerant = calls("assert_close") + calls("allclose")
+    assert [place for place in tolerant if place.partition(":")[0] not in AGAINST_FOREIGN_CODE] == []
+
+
+def test_no_test_sleeps_where_it_could_wait_for_something() -> None:
+    assert [place for place in calls("sleep", of="time") if place.startswith("tests/")] == []
+
+
+def test_no_file_speaks_of_the_machine_it_was_written_on() -> None:
+    machine = re.compile(r"(?<![\w.$}])/(?:work|root|opt|home/\w+|Users/\w+)/[\w.]|file:///\w")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    found = []
+    for name in filter(None, listed.split("\0")):
+        if name != "LICENSE" and (ROOT / name).exists() and not name.endswith((".png", ".svg")):
+            lines = (ROOT / name).read_text().splitlines()
+            found += [f"{name}:{number}" for number, line in enumerate(lines, 1) if machine.search(line)]
+    assert found == []
+
+
+def test_the_public_names_of_shoal_are_these() -> None:
+    tree = sources()[Path("worker/shoal/__init__.py")]
+    lists = [
+        node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    ]
+    assert [sorted(ast.literal_eval(names)) for names in lists] == [SHOAL_PUBLIC]
