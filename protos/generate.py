@@ -6,6 +6,7 @@ Needs the development dependencies grpcio-tools 1.76 (code of a later one refuse
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -16,13 +17,10 @@ SUFFIXES = ("_pb2.py", "_pb2.pyi")
 
 def generate(into: Path) -> None:
     """Write the generated files of every `.proto` below `into`, at the same relative paths."""
-    from grpc_tools import protoc
-
     plugin = Path(sys.executable).parent / "protoc-gen-mypy"
     protos = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("*/*.proto"))]
     options = [f"-I{ROOT}", f"--plugin={plugin}", f"--python_out={into}", f"--mypy_out=quiet:{into}"]
-    if protoc.main(["protoc", *options, *protos]):
-        raise SystemExit("protoc failed; its message is above")
+    subprocess.run([sys.executable, "-m", "grpc_tools.protoc", *options, *protos], check=True)
 
 
 def stale() -> list[str]:

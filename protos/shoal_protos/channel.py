@@ -1,0 +1,29 @@
+"""What both ends of a session's gRPC channel agree on: the method's name, message bounds, keepalive.
+
+The worker's session and the controller's service import it. The messages themselves are bytes to gRPC; `wire` makes and
+reads them, so that a broken one is answered by a sentence and not by gRPC's own error.
+"""
+
+from __future__ import annotations
+
+METHOD = "/shoal.v1.Sessions/Session"
+"""The one bidirectional stream; see session.proto."""
+
+MAX_MESSAGE_BYTES = 8 << 20
+"""Neither side takes a larger message. A plan for 1,000 workers and 65,536 blocks has less than 1 MiB."""
+
+KEEPALIVE_SECONDS = 10
+"""A channel without traffic is asked this often whether it still carries, so that a broken path is noticed by both."""
+
+KEEPALIVE_TIMEOUT_SECONDS = 5
+"""A question without an answer for so long breaks the channel. Heartbeats notice a silent worker much earlier."""
+
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
+    ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_SECONDS * 1000),
+    ("grpc.keepalive_permit_without_calls", 0),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+"""For both ends."""

@@ -1,0 +1,158 @@
+"""Bounds: how the wire reads numbers, texts and lists that somebody else sent.
+
+Every value of a decoded message passes through one of these. Each raises `UserError` with one sentence that names the
+field, what was found and what is allowed; nothing else may come out of them. Texts meant for people are made readable
+when they are written (clipped, control characters replaced); names never, for a clipped name would be another name.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence, Sized
+from enum import StrEnum
+from typing import TypeVar
+
+from shoal_protos.errors import UserError
+from shoal_protos.runs import Runs
+
+MAX_NUMBER = (1 << 62) - 1
+"""Steps, generations, bytes: what fits everywhere, with room to add one."""
+
+MAX_BLOCKS = 1 << 16
+MAX_LANES = 1 << 16
+MAX_MEMBERS = 1 << 14
+MAX_FILLS = 1 << 20
+MAX_PARAMETERS = 1 << 18
+MAX_DIMENSIONS = 64
+MAX_ENTRIES = 1 << 14
+"""Of a mapping."""
+MAX_CHANGES = 64
+
+NAME_CHARACTERS = 128
+LABEL_CHARACTERS = 1024
+"""Hosts, parameter names, paths, keys."""
+VALUE_CHARACTERS = 1 << 16
+"""A config value as text."""
+TEXT_CHARACTERS = 1 << 14
+"""A sentence, or a failure with its traceback's last lines."""
+RECORD_BYTES = 1 << 20
+SHOWN_CHARACTERS = 60
+"""How much of a wrong value an error repeats."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
+_ADDRESS = re.compile(r"([^\s:/\[\]]+|\[[0-9A-Fa-f:.]+(%[\w.-]+)?\]):([0-9]{1,5})", re.ASCII)
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+_CONTROL_IN_TEXT = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
+
+Many = TypeVar("Many", bound=Sized)
+Number = TypeVar("Number", bound=int)
+Word = TypeVar("Word", bound=StrEnum)
+
+
+# ---- numbers
+
+
+def whole(field: str, value: int, least: int = 0, most: int = MAX_NUMBER) -> int:
+    """A number within bounds."""
+    if not least <= value <= most:
+        raise UserError(f"{field} is {value}; allowed are {least} to {most}")
+    return value
+
+
+def seconds(field: str, value: float) -> float:
+    """A duration: finite and not negative."""
+    if not (math.isfinite(value) and value >= 0):
+        raise UserError(f"{field} is {value}; expected a finite number of seconds, 0 or more")
+    return value
+
+
+# ---- lists
+
+
+def few(field: str, values: Many, most: int) -> Many:
+    """A list or mapping that is not longer than allowed."""
+    if len(values) > most:
+        raise UserError(f"{field} has {len(values)} entries; at most {most} are allowed")
+    return values
+
+
+def runs(field: str, lengths: Sequence[int], blocks: int) -> Runs:
+    """A set of blocks below `blocks`."""
+    if len(lengths) > blocks + 1:  # runs are positive and apart, so more numbers cannot fit
+        raise UserError(f"{field}: {len(lengths)} run lengths are too many for {blocks} blocks")
+    try:
+        return Runs.decode(lengths, blocks)
+    except UserError as error:
+        raise UserError(f"{field}: {error}") from None
+
+
+def word(field: str, numbers: Mapping[Number, Word], number: Number) -> Word:
+    """A known word of an enumeration."""
+    if number not in numbers:
+        raise UserError(f"{field} is number {number}; this version of Shoal knows {', '.join(numbers.values())}")
+    return numbers[number]
+
+
+def raw(field: str, value: bytes, most: int = RECORD_BYTES) -> bytes:
+    """Bytes that are not looked into."""
+    if len(value) > most:
+        raise UserError(f"{field} has {len(value)} bytes; at most {most} are allowed")
+    return value
+
+
+# ---- texts
+
+
+def name(field: str, value: str) -> str:
+    """An id: it may become part of a path, a metric's label or a URL."""
+    _short(field, value, NAME_CHARACTERS)
+    if not _NAME.fullmatch(value):
+        raise UserError(
+            f"{field} is {_shown(value)}; expected letters, digits, '.', '_' and '-', a letter or digit first"
+        )
+    return value
+
+
+def address(field: str, value: str) -> str:
+    """`HOST:PORT`, or `[IPV6]:PORT`."""
+    _short(field, value, LABEL_CHARACTERS)
+    matched = _ADDRESS.fullmatch(value)
+    if not matched or _CONTROL.search(value) or not 1 <= int(matched[3]) <= 65535:
+        raise UserError(f"{field} is {_shown(value)}; expected HOST:PORT with a port of 1 to 65535")
+    return value
+
+
+def label(field: str, value: str) -> str:
+    """One line of text that is compared or shown as it is."""
+    _short(field, value, LABEL_CHARACTERS)
+    if _CONTROL.search(value):
+        raise UserError(f"{field} is {_shown(value)}; control characters are not allowed")
+    return value
+
+
+def text(field: str, value: str, most: int = TEXT_CHARACTERS) -> str:
+    """Lines for people."""
+    _short(field, value, most)
+    if _CONTROL_IN_TEXT.search(value):
+        raise UserError(f"{field} is {_shown(value)}; control characters are not allowed")
+    return value
+
+
+def readable(value: str) -> str:
+    """What `text` accepts: control characters replaced, the middle left out where it is too long. For writing."""
+    clean = _CONTROL_IN_TEXT.sub("\N{REPLACEMENT CHARACTER}", value.encode("utf-8", "replace").decode())
+    if len(clean) <= TEXT_CHARACTERS:
+        return clean
+    gap = "\n[…]\n"
+    head = TEXT_CHARACTERS // 4
+    return clean[:head] + gap + clean[len(clean) - (TEXT_CHARACTERS - head - len(gap)) :]
+
+
+def _short(field: str, value: str, most: int) -> None:
+    if len(value) > most:
+        raise UserError(f"{field} has {len(value)} characters; at most {most} are allowed")
+
+
+def _shown(value: str) -> str:
+    return repr(value if len(value) <= SHOWN_CHARACTERS else value[:SHOWN_CHARACTERS] + "…")

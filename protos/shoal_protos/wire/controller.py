@@ -1,0 +1,145 @@
+"""What the controller says, on the wire: welcome, ping, prepare, plan, open, request, drain, shutdown, error."""
+
+from __future__ import annotations
+
+from google.protobuf.message import DecodeError
+
+from shoal_protos import session_pb2 as pb
+from shoal_protos.errors import UserError
+from shoal_protos.messages import (
+    Ask,
+    AskKind,
+    Carry,
+    Drain,
+    Ending,
+    Open,
+    Ping,
+    Prepare,
+    Refusal,
+    Shutdown,
+    ToWorker,
+    Welcome,
+)
+from shoal_protos.wire import bounds
+from shoal_protos.wire.plan import read_plan, write_plan
+
+KINDS = {pb.ASK_KIND_SAVE: AskKind.SAVE, pb.ASK_KIND_STOP: AskKind.STOP}
+KIND_NUMBERS = {kind: number for number, kind in KINDS.items()}
+ENDINGS = {
+    pb.ENDING_DONE: Ending.DONE,
+    pb.ENDING_DRAINED: Ending.DRAINED,
+    pb.ENDING_FAILED: Ending.FAILED,
+    pb.ENDING_START_OVER: Ending.START_OVER,
+    pb.ENDING_REPLACED: Ending.REPLACED,
+}
+ENDING_NUMBERS = {ending: number for number, ending in ENDINGS.items()}
+
+
+def encode_controller(message: ToWorker) -> bytes:
+    """What the controller puts on a worker's stream."""
+    return _write(message).SerializeToString()
+
+
+def _write(message: ToWorker) -> pb.ControllerMessage:
+    match message:
+        case Welcome():
+            return pb.ControllerMessage(welcome=_write_welcome(message))
+        case Ping():
+            return pb.ControllerMessage(ping=pb.Ping(number=message.number, generation=message.generation))
+        case Prepare():
+            return pb.ControllerMessage(prepare=pb.Prepare(generation=message.generation))
+        case Carry():
+            return pb.ControllerMessage(plan=write_plan(message.plan))
+        case Open():
+            return pb.ControllerMessage(open=pb.Open(generation=message.generation))
+        case Ask(kind, number, generation):
+            return pb.ControllerMessage(request=pb.Ask(kind=KIND_NUMBERS[kind], number=number, generation=generation))
+        case Drain(grace_seconds, generation):
+            return pb.ControllerMessage(drain=pb.Drain(grace_seconds=grace_seconds, generation=generation))
+        case Shutdown(ending, reason, generation):
+            shutdown = pb.Shutdown(ending=ENDING_NUMBERS[ending], reason=bounds.readable(reason), generation=generation)
+            return pb.ControllerMessage(shutdown=shutdown)
+        case Refusal(sentence, final, generation):
+            refusal = pb.Refusal(sentence=bounds.readable(sentence), final=final, generation=generation)
+            return pb.ControllerMessage(error=refusal)
+
+
+def decode_controller(data: bytes) -> ToWorker:
+    """What a worker reads from its stream. Raises `UserError` for whatever is not a message within bounds."""
+    try:
+        message = pb.ControllerMessage.FromString(data)
+    except DecodeError:
+        raise UserError(f"{len(data)} bytes are not a controller's message of this version of Shoal") from None
+    match message.WhichOneof("body"):
+        case "welcome":
+            return _read_welcome(message.welcome)
+        case "ping":
+            ping = message.ping
+            return Ping(bounds.whole("ping.number", ping.number), bounds.whole("ping.generation", ping.generation))
+        case "prepare":
+            return Prepare(bounds.whole("prepare.generation", message.prepare.generation, least=1))
+        case "plan":
+            return Carry(read_plan(message.plan))
+        case "open":
+            return Open(bounds.whole("open.generation", message.open.generation, least=1))
+        case "request":
+            return _read_ask(message.request)
+        case "drain":
+            return _read_drain(message.drain)
+        case "shutdown":
+            return _read_shutdown(message.shutdown)
+        case "error":
+            return _read_refusal(message.error)
+        case _:
+            raise UserError("a controller's message is empty, or of a kind that this version of Shoal does not know")
+
+
+def _write_welcome(welcome: Welcome) -> pb.Welcome:
+    return pb.Welcome(
+        worker=welcome.worker,
+        heartbeat_seconds=welcome.heartbeat_seconds,
+        reconnect_seconds=welcome.reconnect_seconds,
+        stall_seconds=welcome.stall_seconds,
+        generation=welcome.generation,
+    )
+
+
+def _read_welcome(message: pb.Welcome) -> Welcome:
+    return Welcome(
+        worker=bounds.name("welcome.worker", message.worker),
+        heartbeat_seconds=bounds.seconds("welcome.heartbeat_seconds", message.heartbeat_seconds),
+        reconnect_seconds=bounds.seconds("welcome.reconnect_seconds", message.reconnect_seconds),
+        stall_seconds=bounds.seconds("welcome.stall_seconds", message.stall_seconds),
+        generation=bounds.whole("welcome.generation", message.generation),
+    )
+
+
+def _read_ask(message: pb.Ask) -> Ask:
+    return Ask(
+        kind=bounds.word("request.kind", KINDS, message.kind),
+        number=bounds.whole("request.number", message.number),
+        generation=bounds.whole("request.generation", message.generation),
+    )
+
+
+def _read_drain(message: pb.Drain) -> Drain:
+    return Drain(
+        grace_seconds=bounds.seconds("drain.grace_seconds", message.grace_seconds),
+        generation=bounds.whole("drain.generation", message.generation),
+    )
+
+
+def _read_shutdown(message: pb.Shutdown) -> Shutdown:
+    return Shutdown(
+        ending=bounds.word("shutdown.ending", ENDINGS, message.ending),
+        reason=bounds.text("shutdown.reason", message.reason),
+        generation=bounds.whole("shutdown.generation", message.generation),
+    )
+
+
+def _read_refusal(message: pb.Refusal) -> Refusal:
+    return Refusal(
+        sentence=bounds.text("error.sentence", message.sentence),
+        final=message.final,
+        generation=bounds.whole("error.generation", message.generation),
+    )

@@ -1,0 +1,68 @@
+"""A job's description on the wire: what a worker states in its hello."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shoal_protos import session_pb2 as pb
+from shoal_protos.description import Description, Parameter
+from shoal_protos.plan import EVERYONE
+from shoal_protos.wire import bounds
+
+
+def write_description(description: Description) -> pb.Description:
+    return pb.Description(
+        lanes=description.lanes,
+        blocks=description.blocks,
+        block_elements=description.block_elements,
+        state_bytes=description.state_bytes,
+        mirrors=description.mirrors,
+        fill_bytes_per_step=description.fill_bytes_per_step,
+        max_steps=description.max_steps,
+        parameters=[
+            pb.Parameter(name=parameter.name, shape=parameter.shape, dtype=parameter.dtype, group=parameter.group)
+            for parameter in description.parameters
+        ],
+        optimizer=description.optimizer,
+        config=dict(description.config),
+        numerics=dict(description.numerics),
+        mixed_numerics=description.mixed_numerics,
+        can_checkpoint=description.can_checkpoint,
+    )
+
+
+def read_description(message: pb.Description) -> Description:
+    parameters = bounds.few("description.parameters", message.parameters, bounds.MAX_PARAMETERS)
+    return Description(
+        lanes=bounds.whole("description.lanes", message.lanes, least=1, most=bounds.MAX_LANES),
+        blocks=bounds.whole("description.blocks", message.blocks, most=bounds.MAX_BLOCKS),
+        block_elements=bounds.whole("description.block_elements", message.block_elements),
+        state_bytes=bounds.whole("description.state_bytes", message.state_bytes),
+        mirrors=bounds.whole("description.mirrors", message.mirrors, most=EVERYONE),
+        fill_bytes_per_step=bounds.whole("description.fill_bytes_per_step", message.fill_bytes_per_step),
+        max_steps=bounds.whole("description.max_steps", message.max_steps),
+        parameters=tuple(map(_read_parameter, parameters)),
+        optimizer=bounds.label("description.optimizer", message.optimizer),
+        config=_read_texts("description.config", message.config),
+        numerics=_read_texts("description.numerics", message.numerics),
+        mixed_numerics=message.mixed_numerics,
+        can_checkpoint=message.can_checkpoint,
+    )
+
+
+def _read_parameter(message: pb.Parameter) -> Parameter:
+    shape = bounds.few("description.parameters.shape", message.shape, bounds.MAX_DIMENSIONS)
+    return Parameter(
+        name=bounds.label("description.parameters.name", message.name),
+        shape=tuple(bounds.whole("description.parameters.shape", size) for size in shape),
+        dtype=bounds.label("description.parameters.dtype", message.dtype),
+        group=bounds.whole("description.parameters.group", message.group, least=-1),
+    )
+
+
+def _read_texts(field: str, table: Mapping[str, str]) -> dict[str, str]:
+    bounds.few(field, table, bounds.MAX_ENTRIES)
+    return {
+        bounds.label(f"{field}'s key", key): bounds.text(f"{field}.{key}", value, bounds.VALUE_CHARACTERS)
+        for key, value in table.items()
+    }

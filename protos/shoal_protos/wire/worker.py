@@ -1,0 +1,306 @@
+"""What a worker says, on the wire: hello, heartbeat, ready, inventory, request, result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from google.protobuf.message import DecodeError
+
+from shoal_protos import session_pb2 as pb
+from shoal_protos.errors import UserError
+from shoal_protos.messages import (
+    PROTOCOL_VERSION,
+    Change,
+    Heartbeat,
+    Hello,
+    Inventory,
+    Point,
+    Ready,
+    Request,
+    RequestKind,
+    Result,
+    Status,
+    Telemetry,
+    ToController,
+)
+from shoal_protos.wire import bounds
+from shoal_protos.wire.description import read_description, write_description
+
+POINTS = {
+    pb.POINT_REHEARSING: Point.REHEARSING,
+    pb.POINT_WAITING: Point.WAITING,
+    pb.POINT_JOINING: Point.JOINING,
+    pb.POINT_TRAINING: Point.TRAINING,
+    pb.POINT_STOPPED: Point.STOPPED,
+    pb.POINT_BUILDING: Point.BUILDING,
+    pb.POINT_READY: Point.READY,
+    pb.POINT_LEFT: Point.LEFT,
+}
+POINT_NUMBERS = {point: number for number, point in POINTS.items()}
+KINDS = {pb.REQUEST_KIND_DRAIN: RequestKind.DRAIN}
+KIND_NUMBERS = {kind: number for number, kind in KINDS.items()}
+
+
+def encode_worker(message: ToController) -> bytes:
+    """What a worker puts on its stream."""
+    match message:
+        case Hello():
+            body = pb.WorkerMessage(hello=_write_hello(message))
+        case Heartbeat():
+            body = pb.WorkerMessage(heartbeat=_write_heartbeat(message))
+        case Ready():
+            ready = pb.Ready(generation=message.generation, status=_write_status(message.status))
+            body = pb.WorkerMessage(ready=ready)
+        case Inventory():
+            body = pb.WorkerMessage(inventory=_write_inventory(message))
+        case Request():
+            body = pb.WorkerMessage(request=_write_request(message))
+        case Result():
+            body = pb.WorkerMessage(result=_write_result(message))
+    return body.SerializeToString()
+
+
+def decode_worker(data: bytes, blocks: int = bounds.MAX_BLOCKS) -> ToController:
+    """What the controller reads from a stream; `blocks` is the job's count as the stream's hello told it.
+
+    Raises `UserError` with one sentence for whatever is not a message within bounds.
+    """
+    try:
+        message = pb.WorkerMessage.FromString(data)
+    except DecodeError:
+        raise UserError(f"{len(data)} bytes are not a worker's message of this version of Shoal") from None
+    match message.WhichOneof("body"):
+        case "hello":
+            return _read_hello(message.hello)
+        case "heartbeat":
+            return _read_heartbeat(message.heartbeat, blocks)
+        case "ready":
+            return _read_ready(message.ready, blocks)
+        case "inventory":
+            return _read_inventory(message.inventory, blocks)
+        case "request":
+            return _read_request(message.request)
+        case "result":
+            return _read_result(message.result)
+        case _:
+            raise UserError("a worker's message is empty, or of a kind that this version of Shoal does not know")
+
+
+# ---- hello
+
+
+def _write_hello(hello: Hello) -> pb.Hello:
+    return pb.Hello(
+        version=hello.version,
+        job=hello.job,
+        worker=hello.worker,
+        incarnation=hello.incarnation,
+        address=hello.address,
+        host=hello.host,
+        pid=hello.pid,
+        domain=hello.domain,
+        description=write_description(hello.description),
+        status=_write_status(hello.status),
+        next_generation=hello.next_generation,
+    )
+
+
+def _read_hello(message: pb.Hello) -> Hello:
+    if message.version != PROTOCOL_VERSION:
+        raise UserError(
+            f"the worker speaks protocol version {message.version}, this controller speaks {PROTOCOL_VERSION}. "
+            "Install the same version of shoal on both sides."
+        )
+    if not message.job:
+        raise UserError("hello.job is empty; set SHOAL_JOB to the name of a job of this controller")
+    description = read_description(message.description)
+    return Hello(
+        version=message.version,
+        job=bounds.name("hello.job", message.job),
+        worker=message.worker and bounds.name("hello.worker", message.worker),
+        incarnation=bounds.name("hello.incarnation", message.incarnation),
+        address=bounds.address("hello.address", message.address),
+        host=bounds.label("hello.host", message.host),
+        pid=bounds.whole("hello.pid", message.pid, least=1),
+        domain=bounds.label("hello.domain", message.domain),
+        description=description,
+        status=_read_status(message.status, description.blocks),
+        next_generation=bounds.whole("hello.next_generation", message.next_generation),
+    )
+
+
+# ---- status and telemetry
+
+
+def _write_status(status: Status) -> pb.Status:
+    return pb.Status(
+        sequence=status.sequence,
+        generation=status.generation,
+        point=POINT_NUMBERS[status.point],
+        promised=status.promised,
+        step=status.step,
+        committed_in=status.committed_in,
+        boundaries=status.boundaries,
+        holds=status.holds.encode(),
+        current=status.current,
+        broken=status.broken,
+        done=status.done,
+        ended=status.ended,
+        drain=status.drain,
+    )
+
+
+def _read_status(message: pb.Status, blocks: int) -> Status:
+    broken = bounds.few("status.broken", message.broken, bounds.MAX_MEMBERS)
+    return Status(
+        sequence=bounds.whole("status.sequence", message.sequence),
+        generation=bounds.whole("status.generation", message.generation),
+        point=bounds.word("status.point", POINTS, message.point),
+        promised=bounds.whole("status.promised", message.promised),
+        step=bounds.whole("status.step", message.step, least=-1),
+        committed_in=bounds.whole("status.committed_in", message.committed_in),
+        boundaries=bounds.whole("status.boundaries", message.boundaries),
+        holds=bounds.runs("status.holds", message.holds, blocks),
+        current=message.current,
+        broken=tuple(bounds.name("status.broken", worker) for worker in broken),
+        done=message.done,
+        ended=message.ended,
+        drain=message.drain,
+    )
+
+
+def _write_heartbeat(heartbeat: Heartbeat) -> pb.Heartbeat:
+    telemetry = heartbeat.telemetry
+    return pb.Heartbeat(
+        status=_write_status(heartbeat.status),
+        telemetry=pb.Telemetry(
+            loss=telemetry.loss,
+            step_seconds=telemetry.step_seconds,
+            training_seconds=telemetry.training_seconds,
+            samples=telemetry.samples,
+            fill_bytes=telemetry.fill_bytes,
+            memory_bytes=dict(telemetry.memory_bytes),
+            changes=[_write_change(change) for change in telemetry.changes[-bounds.MAX_CHANGES :]],
+        ),
+        echo=heartbeat.echo,
+    )
+
+
+def _read_heartbeat(message: pb.Heartbeat, blocks: int) -> Heartbeat:
+    told = message.telemetry
+    telemetry = Telemetry(
+        loss=told.loss if told.HasField("loss") else None,
+        step_seconds=bounds.seconds("telemetry.step_seconds", told.step_seconds),
+        training_seconds=bounds.seconds("telemetry.training_seconds", told.training_seconds),
+        samples=bounds.whole("telemetry.samples", told.samples),
+        fill_bytes=bounds.whole("telemetry.fill_bytes", told.fill_bytes),
+        memory_bytes=_read_bytes("telemetry.memory_bytes", told.memory_bytes),
+        changes=tuple(map(_read_change, bounds.few("telemetry.changes", told.changes, bounds.MAX_CHANGES))),
+    )
+    return Heartbeat(_read_status(message.status, blocks), telemetry, bounds.whole("heartbeat.echo", message.echo))
+
+
+def _write_change(change: Change) -> pb.Change:
+    return pb.Change(
+        generation=change.generation,
+        from_step=change.from_step,
+        pause_seconds=change.pause_seconds,
+        phases=dict(change.phases),
+        promoted_blocks=change.promoted_blocks,
+        pause_bytes=change.pause_bytes,
+        waited_for=bounds.readable(change.waited_for),
+    )
+
+
+def _read_change(message: pb.Change) -> Change:
+    phases = bounds.few("change.phases", message.phases, bounds.MAX_ENTRIES)
+    return Change(
+        generation=bounds.whole("change.generation", message.generation),
+        from_step=bounds.whole("change.from_step", message.from_step),
+        pause_seconds=bounds.seconds("change.pause_seconds", message.pause_seconds),
+        phases={
+            bounds.name("change.phases's key", phase): bounds.seconds(f"change.phases.{phase}", value)
+            for phase, value in phases.items()
+        },
+        promoted_blocks=bounds.whole("change.promoted_blocks", message.promoted_blocks),
+        pause_bytes=bounds.whole("change.pause_bytes", message.pause_bytes),
+        waited_for=bounds.text("change.waited_for", message.waited_for),
+    )
+
+
+def _read_bytes(field: str, table: Mapping[str, int]) -> dict[str, int]:
+    bounds.few(field, table, bounds.MAX_ENTRIES)
+    return {
+        bounds.name(f"{field}'s key", kind): bounds.whole(f"{field}.{kind}", value) for kind, value in table.items()
+    }
+
+
+# ---- the rest
+
+
+def _read_ready(message: pb.Ready, blocks: int) -> Ready:
+    return Ready(bounds.whole("ready.generation", message.generation, least=1), _read_status(message.status, blocks))
+
+
+def _write_inventory(inventory: Inventory) -> pb.Inventory:
+    return pb.Inventory(
+        answers=inventory.answers,
+        generation=inventory.generation,
+        step=inventory.step,
+        committed_in=inventory.committed_in,
+        record=inventory.record,
+        holds=inventory.holds.encode(),
+        pending=inventory.pending.encode(),
+        current=inventory.current.encode(),
+        lane=inventory.lane,
+    )
+
+
+def _read_inventory(message: pb.Inventory, blocks: int) -> Inventory:
+    return Inventory(
+        answers=bounds.whole("inventory.answers", message.answers, least=1),
+        generation=bounds.whole("inventory.generation", message.generation),
+        step=bounds.whole("inventory.step", message.step, least=-1),
+        committed_in=bounds.whole("inventory.committed_in", message.committed_in),
+        record=bounds.raw("inventory.record", message.record),
+        holds=bounds.runs("inventory.holds", message.holds, blocks),
+        pending=bounds.runs("inventory.pending", message.pending, blocks),
+        current=bounds.runs("inventory.current", message.current, blocks),
+        lane=bounds.whole("inventory.lane", message.lane, least=-1, most=bounds.MAX_LANES - 1),
+    )
+
+
+def _write_request(request: Request) -> pb.Request:
+    return pb.Request(
+        kind=KIND_NUMBERS[request.kind], grace_seconds=request.grace_seconds, generation=request.generation
+    )
+
+
+def _read_request(message: pb.Request) -> Request:
+    return Request(
+        kind=bounds.word("request.kind", KINDS, message.kind),
+        grace_seconds=bounds.seconds("request.grace_seconds", message.grace_seconds),
+        generation=bounds.whole("request.generation", message.generation),
+    )
+
+
+def _write_result(result: Result) -> pb.Result:
+    return pb.Result(
+        step=result.step,
+        fingerprint=result.fingerprint,
+        loss=result.loss,
+        failure=bounds.readable(result.failure),
+        everyone=result.everyone,
+        generation=result.generation,
+    )
+
+
+def _read_result(message: pb.Result) -> Result:
+    return Result(
+        step=bounds.whole("result.step", message.step, least=-1),
+        fingerprint=message.fingerprint and bounds.name("result.fingerprint", message.fingerprint),
+        loss=message.loss if message.HasField("loss") else None,
+        failure=bounds.text("result.failure", message.failure),
+        everyone=message.everyone,
+        generation=bounds.whole("result.generation", message.generation),
+    )
