@@ -10,10 +10,11 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from shoal_controller.core.events import Exited, Spawned
-from shoal_controller.core.spec import JobSpec
 from shoal_protos.messages import ToWorker
 from shoal_protos.plan import WorkerId
+
+from shoal_controller.core.events import Exited, Spawned
+from shoal_controller.core.spec import JobSpec
 
 
 class Senders(Protocol):

@@ -1,0 +1,248 @@
+"""The embedded store, `embedded:DIR`: SQLite behind the `Store` protocol, for one controller on one machine.
+
+All work with files is done in one thread of its own (`database.py`), so the event loop never waits for a disk. A lock
+on `DIR/lock` keeps a second controller out; it goes with the process, however that ends. Leases count from the
+opening again, as etcd's do after a change of its leader.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import socket
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import IO, ParamSpec, TypeVar
+
+import structlog
+from shoal_protos.errors import StoreError
+
+from shoal_controller.store.database import Database
+from shoal_controller.store.store import (
+    Changes,
+    Compare,
+    Entry,
+    LeaseGone,
+    LeaseId,
+    Listing,
+    Operation,
+    Outcome,
+    Revision,
+    check_key,
+    check_transaction,
+)
+from shoal_controller.tasks import end_task, guarded
+
+REQUEST_SECONDS = 10.0
+"""How long a request may take before the disk counts as stuck."""
+
+WATCH_REVISIONS = 64
+"""How many revisions a watch reads at a time."""
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+log = structlog.get_logger("shoal.store")
+
+
+class EmbeddedStore:
+    """One open store directory. Made by `open`, ended by `close`."""
+
+    def __init__(self, directory: Path, lock: IO[str], timed: Callable[[str, float], None] | None) -> None:
+        self.directory = directory
+        self._lock = lock
+        self._timed = timed
+        self._thread = ThreadPoolExecutor(1, "shoal-store")
+        self._loop = asyncio.get_running_loop()
+        self._database: Database | None = None
+        self._refusal: StoreError | None = None
+        self._revision: Revision = 0
+        self._news = asyncio.Event()
+        self._lifetimes: dict[LeaseId, float] = {}
+        self._expiry: dict[LeaseId, float] = {}
+        self._granted = asyncio.Event()
+        self._expirer: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def open(cls, directory: Path, timed: Callable[[str, float], None] | None = None) -> EmbeddedStore:
+        """Open or create it. A `StoreError` says who holds it or what is wrong with it."""
+        store = cls(directory, _lock(directory), timed)
+        try:
+            await store._run("open", store._open)
+        except BaseException:
+            store._thread.shutdown(wait=False)
+            store._lock.close()
+            raise
+        store._expirer = guarded("store-leases", store._expire(), store._expirer_failed)
+        return store
+
+    async def get(self, key: str) -> Entry | None:
+        check_key(key)
+        return await self._run("get", self._tables.get, key)
+
+    async def list(self, prefix: str, *, after: str = "", limit: int = 0) -> Listing:
+        check_key(prefix)
+        return await self._run("list", self._tables.list, prefix, after, limit)
+
+    async def transact(self, compares: Sequence[Compare], operations: Sequence[Operation]) -> Outcome:
+        check_transaction(compares, operations)
+        return await self._run("transact", self._transact, compares, operations)
+
+    async def grant(self, seconds: float) -> LeaseId:
+        lease = await self._run("grant", self._tables.grant, seconds)
+        self._lifetimes[lease] = seconds
+        self._expiry[lease] = self._loop.time() + seconds
+        self._granted.set()
+        return lease
+
+    async def keep_alive(self, lease: LeaseId) -> None:
+        if self._refusal is not None:
+            raise self._refusal
+        if lease not in self._expiry:
+            raise LeaseGone(lease)
+        self._expiry[lease] = self._loop.time() + self._lifetimes[lease]
+
+    async def revoke(self, lease: LeaseId) -> None:
+        self._expiry.pop(lease, None)
+        self._lifetimes.pop(lease, None)
+        await self._run("revoke", self._revoke, lease)
+
+    @asynccontextmanager
+    async def watch(self, prefix: str, after: Revision) -> AsyncIterator[AsyncIterator[Changes]]:
+        check_key(prefix)
+        changes = self._changes(prefix, after)
+        try:
+            yield changes
+        finally:
+            await changes.aclose()
+
+    async def compact(self, revision: Revision) -> None:
+        await self._run("compact", self._tables.compact, revision)
+
+    async def close(self) -> None:
+        if self._expirer is None:
+            return
+        await end_task(self._expirer)
+        self._expirer = None
+        try:
+            if self._database is not None:
+                await self._in_thread("close", self._database.close)
+        finally:
+            self._refuse(StoreError(f"the store {self.directory} is closed"))
+            self._thread.shutdown(wait=False, cancel_futures=True)
+            self._lock.close()
+
+    # ---- in the store's thread
+
+    def _open(self) -> None:
+        self._database = Database(self.directory / "store.db")
+        self._revision = self._database.list("/", "", 1).revision
+        self._lifetimes = self._database.leases()
+        self._expiry = {lease: self._loop.time() + seconds for lease, seconds in self._lifetimes.items()}
+
+    def _transact(self, compares: Sequence[Compare], operations: Sequence[Operation]) -> Outcome:
+        outcome = self._tables.transact(compares, operations)
+        self._loop.call_soon_threadsafe(self._advanced, outcome.revision)
+        return outcome
+
+    def _revoke(self, lease: LeaseId) -> None:
+        self._loop.call_soon_threadsafe(self._advanced, self._tables.revoke(lease))
+
+    # ---- in the event loop
+
+    async def _run(self, kind: str, work: Callable[Given, Result], *given: Given.args, **named: Given.kwargs) -> Result:
+        """Do it in the store's thread, unless the store is closed or broken."""
+        if self._refusal is not None:
+            raise self._refusal
+        return await self._in_thread(kind, lambda: work(*given, **named))
+
+    async def _in_thread(self, kind: str, work: Callable[[], Result]) -> Result:
+        began = time.perf_counter()
+        try:
+            async with asyncio.timeout(REQUEST_SECONDS):
+                return await self._loop.run_in_executor(self._thread, work)
+        except TimeoutError as error:
+            raise StoreError(
+                f"the store {self.directory} did not answer a {kind} request within {REQUEST_SECONDS:g} s; "
+                "is its disk stuck?"
+            ) from error
+        finally:
+            if self._timed is not None:
+                self._timed(kind, time.perf_counter() - began)
+
+    @property
+    def _tables(self) -> Database:
+        if self._refusal is not None or self._database is None:
+            raise self._refusal or StoreError(f"the store {self.directory} is not open")
+        return self._database
+
+    def _refuse(self, error: StoreError) -> None:
+        """From now on every request and watch gets this error."""
+        self._refusal = self._refusal or error
+        self._news.set()
+
+    def _advanced(self, revision: Revision) -> None:
+        """Wakes the watches; also for transactions whose caller has gone away meanwhile."""
+        self._revision = max(self._revision, revision)
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def _changes(self, prefix: str, after: Revision) -> AsyncGenerator[Changes]:
+        while True:
+            found, after = await self._run("watch", self._tables.changes, prefix, after, WATCH_REVISIONS)
+            for changes in found:
+                yield changes
+            while self._revision <= after and self._refusal is None:
+                await self._news.wait()
+
+    async def _expire(self) -> None:
+        """Ends each lease when its time is up, for as long as the store is open."""
+        while True:
+            self._granted.clear()
+            due = min(self._expiry.values(), default=None)
+            if due is None:
+                await self._granted.wait()
+            elif (left := due - self._loop.time()) > 0:
+                await _sleep_or(self._granted, left)
+            else:
+                lease = min(self._expiry, key=self._expiry.__getitem__)
+                log.info("a lease has expired", lease=lease)
+                await self.revoke(lease)
+
+    def _expirer_failed(self, error: BaseException) -> None:
+        """Without it keys would outlive their leases: whoever relies on the store must hear of it."""
+        self._refuse(StoreError(f"the store {self.directory} can no longer expire leases: {error}"))
+
+
+async def _sleep_or(event: asyncio.Event, seconds: float) -> None:
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        return
+
+
+def _lock(directory: Path) -> IO[str]:
+    """The exclusive hold on the directory, with this process's name in it."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        lock = (directory / "lock").open("a+")
+    except OSError as error:
+        raise StoreError(f"the store {directory} cannot be opened: {error.strerror}.") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        lock.seek(0)
+        holder = lock.read().strip() or "its name is not written yet"
+        lock.close()
+        raise StoreError(
+            f"the store {directory} is held by another controller ({holder}); "
+            "stop that one first or give another --store."
+        ) from error
+    lock.truncate(0)
+    lock.write(f"pid {os.getpid()} on host {socket.gethostname()}")
+    lock.flush()
+    return lock

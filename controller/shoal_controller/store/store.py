@@ -1,0 +1,176 @@
+"""The store: what a controller must remember, as revisioned keys. Made for etcd's model; nothing here is SQLite's.
+
+One revision per transaction, over the whole store. A key's `modified` is the revision that wrote it last; comparing it
+is how a controller notices that another one has written (fencing). `tests/unit/test_store_contract.py` is the
+contract; every implementation must pass it. Implementations: `embedded.py`; `open.py` picks one by its URL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from shoal_protos.errors import StoreError
+
+Revision = int
+"""Grows by one with every transaction that changes something; 0: the empty store."""
+
+LeaseId = int
+"""Names a lease; 0: none."""
+
+MAX_VALUE_BYTES = 1 << 20
+"""etcd refuses requests above 1.5 MiB; one value stays well below it."""
+
+MAX_OPERATIONS = 128
+"""etcd's own limit for one transaction."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A key as it stands."""
+
+    key: str
+    value: bytes
+    created: Revision
+    modified: Revision
+    lease: LeaseId = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """Entries in the order of their keys, and the revision at which the list is true: watch from there."""
+
+    revision: Revision
+    entries: tuple[Entry, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Compare:
+    """A transaction's condition: the key was last modified at this revision; 0: it does not exist."""
+
+    key: str
+    modified: Revision = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    key: str
+    value: bytes
+    lease: LeaseId = 0
+    """The key goes when this lease does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    """A key that does not exist is no error."""
+
+    key: str
+
+
+Operation = Put | Delete
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a transaction: all of it or nothing."""
+
+    succeeded: bool
+    """False: a comparison did not hold, nothing was written."""
+    revision: Revision
+    """The store's revision afterwards."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One key's change within a revision."""
+
+    key: str
+    value: bytes | None
+    """None: deleted, or gone with its lease."""
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """All changes of one revision under the watched prefix. A watch that broke goes on from `revision`."""
+
+    revision: Revision
+    changes: tuple[Change, ...]
+
+
+class Compacted(StoreError):
+    """The watch asks for changes that the store no longer keeps."""
+
+    def __init__(self, asked: Revision, oldest: Revision) -> None:
+        super().__init__(
+            f"the store no longer has the changes after revision {asked} (it keeps those after {oldest}). "
+            "List the keys again and watch from the list's revision."
+        )
+        self.asked, self.oldest = asked, oldest
+
+
+class LeaseGone(StoreError):
+    """The lease has expired or was revoked; its keys are gone."""
+
+    def __init__(self, lease: LeaseId) -> None:
+        super().__init__(f"lease {lease} has expired or was revoked, and its keys with it. Ask for a new one.")
+
+
+class Store(Protocol):
+    """Every call ends: by its result or by a `StoreError`. After a `StoreError` a transaction may or may not have been
+    carried out; read to know."""
+
+    async def get(self, key: str) -> Entry | None:
+        """The key as it stands, None where it does not exist."""
+
+    async def list(self, prefix: str, *, after: str = "", limit: int = 0) -> Listing:
+        """The keys that begin with `prefix`, only those beyond the key `after`, at most `limit` (0: all)."""
+
+    async def transact(self, compares: Sequence[Compare], operations: Sequence[Operation]) -> Outcome:
+        """Carry out all operations if every comparison holds. Durable when it returns. No key occurs twice."""
+
+    async def grant(self, seconds: float) -> LeaseId:
+        """A new lease that lives so long after each sign of life."""
+
+    async def keep_alive(self, lease: LeaseId) -> None:
+        """A sign of life. Raises `LeaseGone`."""
+
+    async def revoke(self, lease: LeaseId) -> None:
+        """End the lease and delete its keys. One that is gone already is no error."""
+
+    def watch(self, prefix: str, after: Revision) -> AbstractAsyncContextManager[AsyncIterator[Changes]]:
+        """All changes after that revision, one item per revision, in order, none missed, none twice; then those to
+        come. Iterating raises `Compacted` where the store no longer has them, `StoreError` when the store closes."""
+
+    async def compact(self, revision: Revision) -> None:
+        """Forget the changes up to and including this revision. The keys as they stand are kept."""
+
+    async def close(self) -> None:
+        """End watches and free what the store holds."""
+
+
+def check_transaction(compares: Sequence[Compare], operations: Sequence[Operation]) -> None:
+    """Raises `StoreError` for what no store can carry out. Every implementation calls it first."""
+    written = [operation.key for operation in operations]
+    for key in [*written, *(compare.key for compare in compares)]:
+        check_key(key)
+    if len(set(written)) != len(written):
+        twice = next(key for key in written if written.count(key) > 1)
+        raise StoreError(f"a transaction writes the key {twice} twice; once is allowed")
+    if max(len(operations), len(compares)) > MAX_OPERATIONS:
+        raise StoreError(
+            f"a transaction has {len(operations)} operations and {len(compares)} comparisons; "
+            f"at most {MAX_OPERATIONS} of each are allowed"
+        )
+    for operation in operations:
+        if isinstance(operation, Put) and len(operation.value) > MAX_VALUE_BYTES:
+            raise StoreError(
+                f"the value of {operation.key} has {len(operation.value)} bytes; at most {MAX_VALUE_BYTES} are allowed"
+            )
+
+
+def check_key(key: str) -> None:
+    """Raises `StoreError` unless the key is a path of printable ASCII, so that every store orders keys alike."""
+    if not key.startswith("/") or not key.isascii() or not key.isprintable() or len(key) > 512:
+        raise StoreError(f"{key!r} is no key; keys begin with / and are at most 512 printable ASCII characters")

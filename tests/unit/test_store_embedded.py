@@ -1,0 +1,172 @@
+"""What the embedded store promises beyond the contract: one holder, files that outlive kill -9, clear refusals."""
+
+import asyncio
+import os
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+
+import pytest
+from shoal_controller.store.database import FORMAT, HISTORY_REVISIONS
+from shoal_controller.store.open import open_store
+from shoal_controller.store.store import Compacted, Put
+from shoal_protos.errors import StoreError, UserError
+
+pytestmark = pytest.mark.anyio
+
+WRITER = """
+import asyncio, sys
+from shoal_controller.store.open import open_store
+from shoal_controller.store.store import Put
+
+async def main():
+    store = await open_store("embedded:" + sys.argv[1])
+    number = int((await store.get("/number")).value) if await store.get("/number") else 0
+    while True:
+        number += 1
+        pair = b"%d" % number
+        await store.transact([], [Put("/number", pair), Put("/twin", pair)])
+        print(number, flush=True)
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture
+def anyio_backend():
+    return "asyncio"
+
+
+async def test_what_was_written_outlives_kill_9_and_what_was_not_leaves_no_half(tmp_path):
+    said = 0
+    for _ in range(3):
+        writer = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE)
+        with writer:
+            for _ in range(20):
+                said = int(writer.stdout.readline())
+            writer.send_signal(signal.SIGKILL)
+            said = int((writer.stdout.read().split(b"\n")[:-1] or [said])[-1])
+        store = await open_store(f"embedded:{tmp_path}")
+        number, twin = await store.get("/number"), await store.get("/twin")
+        await store.close()
+        assert said <= int(number.value) <= said + 1
+        assert number.value == twin.value and number.modified == twin.modified
+
+
+async def test_a_store_that_is_held_is_refused_naming_its_holder(tmp_path):
+    holder = await open_store(f"embedded:{tmp_path}")
+    with pytest.raises(StoreError) as refusal:
+        await open_store(f"embedded:{tmp_path}")
+    assert str(refusal.value) == (
+        f"the store {tmp_path} is held by another controller (pid {os.getpid()} on host {socket.gethostname()}); "
+        "stop that one first or give another --store."
+    )
+    await holder.close()
+    again = await open_store(f"embedded:{tmp_path}")
+    await again.close()
+
+
+async def test_a_lease_counts_from_the_opening_again(tmp_path):
+    store = await open_store(f"embedded:{tmp_path}")
+    lease = await store.grant(0.3)
+    await store.transact([], [Put("/mine", b"", lease)])
+    await store.close()
+    await asyncio.sleep(0.35)
+    store = await open_store(f"embedded:{tmp_path}")
+    assert (await store.get("/mine")).lease == lease
+    async with store.watch("/", (await store.list("/")).revision) as changes, asyncio.timeout(5):
+        assert (await anext(changes)).changes[0].value is None
+    await store.close()
+
+
+async def test_history_is_bounded_without_anyone_asking(tmp_path):
+    store = await open_store(f"embedded:{tmp_path}")
+    for number in range(2 * HISTORY_REVISIONS + 1):
+        revision = (await store.transact([], [Put("/a", b"%d" % number)])).revision
+    async with store.watch("/", 0) as changes:
+        with pytest.raises(Compacted):
+            await anext(changes)
+    async with store.watch("/", revision - HISTORY_REVISIONS) as changes:
+        assert (await anext(changes)).revision == revision - HISTORY_REVISIONS + 1
+    await store.close()
+
+
+async def test_every_request_is_timed_by_its_kind(tmp_path):
+    seen = []
+    store = await open_store(f"embedded:{tmp_path}", lambda kind, seconds: seen.append((kind, seconds)))
+    await store.transact([], [Put("/a", b"")])
+    await store.get("/a")
+    await store.close()
+    assert [kind for kind, _ in seen] == ["open", "transact", "get", "close"]
+    assert all(seconds > 0 for _, seconds in seen)
+
+
+async def test_a_file_that_is_no_database_is_refused(tmp_path):
+    (tmp_path / "store.db").write_bytes(b"not a database at all" * 100)
+    with pytest.raises(StoreError, match="cannot be read or written: file is not a database"):
+        await open_store(f"embedded:{tmp_path}")
+
+
+async def test_another_programs_database_is_refused_and_left_as_it_is(tmp_path):
+    with sqlite3.connect(tmp_path / "store.db") as other:
+        other.execute("CREATE TABLE theirs (x)")
+    other.close()
+    with pytest.raises(StoreError, match="a database of another program"):
+        await open_store(f"embedded:{tmp_path}")
+    other = sqlite3.connect(tmp_path / "store.db")
+    assert other.execute("SELECT name FROM sqlite_master").fetchall() == [("theirs",)]
+    other.close()
+
+
+async def test_a_newer_format_is_refused_by_its_number(tmp_path):
+    store = await open_store(f"embedded:{tmp_path}")
+    await store.close()
+    with sqlite3.connect(tmp_path / "store.db") as raw:
+        raw.execute(f"PRAGMA user_version={FORMAT + 1}")
+    raw.close()
+    with pytest.raises(StoreError, match=f"has format {FORMAT + 1}, written by a newer Shoal; this one reads {FORMAT}"):
+        await open_store(f"embedded:{tmp_path}")
+
+
+async def test_a_directory_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="cannot be opened: Not a directory"):
+        await open_store(f"embedded:{tmp_path}/file/store")
+
+
+async def test_a_full_disk_changes_nothing_and_says_so(tmp_path):
+    store = await open_store(f"embedded:{tmp_path}")
+    await store.transact([], [Put("/a", b"1")])
+    tables = store._database
+    await store._run("limit", lambda: tables._sql.execute("PRAGMA max_page_count=1").fetchone())
+    with pytest.raises(StoreError, match="full"):
+        for number in range(40):
+            await store.transact([], [Put("/a", b"2"), Put(f"/big/{number}", bytes(1 << 16))])
+    before = (await store.list("/")).revision
+    assert (await store.get("/a")).modified == before
+    await store.close()
+
+
+async def test_a_closed_store_refuses_every_request(tmp_path):
+    store = await open_store(f"embedded:{tmp_path}")
+    await store.close()
+    await store.close()
+    for request in (store.get("/a"), store.transact([], []), store.grant(1), store.keep_alive(1)):
+        with pytest.raises(StoreError, match="is closed"):
+            await request
+
+
+@pytest.mark.parametrize(
+    ("url", "sentence"),
+    [
+        ("etcd://127.0.0.1:2379/shoal", "etcd is not supported yet; use embedded:DIR"),
+        ("redis://x", "store is 'redis://x'; expected embedded:DIR or etcd://"),
+        ("embedded:", "store is 'embedded:'; expected embedded:DIR"),
+        ("", "store is ''; expected"),
+    ],
+)
+async def test_a_url_of_no_known_store_is_refused(url, sentence):
+    with pytest.raises(UserError, match=sentence):
+        await open_store(url)
