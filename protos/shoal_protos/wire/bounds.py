@@ -55,9 +55,10 @@ Word = TypeVar("Word", bound=StrEnum)
 
 def whole(field: str, value: int, least: int = 0, most: int = MAX_NUMBER) -> int:
     """A number within bounds."""
-    if not least <= value <= most:
-        raise UserError(f"{field} is {value}; allowed are {least} to {most}")
-    return value
+    if least <= value <= most:
+        return value
+    allowed = f"{least} or more" if most == MAX_NUMBER and value < least else f"{least} to {most}"
+    raise UserError(f"{field} is {value}; expected {allowed}")
 
 
 def seconds(field: str, value: float) -> float:
