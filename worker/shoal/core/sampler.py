@@ -1,0 +1,93 @@
+"""Which samples a micro-batch reads: a fresh seeded shuffle per epoch, the same for every world.
+
+Pure, standard library only. A shuffle is never laid out: the sample at a place of the epoch is computed from the place
+by a keyed permutation, so a dataset of any length costs no memory, a newcomer starts in the middle of an epoch at once,
+and the order depends on integer arithmetic alone (no version of Python, numpy or torch can change it).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import lru_cache
+from math import isqrt
+
+from shoal_protos.errors import UserError
+
+ROUNDS = 8
+MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """The data order of a job. Steps count from 0 over all epochs; lanes and micro-batches from 0 within a step."""
+
+    samples: int
+    """Length of the dataset."""
+    lanes: int
+    micro_batch_size: int
+    micro_batches_per_lane: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.samples < self.samples_per_step:
+            raise UserError(
+                f"the dataset has {self.samples} samples, one step takes {self.samples_per_step} "
+                f"(micro-batch {self.micro_batch_size} × {self.lanes} lanes × {self.micro_batches_per_lane} "
+                "micro-batches per lane). Use fewer lanes, smaller micro-batches or more data."
+            )
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.micro_batch_size * self.lanes * self.micro_batches_per_lane
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Full steps; the rest of an epoch, less than a step, is dropped."""
+        return self.samples // self.samples_per_step
+
+    def last_step(self, max_steps: int | None, epochs: int | None) -> int:
+        """How many steps the job has: `max_steps` or `epochs`, whichever ends first. One of them is given."""
+        ends = [max_steps] if max_steps is not None else []
+        if epochs is not None:
+            ends.append(epochs * self.steps_per_epoch)
+        if not ends:
+            raise UserError("neither `shoal.max_steps` nor `shoal.epochs` is given; the job needs one of them to end.")
+        return min(ends)
+
+    def indices(self, step: int, lane: int, micro: int) -> list[int]:
+        """The samples of one micro-batch."""
+        epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
+        batch = (step_in_epoch * self.lanes + lane) * self.micro_batches_per_lane + micro
+        first = batch * self.micro_batch_size
+        keys = _round_keys(self.seed, epoch)
+        return [shuffled(place, self.samples, keys) for place in range(first, first + self.micro_batch_size)]
+
+
+@lru_cache(maxsize=4)
+def _round_keys(seed: int, epoch: int) -> tuple[int, ...]:
+    digest = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=8 * ROUNDS, person=b"shoal.sampler").digest()
+    return tuple(int.from_bytes(digest[at : at + 8], "little") for at in range(0, len(digest), 8))
+
+
+def shuffled(place: int, count: int, keys: tuple[int, ...]) -> int:
+    """The number at `place` of a keyed permutation of `range(count)`.
+
+    A Feistel network on pairs of numbers below the root of `count`; a result of `count` or more is fed in again until
+    it falls below, which keeps it a permutation (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
+    """
+    side = isqrt(count - 1) + 1
+    while True:
+        left, right = divmod(place, side)
+        for key in keys:
+            left, right = right, (left + _mixed(right ^ key)) % side
+        place = left * side + right
+        if place < count:
+            return place
+
+
+def _mixed(word: int) -> int:
+    """A well mixed 64-bit word: the finalizer of SplitMix64 (Steele, Lea and Flood, 2014)."""
+    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & MASK
+    return word ^ (word >> 31)

@@ -1,0 +1,76 @@
+"""The one fixed binary tree over numbers (lanes, or blocks): what a subtree is, and in which order sums are taken.
+
+Level by level, neighbours `2i` and `2i + 1` are added; an odd node at the end passes up unchanged. A node is named by
+the half-open span of leaves below it. Whoever holds a whole subtree adds it up alone and passes on one partial sum; so
+the shape of the sum never depends on who holds what. Pure. Pairwise summation: Higham, "The accuracy of floating point
+summation", SIAM J. Sci. Comput. 14 (1993).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from shoal_protos.runs import Runs, Span
+
+
+def sibling(span: Span, leaves: int) -> Span | None:
+    """The node that is added to `span` on the way up; None at the root. `span` must be a node of the tree."""
+    start, stop = span
+    size = 1
+    while True:
+        parent_start = start - start % (2 * size)
+        parent = (parent_start, min(parent_start + 2 * size, leaves))
+        if parent != span and parent[1] - parent[0] > stop - start:
+            return (parent[0], start) if parent[0] < start else (stop, parent[1])
+        if size >= leaves:
+            return None
+        size *= 2
+
+
+def are_siblings(left: Span, right: Span, leaves: int) -> bool:
+    """Whether the two nodes, `left` before `right`, are added to each other."""
+    return left[1] == right[0] and sibling(left, leaves) == right
+
+
+def subtrees(held: Runs, leaves: int) -> list[Span]:
+    """The maximal whole subtrees of a set of leaves, in ascending order."""
+    found: list[Span] = []
+    for start, stop in held.spans:
+        while start < stop:
+            size = 1
+            while start % (2 * size) == 0 and (start + 2 * size <= stop or (stop == leaves and start + size < stop)):
+                size *= 2
+            end = min(start + size, stop)
+            found.append((start, end))
+            start = end
+    return found
+
+
+def fold(spans: Sequence[Span], leaves: int, mine: Iterable[int] = ()) -> list[tuple[int, int]]:
+    """How to finish the tree in place: pairs `(into, other)` of indices into `spans`, in the order of the additions.
+
+    `spans` are nodes, together all leaves, each leaf once, in any order. Where one of two partial sums is in `mine` the
+    sum lands there. The last `into` (index of the only span, where there is one) holds the root.
+    """
+    prefer = set(mine)
+    stack: list[tuple[Span, int]] = []
+    additions: list[tuple[int, int]] = []
+    for index in sorted(range(len(spans)), key=lambda i: spans[i]):
+        stack.append((spans[index], index))
+        while len(stack) > 1 and are_siblings(stack[-2][0], stack[-1][0], leaves):
+            (right, b), (left, a) = stack.pop(), stack.pop()
+            into, other = (b, a) if b in prefer and a not in prefer else (a, b)
+            additions.append((into, other))
+            stack.append(((left[0], right[1]), into))
+    assert len(stack) == 1, f"{spans} do not add up to {leaves} leaves"
+    return additions
+
+
+def fold_numbers(parts: Sequence[tuple[Span, float]], leaves: int) -> float:
+    """The root of plain numbers, in float64."""
+    values = [value for _, value in parts]
+    root = 0
+    for into, other in fold([span for span, _ in parts], leaves):
+        values[into] = values[into] + values[other]
+        root = into
+    return values[root] if values else 0.0

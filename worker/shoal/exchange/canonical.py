@@ -1,0 +1,143 @@
+"""The canonical reduction: every block's mean gradient at its owner, then at its mirrors, with the same bits anywhere.
+
+Bucket by bucket, in one fixed order: what a peer owns of this worker's subtree sums goes to it as one message; the
+owner finishes the one fixed tree over lanes, divides by their number and sends the result to whoever replays the
+block. The reduced gradient lies in place, in the live copy: owners' and mirrors' ranges of it are the step's pending
+gradient until the next lane begins. A few buckets are in flight at once, which bounds the buffers. With one aligned
+run of lanes per worker this is an all-to-all of the size of a reduce-scatter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from shoal.core.tree import fold
+from shoal.exchange.group import Group, Work
+from shoal.exchange.parcels import Arrival, pack, size_of
+from shoal.exchange.routes import MIRRORED, PARTIALS, Routes
+from shoal.zero.lane_sums import LaneSums
+from torch import Tensor
+
+AHEAD = 2
+"""Buckets for which receives are posted beyond the one that is being finished."""
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """One bucket's messages."""
+
+    sends: dict[int, Work] = field(default_factory=dict)
+    packed: list[Tensor] = field(default_factory=list)
+    arrivals: dict[int, tuple[Work, Tensor]] = field(default_factory=dict)
+
+
+class CanonicalReduction:
+    """The reduction of one step. Made anew for each; `routes` and `group` are the world's."""
+
+    def __init__(self, group: Group, routes: Routes, sums: LaneSums, boundaries: int) -> None:
+        self._group, self._routes, self._sums, self._boundaries = group, routes, sums, boundaries
+        self._rank = routes.rank
+        self._flight = [_InFlight() for _ in routes.layout.buckets]
+        self._spans = [(span, rank) for rank in range(group.size) for span in routes.lane_spans[rank]]
+        mine = [index for index, (_, rank) in enumerate(self._spans) if rank == self._rank]
+        self._fold = fold([span for span, _ in self._spans], routes.plan.lanes, mine)
+        self._root = self._fold[-1][0] if self._fold else 0
+        self._sent = 0
+        self._posted = 0
+        self._mirror_sends: list[list[tuple[Work, Tensor]]] = []
+        self._mirror_arrivals: list[list[Arrival]] = []
+
+    def send(self, bucket: int) -> None:
+        """Sends this worker's sums of a bucket to their owners; called in bucket order, as soon as they are final."""
+        assert bucket == self._sent
+        self._sent += 1
+        if not self._routes.lane_spans[self._rank]:
+            return
+        flight = self._flight[bucket]
+        for peer in self._routes.others:
+            ranges = self._routes.owned[peer][bucket]
+            if ranges:
+                message = pack(self._sums.partials(bucket), ranges)
+                flight.packed.append(message)
+                flight.sends[peer] = self._group.send(message, peer, PARTIALS)
+
+    def _post(self, bucket: int) -> None:
+        ranges = self._routes.owned[self._rank][bucket]
+        for peer in self._routes.others if ranges else ():
+            count = len(self._routes.lane_spans[peer])
+            if count:
+                message = self._sums.live.flats[bucket].new_empty(count * size_of(ranges))
+                work = self._group.receive(message, peer, PARTIALS)
+                self._flight[bucket].arrivals[peer] = (work, message)
+
+    def finish(self) -> None:
+        """Everything that is left, until every owned and mirrored range holds its reduced gradient."""
+        buckets = len(self._flight)
+        for bucket in range(buckets):
+            while self._posted < min(buckets, bucket + 1 + AHEAD):
+                self._post(self._posted)
+                self._posted += 1
+            while self._sent < min(buckets, bucket + 1 + AHEAD):
+                self.send(self._sent)
+            self._reduce(bucket)
+            self._mirror(bucket)
+            self._flight[bucket].packed.clear()
+            if len(self._mirror_arrivals) > AHEAD:
+                self._settle(1)
+        self._settle(len(self._mirror_arrivals))
+
+    def _settle(self, buckets: int) -> None:
+        for _ in range(buckets):
+            for arrival in self._mirror_arrivals.pop(0):
+                arrival.wait()
+            for work, _ in self._mirror_sends.pop(0):
+                work.wait()
+
+    def _reduce(self, bucket: int) -> None:
+        flight, at = self._flight[bucket], 0
+        for work, _ in flight.arrivals.values():
+            work.wait()
+        ranges = self._routes.owned[self._rank][bucket]
+        length = size_of(ranges)
+        live = self._sums.live.flats[bucket]
+        for start, stop in ranges:
+            parts = self._parts(bucket, (start, stop), at, length)
+            for into, other in self._fold:
+                parts[into].add_(parts[other])
+            root = parts[self._root]
+            torch.div(root, self._routes.plan.lanes, out=live[start:stop])
+            at += stop - start
+        flight.arrivals.clear()
+
+    def _parts(self, bucket: int, owned: tuple[int, int], at: int, length: int) -> list[Tensor]:
+        """The partial sums of one owned range, in the order of `_spans`."""
+        own = iter(self._sums.partials(bucket))
+        seen = dict.fromkeys(range(self._group.size), 0)
+        parts = []
+        for _, rank in self._spans:
+            if rank == self._rank:
+                parts.append(next(own)[slice(*owned)])
+            else:
+                _, message = self._flight[bucket].arrivals[rank]
+                first = seen[rank] * length + at
+                parts.append(message[first : first + owned[1] - owned[0]])
+                seen[rank] += 1
+        return parts
+
+    def _mirror(self, bucket: int) -> None:
+        """Posts the reduced ranges to their mirrors, and the receives of those that this worker mirrors."""
+        live, sends = self._sums.live.flats[bucket], self._flight[bucket].sends
+        self._mirror_sends.append([])
+        self._mirror_arrivals.append([])
+        for peer in self._routes.others:
+            ranges = self._routes.mirrored(self._boundaries, self._rank, peer)[bucket]
+            if ranges:
+                message = pack([live], ranges)
+                self._mirror_sends[-1].append((self._group.send(message, peer, MIRRORED), message))
+        for peer in self._routes.others:
+            if peer in sends:
+                sends[peer].wait()  # what is mirrored lands where the sum lay that went to the owner
+            ranges = self._routes.mirrored(self._boundaries, peer, self._rank)[bucket]
+            if ranges:
+                self._mirror_arrivals[-1].append(Arrival(self._group, peer, MIRRORED, live, ranges))

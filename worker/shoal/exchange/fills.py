@@ -1,0 +1,63 @@
+"""A fill's slice: the state of some blocks travels from one that keeps them to one that will.
+
+Both sides derive the slice from the plan and the number of passed votes. It is sent as of the last commit, beside the
+next step's exchange, and the receiver gets that step's reduced gradients too, so it replays from then on. What is sent
+is self-describing (safetensors), because an optimizer makes its state when it first needs it.
+"""
+
+from __future__ import annotations
+
+from safetensors.torch import load, save
+from shoal.exchange.group import Group
+from shoal.exchange.letters import Letter, read_letter
+from shoal.exchange.routes import FILLED
+from shoal.zero.held import HeldBlocks, State
+from shoal_protos.plan import Fill
+from shoal_protos.runs import Runs, Span
+
+
+def send_slice(group: Group, held: HeldBlocks, fills: tuple[Fill, ...]) -> list[Letter]:
+    """Posts this member's part of a slice; wait for the letters before the vote."""
+    letters = []
+    for fill in fills:
+        if fill.source == group.rank:
+            letters.append(Letter(group, fill.target, FILLED, _written(held.states(fill.blocks))))
+    return letters
+
+
+def receive_slice(group: Group, held: HeldBlocks, fills: tuple[Fill, ...]) -> int:
+    """Takes in this member's part of a slice; returns its bytes."""
+    taken = 0
+    for fill in fills:
+        if fill.target == group.rank:
+            content = read_letter(group, fill.source, FILLED)
+            _hold(held, fill.blocks, _read(content))
+            taken += len(content)
+    return taken
+
+
+def _hold(held: HeldBlocks, blocks: Runs, states: dict[Span, State]) -> None:
+    for span, state in states.items():
+        held.hold(Runs((span,)), {span: state} if state else {span: {}})
+    assert blocks <= held.runs, f"a fill brought {Runs(states)}, expected {blocks}"
+
+
+def _written(states: dict[Span, State]) -> bytes:
+    tensors = {f"{a}:{b}/{key}": value.contiguous() for (a, b), state in states.items() for key, value in state.items()}
+    spans = ",".join(f"{a}:{b}" for a, b in states)
+    return bytes(save(tensors, {"spans": spans}) if tensors else spans.encode())
+
+
+def _read(content: bytes) -> dict[Span, State]:
+    if not content.startswith(b"{", 8):
+        return {_span(text): {} for text in content.decode().split(",")}
+    states: dict[Span, State] = {}
+    for name, value in load(content).items():
+        text, _, key = name.partition("/")
+        states.setdefault(_span(text), {})[key] = value.clone()
+    return states
+
+
+def _span(text: str) -> Span:
+    start, _, stop = text.partition(":")
+    return int(start), int(stop)

@@ -1,0 +1,50 @@
+"""The hand-out: owners send updated parameters to whoever does not replay the block, bucket by bucket.
+
+Posted only after the vote has passed: a hand-out received early would tear the parameters of a step that is run again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from shoal.exchange.group import Group, Work
+from shoal.exchange.parcels import Arrival, pack
+from shoal.exchange.routes import HANDED, Ranges
+from shoal.zero.flat import Flats
+from torch import Tensor
+
+AHEAD = 2
+"""Buckets in flight beyond the one that is waited for."""
+
+RangesOf = Callable[[int, int], Ranges]
+"""(owner, receiver) → what goes from one to the other."""
+
+
+def hand_out(group: Group, parameters: Flats, ranges_of: RangesOf) -> None:
+    """Returns when all parameters that this member was to receive are in place and all that it sent has left."""
+    others = [peer for peer in range(group.size) if peer != group.rank]
+    to = {peer: ranges_of(group.rank, peer) for peer in others}
+    source = {peer: ranges_of(peer, group.rank) for peer in others}
+    waiting: list[list[Arrival | tuple[Work, Tensor]]] = []
+    for bucket, flat in enumerate(parameters):
+        posted: list[Arrival | tuple[Work, Tensor]] = []
+        for peer in others:
+            if source[peer][bucket]:
+                posted.append(Arrival(group, peer, HANDED, flat, source[peer][bucket]))
+        for peer in others:
+            if to[peer][bucket]:
+                message = pack([flat], to[peer][bucket])
+                posted.append((group.send(message, peer, HANDED), message))
+        waiting.append(posted)
+        if len(waiting) > AHEAD:
+            _wait(waiting.pop(0))
+    for posted in waiting:
+        _wait(posted)
+
+
+def _wait(posted: list[Arrival | tuple[Work, Tensor]]) -> None:
+    for one in posted:
+        if isinstance(one, Arrival):
+            one.wait()
+        else:
+            one[0].wait()

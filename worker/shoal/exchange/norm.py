@@ -1,0 +1,49 @@
+"""The canonical norm: sums of squares per row of 4,096 elements, then one fixed tree over rows and blocks.
+
+Longer rows give other bits at two threads. An owner computes the sums of the whole subtrees of block numbers that it
+owns; the vote carries them and finishes the tree.
+"""
+
+from __future__ import annotations
+
+import torch
+from shoal.core.layout import Layout
+from shoal.core.tree import subtrees
+from shoal.zero.flat import Flats
+from shoal_protos.runs import Runs
+from torch import Tensor
+
+ROW = 4_096
+
+
+def subtree_sums(gradients: Flats, owned: Runs, layout: Layout) -> Tensor:
+    """`(subtrees of owned,)` float64: sums of squares of the reduced gradient."""
+    pieces = [
+        gradients[bucket][start:stop].view(-1, ROW).pow(2).sum(1).double()
+        for bucket, ranges in enumerate(layout.cut(owned))
+        for start, stop in ranges
+    ]
+    if not pieces:
+        return torch.empty(0, dtype=torch.float64)
+    rows = torch.cat(pieces).view(-1, layout.block_elements // ROW)
+    while rows.shape[1] > 1:
+        rows = rows[:, 0::2] + rows[:, 1::2]
+    blocks, place, at = rows[:, 0], {}, 0
+    for start, stop in owned.spans:
+        place[start] = at - start
+        at += stop - start
+    starts = [start for start, _ in owned.spans]
+    sums, run = [], 0
+    for first, last in subtrees(owned, layout.blocks):
+        while run + 1 < len(starts) and starts[run + 1] <= first:
+            run += 1
+        offset = place[starts[run]]
+        sums.append(_tree_sum(blocks[first + offset : last + offset]))
+    return torch.stack(sums)
+
+
+def _tree_sum(values: Tensor) -> Tensor:
+    while values.numel() > 1:
+        paired = values[0 : values.numel() // 2 * 2 : 2] + values[1::2]
+        values = torch.cat([paired, values[-1:]]) if values.numel() % 2 else paired
+    return values[0]

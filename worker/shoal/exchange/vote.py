@@ -1,0 +1,148 @@
+"""The vote: the only commit there is.
+
+One small all-gather on CPU tensors, entered once this worker holds all that the commit needs; who has passed it has
+committed. A row is bounded: its JSON part has a fixed size, its float64 part (sums of squares, one per whole subtree of
+blocks owned) has the size that the plan gives it. Knows nothing of the controller.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+
+import torch
+from shoal.core.tree import fold_numbers
+from shoal.exchange.group import Group
+from shoal.exchange.letters import as_bytes_tensor
+from shoal.exchange.routes import Routes
+from shoal_protos.errors import UserError
+from torch import Tensor
+
+TEXT_BYTES = 4_096
+"""The JSON part of a row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """A request that the vote carries and all carry out."""
+
+    kind: str
+    """fingerprint | export | save | stop | frozen"""
+    detail: str = ""
+    """A path for an export; for `frozen` the newcomer's digest of its frozen parameters."""
+    rank: int = -1
+    """Whose wish it is, where that matters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ballot:
+    """One member's row."""
+
+    step: int
+    """The step that the vote would commit; in a vote without a step, the last committed one."""
+    generation: int
+    """The generation that it is ready for."""
+    hyper: str
+    """Digest of the step's hyper-parameters."""
+    losses: Sequence[float] = ()
+    """One per whole subtree of lanes that it trained."""
+    reports: dict[str, list[float]] = field(default_factory=dict)
+    """Reported numbers likewise."""
+    evaluations: dict[str, list[float]] = field(default_factory=dict)
+    """By name: sum over the lanes that it evaluated, and their number."""
+    wishes: tuple[Wish, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What all members know once a vote has passed. Bounded; kept for the inventory."""
+
+    step: int
+    generations: tuple[int, ...]
+    loss: float | None
+    norm: float | None
+    """Of the mean gradient over all parameters; None where nothing asks for it."""
+    reports: dict[str, float]
+    evaluations: dict[str, float]
+    wishes: tuple[Wish, ...]
+    hypers: tuple[str, ...]
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> Record:
+        """The inverse of `to_bytes`."""
+        fields = json.loads(content)
+        fields["wishes"] = tuple(Wish(**wish) for wish in fields["wishes"])
+        return cls(**{**fields, "generations": tuple(fields["generations"]), "hypers": tuple(fields["hypers"])})
+
+
+def cast(group: Group, routes: Routes, ballot: Ballot, norms: Tensor | None) -> Record:
+    """Votes, and returns the record: past this call the step is committed. Raises `WorldChanged` when it did not pass.
+
+    `norms`: `(subtrees owned,)` float64 sums of squares of the reduced gradient, where the step needs the norm.
+    """
+    most = max(len(spans) for spans in routes.norm_spans) if norms is not None else 0
+    row = torch.zeros(TEXT_BYTES + 8 * most, dtype=torch.uint8)
+    text = as_bytes_tensor(json.dumps(asdict(ballot), separators=(",", ":")).encode())
+    if text.numel() > TEXT_BYTES:
+        raise UserError(
+            f"one step reports and requests {text.numel()} bytes; at most {TEXT_BYTES} fit into a vote. "
+            "Report fewer names with engine.report, or request less at once."
+        )
+    row[: text.numel()] = text
+    if norms is not None:
+        row[TEXT_BYTES:].view(torch.float64)[: norms.numel()] = norms
+    return _record(routes, group.all_gather(row), bool(most))
+
+
+def _record(routes: Routes, rows: Tensor, with_norm: bool) -> Record:
+    ballots = [json.loads(row[:TEXT_BYTES].numpy().tobytes().rstrip(b"\0")) for row in rows]
+    lanes = routes.plan.lanes
+
+    def reduced(of: list[Sequence[float]]) -> float:
+        parts = [
+            (span, value)
+            for rank, spans in enumerate(routes.lane_spans)
+            for span, value in zip(spans, of[rank], strict=True)
+        ]
+        return fold_numbers(parts, lanes) / lanes
+
+    trained = any(ballot["losses"] for ballot in ballots)
+    names = sorted({name for ballot in ballots for name in ballot["reports"]})
+    everywhere = [
+        n for n in names if all(n in b["reports"] or not s for b, s in zip(ballots, routes.lane_spans, strict=True))
+    ]
+    return Record(
+        step=ballots[0]["step"],
+        generations=tuple(ballot["generation"] for ballot in ballots),
+        loss=reduced([ballot["losses"] for ballot in ballots]) if trained else None,
+        norm=_norm(routes, rows) if with_norm else None,
+        reports={name: reduced([ballot["reports"].get(name, ()) for ballot in ballots]) for name in everywhere},
+        evaluations=_evaluated([ballot["evaluations"] for ballot in ballots]),
+        wishes=tuple(dict.fromkeys(Wish(**wish) for ballot in ballots for wish in ballot["wishes"])),
+        hypers=tuple(ballot["hyper"] for ballot in ballots),
+    )
+
+
+def _norm(routes: Routes, rows: Tensor) -> float:
+    parts = [
+        (span, value)
+        for rank, spans in enumerate(routes.norm_spans)
+        for span, value in zip(spans, rows[rank, TEXT_BYTES:].clone().view(torch.float64).tolist(), strict=False)
+    ]
+    return math.sqrt(fold_numbers(parts, routes.plan.blocks))
+
+
+def _evaluated(each: list[dict[str, list[float]]]) -> dict[str, float]:
+    """The mean over the lanes that arrived."""
+    sums: dict[str, list[float]] = {}
+    for one in each:
+        for name, (total, lanes) in one.items():
+            kept = sums.setdefault(name, [0.0, 0.0])
+            kept[0] += total
+            kept[1] += lanes
+    return {name: total / lanes for name, (total, lanes) in sums.items() if lanes}

@@ -1,0 +1,186 @@
+"""The optimizer state of the blocks that this worker holds, and the update of just these blocks.
+
+The user's own optimizer class runs on flat runs of blocks (segments): a shallow twin of the user's object has one flat
+"parameter" per segment, views of the parameter flats. Its hyper-parameters are read from the user's object each step.
+Right for every optimizer that works element by element; segments are cut at block boundaries only, because fused
+kernels give the bits of the whole tensor on no other slices.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from shoal.core.layout import Layout
+from shoal.zero.flat import Flats
+from shoal_protos.runs import Runs, Span
+from torch import Tensor
+
+State = dict[str, Tensor]
+"""Optimizer state of a run of blocks: `(elements,)` tensors, and 0-dimensional ones that all its blocks share."""
+
+
+@dataclass(slots=True)
+class Segment:
+    """A run of blocks within one bucket with its state; `parameter` is a view of the bucket's flat."""
+
+    blocks: Span
+    bucket: int
+    elements: Span
+    parameter: Tensor
+    state: dict[str, Any] = field(default_factory=dict)
+
+
+def twin_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """An optimizer of the same class and hyper-parameters without parameters; shares nothing mutable with the user's."""
+    twin = copy.copy(optimizer)
+    twin.state = defaultdict(dict)
+    twin.param_groups = [{**group, "params": []} for group in optimizer.param_groups]
+    return twin
+
+
+class HeldBlocks:
+    """Which blocks this worker holds with valid bits, their state, and `apply`, the update."""
+
+    def __init__(
+        self, layout: Layout, optimizer: torch.optim.Optimizer, parameters: Flats, tensors: Mapping[str, Tensor]
+    ) -> None:
+        """`tensors`: the user's parameter objects by name, under which a state that exists already is found."""
+        self._layout = layout
+        self._tensor_of = tensors
+        self._user = optimizer
+        self._twin = twin_of(optimizer)
+        self._parameters = parameters
+        self._segments: list[Segment] = []
+
+    @property
+    def runs(self) -> Runs:
+        return Runs(segment.blocks for segment in self._segments)
+
+    def state_bytes(self) -> int:
+        """Bytes of all state held, counted over tensors."""
+        return sum(
+            value.numel() * value.element_size()
+            for segment in self._segments
+            for value in self._state(segment).values()
+            if isinstance(value, Tensor)
+        )
+
+    def _state(self, segment: Segment) -> dict[str, Any]:
+        state: dict[str, Any] = self._twin.state[segment.parameter]
+        return state
+
+    def _pieces(self, runs: Runs) -> list[tuple[int, Span, Span]]:
+        """(bucket, blocks, elements) of every run, cut at bucket boundaries."""
+        size = self._layout.block_elements
+        return [
+            (bucket.index, (bucket.first_block + start // size, bucket.first_block + stop // size), (start, stop))
+            for bucket, spans in zip(self._layout.buckets, self._layout.cut(runs), strict=True)
+            for start, stop in spans
+        ]
+
+    def hold(self, runs: Runs, states: dict[Span, State] | None = None) -> None:
+        """Begins to hold blocks: without `states` in the state of step 0, else with the received one of each piece."""
+        for bucket, blocks, (start, stop) in self._pieces(runs):
+            parameter = self._parameters[bucket][start:stop]
+            segment = Segment(blocks, bucket, (start, stop), parameter)
+            self._segments.append(segment)
+            given = self._initial(bucket, (start, stop)) if states is None else states[blocks]
+            if given:
+                self._twin.state[parameter].update(given)
+        self._segments.sort(key=lambda segment: segment.blocks)
+        self._regroup()
+
+    def _initial(self, bucket: int, elements: Span) -> State:
+        """The state at step 0 that the user's object has already (Adagrad makes it when constructed; a loaded one)."""
+        state: State = {}
+        start, stop = elements
+        for slot in self._layout.buckets[bucket].slots:
+            user = self._user.state.get(self._tensor_of[slot.parameter.name], {}) if self._user.state else {}
+            first, last = max(start, slot.start), min(stop, slot.start + slot.parameter.elements)
+            for key, value in user.items():
+                if not isinstance(value, Tensor):
+                    continue
+                if value.dim() == 0 and slot.parameter.shape != ():
+                    state[key] = value.clone()
+                elif first < last:
+                    flat = state.setdefault(key, torch.zeros(stop - start, dtype=value.dtype))
+                    flat[first - start : last - start] = value.reshape(-1)[first - slot.start : last - slot.start]
+        return state
+
+    def keep_only(self, runs: Runs) -> None:
+        """Frees every other block; pieces that stay of a cut segment are copied, so that the memory is given back."""
+        if self.runs <= runs:
+            return
+        kept: list[Segment] = []
+        for segment in self._segments:
+            whole = Runs((segment.blocks,))
+            stays = whole & runs
+            if stays == whole:
+                kept.append(segment)
+                continue
+            kept += [self._part(segment, blocks) for blocks in stays.spans]
+            del self._twin.state[segment.parameter]
+        self._segments = kept
+        self._regroup()
+
+    def _part(self, segment: Segment, blocks: Span) -> Segment:
+        size = self._layout.block_elements
+        first, last = (blocks[0] - segment.blocks[0]) * size, (blocks[1] - segment.blocks[0]) * size
+        start = segment.elements[0]
+        part = Segment(blocks, segment.bucket, (start + first, start + last), segment.parameter[first:last])
+        self._twin.state[part.parameter].update(
+            {key: _cut(value, first, last).clone() for key, value in self._state(segment).items() if value is not None}
+        )
+        return part
+
+    def _regroup(self) -> None:
+        for index, group in enumerate(self._twin.param_groups):
+            group["params"] = [s.parameter for s in self._segments if self._layout.buckets[s.bucket].group == index]
+
+    def states(self, runs: Runs) -> dict[Span, State]:
+        """The state of held blocks, piece by piece, as views: what a fill sends and a digest reads."""
+        found: dict[Span, State] = {}
+        size = self._layout.block_elements
+        for segment in self._segments:
+            for blocks in (Runs((segment.blocks,)) & runs).spans:
+                first, last = (blocks[0] - segment.blocks[0]) * size, (blocks[1] - segment.blocks[0]) * size
+                found[blocks] = {
+                    key: _cut(value, first, last) for key, value in self._state(segment).items() if value is not None
+                }
+        return found
+
+    def apply(self, gradients: Flats, scale: float) -> None:
+        """One update of all held blocks with the reduced gradients, times `scale` (clipping) first."""
+        for segment in self._segments:
+            start, stop = segment.elements
+            segment.parameter.grad = gradients[segment.bucket][start:stop]
+        if scale != 1.0 and self._segments:
+            torch._foreach_mul_([s.parameter.grad for s in self._segments if s.parameter.grad is not None], scale)
+        for mine, theirs in zip(self._twin.param_groups, self._user.param_groups, strict=True):
+            mine.update({key: value for key, value in theirs.items() if key != "params"})
+        self._twin.step()
+        for segment in self._segments:
+            segment.parameter.grad = None
+
+
+def _cut(value: Tensor, first: int, last: int) -> Tensor:
+    return value if value.dim() == 0 else value[first:last]
+
+
+def probe_state_bytes(layout: Layout, optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of optimizer state of one block (the most of any bucket), found by one update of a block of zeros."""
+    most = 0
+    for bucket in layout.buckets:
+        twin = twin_of(optimizer)
+        block = torch.zeros(layout.block_elements, dtype=bucket.dtype)
+        block.grad = torch.zeros_like(block)
+        twin.param_groups[bucket.group]["params"] = [block]
+        twin.step()
+        sizes = [v.numel() * v.element_size() for v in twin.state[block].values() if isinstance(v, Tensor)]
+        most = max(most, sum(sizes))
+    return most

@@ -1,0 +1,58 @@
+"""The sums over this worker's lanes: one gradient copy per whole subtree of lanes that it has finished.
+
+A stack, as in pairwise summation: a finished lane is pushed, and two siblings on top are added at once. With k lanes in
+one aligned run that takes log2(k) + 1 copies, 2·log2(k) + 1 at most. Copies are pooled over the job's life.
+"""
+
+from __future__ import annotations
+
+import torch
+from shoal.core.layout import Layout
+from shoal.core.tree import are_siblings
+from shoal.zero.flat import Gradients
+from shoal_protos.runs import Span
+
+
+class LaneSums:
+    """`live` is the copy that backward accumulates into; `partials` are the finished ones, ascending, after `push`."""
+
+    def __init__(self, layout: Layout, lanes: int) -> None:
+        self._layout = layout
+        self._lanes = lanes
+        self._pool: list[Gradients] = []
+        self._stack: list[tuple[Span, Gradients]] = []
+        self.live = Gradients(layout)
+
+    def begin_lane(self) -> None:
+        """A zeroed live copy, apart from every finished sum."""
+        if any(kept is self.live for _, kept in self._stack):
+            self.live = self._pool.pop() if self._pool else Gradients(self._layout)
+        self.live.zero()
+
+    def push(self, lane: int) -> None:
+        """The live copy holds the gradient of `lane`; merges it as far as whole subtrees allow."""
+        self._stack.append(((lane, lane + 1), self.live))
+        while len(self._stack) > 1 and are_siblings(self._stack[-2][0], self._stack[-1][0], self._lanes):
+            (right, theirs), (left, mine) = self._stack.pop(), self._stack.pop()
+            torch._foreach_add_(mine.flats, theirs.flats)
+            self._stack.append(((left[0], right[1]), mine))
+            self._pool.append(theirs)
+        self.live = self._stack[-1][1]
+
+    @property
+    def spans(self) -> list[Span]:
+        """The finished subtrees, ascending."""
+        return [span for span, _ in self._stack]
+
+    def partials(self, bucket: int) -> list[torch.Tensor]:
+        """The finished sums of one bucket, in the order of `spans`: flats of `(bucket.elements,)`."""
+        return [kept.flats[bucket] for _, kept in self._stack]
+
+    def clear(self) -> None:
+        """Forget the step's sums; the live copy keeps its values until the next lane begins."""
+        self._pool += [kept for _, kept in self._stack if kept is not self.live and kept not in self._pool]
+        self._stack = []
+
+    def shrink(self, copies: int) -> None:
+        """Give back the memory of pooled copies beyond what `copies` in all would need."""
+        del self._pool[max(0, copies - 1) :]
