@@ -1,0 +1,106 @@
+"""What the demo does to its job, from outside: a SIGKILL and three requests to the REST API.
+
+Each act waits until it shows in what `GET /v1/jobs/…` answers; a job that ends before is `OutOfSteps`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable
+
+from shoal_protos.errors import JobFailed
+
+from shoal_controller.cli.client import Client, Json
+from shoal_controller.cli.display import OVER
+
+LOOK_SECONDS = 0.02
+PATIENCE_SECONDS = 60.0
+"""No act takes longer, the start of a worker included."""
+
+Tell = Callable[[str], None]
+Seen = Callable[[Json, dict[str, Json]], bool]
+"""Whether an act shows: the job, its workers by id."""
+
+
+class OutOfSteps(JobFailed):
+    """The job was over before all acts were played."""
+
+
+class Stage:
+    """A job that is acted upon."""
+
+    def __init__(self, client: Client, job: str, tell: Tell) -> None:
+        self.client = client
+        self.job = job
+        self.tell = tell
+
+    async def until(self, what: str, seen: Seen) -> tuple[Json, dict[str, Json]]:
+        """Look at the job until `seen`."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while time.monotonic() < deadline:
+            job = await self.client.job(self.job)
+            workers = {worker["worker"]: worker for worker in await self.client.workers(self.job)}
+            if seen(job, workers):
+                return job, workers
+            if job["phase"] in OVER:
+                raise OutOfSteps(f"job {self.job} {job['phase']} at step {job['step']} before {what}: {job['reason']}")
+            await asyncio.sleep(LOOK_SECONDS)
+        raise JobFailed(
+            f"waited {PATIENCE_SECONDS:.0f} s for {what}; job {self.job} is {job['phase']}: {job['reason']}"
+        )
+
+    async def members(self, count: int) -> tuple[Json, dict[str, Json]]:
+        return await self.until(f"{count} workers train", lambda job, _: _training(job, count))
+
+
+def _training(job: Json, members: int) -> bool:
+    return bool(job["phase"] == "running" and job["workers"]["active"] == members)
+
+
+def _ranked(workers: dict[str, Json], rank: int) -> Json:
+    return next(worker for worker in workers.values() if worker["rank"] == rank and worker["state"] == "active")
+
+
+async def play(stage: Stage) -> None:
+    """All acts, one after the other."""
+    await kill_in_mid_step(stage)
+    await scale(stage, 4)
+    await drain(stage)
+    await scale(stage, 3)
+
+
+async def kill_in_mid_step(stage: Stage) -> None:
+    """kill -9 of one of three workers, half a step after a step was seen."""
+    before, _ = await stage.members(3)
+    job, workers = await stage.until("its first steps", lambda job, _: job["step"] > max(before["step"], 1))
+    victim = _ranked(workers, 1)
+    await asyncio.sleep(victim["step_seconds"] / 2)
+    os.kill(victim["pid"], signal.SIGKILL)
+    stage.tell(
+        f"▶ kill -9 {victim['pid']} ({victim['worker']}), "
+        f"{victim['step_seconds'] / 2:.2f} s after step {job['step']} was seen"
+    )
+    await stage.until(
+        f"{victim['worker']} is counted out",
+        lambda now, workers: workers[victim["worker"]]["state"] == "lost" and now["generation"] > job["generation"],
+    )
+
+
+async def scale(stage: Stage, workers: int) -> None:
+    """POST …/scale."""
+    stage.tell(f'▶ POST /v1/jobs/{stage.job}/scale {{"workers": {workers}}}')
+    await stage.client.scale(stage.job, workers)
+    await stage.members(workers)
+
+
+async def drain(stage: Stage) -> None:
+    """POST …/workers/…/drain, for the first of the world; the launcher fills its place."""
+    job, workers = await stage.members(4)
+    leaving = _ranked(workers, 0)["worker"]
+    stage.tell(f"▶ POST /v1/jobs/{stage.job}/workers/{leaving}/drain")
+    await stage.client.drain(stage.job, leaving)
+    await stage.until(f"{leaving} is let go", lambda _, workers: workers[leaving]["state"] == "left")
+    await stage.members(job["workers"]["wanted"])

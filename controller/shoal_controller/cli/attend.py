@@ -1,0 +1,92 @@
+"""Staying with a job of this machine to its end: show it, end it on Ctrl-C, report it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import typer
+from shoal_protos.errors import NotFound
+
+from shoal_controller.cli.client import Client, Json
+from shoal_controller.cli.display import OVER, display, watch
+from shoal_controller.cli.endings import DONE, FAILED, INTERRUPTED
+from shoal_controller.cli.serve import Interrupts
+from shoal_controller.cli.tables import number, resizes_table, show
+
+GONE = ("lost", "left")
+
+
+async def attend(client: Client, job: str, heard: Interrupts, report_file: Path | None) -> int:
+    """Until the job is over, or was killed by a second Ctrl-C. The exit status of `run`."""
+    with display() as shown:
+        watching = asyncio.create_task(watch(client, job, shown), name=f"watch {job}")
+        try:
+            if await interrupted_before(watching, heard.first):
+                shown.tell("interrupted: the job is being ended; a second Ctrl-C kills its workers")
+                await client.stop(job)
+                if await interrupted_before(watching, heard.second):
+                    await kill_workers(client, job)
+            else:
+                await watching
+        finally:
+            watching.cancel()
+            with suppress(asyncio.CancelledError):
+                await watching
+    ended, report = await client.job(job), await client.report(job)
+    if report_file is not None:
+        write(report_file, report)
+    summarize(ended, report)
+    if heard.first.is_set():
+        return INTERRUPTED
+    return DONE if ended["phase"] == "succeeded" else FAILED
+
+
+async def interrupted_before(watching: asyncio.Task[Any], signalled: asyncio.Event) -> bool:
+    """Whether the signal came before the job was over."""
+    waiting = asyncio.create_task(signalled.wait(), name="wait for a signal")
+    await asyncio.wait({watching, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+    with suppress(asyncio.CancelledError):
+        await waiting
+    return not watching.done()
+
+
+async def end(client: Client, job: str) -> None:
+    """End a job and its processes at once, where it is not over or never began."""
+    with suppress(NotFound):
+        if (await client.job(job))["phase"] not in OVER:
+            await client.stop(job)
+        await kill_workers(client, job)
+
+
+async def kill_workers(client: Client, job: str) -> None:
+    """SIGKILL to all of the job's local processes, with what they have started."""
+    for worker in await client.workers(job):
+        if worker["pid"] and worker["state"] not in GONE:
+            with suppress(ProcessLookupError):
+                os.killpg(worker["pid"], signal.SIGKILL)
+
+
+def write(file: Path, report: Json) -> None:
+    """The whole report or none."""
+    with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=file.name, delete=False, encoding="utf-8") as new:
+        json.dump(report, new, indent=2)
+        new.write("\n")
+    Path(new.name).replace(file)
+
+
+def summarize(ended: Json, report: Json) -> None:
+    """How it went, on standard output."""
+    show(resizes_table(report["generations"]))
+    typer.echo(
+        f"{ended['job']} {ended['phase']} at step {ended['step']}, loss {number(ended['loss'])}: {ended['reason']}"
+    )
+    if report["fingerprint"]:
+        typer.echo(f"fingerprint {report['fingerprint']}")

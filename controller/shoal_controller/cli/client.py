@@ -1,0 +1,167 @@
+"""The command's REST client: one method per route of INTERFACES.md, an error's own sentence instead of a status.
+
+Every command but `worker` goes through it, also those that run the controller in their own process. It knows nothing
+of how anything is shown.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import quote, urlsplit
+
+import httpx
+from shoal_protos.errors import Conflict, NotFound, Refused, ShoalError, StoreError, UserError
+
+from shoal_controller.cli.endings import Unreachable
+
+Json = dict[str, Any]
+"""A job, a worker, an event, a report: as INTERFACES.md has them."""
+
+ANSWER_SECONDS = 30.0
+"""An answer waits for the store at most; a controller that needs longer is in trouble."""
+FOLLOW_SECONDS = 60.0
+"""A stream of events says something at least every 15 s (server-sent comments)."""
+
+ERRORS: dict[int, type[ShoalError]] = {401: Refused, 403: Refused, 404: NotFound, 409: Conflict, 503: StoreError}
+
+
+class Client:
+    """One controller, by the URL of its REST API. An async context manager."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UserError(f"the controller's URL is {url!r}; expected something like http://127.0.0.1:7070")
+        token = os.environ.get("SHOAL_TOKEN", "")
+        here = parts.hostname == "localhost" or parts.hostname.startswith("127.")
+        self._http = httpx.AsyncClient(
+            base_url=f"{self.url}/v1",
+            timeout=ANSWER_SECONDS,
+            headers={"Authorization": f"Bearer {token}"} if token else {},
+            trust_env=not here,  # no proxy stands between two processes of one machine
+            verify=parts.scheme == "https",
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._http.aclose()
+
+    # ---- reading
+
+    async def jobs(self) -> list[Json]:
+        return await self._list("/jobs", "jobs")
+
+    async def job(self, job: str) -> Json:
+        return await self._ask("GET", f"/jobs/{quote(job, safe='')}")
+
+    async def workers(self, job: str) -> list[Json]:
+        return await self._list(f"/jobs/{quote(job, safe='')}/workers", "workers")
+
+    async def events(self, job: str, after: int = 0) -> list[Json]:
+        return await self._list(f"/jobs/{quote(job, safe='')}/events?after={after}", "events")
+
+    async def report(self, job: str) -> Json:
+        return await self._ask("GET", f"/jobs/{quote(job, safe='')}/report")
+
+    async def samples(self, job: str) -> float:
+        """How many samples the job has read in committed steps: the metric, 0 where there is none yet."""
+        answer = await self._send(self._http.build_request("GET", f"{self.url}/metrics"))
+        for line in answer.text.splitlines():
+            if line.startswith("shoal_job_samples_total{") and f'job="{job}"' in line:
+                return float(line.rpartition(" ")[2])
+        return 0.0
+
+    async def follow(self, job: str, after: int = 0) -> AsyncIterator[Json]:
+        """Every event past `after` as it happens; ends when the controller ends the stream."""
+        request = self._http.build_request(
+            "GET",
+            f"/jobs/{quote(job, safe='')}/events?after={after}",
+            headers={"Accept": "text/event-stream"},
+            timeout=FOLLOW_SECONDS,
+        )
+        answer = await self._send(request, stream=True)
+        async with aclosing(answer):
+            try:
+                async for line in answer.aiter_lines():
+                    if line.startswith("data:"):
+                        yield json.loads(line.removeprefix("data:"))
+            except httpx.TransportError as error:
+                raise Unreachable(f"the controller at {self.url} went away ({_why(error)})") from error
+
+    # ---- changing
+
+    async def create(self, spec: Json) -> Json:
+        return await self._ask("POST", "/jobs", spec)
+
+    async def stop(self, job: str) -> Json:
+        return await self._ask("DELETE", f"/jobs/{quote(job, safe='')}")
+
+    async def scale(self, job: str, workers: int) -> Json:
+        return await self._ask("POST", f"/jobs/{quote(job, safe='')}/scale", {"workers": workers})
+
+    async def pause(self, job: str) -> Json:
+        return await self._ask("POST", f"/jobs/{quote(job, safe='')}/pause")
+
+    async def resume(self, job: str) -> Json:
+        return await self._ask("POST", f"/jobs/{quote(job, safe='')}/resume")
+
+    async def drain(self, job: str, worker: str, grace_seconds: float | None = None) -> Json:
+        body = {} if grace_seconds is None else {"grace_seconds": grace_seconds}
+        return await self._ask("POST", f"/jobs/{quote(job, safe='')}/workers/{quote(worker, safe='')}/drain", body)
+
+    # ---- the one place that speaks HTTP
+
+    async def _list(self, path: str, name: str) -> list[Json]:
+        listed: list[Json] = (await self._ask("GET", path))[name]
+        return listed
+
+    async def _ask(self, method: str, path: str, body: Json | None = None) -> Json:
+        answer = await self._send(self._http.build_request(method, path, json=body))
+        try:
+            return dict(answer.json())
+        except ValueError as error:
+            raise Unreachable(f"{self.url} answered {method} {path} with something that is no JSON object; "
+                              "is it a Shoal controller?") from error  # fmt: skip
+
+    async def _send(self, request: httpx.Request, stream: bool = False) -> httpx.Response:
+        try:
+            answer = await self._http.send(request, stream=stream)
+            if answer.is_error:
+                await answer.aread()
+                await answer.aclose()
+        except httpx.TransportError as error:
+            raise Unreachable(
+                f"no controller answers at {self.url} ({_why(error)}); "
+                "start one with `shoal controller`, or name another with --url or SHOAL_URL"
+            ) from error
+        if answer.is_error:
+            raise _refusal(answer)
+        return answer
+
+
+def _why(error: httpx.TransportError) -> str:
+    return str(error) or type(error).__name__
+
+
+def _refusal(answer: httpx.Response) -> ShoalError:
+    """The error that the controller meant, with its sentence."""
+    try:
+        problem = answer.json()
+        sentence = str(problem.get("detail") or problem["title"])
+    except (ValueError, KeyError, AttributeError):
+        return Unreachable(
+            f"{answer.request.url} answered with status {answer.status_code} and no reason; is it a Shoal controller?"
+        )
+    if answer.status_code in ERRORS:
+        return ERRORS[answer.status_code](sentence)
+    return UserError(sentence) if answer.status_code < 500 else ShoalError(sentence)

@@ -1,0 +1,110 @@
+"""`shoal demo`: a job that is killed, scaled and drained, and the same job undisturbed: are they equal, bit for bit?
+
+The acts are in acts.py, what is printed at the end in verdict.py; the training script is the worker's
+`python -m shoal.demo.byte_gpt`.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from shoal_protos.errors import JobFailed
+
+from shoal_controller.cli.options import Grpc, Http, Store
+
+if TYPE_CHECKING:
+    from shoal_controller.cli.client import Client, Json
+
+DISTURBED, UNDISTURBED = "disturbed", "undisturbed"
+STEPS = 100
+
+Text = typer.Option(
+    "--text", metavar="FILE", exists=True, dir_okay=False, show_default=False,
+    help="What to learn (the sources of Python's standard library).",
+)  # fmt: skip
+Steps = typer.Option("--steps", metavar="N", min=1, help="Length of the job.")
+
+
+async def demo(
+    text: Annotated[Path | None, Text] = None,
+    steps: Annotated[int, Steps] = STEPS,
+    http: Http = None,
+    grpc: Grpc = None,
+    store: Store = None,
+) -> int:
+    """Disturb a job, compare its bits.
+
+    A small language model is trained by three workers. One is killed in the middle of a step, the job is scaled to
+    four, one worker is drained, then it is scaled back to three. Afterwards the same job runs undisturbed in a world
+    of one, and the fingerprints of both are compared.
+    """
+    import tempfile
+
+    from shoal_controller.cli.run import check_machine
+    from shoal_controller.cli.serve import serving
+    from shoal_controller.cli.verdict import conclude
+
+    check_machine()
+    with tempfile.TemporaryDirectory(prefix="shoal-demo-") as folder:
+        async with serving(http or "127.0.0.1:0", grpc or "127.0.0.1:0", store or f"embedded:{folder}") as client:
+            reports = await until_interrupted(client, script(text, steps))
+    return conclude(*reports)
+
+
+def script(text: Path | None, steps: int) -> list[str]:
+    """The command that every worker runs."""
+    own = [] if text is None else ["--text", str(text.resolve())]
+    return [sys.executable, "-m", "shoal.demo.byte_gpt", "--steps", str(steps), *own]
+
+
+async def until_interrupted(client: Client, command: list[str]) -> tuple[Json, Json]:
+    """The reports of both jobs; Ctrl-C and any failure end what still runs."""
+    import asyncio
+
+    from shoal_controller.cli.attend import end, interrupted_before
+    from shoal_controller.cli.serve import interrupts
+
+    with interrupts() as heard:
+        jobs = asyncio.create_task(both(client, command), name="demo")
+        try:
+            if await interrupted_before(jobs, heard.first):
+                raise KeyboardInterrupt
+            return await jobs
+        finally:
+            jobs.cancel()
+            await asyncio.wait({jobs})
+            for job in (DISTURBED, UNDISTURBED):
+                await end(client, job)
+
+
+async def both(client: Client, command: list[str]) -> tuple[Json, Json]:
+    """The job that is acted upon, then the same one left alone in a world of one."""
+    import asyncio
+
+    from shoal_controller.cli.acts import Stage, play
+    from shoal_controller.cli.display import display, watch
+
+    with display() as shown:
+        await client.create(spec(DISTURBED, 3, command))
+        watching = asyncio.create_task(watch(client, DISTURBED, shown), name="watch")
+        try:
+            await play(Stage(client, DISTURBED, shown.tell))
+            succeeded(await watching)
+        finally:
+            watching.cancel()
+        shown.tell("▶ and now the same job in a world of one, undisturbed")
+        await client.create(spec(UNDISTURBED, 1, command))
+        succeeded(await watch(client, UNDISTURBED, shown))
+    return await client.report(DISTURBED), await client.report(UNDISTURBED)
+
+
+def spec(job: str, workers: int, command: list[str]) -> dict[str, Any]:
+    return {"job": job, "workers": {"wanted": workers}, "launcher": "local", "command": command}
+
+
+def succeeded(job: Json) -> None:
+    if job["phase"] != "succeeded":
+        raise JobFailed(f"job {job['job']} {job['phase']} at step {job['step']}: {job['reason']}")

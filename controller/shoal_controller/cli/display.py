@@ -1,0 +1,126 @@
+"""The live display on standard error: world, step, loss, samples per second, what is happening.
+
+On a terminal it is redrawn in place with the job's events above it; elsewhere it is a line on every change and every
+few seconds. `watch` feeds it from REST until the job is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from typing import Protocol, Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.markup import escape
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
+from shoal_controller.cli.client import Client, Json
+from shoal_controller.cli.progress import Rate
+from shoal_controller.cli.tables import console, event_line, number, phase, step_of
+
+POLL_SECONDS = 0.25
+QUIET_SECONDS = 5.0
+"""Without a terminal and without a change, a line this often."""
+
+OVER = ("succeeded", "failed", "cancelled")
+
+
+class Display(Protocol):
+    """Where a job is shown. A context manager, because a terminal must be put back."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def show(self, job: Json, samples_per_second: float | None) -> None:
+        """The job as it is now."""
+
+    def tell(self, line: str) -> None:
+        """Something that has happened."""
+
+
+class Terminal:
+    """Redraws in place."""
+
+    def __init__(self, on: Console) -> None:
+        self._live = Live(console=on, refresh_per_second=8, transient=True, redirect_stdout=False)
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._live.stop()
+
+    def show(self, job: Json, samples_per_second: float | None) -> None:
+        figures = Table.grid(padding=(0, 3))
+        workers = job["workers"]
+        figures.add_row(
+            f"[bold]{job['job']}[/]",
+            phase(job["phase"]),
+            f"step [bold]{step_of(job)}[/]",
+            f"loss [bold]{number(job['loss'])}[/]",
+            f"{number(samples_per_second, 3)} samples/s",
+            f"world {workers['active']} of {workers['wanted']}, generation {job['generation']}",
+        )
+        bar = ProgressBar(total=job["max_steps"] or 1, completed=job["step"] if job["max_steps"] else 0)
+        self._live.update(Group(figures, bar, f"[dim]{escape(job['reason'] or '')}[/]"))
+
+    def tell(self, line: str) -> None:
+        self._live.console.print(escape(line))
+
+
+class Lines:
+    """A line on every change of the world, and every few seconds."""
+
+    def __init__(self, on: Console) -> None:
+        self._out = on
+        self._shown: tuple[object, ...] = ()
+        self._at = 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._out.file.flush()
+
+    def show(self, job: Json, samples_per_second: float | None) -> None:
+        workers = job["workers"]
+        change = (job["phase"], job["generation"], workers["active"], workers["wanted"])
+        now = time.monotonic()
+        if change == self._shown and now - self._at < QUIET_SECONDS:
+            return
+        self._shown, self._at = change, now
+        self._out.print(
+            f"{job['job']} {job['phase']}: step {step_of(job)}, loss {number(job['loss'])}, "
+            f"{number(samples_per_second, 3)} samples/s, world {workers['active']} of {workers['wanted']}, "
+            f"generation {job['generation']}; {job['reason']}",
+            markup=False,
+        )
+
+    def tell(self, line: str) -> None:
+        self._out.print(line, markup=False)
+
+
+def display() -> Display:
+    """The one that suits standard error."""
+    on = console(stderr=True)
+    return Terminal(on) if sys.stderr.isatty() else Lines(on)
+
+
+async def watch(client: Client, job: str, shown: Display) -> Json:
+    """Show a job until it is over; returns it as it ended."""
+    rate, revision = Rate(), 0
+    while True:
+        view = await client.job(job)
+        for event in await client.events(job, after=revision):
+            shown.tell(event_line(event))
+            revision = event["revision"]
+        rate.see(await client.samples(job), time.monotonic())
+        shown.show(view, rate.per_second)
+        if view["phase"] in OVER:
+            return view
+        await asyncio.sleep(POLL_SECONDS)

@@ -1,0 +1,66 @@
+"""The `shoal` command: the list of its commands.
+
+A command is a function in a file of its own; it returns its exit status (None: 0) or raises a `ShoalError` whose
+sentence is all that the user reads (endings.py). What is heavy (rich, httpx, FastAPI, gRPC) is imported inside the
+functions, so that `shoal --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import typer
+
+from shoal_controller.cli.controller import controller
+from shoal_controller.cli.demo import demo
+from shoal_controller.cli.describe import describe
+from shoal_controller.cli.drain import drain
+from shoal_controller.cli.endings import WRONG_USE, Command, ending, say
+from shoal_controller.cli.events import events
+from shoal_controller.cli.jobs import jobs
+from shoal_controller.cli.pause import pause
+from shoal_controller.cli.resume import resume
+from shoal_controller.cli.run import run
+from shoal_controller.cli.scale import scale
+from shoal_controller.cli.submit import submit
+from shoal_controller.cli.top import top
+from shoal_controller.cli.worker import worker
+
+COMMANDS: tuple[Command, ...] = (
+    demo, run, controller, worker, submit, jobs, describe, scale, drain, pause, resume, events, top,
+)  # fmt: skip
+
+HANDS_ON = (run, worker)
+"""Commands that hand everything after their first argument to another program, flags included."""
+
+
+def _ended(command: Command) -> Callable[..., None]:
+    """The command as typer calls it."""
+
+    @functools.wraps(command)
+    def ended(**flags: Any) -> None:
+        raise typer.Exit(ending(command, flags))
+
+    return ended
+
+
+app = typer.Typer(
+    help="Elastic training for PyTorch: the world changes, the bits do not.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+for _command in COMMANDS:
+    _settings = {"allow_interspersed_args": False} if _command in HANDS_ON else {}
+    app.command(context_settings=_settings)(_ended(_command))
+
+
+def main() -> None:
+    """The console script."""
+    if sys.platform == "win32":
+        raise SystemExit(say("Shoal runs on Linux, and on macOS in a world of one; not on Windows.", WRONG_USE))
+    app()

@@ -1,0 +1,45 @@
+"""The flags that several commands share, declared once. Only typer is imported here: `shoal --help` must be quick."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+DEFAULT_URL = "http://127.0.0.1:7070"
+
+Url = Annotated[str, typer.Option("--url", envvar="SHOAL_URL", metavar="URL", help="The controller's REST address.")]
+
+Job = Annotated[str, typer.Argument(metavar="JOB", help="The job's name.", show_default=False)]
+
+Http = Annotated[
+    str | None,
+    typer.Option(
+        "--http",
+        envvar="SHOAL_HTTP",
+        metavar="HOST:PORT",
+        help="Where to serve REST (127.0.0.1:7070; port 0: a free one).",
+    ),
+]
+Grpc = Annotated[
+    str | None,
+    typer.Option(
+        "--grpc",
+        envvar="SHOAL_GRPC",
+        metavar="HOST:PORT",
+        help="Where workers connect to (127.0.0.1:7071; port 0: a free one).",
+    ),
+]
+Store = Annotated[
+    str | None,
+    typer.Option(
+        "--store", envvar="SHOAL_STORE", metavar="STORE", help="Where state is kept: embedded:DIR (embedded:.shoal)."
+    ),
+]
+ReportFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--json", metavar="FILE", dir_okay=False, help="Write the run report to this file.", show_default=False
+    ),
+]

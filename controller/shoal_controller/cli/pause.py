@@ -1,0 +1,14 @@
+"""`shoal pause`: stop stepping, keep the world."""
+
+from __future__ import annotations
+
+from shoal_controller.cli.options import DEFAULT_URL, Job, Url
+
+
+async def pause(job: Job, url: Url = DEFAULT_URL) -> None:
+    """Stop stepping; the workers stay."""
+    from shoal_controller.cli.client import Client
+    from shoal_controller.cli.tables import changed
+
+    async with Client(url) as client:
+        changed(await client.pause(job))

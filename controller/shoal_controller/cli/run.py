@@ -1,0 +1,103 @@
+"""`shoal run`: a controller and the workers of one script, on this machine, until the job is over.
+
+Run again in the same place it goes on with an unfinished job of that name and replaces a finished one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from shoal_protos.errors import NotFound, UserError
+
+from shoal_controller.cli.options import Grpc, Http, ReportFile, Store
+
+if TYPE_CHECKING:
+    from shoal_controller.cli.client import Client
+
+Workers = typer.Option(
+    "--workers", metavar="N", min=1, help="Workers wanted (CUDA devices, else 2).", show_default=False
+)
+MinWorkers = typer.Option(
+    "--min-workers", metavar="N", min=1, help="Fewer than this do not step (1).", show_default=False
+)
+MaxWorkers = typer.Option(
+    "--max-workers", metavar="N", min=1, help="Never more than this (the lanes).", show_default=False
+)
+Name = typer.Option("--job", metavar="NAME", help="The job's name (the script's).", show_default=False)
+Script = typer.Argument(metavar="SCRIPT", exists=True, dir_okay=False, help="script.py", show_default=False)
+Arguments = typer.Argument(metavar="[--] ARGS…", help="The script's own arguments.", show_default=False)
+
+
+async def run(
+    script: Annotated[Path, Script],
+    arguments: Annotated[list[str] | None, Arguments] = None,
+    workers: Annotated[int | None, Workers] = None,
+    min_workers: Annotated[int | None, MinWorkers] = None,
+    max_workers: Annotated[int | None, MaxWorkers] = None,
+    job: Annotated[str | None, Name] = None,
+    report: ReportFile = None,
+    http: Http = None,
+    grpc: Grpc = None,
+    store: Store = None,
+) -> int:
+    """Train a script on this machine.
+
+    Started again in the same place it goes on with an unfinished job of that name and replaces a finished one. The
+    first Ctrl-C ends the job and reports, the second kills its workers.
+    """
+    check_machine()
+    name = job or name_of(script)
+    wanted = {"wanted": workers, "min": min_workers, "max": max_workers}
+    spec = {
+        "job": name,
+        "workers": {key: value for key, value in wanted.items() if value is not None},
+        "launcher": "local",
+        "command": [sys.executable, str(script.resolve()), *own(arguments or [])],
+    }
+    from shoal_controller.cli.attend import attend
+    from shoal_controller.cli.serve import interrupts, serving
+
+    async with serving(http, grpc, store) as client:
+        with interrupts() as heard:
+            await take_up(client, spec)
+            return await attend(client, name, heard, report)
+
+
+def check_machine() -> None:
+    """Local workers need Linux and what a training process imports."""
+    if sys.platform != "linux":
+        raise UserError(f"workers are started on Linux only, this is {sys.platform}; run the script by itself instead")
+    if importlib.util.find_spec("torch") is None:
+        raise UserError("workers need torch, which is not installed: install shoal[worker]")
+
+
+def name_of(script: Path) -> str:
+    """A job's name from its script's: lower case, digits and dashes."""
+    return re.sub(r"[^a-z0-9]+", "-", script.stem.lower()).strip("-") or "job"
+
+
+def own(arguments: list[str]) -> list[str]:
+    """The script's arguments without the `--` that may stand before them."""
+    return arguments[1:] if arguments[:1] == ["--"] else arguments
+
+
+async def take_up(client: Client, spec: dict[str, Any]) -> None:
+    """Create the job, replace a finished one of its name, or go on with an unfinished one."""
+    from shoal_controller.cli.display import OVER
+
+    try:
+        known = await client.job(spec["job"])
+    except NotFound:
+        known = None
+    if known is None or known["phase"] in OVER:
+        await client.create(spec)
+        return
+    typer.echo(f"job {spec['job']} goes on at step {known['step']}", err=True)
+    wanted = spec["workers"].get("wanted", known["workers"]["wanted"])
+    if wanted != known["workers"]["wanted"]:
+        await client.scale(spec["job"], wanted)

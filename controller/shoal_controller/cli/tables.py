@@ -1,0 +1,152 @@
+"""What the command prints: jobs, workers, resizes and events as tables and lines. From JSON to rich, nothing else."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+
+from rich.console import Console, RenderableType
+from rich.markup import escape
+from rich.table import Table
+
+from shoal_controller.cli.client import Json
+
+WIDE = 200
+"""Columns for output that is read by a program or a file: nothing is cut off."""
+
+PHASE_STYLES = {"running": "green", "succeeded": "green", "failed": "red", "stalled": "red", "resizing": "yellow"}
+
+
+def console(stderr: bool = False) -> Console:
+    """A console as wide as the terminal, or wide enough for everything where there is none."""
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(file=stream, highlight=False, width=None if stream.isatty() else WIDE)
+
+
+def show(*parts: RenderableType) -> None:
+    """Print to standard output."""
+    out = console()
+    for part in parts:
+        out.print(part)
+
+
+def changed(job: Json) -> None:
+    """What a command that changed a job says."""
+    show(*job_lines(job))
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    return "–" if value is None else f"{value:.{digits}g}"
+
+
+def amount(size: int | None) -> str:
+    """Bytes for people."""
+    if size is None:
+        return "–"
+    if size < 1000:
+        return f"{size} B"
+    power = min(4, (len(str(size)) - 1) // 3)
+    return f"{size / 1000**power:.1f} {' kMGT'[power]}B"
+
+
+def seconds(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.2f} s"
+
+
+def step_of(job: Json) -> str:
+    return f"{job['step']}/{job['max_steps'] if job['max_steps'] is not None else '?'}"
+
+
+def phase(name: str) -> str:
+    style = PHASE_STYLES.get(name)
+    return f"[{style}]{name}[/]" if style else name
+
+
+def job_lines(job: Json) -> list[str]:
+    """A job in two lines: where it stands, and why."""
+    workers = job["workers"]
+    most = "lanes" if workers["max"] is None else workers["max"]
+    stands = (
+        f"[bold]{job['job']}[/] {phase(job['phase'])}: step {step_of(job)}, loss {number(job['loss'])}, "
+        f"generation {job['generation']}, workers {workers['active']} of {workers['wanted']}"
+        f" ({workers['min']} to {most}), lanes {job['lanes'] or '?'}"
+    )
+    return [stands, f"  {escape(job['reason'])}"] if job["reason"] else [stands]
+
+
+def _table(*columns: str, title: str | None = None, numbers: Sequence[str] = ()) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="dim")
+    for column in columns:
+        table.add_column(column, justify="right" if column in numbers else "left", no_wrap=True)
+    return table
+
+
+def jobs_table(jobs: Sequence[Json]) -> RenderableType:
+    if not jobs:
+        return "no jobs"
+    table = _table(
+        "job", "phase", "gen", "workers", "step", "loss", "reason", numbers=("gen", "workers", "step", "loss")
+    )
+    for job in jobs:
+        count = f"{job['workers']['active']}/{job['workers']['wanted']}"
+        row = (job["job"], phase(job["phase"]), str(job["generation"]), count, step_of(job), number(job["loss"]))
+        table.add_row(*row, escape(job["reason"]))
+    return table
+
+
+def workers_table(workers: Sequence[Json]) -> RenderableType:
+    if not workers:
+        return "no workers"
+    columns = ("worker", "state", "rank", "lanes", "blocks", "mirrored", "step", "step time", "memory", "host", "pid")
+    table = _table(*columns, "log", numbers=("rank", "blocks", "mirrored", "step", "step time", "memory", "pid"))
+    for worker in workers:
+        table.add_row(
+            worker["worker"],
+            worker["state"],
+            "–" if worker["rank"] is None else str(worker["rank"]),
+            ",".join(map(str, worker["lanes"])) or "–",
+            str(worker["blocks"]),
+            str(worker["mirrored_blocks"]),
+            str(worker["step"]),
+            seconds(worker["step_seconds"]),
+            amount(worker["memory_bytes"]),
+            worker["host"],
+            str(worker["pid"] or "–"),
+            escape(worker["log"] or ""),
+        )
+    return table
+
+
+def resizes_table(generations: Sequence[Json]) -> RenderableType:
+    """Every world of a job: why it began, what it cost."""
+    if not generations:
+        return "no world yet"
+    columns = ("gen", "reason", "workers", "from step", "pause", "promoted", "bytes in pause", "by fills")
+    table = _table(
+        *columns, "from checkpoint", "steps lost", numbers=columns[:1] + columns[2:] + ("from checkpoint", "steps lost")
+    )
+    for world in generations:
+        moved = world["bytes"]
+        table.add_row(
+            str(world["generation"]),
+            world["reason"],
+            str(world["workers"]),
+            str(world["from_step"]),
+            seconds(world["pause_seconds"]),
+            f"{world['promoted_blocks']} blocks",
+            amount(moved["pause"]),
+            amount(moved["fill"]),
+            amount(moved["checkpoint"]),
+            str(world["lost_steps"]),
+        )
+    return table
+
+
+def event_line(event: Json) -> str:
+    """One event as a line: time, generation, what, who, the sentence."""
+    when = datetime.fromtimestamp(event["time"]).strftime("%H:%M:%S.%f")[:-3]
+    who = f" {event['worker']}" if event["worker"] else ""
+    return f"{when} g{event['generation']} {event['kind']}{who}: {event['message']}"

@@ -1,0 +1,61 @@
+"""The end of the demo: what each change of the world cost, and whether the bits are equal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from shoal_controller.cli.client import Json
+from shoal_controller.cli.endings import DONE, FAILED
+from shoal_controller.cli.tables import amount, number, seconds, show
+
+
+def conclude(disturbed: Json, undisturbed: Json) -> int:
+    """Print the table and the verdict; the exit status of the demo."""
+    equal = bool(disturbed["fingerprint"]) and disturbed["fingerprint"] == undisturbed["fingerprint"]
+    show(resizes(disturbed["generations"]), runs(disturbed, undisturbed))
+    if equal:
+        show("[bold green]The same bits:[/] both runs ended with equal weights and optimizer state.")
+        return DONE
+    show("[bold red]Different bits:[/] the two runs did not end with equal weights and optimizer state.")
+    return FAILED
+
+
+def resizes(generations: Sequence[Json]) -> Table:
+    """Every change of the disturbed job's world."""
+    table = Table(title="What the world went through", title_justify="left")
+    for name in (
+        "generation",
+        "reason",
+        "workers",
+        "from step",
+        "pause",
+        "bytes from peers",
+        "from checkpoint",
+        "steps lost",
+    ):
+        table.add_column(name, justify="left" if name == "reason" else "right")
+    for world in generations:
+        moved = world["bytes"]
+        peers = f"{amount(moved['pause'])} in the pause, {amount(moved['fill'])} beside training"
+        row = (
+            world["generation"],
+            world["reason"],
+            world["workers"],
+            world["from_step"],
+            seconds(world["pause_seconds"]),
+        )
+        table.add_row(*map(str, row), peers, amount(moved["checkpoint"]), str(world["lost_steps"]))
+    return table
+
+
+def runs(disturbed: Json, undisturbed: Json) -> Table:
+    """Both runs side by side."""
+    table = Table(title="How both runs ended", title_justify="left")
+    for name in ("run", "worlds", "steps", "median step", "final loss", "fingerprint"):
+        table.add_column(name, justify="left" if name in ("run", "fingerprint") else "right", overflow="fold")
+    for name, report in (("disturbed", disturbed), ("undisturbed", undisturbed)):
+        row = (str(len(report["generations"])), str(report["steps"]), seconds(report["step_seconds_median"]))
+        table.add_row(name, *row, number(report["final_loss"], 8), report["fingerprint"] or "none")
+    return table
