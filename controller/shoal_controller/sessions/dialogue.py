@@ -1,0 +1,86 @@
+"""One worker's stream as a dialogue without I/O: what may come next, what still has to go out, when it is over.
+
+`service.py` drives it over gRPC. A stream begins with one hello, which names its job and how many blocks there are;
+what follows is checked against that. Whether the worker is welcome is the job's affair, not the dialogue's.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from shoal_protos.errors import ShoalError, UserError
+from shoal_protos.messages import Hello, Refusal
+from shoal_protos.wire import decode_worker, encode_controller
+
+from shoal_controller.core.events import Connected, Said
+
+OUTBOX_MESSAGES = 64
+"""A worker that leaves so many messages unread is cut off. It comes back with a hello, and hears what is current."""
+
+
+class Dialogue:
+    """Fed with bytes by `hear`, with answers by `say`, `refuse` and `close`; what goes out waits in `outbox`."""
+
+    def __init__(self, connection: int) -> None:
+        self.connection = connection
+        self.hello: Hello | None = None
+        self.outbox: deque[bytes] = deque()
+        self.closing = False
+        """Nothing more is said; the stream ends when the outbox is empty."""
+        self.refusal: ShoalError | None = None
+        self.overflowed = False
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing that is said now would go out."""
+        return self.closing or self.overflowed
+
+    def hear(self, data: bytes) -> Connected | Said:
+        """The event that a message is for its job. Raises `UserError` where the message must not be."""
+        if self.hello is None:
+            message = decode_worker(data)
+            if not isinstance(message, Hello):
+                raise UserError(f"a stream must begin with a hello; this one began with {_kind(message)}")
+            self.hello = message
+            return Connected(self.connection, message)
+        message = decode_worker(data, self.hello.description.blocks)
+        if isinstance(message, Hello):
+            raise UserError("a second hello came on one stream; a worker opens a new stream to say hello again")
+        return Said(self.connection, message)
+
+    def late(self, seconds: float) -> UserError:
+        """What to refuse the stream with when no hello came in time."""
+        return UserError(f"no hello came within {seconds:g} s of opening the stream")
+
+    def say(self, message: bytes) -> None:
+        """Queue an encoded message. Too many unread ones end the dialogue at once."""
+        if self.over:
+            return
+        if len(self.outbox) >= OUTBOX_MESSAGES:
+            self.overflowed = True
+            self.outbox.clear()
+            return
+        self.outbox.append(message)
+
+    def refuse(self, error: ShoalError) -> None:
+        """Say why as the last message. Only what the user can cure is final; else the worker may try again."""
+        self.say(encode_controller(Refusal(str(error), final=isinstance(error, UserError))))
+        self.refusal = self.refusal or error
+        self.close()
+
+    def close(self) -> None:
+        """End after what was said."""
+        self.closing = True
+
+    def farewell(self) -> str:
+        """Why the stream ended, for the event history."""
+        if self.overflowed:
+            return f"it left {OUTBOX_MESSAGES} messages unread and was cut off"
+        if self.refusal is not None:
+            return f"it was refused: {self.refusal}"
+        return "the controller closed the stream" if self.closing else "its stream ended"
+
+
+def _kind(message: object) -> str:
+    name = type(message).__name__.lower()
+    return f"an {name}" if name[0] in "aeiou" else f"a {name}"

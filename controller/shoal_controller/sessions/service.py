@@ -1,0 +1,230 @@
+"""The gRPC side of the controller: one stream per worker, each with a number that is never used again.
+
+A thin driver of `Dialogue`: it moves bytes between streams and dialogues and hands events to the shell, which answers
+by `send` and `close`. It knows no job and decides nothing. gRPC carries bytes; the wire reads them, so that a message
+that cannot be read is answered by a sentence. See docs/decisions/wire-format.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Mapping
+from typing import Protocol
+
+import grpc
+import grpc.aio
+import structlog
+from shoal_protos.channel import CHANNEL_OPTIONS, KEEPALIVE_SECONDS, METHOD
+from shoal_protos.errors import ShoalError, UserError
+from shoal_protos.messages import Carry, ToWorker
+from shoal_protos.plan import Plan
+from shoal_protos.wire import encode_controller
+
+from shoal_controller.core.events import Connected, Disconnected, Said
+from shoal_controller.sessions.dialogue import Dialogue
+from shoal_controller.sessions.settings import SessionSettings
+from shoal_controller.tasks import guarded
+
+MOST_STREAMS = 1 << 14
+"""Of all workers together; one more is told to try again later by gRPC."""
+FLUSH_SECONDS = 5.0
+"""How long a stream that ends may take to carry its last messages."""
+STOP_SECONDS = 5.0
+"""How long the jobs may take to hear that their streams ended when the service stops."""
+
+SERVER_OPTIONS = (
+    *CHANNEL_OPTIONS,
+    ("grpc.so_reuseport", 0),  # or a second controller would take half of the workers
+    ("grpc.max_concurrent_streams", 64),
+    ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_SECONDS * 500),
+    ("grpc.http2.max_ping_strikes", 0),
+)
+
+log = structlog.get_logger("shoal.sessions")
+
+Context = grpc.aio.ServicerContext[bytes, bytes]
+
+
+class Jobs(Protocol):
+    """Where events go: the shell. Raises `ShoalError` where the job is unknown or over, or the store fails."""
+
+    async def submit(self, job: str, event: Connected | Said | Disconnected) -> object:
+        """Hand an event to a job."""
+
+
+class Stream:
+    """One open stream: the dialogue, gRPC's end of it, and what wakes its writer."""
+
+    def __init__(self, connection: int, context: Context) -> None:
+        self.dialogue = Dialogue(connection)
+        self.context = context
+        self.stirred = asyncio.Event()
+        self.cut = asyncio.get_running_loop().create_future()
+
+    def stir(self) -> None:
+        """Look at the dialogue again: it has something to say, is closing, or is cut off."""
+        self.stirred.set()
+        if self.dialogue.overflowed and not self.cut.done():
+            self.cut.set_result(None)
+
+    async def write(self) -> None:
+        """Carry out what is said until the dialogue closes."""
+        while True:
+            self.stirred.clear()
+            while self.dialogue.outbox:
+                await self.context.write(self.dialogue.outbox.popleft())
+            if self.dialogue.over:
+                return
+            await self.stirred.wait()
+
+
+class SessionService:
+    """Opens the port, serves the streams, and is the shell's `Senders`."""
+
+    def __init__(self, jobs: Jobs, settings: SessionSettings) -> None:
+        self._jobs = jobs
+        self._settings = settings
+        self._numbers = itertools.count(1)
+        self._streams: dict[int, Stream] = {}
+        self._farewells: set[asyncio.Task[None]] = set()
+        self._server: grpc.aio.Server | None = None
+        self._last_plan: tuple[Plan, bytes] | None = None
+
+    # ---- life
+
+    async def start(self, address: str) -> int:
+        """Listen on `HOST:PORT`; returns the port (of use where 0 was asked for)."""
+        server = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=MOST_STREAMS)
+        service, _, method = METHOD.removeprefix("/").partition("/")
+        handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(self._serve)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
+        credentials = self._settings.credentials()
+        try:
+            if credentials is None:
+                port = server.add_insecure_port(address)
+            else:
+                port = server.add_secure_port(address, credentials)
+        except RuntimeError as error:
+            raise UserError(
+                f"cannot listen for workers on {address}: {error}. Give another --grpc HOST:PORT."
+            ) from None
+        await server.start()
+        self._server = server
+        return port
+
+    async def stop(self) -> None:
+        """End all streams without a word (their workers will be back) and wait until the jobs have heard of it."""
+        if self._server is not None:
+            await self._server.stop(grace=0)
+            self._server = None
+        if self._farewells:
+            await asyncio.wait(self._farewells, timeout=STOP_SECONDS)
+
+    # ---- what the shell asks
+
+    def send(self, connection: int, message: ToWorker) -> None:
+        """Put a message on a stream; dropped where the stream is gone."""
+        stream = self._streams.get(connection)
+        if stream is not None:
+            stream.dialogue.say(self._encoded(message))
+            stream.stir()
+
+    def close(self, connection: int) -> None:
+        """End a stream after what was sent on it."""
+        stream = self._streams.get(connection)
+        if stream is not None:
+            stream.dialogue.close()
+            stream.stir()
+
+    def _encoded(self, message: ToWorker) -> bytes:
+        """One plan goes to all its members: it is written once."""
+        if not isinstance(message, Carry):
+            return encode_controller(message)
+        if self._last_plan is None or self._last_plan[0] is not message.plan:
+            self._last_plan = (message.plan, encode_controller(message))
+        return self._last_plan[1]
+
+    # ---- one stream
+
+    async def _serve(self, _: object, context: Context) -> None:
+        connection = next(self._numbers)
+        stream = self._streams[connection] = Stream(connection, context)
+        try:
+            await self._converse(stream)
+            _set_status(stream)
+        finally:
+            del self._streams[connection]
+            self._say_farewell(stream.dialogue)
+
+    async def _converse(self, stream: Stream) -> None:
+        """Read and write until one side is done; a stream that is closing may still carry its last messages."""
+        name = f"session {stream.dialogue.connection}"
+        reading = asyncio.create_task(self._read(stream), name=f"{name} reads")
+        writing = asyncio.create_task(stream.write(), name=f"{name} writes")
+        try:
+            await asyncio.wait({reading, writing, stream.cut}, return_when=asyncio.FIRST_COMPLETED)
+            if stream.dialogue.closing and not writing.done():
+                await asyncio.wait({writing, stream.cut}, timeout=FLUSH_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            reading.cancel()
+            writing.cancel()
+            ends = await asyncio.gather(reading, writing, return_exceptions=True)
+        for end in ends:
+            if isinstance(end, Exception) and not isinstance(end, grpc.aio.AbortError):
+                raise end
+
+    async def _read(self, stream: Stream) -> None:
+        """Hand what the worker says to its job, until it ends the stream or says what must not be."""
+        dialogue, context = stream.dialogue, stream.context
+        try:
+            self._settings.check_token(_metadata(context).get("authorization"))
+            try:
+                async with asyncio.timeout(self._settings.hello_seconds):
+                    data = await context.read()
+            except TimeoutError:
+                raise dialogue.late(self._settings.hello_seconds) from None
+            while isinstance(data, bytes):
+                event = dialogue.hear(data)
+                assert dialogue.hello is not None
+                await self._jobs.submit(dialogue.hello.job, event)
+                data = await context.read()
+        except ShoalError as error:
+            log.warning("a stream was refused", connection=dialogue.connection, peer=context.peer(), why=str(error))
+            dialogue.refuse(error)
+            stream.stir()
+
+    def _say_farewell(self, dialogue: Dialogue) -> None:
+        """Tell the job that the stream ended, in a task of its own: gRPC may have cancelled the stream's."""
+        if dialogue.hello is None:
+            return
+        event = Disconnected(dialogue.connection, dialogue.farewell())
+        name = f"session {dialogue.connection} says farewell"
+        task = guarded(name, self._submit_farewell(dialogue.hello.job, event), _heard)
+        self._farewells.add(task)
+        task.add_done_callback(self._farewells.discard)
+
+    async def _submit_farewell(self, job: str, event: Disconnected) -> None:
+        try:
+            await self._jobs.submit(job, event)
+        except ShoalError as error:
+            log.info("a stream ended that its job does not know", job=job, connection=event.connection, why=str(error))
+
+
+def _heard(_: BaseException) -> None:
+    """The guard has logged it; the job itself notices that the worker is silent."""
+
+
+def _metadata(context: Context) -> Mapping[str, str | bytes]:
+    return dict(context.invocation_metadata() or ())
+
+
+def _set_status(stream: Stream) -> None:
+    """For clients that look at gRPC's status: the same sentence as in the last message."""
+    dialogue = stream.dialogue
+    if dialogue.overflowed:
+        stream.context.set_code(grpc.StatusCode.RESOURCE_EXHAUSTED)
+        stream.context.set_details(dialogue.farewell())
+    elif dialogue.refusal is not None:
+        stream.context.set_code(grpc.StatusCode[dialogue.refusal.grpc_status])
+        stream.context.set_details(str(dialogue.refusal)[:1000])
