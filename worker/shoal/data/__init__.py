@@ -1,0 +1,1 @@
+"""Data and random numbers of the lanes: the same for whoever trains them."""

@@ -1,0 +1,98 @@
+"""Batch arithmetic: train_batch_size = micro-batch × lanes × micro-batches per lane. Pure.
+
+Any two of the first three give the third; a lane has one micro-batch unless said otherwise. `load.py` calls it once;
+every contradiction gets its figures in one sentence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shoal.config.document import MOST_LANES
+from shoal_protos.errors import UserError
+
+BATCH = "train_batch_size"
+MICRO = "train_micro_batch_size_per_gpu"
+LANES = "shoal.lanes"
+PER_LANE = "shoal.micro_batches_per_lane"
+ACCUMULATION = "gradient_accumulation_steps"
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What the file says, and after `settle` what holds. None: not said, or "auto"."""
+
+    train_batch_size: int | None
+    micro_batch_size: int | None
+    lanes: int | None
+    micro_batches_per_lane: int | None
+
+
+def per_lane(micro_batches_per_lane: int | None, accumulation: int | None) -> int | None:
+    """DeepSpeed's gradient_accumulation_steps is another name for a lane's micro-batches."""
+    if micro_batches_per_lane and accumulation and micro_batches_per_lane != accumulation:
+        raise UserError(
+            f"`{PER_LANE}` is {micro_batches_per_lane} and `{ACCUMULATION}` is {accumulation}; both say how many "
+            "micro-batches a lane accumulates. Give one of them."
+        )
+    return micro_batches_per_lane or accumulation
+
+
+def settle(given: Sizes) -> Sizes:
+    """All four, or the sentence that says why they do not fit together."""
+    batch, micro, lanes, accumulated = (
+        given.train_batch_size,
+        given.micro_batch_size,
+        given.lanes,
+        given.micro_batches_per_lane or 1,
+    )
+    if batch is None:
+        if micro is None or lanes is None:
+            raise UserError(_too_few(given))
+        return Sizes(micro * lanes * accumulated, micro, lanes, accumulated)
+    if micro is None and lanes is None:
+        raise UserError(_too_few(given))
+    if lanes is None:
+        assert micro is not None
+        lanes = _divide(batch, micro * accumulated, "lanes", f"{MICRO} {micro} × {PER_LANE} {accumulated}")
+        if lanes > MOST_LANES:
+            raise UserError(
+                f"`{BATCH}` {batch} and `{MICRO}` {micro} make {lanes} lanes; at most {MOST_LANES} are allowed. "
+                f"Raise `{MICRO}` or `{PER_LANE}`."
+            )
+    if micro is None:
+        micro = _divide(batch, lanes * accumulated, "micro-batches", f"{LANES} {lanes} × {PER_LANE} {accumulated}")
+    if batch != micro * lanes * accumulated:
+        raise UserError(_contradiction(Sizes(batch, micro, lanes, accumulated)))
+    return Sizes(batch, micro, lanes, accumulated)
+
+
+def _too_few(given: Sizes) -> str:
+    names = {BATCH: given.train_batch_size, MICRO: given.micro_batch_size, LANES: given.lanes}
+    known = [f"`{name}` {value}" for name, value in names.items() if value is not None]
+    return (
+        f"two of `{BATCH}`, `{MICRO}` and `{LANES}` are needed to tell the third; "
+        f"given {'is ' + known[0] + ' only' if known else 'is none of them'}."
+    )
+
+
+def _divide(batch: int, by: int, what: str, shown: str) -> int:
+    if batch % by:
+        raise UserError(
+            f"`{BATCH}` {batch} does not divide into {what}: {shown} is {by}, and {batch} / {by} is no whole number."
+        )
+    return batch // by
+
+
+def _contradiction(sizes: Sizes) -> str:
+    batch, micro, lanes, accumulated = (
+        sizes.train_batch_size, sizes.micro_batch_size, sizes.lanes, sizes.micro_batches_per_lane,
+    )  # fmt: skip
+    assert batch and micro and lanes and accumulated
+    product = micro * lanes * accumulated
+    sentence = (
+        f"`{BATCH}` is {batch}, but `{MICRO}` {micro} × `{LANES}` {lanes} × `{PER_LANE}` {accumulated} is {product}."
+    )
+    if accumulated == 1 and batch % (micro * lanes) == 0:
+        return f"{sentence} With `{PER_LANE}` {batch // (micro * lanes)} they agree."
+    return f"{sentence} Leave one of them out."

@@ -1,0 +1,122 @@
+"""What DeepSpeed knows and Shoal does not: keys that are reported and left alone, and keys that must be off.
+
+Taken from DeepSpeed's configuration reference (deepspeed.ai/docs/config-json) and its source up to 0.19.8, keys that
+it has removed since included, because files still carry them. Only data: `load.py` applies it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+OFF = (False, None, "auto")
+
+_ZERO_WITHOUT_MEANING = """
+    allgather_bucket_size allgather_partitions allgather_sequential compute_grad_norm contiguous_gradients
+    elastic_checkpoint enable_sanity_checks gather_16bit_weights_on_model_save ignore_unused_parameters leaf_module
+    legacy_stage1 load_from_fp32_weights log_trace_cache_warnings max_live_parameters max_reuse_distance
+    memory_efficient_linear model_persistence_threshold module_granularity_threshold override_module_apply overlap_comm
+    param_persistence_threshold parameter_alignment pipeline_loading_checkpoint prefetch_bucket_size
+    reduce_bucket_size reduce_scatter round_robin_gradients save_muon_momentum_buffer_in_memory
+    stage3_allgather_sequential stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save
+    stage3_max_live_parameters stage3_max_reuse_distance stage3_model_persistence_threshold
+    stage3_module_granularity_threshold stage3_param_persistence_threshold stage3_prefetch_bucket_size
+    stage3_use_all_reduce_for_fetch_params sub_group_size use_all_reduce_for_fetch_params
+    use_multi_rank_bucket_allreduce cpu_offload_use_pin_memory
+"""
+_OFFLOAD_WITHOUT_MEANING = """
+    buffer_count buffer_size cpuadam_cores_perc fast_init max_in_cpu nvme_path pin_memory pipeline pipeline_read
+    pipeline_write ratio super_offload
+"""
+_TOP_WITHOUT_MEANING = """
+    aio checkpoint comet comms_logger compile csv_monitor dataloader_drop_last datastates disable_allgather
+    disable_python_gc dump_state flops_profiler fp32_allreduce gradient_predivide_factor graph_harvesting log_level
+    managed_gradient_accumulation memory_breakdown monitor_config nebula prescale_gradients
+    seq_parallel_communication_data_type steps_per_print tensorboard timers use_data_before_expert_parallelism
+    use_node_local_storage vocabulary_size wall_clock_breakdown wandb zero_allow_untested_optimizer
+    zero_force_ds_cpu_optimizer optimizer.legacy_fusion
+"""
+_PRECISION_WITHOUT_MEANING = """
+    auto_cast bf16_master_weights_and_grads bf16_optimizer_states check_grad_overflow consecutive_hysteresis
+    fp16_master_weights_and_grads hysteresis immediate_grad_update initial_scale_power loss_scale loss_scale_window
+    min_loss_scale
+"""
+_ELASTICITY_WITHOUT_MEANING = """
+    ignore_non_elastic_batch_info max_gpus max_train_batch_size micro_batch_sizes min_gpus min_time
+    model_parallel_size num_gpus_per_node prefer_larger_batch version
+"""
+_SWITCHED = (
+    "amp",
+    "autotuning",
+    "curriculum_learning",
+    "data_efficiency",
+    "eigenvalue",
+    "hybrid_engine",
+    "progressive_layer_drop",
+    "quantize_training",
+    "torch_autocast",
+)
+
+
+def _below(section: str, names: str) -> frozenset[str]:
+    return frozenset(f"{section}.{name}" for name in names.split())
+
+
+WITHOUT_MEANING: frozenset[str] = (
+    frozenset(_TOP_WITHOUT_MEANING.split())
+    | _below("zero_optimization", _ZERO_WITHOUT_MEANING)
+    | _below("zero_optimization.offload_optimizer", _OFFLOAD_WITHOUT_MEANING)
+    | _below("zero_optimization.offload_param", _OFFLOAD_WITHOUT_MEANING)
+    | _below("fp16", _PRECISION_WITHOUT_MEANING)
+    | _below("bf16", _PRECISION_WITHOUT_MEANING)
+    | _below("bfloat16", _PRECISION_WITHOUT_MEANING)
+    | _below("elasticity", _ELASTICITY_WITHOUT_MEANING)
+    | _below("activation_checkpointing", "profile synchronize_checkpoint_boundary")
+    | frozenset(f"{section}.*" for section in _SWITCHED)
+)
+"""Dotted keys that change nothing here. A name covers all that stands below it; `section.*` covers the section's keys
+that NOT_BUILT does not name."""
+
+NOT_BUILT: Mapping[str, tuple[object, ...]] = {
+    "fp16.enabled": OFF,
+    "bf16.enabled": OFF,
+    "bfloat16.enabled": OFF,
+    "elasticity.enabled": OFF,
+    **{f"{section}.enabled": OFF for section in _SWITCHED},
+    "activation_checkpointing.partition_activations": OFF,
+    "activation_checkpointing.cpu_checkpointing": OFF,
+    "activation_checkpointing.contiguous_memory_optimization": OFF,
+    "activation_checkpointing.number_checkpoints": OFF,
+    "zero_optimization.offload_optimizer.device": ("none", None),
+    "zero_optimization.offload_param.device": ("none", None),
+    "zero_optimization.cpu_offload": OFF,
+    "zero_optimization.cpu_offload_param": OFF,
+    "zero_optimization.zero_hpz_partition_size": (1, None),
+    "zero_optimization.zero_quantized_weights": OFF,
+    "zero_optimization.zero_quantized_nontrainable_weights": OFF,
+    "zero_optimization.zero_quantized_gradients": OFF,
+    "zero_optimization.zenflow": (None,),
+    "zero_optimization.mics_shard_size": (-1, None),
+    "zero_optimization.mics_hierarchical_params_gather": OFF,
+    "zero_optimization.zeropp_loco_param": (None,),
+    "communication_data_type": (None, "auto", "fp32"),
+    "compression_training": (None, {}),
+    "data_types.grad_accum_dtype": (None, "auto", "fp32"),
+    "ddp_bf16": OFF,
+    "expert_parallel": (None, {}),
+    "gradient_allreduce_op": ("mean", None),
+    "pipeline": (None, {}),
+    "sparse_attention": (None, {}),
+    "sparse_gradients": OFF,
+    "tensor_parallel": (None, {}),
+    "weight_quantization": (None, {}),
+}
+"""Dotted keys of something that Shoal lacks, with the values that leave it off."""
+
+
+def sections() -> frozenset[str]:
+    """The names of all sections that the two tables know, dotted."""
+    names: set[str] = set()
+    for key in WITHOUT_MEANING | NOT_BUILT.keys():
+        parts = key.split(".")
+        names.update(".".join(parts[:depth]) for depth in range(1, len(parts)))
+    return frozenset(names)

@@ -1,0 +1,150 @@
+"""What a configuration file may say: DeepSpeed's `ds_config.json` with one more section, `shoal`.
+
+These models are the reference: docs/configuration.md is written from them. `load.py` reads a file into a `Document`;
+`training.py` is what comes of it once batch sizes and "auto" are settled. What DeepSpeed knows and Shoal does not is in
+`deepspeed.py`. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """What may stand at a key, as the end of the sentence "allowed …"."""
+
+    text: str
+
+
+Auto = Literal["auto"]
+CountOrAuto = Annotated[Annotated[int, Field(ge=1)] | Auto | None, Allowed('is a whole number from 1 up, or "auto"')]
+Count = Annotated[Annotated[int, Field(ge=1)] | None, Allowed("is a whole number from 1 up")]
+Natural = Annotated[int, Field(ge=0), Allowed("is a whole number from 0 up")]
+Switch = Annotated[bool, Allowed("are true and false")]
+Name = Annotated[str, Field(min_length=1), Allowed("is a name in quotes")]
+Parameters = Annotated[dict[str, Any], Allowed("is a section of parameters")]
+
+MOST_LANES = 65_536
+MOST_MIRRORS = 1_000
+MOST_THREADS = 1_024
+
+
+class Section(BaseModel):
+    """One section of the file: frozen, and no key but the listed ones."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+
+class Optimizer(Section):
+    """`optimizer`: the optimizer that Shoal builds where the script passes none."""
+
+    type: Name
+    """Adam, AdamW, SGD, Adagrad, RMSprop or another elementwise class of torch.optim, in any case. As in DeepSpeed,
+    `Adam` decouples weight decay (it is AdamW) unless `params.adam_w_mode` is false."""
+    params: Parameters = {}
+    """Arguments of the class: `lr`, `betas`, `eps`, `weight_decay`, …; also DeepSpeed's `torch_adam` and
+    `adam_w_mode`. `"auto"` (not for `lr`) is the class's own default."""
+
+
+class Scheduler(Section):
+    """`scheduler`: the learning-rate schedule that Shoal builds where the script passes none; one step per step."""
+
+    type: Name
+    """DeepSpeed's WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, or a class of
+    torch.optim.lr_scheduler that needs numbers only."""
+    params: Parameters = {}
+    """Arguments of the class. `"auto"`: `warmup_min_lr` is 0, `warmup_max_lr` the optimizer's rate, and
+    `total_num_steps`, `total_steps`, `total_iters`, `T_max` the job's last step."""
+
+
+class ZeroOptimization(Section):
+    """`zero_optimization`: what is sharded over the workers."""
+
+    stage: Annotated[int, Field(ge=0, le=3), Allowed("are 0, 1, 2, 3")] = 0
+    """0: every worker keeps all optimizer state; 1: each keeps the state of its own blocks and of those it mirrors.
+    The bits are the same. 2 and 3 are not supported yet."""
+
+
+class Checkpoint(Section):
+    """`shoal.checkpoint`: elastic checkpoints."""
+
+    path: Annotated[str | None, Allowed("is a path or URL in quotes")] = None
+    """Where checkpoints are written. Not supported yet."""
+    every_steps: Count = None
+    """Optimizer steps between two checkpoints. None: not by steps."""
+    every_minutes: Annotated[Annotated[float, Field(gt=0)] | None, Allowed("is a number of minutes above 0")] = None
+    """Minutes between two checkpoints. None: not by time."""
+    keep: Annotated[int, Field(ge=1), Allowed("is a whole number from 1 up")] = 3
+    """How many of the newest checkpoints are kept."""
+    keep_every: Count = None
+    """Checkpoints of every so many steps are kept for good. None: none are."""
+    resume: Annotated[
+        Annotated[int, Field(ge=0)] | str | Literal[False],
+        Allowed('are "latest", a step, a path in quotes, and false'),
+    ] = "latest"
+    """Where to go on from: the newest checkpoint when there is one, a step, a path, or false for a fresh start."""
+    allow: Annotated[tuple[str, ...], Field(strict=False), Allowed("is a list of names in quotes")] = ()
+    """Differences between the checkpoint and this job that are accepted when it is read."""
+
+
+class Shoal(Section):
+    """`shoal`: what DeepSpeed has no key for."""
+
+    lanes: Annotated[
+        Annotated[int, Field(ge=1, le=MOST_LANES)] | None, Allowed(f"is a whole number from 1 to {MOST_LANES}")
+    ] = None
+    """Micro-batches of one optimizer step that workers share; fixed for the job's life, so batch size, learning rate
+    and data order never depend on how many workers there are. Not given: train_batch_size /
+    (train_micro_batch_size_per_gpu × micro_batches_per_lane)."""
+    micro_batches_per_lane: Count = None
+    """Micro-batches that a lane accumulates in one step. Not given: gradient_accumulation_steps, else 1."""
+    mirrors: Annotated[int, Field(ge=0, le=MOST_MIRRORS), Allowed(f"is a whole number from 0 to {MOST_MIRRORS}")] = 1
+    """Copies of every block's optimizer state beside the owner's; so many workers may die at once without losing
+    a step. Never more than the other workers; stage 0 mirrors everything everywhere."""
+    seed: Annotated[int, Field(ge=0, lt=2**64), Allowed("is a whole number from 0 to 2^64 - 1")] = 0
+    """Seed of the data order and of every lane's random numbers. Initial weights are the script's business."""
+    max_steps: Count = None
+    """Optimizer steps after which the job ends. With `epochs` too, whichever comes first."""
+    epochs: Count = None
+    """Passes over the dataset after which the job ends. The rest of an epoch, less than a step, is dropped."""
+    torch_threads: Annotated[
+        Annotated[int, Field(ge=1, le=MOST_THREADS)] | None, Allowed(f"is a whole number from 1 to {MOST_THREADS}")
+    ] = None
+    """Threads of PyTorch's kernels on the CPU; part of the numeric identity, other counts give other bits.
+    Not given: 1."""
+    fill_bytes_per_step: Natural = 0
+    """Bytes per step that a worker receives while blocks are filled beside training. 0: the planner decides, about a
+    tenth of a step."""
+    elementwise: Switch = False
+    """True: the optimizer's class, unknown to Shoal, computes every element by itself."""
+    mixed_numerics: Switch = False
+    """True: workers whose numeric identity differs may join; the run is shown as not bit-exact."""
+    exact: Switch = True
+    """On CUDA: deterministic algorithms on, autotuning off. False leaves PyTorch's settings alone."""
+    checkpoint: Checkpoint = Checkpoint()
+
+
+class Document(Section):
+    """The file's top level."""
+
+    train_batch_size: CountOrAuto = None
+    """Samples of one optimizer step over all lanes: train_micro_batch_size_per_gpu × lanes × micro_batches_per_lane.
+    Two of them give the third."""
+    train_micro_batch_size_per_gpu: CountOrAuto = None
+    """Samples of one forward pass."""
+    gradient_accumulation_steps: CountOrAuto = None
+    """DeepSpeed's name for shoal.micro_batches_per_lane."""
+    gradient_clipping: Annotated[
+        Annotated[float, Field(ge=0)] | Auto | None, Allowed('is a number from 0 up, or "auto"')
+    ] = None
+    """Largest norm of the step's gradient; longer ones are scaled down to it. 0, "auto" and none: no clipping."""
+    optimizer: Optimizer | None = None
+    scheduler: Scheduler | None = None
+    zero_optimization: ZeroOptimization = ZeroOptimization()
+    shoal: Shoal = Shoal()

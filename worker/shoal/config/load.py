@@ -1,0 +1,159 @@
+"""From a file or dict to a `TrainingConfig`, or to one sentence that says which key is wrong and what is allowed.
+
+Called once, by `shoal.initialize`. Four steps: read (JSON), sift out what only DeepSpeed knows (`deepspeed.py`), check
+against the models (`document.py`), settle batch sizes and "auto" (`batch.py`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import structlog
+from pydantic import ValidationError
+from shoal.config.batch import Sizes, per_lane, settle
+from shoal.config.deepspeed import NOT_BUILT, WITHOUT_MEANING, sections
+from shoal.config.document import Document, Optimizer, Scheduler
+from shoal.config.sentences import not_built, sentence_of, unknown_key, wrong_value
+from shoal.config.training import TrainingConfig
+from shoal_protos.errors import UserError
+
+LARGEST_FILE = 1 << 20
+BUILT_STAGES = (0, 1)
+Settled = TypeVar("Settled")
+log = structlog.get_logger("shoal.config")
+
+
+def load_config(source: str | Path | Mapping[str, Any]) -> TrainingConfig:
+    """Read, check and settle a configuration. Raises `UserError` with one sentence."""
+    given = dict(source) if isinstance(source, Mapping) else _read(Path(source))
+    kept, ignored = sift(given)
+    try:
+        document = Document.model_validate(kept)
+    except ValidationError as error:
+        raise UserError(sentence_of(error)) from None
+    if ignored:
+        log.info("DeepSpeed keys without meaning here are left alone", keys=ignored)
+    return _settled(document)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > LARGEST_FILE:
+            raise UserError(f"config {path} is larger than {LARGEST_FILE} bytes; it is no configuration.")
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"config {path} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise UserError(f"config {path} is not text in UTF-8.") from None
+    try:
+        given = json.loads(text, object_pairs_hook=_no_doubles, parse_constant=_no_constant)
+    except json.JSONDecodeError as error:
+        raise UserError(
+            f"config {path} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}."
+        ) from None
+    except RecursionError:
+        raise UserError(f"config {path} is nested too deeply.") from None
+    if not isinstance(given, dict):
+        raise UserError(f"config {path} holds {type(given).__name__}; a section {{…}} is expected.")
+    return given
+
+
+def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise UserError(f"`{key}` stands twice in one section of the config; leave one.")
+        found[key] = value
+    return found
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise UserError(f"the config holds {name}; numbers must be finite.")
+
+
+def sift(given: Mapping[str, Any], section: str = "") -> tuple[dict[str, Any], list[str]]:
+    """Take out what only DeepSpeed knows. Returns what the models must check, and the dotted keys left alone."""
+    kept: dict[str, Any] = {}
+    ignored: list[str] = []
+    for key, value in given.items():
+        name = f"{section}.{key}" if section else key
+        if name in NOT_BUILT:
+            if not any(value is off or (type(value) is type(off) and value == off) for off in NOT_BUILT[name]):
+                raise UserError(not_built(name, value))
+        elif name in WITHOUT_MEANING or f"{section}.*" in WITHOUT_MEANING:
+            ignored.append(name)
+        elif name in sections():
+            if value is None:
+                continue
+            if not isinstance(value, Mapping):
+                raise UserError(wrong_value(name, value, "is a section {…}"))
+            inner, below = sift(value, name)
+            ignored += below
+            if name in Document.model_fields:
+                kept[key] = inner
+            elif inner:
+                first = next(iter(inner))
+                raise UserError(unknown_key(f"{name}.{first}", inner[first]))
+        else:
+            kept[key] = value
+    return kept, ignored
+
+
+def _settled(document: Document) -> TrainingConfig:
+    shoal = document.shoal
+    if document.zero_optimization.stage not in BUILT_STAGES:
+        raise UserError(not_built("zero_optimization.stage", document.zero_optimization.stage))
+    if shoal.checkpoint.path is not None:
+        raise UserError(not_built("shoal.checkpoint.path", shoal.checkpoint.path))
+    if shoal.max_steps is None and shoal.epochs is None:
+        raise UserError("neither `shoal.max_steps` nor `shoal.epochs` is given; the job needs one of them to end.")
+    _no_guessed_rate(document.optimizer)
+    _no_guessed_warmup(document.scheduler)
+    sizes = settle(
+        Sizes(
+            _said(document.train_batch_size),
+            _said(document.train_micro_batch_size_per_gpu),
+            shoal.lanes,
+            per_lane(shoal.micro_batches_per_lane, _said(document.gradient_accumulation_steps)),
+        )
+    )
+    assert sizes.lanes and sizes.micro_batch_size and sizes.micro_batches_per_lane
+    return TrainingConfig(
+        lanes=sizes.lanes,
+        micro_batch_size=sizes.micro_batch_size,
+        micro_batches_per_lane=sizes.micro_batches_per_lane,
+        mirrors=shoal.mirrors,
+        seed=shoal.seed,
+        max_steps=shoal.max_steps,
+        epochs=shoal.epochs,
+        torch_threads=shoal.torch_threads or 1,
+        fill_bytes_per_step=shoal.fill_bytes_per_step,
+        elementwise=shoal.elementwise,
+        mixed_numerics=shoal.mixed_numerics,
+        exact=shoal.exact,
+        stage=document.zero_optimization.stage,
+        gradient_clipping=float(_said(document.gradient_clipping) or 0.0),
+        optimizer=document.optimizer,
+        scheduler=document.scheduler,
+        checkpoint=shoal.checkpoint,
+    )
+
+
+def _said(value: Settled | str | None) -> Settled | None:
+    """The value, None where it is "auto" or not given."""
+    return None if value is None or isinstance(value, str) else value
+
+
+def _no_guessed_rate(optimizer: Optimizer | None) -> None:
+    if optimizer and optimizer.params.get("lr") == "auto":
+        raise UserError('`optimizer.params.lr` is "auto", and there is nothing to take it from; give a number.')
+
+
+def _no_guessed_warmup(scheduler: Scheduler | None) -> None:
+    if scheduler and scheduler.params.get("warmup_num_steps") == "auto":
+        raise UserError(
+            '`scheduler.params.warmup_num_steps` is "auto", and there is nothing to take it from; give a number.'
+        )

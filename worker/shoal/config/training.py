@@ -1,0 +1,67 @@
+"""What the engine trains by: a configuration with batch sizes and "auto" settled. Made by `load_config` alone.
+
+`agreement` is the part of it that must be the same on all workers of a job; the controller compares it and names the
+first key that differs.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from shoal.config.document import Checkpoint, Optimizer, Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingConfig:
+    """The resolved configuration. Fields as in docs/configuration.md unless said otherwise."""
+
+    lanes: int
+    micro_batch_size: int
+    """Samples of one forward pass (`train_micro_batch_size_per_gpu`)."""
+    micro_batches_per_lane: int
+    mirrors: int
+    """As given: not yet limited by the world nor raised by stage 0."""
+    seed: int
+    max_steps: int | None
+    """At least one of `max_steps` and `epochs` is set."""
+    epochs: int | None
+    torch_threads: int
+    fill_bytes_per_step: int
+    """0: the planner decides."""
+    elementwise: bool
+    mixed_numerics: bool
+    exact: bool
+    stage: int
+    gradient_clipping: float
+    """0: off."""
+    optimizer: Optimizer | None
+    scheduler: Scheduler | None
+    checkpoint: Checkpoint
+
+    @property
+    def train_batch_size(self) -> int:
+        """Samples of one optimizer step."""
+        return self.micro_batch_size * self.lanes * self.micro_batches_per_lane
+
+
+def agreement(config: TrainingConfig) -> dict[str, str]:
+    """Dotted keys with values as JSON: all that changes bits, data order or length. Not what only guards (elementwise),
+    only paces (fill_bytes_per_step) or is compared elsewhere (threads, in the numeric identity)."""
+    values: dict[str, object] = {
+        "train_micro_batch_size_per_gpu": config.micro_batch_size,
+        "gradient_clipping": config.gradient_clipping,
+        "zero_optimization.stage": config.stage,
+        "shoal.lanes": config.lanes,
+        "shoal.micro_batches_per_lane": config.micro_batches_per_lane,
+        "shoal.mirrors": config.mirrors,
+        "shoal.seed": config.seed,
+        "shoal.max_steps": config.max_steps,
+        "shoal.epochs": config.epochs,
+        "shoal.exact": config.exact,
+    }
+    for section, spec in (("optimizer", config.optimizer), ("scheduler", config.scheduler)):
+        values[f"{section}.type"] = spec.type if spec else None
+        for name, value in (spec.params if spec else {}).items():
+            values[f"{section}.params.{name}"] = value
+    return {key: json.dumps(value, sort_keys=True) for key, value in values.items()}

@@ -1,0 +1,56 @@
+"""Random numbers of a micro-batch: the same whoever trains the lane, and whatever ran before in the process.
+
+Every generator that a dataset or a model may use (torch on the CPU and on CUDA, `random`, numpy's global one) is seeded
+from (seed, step, lane, micro-batch) by a hash, so that neighbours have nothing in common.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy
+import torch
+
+
+@cache
+def _has_cuda() -> bool:
+    return torch.cuda.is_available()
+
+
+def seed_everything(seed: int, step: int, lane: int, micro: int) -> None:
+    """Seed all generators for one micro-batch. CUDA's also where CUDA is not yet initialised: it takes it up then."""
+    place = f"{seed} {step} {lane} {micro}".encode()
+    digest = hashlib.blake2b(place, digest_size=32, person=b"shoal.seeds").digest()
+    words = [int.from_bytes(digest[at : at + 8], "little") for at in range(0, 32, 8)]
+    torch.default_generator.manual_seed(words[0])
+    if _has_cuda():
+        torch.cuda.manual_seed_all(words[1])
+    random.seed(words[2])
+    numpy.random.seed([words[3] & 0xFFFFFFFF, words[3] >> 32])
+
+
+@dataclass(frozen=True, slots=True)
+class RandomState:
+    """Where all generators of this process stand."""
+
+    cpu: torch.Tensor
+    cuda: tuple[torch.Tensor, ...]
+    """One a device; empty where CUDA is not initialised."""
+    python: tuple[Any, ...]
+    numpy: Any
+
+    @classmethod
+    def save(cls) -> RandomState:
+        cuda = tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else ()
+        return cls(torch.get_rng_state(), cuda, random.getstate(), numpy.random.get_state())
+
+    def restore(self) -> None:
+        torch.set_rng_state(self.cpu)
+        if self.cuda:
+            torch.cuda.set_rng_state_all(list(self.cuda))
+        random.setstate(self.python)
+        numpy.random.set_state(self.numpy)

@@ -1,0 +1,79 @@
+"""Faults that a test plants in a worker: `SHOAL_FAULT=WORKER@STEP:POINT:kill|stop|abort`, several with commas.
+
+Read once with the session's settings. Where none is planted for this worker, `at` is one comparison. Each fault happens
+once in a process: the step that it broke is run again.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shoal_protos.errors import UserError
+
+POINTS = (
+    "forward", "backward", "exchange", "mirror", "vote", "in_vote", "optimizer", "hand_out", "prepare", "group",
+    "promote", "roll_forward", "opened", "fill", "begin", "join", "after_last",
+)  # fmt: skip
+"""Where the training side may be struck, in the order of a step, then of a change of the world."""
+
+ACTIONS = ("kill", "stop", "abort")
+FORM = re.compile(r"(?P<worker>[^@:,\s]+)@(?P<step>\d{1,18}):(?P<point>[^:,]+):(?P<action>[^:,]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One line of `SHOAL_FAULT`."""
+
+    worker: str
+    step: int
+    point: str
+    action: str
+
+
+class Faults:
+    """The faults planted for one worker. `abort` is what aborts its current group."""
+
+    def __init__(self, planted: list[Fault], abort: Callable[[], None] | None = None) -> None:
+        self._planted = planted
+        self.abort = abort
+
+    @classmethod
+    def parse(cls, text: str, worker: str, abort: Callable[[], None] | None = None) -> Faults:
+        """All parts are checked, those of other workers too."""
+        faults = [_parsed(part.strip()) for part in text.split(",")] if text.strip() else []
+        return cls([fault for fault in faults if fault.worker == worker], abort)
+
+    def at(self, point: str, step: int) -> None:
+        """The training side stands at `point` of `step`."""
+        if self._planted:
+            self._strike(point, step)
+
+    def _strike(self, point: str, step: int) -> None:
+        for fault in self._planted:
+            if (fault.point, fault.step) == (point, step):
+                self._planted.remove(fault)
+                self._act(fault.action)
+                return
+
+    def _act(self, action: str) -> None:
+        if action == "abort":
+            if self.abort is None:
+                raise UserError("SHOAL_FAULT asks for an abort where there is no group.")
+            self.abort()
+        else:
+            os.kill(os.getpid(), signal.SIGKILL if action == "kill" else signal.SIGSTOP)
+
+
+def _parsed(part: str) -> Fault:
+    match = FORM.fullmatch(part)
+    if match is None:
+        raise UserError(f'SHOAL_FAULT has "{part}"; expected WORKER@STEP:POINT:ACTION, as in w1@5:vote:kill.')
+    worker, step, point, action = match.groups()
+    for what, found, allowed in (("point", point, POINTS), ("action", action, ACTIONS)):
+        if found not in allowed:
+            raise UserError(f'SHOAL_FAULT names the {what} "{found}"; allowed are {", ".join(allowed)}.')
+    return Fault(worker, int(step), point, action)

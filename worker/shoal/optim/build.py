@@ -1,0 +1,136 @@
+"""The optimizer and the scheduler that a configuration's sections name, by DeepSpeed's or torch's names.
+
+Used where the script passes none. Types are found in any case. What DeepSpeed does with its names is kept: `Adam`
+decouples weight decay unless `adam_w_mode` is false, and Adam and AdamW are its fused kernel, whose weight decay is 0
+by default, unless `torch_adam` is true (deepspeed.ai/docs/config-json, "Optimizer Parameters").
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from pydantic import ValidationError
+from shoal.config.document import Optimizer as OptimizerSection
+from shoal.config.document import Scheduler as SchedulerSection
+from shoal.config.sentences import sentence_of, shown
+from shoal.optim.elementwise import ELEMENTWISE, NOT_ELEMENTWISE, names
+from shoal.optim.scheduler import Schedule
+from shoal.optim.schedules import FORMULAS
+from shoal_protos.errors import UserError
+from torch import nn
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
+
+Made = TypeVar("Made")
+OPTIMIZERS = {kind.__name__.lower(): kind for kind in ELEMENTWISE}
+WITHOUT_MEANING = ("fp32_optimizer_states", "set_grad_none")
+TORCH_SCHEDULES: dict[str, type[LRScheduler]] = {
+    kind.__name__: kind
+    for kind in (
+        lr_scheduler.ConstantLR,
+        lr_scheduler.CosineAnnealingLR,
+        lr_scheduler.CosineAnnealingWarmRestarts,
+        lr_scheduler.CyclicLR,
+        lr_scheduler.ExponentialLR,
+        lr_scheduler.LinearLR,
+        lr_scheduler.MultiStepLR,
+        lr_scheduler.OneCycleLR,
+        lr_scheduler.PolynomialLR,
+        lr_scheduler.StepLR,
+    )
+}
+LAST_STEP = ("total_num_steps", "total_steps", "total_iters", "T_max")
+"""Scheduler parameters that mean the job's last step where they are "auto"."""
+
+
+def build_optimizer(section: OptimizerSection, model: nn.Module) -> Optimizer:
+    """The optimizer over the model's trainable parameters, in one group."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not parameters:
+        raise UserError("the model has no parameter that requires a gradient; there is nothing to train.")
+    given = {name: value for name, value in section.params.items() if value != "auto" and name not in WITHOUT_MEANING}
+    if "max_grad_norm" in given:
+        raise UserError("`optimizer.params.max_grad_norm` is not for the optimizer; use `gradient_clipping`.")
+    kind = _optimizer_kind(section.type)
+    if section.type.lower() in ("adam", "adamw"):
+        kind, given = _as_deepspeed(section.type.lower(), given)
+    _check_names("optimizer", kind, given)
+    return _made("optimizer", kind, parameters, given)
+
+
+def _optimizer_kind(name: str) -> type[Optimizer]:
+    kind = OPTIMIZERS.get(name.lower())
+    if kind is not None:
+        return kind
+    what = NOT_ELEMENTWISE.get(name.lower())
+    why = f" It {what}, and Shoal runs optimizers on blocks of parameters." if what else ""
+    raise UserError(
+        f"`optimizer.type` is {shown(name)}; allowed are {names()}.{why} "
+        "Any other elementwise optimizer can be passed to shoal.initialize as an object."
+    )
+
+
+def _as_deepspeed(name: str, given: dict[str, Any]) -> tuple[type[Optimizer], dict[str, Any]]:
+    given = dict(given)
+    decoupled = given.pop("adam_w_mode", True) or name == "adamw"
+    from_torch = given.pop("torch_adam", False)
+    if not given.pop("bias_correction", True):
+        raise UserError("`optimizer.params.bias_correction` is false; torch's Adam and AdamW always correct it.")
+    if not from_torch:
+        given = {"weight_decay": 0.0, **given}
+        if not given.keys() & {"fused", "foreach", "capturable", "differentiable"}:
+            given["fused"] = True
+    return (torch.optim.AdamW if decoupled else torch.optim.Adam), given
+
+
+def build_scheduler(section: SchedulerSection, optimizer: Optimizer, last_step: int) -> LRScheduler:
+    """The scheduler; `last_step` is what "auto" lengths mean."""
+    given = _without_auto(section.params, last_step)
+    known = {name.lower(): name for name in (*FORMULAS, *TORCH_SCHEDULES)}
+    name = known.get(section.type.lower())
+    if name is None:
+        raise UserError(f"`scheduler.type` is {shown(section.type)}; allowed are {', '.join(known.values())}.")
+    if name in FORMULAS:
+        try:
+            formula = FORMULAS[name].model_validate(given)
+        except ValidationError as error:
+            raise UserError(sentence_of(error, FORMULAS[name], "scheduler.params")) from None
+        return Schedule(optimizer, formula)
+    kind = TORCH_SCHEDULES[name]
+    _check_names("scheduler", kind, given)
+    return _made("scheduler", kind, optimizer, given)
+
+
+def _without_auto(params: Mapping[str, Any], last_step: int) -> dict[str, Any]:
+    """`warmup_max_lr` falls away only where the class then takes the optimizer's rate; so it is None."""
+    meant: dict[str, Any] = {"warmup_min_lr": 0.0, "warmup_max_lr": None} | dict.fromkeys(LAST_STEP, last_step)
+    given: dict[str, Any] = {}
+    for name, value in params.items():
+        if value != "auto":
+            given[name] = value
+        elif name in meant:
+            given[name] = meant[name]
+        else:
+            raise UserError(f'`scheduler.params.{name}` is "auto", and there is nothing to take it from; give a value.')
+    return given
+
+
+def _check_names(section: str, kind: type[Any], given: Mapping[str, Any]) -> None:
+    allowed = [name for name in inspect.signature(kind).parameters if name not in ("params", "optimizer", "last_epoch")]
+    for name, value in given.items():
+        if name not in allowed:
+            raise UserError(
+                f"`{section}.params.{name}` is an unknown parameter of {kind.__name__} (given: {shown(value)}). "
+                f"Allowed are {', '.join(allowed)}."
+            )
+
+
+def _made(section: str, kind: Callable[..., Made], over: Any, given: Mapping[str, Any]) -> Made:
+    """An instance; what the class itself says about a bad value becomes the end of the sentence."""
+    try:
+        return kind(over, **given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"`{section}.params` do not fit {kind.__name__}: {error}.") from error

@@ -1,0 +1,78 @@
+"""Hyper-parameters: what the optimizer's groups hold beside parameters. Read each step, hashed into the vote, sent to
+newcomers (a scheduler's state alone would not set them), written into checkpoints.
+
+They are plain values: numbers, truth values, strings, None, and tuples of them, so they survive JSON bit by bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from shoal_protos.errors import UserError
+from torch import Tensor
+from torch.optim import Optimizer
+
+Group = Mapping[str, Any]
+DIGEST_BYTES = 16
+
+
+def hyper_parameters(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """One mapping a group, in the groups' order, keys sorted; tensors of one element as Python numbers."""
+    return [
+        {key: _plain(group[key], f"{key} of optimizer group {number}") for key in sorted(group) if key != "params"}
+        for number, group in enumerate(optimizer.param_groups)
+    ]
+
+
+def _plain(value: Any, where: str) -> Any:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return tuple(_plain(item, where) for item in value)
+    raise UserError(f"{where} is {type(value).__name__}; hyper-parameters must be numbers, strings or tuples of them.")
+
+
+def digest(hyper: Sequence[Group]) -> bytes:
+    """16 bytes that are equal exactly where all values are equal in type and bits."""
+    text = json.dumps(list(hyper), sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES, person=b"shoal.hyper").digest()
+
+
+def first_difference(mine: Sequence[Group], others: Sequence[Group]) -> str:
+    """The first value that differs, naming group and key; empty where none does."""
+    for number, (here, there) in enumerate(zip(mine, others, strict=False)):
+        for key in sorted(here.keys() | there.keys()):
+            found, expected = (json.dumps(group[key]) if key in group else "not set" for group in (here, there))
+            if found != expected:
+                return f"{key} of optimizer group {number} is {found} here and {expected} there"
+    if len(mine) != len(others):
+        return f"the optimizer has {len(mine)} groups here and {len(others)} there"
+    return ""
+
+
+def load_into(optimizer: Optimizer, hyper: Sequence[Group]) -> None:
+    """Set the groups' values. A value that is a tensor (`capturable`) stays that tensor and is overwritten."""
+    if len(hyper) != len(optimizer.param_groups):
+        raise UserError(
+            f"the optimizer has {len(optimizer.param_groups)} parameter groups, the job's has {len(hyper)}. "
+            "Start it with the job's script and config."
+        )
+    for group, values in zip(optimizer.param_groups, hyper, strict=True):
+        for key, value in values.items():
+            group[key] = _in_place_of(group.get(key), value)
+
+
+def _in_place_of(old: Any, value: Any) -> Any:
+    if isinstance(old, Tensor):
+        with torch.no_grad():
+            return old.fill_(value)
+    if isinstance(value, list | tuple):
+        before = old if isinstance(old, list | tuple) and len(old) == len(value) else [None] * len(value)
+        return tuple(_in_place_of(was, item) for was, item in zip(before, value, strict=True))
+    return value
