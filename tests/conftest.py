@@ -1,0 +1,147 @@
+"""What every test gets: nothing may be left behind, and a free port when one is asked for.
+
+`nothing_is_left_behind` fails a test after which a task, thread, process, socket or file is there that was not before.
+What may stay is in the named lists below. Waiting for a port or thread to go has a short deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import socket
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+THREADS_THAT_STAY = (
+    "pytest_timeout",  # watches this very test
+    "grpc",  # gRPC's own live as long as the process
+    "_grpc",
+)
+"""Beginnings of the names of threads that live as long as the process."""
+
+FILES_THAT_STAY = {
+    ".venv",
+    ".hypothesis",
+    ".mypy_cache",
+    ".ruff_cache",
+    ".import_linter_cache",
+    ".pytest_cache",
+    ".git",
+}
+"""Tools' folders in the working directory."""
+
+GRACE_SECONDS = 3.0
+
+exempt_processes: set[int] = set()
+"""Processes of the whole test session (the warm fork server). What they start is not exempt."""
+
+
+def _threads() -> dict[str, str]:
+    alive = (thread for thread in threading.enumerate() if not thread.name.startswith(THREADS_THAT_STAY))
+    return {f"thread {thread.ident}": f"thread {thread.name!r}" for thread in alive}
+
+
+def _processes() -> dict[str, str]:
+    """All descendants of this process, the ended ones that nobody has waited for among them."""
+    found, parents = {}, [os.getpid()]
+    while parents:
+        parent = parents.pop()
+        for task in Path(f"/proc/{parent}/task").glob("*"):
+            try:
+                children = (task / "children").read_text().split()
+            except OSError:
+                continue  # the process ended while it was looked at
+            parents += map(int, children)
+            found |= {f"process {child}": f"process {child} ({_name(child)})" for child in children}
+    return {key: text for key, text in found.items() if int(key.removeprefix("process ")) not in exempt_processes}
+
+
+def _name(pid: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()[:120] or "ended, not waited for"
+    except OSError:
+        return "just ended"
+
+
+def _sockets() -> dict[str, str]:
+    """Internet sockets of this process: ports listened on and connections."""
+    open_now = psutil.Process().net_connections(kind="inet")
+    return {f"socket {c.fd} {c.laddr}": f"socket {c.laddr} → {c.raddr or 'nobody'} ({c.status})" for c in open_now}
+
+
+def _files(temporary: Path) -> dict[str, str]:
+    there = [*Path.cwd().iterdir(), *temporary.iterdir()]
+    return {f"file {file}": f"file {file}" for file in there if file.name not in FILES_THAT_STAY}
+
+
+def _everything(temporary: Path) -> dict[str, str]:
+    return _threads() | _processes() | _sockets() | _files(temporary)
+
+
+@pytest.fixture(scope="session")
+def temporary(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where this process and its children put temporary files, so that a forgotten one is seen."""
+    folder = tmp_path_factory.mktemp("t")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(folder))
+        patch.setenv("TMPDIR", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="session")
+def forgotten_tasks() -> Iterator[list[str]]:
+    """Names of the tasks that were still running when an event loop's main one was done."""
+    names: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        cancel: Callable[[asyncio.AbstractEventLoop], None] = asyncio.runners._cancel_all_tasks  # type: ignore[attr-defined]
+
+        def note_and_cancel(loop: asyncio.AbstractEventLoop) -> None:
+            names.extend(f"task {task.get_name()}: {task.get_coro()}" for task in asyncio.all_tasks(loop))
+            cancel(loop)
+
+        patch.setattr(asyncio.runners, "_cancel_all_tasks", note_and_cancel)
+        yield names
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind(temporary: Path, forgotten_tasks: list[str]) -> Iterator[None]:
+    """Fails the test that leaves something behind."""
+    forgotten_tasks.clear()
+    before = _everything(temporary)
+    yield
+    left = _gone_in_time(temporary, before)
+    assert [*left, *forgotten_tasks] == [], "the test has left something behind"
+
+
+def _gone_in_time(temporary: Path, before: dict[str, str]) -> list[str]:
+    pause, waited = threading.Event(), 0.0
+    while True:
+        left = [text for key, text in _everything(temporary).items() if key not in before]
+        if not left or waited > GRACE_SECONDS:
+            return left
+        gc.collect()
+        pause.wait(0.05)
+        waited += 0.05
+
+
+@pytest.fixture
+def free_port() -> Callable[[], int]:
+    """Ports that nobody listens on; a different one with every call."""
+    given: set[int] = set()
+
+    def port() -> int:
+        while True:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                number: int = probe.getsockname()[1]
+            if number not in given:
+                given.add(number)
+                return number
+
+    return port

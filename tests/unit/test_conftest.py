@@ -1,0 +1,53 @@
+"""The leak fixture itself: each kind of thing that a test can forget is found.
+
+Runs pytest once, in a process of its own, on small tests that forget something.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+FORGETFUL = """
+import asyncio, socket, subprocess, tempfile, threading
+
+kept = []
+
+def test_that_forgets_nothing():
+    tempfile.TemporaryFile().close()
+
+def test_that_forgets_a_thread():
+    threading.Thread(target=threading.Event().wait, args=(30,), daemon=True).start()
+
+def test_that_forgets_a_process():
+    kept.append(subprocess.Popen(["sleep", "30"]))
+
+def test_that_forgets_a_socket():
+    kept.append(socket.create_server(("127.0.0.1", 0)))
+
+def test_that_forgets_a_file():
+    tempfile.mkdtemp()
+
+def test_that_forgets_a_task():
+    async def main():
+        kept.append(asyncio.create_task(asyncio.sleep(30), name="forgotten"))
+    asyncio.run(main())
+
+def teardown_module():
+    kept[0].kill()
+    kept[0].wait()
+"""
+
+
+def test_a_test_that_leaves_something_behind_fails(tmp_path: Path) -> None:
+    conftest = (Path(__file__).parents[1] / "conftest.py").read_text()
+    (tmp_path / "conftest.py").write_text(conftest.replace("GRACE_SECONDS = 3.0", "GRACE_SECONDS = 0.1"))
+    (tmp_path / "test_it.py").write_text(FORGETFUL)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--basetemp", str(tmp_path / "base")]
+    done = subprocess.run([*command, str(tmp_path)], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    found = dict(re.findall(r"ERROR test_it.py::test_that_forgets_a_(\w+) - AssertionError: (.*)", done.stdout))
+    assert set(found) == {"thread", "process", "socket", "file", "task"}, done.stdout
+    assert all(sentence.startswith("the test has left something behind") for sentence in found.values())
+    assert "6 passed, 5 errors" in done.stdout
