@@ -1,4 +1,4 @@
-"""What the shell needs from the rooms above it: who sends to workers, who starts processes, who counts.
+"""What the shell needs from others: the machine that decides, who sends to workers, who starts processes, who counts.
 
 `server.py` hands implementations to `Shell.connect`; `sessions/`, `launchers/` and `metrics.py` provide them, tests
 bring small ones. The shell itself knows only these shapes. Whatever happens outside comes back by `Shell.submit`.
@@ -8,13 +8,36 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from shoal_protos.messages import ToWorker
 from shoal_protos.plan import WorkerId
 
-from shoal_controller.core.events import Exited, Spawned
-from shoal_controller.core.spec import JobSpec
+from shoal_controller.core.effects import Effect
+from shoal_controller.core.events import Event, Exited, Spawned
+from shoal_controller.core.spec import JobSpec, JobView
+
+Job = Any
+"""A job's state. The shell carries it from step to step and never looks into it."""
+
+
+class Machine(Protocol):
+    """The pure job machine (`core/machine.py`, seen through `machinery.py`)."""
+
+    def new_job(self, spec: JobSpec, now: float) -> Job:
+        """A job that nothing has happened to."""
+
+    def restore(self, durable: str, now: float) -> Job:
+        """The job as an earlier life left it."""
+
+    def step(self, job: Job, event: Event, now: float) -> tuple[Job, Sequence[Effect]]:
+        """What an event makes of it. A `UserError` refuses an operator's wish, and nothing has changed."""
+
+    def view(self, job: Job, now: float) -> JobView:
+        """What people see."""
+
+    def durable(self, job: Job) -> str:
+        """What `Persist` writes."""
 
 
 class Senders(Protocol):

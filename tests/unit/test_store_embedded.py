@@ -39,15 +39,19 @@ def anyio_backend():
     return "asyncio"
 
 
+def killed_in_mid_write(directory) -> int:
+    """The last number that a writer said was durable before it was killed."""
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(directory)], stdout=subprocess.PIPE)
+    with writer:
+        for _ in range(20):
+            said = int(writer.stdout.readline())
+        writer.send_signal(signal.SIGKILL)
+        return int((writer.stdout.read().split(b"\n")[:-1] or [said])[-1])
+
+
 async def test_what_was_written_outlives_kill_9_and_what_was_not_leaves_no_half(tmp_path):
-    said = 0
     for _ in range(3):
-        writer = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE)
-        with writer:
-            for _ in range(20):
-                said = int(writer.stdout.readline())
-            writer.send_signal(signal.SIGKILL)
-            said = int((writer.stdout.read().split(b"\n")[:-1] or [said])[-1])
+        said = killed_in_mid_write(tmp_path)
         store = await open_store(f"embedded:{tmp_path}")
         number, twin = await store.get("/number"), await store.get("/twin")
         await store.close()

@@ -99,6 +99,10 @@ class Changes:
     changes: tuple[Change, ...]
 
 
+class Unfit(StoreError):
+    """A request that no store can carry out, however often it is made. Nothing has changed."""
+
+
 class Compacted(StoreError):
     """The watch asks for changes that the store no longer keeps."""
 
@@ -151,26 +155,26 @@ class Store(Protocol):
 
 
 def check_transaction(compares: Sequence[Compare], operations: Sequence[Operation]) -> None:
-    """Raises `StoreError` for what no store can carry out. Every implementation calls it first."""
+    """Raises `Unfit` for what no store can carry out. Every implementation calls it first."""
     written = [operation.key for operation in operations]
     for key in [*written, *(compare.key for compare in compares)]:
         check_key(key)
     if len(set(written)) != len(written):
         twice = next(key for key in written if written.count(key) > 1)
-        raise StoreError(f"a transaction writes the key {twice} twice; once is allowed")
+        raise Unfit(f"a transaction writes the key {twice} twice; once is allowed")
     if max(len(operations), len(compares)) > MAX_OPERATIONS:
-        raise StoreError(
+        raise Unfit(
             f"a transaction has {len(operations)} operations and {len(compares)} comparisons; "
             f"at most {MAX_OPERATIONS} of each are allowed"
         )
     for operation in operations:
         if isinstance(operation, Put) and len(operation.value) > MAX_VALUE_BYTES:
-            raise StoreError(
+            raise Unfit(
                 f"the value of {operation.key} has {len(operation.value)} bytes; at most {MAX_VALUE_BYTES} are allowed"
             )
 
 
 def check_key(key: str) -> None:
-    """Raises `StoreError` unless the key is a path of printable ASCII, so that every store orders keys alike."""
+    """Raises `Unfit` unless the key is a path of printable ASCII, so that every store orders keys alike."""
     if not key.startswith("/") or not key.isascii() or not key.isprintable() or len(key) > 512:
-        raise StoreError(f"{key!r} is no key; keys begin with / and are at most 512 printable ASCII characters")
+        raise Unfit(f"{key!r} is no key; keys begin with / and are at most 512 printable ASCII characters")

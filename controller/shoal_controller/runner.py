@@ -1,0 +1,287 @@
+"""The life of one job: a short loop that feeds its events to the machine and carries the effects out in order.
+
+One task per job takes events from a bounded inbox, first come, first served; ticks stand in the same line, so time
+never overtakes what was heard before. Made by `shell.py`. What is slow (starting processes, probing) is done by
+`errands.py` beside the loop and comes back as an event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import structlog
+from shoal_protos.errors import Conflict, ShoalError, StoreError, UserError
+from shoal_protos.messages import Ending, Shutdown
+
+from shoal_controller.core.effects import Close, Count, Effect, Kill, Note, Observe, Persist, Probe, Send, Spawn
+from shoal_controller.core.events import (
+    Connected,
+    Disconnected,
+    DrainWorker,
+    Event,
+    Pause,
+    Resume,
+    Save,
+    Scale,
+    Started,
+    Tick,
+)
+from shoal_controller.core.spec import JobSpec, JobView, Phase
+from shoal_controller.errands import Errands
+from shoal_controller.ledger import JobEvent, Ledger
+from shoal_controller.seams import Job, Machine, Outside
+from shoal_controller.store.store import Unfit
+from shoal_controller.tasks import end_task, guarded
+
+INBOX = 1024
+"""Events that may wait for one job; whoever brings more waits too."""
+
+SUBMIT_SECONDS = 30.0
+"""How long an event may wait for a place in the inbox."""
+
+STOP_SECONDS = 5.0
+"""How long a write in hand may take when the job's loop is to end."""
+
+log = structlog.get_logger("shoal.job")
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """What all jobs of a controller's life share."""
+
+    machine: Machine
+    outside: Outside
+    clock: Callable[[], float]
+    alarm: Callable[[BaseException], None]
+    """Hears that a job can no longer be decided for by this controller."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Letter:
+    event: Event
+    done: asyncio.Future[None]
+
+
+class Runner:
+    """One job. `begin` or `restore`, then events by `submit` and `tick`, then `stop`."""
+
+    def __init__(self, spec: JobSpec, ledger: Ledger, life: Life) -> None:
+        self.spec = spec
+        self.ledger = ledger
+        self._life = life
+        self._inbox: asyncio.Queue[_Letter | None] = asyncio.Queue(INBOX)
+        self._tick_waits = False
+        self._connections: set[int] = set()
+        self._job: Job = None
+        self._broken = ""
+        self._shown = _unseen(spec)
+        self._errands = Errands(spec, life.outside, self.submit)
+        self._loop: asyncio.Task[None] | None = None
+        self._halted: StoreError | None = None
+
+    def view(self) -> JobView:
+        """What people see now; of a job whose machine failed: what they saw last, and why it failed."""
+        if self._broken:
+            return replace(self._shown, phase=Phase.FAILED, reason=self._broken)
+        self._shown = self._life.machine.view(self._job, self._life.clock())
+        return self._shown
+
+    # ---- its life
+
+    async def begin(self) -> None:
+        """A new job: durable when this returns."""
+        self._job = self._life.machine.new_job(self.spec, self._life.clock())
+        await self.ledger.renew(self.spec, self._life.machine.durable(self._job))
+        self._start()
+
+    def restore(self, durable: Callable[[], str]) -> None:
+        """A job of an earlier life. One that cannot be read has failed; the others are not harmed by it."""
+        self._broken = self.ledger.broken
+        try:
+            if not self._broken:
+                self._job = self._life.machine.restore(durable(), self._life.clock())
+                self.view()
+        except Exception as error:
+            self._note_break(error)
+        self._start()
+
+    def _start(self) -> None:
+        self._errands.start(self._life.alarm)
+        self._loop = guarded(f"job {self.spec.job}", self._run(), self._life.alarm)
+
+    def halt(self, why: StoreError) -> None:
+        """Handle nothing more than the event in hand; whoever submits from now on gets `why`."""
+        self._halted = self._halted or why
+        if self._inbox.empty():
+            self._inbox.put_nowait(None)
+
+    async def stop(self, why: StoreError) -> None:
+        """The same, and wait for the end. A write in hand is finished, if the store does not take too long."""
+        self.halt(why)
+        if self._loop is not None:
+            await asyncio.wait([self._loop], timeout=STOP_SECONDS)
+            await end_task(self._loop)
+        await self._errands.stop()
+        while not self._inbox.empty():
+            letter = self._inbox.get_nowait()
+            if letter is not None:
+                _settle(letter, self._halted)
+
+    def leave(self) -> None:
+        """Let go of the streams of a job that another run replaces."""
+        for connection in sorted(self._connections):
+            self._life.outside.senders.close(connection)
+
+    async def submit(self, event: Event) -> None:
+        """Returns when its effects are carried out. Raises the `UserError` that refuses an operator's wish."""
+        letter = _Letter(event, asyncio.get_running_loop().create_future())
+        try:
+            async with asyncio.timeout(SUBMIT_SECONDS):
+                await self._inbox.put(letter)
+        except TimeoutError as error:
+            raise StoreError(f"job {self.spec.job} is too busy to hear of more; try again later") from error
+        if self._halted is not None and (self._loop is None or self._loop.done()):
+            _settle(letter, self._halted)
+        await letter.done
+
+    def tick(self) -> None:
+        """Put a tick at the end of the line, unless one stands there already or none is wanted."""
+        if not (self._tick_waits or self._shown.phase.over or self._broken or self._inbox.full()):
+            self._tick_waits = True
+            self._inbox.put_nowait(None)
+
+    async def _run(self) -> None:
+        if not self._broken:
+            await self._handle(Started())
+        while self._halted is None:
+            letter = await self._inbox.get()
+            if letter is not None:
+                await self._answer(letter)
+            elif self._halted is None:
+                self._tick_waits = False
+                await self._handle(Tick())
+
+    async def _answer(self, letter: _Letter) -> None:
+        """Handle it, unless the job has been halted, and tell whoever submitted it."""
+        if self._halted is not None:
+            return _settle(letter, self._halted)
+        try:
+            await self._handle(letter.event)
+        except UserError as error:
+            _settle(letter, error)
+        except BaseException as error:
+            _settle(letter, self._halted or (error if isinstance(error, StoreError) else _gone(self.spec)))
+            raise
+        else:
+            _settle(letter, None)
+
+    # ---- one event
+
+    async def _handle(self, event: Event) -> None:
+        self._follow_stream(event)
+        if self._broken:
+            return self._answer_broken(event)
+        try:
+            self._job, effects = self._life.machine.step(self._job, event, self._life.clock())
+            await self._carry_out(effects)
+        except StoreError as error:
+            if not isinstance(error, Unfit):
+                raise
+            await self._break(error)
+        except Exception as error:
+            if isinstance(error, UserError) and not isinstance(event, Started | Tick):
+                raise
+            await self._break(error)
+
+    async def _carry_out(self, effects: Sequence[Effect]) -> None:
+        """In order; all notes are written with the first `Persist`, which writes the state as it is after the step."""
+        notes = [effect for effect in effects if isinstance(effect, Note)]
+        lasting = any(isinstance(effect, Persist) for effect in effects)
+        events = self._events(notes) if notes or lasting else []
+        for effect in effects:
+            if isinstance(effect, Persist) and lasting:
+                await self.ledger.write(events, self._life.machine.durable(self._job))
+                events, lasting = [], False
+            elif not isinstance(effect, Note | Persist):
+                self._act(effect)
+        if events:
+            await self.ledger.write(events)
+
+    def _act(self, effect: Send | Close | Probe | Spawn | Kill | Count | Observe) -> None:
+        match effect:
+            case Send(connection, message):
+                self._life.outside.senders.send(connection, message)
+            case Close(connection):
+                self._life.outside.senders.close(connection)
+            case Count(metric, value, labels):
+                self._life.outside.meter.count(self.spec.job, metric, value, labels)
+            case Observe(metric, value, labels):
+                self._life.outside.meter.observe(self.spec.job, metric, value, labels)
+            case Probe() | Spawn() | Kill():
+                self._errands.run(effect)
+
+    def _events(self, notes: Sequence[Note]) -> list[JobEvent]:
+        generation, now = self.view().generation, self._life.clock()
+        for note in notes:
+            log.info(note.message, job=self.spec.job, kind=note.kind, generation=generation, worker=note.worker or None)
+        return [JobEvent(now, note.kind, generation, note.worker, note.message, dict(note.data)) for note in notes]
+
+    def _follow_stream(self, event: Event) -> None:
+        if isinstance(event, Connected):
+            self._connections.add(event.connection)
+        elif isinstance(event, Disconnected):
+            self._connections.discard(event.connection)
+
+    # ---- a machine that fails
+
+    async def _break(self, error: Exception) -> None:
+        """The job has failed; the controller and its other jobs have not."""
+        self._note_break(error)
+        event = JobEvent(self._life.clock(), "failed", self._shown.generation, "", self._broken)
+        await self.ledger.write([event], broken=self._broken)
+        for connection in sorted(self._connections):
+            self._shut_down(connection)
+        for worker in self._shown.workers:
+            if worker.pid is not None:
+                self._errands.run(Kill(worker.worker))
+
+    def _note_break(self, error: Exception) -> None:
+        what = str(error) if isinstance(error, ShoalError) else f"{type(error).__name__}: {error}"
+        self._broken = f"job {self.spec.job} cannot go on, by a defect of Shoal or of its state in the store: {what}"
+        log.error("a job cannot go on", job=self.spec.job, error=what, exc_info=error)
+
+    def _answer_broken(self, event: Event) -> None:
+        """Workers that come are sent home; wishes are refused."""
+        if isinstance(event, Connected):
+            self._shut_down(event.connection)
+        elif isinstance(event, Scale | DrainWorker | Pause | Resume | Save):
+            raise Conflict(self._broken)
+
+    def _shut_down(self, connection: int) -> None:
+        self._life.outside.senders.send(connection, Shutdown(Ending.FAILED, self._broken))
+        self._life.outside.senders.close(connection)
+
+
+def _gone(spec: JobSpec) -> StoreError:
+    return StoreError(f"the controller stopped before job {spec.job} had answered")
+
+
+def _settle(letter: _Letter, error: BaseException | None) -> None:
+    """Tell whoever submitted it, unless they have gone."""
+    if letter.done.done():
+        return
+    if error is None:
+        letter.done.set_result(None)
+    else:
+        letter.done.set_exception(error)
+
+
+def _unseen(spec: JobSpec) -> JobView:
+    """What is known of a job before its machine has spoken."""
+    return JobView(
+        job=spec.job, phase=Phase.WAITING, generation=0, wanted=spec.wanted, active=0, min_workers=spec.min_workers,
+        max_workers=spec.max_workers, lanes=spec.lanes, step=0, max_steps=None, loss=None, last_checkpoint_step=None,
+        reason="",
+    )  # fmt: skip

@@ -1,0 +1,159 @@
+"""The shell: all jobs of this controller, and the one door through which anything reaches them.
+
+It restores the jobs from the store, gives each a `Runner`, ticks those that are not over, and stops as a whole when
+it may no longer decide (another controller has written) or can no longer remember (the store failed). It decides
+nothing itself. Sessions, launchers and the REST API know only this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+
+import structlog
+from shoal_protos.errors import Conflict, NotFound, StoreError
+
+from shoal_controller.core.events import Cancel, Event
+from shoal_controller.core.spec import JobSpec, JobView
+from shoal_controller.ledger import EVENTS_KEPT, JobEvent, Ledger, new_ledger, stored_ledgers, unpacked
+from shoal_controller.runner import Life, Runner
+from shoal_controller.seams import Machine, Outside
+from shoal_controller.store.store import Store
+from shoal_controller.tasks import end_task, guarded
+
+TICK_SECONDS = 0.1
+
+EVENTS_PAGE = 200
+"""How many events a follower reads at a time."""
+
+log = structlog.get_logger("shoal.shell")
+
+
+def steady_clock() -> Callable[[], float]:
+    """Seconds since the epoch that never jump: the wall clock at the start of this life, and what has passed since."""
+    began, at = time.time(), time.monotonic()
+    return lambda: began + time.monotonic() - at
+
+
+class Shell:
+    """Every job's life. `connect`, then `start`; `stopped` is done when it has ended by itself."""
+
+    def __init__(self, store: Store, machine: Machine, clock: Callable[[], float] | None = None) -> None:
+        self._store = store
+        self._machine = machine
+        self._clock = clock or steady_clock()
+        self._writer = secrets.token_hex(8)
+        self._outside: Outside | None = None
+        self._runners: dict[str, Runner] = {}
+        self._creating = asyncio.Lock()
+        self._ticker: asyncio.Task[None] | None = None
+        self.stopped: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+
+    def connect(self, outside: Outside) -> None:
+        """Say who carries effects out. Once, before `start`."""
+        self._outside = outside
+
+    async def start(self) -> None:
+        """Restore every job and go on with it."""
+        for ledger, state in await stored_ledgers(self._store, self._writer):
+            runner = self._runners[ledger.spec.job] = self._runner(ledger.spec, ledger)
+            runner.restore(partial(unpacked, state))
+        log.info("jobs restored", jobs=sorted(self._runners))
+        self._ticker = guarded("ticks", self._tick(), self._alarm)
+
+    async def stop(self, why: StoreError | None = None) -> None:
+        """Decide nothing any more. Workers train on."""
+        why = why or StoreError("this controller is stopping; try again")
+        if self._ticker is not None:
+            await end_task(self._ticker)
+        await asyncio.gather(*(runner.stop(why) for runner in self._runners.values()))
+        for runner in self._runners.values():
+            runner.ledger.close()
+
+    # ---- jobs
+
+    def jobs(self) -> list[JobView]:
+        """All of them, by name."""
+        return [self._runners[name].view() for name in sorted(self._runners)]
+
+    def view(self, job: str) -> JobView:
+        return self._of(job).view()
+
+    async def create(self, spec: JobSpec) -> JobView:
+        """A new job, durable when this returns. One of that name that is over is replaced; its events stay."""
+        async with self._creating:
+            before = self._runners.get(spec.job)
+            if before is not None and not before.view().phase.over:
+                raise Conflict(
+                    f"job {spec.job} exists and is {before.view().phase}; "
+                    "delete it first or give the new one another name"
+                )
+            ledger = new_ledger(self._store, spec, self._writer) if before is None else before.ledger
+            if before is not None:
+                await before.stop(StoreError(f"job {spec.job} has been replaced by a new run"))
+                before.leave()
+            runner = self._runner(spec, ledger)
+            await runner.begin()
+            self._runners[spec.job] = runner
+            return runner.view()
+
+    async def delete(self, job: str) -> JobView:
+        """Stop it. It stays visible, with its events; one that is over already stays as it is."""
+        if not self.view(job).phase.over:
+            await self.submit(job, Cancel())
+        return self.view(job)
+
+    async def submit(self, job: str, event: Event) -> None:
+        """Feed an event to a job; returns when its effects are carried out. Raises what refuses an operator's wish."""
+        await self._of(job).submit(event)
+
+    # ---- events
+
+    async def events(self, job: str, after: int = 0, limit: int = EVENTS_KEPT) -> list[JobEvent]:
+        """The job's history beyond event number `after`, oldest first."""
+        return await self._of(job).ledger.events(after, limit)
+
+    async def follow(self, job: str, after: int = 0) -> AsyncIterator[JobEvent]:
+        """The same, and then every event as it becomes durable. Ends with the shell."""
+        ledger = self._of(job).ledger
+        while await ledger.more_events(after):
+            for event in await ledger.events(after, EVENTS_PAGE):
+                yield event
+                after = event.revision
+
+    # ---- inside
+
+    def _of(self, job: str) -> Runner:
+        try:
+            return self._runners[job]
+        except KeyError:
+            raise NotFound(f"there is no job {job}; {_names(sorted(self._runners))}") from None
+
+    def _runner(self, spec: JobSpec, ledger: Ledger) -> Runner:
+        assert self._outside is not None, "connect comes before start"
+        return Runner(spec, ledger, Life(self._machine, self._outside, self._clock, self._alarm))
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            for runner in self._runners.values():
+                runner.tick()
+
+    def _alarm(self, error: BaseException) -> None:
+        """A job can no longer be written, or its loop has ended: from here on this controller decides nothing."""
+        if self.stopped.done():
+            return
+        log.error("the controller stops", error=str(error))
+        self.stopped.set_result(error)
+        for runner in self._runners.values():
+            runner.halt(StoreError(f"this controller has stopped: {error}"))
+
+
+def _names(jobs: list[str]) -> str:
+    if not jobs:
+        return "there are none yet"
+    more = f" and {len(jobs) - 5} more" if len(jobs) > 5 else ""
+    return f"there are {', '.join(jobs[:5])}{more}" if len(jobs) > 1 else f"the only one is {jobs[0]}"
