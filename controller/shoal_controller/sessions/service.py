@@ -87,7 +87,8 @@ class SessionService:
         self._settings = settings
         self._numbers = itertools.count(1)
         self._streams: dict[int, Stream] = {}
-        self._farewells: set[asyncio.Task[None]] = set()
+        self._ending: set[asyncio.Task[None]] = set()
+        """What `stop` waits for: the streams' tasks and their farewells."""
         self._server: grpc.aio.Server | None = None
         self._last_plan: tuple[Plan, bytes] | None = None
 
@@ -116,10 +117,15 @@ class SessionService:
     async def stop(self) -> None:
         """End all streams without a word (their workers will be back) and wait until the jobs have heard of it."""
         if self._server is not None:
-            await self._server.stop(grace=0)
+            await self._server.stop(grace=None)
             self._server = None
-        if self._farewells:
-            await asyncio.wait(self._farewells, timeout=STOP_SECONDS)
+        try:
+            async with asyncio.timeout(STOP_SECONDS):
+                while self._ending:
+                    await asyncio.wait(self._ending)
+        except TimeoutError:
+            late = sorted(task.get_name() for task in self._ending)
+            log.error("streams did not end in time", seconds=STOP_SECONDS, tasks=late)
 
     # ---- what the shell asks
 
@@ -149,6 +155,7 @@ class SessionService:
 
     async def _serve(self, _: object, context: Context) -> None:
         connection = next(self._numbers)
+        self._stop_waits_for(asyncio.current_task())
         stream = self._streams[connection] = Stream(connection, context)
         try:
             await self._converse(stream)
@@ -201,8 +208,12 @@ class SessionService:
         event = Disconnected(dialogue.connection, dialogue.farewell())
         name = f"session {dialogue.connection} says farewell"
         task = guarded(name, self._submit_farewell(dialogue.hello.job, event), _heard)
-        self._farewells.add(task)
-        task.add_done_callback(self._farewells.discard)
+        self._stop_waits_for(task)
+
+    def _stop_waits_for(self, task: asyncio.Task[None] | None) -> None:
+        assert task is not None
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
 
     async def _submit_farewell(self, job: str, event: Disconnected) -> None:
         try:

@@ -1,0 +1,81 @@
+"""The rules of one worker's stream, without a stream."""
+
+from __future__ import annotations
+
+import pytest
+from shoal_controller.core.events import Connected, Said
+from shoal_controller.sessions.dialogue import OUTBOX_MESSAGES, Dialogue
+from shoal_protos.description import Description
+from shoal_protos.errors import NotFound, StoreError, UserError
+from shoal_protos.messages import PROTOCOL_VERSION, Heartbeat, Hello, Point, Prepare, Refusal, Status, Telemetry
+from shoal_protos.runs import NO_BLOCKS, Runs
+from shoal_protos.wire import decode_controller, encode_controller, encode_worker
+
+HELLO = Hello(
+    version=PROTOCOL_VERSION, job="demo", worker="", incarnation="a1", address="127.0.0.1:29500", host="here",
+    pid=1, domain="here", description=Description(8, 40, 4096, 1, 1, 0, 10, (), "AdamW", {}, {}, False, False),
+    status=Status(1, 0, Point.REHEARSING, 0, -1, 0),
+)  # fmt: skip
+
+
+def beat(holds: Runs = NO_BLOCKS) -> Heartbeat:
+    return Heartbeat(Status(2, 1, Point.TRAINING, 1, 3, 1, holds=holds), Telemetry())
+
+
+def greeted() -> Dialogue:
+    dialogue = Dialogue(7)
+    dialogue.hear(encode_worker(HELLO))
+    return dialogue
+
+
+def test_a_hello_connects_and_what_follows_is_said() -> None:
+    dialogue = Dialogue(7)
+    assert dialogue.hear(encode_worker(HELLO)) == Connected(7, HELLO)
+    assert dialogue.hear(encode_worker(beat())) == Said(7, beat())
+
+
+def test_a_stream_begins_with_a_hello() -> None:
+    with pytest.raises(UserError, match=r"^a stream must begin with a hello; this one began with a heartbeat$"):
+        Dialogue(7).hear(encode_worker(beat()))
+
+
+def test_a_second_hello_on_a_stream_is_refused() -> None:
+    dialogue = greeted()
+    with pytest.raises(UserError, match="a second hello came on one stream"):
+        dialogue.hear(encode_worker(HELLO))
+
+
+def test_blocks_are_held_to_the_count_that_the_hello_told() -> None:
+    dialogue = greeted()
+    assert dialogue.hear(encode_worker(beat(Runs(((0, 40),)))))
+    with pytest.raises(UserError, match="block runs reach block 40; the job has 40 blocks"):
+        dialogue.hear(encode_worker(beat(Runs(((0, 41),)))))
+
+
+def test_a_refusal_is_the_last_message_and_only_a_user_s_fault_is_final() -> None:
+    for error, final in ((NotFound("no job demo"), True), (StoreError("the store is away"), False)):
+        dialogue = greeted()
+        dialogue.say(encode_controller(Prepare(4)))
+        dialogue.refuse(error)
+        dialogue.say(encode_controller(Prepare(5)))
+        heard = [decode_controller(data) for data in dialogue.outbox]
+        assert heard == [Prepare(4), Refusal(str(error), final=final)]
+        assert dialogue.farewell() == f"it was refused: {error}"
+
+
+def test_nothing_is_said_after_the_end() -> None:
+    dialogue = greeted()
+    dialogue.close()
+    dialogue.say(encode_controller(Prepare(4)))
+    assert not dialogue.outbox
+    assert dialogue.farewell() == "the controller closed the stream"
+
+
+def test_a_worker_that_does_not_read_is_cut_off_and_its_messages_are_let_go() -> None:
+    dialogue = greeted()
+    for number in range(1, OUTBOX_MESSAGES + 1):
+        dialogue.say(encode_controller(Prepare(number)))
+        assert not dialogue.over
+    dialogue.say(encode_controller(Prepare(99)))
+    assert dialogue.overflowed and dialogue.over and not dialogue.outbox
+    assert dialogue.farewell() == "it left 64 messages unread and was cut off"
