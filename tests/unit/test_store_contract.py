@@ -5,11 +5,13 @@ A new implementation is one more entry of `STORES`. What only the embedded one p
 """
 
 import asyncio
+import inspect
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 import pytest
+from asynchronous import asynchronous
 from shoal_controller.store.open import open_store
 from shoal_controller.store.store import (
     MAX_OPERATIONS,
@@ -25,8 +27,6 @@ from shoal_controller.store.store import (
 )
 from shoal_protos.errors import StoreError
 
-pytestmark = pytest.mark.anyio
-
 
 @asynccontextmanager
 async def embedded(directory: Path) -> AsyncIterator[Store]:
@@ -40,21 +40,25 @@ async def embedded(directory: Path) -> AsyncIterator[Store]:
 STORES: dict[str, Callable[[Path], AbstractAsyncContextManager[Store]]] = {"embedded": embedded}
 
 
-@pytest.fixture
-def anyio_backend():
-    return "asyncio"
+def contract(test):
+    """Run the test once with every kind of store; its first parameter is an open, empty one."""
+
+    async def with_store(kind, tmp_path, **given):
+        async with STORES[kind](tmp_path / "store") as store:
+            await test(store, **given)
+
+    with_store.__name__, parameters = test.__name__, list(inspect.signature(test).parameters.values())[1:]
+    own = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("kind", "tmp_path")]
+    with_store.__signature__ = inspect.Signature(own + parameters)
+    return pytest.mark.parametrize("kind", sorted(STORES))(asynchronous(with_store))
 
 
-@pytest.fixture(params=sorted(STORES))
-async def store(request, tmp_path):
-    async with STORES[request.param](tmp_path / "store") as opened:
-        yield opened
-
-
+@contract
 async def test_a_key_that_was_never_written_is_none(store):
     assert await store.get("/nothing") is None
 
 
+@contract
 async def test_a_written_key_has_its_value_and_the_revisions_that_made_it(store):
     first = await store.transact([], [Put("/a", b"1")])
     await store.transact([], [Put("/b", b"x")])
@@ -64,6 +68,7 @@ async def test_a_written_key_has_its_value_and_the_revisions_that_made_it(store)
     assert first.revision < third.revision
 
 
+@contract
 async def test_a_key_written_again_after_its_deletion_is_a_new_one(store):
     await store.transact([], [Put("/a", b"1")])
     await store.transact([], [Delete("/a")])
@@ -71,6 +76,7 @@ async def test_a_key_written_again_after_its_deletion_is_a_new_one(store):
     assert (await store.get("/a")).created == again.revision
 
 
+@contract
 async def test_any_bytes_come_back_as_they_were(store):
     value = bytes(range(256)) * 16
     await store.transact([], [Put("/a", value), Put("/empty", b"")])
@@ -78,12 +84,14 @@ async def test_any_bytes_come_back_as_they_were(store):
     assert (await store.get("/empty")).value == b""
 
 
+@contract
 async def test_a_list_has_the_keys_of_its_prefix_in_order_and_no_others(store):
     await store.transact([], [Put(key, b"") for key in ("/jobs/b", "/jobs/a", "/jobs", "/jobs0", "/jobz/a", "/jobs/~")])
     listing = await store.list("/jobs/")
     assert [entry.key for entry in listing.entries] == ["/jobs/a", "/jobs/b", "/jobs/~"]
 
 
+@contract
 async def test_a_list_can_be_read_in_pages(store):
     await store.transact([], [Put(f"/n/{number:02}", b"") for number in range(10)])
     pages, after = [], ""
@@ -93,6 +101,7 @@ async def test_a_list_can_be_read_in_pages(store):
     assert pages == [4, 4, 2]
 
 
+@contract
 async def test_a_lists_revision_is_the_one_to_watch_from(store):
     await store.transact([], [Put("/a", b"1")])
     listing = await store.list("/")
@@ -101,6 +110,7 @@ async def test_a_lists_revision_is_the_one_to_watch_from(store):
         assert (await anext(changes)).changes == (Change("/a", b"2"),)
 
 
+@contract
 async def test_a_transaction_writes_all_or_nothing(store):
     await store.transact([], [Put("/a", b"1")])
     refused = await store.transact([Compare("/a", 0)], [Put("/b", b""), Delete("/a")])
@@ -109,12 +119,14 @@ async def test_a_transaction_writes_all_or_nothing(store):
     assert (await store.get("/a")).value == b"1"
 
 
+@contract
 async def test_a_refused_transaction_takes_no_revision(store):
     before = await store.transact([], [Put("/a", b"1")])
     refused = await store.transact([Compare("/a", 0)], [Put("/a", b"2")])
     assert refused.revision == before.revision
 
 
+@contract
 async def test_a_comparison_holds_only_at_the_revision_that_wrote_the_key_last(store):
     first = await store.transact([], [Put("/a", b"1")])
     second = await store.transact([Compare("/a", first.revision)], [Put("/a", b"2")])
@@ -123,6 +135,7 @@ async def test_a_comparison_holds_only_at_the_revision_that_wrote_the_key_last(s
     assert (await store.get("/a")).value == b"2"
 
 
+@contract
 async def test_of_many_that_create_one_key_at_once_exactly_one_succeeds(store):
     async def create(name):
         return (await store.transact([Compare("/leader", 0)], [Put("/leader", name)])).succeeded
@@ -132,12 +145,14 @@ async def test_of_many_that_create_one_key_at_once_exactly_one_succeeds(store):
     assert (await store.get("/leader")).value == f"{outcomes.index(True)}".encode()
 
 
+@contract
 async def test_a_transaction_may_only_compare(store):
     await store.transact([], [Put("/a", b"1")])
     assert not (await store.transact([Compare("/a", 0)], [])).succeeded
     assert (await store.transact([Compare("/b", 0)], [])).succeeded
 
 
+@contract
 async def test_deleting_what_is_not_there_changes_nothing(store):
     before = (await store.transact([], [Put("/a", b"")])).revision
     outcome = await store.transact([], [Delete("/b")])
@@ -154,12 +169,14 @@ async def test_deleting_what_is_not_there_changes_nothing(store):
         ([Put("/ä", b"")], "printable ASCII"),
     ],
 )
+@contract
 async def test_what_no_store_can_carry_out_is_refused_in_one_sentence(store, operations, sentence):
     with pytest.raises(StoreError, match=sentence):
         await store.transact([], operations)
     assert (await store.list("/")).entries == ()
 
 
+@contract
 async def test_the_largest_value_fits(store):
     await store.transact([], [Put("/a", bytes(MAX_VALUE_BYTES))])
     assert len((await store.get("/a")).value) == MAX_VALUE_BYTES
@@ -168,6 +185,7 @@ async def test_the_largest_value_fits(store):
 # ---- watch
 
 
+@contract
 async def test_a_watch_gives_what_was_and_then_what_comes_each_revision_once(store):
     first = await store.transact([], [Put("/w/a", b"1"), Put("/w/b", b"1"), Put("/x", b"")])
     async with store.watch("/w/", 0) as changes:
@@ -178,6 +196,7 @@ async def test_a_watch_gives_what_was_and_then_what_comes_each_revision_once(sto
         assert await coming == Changes(last.revision, (Change("/w/a", None),))
 
 
+@contract
 async def test_a_watch_from_a_revision_misses_nothing_and_repeats_nothing(store):
     revisions = [(await store.transact([], [Put("/k", f"{n}".encode())])).revision for n in range(200)]
     async with store.watch("/", revisions[9]) as changes:
@@ -185,12 +204,14 @@ async def test_a_watch_from_a_revision_misses_nothing_and_repeats_nothing(store)
     assert seen == revisions[10:]
 
 
+@contract
 async def test_watches_do_not_take_from_each_other(store):
     async with store.watch("/", 0) as one, store.watch("/", 0) as two:
         await store.transact([], [Put("/a", b"1")])
         assert await anext(one) == await anext(two)
 
 
+@contract
 async def test_a_watch_from_a_compacted_revision_says_to_list_again(store):
     for number in range(5):
         revision = (await store.transact([], [Put("/a", f"{number}".encode())])).revision
@@ -202,12 +223,14 @@ async def test_a_watch_from_a_compacted_revision_says_to_list_again(store):
         assert (await anext(changes)).revision == revision
 
 
+@contract
 async def test_compaction_keeps_the_keys_as_they_stand(store):
     revision = (await store.transact([], [Put("/a", b"1")])).revision
     await store.compact(revision)
     assert (await store.get("/a")).value == b"1"
 
 
+@contract
 async def test_an_idle_watch_outlives_a_compaction(store):
     revision = (await store.transact([], [Put("/other", b"1")])).revision
     async with store.watch("/mine/", revision) as changes:
@@ -221,6 +244,7 @@ async def test_an_idle_watch_outlives_a_compaction(store):
         assert (await coming).changes == (Change("/mine/a", b""),)
 
 
+@contract
 async def test_a_watch_ends_with_an_error_when_its_store_closes(store):
     async with store.watch("/", 0) as changes:
         coming = asyncio.ensure_future(anext(changes))
@@ -233,6 +257,7 @@ async def test_a_watch_ends_with_an_error_when_its_store_closes(store):
 # ---- leases
 
 
+@contract
 async def test_a_lease_that_gives_no_sign_of_life_takes_its_keys_with_it(store):
     lease = await store.grant(0.05)
     granted = await store.transact([], [Put("/mine", b"", lease), Put("/kept", b"")])
@@ -243,6 +268,7 @@ async def test_a_lease_that_gives_no_sign_of_life_takes_its_keys_with_it(store):
         await store.keep_alive(lease)
 
 
+@contract
 async def test_a_lease_lives_as_long_as_it_gives_signs_of_life(store):
     lease, other = await store.grant(0.4), await store.grant(0.8)
     granted = await store.transact([], [Put("/mine", b"", lease), Put("/other", b"", other)])
@@ -261,6 +287,7 @@ async def test_a_lease_lives_as_long_as_it_gives_signs_of_life(store):
         living.cancel()
 
 
+@contract
 async def test_a_revoked_lease_takes_its_keys_at_once_and_again_is_no_error(store):
     lease = await store.grant(100)
     await store.transact([], [Put("/mine", b"", lease)])
@@ -269,6 +296,7 @@ async def test_a_revoked_lease_takes_its_keys_at_once_and_again_is_no_error(stor
     await store.revoke(lease)
 
 
+@contract
 async def test_a_key_written_again_without_its_lease_stays(store):
     lease = await store.grant(100)
     await store.transact([], [Put("/mine", b"", lease)])
@@ -277,6 +305,7 @@ async def test_a_key_written_again_without_its_lease_stays(store):
     assert (await store.get("/mine")).value == b"now for good"
 
 
+@contract
 async def test_nothing_is_written_on_a_lease_that_is_gone(store):
     lease = await store.grant(100)
     await store.revoke(lease)

@@ -9,12 +9,11 @@ import subprocess
 import sys
 
 import pytest
+from asynchronous import asynchronous
 from shoal_controller.store.database import FORMAT, HISTORY_REVISIONS
 from shoal_controller.store.open import open_store
 from shoal_controller.store.store import Compacted, Put
 from shoal_protos.errors import StoreError, UserError
-
-pytestmark = pytest.mark.anyio
 
 WRITER = """
 import asyncio, sys
@@ -34,11 +33,6 @@ asyncio.run(main())
 """
 
 
-@pytest.fixture
-def anyio_backend():
-    return "asyncio"
-
-
 def killed_in_mid_write(directory) -> int:
     """The last number that a writer said was durable before it was killed."""
     writer = subprocess.Popen([sys.executable, "-c", WRITER, str(directory)], stdout=subprocess.PIPE)
@@ -49,6 +43,7 @@ def killed_in_mid_write(directory) -> int:
         return int((writer.stdout.read().split(b"\n")[:-1] or [said])[-1])
 
 
+@asynchronous
 async def test_what_was_written_outlives_kill_9_and_what_was_not_leaves_no_half(tmp_path):
     for _ in range(3):
         said = killed_in_mid_write(tmp_path)
@@ -59,6 +54,7 @@ async def test_what_was_written_outlives_kill_9_and_what_was_not_leaves_no_half(
         assert number.value == twin.value and number.modified == twin.modified
 
 
+@asynchronous
 async def test_a_store_that_is_held_is_refused_naming_its_holder(tmp_path):
     holder = await open_store(f"embedded:{tmp_path}")
     with pytest.raises(StoreError) as refusal:
@@ -72,6 +68,7 @@ async def test_a_store_that_is_held_is_refused_naming_its_holder(tmp_path):
     await again.close()
 
 
+@asynchronous
 async def test_a_lease_counts_from_the_opening_again(tmp_path):
     store = await open_store(f"embedded:{tmp_path}")
     lease = await store.grant(0.3)
@@ -85,6 +82,7 @@ async def test_a_lease_counts_from_the_opening_again(tmp_path):
     await store.close()
 
 
+@asynchronous
 async def test_history_is_bounded_without_anyone_asking(tmp_path):
     store = await open_store(f"embedded:{tmp_path}")
     for number in range(2 * HISTORY_REVISIONS + 1):
@@ -97,6 +95,7 @@ async def test_history_is_bounded_without_anyone_asking(tmp_path):
     await store.close()
 
 
+@asynchronous
 async def test_every_request_is_timed_by_its_kind(tmp_path):
     seen = []
     store = await open_store(f"embedded:{tmp_path}", lambda kind, seconds: seen.append((kind, seconds)))
@@ -107,12 +106,14 @@ async def test_every_request_is_timed_by_its_kind(tmp_path):
     assert all(seconds > 0 for _, seconds in seen)
 
 
+@asynchronous
 async def test_a_file_that_is_no_database_is_refused(tmp_path):
     (tmp_path / "store.db").write_bytes(b"not a database at all" * 100)
     with pytest.raises(StoreError, match="cannot be read or written: file is not a database"):
         await open_store(f"embedded:{tmp_path}")
 
 
+@asynchronous
 async def test_another_programs_database_is_refused_and_left_as_it_is(tmp_path):
     with sqlite3.connect(tmp_path / "store.db") as other:
         other.execute("CREATE TABLE theirs (x)")
@@ -124,6 +125,7 @@ async def test_another_programs_database_is_refused_and_left_as_it_is(tmp_path):
     other.close()
 
 
+@asynchronous
 async def test_a_newer_format_is_refused_by_its_number(tmp_path):
     store = await open_store(f"embedded:{tmp_path}")
     await store.close()
@@ -134,12 +136,14 @@ async def test_a_newer_format_is_refused_by_its_number(tmp_path):
         await open_store(f"embedded:{tmp_path}")
 
 
+@asynchronous
 async def test_a_directory_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="cannot be opened: Not a directory"):
         await open_store(f"embedded:{tmp_path}/file/store")
 
 
+@asynchronous
 async def test_a_full_disk_changes_nothing_and_says_so(tmp_path):
     store = await open_store(f"embedded:{tmp_path}")
     await store.transact([], [Put("/a", b"1")])
@@ -153,6 +157,7 @@ async def test_a_full_disk_changes_nothing_and_says_so(tmp_path):
     await store.close()
 
 
+@asynchronous
 async def test_a_closed_store_refuses_every_request(tmp_path):
     store = await open_store(f"embedded:{tmp_path}")
     await store.close()
@@ -171,6 +176,7 @@ async def test_a_closed_store_refuses_every_request(tmp_path):
         ("", "store is ''; expected"),
     ],
 )
+@asynchronous
 async def test_a_url_of_no_known_store_is_refused(url, sentence):
     with pytest.raises(UserError, match=sentence):
         await open_store(url)

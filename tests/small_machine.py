@@ -1,0 +1,120 @@
+"""A machine small enough to see through, and an outside that writes down what reaches it: for tests of the shell."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from shoal_controller.core.effects import Effect, Note, Persist
+from shoal_controller.core.events import Cancel, Event, Exited, Scale, Spawned, Tick
+from shoal_controller.core.spec import JobSpec, JobView, Phase
+from shoal_controller.seams import Outside
+from shoal_protos.errors import Conflict
+from shoal_protos.messages import ToWorker
+
+
+@dataclass(frozen=True)
+class SmallJob:
+    spec: JobSpec
+    wanted: int
+    phase: Phase = Phase.WAITING
+    heard: tuple[str, ...] = ()
+    """Events by name, ticks left out; not durable."""
+
+
+@dataclass
+class SmallMachine:
+    """Knows Scale and Cancel. What else is to happen is put into `answers`: event type → effects, or a function."""
+
+    answers: dict[type, Callable[[SmallJob, Event], Sequence[Effect]] | Sequence[Effect]] = field(default_factory=dict)
+    shown: dict[str, object] = field(default_factory=dict)
+    """Fields of every view."""
+    times: list[float] = field(default_factory=list)
+
+    def new_job(self, spec: JobSpec, now: float) -> SmallJob:
+        return SmallJob(spec, spec.wanted)
+
+    def restore(self, durable: str, now: float) -> SmallJob:
+        known = json.loads(durable)
+        spec = known.pop("spec")
+        return SmallJob(JobSpec(**spec | {"command": tuple(spec["command"])}), known["wanted"], Phase(known["phase"]))
+
+    def durable(self, job: SmallJob) -> str:
+        from dataclasses import asdict
+
+        return json.dumps({"spec": asdict(job.spec), "wanted": job.wanted, "phase": job.phase})
+
+    def step(self, job: SmallJob, event: Event, now: float) -> tuple[SmallJob, Sequence[Effect]]:
+        self.times.append(now)
+        if not isinstance(event, Tick):
+            job = replace(job, heard=(*job.heard, type(event).__name__))
+        if isinstance(event, Scale):
+            if event.workers > 8:
+                raise Conflict(f"workers is {event.workers}; allowed are 1 to 8")
+            job = replace(job, wanted=event.workers)
+            return job, [Persist(), Note("scale", f"scaled to {event.workers}", data={"workers": event.workers})]
+        if isinstance(event, Cancel):
+            return replace(job, phase=Phase.CANCELLED), [Persist(), Note("cancelled", "cancelled by an operator")]
+        answer = self.answers.get(type(event), ())
+        return job, answer(job, event) if callable(answer) else answer
+
+    def view(self, job: SmallJob, now: float) -> JobView:
+        view = JobView(
+            job=job.spec.job, phase=job.phase, generation=1, wanted=job.wanted, active=0,
+            min_workers=job.spec.min_workers, max_workers=job.spec.max_workers, lanes=job.spec.lanes, step=0,
+            max_steps=None, loss=None, last_checkpoint_step=None, reason="as it should be",
+        )  # fmt: skip
+        return replace(view, **self.shown)
+
+
+class Written:
+    """Senders, prober, launcher and meter in one: `log` has what they were asked, in order."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[object, ...]] = []
+        self.refused: dict[str, bool] = {}
+        self.adopted: list[Spawned | Exited] = []
+        self.spawns: Callable[[str], Spawned] = lambda worker: Spawned(worker, 100, 1.0, f"/logs/{worker}")
+        self._news = asyncio.Event()
+
+    def outside(self) -> Outside:
+        return Outside(self, self.probe, {"local": self}, self)
+
+    def _write(self, *what: object) -> None:
+        self.log.append(what)
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def until(self, *what: object) -> None:
+        """Returns when exactly this has been asked."""
+        async with asyncio.timeout(10):
+            while what not in self.log:
+                await self._news.wait()
+
+    def send(self, connection: int, message: ToWorker) -> None:
+        self._write("send", connection, message)
+
+    def close(self, connection: int | None = None) -> None:
+        self._write("close", connection)
+
+    async def probe(self, address: str) -> bool:
+        self._write("probe", address)
+        return self.refused.get(address, False)
+
+    async def spawn(self, worker: str, spec: JobSpec) -> Spawned:
+        self._write("spawn", worker, spec.job)
+        return self.spawns(worker)
+
+    async def kill(self, worker: str, spec: JobSpec) -> None:
+        self._write("kill", worker, spec.job)
+
+    async def adopt(self, spec: JobSpec) -> Sequence[Spawned | Exited]:
+        return self.adopted
+
+    def count(self, job: str, metric: str, value: float, labels: Mapping[str, str]) -> None:
+        self._write("count", job, metric, value, dict(labels))
+
+    def observe(self, job: str, metric: str, value: float, labels: Mapping[str, str]) -> None:
+        self._write("observe", job, metric, value, dict(labels))

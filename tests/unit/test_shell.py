@@ -1,0 +1,519 @@
+"""The shell: effects in order and durable before said, restored after a restart, fenced, unharmed by one bad job."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+from asynchronous import asynchronous
+from shoal_controller.core.effects import Close, Count, Kill, Note, Observe, Persist, Probe, Send, Spawn
+from shoal_controller.core.events import Connected, Exited, Pause, Probed, Resume, Save, Scale, Spawned, Started, Tick
+from shoal_controller.core.spec import JobSpec, Phase, State, WorkerView
+from shoal_controller.shell import Shell
+from shoal_controller.store.open import open_store
+from shoal_controller.store.store import MAX_VALUE_BYTES, Put
+from shoal_protos.errors import Conflict, NotFound, StoreError
+from shoal_protos.messages import Ending, Ping, Shutdown
+from small_machine import SmallMachine, Written
+
+SPEC = JobSpec("train", wanted=3, launcher="local", command=("python", "train.py"), env={"A": "1"})
+
+
+class World:
+    """A shell with everything around it."""
+
+    def __init__(self, store, machine=None, clock=None) -> None:
+        self.store = store
+        self.machine = machine or SmallMachine()
+        self.written = Written()
+        self.shell = Shell(store, self.machine, clock)
+        self.shell.connect(self.written.outside())
+
+    def heard(self, job="train"):
+        return self.shell._runners[job]._job.heard
+
+
+@asynccontextmanager
+async def running(directory, machine=None, clock=None):
+    store = await open_store(f"embedded:{directory}")
+    world = World(store, machine, clock)
+    try:
+        await world.shell.start()
+        yield world
+    finally:
+        await world.shell.stop()
+        await store.close()
+
+
+@asynchronous
+async def test_effects_are_carried_out_in_order_and_after_what_must_be_durable(tmp_path):
+    async with running(tmp_path) as world:
+        await world.shell.create(SPEC)
+        state_when_sent = []
+
+        async def durable_revision():
+            return (await world.store.get("/durable/train")).modified
+
+        world.machine.answers[Save] = [
+            Note("one", "first"), Persist(), Send(1, Ping(1)), Count("c", 2, {"a": "b"}), Send(1, Ping(2)), Close(1),
+            Observe("h", 0.5), Note("two", "second"),
+        ]  # fmt: skip
+        before = await durable_revision()
+        send = world.written.send
+        world.written.send = lambda *given: (
+            state_when_sent.append(asyncio.ensure_future(durable_revision())),
+            send(*given),
+        )
+        await world.shell.submit("train", Save())
+        assert world.written.log == [
+            ("send", 1, Ping(1)), ("count", "train", "c", 2, {"a": "b"}), ("send", 1, Ping(2)), ("close", 1),
+            ("observe", "train", "h", 0.5, {}),
+        ]  # fmt: skip
+        assert all(revision > before for revision in await asyncio.gather(*state_when_sent))
+        assert [event.message for event in await world.shell.events("train")] == ["first", "second"]
+
+
+@asynchronous
+async def test_nothing_goes_out_when_what_must_be_durable_is_not(tmp_path):
+    async with running(tmp_path) as world:
+        await world.shell.create(SPEC)
+        world.machine.answers[Save] = [Persist(), Send(1, Ping(1))]
+        fenced = await world.store.transact([], [Put("/jobs/train", b"another's")])
+        assert fenced.succeeded
+        with pytest.raises(StoreError, match="written by another controller"):
+            await world.shell.submit("train", Save())
+        assert world.written.log == []
+
+
+@asynchronous
+async def test_another_controllers_write_stops_the_whole_shell(tmp_path):
+    async with running(tmp_path) as world:
+        await world.shell.create(SPEC)
+        await world.shell.create(JobSpec("other", wanted=1))
+        await world.store.transact([], [Put("/jobs/train", b"another's")])
+        with pytest.raises(StoreError):
+            await world.shell.submit("train", Scale(2))
+        why = await asyncio.wait_for(asyncio.shield(world.shell.stopped), 5)
+        assert str(why) == "job train was written by another controller; this one stops, so that only one decides"
+        with pytest.raises(StoreError, match="this controller has stopped: job train was written by another"):
+            await world.shell.submit("other", Scale(2))
+
+
+@asynchronous
+async def test_a_refused_wish_raises_its_sentence_and_changes_nothing(tmp_path):
+    async with running(tmp_path) as world:
+        await world.shell.create(SPEC)
+        with pytest.raises(Conflict, match="workers is 9; allowed are 1 to 8"):
+            await world.shell.submit("train", Scale(9))
+        await world.shell.submit("train", Scale(4))
+        assert world.shell.view("train").wanted == 4
+        assert [event.message for event in await world.shell.events("train")] == ["scaled to 4"]
+
+
+@asynchronous
+async def test_jobs_go_on_after_a_restart_where_they_were(tmp_path):
+    async with running(tmp_path) as world:
+        await world.shell.create(SPEC)
+        await world.shell.submit("train", Scale(5))
+        await world.shell.create(JobSpec("other", wanted=1))
+        await world.shell.delete("other")
+    async with running(tmp_path) as world:
+        assert [(view.job, view.wanted, view.phase) for view in world.shell.jobs()] == [
+            ("other", 1, "cancelled"), ("train", 5, "waiting"),
+        ]  # fmt: skip
+        assert world.shell._runners["train"].spec == SPEC
+        await world.shell.submit("train", Scale(6))
+        assert world.heard() == ("Started", "Scale")
+        assert [event.message for event in await world.shell.events("train")] == ["scaled to 5", "scaled to 6"]
+
+
+@asynchronous
+async def test_two_lives_of_one_controller_do_not_fence_each_other(tmp_path):
+    for workers in (4, 5):
+        async with running(tmp_path) as world:
+            if workers == 4:
+                await world.shell.create(SPEC)
+            await world.shell.submit("train", Scale(workers))
+            assert not world.shell.stopped.done()
+
+
+@asynchronous
+async def test_events_are_numbered_without_gap_over_restarts_and_runs(tmp_path):
+    async with running(tmp_path) as world:
+        await world.shell.create(SPEC)
+        await world.shell.submit("train", Scale(5))
+        await world.shell.delete("train")
+        await world.shell.create(SPEC)
+        await world.shell.submit("train", Scale(7))
+    async with running(tmp_path) as world:
+        await world.shell.submit("train", Scale(8))
+        events = await world.shell.events("train")
+        assert [(event.revision, event.kind) for event in events] == [
+            (1, "scale"), (2, "cancelled"), (3, "scale"), (4, "scale"),
+        ]  # fmt: skip
+        assert events[0].data == {"workers": 5} and events[0].generation == 1
+        assert [event.revision for event in await world.shell.events("train", after=2)] == [3, 4]
+
+
+@asynchronous
+async def test_a_follower_hears_every_event_once_also_those_before_it_came(tmp_path):
+    async with running(tmp_path) as world:
+        await world.shell.create(SPEC)
+        await world.shell.submit("train", Scale(1))
+
+        async def follow():
+            return [event.message async for event in world.shell.follow("train")]
+
+        following = asyncio.ensure_future(follow())
+        for workers in range(2, 6):
+            await world.shell.submit("train", Scale(workers))
+        await world.shell.delete("train")
+        await asyncio.sleep(0.05)
+    messages = await following
+    assert messages == [*(f"scaled to {workers}" for workers in range(1, 6)), "cancelled by an operator"]
+
+
+@asynchronous
+async def test_many_notes_of_one_step_are_all_written_in_order(tmp_path):
+    async with running(tmp_path) as world:
+        await world.shell.create(SPEC)
+        world.machine.answers[Save] = [Persist(), *(Note("lost", f"w{number}") for number in range(333))]
+        await world.shell.submit("train", Save())
+        assert [event.message for event in await world.shell.events("train")] == [f"w{number}" for number in range(333)]
+
+
+@asynchronous
+async def test_the_history_is_bounded_and_its_oldest_go_first(tmp_path, monkeypatch):
+    monkeypatch.setattr("shoal_controller.ledger.EVENTS_KEPT", 100)
+    async with running(tmp_path) as world:
+        await world.shell.create(SPEC)
+        world.machine.answers[Save] = [Note("n", "n") for _ in range(30)]
+        for _ in range(10):
+            await world.shell.submit("train", Save())
+        numbers = [event.revision for event in await world.shell.events("train")]
+        assert numbers == list(range(201, 301))
+
+
+# ---- time
+
+
+@asynchronous
+async def test_every_job_that_is_not_over_is_ticked_and_hears_the_injected_time(tmp_path):
+    ticks = {"train": asyncio.Event(), "other": asyncio.Event()}
+    machine = SmallMachine({Tick: lambda job, _: ticks[job.spec.job].set() or ()})
+    async with running(tmp_path, machine, clock=lambda: 4242.0) as world:
+        await world.shell.create(SPEC)
+        await world.shell.create(JobSpec("other", wanted=1))
+        await asyncio.wait_for(asyncio.gather(*(tick.wait() for tick in ticks.values())), 5)
+        await world.shell.delete("other")
+        ticks["other"].clear()
+        ticks["train"].clear()
+        await asyncio.wait_for(ticks["train"].wait(), 5)
+        assert not ticks["other"].is_set()
+        assert set(machine.times) == {4242.0}
+
+
+@asynchronous
+async def test_a_tick_never_overtakes_what_was_heard_before_it(tmp_path):
+    order = []
+    machine = SmallMachine({Tick: lambda *_: order.append("tick") or (), Save: lambda *_: order.append("save") or ()})
+    async with running(tmp_path, machine) as world:
+        await world.shell.create(SPEC)
+        runner = world.shell._runners["train"]
+        await world.shell.submit("train", Save())
+        order.clear()
+        saves = [asyncio.ensure_future(world.shell.submit("train", Save())) for _ in range(5)]
+        await asyncio.sleep(0)
+        runner.tick()
+        runner.tick()
+        await asyncio.gather(*saves, world.shell.submit("train", Save()))
+        assert order == ["save"] * 5 + ["tick", "save"]
+
+
+# ---- errands
+
+
+@asynchronous
+async def test_a_process_that_is_started_comes_back_as_an_event(tmp_path):
+    heard = asyncio.Queue()
+    machine = SmallMachine({Save: [Persist(), Spawn("w0")], Spawned: lambda _, event: heard.put_nowait(event) or ()})
+    async with running(tmp_path, machine) as world:
+        await world.shell.create(SPEC)
+        await world.shell.submit("train", Save())
+        assert await asyncio.wait_for(heard.get(), 5) == Spawned("w0", 100, 1.0, "/logs/w0")
+
+
+@pytest.mark.parametrize(
+    ("launcher", "sentence"),
+    [
+        ("none", "this controller has no launcher 'none'"),
+        ("local", "it could not be started: [Errno 2] No such file: 'python'"),
+    ],
+)
+@asynchronous
+async def test_a_process_that_cannot_be_started_has_exited(tmp_path, launcher, sentence):
+    heard = asyncio.Queue()
+    machine = SmallMachine({Save: [Spawn("w0")], Exited: lambda _, event: heard.put_nowait(event) or ()})
+    async with running(tmp_path, machine) as world:
+
+        def fail(worker):
+            raise FileNotFoundError(2, "No such file", "python")
+
+        world.written.spawns = fail
+        await world.shell.create(JobSpec("train", wanted=1, launcher=launcher))
+        await world.shell.submit("train", Save())
+        assert await asyncio.wait_for(heard.get(), 5) == Exited("w0", None, sentence)
+
+
+@asynchronous
+async def test_a_process_is_ended_after_it_was_started_never_before(tmp_path):
+    async with running(tmp_path, SmallMachine({Save: [Spawn("w0"), Kill("w0"), Spawn("w1")]})) as world:
+        await world.shell.create(SPEC)
+        await world.shell.submit("train", Save())
+        await world.written.until("spawn", "w1", "train")
+        assert world.written.log == [("spawn", "w0", "train"), ("kill", "w0", "train"), ("spawn", "w1", "train")]
+
+
+@asynchronous
+async def test_what_an_earlier_life_started_is_adopted_after_started(tmp_path):
+    async with running(tmp_path) as world:
+        await world.shell.create(SPEC)
+    heard = asyncio.Queue()
+    store = await open_store(f"embedded:{tmp_path}")
+    world = World(store, SmallMachine({Spawned: lambda job, _: heard.put_nowait(job.heard) or ()}))
+    world.written.adopted = [
+        Exited("w0", None, "gone while no controller was there"),
+        Spawned("w1", 7, 2.0, "/logs/w1"),
+    ]
+    await world.shell.start()
+    assert await asyncio.wait_for(heard.get(), 5) == ("Started", "Exited", "Spawned")
+    await world.shell.stop()
+    await store.close()
+
+
+@asynchronous
+async def test_a_probe_is_asked_once_and_answered_as_an_event(tmp_path):
+    heard = asyncio.Queue()
+    probes = [Probe("w0", "i", "host:1"), Probe("w0", "i", "host:1"), Probe("w1", "j", "host:2")]
+    machine = SmallMachine({Save: probes, Probed: lambda _, event: heard.put_nowait(event) or ()})
+    async with running(tmp_path, machine) as world:
+        world.written.refused["host:2"] = True
+        await world.shell.create(SPEC)
+        await world.shell.submit("train", Save())
+        answers = {await asyncio.wait_for(heard.get(), 5) for _ in range(2)}
+        assert answers == {Probed("w0", "i", False), Probed("w1", "j", True)}
+        assert world.written.log == [("probe", "host:1"), ("probe", "host:2")]
+
+
+# ---- a machine that fails
+
+
+BROKEN = "job train cannot go on, by a defect of Shoal or of its state in the store"
+
+
+def failing(*_):
+    raise ZeroDivisionError("division by zero")
+
+
+WORKER = WorkerView(
+    worker="w0", host="h", pid=1, state=State.ACTIVE, rank=0, lanes=(0,), blocks=1, mirrored_blocks=0, step=3,
+    step_seconds=0.1, memory_bytes={}, log="",
+)  # fmt: skip
+
+
+@asynchronous
+async def test_a_machine_that_fails_fails_its_job_and_no_other(tmp_path):
+    machine = SmallMachine({Save: failing}, {"workers": (WORKER,), "step": 3})
+    async with running(tmp_path, machine) as world:
+        await world.shell.create(SPEC)
+        await world.shell.create(JobSpec("other", wanted=1))
+        await world.shell.submit("train", Connected(5, None))
+        await world.shell.submit("train", Save())
+        reason = f"{BROKEN}: ZeroDivisionError: division by zero"
+        view = world.shell.view("train")
+        assert (view.phase, view.reason, view.step) == (Phase.FAILED, reason, 3)
+        assert (await world.shell.events("train"))[-1].message == reason
+        await world.written.until("kill", "w0", "train")
+        goodbye = Shutdown(Ending.FAILED, reason)
+        assert world.written.log == [("send", 5, goodbye), ("close", 5), ("kill", "w0", "train")]
+        await world.shell.submit("train", Connected(6, None))
+        assert world.written.log[3:] == [("send", 6, goodbye), ("close", 6)]
+        with pytest.raises(Conflict, match="cannot go on"):
+            await world.shell.submit("train", Scale(2))
+        await world.shell.submit("other", Scale(2))
+        assert world.shell.view("other").wanted == 2
+
+
+@asynchronous
+async def test_a_job_whose_machine_failed_stays_failed_after_a_restart_and_can_be_replaced(tmp_path):
+    async with running(tmp_path, SmallMachine({Save: failing})) as world:
+        await world.shell.create(SPEC)
+        await world.shell.submit("train", Save())
+    async with running(tmp_path) as world:
+        assert world.shell.view("train").phase is Phase.FAILED
+        assert "ZeroDivisionError" in world.shell.view("train").reason
+        await world.shell.create(SPEC)
+        assert world.shell.view("train").phase is Phase.WAITING
+    async with running(tmp_path) as world:
+        assert world.shell.view("train").phase is Phase.WAITING
+
+
+@pytest.mark.parametrize("event", [Started, Tick])
+@asynchronous
+async def test_a_machine_that_refuses_what_nobody_wished_has_failed(tmp_path, event):
+    broken = asyncio.Event()
+
+    def refuse(*_):
+        broken.set()
+        raise Conflict("no")
+
+    async with running(tmp_path, SmallMachine({event: refuse})) as world:
+        await world.shell.create(SPEC)
+        await asyncio.wait_for(broken.wait(), 5)
+        await world.shell.submit("train", Connected(1, None))
+        assert world.shell.view("train").phase is Phase.FAILED
+        assert not world.shell.stopped.done()
+
+
+@pytest.mark.parametrize("damage", [b"", b"no zlib", b"x\x9c\x03\x00\x00\x00\x00\x01"])
+@asynchronous
+async def test_a_damaged_state_fails_its_job_and_the_controller_starts(tmp_path, damage):
+    async with running(tmp_path) as world:
+        await world.shell.create(SPEC)
+        await world.shell.create(JobSpec("other", wanted=1))
+        await world.shell.stop()
+        await world.store.transact([], [Put("/durable/train", damage)])
+    async with running(tmp_path) as world:
+        view = world.shell.view("train")
+        assert view.phase is Phase.FAILED and view.reason.startswith("job train cannot go on")
+        await world.shell.submit("other", Scale(2))
+
+
+@asynchronous
+async def test_a_state_too_large_for_any_store_fails_the_job_alone(tmp_path, monkeypatch):
+    async with running(tmp_path, SmallMachine({Save: [Persist()]})) as world:
+        await world.shell.create(SPEC)
+        monkeypatch.setattr("shoal_controller.ledger.packed", lambda durable: bytes(MAX_VALUE_BYTES + 1))
+        await world.shell.submit("train", Save())
+        assert f"at most {MAX_VALUE_BYTES} are allowed" in world.shell.view("train").reason
+        assert not world.shell.stopped.done()
+
+
+# ---- a store that fails
+
+
+class Shaky:
+    """A store whose transactions fail as told: before or after they were carried out."""
+
+    def __init__(self, store) -> None:
+        self.store = store
+        self.fail: list[str] = []
+
+    async def transact(self, compares, operations):
+        how = self.fail.pop(0) if self.fail else ""
+        if how == "before":
+            raise StoreError("it does not answer")
+        outcome = await self.store.transact(compares, operations)
+        if how == "after":
+            raise StoreError("it did not answer")
+        return outcome
+
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+
+
+@pytest.mark.parametrize("fail", [["before"], ["after"], ["before", "after", "before"], ["after", "after"]])
+@asynchronous
+async def test_a_store_that_fails_for_a_moment_is_asked_again_and_written_once(tmp_path, fail):
+    store = Shaky(await open_store(f"embedded:{tmp_path}"))
+    world = World(store)
+    await world.shell.start()
+    await world.shell.create(SPEC)
+    store.fail = fail
+    await world.shell.submit("train", Scale(4))
+    await world.shell.submit("train", Scale(5))
+    assert [event.message for event in await world.shell.events("train")] == ["scaled to 4", "scaled to 5"]
+    await world.shell.stop()
+    await store.close()
+
+
+@asynchronous
+async def test_a_store_that_fails_for_long_stops_the_controller(tmp_path, monkeypatch):
+    monkeypatch.setattr("shoal_controller.ledger.WRITE_SECONDS", 0.2)
+    store = Shaky(await open_store(f"embedded:{tmp_path}"))
+    world = World(store)
+    await world.shell.start()
+    await world.shell.create(SPEC)
+    store.fail = ["before"] * 1000
+    with pytest.raises(StoreError, match="it does not answer"):
+        await world.shell.submit("train", Scale(4))
+    assert str(await asyncio.wait_for(world.shell.stopped, 5)) == "it does not answer"
+    await world.shell.stop()
+    await store.close()
+
+
+# ---- names
+
+
+@asynchronous
+async def test_a_job_that_lives_cannot_be_created_again(tmp_path):
+    async with running(tmp_path) as world:
+        await world.shell.create(SPEC)
+        with pytest.raises(Conflict, match="job train exists and is waiting; delete it first or give the new"):
+            await world.shell.create(SPEC)
+
+
+@asynchronous
+async def test_of_two_that_create_one_job_at_once_one_is_refused(tmp_path):
+    async with running(tmp_path) as world:
+        outcomes = await asyncio.gather(world.shell.create(SPEC), world.shell.create(SPEC), return_exceptions=True)
+        assert [type(outcome).__name__ for outcome in outcomes] == ["JobView", "Conflict"]
+
+
+@asynchronous
+async def test_deleting_a_job_twice_is_no_error(tmp_path):
+    async with running(tmp_path) as world:
+        await world.shell.create(SPEC)
+        assert (await world.shell.delete("train")).phase is Phase.CANCELLED
+        assert (await world.shell.delete("train")).phase is Phase.CANCELLED
+        assert len(await world.shell.events("train")) == 1
+
+
+@asynchronous
+async def test_an_unknown_job_is_said_with_the_jobs_that_there_are(tmp_path):
+    async with running(tmp_path) as world:
+        with pytest.raises(NotFound, match="there is no job nope; there are none yet"):
+            world.shell.view("nope")
+        await world.shell.create(SPEC)
+        with pytest.raises(NotFound, match="there is no job nope; the only one is train"):
+            await world.shell.submit("nope", Pause())
+        for number in range(7):
+            await world.shell.create(JobSpec(f"j{number}", wanted=1))
+        with pytest.raises(NotFound, match="there are j0, j1, j2, j3, j4 and 3 more"):
+            await world.shell.events("nope")
+
+
+# ---- ending
+
+
+@asynchronous
+async def test_whoever_waits_when_the_shell_stops_is_told_so(tmp_path):
+    async with running(tmp_path) as world:
+        await world.shell.create(SPEC)
+        waiting = [asyncio.ensure_future(world.shell.submit("train", Resume())) for _ in range(50)]
+        await asyncio.sleep(0)
+        await world.shell.stop()
+        outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+        assert {str(outcome) for outcome in outcomes} <= {"None", "this controller is stopping; try again"}
+        with pytest.raises(StoreError, match="this controller is stopping"):
+            await world.shell.submit("train", Resume())
+
+
+@asynchronous
+async def test_a_submitter_that_goes_away_harms_nothing(tmp_path):
+    async with running(tmp_path) as world:
+        await world.shell.create(SPEC)
+        impatient = asyncio.ensure_future(world.shell.submit("train", Scale(7)))
+        await asyncio.sleep(0)
+        impatient.cancel()
+        await world.shell.submit("train", Pause())
+        assert world.shell.view("train").wanted == 7
