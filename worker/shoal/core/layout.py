@@ -104,7 +104,7 @@ class Layout:
 
 
 def lay_out(parameters: Sequence[Trainable], bucket_bytes: int = BUCKET_BYTES) -> Layout:
-    """The layout of parameters given in registration order. `bucket_bytes`: a bucket is closed once it holds as many."""
+    """The layout of parameters given in registration order; a bucket is closed once it holds `bucket_bytes`."""
     drafts = list(_drafts(parameters, bucket_bytes))
     block = SMALLEST_BLOCK
     while sum(-(-elements // block) for _, elements in drafts) > MOST_BLOCKS:
@@ -120,7 +120,8 @@ def lay_out(parameters: Sequence[Trainable], bucket_bytes: int = BUCKET_BYTES) -
 
 def _drafts(parameters: Sequence[Trainable], bucket_bytes: int) -> list[tuple[list[Slot], int]]:
     drafts: list[tuple[list[Slot], int]] = []
-    for parameter in sorted(parameters[::-1], key=lambda p: p.group):
+    backwards = parameters[::-1]
+    for parameter in sorted(backwards, key=lambda p: p.group):
         align = max(1, ALIGNMENT_BYTES // parameter.dtype.itemsize)
         of_kind = [d for d in drafts if (d[0][0].parameter.group, d[0][0].parameter.dtype) == _kind(parameter)]
         slots, elements = of_kind[-1] if of_kind else ([], bucket_bytes)

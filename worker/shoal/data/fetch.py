@@ -47,16 +47,20 @@ class Fetcher:
     def micro_batch(self, step: int, lane: int, micro: int) -> Any:
         """The batch, on the device; all generators stand at the start of this micro-batch's numbers."""
         seed_everything(self._seed, step, lane, micro)
-        batch = self._collate(self._read(self._sampler.indices(step, lane, micro)))
-        batch = to_device(batch, self._device)
+        batch = self.collated(self._dataset, self._sampler.indices(step, lane, micro))
         seed_everything(self._seed, step, lane, micro)
         return batch
 
-    def _read(self, indices: Sequence[int]) -> list[Any]:
-        several = getattr(self._dataset, "__getitems__", None)
-        if several is not None:
-            return list(several(indices))
-        return [self._dataset[index] for index in indices]
+    def collated(self, dataset: Any, indices: Sequence[int]) -> Any:
+        """Samples of any dataset as a batch, on the device."""
+        return to_device(self._collate(_read(dataset, indices)), self._device)
+
+
+def _read(dataset: Any, indices: Sequence[int]) -> list[Any]:
+    several = getattr(dataset, "__getitems__", None)
+    if several is not None:
+        return list(several(indices))
+    return [dataset[index] for index in indices]
 
 
 def to_device(value: Any, device: torch.device) -> Any:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from torch import Tensor
+
 from shoal.exchange.group import Group, Work
-from shoal.exchange.parcels import Arrival, pack
+from shoal.exchange.parcels import Arrival, pack, size_of
 from shoal.exchange.routes import HANDED, Ranges
 from shoal.zero.flat import Flats
-from torch import Tensor
 
 AHEAD = 2
 """Buckets in flight beyond the one that is waited for."""
@@ -20,8 +21,8 @@ RangesOf = Callable[[int, int], Ranges]
 """(owner, receiver) → what goes from one to the other."""
 
 
-def hand_out(group: Group, parameters: Flats, ranges_of: RangesOf) -> None:
-    """Returns when all parameters that this member was to receive are in place and all that it sent has left."""
+def hand_out(group: Group, parameters: Flats, ranges_of: RangesOf) -> int:
+    """Returns when all that this member receives is in place and all that it sends has left: the bytes received."""
     others = [peer for peer in range(group.size) if peer != group.rank]
     to = {peer: ranges_of(group.rank, peer) for peer in others}
     source = {peer: ranges_of(peer, group.rank) for peer in others}
@@ -40,6 +41,11 @@ def hand_out(group: Group, parameters: Flats, ranges_of: RangesOf) -> None:
             _wait(waiting.pop(0))
     for posted in waiting:
         _wait(posted)
+    return sum(
+        size_of(ranges) * flat.element_size()
+        for peer in others
+        for flat, ranges in zip(parameters, source[peer], strict=True)
+    )
 
 
 def _wait(posted: list[Arrival | tuple[Work, Tensor]]) -> None:

@@ -9,11 +9,12 @@ the commit. Non-persistent buffers are the module's own.
 from __future__ import annotations
 
 import torch
+from shoal_protos.runs import Span
+from torch import Tensor, nn
+
 from shoal.core.tree import are_siblings, fold
 from shoal.exchange.group import Group, Work
 from shoal.exchange.routes import BUFFERS, Routes
-from shoal_protos.runs import Span
-from torch import Tensor, nn
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
@@ -122,6 +123,10 @@ class ModuleBuffers:
         self.committed.update({name: value.clone() for name, value in self.pending.items()})
         self.pending = {}
         self.put_back()
+
+    def refresh(self) -> None:
+        """The step's buffers are what the module has now: another member's initial ones."""
+        self.committed = {name: buffer.clone() for name, buffer in persistent_buffers(self._module).items()}
 
     def load(self, values: dict[str, Tensor]) -> None:
         """Takes over another member's committed buffers."""

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
-from shoal.core.layout import Bucket, Layout, Trainable, lay_out
 from shoal_protos.errors import UserError
 from torch import Tensor, nn
+
+from shoal.core.layout import Bucket, Layout, Trainable, lay_out
 
 Flats = list[Tensor]
 """One flat tensor per bucket, in bucket order."""

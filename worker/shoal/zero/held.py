@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from shoal.core.layout import Layout
-from shoal.zero.flat import Flats
 from shoal_protos.runs import Runs, Span
 from torch import Tensor
+
+from shoal.core.layout import Layout
+from shoal.zero.flat import Flats
 
 State = dict[str, Tensor]
 """Optimizer state of a run of blocks: `(elements,)` tensors, and 0-dimensional ones that all its blocks share."""
@@ -36,7 +37,7 @@ class Segment:
 
 
 def twin_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """An optimizer of the same class and hyper-parameters without parameters; shares nothing mutable with the user's."""
+    """An optimizer of the same class and hyper-parameters, without parameters; shares nothing mutable."""
     twin = copy.copy(optimizer)
     twin.state = defaultdict(dict)
     twin.param_groups = [{**group, "params": []} for group in optimizer.param_groups]

@@ -7,10 +7,11 @@ one aligned run that takes log2(k) + 1 copies, 2·log2(k) + 1 at most. Copies ar
 from __future__ import annotations
 
 import torch
+from shoal_protos.runs import Span
+
 from shoal.core.layout import Layout
 from shoal.core.tree import are_siblings
 from shoal.zero.flat import Gradients
-from shoal_protos.runs import Span
 
 
 class LaneSums:
@@ -53,6 +54,7 @@ class LaneSums:
         self._pool += [kept for _, kept in self._stack if kept is not self.live and kept not in self._pool]
         self._stack = []
 
-    def shrink(self, copies: int) -> None:
-        """Give back the memory of pooled copies beyond what `copies` in all would need."""
-        del self._pool[max(0, copies - 1) :]
+    @property
+    def copies(self) -> int:
+        """How many gradient copies exist."""
+        return len(self._pool) + len({id(kept) for _, kept in self._stack} | {id(self.live)})

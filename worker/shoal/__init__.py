@@ -1,0 +1,36 @@
+"""Shoal: elastic training for PyTorch. The world changes, the bits do not.
+
+`shoal.initialize` makes an engine; the loop is in INTERFACES and README. Importing this package loads no torch: the
+names below are loaded when first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shoal_protos.errors import JobFailed, PeerError, ShoalError, UserError
+
+if TYPE_CHECKING:
+    from shoal.engine import Engine
+    from shoal.starting import initialize
+
+__all__ = ["Engine", "JobFailed", "PeerError", "ShoalError", "UserError", "initialize"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("Engine", "initialize"):
+        raise AttributeError(f"module 'shoal' has no attribute {name!r}")
+    try:
+        if name == "Engine":
+            from shoal.engine import Engine
+
+            return Engine
+        from shoal.starting import initialize
+
+        return initialize
+    except ModuleNotFoundError as error:
+        if error.name in ("torch", "numpy", "safetensors", "fsspec"):
+            raise ModuleNotFoundError(
+                f'{error.name} is not installed: install "shoal[worker]"', name=error.name
+            ) from None
+        raise

@@ -1,0 +1,87 @@
+"""The end of a script: serve changes until all members are done, or say why this worker failed.
+
+A worker goes on voting after its loop until every member has committed the last step, given its digests and ended its
+script; whoever leaves the loop in another way has failed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import traceback
+from types import TracebackType
+
+import structlog
+from shoal_protos.errors import JobFailed, ShoalError
+from shoal_protos.messages import Result
+
+from shoal.engine import Engine
+
+log = structlog.get_logger("shoal")
+TRACEBACK_LINES = 12
+
+
+class _Ending:
+    """Sees how the script ends; runs at exit."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._failure: BaseException | None = None
+        self._hook = sys.excepthook
+        self._pid = os.getpid()
+
+    def excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Remembers the exception that ends the script; one of ours is told in its one sentence."""
+        self._failure = error
+        if isinstance(error, ShoalError):
+            sys.stderr.write(f"shoal: {error}\n")
+        else:
+            self._hook(kind, error, trace)
+
+    def at_exit(self) -> None:
+        if os.getpid() != self._pid:
+            return
+        engine = self._engine
+        try:
+            if engine.leaving:
+                return
+            if self._failure is not None or not engine.over:
+                engine.link.result(Result(max(0, engine.state.step), failure=self._reason(),
+                                          everyone=isinstance(self._failure, JobFailed)))  # fmt: skip
+            else:
+                self._serve()
+        finally:
+            engine.link.close()
+
+    def _reason(self) -> str:
+        engine = self._engine
+        if self._failure is None:
+            return (
+                f"the script ended at step {engine.state.step} of {engine.state.last_step}; "
+                "go through the loop to its end, or call engine.stop()."
+            )
+        if isinstance(self._failure, ShoalError):
+            return str(self._failure)
+        lines = traceback.format_exception(self._failure)
+        return f"{type(self._failure).__name__}: {self._failure}\n" + "".join(lines)[-4_000:].strip()
+
+    def _serve(self) -> None:
+        """Votes without a step until told to end."""
+        engine = self._engine
+        engine.ended = True
+        engine.publish()
+        try:
+            while not (engine.link.alone and engine.done):
+                engine.guarded_vote()
+        except SystemExit:
+            return
+        except JobFailed as error:
+            sys.stderr.write(f"shoal: {error}\n")
+
+
+def serve_at_exit(engine: Engine) -> None:
+    """Called once by `shoal.initialize`."""
+    ending = _Ending(engine)
+    sys.excepthook = ending.excepthook
+    atexit.register(ending.at_exit)

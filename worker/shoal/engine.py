@@ -1,0 +1,316 @@
+"""The engine: the user's loop, and one optimizer step as ARCHITECTURE section 3 tells it.
+
+`for batch in engine`, `engine.backward(loss)`, `engine.step()`. All that can fail in an exchange is inside `backward`
+and `step`; when the world changes they take part in the change (resize.py) and return, and the iterator yields what is
+to be done next, perhaps the same lane again. Knows the controller only through its link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from shoal_protos.errors import UserError
+from shoal_protos.messages import Status
+from torch import Tensor, nn
+
+from shoal.config.training import TrainingConfig
+from shoal.data.fetch import Fetcher
+from shoal.evaluation import Evaluation
+from shoal.exchange.canonical import CanonicalReduction
+from shoal.exchange.fills import receive_slice, send_slice
+from shoal.exchange.group import WorldChanged
+from shoal.exchange.hand_out import hand_out
+from shoal.exchange.norm import subtree_sums
+from shoal.exchange.vote import Ballot, Record, Wish, cast
+from shoal.faults import Faults
+from shoal.lane_loop import LaneLoop
+from shoal.optim.hyper import digest, hyper_parameters
+from shoal.requests import Requests, refuse_other_hyper_parameters
+from shoal.resize import Resize
+from shoal.session.seam import Link
+from shoal.state import TrainingState
+from shoal.telemetry import Meter
+from shoal.world import World
+
+IDLE_SECONDS = 0.1
+"""Pause between two votes without a step."""
+
+StepCallback = Callable[["Engine"], None]
+
+
+class Engine:
+    """Made by `shoal.initialize`. The public names are those of INTERFACES.md, "The script"."""
+
+    def __init__(
+        self, config: TrainingConfig, state: TrainingState, link: Link, fetcher: Fetcher, faults: Faults
+    ) -> None:
+        self.config, self.state, self.link, self.faults = config, state, link, faults
+        self.world: World | None = None
+        self.boundaries = 0
+        self.loop = LaneLoop(config.lanes, config.micro_batches_per_lane, fetcher)
+        self.requests = Requests(self)
+        self.resize = Resize(self)
+        self.meter = Meter(config.train_batch_size // config.lanes)
+        self.evaluation = Evaluation(self)
+        self.module: nn.Module = state.module
+        self.device = torch.device("cpu")
+        self.done = False
+        """The last step is committed and its digests are given."""
+        self.ended = False
+        """The script has ended."""
+        self.leaving = False
+        """The controller has told this worker to end; nothing is left to report."""
+        self._callbacks: list[StepCallback] = []
+
+    # ---- what a script reads
+
+    @property
+    def world_size(self) -> int:
+        """Members of the world, standbys too."""
+        return self.world.plan.world_size if self.world else 1
+
+    @property
+    def rank(self) -> int:
+        return self.world.rank if self.world else 0
+
+    @property
+    def generation(self) -> int:
+        return self.world.plan.generation if self.world else 0
+
+    @property
+    def global_step(self) -> int:
+        """Committed steps."""
+        return max(0, self.state.step)
+
+    @property
+    def lanes(self) -> list[int]:
+        """The numbers of the lanes trained here."""
+        return list(self.world.lanes) if self.world else []
+
+    @property
+    def loss(self) -> float | None:
+        """The last step's canonical loss: the mean over all lanes."""
+        return self.state.record.loss if self.state.record else None
+
+    @property
+    def reports(self) -> dict[str, float]:
+        """The last step's reported numbers, reduced like the loss, and evaluations (means over the lanes that
+        arrived).
+        """
+        record = self.state.record
+        return {**record.reports, **record.evaluations} if record else {}
+
+    # ---- the loop
+
+    def __iter__(self) -> Iterator[Any]:
+        while not self.over:
+            if self.world is None:
+                yield from self._rehearsal()
+                self.resize.take_part()
+            elif self.link.stopping:
+                self.resize.take_part()
+            elif self.world.lanes:
+                self.faults.at("forward", self.state.step + 1)
+                yield self.loop.next_batch(self.state)
+            else:
+                self.guarded(self._standby_step if self.world.plan.steps else self.vote_without_step)
+
+    @property
+    def over(self) -> bool:
+        """The last step is committed."""
+        return 0 <= self.state.last_step <= self.state.step
+
+    def _rehearsal(self) -> Iterator[Any]:
+        """A newcomer runs one lane whose result is thrown away, so that compiling stalls nobody; then it is ready."""
+        if self.loop.rehearsed:
+            return
+        yield self.loop.rehearsal_batch(self.state)
+        self.loop.end_rehearsal(self.state)
+        self.link.rehearsed()
+        self.publish()
+
+    def backward(self, loss: Tensor) -> None:
+        """Accumulates the gradient of this micro-batch's mean loss. `loss`: a scalar tensor of `engine.module`'s
+        graph.
+        """
+        if self.world is not None and self.link.stopping:
+            self.resize.take_part()
+        if not self.loop.in_flight:
+            self.loop.check_void("engine.backward")
+            return
+        self.faults.at("backward", self.state.step + 1)
+        self.loop.backward(loss, self.state)
+
+    def step(self) -> None:
+        """Ends a micro-batch; after the last one of this worker's last lane it makes the optimizer step."""
+        if not self.loop.in_flight:
+            self.loop.forget_void("engine.step")
+            return
+        if self.loop.rehearsing:
+            self.loop.in_flight = False
+            return
+        self.loop.end_micro_batch(self.state)
+        if self.loop.lanes_done:
+            self.guarded(self._optimizer_step)
+
+    def guarded(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except WorldChanged:
+            self.resize.take_part(broken=True)
+
+    # ---- one step
+
+    def _optimizer_step(self) -> None:
+        """Reduce, vote, update, hand out: one optimizer step, or none of it (raises WorldChanged)."""
+        world, state, t = self.world, self.state, self.state.step + 1
+        assert world is not None
+        fills = world.plan.fill_slice(self.boundaries)
+        self.faults.at("fill", t)
+        letters = send_slice(world.group, state.held, fills)
+        self.faults.at("exchange", t)
+        CanonicalReduction(world.group, world.routes, state.sums, self.boundaries).finish()
+        self.meter.filled(receive_slice(world.group, state.held, fills))
+        state.buffers.exchange(world.group, world.routes)
+        norms = (
+            subtree_sums(state.sums.live.flats, world.plan.shares[world.rank].owned, state.layout)
+            if state.clipping
+            else None
+        )
+        self.faults.at("mirror", t)
+        for letter in letters:
+            letter.wait()
+        state.pending = world.replays(self.boundaries)
+        record = self._vote(world, self._ballot(t), norms)  # past this line the step is committed
+        self.faults.at("optimizer", t)
+        state.commit(record, world.plan.generation)
+        self.requests.heed_stop(record)
+        self._after_commit(world)
+
+    def _standby_step(self) -> None:
+        """A member without lanes takes part in the exchange, the vote and the hand-out all the same."""
+        self.state.sums.live.zero()
+        self._optimizer_step()
+
+    def _after_commit(self, world: World) -> None:
+        """The hand-out, and all that the passed vote asks for."""
+        handed, state = self.boundaries, self.state
+        self.boundaries += 1
+        state.forget_gradients()
+        self.loop.begin_step(world.lanes)
+        self.faults.at("hand_out", state.step)
+        hand_out(world.group, state.flats, lambda owner, receiver: world.routes.handed(handed, owner, receiver))
+        if self.resize.frozen_in_place:
+            state.current = state.everything
+        assert state.record is not None
+        self.meter.step_done(len(world.lanes))
+        self._boundary(state.record)
+        if self.rank == 0:
+            for callback in self._callbacks:
+                callback(self)
+
+    def _vote(self, world: World, ballot: Ballot, norms: Tensor | None) -> Record:
+        self.faults.at("vote", ballot.step)
+        record = cast(world.group, world.routes, ballot, norms)
+        refuse_other_hyper_parameters(world.group, record, self.state.optimizer)
+        prepared = self.link.leave_vote(list(record.generations))
+        self.resize.begins = prepared
+        return record
+
+    def _ballot(self, step: int) -> Ballot:
+        assert self.world is not None
+        holds = self.state.held.runs if step == self.state.step else self.state.pending
+        trained = step > self.state.step
+        return Ballot(
+            step=step,
+            generation=self.link.enter_vote(holds),
+            hyper=digest(hyper_parameters(self.state.optimizer)).hex(),
+            losses=self.loop.losses if trained else (),
+            reports=self.loop.reports if trained else {},
+            evaluations=self.evaluation.take(),
+            wishes=self.requests.wishes(),
+        )
+
+    def guarded_vote(self) -> None:
+        """One vote without a step, or a part in a change of the world."""
+        if self.world is None or self.link.stopping:
+            self.resize.take_part()
+        else:
+            self.guarded(self.vote_without_step)
+
+    def vote_without_step(self) -> None:
+        """Where no step runs (paused, below `min`, the end), changes begin, fills run, requests are heard."""
+        world = self.world
+        assert world is not None
+        fills = world.plan.fill_slice(self.boundaries)
+        letters = send_slice(world.group, self.state.held, fills)
+        self.meter.filled(receive_slice(world.group, self.state.held, fills))
+        for letter in letters:
+            letter.wait()
+        record = self._vote(world, self._ballot(self.state.step), None)
+        self.boundaries += 1
+        self._boundary(record)
+        if not record.wishes and self.world is world:
+            self.link.pause(IDLE_SECONDS)
+
+    def _boundary(self, record: Record) -> None:
+        """After a passed vote: requests are carried out, a planned generation begins, the controller hears of it."""
+        self.requests.carry_out(record.wishes)
+        self.publish()
+        self.resize.begin_planned()
+
+    def publish(self) -> None:
+        """States where this worker stands; the link says it at once unless only the step has changed."""
+        state = self.state
+        status = Status(
+            sequence=0, generation=0, point=self.link.membership().point, promised=0,
+            step=state.step, committed_in=state.committed_in, boundaries=self.boundaries, holds=state.held.runs,
+            current=state.is_current and self.world is not None, done=self.done, ended=self.ended,
+        )  # fmt: skip
+        self.link.publish(status, self.meter.telemetry(self.loss, state))
+
+    # ---- what a script asks for
+
+    def report(self, **numbers: float | Tensor) -> None:
+        """Per-lane numbers of this step, reduced like the loss; within `evaluating()`, sums of the evaluation."""
+        values = {name: float(torch.as_tensor(value).detach()) for name, value in numbers.items()}
+        if self.evaluation.active:
+            self.evaluation.report(values)
+        else:
+            self.loop.report(values)
+
+    def on_step(self, callback: StepCallback) -> None:
+        """Calls `callback(engine)` once per committed step, on whoever is rank 0 then."""
+        self._callbacks.append(callback)
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Evaluation over `engine.shard(dataset)` between micro-batches: no gradients, eval mode, all put back."""
+        return self.evaluation.running()
+
+    def shard(self, dataset: Any) -> Iterator[Any]:
+        """The micro-batches of a dataset that belong to the lanes held here. Waits for nobody."""
+        return self.evaluation.shard(dataset)
+
+    def fingerprint(self) -> str | None:
+        """In the loop asks for it and returns None; after the loop blocks and returns the digest, hexadecimal."""
+        return self.requests.ask(Wish("fingerprint"))
+
+    def export(self, path: str | Path) -> None:
+        """Rank 0 writes the model as safetensors; in the loop after this step, after the loop at once."""
+        self.requests.ask(Wish("export", str(Path(path).absolute())))
+
+    def save_checkpoint(self) -> None:
+        """Raises `UserError`: elastic checkpoints are not supported yet."""
+        raise UserError("engine.save_checkpoint is not supported yet.")
+
+    def stop(self) -> None:
+        """An early end, voted: all members leave their loops after the same step."""
+        self.requests.ask(Wish("stop"))
+
+    def lanes_in_flight(self) -> int:
+        """The lane whose micro-batch the user's loop has now; -1: none."""
+        return self.loop.lane if self.loop.in_flight and self.world is not None else -1

@@ -1,0 +1,82 @@
+"""The fingerprint: one digest of a job's state that does not depend on world, stage, mirrors, offload or history.
+
+SHA-256 over the step, the layout, per block in order the SHA-256 of its parameters and of each optimizer state tensor
+(keys sorted, padding zero), and the persistent buffers by name. Owners digest their blocks; everyone gets all digests,
+so that the loss of any member loses none. The same block digests are a checkpoint's checksums.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from shoal_protos.runs import Runs
+from torch import Tensor
+
+from shoal.exchange.group import Group
+from shoal.exchange.letters import Letter, read_letter
+from shoal.exchange.routes import DIGESTS
+from shoal.state import TrainingState, digest_of, tensor_bytes
+from shoal.world import World
+
+
+def block_digests(state: TrainingState, blocks: Runs) -> dict[int, bytes]:
+    """By block number: 32 bytes for the parameters and 32 for each state tensor, keys sorted."""
+    found: dict[int, bytes] = {}
+    size = state.layout.block_elements
+    for (start, stop), tensors in state.held.states(blocks).items():
+        bucket = next(b for b in state.layout.buckets if b.first_block <= start < b.first_block + b.blocks)
+        first = (start - bucket.first_block) * size
+        parts = [state.flats[bucket.index][first : first + (stop - start) * size]]
+        parts += [_without_gaps(tensors[key], first, bucket.gaps) for key in sorted(tensors)]
+        for number in range(start, stop):
+            at = (number - start) * size
+            found[number] = b"".join(_digest(part, at, size) for part in parts)
+    return found
+
+
+def _without_gaps(value: Tensor, first: int, gaps: list[tuple[int, int]]) -> Tensor:
+    """The state with zeros where no parameter lies (an optimizer may count there: Rprop's step sizes)."""
+    if value.dim() == 0:
+        return value
+    inside = [(max(a - first, 0), min(b - first, value.numel())) for a, b in gaps if a - first < value.numel()]
+    inside = [(a, b) for a, b in inside if a < b and value[a:b].count_nonzero()]
+    if inside:
+        value = value.clone()
+        for start, stop in inside:
+            value[start:stop] = 0
+    return value
+
+
+def _digest(part: Tensor, at: int, size: int) -> bytes:
+    return hashlib.sha256(tensor_bytes(part if part.dim() == 0 else part[at : at + size])).digest()
+
+
+def fingerprint(state: TrainingState, world: World) -> str:
+    """Hexadecimal. Every member of the world calls it at the same boundary; raises `WorldChanged`."""
+    mine = block_digests(state, world.plan.shares[world.rank].owned)
+    everyone = dict(mine)
+    for number, digest in _exchanged(world.group, mine):
+        everyone[number] = digest
+    total = hashlib.sha256(f"step {state.step}\n".encode())
+    total.update(state.layout.digest())
+    for number in range(state.layout.blocks):
+        total.update(everyone[number])
+    total.update(digest_of(sorted(state.buffers.committed.items())).encode())
+    return total.hexdigest()
+
+
+def _exchanged(group: Group, mine: dict[int, bytes]) -> list[tuple[int, bytes]]:
+    numbers = Runs.of(mine)
+    head = ",".join(map(str, numbers.encode())).encode()
+    content = head + b"\n" + b"".join(mine[number] for number in numbers)
+    others = [peer for peer in range(group.size) if peer != group.rank]
+    letters = [Letter(group, peer, DIGESTS, content) for peer in others]
+    found: list[tuple[int, bytes]] = []
+    for peer in others:
+        text, _, digests = read_letter(group, peer, DIGESTS).partition(b"\n")
+        theirs = Runs.decode([int(n) for n in text.split(b",") if n], 1 << 17)
+        width = len(digests) // max(1, len(theirs))
+        found += [(number, digests[i * width : (i + 1) * width]) for i, number in enumerate(theirs)]
+    for letter in letters:
+        letter.wait()
+    return found

@@ -1,0 +1,144 @@
+"""Where the user's loop stands within a step: which lane, which micro-batch, what it has summed up so far.
+
+A lane can be void: the world changed under it, and what the user's loop still does with its batch has no effect until
+the iterator yields the next one. Knows no world and no group.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shoal_protos.errors import UserError
+from shoal_protos.runs import Span
+from torch import Tensor
+
+from shoal.core.tree import are_siblings
+from shoal.data.fetch import Fetcher
+from shoal.state import TrainingState
+
+MOST_REPORTS = 16
+
+
+class LaneLoop:
+    """`lanes` are those of this worker in this step; `lane` is the one at hand."""
+
+    def __init__(self, job_lanes: int, micro_batches: int, fetcher: Fetcher) -> None:
+        self._job_lanes, self._micro_batches, self._fetcher = job_lanes, micro_batches, fetcher
+        self.rehearsed = False
+        self.rehearsing = False
+        self.in_flight = False
+        """The user's loop has a batch whose lane counts."""
+        self._void = False
+        self.begin_step(())
+
+    def begin_step(self, lanes: tuple[int, ...]) -> None:
+        """From the first lane."""
+        self._void = self._void or self.in_flight
+        self.in_flight = False
+        self.lanes, self._index, self._micro = lanes, 0, 0
+        self._lane_loss, self._lane_reports = 0.0, dict[str, float]()
+        self._sums: list[tuple[Span, float, dict[str, float]]] = []
+
+    def goes_on(self, lanes: tuple[int, ...]) -> bool:
+        """Whether the lane in flight and those finished are the first of `lanes`; if so, the step goes on with them."""
+        finished = self.lanes[: self._index + 1]
+        if not self.in_flight or lanes[: len(finished)] != finished:
+            return False
+        self.lanes = lanes
+        return True
+
+    @property
+    def lane(self) -> int:
+        return self.lanes[self._index]
+
+    @property
+    def lanes_done(self) -> bool:
+        return self._index >= len(self.lanes)
+
+    # ---- a micro-batch
+
+    def next_batch(self, state: TrainingState) -> Any:
+        """The next micro-batch of this step."""
+        if self._micro == 0:
+            state.sums.begin_lane()
+            state.buffers.put_back()
+            self._lane_loss, self._lane_reports = 0.0, {}
+        batch = self._fetcher.micro_batch(state.step, self.lane, self._micro)
+        self.in_flight, self._void = True, False
+        return batch
+
+    def collated(self, dataset: Any, numbers: list[int]) -> Any:
+        """Samples of another dataset as a batch: for evaluation."""
+        return self._fetcher.collated(dataset, numbers)
+
+    def rehearsal_batch(self, state: TrainingState) -> Any:
+        """Lane 0 of step 0: of the right shape for the model, whatever comes of it."""
+        self.rehearsing = self.in_flight = True
+        state.sums.begin_lane()
+        return self._fetcher.micro_batch(0, 0, 0)
+
+    def end_rehearsal(self, state: TrainingState) -> None:
+        """Throws the rehearsal's gradients, buffers and losses away."""
+        self.rehearsing, self.rehearsed, self.in_flight = False, True, False
+        state.sums.clear()
+        state.buffers.put_back()
+        self._lane_loss, self._lane_reports = 0.0, {}
+
+    def backward(self, loss: Tensor, state: TrainingState) -> None:
+        """Accumulates into the live gradient copy."""
+        if loss.numel() != 1:
+            raise UserError(
+                f"engine.backward got a loss of shape {tuple(loss.shape)}; expected the mean over the micro-batch."
+            )
+        state.sums.live.put_back(state.parameters)
+        (loss / self._micro_batches).backward()
+        self._lane_loss += float(loss.detach().double()) / self._micro_batches
+
+    def end_micro_batch(self, state: TrainingState) -> None:
+        """After the lane's last micro-batch its gradient joins the subtree sums."""
+        self.in_flight = False
+        self._micro += 1
+        if self._micro < self._micro_batches:
+            return
+        state.buffers.lane_done(self.lane)
+        state.sums.push(self.lane)
+        self._push_numbers()
+        self._index, self._micro = self._index + 1, 0
+
+    def _push_numbers(self) -> None:
+        span = (self.lane, self.lane + 1)
+        self._sums.append((span, self._lane_loss, self._lane_reports))
+        while len(self._sums) > 1 and are_siblings(self._sums[-2][0], self._sums[-1][0], self._job_lanes):
+            (right, b_loss, b), (left, a_loss, a) = self._sums.pop(), self._sums.pop()
+            both = {name: a[name] + b[name] for name in a if name in b}
+            self._sums.append(((left[0], right[1]), a_loss + b_loss, both))
+
+    @property
+    def losses(self) -> list[float]:
+        """One per whole subtree of lanes."""
+        return [loss for _, loss, _ in self._sums]
+
+    @property
+    def reports(self) -> dict[str, list[float]]:
+        """By name: one per whole subtree; names that some lane did not report are left out."""
+        names = set.intersection(*(set(numbers) for _, _, numbers in self._sums)) if self._sums else set()
+        return {name: [numbers[name] for _, _, numbers in self._sums] for name in sorted(names)}
+
+    def report(self, numbers: dict[str, float]) -> None:
+        """Adds to the lane's numbers: the mean over its micro-batches."""
+        if len(self._lane_reports.keys() | numbers.keys()) > MOST_REPORTS:
+            raise UserError(f"engine.report got more than {MOST_REPORTS} names in one step; report fewer.")
+        for name, value in numbers.items():
+            self._lane_reports[name] = self._lane_reports.get(name, 0.0) + value / self._micro_batches
+
+    # ---- a void lane
+
+    def check_void(self, call: str) -> None:
+        """Raises `UserError` when the call stands where no batch was yielded."""
+        if not self._void:
+            raise UserError(f"{call} was called without a micro-batch; call it once for each batch that engine yields.")
+
+    def forget_void(self, call: str) -> None:
+        """The user's loop is done with a void lane."""
+        self.check_void(call)
+        self._void = False

@@ -1,0 +1,138 @@
+"""Requests: what a script or the controller asks for once, the vote carries, and all carry out at the same boundary.
+
+One caller is enough, through any change of the world: a request stays with its caller until it was carried out. At the
+last step every worker asks for the fingerprint by itself, so that each can give the digests.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import structlog
+import torch
+from shoal_protos.errors import JobFailed, UserError
+from shoal_protos.messages import Result
+
+from shoal.exchange.group import Group
+from shoal.exchange.letters import Letter, as_bytes_tensor, read_letter
+from shoal.exchange.routes import STARTED
+from shoal.exchange.vote import TEXT_BYTES, Record, Wish
+from shoal.export import export
+from shoal.fingerprint import fingerprint
+from shoal.optim.hyper import first_difference, hyper_parameters
+from shoal.state import frozen_parameters
+
+if TYPE_CHECKING:
+    from shoal.engine import Engine
+
+log = structlog.get_logger("shoal")
+
+
+class Requests:
+    """This worker's own wishes, and how any is carried out."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._mine: list[Wish] = []
+        self._digest: tuple[int, str] | None = None
+        self._failure: UserError | None = None
+
+    def ask(self, wish: Wish) -> str | None:
+        """In the loop returns at once; after it blocks until carried out. A fingerprint's digest is returned then."""
+        engine = self._engine
+        if engine.ended:
+            raise UserError(f"engine.{wish.kind} was called after the script's end.")
+        if engine.world is None and not engine.over:
+            raise UserError(f"engine.{wish.kind} was called before the loop; ask in the loop or after it.")
+        self.add(wish)
+        if not engine.over:
+            return None
+        while wish in self._mine:
+            engine.guarded_vote()
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+        return self._digest[1] if wish.kind == "fingerprint" and self._digest else None
+
+    def add(self, wish: Wish) -> None:
+        if wish not in self._mine:
+            self._mine.append(wish)
+
+    def wishes(self) -> tuple[Wish, ...]:
+        """What this worker brings into its next vote."""
+        if self._engine.over and not self._engine.done:
+            self.add(Wish("fingerprint"))
+        return tuple(self._mine)
+
+    def heed_stop(self, record: Record) -> None:
+        """A voted stop is part of the commit: whoever rolls forward with the record heeds it too."""
+        if any(wish.kind == "stop" for wish in record.wishes):
+            self._engine.state.last_step = min(self._engine.state.last_step, record.step)
+
+    def carry_out(self, wishes: tuple[Wish, ...]) -> None:
+        """Every member calls it with the same wishes at the same boundary. Raises `WorldChanged`; then they stay."""
+        for wish in wishes:
+            match wish.kind:
+                case "fingerprint":
+                    self._fingerprint()
+                case "export":
+                    self._export(Path(wish.detail))
+                case "frozen":
+                    self._frozen(wish)
+            if wish in self._mine:
+                self._mine.remove(wish)
+
+    def _fingerprint(self) -> None:
+        engine = self._engine
+        assert engine.world is not None
+        self._digest = (engine.state.step, fingerprint(engine.state, engine.world))
+        if engine.over and not engine.done:
+            engine.done = True
+            engine.link.result(Result(engine.state.step, self._digest[1], engine.loss))
+
+    def _export(self, path: Path) -> None:
+        if self._engine.rank != 0:
+            return
+        try:
+            export(self._engine.module, path)
+        except UserError as error:
+            log.error("export_failed", path=str(path), reason=str(error))
+            self._failure = error
+
+    def _frozen(self, wish: Wish) -> None:
+        """The builder sends its frozen parameters to a newcomer whose own differ."""
+        world = self._engine.world
+        assert world is not None
+        named = frozen_parameters(self._engine.module)
+        if world.rank == world.plan.builder:
+            content = b"".join(p.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for p in named.values())
+            Letter(world.group, wish.rank, STARTED, content).wait()
+        elif world.rank == wish.rank:
+            content = read_letter(world.group, world.plan.builder, STARTED)
+            at = 0
+            for parameter in named.values():
+                size = parameter.numel() * parameter.element_size()
+                flat = as_bytes_tensor(content[at : at + size]).view(parameter.dtype)
+                parameter.copy_(flat.view(parameter.shape))
+                at += size
+            self._engine.resize.frozen_in_place = True
+            if self._engine.state.current:
+                self._engine.state.current = self._engine.state.everything
+
+
+def refuse_other_hyper_parameters(group: Group, record: Record, optimizer: torch.optim.Optimizer) -> None:
+    """Raises `JobFailed` naming group and key where members' hyper-parameters differ; all see it in the same vote."""
+    if len(set(record.hypers)) <= 1:
+        return
+    row = torch.zeros(4 * TEXT_BYTES, dtype=torch.uint8)
+    text = as_bytes_tensor(json.dumps(hyper_parameters(optimizer), default=repr).encode()[: row.numel()])
+    row[: text.numel()] = text
+    rows = [bytes(one.numpy().tobytes()).rstrip(b"\0") for one in group.all_gather(row)]
+    rank = next(r for r, hyper in enumerate(record.hypers) if hyper != record.hypers[0])
+    difference = first_difference(json.loads(rows[rank]), json.loads(rows[0]))
+    raise JobFailed(
+        f"the hyper-parameters of rank {rank} differ from rank 0's at step {record.step}: {difference}. "
+        "Set them by the scheduler or by what all workers know alike, such as engine.global_step."
+    )

@@ -1,0 +1,28 @@
+"""A world as one member sees it. Frozen: it is replaced whole when a generation begins."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shoal_protos.plan import Plan
+from shoal_protos.runs import Runs
+
+from shoal.exchange.group import Group
+from shoal.exchange.routes import Routes
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    plan: Plan
+    rank: int
+    group: Group
+    routes: Routes
+
+    @property
+    def lanes(self) -> tuple[int, ...]:
+        """The lanes that this member trains; empty for a standby, and while no steps run."""
+        return self.plan.shares[self.rank].lanes if self.plan.steps else ()
+
+    def replays(self, boundaries: int) -> Runs:
+        """The blocks that this member updates itself at the next vote."""
+        return self.routes.replays(boundaries)[self.rank]
