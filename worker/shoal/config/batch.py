@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shoal.config.document import MOST_LANES
 from shoal_protos.errors import UserError
+
+from shoal.config.document import MOST_LANES
 
 BATCH = "train_batch_size"
 MICRO = "train_micro_batch_size_per_gpu"
@@ -72,7 +73,7 @@ def _too_few(given: Sizes) -> str:
     known = [f"`{name}` {value}" for name, value in names.items() if value is not None]
     return (
         f"two of `{BATCH}`, `{MICRO}` and `{LANES}` are needed to tell the third; "
-        f"given {'is ' + known[0] + ' only' if known else 'is none of them'}."
+        f"{'only ' + known[0] if known else 'none of them'} is given."
     )
 
 

@@ -21,16 +21,19 @@ class Allowed:
 
 
 Auto = Literal["auto"]
-CountOrAuto = Annotated[Annotated[int, Field(ge=1)] | Auto | None, Allowed('is a whole number from 1 up, or "auto"')]
-Count = Annotated[Annotated[int, Field(ge=1)] | None, Allowed("is a whole number from 1 up")]
-Natural = Annotated[int, Field(ge=0), Allowed("is a whole number from 0 up")]
-Switch = Annotated[bool, Allowed("are true and false")]
-Name = Annotated[str, Field(min_length=1), Allowed("is a name in quotes")]
-Parameters = Annotated[dict[str, Any], Allowed("is a section of parameters")]
-
+MOST = 10**15
+"""Counts and byte sizes stay far within 64 bits, whatever they are multiplied by on the way."""
 MOST_LANES = 65_536
 MOST_MIRRORS = 1_000
 MOST_THREADS = 1_024
+
+Positive = Annotated[int, Field(ge=1, le=MOST)]
+CountOrAuto = Annotated[Positive | Auto | None, Allowed('is a whole number from 1 to 10^15, or "auto"')]
+Count = Annotated[Positive | None, Allowed("is a whole number from 1 to 10^15")]
+Natural = Annotated[int, Field(ge=0, le=MOST), Allowed("is a whole number from 0 to 10^15")]
+Switch = Annotated[bool, Allowed("are true and false")]
+Name = Annotated[str, Field(min_length=1), Allowed("is a name in quotes")]
+Parameters = Annotated[dict[str, Any], Allowed("is a section of parameters")]
 
 
 class Section(BaseModel):
@@ -80,12 +83,12 @@ class Checkpoint(Section):
     """Optimizer steps between two checkpoints. None: not by steps."""
     every_minutes: Annotated[Annotated[float, Field(gt=0)] | None, Allowed("is a number of minutes above 0")] = None
     """Minutes between two checkpoints. None: not by time."""
-    keep: Annotated[int, Field(ge=1), Allowed("is a whole number from 1 up")] = 3
+    keep: Annotated[Positive, Allowed("is a whole number from 1 to 10^15")] = 3
     """How many of the newest checkpoints are kept."""
     keep_every: Count = None
     """Checkpoints of every so many steps are kept for good. None: none are."""
     resume: Annotated[
-        Annotated[int, Field(ge=0)] | str | Literal[False],
+        Annotated[int, Field(ge=0, le=MOST)] | str | Literal[False],
         Allowed('are "latest", a step, a path in quotes, and false'),
     ] = "latest"
     """Where to go on from: the newest checkpoint when there is one, a step, a path, or false for a fresh start."""

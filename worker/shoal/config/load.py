@@ -13,12 +13,13 @@ from typing import Any, NoReturn, TypeVar
 
 import structlog
 from pydantic import ValidationError
+from shoal_protos.errors import UserError
+
 from shoal.config.batch import Sizes, per_lane, settle
 from shoal.config.deepspeed import NOT_BUILT, WITHOUT_MEANING, sections
 from shoal.config.document import Document, Optimizer, Scheduler
-from shoal.config.sentences import not_built, sentence_of, unknown_key, wrong_value
+from shoal.config.sentences import not_built, sentence_of, shown, unknown_key, wrong_value
 from shoal.config.training import TrainingConfig
-from shoal_protos.errors import UserError
 
 LARGEST_FILE = 1 << 20
 BUILT_STAGES = (0, 1)
@@ -28,7 +29,7 @@ log = structlog.get_logger("shoal.config")
 
 def load_config(source: str | Path | Mapping[str, Any]) -> TrainingConfig:
     """Read, check and settle a configuration. Raises `UserError` with one sentence."""
-    given = dict(source) if isinstance(source, Mapping) else _read(Path(source))
+    given = _parsed(_written(source), "") if isinstance(source, Mapping) else _parsed(_read(Path(source)), f" {source}")
     kept, ignored = sift(given)
     try:
         document = Document.model_validate(kept)
@@ -39,25 +40,38 @@ def load_config(source: str | Path | Mapping[str, Any]) -> TrainingConfig:
     return _settled(document)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _written(source: Mapping[str, Any]) -> str:
+    """A dict as the file that it could be, so that both get the same checks."""
+    try:
+        return json.dumps(dict(source))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UserError(f"the config is not JSON: {error}.") from None
+
+
+def _read(path: Path) -> str:
     try:
         if path.stat().st_size > LARGEST_FILE:
             raise UserError(f"config {path} is larger than {LARGEST_FILE} bytes; it is no configuration.")
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"config {path} cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError:
         raise UserError(f"config {path} is not text in UTF-8.") from None
+
+
+def _parsed(text: str, name: str) -> dict[str, Any]:
     try:
         given = json.loads(text, object_pairs_hook=_no_doubles, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
         raise UserError(
-            f"config {path} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}."
+            f"config{name} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}."
         ) from None
+    except ValueError:
+        raise UserError(f"config{name} holds a number of thousands of digits.") from None
     except RecursionError:
-        raise UserError(f"config {path} is nested too deeply.") from None
+        raise UserError(f"config{name} is nested too deeply.") from None
     if not isinstance(given, dict):
-        raise UserError(f"config {path} holds {type(given).__name__}; a section {{…}} is expected.")
+        raise UserError(f"config{name} holds no section {{…}} but {shown(given)}.")
     return given
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
+
 from shoal.config.deepspeed import NOT_BUILT, WITHOUT_MEANING
 from shoal.config.document import Allowed, Document, Section
 

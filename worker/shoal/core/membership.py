@@ -152,10 +152,13 @@ class Membership:
 
     def begin(self, plan: Plan) -> None:
         """The world of `plan` begins here: after a hand-out, on OPEN, or on a newcomer's first message."""
-        self.generation = plan.generation
         self.promised = max(self.promised, plan.generation)
-        self.plan = plan
-        self.point = Point.TRAINING if self._rank_in(plan) is not None else Point.LEFT
+        if self._rank_in(plan) is None:
+            self.point = Point.LEFT  # `generation` stays: it says which world its blocks are of
+        else:
+            self.generation = plan.generation
+            self.plan = plan
+            self.point = Point.TRAINING
         self._forget()
 
     @property

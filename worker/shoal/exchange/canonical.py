@@ -12,12 +12,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
+
 from shoal.core.tree import fold
 from shoal.exchange.group import Group, Work
 from shoal.exchange.parcels import Arrival, pack, size_of
 from shoal.exchange.routes import MIRRORED, PARTIALS, Routes
 from shoal.zero.lane_sums import LaneSums
-from torch import Tensor
 
 AHEAD = 2
 """Buckets for which receives are posted beyond the one that is being finished."""

@@ -8,12 +8,13 @@ is self-describing (safetensors), because an optimizer makes its state when it f
 from __future__ import annotations
 
 from safetensors.torch import load, save
+from shoal_protos.plan import Fill
+from shoal_protos.runs import Runs, Span
+
 from shoal.exchange.group import Group
 from shoal.exchange.letters import Letter, read_letter
 from shoal.exchange.routes import FILLED
 from shoal.zero.held import HeldBlocks, State
-from shoal_protos.plan import Fill
-from shoal_protos.runs import Runs, Span
 
 
 def send_slice(group: Group, held: HeldBlocks, fills: tuple[Fill, ...]) -> list[Letter]:

@@ -1,7 +1,8 @@
 """The process group of one generation: sends, receives, one small all-gather, and `abort()`.
 
 The engine waits plainly and reads as if nothing could fail; `abort()`, called from the session's thread, makes every
-operation of the group fail at once on the training thread. Knows nothing of plans.
+operation of the group fail at once on the training thread. Knows nothing of plans. `gloo.py` is a group over gloo,
+`solo.py` the group of a world of one; another transport (NCCL) would stand behind the same class.
 """
 
 from __future__ import annotations
@@ -9,6 +10,9 @@ from __future__ import annotations
 from typing import Protocol
 
 from torch import Tensor
+
+RESERVED_TAGS = 1 << 20
+"""Tags from here on belong to the group itself."""
 
 
 class WorldChanged(Exception):

@@ -7,8 +7,9 @@ session's builder thread, the others by the training thread.
 from __future__ import annotations
 
 import torch
-from shoal.exchange.group import Group, Work
 from torch import Tensor
+
+from shoal.exchange.group import Group, Work
 
 
 def as_bytes_tensor(content: bytes) -> Tensor:

@@ -7,11 +7,12 @@ owns; the vote carries them and finishes the tree.
 from __future__ import annotations
 
 import torch
+from shoal_protos.runs import Runs
+from torch import Tensor
+
 from shoal.core.layout import Layout
 from shoal.core.tree import subtrees
 from shoal.zero.flat import Flats
-from shoal_protos.runs import Runs
-from torch import Tensor
 
 ROW = 4_096
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from shoal.exchange.group import Group, Work
 from shoal_protos.runs import Span
 from torch import Tensor
+
+from shoal.exchange.group import Group, Work
 
 
 def size_of(ranges: Sequence[Span]) -> int:

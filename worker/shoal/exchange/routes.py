@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from functools import cached_property, lru_cache
 
-from shoal.core.layout import Layout
-from shoal.core.tree import subtrees
 from shoal_protos.plan import Plan
 from shoal_protos.runs import Runs, Span
+
+from shoal.core.layout import Layout
+from shoal.core.tree import subtrees
 
 Ranges = tuple[tuple[Span, ...], ...]
 """By bucket: element ranges."""

@@ -13,12 +13,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 import torch
+from shoal_protos.errors import UserError
+from torch import Tensor
+
 from shoal.core.tree import fold_numbers
 from shoal.exchange.group import Group
 from shoal.exchange.letters import as_bytes_tensor
 from shoal.exchange.routes import Routes
-from shoal_protos.errors import UserError
-from torch import Tensor
 
 TEXT_BYTES = 4_096
 """The JSON part of a row."""

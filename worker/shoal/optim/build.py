@@ -13,16 +13,17 @@ from typing import Any, TypeVar
 
 import torch
 from pydantic import ValidationError
+from shoal_protos.errors import UserError
+from torch import nn
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
+
 from shoal.config.document import Optimizer as OptimizerSection
 from shoal.config.document import Scheduler as SchedulerSection
 from shoal.config.sentences import sentence_of, shown
 from shoal.optim.elementwise import ELEMENTWISE, NOT_ELEMENTWISE, names
 from shoal.optim.scheduler import Schedule
 from shoal.optim.schedules import FORMULAS
-from shoal_protos.errors import UserError
-from torch import nn
-from torch.optim import Optimizer, lr_scheduler
-from torch.optim.lr_scheduler import LRScheduler
 
 Made = TypeVar("Made")
 OPTIMIZERS = {kind.__name__.lower(): kind for kind in ELEMENTWISE}
@@ -133,4 +134,4 @@ def _made(section: str, kind: Callable[..., Made], over: Any, given: Mapping[str
     try:
         return kind(over, **given)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"`{section}.params` do not fit {kind.__name__}: {error}.") from error
+        raise UserError(f"`{section}.params` do not fit {kind.__name__}: {str(error).rstrip('.')}.") from error

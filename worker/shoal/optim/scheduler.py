@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from shoal.optim.schedules import Formula
 from shoal_protos.errors import UserError
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+
+from shoal.optim.schedules import Formula
 
 SECOND_BETA = 0.99
 """What DeepSpeed's OneCycle sets the second beta to while it cycles the first."""

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field
+
 from shoal.config.document import Allowed, Section, Switch
 
 Rate = Annotated[

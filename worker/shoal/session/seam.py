@@ -83,6 +83,8 @@ class Link(Protocol):
 
     worker: str
     incarnation: str
+    alone: bool
+    """No controller: a world of one that nobody else will ever join."""
 
     def introduce(self, description: Description, status: Status) -> None:
         """Say hello and wait until welcomed. Raises `UserError` with the controller's sentence when refused."""
@@ -97,6 +99,9 @@ class Link(Protocol):
     def take(self, seconds: float | None = None) -> Item | None:
         """The next item, in the order heard; None when none came in time. With None waits for ever (a wait in a world
         ends only by the controller or by `abort`)."""
+
+    def pause(self, seconds: float) -> None:
+        """Waits between two votes without a step; returns early when an item comes."""
 
     def answer(self, inventory: Inventory) -> None:
         """The answer to the last PREPARE; the link repeats it as often as the controller asks."""

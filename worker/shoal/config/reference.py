@@ -1,0 +1,100 @@
+"""The reference page of the configuration, written from the models: `python -m shoal.config.reference`.
+
+Its output is docs/configuration.md; a test holds the page to it. Nobody imports this module but that test.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+
+from pydantic.fields import FieldInfo
+
+from shoal.config.deepspeed import NOT_BUILT, WITHOUT_MEANING
+from shoal.config.document import Document, Section
+from shoal.config.sentences import allowed_in, model_in
+
+OPENING = """\
+# Configuration
+
+<!-- Written by `python -m shoal.config.reference > docs/configuration.md`; do not edit. -->
+
+`shoal.initialize(config=…)` takes a dict or the path of a JSON file: a DeepSpeed `ds_config.json` with one more
+section, `shoal`. An unknown or impossible key is an error that names it.
+
+`"auto"` is settled from what the file says elsewhere: batch sizes from one another, a scheduler's length from the job's
+last step, its `warmup_max_lr` from the optimizer's rate, an optimizer's other arguments by the class's own defaults.
+Where there is nothing to take a value from (`optimizer.params.lr`, `scheduler.params.warmup_num_steps`) it is an error.
+"""
+NOT_BUILT_OPENING = """\
+
+## Not supported yet
+
+These keys of DeepSpeed are refused unless they have one of the values shown, which leave the feature off. Stages 2
+and 3 of `zero_optimization.stage` and `shoal.checkpoint.path` are refused too.
+
+"""
+IGNORED_OPENING = """\
+
+## Without meaning here
+
+These keys of DeepSpeed may stand in the file; they are left alone, and a log line says so once. A section's name
+covers all that stands in it, `*` what the table above does not name.
+
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    return OPENING + "".join(_section(Document, "")) + _not_built(NOT_BUILT) + _without_meaning(WITHOUT_MEANING)
+
+
+def _section(model: type[Section], name: str) -> Iterator[str]:
+    fields = {key: field for key, field in model.model_fields.items() if model_in(field) is None}
+    heading = f"`{name}`" if name else "Top level"
+    yield f"\n## {heading}\n\n"
+    if name:
+        about = " ".join((model.__doc__ or "").split()).partition(": ")[2]
+        yield f"{about[0].upper()}{about[1:]}\n\n"
+    yield "| key | allowed | default | meaning |\n|---|---|---|---|\n"
+    for key, field in fields.items():
+        dotted = f"{name}.{key}" if name else key
+        meaning = " ".join((field.description or "").split())
+        yield f"| `{dotted}` | {_allowed(field)} | {_default(field)} | {meaning} |\n"
+    for key, field in model.model_fields.items():
+        inner = model_in(field)
+        if inner is not None:
+            yield from _section(inner, f"{name}.{key}" if name else key)
+
+
+def _allowed(field: FieldInfo) -> str:
+    text = allowed_in(field)
+    return text.removeprefix("is ").removeprefix("are ")
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "(required)"
+    return "none" if field.default is None else f"`{json.dumps(field.default)}`"
+
+
+def _not_built(keys: Mapping[str, tuple[object, ...]]) -> str:
+    rows = (f"| `{key}` | {', '.join(f'`{json.dumps(value)}`' for value in keys[key])} |\n" for key in sorted(keys))
+    return NOT_BUILT_OPENING + "| key | off |\n|---|---|\n" + "".join(rows)
+
+
+def _without_meaning(keys: frozenset[str]) -> str:
+    by_section: dict[str, list[str]] = {}
+    for key in sorted(keys):
+        section, _, name = key.rpartition(".")
+        by_section.setdefault(section, []).append(f"`{name}`")
+    rows = (
+        f"| {f'`{section}`' if section else 'top level'} | {', '.join(names)} |\n"
+        for section, names in sorted(by_section.items())
+    )
+    return IGNORED_OPENING + "| section | keys |\n|---|---|\n" + "".join(rows)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

@@ -1,0 +1,57 @@
+"""A meeting: where the members of a generation build their group, and the switch that calls the building off.
+
+Made from a plan by the session, carried out by a `Transport` on a thread of its own. The training thread never waits
+in a meeting, and nobody waits in one for a process that may be dead: `Stop.set` ends every wait at once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shoal_protos.plan import Plan
+
+from shoal.exchange.group import Group
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """One process's view of the building of one group."""
+
+    generation: int
+    rank: int
+    addresses: tuple[str, ...]
+    """By rank: `HOST:PORT` of each member's store; gloo listens on the same host."""
+    builder: int
+    """The rank whose store the group is built over."""
+
+    @classmethod
+    def of(cls, plan: Plan, rank: int) -> Meeting:
+        addresses = tuple(member.address for member in plan.members)
+        return cls(plan.generation, rank, addresses, plan.builder)
+
+    @property
+    def size(self) -> int:
+        return len(self.addresses)
+
+
+class Stop:
+    """Set once, from any thread. `changed` is notified by whoever has news for a waiter."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self._is_set = False
+
+    @property
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        with self.changed:
+            self._is_set = True
+            self.changed.notify_all()
+
+
+Transport = Callable[[Meeting, Stop], Group]
+"""Builds the group of a meeting. Raises `WorldChanged` when stopped, or when a peer or the store is out of reach."""
