@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import getpass
 import os
 import socket
 import tempfile
@@ -25,6 +26,9 @@ THREADS_THAT_STAY = (
 )
 """Beginnings of the names of threads that live as long as the process."""
 
+TASKS_THAT_STAY = ("TestRunner._run_tests_and_fixtures",)
+"""Of anyio's pytest plugin: it runs the test itself."""
+
 FILES_THAT_STAY = {
     ".venv",
     ".hypothesis",
@@ -33,13 +37,11 @@ FILES_THAT_STAY = {
     ".import_linter_cache",
     ".pytest_cache",
     ".git",
+    f"torchinductor_{getpass.getuser()}",
 }
-"""Tools' folders in the working directory."""
+"""Tools' folders in the working directory, and the one that torch makes with a process's first optimizer."""
 
 GRACE_SECONDS = 3.0
-
-exempt_processes: set[int] = set()
-"""Processes of the whole test session (the warm fork server). What they start is not exempt."""
 
 
 def _threads() -> dict[str, str]:
@@ -59,7 +61,7 @@ def _processes() -> dict[str, str]:
                 continue  # the process ended while it was looked at
             parents += map(int, children)
             found |= {f"process {child}": f"process {child} ({_name(child)})" for child in children}
-    return {key: text for key, text in found.items() if int(key.removeprefix("process ")) not in exempt_processes}
+    return found
 
 
 def _name(pid: str) -> str:
@@ -102,7 +104,9 @@ def forgotten_tasks() -> Iterator[list[str]]:
         cancel: Callable[[asyncio.AbstractEventLoop], None] = asyncio.runners._cancel_all_tasks  # type: ignore[attr-defined]
 
         def note_and_cancel(loop: asyncio.AbstractEventLoop) -> None:
-            names.extend(f"task {task.get_name()}: {task.get_coro()}" for task in asyncio.all_tasks(loop))
+            for task in asyncio.all_tasks(loop):
+                if not any(name in str(task.get_coro()) for name in TASKS_THAT_STAY):
+                    names.append(f"task {task.get_name()}: {task.get_coro()}")
             cancel(loop)
 
         patch.setattr(asyncio.runners, "_cancel_all_tasks", note_and_cancel)

@@ -1,0 +1,352 @@
+"""A real controller and real workers for tests, on this machine, in a few tenths of a second.
+
+    with Cluster(workers=3, options={"max_steps": 30}) as cluster:
+        cluster.wait_step(5)
+        cluster.kill("w1")
+        cluster.wait_done()
+        assert cluster.fingerprint == undisturbed({"max_steps": 30})
+
+All processes are forked from a warm one (warm.py). Whoever waits says what for; when that does not come in time, the
+error shows the job, its events and the end of every log. `undisturbed` runs the same options in a world of one without
+a controller, once per session.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+from integration.warm import Warm
+
+Json = dict[str, Any]
+TRAIN = "integration.scripts:train"
+PATIENCE_SECONDS = 40.0
+"""Far above what anything takes on two busy cores; a test that needs it is wrong."""
+OVER = ("succeeded", "failed", "cancelled")
+QUICK = {"heartbeat_seconds": 0.2, "reconnect_seconds": 2.0, "stall_seconds": 30.0}
+"""So that a test sees within moments what takes seconds in earnest."""
+
+_warm: Warm | None = None
+
+
+@contextmanager
+def warmed() -> Iterator[Warm]:
+    """The session's warm process."""
+    global _warm
+    _warm = Warm()
+    try:
+        yield _warm
+    finally:
+        _warm.close()
+        _warm = None
+
+
+def fork(call: str, arguments: Mapping[str, Any], env: Mapping[str, str], log: Path) -> int:
+    assert _warm, "no warm process: cluster tests live in tests/integration"
+    return _warm.fork(call, arguments, env, log)
+
+
+def ended() -> dict[int, int]:
+    """Exit status by pid of every forked process that has ended."""
+    assert _warm
+    return _warm.ended()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def until(what: str, seen: Callable[[], Any], patience: float = PATIENCE_SECONDS) -> Any:
+    """The first true value of `seen`; an AssertionError that says what was waited for when none comes in time."""
+    deadline, pause = time.monotonic() + patience, threading.Event()
+    while not (value := seen()):
+        assert time.monotonic() < deadline, f"waited {patience:.0f} s for {what}"
+        pause.wait(0.01)
+    return value
+
+
+class Cluster:
+    """One controller, one job, its workers. Leaving the `with` ends every process, whatever state they are in."""
+
+    def __init__(
+        self,
+        workers: int = 2,
+        options: Mapping[str, Any] | None = None,
+        script: str = TRAIN,
+        spec: Mapping[str, Any] | None = None,
+        faults: str = "",
+    ) -> None:
+        """`options`: keyword arguments of the script. `spec`: what differs from the defaults in the job's spec.
+
+        `faults`: the value of SHOAL_FAULT for every worker.
+        """
+        self.folder = Path(tempfile.mkdtemp(prefix="cluster-"))
+        self.job_name = "job"
+        self.script = script
+        self.options = dict(options or {})
+        self.faults = faults
+        self.spec = {"job": self.job_name, "launcher": "none", "workers": {"wanted": workers}, **QUICK, **(spec or {})}
+        self.pids: dict[str, int] = {}
+        self._started = workers
+        self._ports = free_port(), free_port()
+        self._lives = 0
+        self._controller = 0
+        self._rest = httpx.Client(base_url=f"http://127.0.0.1:{self._ports[0]}/v1", timeout=10, trust_env=False)
+
+    def __enter__(self) -> Self:
+        try:
+            self.start_controller()
+            self._answer("POST", "/jobs", self.spec)
+            if self.spec["launcher"] == "none":
+                self.add(self._started)
+        except BaseException:
+            self.__exit__(AssertionError)
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
+        if kind is not None:
+            print(self.story())
+        processes = [*self.pids.values(), *self._local_pids(), self._controller]
+        self._rest.close()
+        for pid in filter(None, processes):
+            _signal(pid, signal.SIGKILL, group=True)
+        forked = {*self.pids.values(), self._controller} - {0}
+        until("all processes to end", lambda: forked <= ended().keys())
+        shutil.rmtree(self.folder)
+
+    # ---- processes
+
+    def start_controller(self) -> None:
+        """Start it, or start it again at the same addresses with the same store."""
+        self._lives += 1
+        addresses = {name: f"127.0.0.1:{port}" for name, port in zip(("http", "grpc"), self._ports, strict=True)}
+        arguments = {**addresses, "store": f"embedded:{self.folder / 'store'}"}
+        log = self.folder / f"controller-{self._lives}.log"
+        self._controller = fork("integration.scripts:controller", arguments, {}, log)
+        until("the controller to answer", self._answers)
+
+    def kill_controller(self) -> None:
+        """SIGKILL; returns when it is gone."""
+        _signal(self._controller, signal.SIGKILL)
+        until("the controller to be gone", lambda: self._controller in ended())
+        self._controller = 0
+
+    def add(self, count: int = 1, **options: Any) -> list[str]:
+        """Start more workers with the next free ids; `options` differ from the cluster's for these."""
+        ids = [f"w{len(self.pids) + index}" for index in range(count)]
+        for worker in ids:
+            self.start(worker, **options)
+        return ids
+
+    def start(self, worker: str, **options: Any) -> None:
+        """Start a process with this id (again: a second one, whose log is the same file)."""
+        env = {"SHOAL_CONTROLLER": f"127.0.0.1:{self._ports[1]}", "SHOAL_JOB": self.job_name, "SHOAL_WORKER_ID": worker}
+        if self.faults:
+            env["SHOAL_FAULT"] = self.faults
+        given = {**self.options, **options, "result": str(self.result_file(worker))}
+        self.pids[worker] = fork(self.script, given, env, self.folder / f"{worker}.log")
+
+    def kill(self, *workers: str) -> None:
+        """SIGKILL, all at once."""
+        for worker in workers:
+            _signal(self._pid(worker), signal.SIGKILL)
+
+    def stop(self, *workers: str) -> None:
+        """SIGSTOP: frozen, not dead."""
+        for worker in workers:
+            _signal(self._pid(worker), signal.SIGSTOP)
+
+    def cont(self, *workers: str) -> None:
+        """SIGCONT: thawed."""
+        for worker in workers:
+            _signal(self._pid(worker), signal.SIGCONT)
+
+    def terminate(self, *workers: str) -> None:
+        """SIGTERM, as a preemption notice."""
+        for worker in workers:
+            _signal(self._pid(worker), signal.SIGTERM)
+
+    def exit_code(self, worker: str) -> int | None:
+        """None while it runs; negative: the signal that ended it."""
+        return ended().get(self.pids[worker])
+
+    # ---- the controller's answers
+
+    def job(self) -> Json:
+        return self._answer("GET", f"/jobs/{self.job_name}")
+
+    def workers(self) -> dict[str, Json]:
+        """By id."""
+        listed = self._answer("GET", f"/jobs/{self.job_name}/workers")["workers"]
+        return {worker["worker"]: worker for worker in listed}
+
+    def events(self) -> list[Json]:
+        return list(self._answer("GET", f"/jobs/{self.job_name}/events?after=0")["events"])
+
+    def report(self) -> Json:
+        return self._answer("GET", f"/jobs/{self.job_name}/report")
+
+    def reasons(self) -> list[str]:
+        """Why each world began, in order."""
+        return [world["reason"] for world in self.report()["generations"]]
+
+    @property
+    def fingerprint(self) -> str:
+        """What the job ended with."""
+        return str(self.report()["fingerprint"])
+
+    def result(self, worker: str) -> Json:
+        """What the worker's script wrote at its end."""
+        return dict(json.loads(self.result_file(worker).read_text()))
+
+    def result_file(self, worker: str) -> Path:
+        return self.folder / f"{worker}.result"
+
+    def log(self, worker: str) -> str:
+        return (self.folder / f"{worker}.log").read_text()
+
+    # ---- wishes
+
+    def scale(self, workers: int) -> Json:
+        return self._answer("POST", f"/jobs/{self.job_name}/scale", {"workers": workers})
+
+    def drain(self, worker: str, grace_seconds: float = 30.0) -> Json:
+        path = f"/jobs/{self.job_name}/workers/{worker}/drain"
+        return self._answer("POST", path, {"grace_seconds": grace_seconds})
+
+    def pause(self) -> Json:
+        return self._answer("POST", f"/jobs/{self.job_name}/pause")
+
+    def resume(self) -> Json:
+        return self._answer("POST", f"/jobs/{self.job_name}/resume")
+
+    def cancel(self) -> Json:
+        return self._answer("DELETE", f"/jobs/{self.job_name}")
+
+    # ---- waiting
+
+    def until(self, what: str, seen: Callable[[Json], Any], patience: float = PATIENCE_SECONDS) -> Any:
+        """Until `seen(job)`; fails at once when the job is over and it was not that."""
+
+        def look() -> Any:
+            job = self.job()
+            value = seen(job)
+            assert value or job["phase"] not in OVER, f"job {job['phase']} before {what}: {job['reason']}"
+            return value
+
+        return until(what, look, patience)
+
+    def wait_step(self, step: int) -> None:
+        self.until(f"step {step}", lambda job: job["step"] >= step)
+
+    def wait_phase(self, phase: str) -> None:
+        self.until(f"phase {phase}", lambda job: job["phase"] == phase)
+
+    def wait_generation(self, generation: int) -> None:
+        """Until that generation (or a later one) trains."""
+        self.until(
+            f"generation {generation}", lambda job: job["generation"] >= generation and job["phase"] == "running"
+        )
+
+    def wait_world(self, size: int) -> None:
+        """Until exactly so many members train."""
+        self.until(f"a world of {size}", lambda job: job["workers"]["active"] == size and job["phase"] == "running")
+
+    def wait_state(self, worker: str, *states: str) -> None:
+        self.until(
+            f"{worker} to be {' or '.join(states)}",
+            lambda _: self.workers().get(worker, {"state": "unknown"})["state"] in states,
+        )
+
+    def wait_done(self, patience: float = PATIENCE_SECONDS) -> None:
+        """Until the job has succeeded and every process that is left has ended."""
+        self.until("success", lambda job: job["phase"] == "succeeded", patience)
+
+    def wait_exit(self, worker: str) -> int:
+        """The worker's exit status."""
+        until(f"{worker} to end", lambda: self.exit_code(worker) is not None)
+        return ended()[self.pids[worker]]
+
+    # ---- inside
+
+    def _answer(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Json:
+        answer = self._rest.request(method, path, json=body)
+        assert answer.is_success, f"{method} {path}: {answer.status_code} {answer.text}"
+        return dict(answer.json())
+
+    def _answers(self) -> bool:
+        assert self._controller not in ended(), "the controller ended at its start"
+        try:
+            return self._rest.get("/jobs").is_success
+        except httpx.TransportError:
+            return False
+
+    def _pid(self, worker: str) -> int:
+        return self.pids.get(worker) or int(self.workers()[worker]["pid"])
+
+    def _local_pids(self) -> list[int]:
+        """Processes that the controller's own launcher has started."""
+        if self.spec["launcher"] != "local" or not self._controller:
+            return []
+        try:
+            return [worker["pid"] for worker in self.workers().values() if worker["pid"]]
+        except (AssertionError, httpx.TransportError):
+            return []
+
+    def story(self) -> str:
+        """What happened so far, for a test's failure."""
+        parts = []
+        try:
+            parts += [f"job: {self.job()}", *(str(worker) for worker in self.workers().values())]
+            parts += [f"{event['revision']:4} {event['kind']}: {event['message']}" for event in self.events()[-60:]]
+        except (AssertionError, httpx.TransportError) as error:
+            parts.append(f"the controller does not answer: {error}")
+        logs = [*self.folder.glob("*.log"), *self.folder.glob("store/jobs/*/*.log")]
+        parts += [f"---- {log.name}\n{log.read_text()[-3000:]}" for log in sorted(logs)]
+        return "\n".join(parts)
+
+
+def _signal(pid: int, number: signal.Signals, group: bool = False) -> None:
+    """To a process that may be gone already."""
+    try:
+        (os.killpg if group else os.kill)(pid, number)
+    except ProcessLookupError:
+        return
+
+
+def alone(options: Mapping[str, Any], script: str = TRAIN) -> Json:
+    """What a world of one without a controller ends with: the result that its script writes."""
+    folder = Path(tempfile.mkdtemp(prefix="alone-"))
+    try:
+        log, result = folder / "log", folder / "result"
+        pid = fork(script, {**options, "result": str(result)}, {}, log)
+        until("the undisturbed run to end", lambda: pid in ended())
+        assert ended()[pid] == 0, f"the undisturbed run failed:\n{log.read_text()}"
+        return dict(json.loads(result.read_text()))
+    finally:
+        shutil.rmtree(folder)
+
+
+@cache
+def _undisturbed(options: str, script: str) -> Json:
+    return alone(json.loads(options), script)
+
+
+def undisturbed(options: Mapping[str, Any], script: str = TRAIN) -> str:
+    """The fingerprint of the same options in a world of one, computed once per session."""
+    return str(_undisturbed(json.dumps(options, sort_keys=True), script)["fingerprint"])

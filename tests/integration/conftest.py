@@ -1,0 +1,17 @@
+"""The warm process that all multi-process tests fork from, once per test session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from integration import cluster
+from integration.warm import Warm
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm(temporary: Path) -> Iterator[Warm]:
+    """Started before the first test, so that nobody takes it for something left behind."""
+    with cluster.warmed() as process:
+        yield process

@@ -1,0 +1,120 @@
+"""What forked processes run: a small training script with everything that makes a model hard, and the controller.
+
+`train` is written as a user would write it. The model has an embedding tied with its head, dropout, batch
+normalization (buffers), a frozen parameter and an unused one; AdamW has two groups, and a scheduler. About 20 blocks.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+VOCABULARY, WIDTH, LENGTH = 256, 64, 16
+
+
+class Samples(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Sequences that a small model can learn; the same ones everywhere."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        start = torch.arange(LENGTH + 1) * (index % 7 + 1) + index
+        noise = torch.randint(0, 3, (LENGTH + 1,))  # under the lane's seed
+        tokens = (start + noise) % VOCABULARY
+        return {"tokens": tokens[:-1], "targets": tokens[1:]}
+
+
+class Model(nn.Module):
+    """Tokens to the mean cross entropy of the next ones."""
+
+    def __init__(self, dropout: float, buffers: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.norm = nn.BatchNorm1d(4 * WIDTH) if buffers else nn.LayerNorm(4 * WIDTH)
+        self.dropout = nn.Dropout(dropout)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+        self.frozen = nn.Parameter(torch.randn(WIDTH), requires_grad=False)
+        self.unused = nn.Parameter(torch.randn(WIDTH))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        hidden = self.embedding(tokens) + self.frozen
+        rows = self.norm(torch.relu(self.up(hidden)).flatten(0, 1))
+        hidden = hidden + self.down(self.dropout(rows)).view_as(hidden)
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), targets.flatten())
+
+
+def config(options: dict[str, Any]) -> dict[str, Any]:
+    """The training config that the options ask for."""
+    lanes, micro_batches = options.get("lanes", 8), options.get("micro_batches_per_lane", 1)
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": options.get("gradient_clipping", 1.0),
+        "zero_optimization": {"stage": options.get("stage", 1)},
+        "shoal": {
+            "lanes": lanes,
+            "micro_batches_per_lane": micro_batches,
+            "mirrors": options.get("mirrors", 1),
+            "seed": 11,
+            "max_steps": options.get("max_steps", 20),
+            **options.get("shoal", {}),
+        },
+    }
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    """Two groups, as usual: what decays and what does not."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [parameter for parameter in trained if parameter.ndim > 1], "weight_decay": 0.1},
+        {"params": [parameter for parameter in trained if parameter.ndim == 1], "weight_decay": 0.0, "lr": 3e-3},
+    ]
+    return torch.optim.AdamW(groups, lr=1e-3)
+
+
+def train(result: str, **options: Any) -> None:
+    """Options: max_steps, lanes, stage, mirrors, dropout, buffers, samples, pace (seconds per micro-batch), shoal, …"""
+    import shoal
+
+    torch.manual_seed(options.get("weights_seed", 0))
+    model = Model(options.get("dropout", 0.1), options.get("buffers", True))
+    optimizer = optimizer_of(model)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=50)
+    samples = Samples(options.get("samples", 100))
+    engine = shoal.initialize(
+        model=model, config=config(options), dataset=samples, optimizer=optimizer, scheduler=scheduler
+    )
+    pace, pause = options.get("pace", 0.0), threading.Event()
+    worlds: list[list[int]] = []
+    for batch in engine:
+        if pace:
+            pause.wait(pace)
+        loss = engine.module(**batch)
+        engine.backward(loss)
+        engine.step()
+        if not worlds or worlds[-1][0] != engine.generation:
+            worlds.append([engine.generation, engine.global_step, engine.world_size])
+    ended = {"fingerprint": engine.fingerprint(), "step": engine.global_step, "loss": engine.loss, "worlds": worlds}
+    file = Path(result)
+    file.with_suffix(".new").write_text(json.dumps(ended))
+    file.with_suffix(".new").replace(file)
+
+
+def controller(**flags: str) -> None:
+    """`shoal controller` with these flags."""
+    from shoal_controller.cli.controller import controller as command
+    from shoal_controller.cli.endings import ending
+
+    sys.exit(ending(command, flags))
