@@ -122,16 +122,23 @@ class Client:
     # ---- the one place that speaks HTTP
 
     async def _list(self, path: str, name: str) -> list[Json]:
-        listed: list[Json] = (await self._ask("GET", path))[name]
-        return listed
+        answer = await self._ask("GET", path)
+        if not isinstance(answer.get(name), list):
+            raise self._stranger(f"GET {path}")
+        return list(answer[name])
 
     async def _ask(self, method: str, path: str, body: Json | None = None) -> Json:
         answer = await self._send(self._http.build_request(method, path, json=body))
         try:
-            return dict(answer.json())
-        except ValueError as error:
-            raise Unreachable(f"{self.url} answered {method} {path} with something that is no JSON object; "
-                              "is it a Shoal controller?") from error  # fmt: skip
+            said = answer.json()
+        except ValueError:
+            said = None
+        if not isinstance(said, dict):
+            raise self._stranger(f"{method} {path}")
+        return said
+
+    def _stranger(self, request: str) -> Unreachable:
+        return Unreachable(f"{self.url} answered {request} with something unknown; is it a Shoal controller?")
 
     async def _send(self, request: httpx.Request, stream: bool = False) -> httpx.Response:
         try:

@@ -1,0 +1,289 @@
+"""The `shoal` command from outside: its flags are frozen, it starts quickly, and every refusal is one sentence."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any, ClassVar
+
+import pytest
+import typer
+from shoal_controller.cli import endings, main
+from shoal_controller.cli.endings import ending
+from shoal_controller.cli.progress import Rate
+from shoal_controller.cli.run import name_of, own
+from shoal_controller.cli.submit import read_spec
+from shoal_controller.cli.tables import amount, seconds
+from shoal_protos.errors import JobFailed, UserError
+
+SHOAL = str(Path(sys.executable).with_name("shoal"))
+HEAVY = ("asyncio", "fastapi", "grpc", "httpx", "pydantic", "rich", "torch", "uvicorn", "yaml")
+
+FLAGS = {
+    "demo": "--grpc --http --steps --store --text",
+    "run": "--grpc --http --job --json --max-workers --min-workers --store --workers SCRIPT ARGUMENTS",
+    "controller": "--grpc --http --store",
+    "worker": "--controller --job COMMAND",
+    "submit": "--url FILE",
+    "jobs": "--url",
+    "describe": "--url JOB",
+    "scale": "--url JOB WORKERS",
+    "drain": "--url JOB WORKER",
+    "pause": "--url JOB",
+    "resume": "--url JOB",
+    "events": "--follow --url JOB",
+    "top": "--url",
+}
+"""INTERFACES: people and scripts rely on these."""
+
+
+def shoal(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    given = {key: value for key, value in os.environ.items() if not key.startswith("SHOAL_")} | (env or {})
+    return subprocess.run([SHOAL, *arguments], capture_output=True, text=True, timeout=30, env=given)
+
+
+def test_the_commands_and_their_flags_are_these() -> None:
+    found = {}
+    for name, command in typer.main.get_command(main.app).commands.items():  # type: ignore[attr-defined]
+        options = sorted(parameter.opts[0] for parameter in command.params if parameter.param_type_name == "option")
+        arguments = [p.name.upper() for p in command.params if p.param_type_name == "argument"]
+        found[name] = " ".join([*options, *arguments])
+    assert found == FLAGS
+
+
+def test_nothing_heavy_is_imported_for_help() -> None:
+    code = f"import sys, shoal_controller.cli.main; print([name for name in {HEAVY} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_help_answers_within_a_moment() -> None:
+    fastest = min(duration_of_help() for _ in range(3))
+    assert fastest < 0.4
+
+
+def duration_of_help() -> float:
+    since = time.perf_counter()
+    assert shoal("--help").returncode == 0
+    return time.perf_counter() - since
+
+
+@pytest.mark.parametrize("command", [command for command in FLAGS if "--url" in FLAGS[command]])
+def test_an_unreachable_controller_is_exit_3_and_one_sentence(command: str, tmp_path: Path) -> None:
+    (tmp_path / "job.json").write_text('{"job": "j"}')
+    positional = {"JOB": "j", "WORKERS": "2", "WORKER": "w0", "FILE": str(tmp_path / "job.json")}
+    given = [positional[name] for name in FLAGS[command].split() if name in positional]
+    done = shoal(command, *given, "--url", "http://127.0.0.1:1")
+    assert done.returncode == 3
+    assert done.stdout == ""
+    assert done.stderr.startswith("shoal: no controller answers at http://127.0.0.1:1 (")
+    assert done.stderr.count("\n") == 1
+
+
+class Controller(BaseHTTPRequestHandler):
+    """Answers every request with what the test has put in its place."""
+
+    status, kind, body = 200, "application/json", "{}"
+    heard: ClassVar[list[tuple[str, str, str, str | None]]] = []
+
+    def answer(self) -> None:
+        length = int(self.headers.get("content-length") or 0)
+        said = self.rfile.read(length).decode()
+        self.heard.append((self.command, self.path, said, self.headers.get("authorization")))
+        self.send_response(self.status)
+        self.send_header("content-type", self.kind)
+        self.end_headers()
+        self.wfile.write(self.body.encode())
+
+    do_GET = do_POST = do_DELETE = answer
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Not on standard error."""
+
+
+@pytest.fixture
+def controller() -> Iterator[str]:
+    """The URL of a controller that says what `Controller` is told to."""
+    Controller.status, Controller.kind, Controller.body, Controller.heard = 200, "application/json", "{}", []
+    with HTTPServer(("127.0.0.1", 0), Controller) as server:
+        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, name="a controller")
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+JOB = {
+    "job": "j", "phase": "running", "generation": 3, "workers": {"wanted": 3, "active": 2, "min": 1, "max": None},
+    "lanes": 8, "step": 7, "max_steps": 100, "loss": 1.25, "last_checkpoint_step": None,
+    "reason": "2 workers train [8 lanes]; w3 is starting",
+}  # fmt: skip
+
+
+def test_a_change_shows_the_job_as_the_controller_answered_it(controller: str) -> None:
+    Controller.status, Controller.body = 202, json.dumps(JOB)
+    done = shoal("scale", "j", "3", env={"SHOAL_URL": controller, "SHOAL_TOKEN": "secret"})
+    assert Controller.heard == [("POST", "/v1/jobs/j/scale", '{"workers":3}', "Bearer secret")]
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == [
+        "j running: step 7/100, loss 1.25, generation 3, workers 2 of 3 (1 to lanes), lanes 8",
+        "  2 workers train [8 lanes]; w3 is starting",
+    ]
+
+
+@pytest.mark.parametrize(("status", "code"), [(404, 2), (409, 2), (400, 2), (403, 2), (503, 2), (500, 1)])
+def test_a_refusal_is_the_controllers_own_sentence(controller: str, status: int, code: int) -> None:
+    Controller.status, Controller.kind = status, "application/problem+json"
+    Controller.body = json.dumps({"title": "No", "status": status, "detail": "workers is 9; allowed are 1 to 8."})
+    done = shoal("scale", "j", "9", "--url", controller)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", "shoal: workers is 9; allowed are 1 to 8.\n")
+
+
+@pytest.mark.parametrize(("status", "body"), [(200, "<html>"), (404, "<html>"), (500, "[]"), (200, "[1]")])
+def test_something_else_at_the_address_is_exit_3(controller: str, status: int, body: str) -> None:
+    Controller.status, Controller.body = status, body
+    done = shoal("jobs", "--url", controller)
+    assert done.returncode == 3
+    assert done.stderr.endswith("is it a Shoal controller?\n")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["jobs", "--url", "nonsense"], "the controller's URL is 'nonsense'; expected something like http://127."),
+        (
+            ["worker", "--controller", "nonsense", "--job", "j", "true"],
+            "--controller is 'nonsense'; expected",
+        ),
+        (["worker", "--controller", "a:1", "--job", "j", "no-such-program"], "there is no program 'no-such-program'"),
+        (["submit", __file__], "cannot be read as a job spec"),
+    ],
+)
+def test_wrong_use_is_exit_2_and_one_sentence(arguments: list[str], sentence: str) -> None:
+    done = shoal(*arguments)
+    assert done.returncode == 2
+    assert sentence in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_flag_that_is_missing_or_unknown_is_exit_2() -> None:
+    assert shoal("scale", "j").returncode == 2
+    assert shoal("jobs", "--colour").returncode == 2
+    assert shoal("run", "no-such-script.py").returncode == 2
+    assert shoal("no-such-command").returncode == 2
+
+
+def test_a_worker_becomes_the_command_with_its_environment_set() -> None:
+    script = "import os; print(os.getpid(), os.environ['SHOAL_CONTROLLER'], os.environ['SHOAL_JOB'])"
+    command = [SHOAL, "worker", "--controller", "h:1", "--job", "j", "--", sys.executable, "-c", script]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        said, _ = process.communicate(timeout=30)
+    assert said == f"{process.pid} h:1 j\n"
+
+
+def test_windows_is_refused_in_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "shoal: Shoal runs on Linux, and on macOS in a world of one; not on Windows.\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (KeyboardInterrupt(), 130),
+        (UserError("a sentence"), 2),
+        (JobFailed("a sentence"), 1),
+        (endings.Unreachable("a sentence"), 3),
+        (ModuleNotFoundError(name="fastapi.routing"), 2),
+    ],
+)
+def test_every_end_has_its_exit_code(error: BaseException, code: int) -> None:
+    def command() -> None:
+        raise error
+
+    async def same() -> None:
+        raise error
+
+    assert ending(command, {}) == code
+    assert ending(same, {}) == code
+
+
+def test_a_missing_extra_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert endings.missing(ModuleNotFoundError(name="torch")).endswith("not installed: install shoal[worker]")
+    assert endings.missing(ModuleNotFoundError(name="uvicorn.config")).endswith("install shoal[controller]")
+    with pytest.raises(ModuleNotFoundError):
+        endings.missing(ModuleNotFoundError(name="shoal_controller.typo"))
+
+
+def test_every_module_of_an_extra_is_known_by_its_import_name() -> None:
+    import tomllib
+
+    extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    imported = {"pyyaml": "yaml"}
+    for extra in ("worker", "controller"):
+        names = {requirement.partition(">")[0].replace("-", "_") for requirement in extras[extra]}
+        assert {imported.get(name, name) for name in names} == endings.EXTRAS[f"shoal[{extra}]"]
+
+
+def test_commands_that_talk_to_a_controller_are_coroutines_and_no_thread_is_needed() -> None:
+    plain = [command.__name__ for command in main.COMMANDS if not inspect.iscoroutinefunction(command)]
+    assert plain == ["worker"]
+
+
+@pytest.mark.parametrize("text", ['{"job": "j", "workers": {"wanted": 2}}', "job: j\nworkers:\n  wanted: 2\n"])
+def test_a_job_spec_is_read_from_json_and_yaml(text: str, tmp_path: Path) -> None:
+    file = tmp_path / ("job.json" if text.startswith("{") else "job.yaml")
+    file.write_text(text)
+    assert read_spec(file) == {"job": "j", "workers": {"wanted": 2}}
+
+
+@pytest.mark.parametrize("text", ["[1]", "", "a: b: c", "\x00"])
+def test_a_file_that_is_no_job_spec_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(text)
+    with pytest.raises(UserError, match="job spec"):
+        read_spec(tmp_path / "job.yaml")
+
+
+def test_a_job_is_named_after_its_script() -> None:
+    assert [name_of(Path(name)) for name in ("train.py", "a/Train_GPT 2.py", "__.py")] == [
+        "train",
+        "train-gpt-2",
+        "job",
+    ]
+
+
+def test_the_scripts_arguments_may_follow_two_dashes() -> None:
+    assert own(["--", "--lr", "1"]) == own(["--lr", "1"]) == ["--lr", "1"]
+    assert own(["a", "--", "b"]) == ["a", "--", "b"]
+
+
+def test_a_rate_is_the_growth_over_the_last_seconds() -> None:
+    rate = Rate()
+    assert rate.per_second is None
+    for second in range(20):
+        rate.see(count=second * (10 if second < 10 else 30), now=float(second))
+    assert rate.per_second == 30.0
+    rate.see(count=0, now=20.0)
+    assert rate.per_second is None
+
+
+def test_figures_are_written_for_people() -> None:
+    assert [amount(size) for size in (0, 999, 1000, 1_234_567, 10**12, 10**15)] == [
+        "0 B", "999 B", "1.0 kB", "1.2 MB", "1.0 TB", "1000.0 TB",
+    ]  # fmt: skip
+    assert [seconds(value) for value in (None, 0.0034, 0.25, 1.5)] == ["–", "3 ms", "250 ms", "1.50 s"]
