@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from safetensors.torch import load, save
 from shoal_protos.plan import Fill
-from shoal_protos.runs import Runs, Span
+from shoal_protos.runs import Span
 
 from shoal.exchange.group import Group
 from shoal.exchange.letters import Letter, read_letter
@@ -22,7 +22,7 @@ def send_slice(group: Group, held: HeldBlocks, fills: tuple[Fill, ...]) -> list[
     letters = []
     for fill in fills:
         if fill.source == group.rank:
-            letters.append(Letter(group, fill.target, FILLED, _written(held.states(fill.blocks))))
+            letters.append(Letter(group, fill.target, FILLED, write_states(held.states(fill.blocks))))
     return letters
 
 
@@ -32,24 +32,20 @@ def receive_slice(group: Group, held: HeldBlocks, fills: tuple[Fill, ...]) -> in
     for fill in fills:
         if fill.target == group.rank:
             content = read_letter(group, fill.source, FILLED)
-            _hold(held, fill.blocks, _read(content))
+            held.take(read_states(content))
             taken += len(content)
     return taken
 
 
-def _hold(held: HeldBlocks, blocks: Runs, states: dict[Span, State]) -> None:
-    for span, state in states.items():
-        held.hold(Runs((span,)), {span: state} if state else {span: {}})
-    assert blocks <= held.runs, f"a fill brought {Runs(states)}, expected {blocks}"
-
-
-def _written(states: dict[Span, State]) -> bytes:
+def write_states(states: dict[Span, State]) -> bytes:
+    """The state of some runs of blocks as a letter's content."""
     tensors = {f"{a}:{b}/{key}": value.contiguous() for (a, b), state in states.items() for key, value in state.items()}
     spans = ",".join(f"{a}:{b}" for a, b in states)
     return bytes(save(tensors, {"spans": spans}) if tensors else spans.encode())
 
 
-def _read(content: bytes) -> dict[Span, State]:
+def read_states(content: bytes) -> dict[Span, State]:
+    """The inverse of `write_states`."""
     if not content.startswith(b"{", 8):
         return {_span(text): {} for text in content.decode().split(",")}
     states: dict[Span, State] = {}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,7 +33,6 @@ class Segment:
     bucket: int
     elements: Span
     parameter: Tensor
-    state: dict[str, Any] = field(default_factory=dict)
 
 
 def twin_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -84,17 +83,24 @@ class HeldBlocks:
             for start, stop in spans
         ]
 
-    def hold(self, runs: Runs, states: dict[Span, State] | None = None) -> None:
-        """Begins to hold blocks: without `states` in the state of step 0, else with the received one of each piece."""
-        for bucket, blocks, (start, stop) in self._pieces(runs):
-            parameter = self._parameters[bucket][start:stop]
-            segment = Segment(blocks, bucket, (start, stop), parameter)
-            self._segments.append(segment)
-            given = self._initial(bucket, (start, stop)) if states is None else states[blocks]
-            if given:
-                self._twin.state[parameter].update(given)
-        self._segments.sort(key=lambda segment: segment.blocks)
+    def hold(self, runs: Runs) -> None:
+        """Begins to hold blocks in the state of step 0."""
+        for bucket, blocks, elements in self._pieces(runs):
+            self._add(bucket, blocks, elements, self._initial(bucket, elements))
         self._regroup()
+
+    def take(self, states: Mapping[Span, State]) -> None:
+        """Begins to hold blocks in the state that another holder had: each span within one bucket."""
+        for span, state in states.items():
+            for bucket, blocks, elements in self._pieces(Runs((span,))):
+                self._add(bucket, blocks, elements, state)
+        self._regroup()
+
+    def _add(self, bucket: int, blocks: Span, elements: Span, state: State) -> None:
+        parameter = self._parameters[bucket][slice(*elements)]
+        self._segments.append(Segment(blocks, bucket, elements, parameter))
+        if state:
+            self._twin.state[parameter].update(state)
 
     def _initial(self, bucket: int, elements: Span) -> State:
         """The state at step 0 that the user's object has already (Adagrad makes it when constructed; a loaded one)."""
@@ -140,6 +146,7 @@ class HeldBlocks:
         return part
 
     def _regroup(self) -> None:
+        self._segments.sort(key=lambda segment: segment.blocks)
         for index, group in enumerate(self._twin.param_groups):
             group["params"] = [s.parameter for s in self._segments if self._layout.buckets[s.bucket].group == index]
 
