@@ -1,0 +1,195 @@
+"""The local launcher: workers as processes of this machine.
+
+Each runs in a session of its own and writes to `FOLDER/jobs/JOB/WORKER.log`, never to a pipe, so that it lives on when
+the controller dies; the next controller adopts it. The shell calls `spawn`, `kill` and `adopt`; ends are reported by
+`submit`, as soon as the kernel tells them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import structlog
+from shoal_protos.errors import ShoalError, StoreError, UserError
+from shoal_protos.plan import WorkerId
+
+from shoal_controller.core.events import Exited, Spawned
+from shoal_controller.core.spec import JobSpec
+from shoal_controller.launchers.page import Page, Pages, boot_id
+from shoal_controller.launchers.process import Process
+from shoal_controller.tasks import end_task, guarded
+
+REPORT_SECONDS = 5.0
+"""How long the jobs may take to hear of an end when the launcher closes. What they do not hear stays on its page."""
+
+log = structlog.get_logger("shoal.launcher")
+
+Submit = Callable[[str, Exited], Awaitable[None]]
+Name = tuple[str, WorkerId]
+"""Job and worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What every worker of this controller is told."""
+
+    controller: str
+    """`HOST:PORT` of the gRPC side, as a worker reaches it."""
+    token: str | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """The controller's own, which workers inherit."""
+
+    def of(self, worker: WorkerId, spec: JobSpec) -> dict[str, str]:
+        """The environment of one worker. The spec's goes before the controller's, who it is before both."""
+        defaults = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        identity = {"SHOAL_CONTROLLER": self.controller, "SHOAL_JOB": spec.job, "SHOAL_WORKER_ID": worker}
+        token = {} if self.token is None else {"SHOAL_TOKEN": self.token}
+        return {**defaults, **self.environment, **spec.env, **identity, **token}
+
+
+class LocalLauncher:
+    """See the module's text. All calls come from one event loop."""
+
+    def __init__(self, folder: Path, surroundings: Surroundings, submit: Submit) -> None:
+        self._folder = folder
+        self._surroundings = surroundings
+        self._submit = submit
+        self._watched: dict[Name, tuple[Process, Page]] = {}
+        self._reports: set[asyncio.Task[None]] = set()
+        self._adopted: set[str] = set()
+        self._boot = boot_id()
+
+    # ---- what the shell asks
+
+    async def spawn(self, worker: WorkerId, spec: JobSpec) -> Spawned:
+        """Start a process for this worker. A `ShoalError` says why it could not be started."""
+        pages = self._pages(spec.job)
+        if not spec.command:
+            raise UserError(f"job {spec.job} has launcher local and no command; give it one to start workers with")
+        try:
+            process, page = self._start(worker, spec, pages)
+        except (OSError, ValueError) as error:
+            raise UserError(f"worker {worker} could not be started with {spec.command[0]!r}: {error}") from error
+        self._watch(spec.job, process, page)
+        return Spawned(worker, process.pid, process.started_at, str(pages.log(worker)))
+
+    async def kill(self, worker: WorkerId, spec: JobSpec) -> None:
+        """End the worker's process and its group at once; one that is gone already is no error."""
+        if found := self._watched.get((spec.job, worker)):
+            found[0].kill()
+
+    async def adopt(self, spec: JobSpec) -> Sequence[Spawned | Exited]:
+        """What became of the processes that an earlier controller started for this job: one event for each.
+
+        Asked again in one controller's life, the job is a new run of that name: what the old run left is ended.
+        """
+        pages = self._pages(spec.job)
+        if spec.job in self._adopted:
+            self._clear(spec.job, pages)
+            return ()
+        self._adopted.add(spec.job)
+        return [self._found(spec.job, pages, page) for page in pages]
+
+    async def close(self) -> None:
+        """Let go of everything of this controller's; the workers live on."""
+        if self._reports:
+            await asyncio.wait(self._reports, timeout=REPORT_SECONDS)
+        await asyncio.gather(*map(end_task, self._reports))
+        for name in list(self._watched):
+            process, _ = self._forget(name)
+            process.release()
+
+    # ---- inside
+
+    def _pages(self, job: str) -> Pages:
+        return Pages(self._folder / "jobs" / job)
+
+    def _start(self, worker: WorkerId, spec: JobSpec, pages: Pages) -> tuple[Process, Page]:
+        pages.folder.mkdir(parents=True, exist_ok=True)
+        output = pages.log(worker)
+        offset = output.stat().st_size if output.exists() else 0
+        process = Process.start(spec.command, self._surroundings.of(worker, spec), output)
+        page = Page(worker, process.pid, process.started_at, self._boot, offset)
+        try:
+            pages.write(page)
+        except OSError:
+            process.kill()
+            process.end()
+            raise
+        return process, page
+
+    def _found(self, job: str, pages: Pages, page: Page) -> Spawned | Exited:
+        """One process of an earlier life: watched from now on, or what is known of its end."""
+        alive = None if page.ended or page.boot != self._boot else Process.find(page.pid, page.started_at)
+        if alive is None:
+            pages.remove(page.worker)
+            return self._exited(pages, page.end(page.code))
+        self._watch(job, alive, page)
+        return Spawned(page.worker, page.pid, page.started_at, str(pages.log(page.worker)))
+
+    def _clear(self, job: str, pages: Pages) -> None:
+        """End what an earlier run of this name left, and report none of it."""
+        for name in [name for name in self._watched if name[0] == job]:
+            process, _ = self._forget(name)
+            process.kill()
+            process.end()
+        for page in pages:
+            pages.remove(page.worker)
+
+    def _watch(self, job: str, process: Process, page: Page) -> None:
+        name = (job, page.worker)
+        assert name not in self._watched, f"two processes for {name}: ids of workers are never used twice"
+        self._watched[name] = (process, page)
+        asyncio.get_running_loop().add_reader(process.descriptor, partial(self._end, name))
+
+    def _forget(self, name: Name) -> tuple[Process, Page]:
+        process, page = self._watched.pop(name)
+        asyncio.get_running_loop().remove_reader(process.descriptor)
+        return process, page
+
+    def _end(self, name: Name) -> None:
+        """The kernel says that a process has ended."""
+        job, worker = name
+        process, page = self._forget(name)
+        ended = page.end(process.end())
+        report = guarded(f"end of {worker} of {job}", self._report(job, ended), _heard)
+        self._reports.add(report)
+        report.add_done_callback(self._reports.discard)
+
+    async def _report(self, job: str, page: Page) -> None:
+        """Until the job has heard, the page says it: the next controller's job may be the one that hears."""
+        pages = self._pages(job)
+        try:
+            pages.write(page)
+        except OSError as error:
+            log.warning("a worker's page cannot be written", job=job, worker=page.worker, error=str(error))
+        try:
+            await self._submit(job, self._exited(pages, page))
+        except StoreError as error:
+            log.warning("the end of a worker is not reported yet", job=job, worker=page.worker, error=str(error))
+            return
+        except ShoalError as error:
+            log.info("a worker ended that its job does not know", job=job, worker=page.worker, error=str(error))
+        pages.remove(page.worker)
+
+    def _exited(self, pages: Pages, page: Page) -> Exited:
+        return Exited(page.worker, page.code, _why(page), pages.tail(page))
+
+
+def _why(page: Page) -> str:
+    who = f"its process {page.pid}"
+    if page.code is None:
+        return f"{who} ended while no controller watched it, or as an earlier one's; its exit status is not known"
+    if page.code < 0:
+        names = {known.value: known.name for known in signal.Signals}
+        return f"{who} was killed by {names.get(-page.code, f'signal {-page.code}')}"
+    return f"{who} ended with status {page.code}"
+
+
+def _heard(_: BaseException) -> None:
+    """The guard has logged it, and the page still says that the process has ended."""

@@ -1,0 +1,83 @@
+"""A worker's page on disk: `WORKER.json` beside `WORKER.log`, so that a later controller finds its process again.
+
+Written when the process was started and when it has ended, removed when the job has heard of the end. Small and
+replaced whole; a page that cannot be read is as good as none, for its worker says hello itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import structlog
+
+TAIL_LINES = 20
+TAIL_BYTES = 8192
+
+log = structlog.get_logger("shoal.launcher")
+
+
+def boot_id() -> str:
+    """Start times count from the boot, so they mean something only with it."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """What is remembered of one process."""
+
+    worker: str
+    pid: int
+    started_at: float
+    boot: str
+    log_offset: int
+    """Where this process's output begins in the log."""
+    ended: bool = False
+    code: int | None = None
+
+    def end(self, code: int | None) -> Page:
+        return replace(self, ended=True, code=code)
+
+
+class Pages:
+    """The pages and logs of one job."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def log(self, worker: str) -> Path:
+        return self.folder / f"{worker}.log"
+
+    def write(self, page: Page) -> None:
+        """Raises `OSError`."""
+        path = self._path(page.worker)
+        draft = path.with_suffix(".json.new")
+        draft.write_text(json.dumps(asdict(page)))
+        draft.replace(path)
+
+    def remove(self, worker: str) -> None:
+        self._path(worker).unlink(missing_ok=True)
+
+    def __iter__(self) -> Iterator[Page]:
+        for path in sorted(self.folder.glob("*.json")):
+            try:
+                yield Page(**json.loads(path.read_text()))
+            except (OSError, ValueError, TypeError) as error:
+                log.warning("a worker's page cannot be read", path=str(path), error=str(error))
+                path.unlink(missing_ok=True)
+
+    def tail(self, page: Page) -> str:
+        """The last lines that the process wrote."""
+        try:
+            with self.log(page.worker).open("rb") as output:
+                end = output.seek(0, 2)
+                output.seek(max(page.log_offset, end - TAIL_BYTES))
+                lines = output.read().decode(errors="replace").splitlines()
+        except OSError as error:
+            return f"(the log cannot be read: {error})"
+        return "\n".join(lines[-TAIL_LINES:])
+
+    def _path(self, worker: str) -> Path:
+        return self.folder / f"{worker}.json"

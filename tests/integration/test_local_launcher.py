@@ -1,0 +1,309 @@
+"""The local launcher with real processes: what they are given, how their ends are seen, who adopts them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Coroutine
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+from shoal_controller.core.events import Exited, Spawned
+from shoal_controller.core.spec import JobSpec
+from shoal_controller.launchers.local import LocalLauncher, Surroundings
+from shoal_protos.errors import NotFound, StoreError, UserError
+
+SECONDS = 20.0
+"""No wait of a test takes longer."""
+
+SLEEPER = "echo began; exec sleep 600"
+
+
+def spec(script: str, **env: str) -> JobSpec:
+    return JobSpec("demo", wanted=1, launcher="local", command=("/bin/sh", "-c", script), env=env)
+
+
+class Controller:
+    """A launcher, and what its jobs hear of it."""
+
+    def __init__(self, folder: Path, **environment: str) -> None:
+        self.heard: asyncio.Queue[tuple[str, Exited]] = asyncio.Queue()
+        self.refusal: Exception | None = None
+        surroundings = Surroundings("127.0.0.1:7071", "secret", {"PATH": os.environ["PATH"], **environment})
+        self.folder = folder
+        self.launcher = LocalLauncher(folder, surroundings, self.submit)
+
+    async def submit(self, job: str, event: Exited) -> None:
+        await self.heard.put((job, event))
+        if self.refusal is not None:
+            raise self.refusal
+
+    async def end(self) -> Exited:
+        async with asyncio.timeout(SECONDS):
+            job, event = await self.heard.get()
+        assert job == "demo"
+        return event
+
+    def pages(self) -> list[str]:
+        return sorted(path.name for path in (self.folder / "jobs/demo").glob("*.json*"))
+
+
+def with_controller(folder: Path, scene: Callable[[Controller], Coroutine[object, object, None]]) -> None:
+    """Play a scene; afterwards this process has as many open files as before."""
+
+    async def play() -> None:
+        before = psutil.Process().num_fds()
+        controller = Controller(folder)
+        try:
+            await scene(controller)
+        finally:
+            await controller.launcher.close()
+        assert psutil.Process().num_fds() == before
+
+    asyncio.run(play())
+
+
+def written(log: str) -> str:
+    return Path(log).read_text(errors="replace")
+
+
+async def until(holds: Callable[[], object]) -> None:
+    """Another process's doing, of which nobody tells this one."""
+    async with asyncio.timeout(SECONDS):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+def ended(pid: int) -> bool:
+    """Whether it is gone, or would be if whoever adopted it had waited for it."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_a_worker_is_told_who_it_is_and_writes_to_its_log(tmp_path: Path) -> None:
+    async def scene(controller: Controller) -> None:
+        script = "env; echo to-stderr >&2; readlink /proc/self/fd/0; exit 0"
+        job = spec(script, MINE="yes", SHOAL_JOB="another", OMP_NUM_THREADS="3")
+        spawned = await controller.launcher.spawn("w0", job)
+        assert spawned.log == str(tmp_path / "jobs/demo/w0.log")
+        assert await controller.end() == Exited(
+            "w0", 0, f"its process {spawned.pid} ended with status 0", written(spawned.log).rstrip("\n")
+        )
+        lines = written(spawned.log).splitlines()
+        told = dict(line.partition("=")[::2] for line in lines if "=" in line)
+        expected = {
+            "SHOAL_CONTROLLER": "127.0.0.1:7071", "SHOAL_JOB": "demo", "SHOAL_WORKER_ID": "w0", "SHOAL_TOKEN": "secret",
+            "OMP_NUM_THREADS": "3", "PYTHONUNBUFFERED": "1", "MINE": "yes", "PATH": os.environ["PATH"],
+        }  # fmt: skip
+        assert {key: told.get(key) for key in expected} == expected
+        assert lines[-2:] == ["to-stderr", "/dev/null"]
+
+    with_controller(tmp_path, scene)
+
+
+def test_one_thread_is_the_default_and_the_controllers_own_environment_goes_before_it() -> None:
+    job = spec("true")
+    assert Surroundings("h:1").of("w0", job)["OMP_NUM_THREADS"] == "1"
+    assert Surroundings("h:1", None, {"OMP_NUM_THREADS": "2"}).of("w0", job)["OMP_NUM_THREADS"] == "2"
+    assert "SHOAL_TOKEN" not in Surroundings("h:1").of("w0", job)
+
+
+def test_a_worker_leads_a_session_of_its_own_and_a_kill_ends_all_of_its_group(tmp_path: Path) -> None:
+    async def scene(controller: Controller) -> None:
+        spawned = await controller.launcher.spawn("w0", spec("sleep 600 & echo $!; wait"))
+        await until(partial(written, spawned.log))
+        child = int(written(spawned.log))
+        assert os.getsid(spawned.pid) == os.getpgid(child) == spawned.pid != os.getsid(0)
+        await controller.launcher.kill("w0", spec(""))
+        exited = await controller.end()
+        assert (exited.code, exited.why) == (-9, f"its process {spawned.pid} was killed by SIGKILL")
+        await until(partial(ended, child))
+        assert not psutil.pid_exists(spawned.pid)
+        await controller.launcher.kill("w0", spec(""))
+        await controller.launcher.kill("w7", spec(""))
+
+    with_controller(tmp_path, scene)
+
+
+def test_a_stopped_worker_can_be_killed_and_what_it_leaves_behind_ends_with_it(tmp_path: Path) -> None:
+    async def scene(controller: Controller) -> None:
+        spawned = await controller.launcher.spawn("w0", spec("sleep 600 & echo $!; wait"))
+        await until(partial(written, spawned.log))
+        child = int(written(spawned.log))
+        os.kill(spawned.pid, signal.SIGSTOP)
+        os.kill(spawned.pid, signal.SIGKILL)
+        assert (await controller.end()).code == -9
+        await until(partial(ended, child))
+
+    with_controller(tmp_path, scene)
+
+
+def test_a_failure_comes_with_the_last_lines_of_this_process_alone(tmp_path: Path) -> None:
+    async def scene(controller: Controller) -> None:
+        await controller.launcher.spawn("w0", spec("echo an earlier run"))
+        await controller.end()
+        await controller.launcher.spawn("w0", spec("seq 1 30; printf 'caf\\351\\n'; exit 3"))
+        exited = await controller.end()
+        assert exited.code == 3
+        assert exited.log_tail.splitlines() == [*map(str, range(12, 31)), "caf\N{REPLACEMENT CHARACTER}"]
+        await controller.launcher.spawn("w1", spec("head -c 100000 /dev/zero | tr '\\0' x; kill -9 $$"))
+        assert (await controller.end()).log_tail == "x" * 8192
+
+    with_controller(tmp_path, scene)
+
+
+def test_what_cannot_be_started_is_told_in_one_sentence_and_leaves_nothing(tmp_path: Path) -> None:
+    async def scene(controller: Controller) -> None:
+        for command, sentence in (
+            ((), "job demo has launcher local and no command; give it one to start workers with"),
+            (("/no/such/thing",), "worker w0 could not be started with '/no/such/thing': "),
+            (("nul\0",), r"worker w0 could not be started with 'nul\\x00': "),
+        ):
+            with pytest.raises(UserError, match=f"^{sentence}"):
+                await controller.launcher.spawn("w0", JobSpec("demo", 1, launcher="local", command=command))
+        assert controller.pages() == []
+
+    with_controller(tmp_path, scene)
+
+
+def test_many_workers_end_at_once_and_each_end_is_told_once(tmp_path: Path) -> None:
+    async def scene(controller: Controller) -> None:
+        for number in range(12):
+            await controller.launcher.spawn(f"w{number}", spec(f"exit {number}"))
+        ends = [await controller.end() for _ in range(12)]
+        assert sorted((end.worker, end.code) for end in ends) == sorted((f"w{n}", n) for n in range(12))
+
+    with_controller(tmp_path, scene)
+
+
+def test_a_page_lives_from_the_start_until_the_job_has_heard_of_the_end(tmp_path: Path) -> None:
+    async def scene(controller: Controller) -> None:
+        spawned = await controller.launcher.spawn("w0", spec(SLEEPER))
+        assert controller.pages() == ["w0.json"]
+        controller.refusal = StoreError("the store is away")
+        os.kill(spawned.pid, signal.SIGTERM)
+        assert (await controller.end()).code == -15
+        await controller.launcher.close()
+        assert controller.pages() == ["w0.json"]
+        later = Controller(tmp_path)
+        [event] = await later.launcher.adopt(spec(SLEEPER))
+        assert event == Exited("w0", -15, f"its process {spawned.pid} was killed by SIGTERM", "began")
+        assert controller.pages() == []
+        controller.refusal = NotFound("there is no job demo")
+        await controller.launcher.spawn("w1", spec("true"))
+        await controller.end()
+        await controller.launcher.close()
+        assert controller.pages() == []
+
+    with_controller(tmp_path, scene)
+
+
+FIRST_CONTROLLER = """
+import asyncio, os, sys
+from pathlib import Path
+from shoal_controller.core.spec import JobSpec
+from shoal_controller.launchers.local import LocalLauncher, Surroundings
+
+async def main():
+    launcher = LocalLauncher(Path(sys.argv[1]), Surroundings("127.0.0.1:7071"), None)
+    for worker, script in enumerate(sys.argv[2:]):
+        spec = JobSpec("demo", 1, launcher="local", command=("/bin/sh", "-c", script))
+        await launcher.spawn(f"w{worker}", spec)
+    os._exit(0)
+
+asyncio.run(main())
+"""
+
+
+def spawned_by_a_controller_that_died(folder: Path, *scripts: str) -> None:
+    subprocess.run([sys.executable, "-c", FIRST_CONTROLLER, str(folder), *scripts], check=True, timeout=SECONDS)
+
+
+def test_a_later_controller_adopts_what_lives_and_tells_what_has_died(tmp_path: Path) -> None:
+    async def scene(controller: Controller) -> None:
+        spawned_by_a_controller_that_died(tmp_path, SLEEPER, "echo boom; exit 7", SLEEPER)
+        pages = {name: json.loads((tmp_path / "jobs/demo" / name).read_text()) for name in controller.pages()}
+        await until(partial(ended, pages["w1.json"]["pid"]))
+        first, second, third = await controller.launcher.adopt(spec(SLEEPER))
+        unknown = "ended while no controller watched it, or as an earlier one's; its exit status is not known"
+        assert second == Exited("w1", None, f"its process {pages['w1.json']['pid']} {unknown}", "boom")
+        for page, event in ((pages["w0.json"], first), (pages["w2.json"], third)):
+            log = str(tmp_path / f"jobs/demo/{page['worker']}.log")
+            assert event == Spawned(page["worker"], page["pid"], page["started_at"], log)
+        await controller.launcher.kill("w0", spec(SLEEPER))
+        os.kill(pages["w2.json"]["pid"], signal.SIGTERM)
+        assert {(end.worker, end.code) for end in (await controller.end(), await controller.end())} == {
+            ("w0", None),
+            ("w2", None),
+        }
+        for page in pages.values():
+            await until(partial(ended, page["pid"]))
+
+    with_controller(tmp_path, scene)
+
+
+def test_a_pid_that_was_given_to_another_process_is_not_adopted(tmp_path: Path) -> None:
+    async def scene(controller: Controller) -> None:
+        bystander = await controller.launcher.spawn("w0", spec(SLEEPER))
+        await until(partial(written, bystander.log))
+        page = tmp_path / "jobs/demo/w0.json"
+        right = json.loads(page.read_text())
+        for wrong in ({"started_at": bystander.started_at - 1}, {"boot": "another"}, {"pid": 1 << 22}):
+            page.write_text(json.dumps(right | wrong))
+            later = Controller(tmp_path)
+            [event] = await later.launcher.adopt(spec(SLEEPER))
+            assert isinstance(event, Exited) and event.worker == "w0"
+            await later.launcher.kill("w0", spec(SLEEPER))
+            assert not ended(bystander.pid)
+        await controller.launcher.kill("w0", spec(SLEEPER))
+        await controller.end()
+
+    with_controller(tmp_path, scene)
+
+
+def test_a_page_that_cannot_be_read_is_dropped(tmp_path: Path) -> None:
+    async def scene(controller: Controller) -> None:
+        folder = tmp_path / "jobs/demo"
+        folder.mkdir(parents=True)
+        (folder / "w0.json").write_text("{")
+        (folder / "w1.json").write_text('{"worker": "w1"}')
+        (folder / "w2.json").write_text("[]")
+        assert await controller.launcher.adopt(spec("")) == []
+        assert controller.pages() == []
+
+    with_controller(tmp_path, scene)
+
+
+def test_a_new_run_of_a_job_ends_what_the_run_before_left(tmp_path: Path) -> None:
+    async def scene(controller: Controller) -> None:
+        assert await controller.launcher.adopt(spec(SLEEPER)) == []
+        old = await controller.launcher.spawn("w0", spec(SLEEPER))
+        assert await controller.launcher.adopt(spec(SLEEPER)) == ()
+        assert not psutil.pid_exists(old.pid)
+        new = await controller.launcher.spawn("w0", spec("echo new"))
+        assert await controller.end() == Exited("w0", 0, f"its process {new.pid} ended with status 0", "new")
+        assert controller.heard.empty()
+
+    with_controller(tmp_path, scene)
+
+
+def test_closing_lets_workers_live(tmp_path: Path) -> None:
+    async def scene(controller: Controller) -> None:
+        spawned = await controller.launcher.spawn("w0", spec(SLEEPER))
+        await controller.launcher.close()
+        assert psutil.Process(spawned.pid).is_running()
+        later = Controller(tmp_path)
+        assert await later.launcher.adopt(spec(SLEEPER)) == [spawned]
+        await later.launcher.kill("w0", spec(SLEEPER))
+        assert (await later.end()).code == -9
+        await later.launcher.close()
+
+    with_controller(tmp_path, scene)
