@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 TESTS = Path(__file__).resolve().parents[1]
-WARM_MODULES = ("torch", "torch.distributed", "shoal", "shoal_controller.server", "shoal_controller.cli.serve")
+WARM_MODULES = ("torch", "torch.distributed", "shoal.engine", "shoal.starting", "shoal_controller.server")
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """A thread pool that is started at import would not survive the fork."""
 

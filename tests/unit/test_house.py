@@ -36,7 +36,7 @@ PURE_VOCABULARY = {f"shoal_protos.{name}" for name in ("description", "errors", 
 AGAINST_FOREIGN_CODE: set[str] = set()
 """Test files that compare Shoal with code that is not ours, where equal bits cannot be asked for."""
 
-SHOAL_PUBLIC = ["Engine", "initialize"]
+SHOAL_PUBLIC = ["Engine", "JobFailed", "PeerError", "ShoalError", "UserError", "initialize"]
 
 
 @cache
