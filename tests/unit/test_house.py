@@ -26,6 +26,7 @@ MOST_PARAMETERS = 6
 
 ENTRY_MODULES = {
     "shoal_controller.cli.main": "the console script",
+    "shoal.config.reference": "writes docs/configuration.md, `python -m`",
     "shoal.demo.byte_gpt": "the demo's script, `python -m`",
 }
 """Modules that nobody imports because they are started."""

@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from shoal.core.sampler import Sampler
-from shoal.data.seeds import seed_everything
 from shoal_protos.errors import UserError
 from torch.utils.data import IterableDataset, default_collate
+
+from shoal.core.sampler import Sampler
+from shoal.data.seeds import seed_everything
 
 
 def samples_of(dataset: Any) -> int:

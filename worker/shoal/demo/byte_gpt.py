@@ -13,10 +13,11 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
-import shoal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+import shoal
 
 # Legend of shapes: B samples, T bytes of a sample, C channels, H heads.
 VOCABULARY = 256
@@ -45,7 +46,9 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # (B, T, C) → (B, T, C)
         x = x + self.dropout(self.attended(self.attend(self.attention_norm(x))))
-        return x + self.dropout(self.narrow(F.gelu(self.widen(self.mlp_norm(x)))))
+        wide = F.gelu(self.widen(self.mlp_norm(x)))  # (B, T, 4 C)
+        mixed: Tensor = x + self.dropout(self.narrow(wide))
+        return mixed
 
     def attend(self, x: Tensor) -> Tensor:  # (B, T, C) → (B, T, C)
         batch, length, _ = x.shape
@@ -101,13 +104,7 @@ class ByteWindows(torch.utils.data.Dataset[dict[str, Tensor]]):
 def library_text() -> bytes:
     """The standard library's modules in the order of their paths, up to a few megabytes."""
     root = Path(sysconfig.get_path("stdlib"))
-    sources = sorted(path for path in root.glob("*.py")) + sorted(root.glob("[a-z]*/*.py"))
-    text = bytearray()
-    for path in sources:
-        if len(text) >= LIBRARY_BYTES:
-            break
-        text += path.read_bytes()
-    return bytes(text[:LIBRARY_BYTES])
+    return b"".join(path.read_bytes() for path in sorted(root.glob("*.py")))[:LIBRARY_BYTES]
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
@@ -120,7 +117,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), fused=True)
 
 
-def train(text: bytes, steps: int, lanes: int) -> tuple[shoal.Engine, str]:
+def train(text: bytes, steps: int, lanes: int) -> tuple[shoal.Engine, str | None]:
     """The engine after its last step, and the fingerprint."""
     torch.manual_seed(0)
     model = ByteGPT()

@@ -1,0 +1,164 @@
+"""The configuration: what comes of a right one, and the one sentence that a wrong one gets.
+
+Wrong ones are files in tests/attacks/config: the config's text, a line `---`, the sentence.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from shoal.config import TrainingConfig, agreement, load_config
+from shoal.config.batch import Sizes, settle
+from shoal.config.reference import page
+from shoal.optim.build import build_optimizer, build_scheduler
+from shoal_protos.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+ATTACKS = sorted((ROOT / "tests" / "attacks" / "config").glob("*.txt"))
+SMALLEST: dict[str, Any] = {
+    "train_batch_size": 32,
+    "train_micro_batch_size_per_gpu": 4,
+    "shoal": {"max_steps": 10},
+}
+
+
+def built(config: TrainingConfig) -> None:
+    """The optimizer and scheduler sections are checked where they are built."""
+    model = torch.nn.Linear(2, 2)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if config.optimizer:
+        optimizer = build_optimizer(config.optimizer, model)
+    if config.scheduler:
+        build_scheduler(config.scheduler, optimizer, last_step=10)
+
+
+def sentence(text: str, file: Path) -> str:
+    """What a config of this text is refused with; the file's folder left out."""
+    file.write_text(text)
+    with pytest.raises(UserError) as refusal:
+        built(load_config(file))
+    return str(refusal.value).replace(str(file), file.name)
+
+
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.stem)
+def test_a_wrong_config_gets_its_sentence(attack: Path, tmp_path: Path) -> None:
+    text, _, expected = attack.read_text().rpartition("---\n")
+    assert sentence(text, tmp_path / "shoal.json") == expected.rstrip("\n")
+
+
+def test_a_dict_that_json_cannot_hold_gets_a_sentence() -> None:
+    with pytest.raises(UserError, match="the config is not JSON: Object of type dtype is not JSON serializable"):
+        load_config({"bf16": torch.bfloat16})
+
+
+def test_a_config_that_cannot_be_read_gets_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"nowhere\.json cannot be read: No such file or directory"):
+        load_config(tmp_path / "nowhere.json")
+    with pytest.raises(UserError, match="cannot be read: Is a directory"):
+        load_config(str(tmp_path))
+    (tmp_path / "latin.json").write_bytes(b'{"\xe9": 1}')
+    with pytest.raises(UserError, match=r"latin\.json is not text in UTF-8"):
+        load_config(tmp_path / "latin.json")
+    (tmp_path / "large.json").write_bytes(b" " * (1 << 20) + b"{}")
+    with pytest.raises(UserError, match=r"large\.json is larger than 1048576 bytes"):
+        load_config(tmp_path / "large.json")
+
+
+def test_a_file_and_its_dict_are_the_same_config(tmp_path: Path) -> None:
+    (tmp_path / "shoal.json").write_text(json.dumps(SMALLEST))
+    assert load_config(tmp_path / "shoal.json") == load_config(str(tmp_path / "shoal.json")) == load_config(SMALLEST)
+
+
+def test_the_smallest_config_has_the_documented_defaults() -> None:
+    config = load_config(SMALLEST)
+    assert (config.lanes, config.micro_batch_size, config.micro_batches_per_lane) == (8, 4, 1)
+    assert config.train_batch_size == 32
+    assert (config.mirrors, config.seed, config.max_steps, config.epochs, config.torch_threads) == (1, 0, 10, None, 1)
+    assert (config.stage, config.gradient_clipping, config.fill_bytes_per_step) == (0, 0.0, 0)
+    assert (config.elementwise, config.mixed_numerics, config.exact) == (False, False, True)
+    assert (config.optimizer, config.scheduler) == (None, None)
+    assert (config.checkpoint.keep, config.checkpoint.resume, config.checkpoint.path) == (3, "latest", None)
+
+
+def test_auto_is_settled_from_the_rest() -> None:
+    config = load_config(
+        {
+            "train_batch_size": "auto",
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": 3,
+            "gradient_clipping": "auto",
+            "fp16": {"enabled": "auto", "loss_scale": 0},
+            "bf16": {"enabled": "auto"},
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "betas": "auto", "weight_decay": "auto"}},
+            "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "none"}, "reduce_bucket_size": "auto"},
+            "shoal": {"lanes": 4, "epochs": 2},
+        }
+    )
+    assert config.train_batch_size == 24
+    assert (config.micro_batches_per_lane, config.gradient_clipping, config.epochs) == (3, 0.0, 2)
+
+
+def test_keys_without_meaning_are_reported_once() -> None:
+    ignored = {"steps_per_print": 10, "wall_clock_breakdown": False, "flops_profiler": {"enabled": True}}
+    zero = {"stage": 1, "overlap_comm": True, "allgather_bucket_size": 5e8}
+    with structlog.testing.capture_logs() as lines:
+        load_config({**SMALLEST, **ignored, "zero_optimization": zero})
+    assert [line["keys"] for line in lines] == [
+        [*ignored, "zero_optimization.overlap_comm", "zero_optimization.allgather_bucket_size"]
+    ]
+    with structlog.testing.capture_logs() as lines:
+        load_config(SMALLEST)
+    assert lines == []
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.none() | st.integers(1, 9))
+def test_any_two_batch_sizes_give_the_third(micro: int, lanes: int, accumulated: int | None) -> None:
+    batch = micro * lanes * (accumulated or 1)
+    whole = Sizes(batch, micro, lanes, accumulated or 1)
+    assert settle(Sizes(batch, micro, lanes, accumulated)) == whole
+    assert settle(Sizes(None, micro, lanes, accumulated)) == whole
+    assert settle(Sizes(batch, None, lanes, accumulated)) == whole
+    assert settle(Sizes(batch, micro, None, accumulated)) == whole
+
+
+@given(*[st.none() | st.integers(1, 60)] * 4)
+def test_batch_sizes_agree_or_get_a_sentence(
+    batch: int | None, micro: int | None, lanes: int | None, accumulated: int | None
+) -> None:
+    given_sizes = Sizes(batch, micro, lanes, accumulated)
+    try:
+        found = settle(given_sizes)
+    except UserError:
+        return
+    assert found.micro_batch_size and found.lanes and found.micro_batches_per_lane
+    assert found.train_batch_size == found.micro_batch_size * found.lanes * found.micro_batches_per_lane
+    for mine, wanted in zip(
+        (found.train_batch_size, found.micro_batch_size, found.lanes, found.micro_batches_per_lane),
+        (batch, micro, lanes, accumulated),
+        strict=True,
+    ):
+        assert wanted is None or mine == wanted
+
+
+def test_workers_agree_on_what_changes_bits_and_on_nothing_else() -> None:
+    optimizer = {"type": "AdamW", "params": {"lr": 0.1, "betas": (0.9, 0.99)}}
+    one = agreement(load_config({**SMALLEST, "optimizer": optimizer}))
+    assert one["optimizer.params.betas"] == "[0.9, 0.99]"
+    assert (one["zero_optimization.stage"], one["shoal.lanes"], one["scheduler.type"]) == ("0", "8", "null")
+    paced = {"max_steps": 10, "torch_threads": 2, "fill_bytes_per_step": 5, "checkpoint": {"keep": 9}}
+    assert agreement(load_config({**SMALLEST, "optimizer": optimizer, "shoal": paced})) == one
+    other = agreement(load_config({**SMALLEST, "optimizer": optimizer, "shoal": {"max_steps": 10, "seed": 1}}))
+    assert {key for key in one if one[key] != other[key]} == {"shoal.seed"}
+
+
+def test_the_reference_page_is_current() -> None:
+    assert (ROOT / "docs" / "configuration.md").read_text() == page(), (
+        "run python -m shoal.config.reference > docs/configuration.md"
+    )

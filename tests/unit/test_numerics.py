@@ -1,0 +1,81 @@
+"""Numeric identity: it names all that changes bits, and it is the same where nothing does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from shoal.numerics import identity, make_exact
+
+
+@pytest.fixture(autouse=True)
+def settings_are_left_as_they_were() -> Any:
+    threads = torch.get_num_threads()
+    precision = torch.backends.mkldnn.matmul.fp32_precision
+    yield
+    torch.set_num_threads(threads)
+    torch.backends.mkldnn.matmul.fp32_precision = precision
+    torch.set_flush_denormal(False)
+    torch.use_deterministic_algorithms(False)
+
+
+def changed(before: dict[str, str]) -> dict[str, str]:
+    after = identity(environ={})
+    assert after.keys() == before.keys()
+    return {key: value for key, value in after.items() if value != before[key]}
+
+
+def test_it_names_versions_device_and_processor() -> None:
+    found = identity(environ={})
+    assert found["torch"] == torch.__version__
+    assert found["device"] == "cpu"
+    assert found["cpu_capability"] == torch.backends.cpu.get_cpu_capability()
+    assert all(isinstance(value, str) for value in found.values())
+    assert identity(environ={}) == found
+
+
+def test_it_tells_threads_denormals_determinism_and_precision() -> None:
+    make_exact(exact=True, torch_threads=1)
+    before = identity(environ={})
+    assert (before["threads"], before["denormals"]) == ("1", "kept")
+    make_exact(exact=True, torch_threads=2)
+    assert changed(before) == {"threads": "2"}
+    make_exact(exact=True, torch_threads=1)
+    if torch.set_flush_denormal(True):
+        assert changed(before) == {"denormals": "flushed"}
+        torch.set_flush_denormal(False)
+    torch.use_deterministic_algorithms(True)
+    assert changed(before) == {"deterministic_algorithms": "True"}
+    torch.use_deterministic_algorithms(False)
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    assert changed(before) == {"mkldnn.matmul.fp32_precision": "bf16"}
+
+
+def test_it_has_the_variables_that_steer_kernels_and_no_others() -> None:
+    steering = {"MKL_CBWR": "AVX2", "DNNL_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "default"}
+    found = identity(environ={**steering, "HOME": "/root", "SHOAL_TOKEN": "secret"})
+    assert {key: found[key] for key in found.keys() - identity(environ={}).keys()} == steering
+
+
+def test_without_cuda_nothing_but_the_threads_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    make_exact(exact=True, torch_threads=1)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_on_cuda_algorithms_are_deterministic_unless_told_not_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    make_exact(exact=False, torch_threads=1)
+    assert torch.backends.cudnn.benchmark and not torch.are_deterministic_algorithms_enabled()
+    make_exact(exact=True, torch_threads=1)
+    found = identity()
+    assert found["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert (found["deterministic_algorithms"], found["cudnn.benchmark"], found["cudnn.deterministic"]) == (
+        "True", "False", "True",
+    )  # fmt: skip
