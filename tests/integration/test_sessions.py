@@ -68,7 +68,7 @@ class Jobs:
 
     async def submit(self, job: str, event: Event) -> None:
         if job != "demo":
-            raise NotFound(f"there is no job {job}; submit it, or set SHOAL_JOB to one of: demo")
+            raise NotFound(f"there is no job {job}; the only one is demo")
         await self.answer(event)
         await self.heard.put(event)
 
@@ -142,8 +142,9 @@ def on_port(scene: Callable[[Port], Coroutine[object, object, None]], **settings
     async def play() -> None:
         jobs = Jobs()
         jobs.service = SessionService(jobs, SessionSettings.model_validate(settings))
-        port = Port(jobs, await jobs.service.start("localhost:0"))
+        port = Port(jobs, jobs.service.bind("localhost:0"))
         try:
+            await jobs.service.serve()
             await scene(port)
         finally:
             await jobs.service.stop()
@@ -230,7 +231,13 @@ def test_an_unknown_job_is_refused_with_the_shell_s_sentence() -> None:
     async def scene(port: Port) -> None:
         async with port.worker() as worker:
             await worker.say(replace(HELLO, job="other"))
-            await _hears_only(worker, Refusal("there is no job other; submit it, or set SHOAL_JOB to one of: demo"))
+            await _hears_only(
+                worker,
+                Refusal(
+                    "there is no job other; the only one is demo. "
+                    "Set SHOAL_JOB to the job's name, or submit the job first."
+                ),
+            )
             assert await worker.code() is grpc.StatusCode.NOT_FOUND
         await port.is_unharmed()
 
@@ -365,7 +372,7 @@ def test_a_port_in_use_is_refused_in_one_sentence() -> None:
     async def scene(port: Port) -> None:
         second = SessionService(port.jobs, SessionSettings())
         with pytest.raises(UserError, match=rf"^cannot listen for workers on localhost:{port.number}"):
-            await second.start(f"localhost:{port.number}")
+            second.bind(f"localhost:{port.number}")
         await second.stop()
         await port.is_unharmed()
 
@@ -385,6 +392,22 @@ def test_stopping_ends_every_stream_and_tells_the_jobs() -> None:
             assert await worker.code() is not grpc.StatusCode.OK
 
     on_port(scene)
+
+
+def test_a_worker_that_comes_before_the_jobs_are_restored_waits() -> None:
+    async def play() -> None:
+        jobs = Jobs()
+        port = Port(jobs, jobs.service.bind("localhost:0"))
+        async with port.worker() as worker:
+            hello = asyncio.create_task(worker.say(HELLO))
+            done, _ = await asyncio.wait([hello], timeout=0.1)
+            assert not done
+            await jobs.service.serve()
+            assert await worker.hear() == WELCOME
+            await hello
+        await jobs.service.stop()
+
+    asyncio.run(play())
 
 
 # ---- mutual TLS

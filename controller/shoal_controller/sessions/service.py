@@ -16,7 +16,7 @@ import grpc
 import grpc.aio
 import structlog
 from shoal_protos.channel import CHANNEL_OPTIONS, KEEPALIVE_SECONDS, METHOD
-from shoal_protos.errors import ShoalError, UserError
+from shoal_protos.errors import NotFound, ShoalError, UserError
 from shoal_protos.messages import Carry, ToWorker
 from shoal_protos.plan import Plan
 from shoal_protos.wire import encode_controller
@@ -94,8 +94,8 @@ class SessionService:
 
     # ---- life
 
-    async def start(self, address: str) -> int:
-        """Listen on `HOST:PORT`; returns the port (of use where 0 was asked for)."""
+    def bind(self, address: str) -> int:
+        """Take `HOST:PORT`; returns the port (of use where 0 was asked for). Workers that come wait until `serve`."""
         server = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=MOST_STREAMS)
         service, _, method = METHOD.removeprefix("/").partition("/")
         handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(self._serve)
@@ -108,11 +108,15 @@ class SessionService:
                 port = server.add_secure_port(address, credentials)
         except RuntimeError as error:
             raise UserError(
-                f"cannot listen for workers on {address}: {error}. Give another --grpc HOST:PORT."
+                f"cannot listen for workers on {address} ({error}); give another --grpc HOST:PORT"
             ) from None
-        await server.start()
         self._server = server
         return port
+
+    async def serve(self) -> None:
+        """Hear workers. To be called when the shell has restored its jobs: an unknown job is refused for good."""
+        assert self._server is not None, "bind comes before serve"
+        await self._server.start()
 
     async def stop(self) -> None:
         """End all streams without a word (their workers will be back) and wait until the jobs have heard of it."""
@@ -194,12 +198,18 @@ class SessionService:
             while isinstance(data, bytes):
                 event = dialogue.hear(data)
                 assert dialogue.hello is not None
-                await self._jobs.submit(dialogue.hello.job, event)
+                await self._submit(dialogue.hello.job, event)
                 data = await context.read()
         except ShoalError as error:
             log.warning("a stream was refused", connection=dialogue.connection, peer=context.peer(), why=str(error))
             dialogue.refuse(error)
             stream.stir()
+
+    async def _submit(self, job: str, event: Connected | Said) -> None:
+        try:
+            await self._jobs.submit(job, event)
+        except NotFound as error:
+            raise NotFound(f"{error}. Set SHOAL_JOB to the job's name, or submit the job first.") from error
 
     def _say_farewell(self, dialogue: Dialogue) -> None:
         """Tell the job that the stream ended, in a task of its own: gRPC may have cancelled the stream's."""
