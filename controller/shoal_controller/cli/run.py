@@ -77,8 +77,8 @@ def check_machine() -> None:
 
 
 def name_of(script: Path) -> str:
-    """A job's name from its script's: lower case, digits and dashes."""
-    return re.sub(r"[^a-z0-9]+", "-", script.stem.lower()).strip("-") or "job"
+    """A job's name from its script's, with what no name may have replaced."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", script.stem).strip("._-")[:63] or "job"
 
 
 def own(arguments: list[str]) -> list[str]:
