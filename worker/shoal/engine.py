@@ -35,6 +35,7 @@ from shoal.session.seam import Link
 from shoal.state import TrainingState
 from shoal.telemetry import Meter
 from shoal.world import World
+from shoal.zero.readiness import Readiness
 
 IDLE_SECONDS = 0.1
 """Pause between two votes without a step."""
@@ -65,6 +66,8 @@ class Engine:
         self.leaving = False
         """The controller has told this worker to end; nothing is left to report."""
         self._callbacks: list[StepCallback] = []
+        self._readiness = Readiness(state.layout, state.parameters)
+        self._reduction: CanonicalReduction | None = None
 
     # ---- what a script reads
 
@@ -143,7 +146,30 @@ class Engine:
             self.loop.check_void("engine.backward")
             return
         self.faults.at("backward", self.state.step + 1)
-        self.loop.backward(loss, self.state)
+        if self.world is None or not self.loop.at_last_backward:
+            self.loop.backward(loss, self.state)
+        else:
+            self._last_backward(loss)
+
+    def _last_backward(self, loss: Tensor) -> None:
+        """Buckets leave for their owners as soon as the step's last backward has filled them."""
+        try:
+            self._reduction = self._new_reduction()
+        except WorldChanged:
+            self.resize.take_part(broken=True)
+            self.backward(loss)
+            return
+        self.state.sums.begin_push(self.loop.lane)
+        self._readiness.arm(self._reduction.filled)
+        try:
+            self.loop.backward(loss, self.state)
+        finally:
+            self._readiness.disarm()
+        self.state.sums.end_push()
+
+    def _new_reduction(self) -> CanonicalReduction:
+        assert self.world is not None
+        return CanonicalReduction(self.world.group, self.world.routes, self.state.sums, self.boundaries)
 
     def step(self) -> None:
         """Ends a micro-batch; after the last one of this worker's last lane it makes the optimizer step."""
@@ -169,11 +195,12 @@ class Engine:
         """Reduce, vote, update, hand out: one optimizer step, or none of it (raises WorldChanged)."""
         world, state, t = self.world, self.state, self.state.step + 1
         assert world is not None
+        reduction, self._reduction = self._reduction or self._new_reduction(), None
         fills = world.plan.fill_slice(self.boundaries)
         self.faults.at("fill", t)
         letters = send_slice(world.group, state.held, fills)
         self.faults.at("exchange", t)
-        CanonicalReduction(world.group, world.routes, state.sums, self.boundaries).finish()
+        reduction.finish()
         self.meter.filled(receive_slice(world.group, state.held, fills))
         state.buffers.exchange(world.group, world.routes)
         norms = (

@@ -40,9 +40,12 @@ class LaneLoop:
         self._sums: list[tuple[Span, float, dict[str, float]]] = []
 
     def goes_on(self, lanes: tuple[int, ...]) -> bool:
-        """Whether the lane in flight and those finished are the first of `lanes`; if so, the step goes on with them."""
-        finished = self.lanes[: self._index + 1]
-        if not self.in_flight or lanes[: len(finished)] != finished:
+        """Whether the lanes finished and the one in flight are the first of `lanes`; if so, the step goes on with them.
+
+        Not once the step's last lane is done: its sums have been sent and changed in place.
+        """
+        begun = self.lanes[: self._index + 1] if self.in_flight or self._micro else self.lanes[: self._index]
+        if self.lanes_done or lanes[: len(begun)] != begun:
             return False
         self.lanes = lanes
         return True
@@ -54,6 +57,11 @@ class LaneLoop:
     @property
     def lanes_done(self) -> bool:
         return self._index >= len(self.lanes)
+
+    @property
+    def at_last_backward(self) -> bool:
+        """Whether the next backward is the step's last one here."""
+        return self._index == len(self.lanes) - 1 and self._micro == self._micro_batches - 1
 
     # ---- a micro-batch
 
@@ -101,7 +109,8 @@ class LaneLoop:
         if self._micro < self._micro_batches:
             return
         state.buffers.lane_done(self.lane)
-        state.sums.push(self.lane)
+        if self._index < len(self.lanes) - 1:
+            state.sums.push(self.lane)  # the last lane's push began with its backward
         self._push_numbers()
         self._index, self._micro = self._index + 1, 0
 

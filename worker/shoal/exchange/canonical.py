@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shoal.core.tree import fold
-from shoal.exchange.group import Group, Work
+from shoal.exchange.group import Group, Work, WorldChanged
 from shoal.exchange.parcels import Arrival, pack, size_of
 from shoal.exchange.routes import MIRRORED, PARTIALS, Routes
 from shoal.zero.lane_sums import LaneSums
@@ -34,7 +34,10 @@ class _InFlight:
 
 
 class CanonicalReduction:
-    """The reduction of one step. Made anew for each; `routes` and `group` are the world's."""
+    """The reduction of one step: made before its last backward, which calls `filled`; then `finish`.
+
+    `routes` and `group` are the world's. Raises `WorldChanged` from the constructor and `finish`.
+    """
 
     def __init__(self, group: Group, routes: Routes, sums: LaneSums, boundaries: int) -> None:
         self._group, self._routes, self._sums, self._boundaries = group, routes, sums, boundaries
@@ -48,10 +51,19 @@ class CanonicalReduction:
         self._posted = 0
         self._mirror_sends: list[list[tuple[Work, Tensor]]] = []
         self._mirror_arrivals: list[list[Arrival]] = []
+        self._broken = False
+        self._post_up_to(AHEAD)
 
-    def send(self, bucket: int) -> None:
-        """Sends this worker's sums of a bucket to their owners; called in bucket order, as soon as they are final."""
-        assert bucket == self._sent
+    def filled(self, bucket: int) -> None:
+        """The last backward has filled this bucket: its sums leave for their owners. Never raises: `finish` will."""
+        self._sums.merge(bucket)
+        if not self._broken:
+            try:
+                self._send(bucket)
+            except WorldChanged:
+                self._broken = True
+
+    def _send(self, bucket: int) -> None:
         self._sent += 1
         if not self._routes.lane_spans[self._rank]:
             return
@@ -63,6 +75,11 @@ class CanonicalReduction:
                 flight.packed.append(message)
                 flight.sends[peer] = self._group.send(message, peer, PARTIALS)
 
+    def _post_up_to(self, bucket: int) -> None:
+        while self._posted < min(len(self._flight), bucket):
+            self._post(self._posted)
+            self._posted += 1
+
     def _post(self, bucket: int) -> None:
         ranges = self._routes.owned[self._rank][bucket]
         for peer in self._routes.others if ranges else ():
@@ -73,14 +90,17 @@ class CanonicalReduction:
                 self._flight[bucket].arrivals[peer] = (work, message)
 
     def finish(self) -> None:
-        """Everything that is left, until every owned and mirrored range holds its reduced gradient."""
+        """Everything that is left, until every owned and mirrored range holds its reduced gradient.
+
+        Raises `WorldChanged`; the sums are void then.
+        """
+        if self._broken:
+            raise WorldChanged("the group broke while the last backward ran")
         buckets = len(self._flight)
         for bucket in range(buckets):
-            while self._posted < min(buckets, bucket + 1 + AHEAD):
-                self._post(self._posted)
-                self._posted += 1
+            self._post_up_to(bucket + 1 + AHEAD)
             while self._sent < min(buckets, bucket + 1 + AHEAD):
-                self.send(self._sent)
+                self._send(self._sent)
             self._reduce(bucket)
             self._mirror(bucket)
             self._flight[bucket].packed.clear()

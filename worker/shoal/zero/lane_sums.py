@@ -6,6 +6,8 @@ one aligned run that takes log2(k) + 1 copies, 2·log2(k) + 1 at most. Copies ar
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from shoal_protos.runs import Span
 
@@ -22,6 +24,8 @@ class LaneSums:
         self._lanes = lanes
         self._pool: list[Gradients] = []
         self._stack: list[tuple[Span, Gradients]] = []
+        self._chain: list[Gradients] = []
+        self._merged = 0
         self.live = Gradients(layout)
 
     def begin_lane(self) -> None:
@@ -32,12 +36,31 @@ class LaneSums:
 
     def push(self, lane: int) -> None:
         """The live copy holds the gradient of `lane`; merges it as far as whole subtrees allow."""
+        self.begin_push(lane)
+        self.end_push()
+
+    def begin_push(self, lane: int) -> None:
+        """The gradient of `lane` is being accumulated: `spans` says what its push will leave, `merge` makes it so."""
         self._stack.append(((lane, lane + 1), self.live))
+        self._chain = [self.live]
         while len(self._stack) > 1 and are_siblings(self._stack[-2][0], self._stack[-1][0], self._lanes):
-            (right, theirs), (left, mine) = self._stack.pop(), self._stack.pop()
-            torch._foreach_add_(mine.flats, theirs.flats)
+            (right, _), (left, mine) = self._stack.pop(), self._stack.pop()
+            self._chain.append(mine)
             self._stack.append(((left[0], right[1]), mine))
-            self._pool.append(theirs)
+        self._merged = 0
+
+    def merge(self, bucket: int) -> None:
+        """The lane's gradient of this bucket is final; buckets come in order."""
+        assert bucket == self._merged
+        for theirs, mine in pairwise(self._chain):
+            mine.flats[bucket].add_(theirs.flats[bucket])
+        self._merged += 1
+
+    def end_push(self) -> None:
+        """Merges what is left; the copies that are free again go back to the pool."""
+        while self._merged < len(self._layout.buckets):
+            self.merge(self._merged)
+        self._pool += self._chain[:-1]
         self.live = self._stack[-1][1]
 
     @property
