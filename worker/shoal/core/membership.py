@@ -26,6 +26,7 @@ class Membership:
     def start_over(self) -> None:
         """Back to a newcomer that has rehearsed nothing; `promised` stays, numbers only grow."""
         self.promised = getattr(self, "promised", 0)
+        self.stopped_for = 0
         self.generation = 0
         self.point = Point.REHEARSING
         self.plan: Plan | None = None
@@ -56,7 +57,7 @@ class Membership:
         """
         if generation <= self.promised:
             return False
-        self.promised = generation
+        self.promised = self.stopped_for = generation
         self._forget()
         if not self.is_newcomer:
             self.point = Point.STOPPED
@@ -85,8 +86,7 @@ class Membership:
         if self.is_newcomer:
             if self.point is Point.REHEARSING or self._rank_in(plan) is None:
                 return False
-            if self.next is not None:
-                self.kept[self.next.generation] = self.next
+            self._keep_beside(plan)
         elif plan.base != self.generation or self.point is not Point.TRAINING:
             return False
         elif self.voting and self.voted > self.generation:
@@ -97,6 +97,14 @@ class Membership:
         elif not self.builds(plan):
             self.next_built = True
         return True
+
+    def _keep_beside(self, plan: Plan) -> None:
+        """A newcomer has no vote: it keeps every plan that may begin. One whose base is no longer current never will."""
+        if self.next is not None:
+            self.kept[self.next.generation] = self.next
+        void = [n for n, kept in self.kept.items() if kept.base < plan.base and n != plan.base]
+        for generation in void:
+            del self.kept[generation]
 
     def builds(self, plan: Plan) -> bool:
         """Whether this process needs a new group for a planned change: not when left out, nor for the same members."""
@@ -151,7 +159,10 @@ class Membership:
     # ---- a world begins
 
     def begin(self, plan: Plan) -> None:
-        """The world of `plan` begins here: after a hand-out, on OPEN, or on a newcomer's first message."""
+        """The world of `plan` begins here: after a hand-out, on OPEN, or on a newcomer's first message.
+
+        A later PREPARE may have been heard while the driver was on its way here: then it begins, and stands stopped.
+        """
         self.promised = max(self.promised, plan.generation)
         if self._rank_in(plan) is None:
             self.point = Point.LEFT  # `generation` stays: it says which world its blocks are of
@@ -159,7 +170,15 @@ class Membership:
             self.generation = plan.generation
             self.plan = plan
             self.point = Point.TRAINING
+        if self.stopped_for > plan.generation:
+            self.point = Point.STOPPED
         self._forget()
+
+    @property
+    def live(self) -> set[int]:
+        """The generations whose groups may still be used."""
+        plans = (self.recovery, self.next, self.begins)
+        return {self.generation, *self.kept} | {plan.generation for plan in plans if plan is not None}
 
     @property
     def newest_heard(self) -> int:

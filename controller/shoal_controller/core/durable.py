@@ -1,0 +1,153 @@
+"""What a job must remember over a controller's death, and its text in the store.
+
+Everything that decides who may train, which numbers were given away and what an operator wished is here; what workers
+hold and where they stand is asked anew (`job.py`). It changes with the world, not with the steps. Pure.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from shoal_protos.description import Description
+from shoal_protos.messages import Ending
+from shoal_protos.plan import Plan, Reason, WorkerId
+
+from shoal_controller.core.codec import plain, restored
+from shoal_controller.core.spec import JobSpec, Phase
+
+HISTORY = 200
+"""How many resizes are remembered."""
+
+
+class Standing(StrEnum):
+    """What the controller believes of a process."""
+
+    HERE = "here"
+    """Alive as far as is known, or about to say hello."""
+    LOST = "lost"
+    """Counted out; nobody knows whether it is dead. It may come back and then it is HERE again."""
+    DEAD = "dead"
+    """Its death is confirmed, or it has said itself that it failed."""
+
+
+class Leaving(StrEnum):
+    """Why a worker is on its way out."""
+
+    NO = ""
+    DRAIN = "drain"
+    SCALE_DOWN = "scale_down"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One worker of the roster. An id belongs to one process for ever."""
+
+    worker: WorkerId
+    order: int
+    """Age: the lower the older."""
+    launched: bool = False
+    """Whether the launcher was asked to start it."""
+    incarnation: str = ""
+    """Empty until its first hello."""
+    address: str = ""
+    host: str = ""
+    domain: str = ""
+    pid: int | None = None
+    started_at: float | None = None
+    log: str = ""
+    standing: Standing = Standing.HERE
+    leaving: Leaving = Leaving.NO
+    grace_seconds: float = 30.0
+    ending: Ending | None = None
+    """It was told to end in this way: it changes nothing any more."""
+    shunned: bool = False
+    """Counted out though it lives: its connection to another member keeps breaking."""
+    why: str = ""
+    """Why it is lost, dead or ending."""
+
+    @property
+    def serves(self) -> bool:
+        """Whether it is alive as far as is known, and wanted."""
+        return self.standing is Standing.HERE and self.ending is None
+
+
+@dataclass(frozen=True, slots=True)
+class Feud:
+    """Two living workers whose connection broke generations."""
+
+    times: int
+    named: Mapping[WorkerId, int]
+    """How often each was named by the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resize:
+    """One generation in the job's history; figures come in while it is young."""
+
+    generation: int
+    workers: int
+    reason: Reason
+    from_step: int
+    pause_seconds: float = 0.0
+    phases: Mapping[str, float] = field(default_factory=dict)
+    promoted_blocks: int = 0
+    pause_bytes: int = 0
+    fill_bytes: int = 0
+    lost_steps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Durable:
+    """See the module's text. Replaced whole; the shell writes it whenever the machine says `Persist`."""
+
+    spec: JobSpec
+    wanted: int
+    description: Description | None = None
+    phase: Phase = Phase.WAITING
+    reason: str = ""
+    """Why a job is over or stalled, as one sentence."""
+    number: int = 0
+    """The highest generation given away."""
+    floor: int = 0
+    """Generations before this one belong to a life that was given up: nothing of them counts."""
+    committed_in: int = 0
+    """The highest generation in which a step is known to be committed."""
+    current: Plan | None = None
+    """The world that may train."""
+    planned: tuple[Plan, ...] = ()
+    """Planned changes of `current` that may begin; oldest first."""
+    paused: bool = False
+    scaled_up: bool = False
+    """An operator asked for more workers, and they have not all come yet."""
+    stopping: bool = False
+    """The job was cancelled and its workers were asked to stop."""
+    roster: Mapping[WorkerId, Record] = field(default_factory=dict)
+    next_id: int = 0
+    next_order: int = 0
+    failures: int = 0
+    """Workers that failed since a step was last committed."""
+    feuds: Mapping[str, Feud] = field(default_factory=dict)
+    """By the two workers' ids, `a|b`."""
+    avoided: Mapping[str, int] = field(default_factory=dict)
+    """By address: how often a worker there was counted out for its connection."""
+    fingerprint: str = ""
+    loss: float | None = None
+    """Of the last step, once the job has ended."""
+    step: int = 0
+    """The last step known when a generation opened or the job ended."""
+    history: tuple[Resize, ...] = ()
+
+
+def to_json(durable: Durable) -> str:
+    """The text that the store keeps."""
+    return json.dumps(plain(durable), separators=(",", ":"), sort_keys=True)
+
+
+def from_json(text: str) -> Durable:
+    """The inverse of `to_json`."""
+    restored_durable = restored(Durable, json.loads(text))
+    assert isinstance(restored_durable, Durable)
+    return restored_durable

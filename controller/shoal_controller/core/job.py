@@ -1,0 +1,134 @@
+"""A job as the machine sees it: what is durable, and what is only known while this controller lives.
+
+`Job` is replaced whole by `machine.step`. Everything but `durable` is forgotten when the controller dies and comes back
+with the workers' hellos. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from shoal_protos.messages import Change, Inventory, Status, Telemetry
+from shoal_protos.plan import Plan, Reason, WorkerId
+from shoal_protos.runs import NO_BLOCKS, Runs
+
+from shoal_controller.core.durable import Durable
+from shoal_controller.core.spec import JobSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """What a worker that has said hello in this controller's life last said of itself."""
+
+    worker: WorkerId
+    connection: int | None
+    """None: its stream is broken."""
+    status: Status
+    heard: float
+    """When anything was last heard of it."""
+    cut: float | None = None
+    """When its stream broke."""
+    telemetry: Telemetry = field(default_factory=Telemetry)
+    inventory: Inventory | None = None
+    failure: str = ""
+    pinged: float | None = None
+    """When it was asked directly because it had fallen silent."""
+    told: tuple[str, int, float] = ("", 0, 0.0)
+    """What it was last told: kind, number, when."""
+    fill_bytes_before: int = 0
+    """Bytes it had received by fills before the present generation."""
+
+
+class Stage(StrEnum):
+    """How far an attempt at a world made from inventories has come."""
+
+    PREPARE = "prepare"
+    PLAN = "plan"
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A start or a recovery under way: PREPARE(number) → inventories → PLAN(number) → READY of all → OPEN."""
+
+    number: int
+    reason: Reason
+    why: str
+    """What was noticed, by whom."""
+    noticed: float
+    """When the cause was noticed; kept over attempts that follow one another."""
+    since: float
+    """When this number was given."""
+    stage: Stage = Stage.PREPARE
+    start: bool = False
+    """Nobody holds anything: a world is made from newcomers."""
+    asked: tuple[WorkerId, ...] = ()
+    """Of a start: who takes part. A recovery asks whoever may hold something."""
+    reports: tuple[tuple[WorkerId, WorkerId], ...] = ()
+    """Broken connections between members: who reported, whom."""
+    avoid: frozenset[WorkerId] = frozenset()
+    """Whose store should not build the group: it failed last time."""
+    plan: Plan | None = None
+    committed_in: int = 0
+    """The generation in which the plan's step was committed, as far as the inventories tell."""
+    planned_at: float = 0.0
+    answered: int = 0
+    """How many inventories the planner was asked with."""
+    lost_blocks: Runs = NO_BLOCKS
+    """Blocks of which none of those inventories tells a copy."""
+    waits_for: str = ""
+    """What it waits for, as a sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """See the module's text."""
+
+    durable: Durable
+    started: float
+    """When this controller's life began."""
+    processes: Mapping[WorkerId, Process] = field(default_factory=dict)
+    connections: Mapping[int, WorkerId] = field(default_factory=dict)
+    probed: Mapping[WorkerId, float] = field(default_factory=dict)
+    """When a probe was last sent to a process that is not connected."""
+    attempt: Attempt | None = None
+    ready_since: float | None = None
+    """Since when at least one newcomer has waited for a world."""
+    wished: object = None
+    """What the newest plan was asked for: the planner is asked again only when this changes."""
+    failed_at: int = 0
+    """The step known when a worker last failed."""
+    spawn_after: float = 0.0
+    """No process is started before this time: the back-off after failures."""
+    spawned: Mapping[WorkerId, float] = field(default_factory=dict)
+    """When processes were asked for that have not said hello."""
+    drain_ends: Mapping[WorkerId, float] = field(default_factory=dict)
+    """When the grace of leaving workers is over."""
+    avoided_until: Mapping[str, float] = field(default_factory=dict)
+    """By address."""
+    ended: float | None = None
+    """When the job was over, or its workers were asked to stop."""
+    changes: Mapping[WorkerId, Change] = field(default_factory=dict)
+    """What the present generation's change cost its members."""
+    detect_seconds: float = 0.0
+    """From the cause of the present generation to its PREPARE."""
+    next_ask: int = 1
+    step: int = 0
+    """The last step that all members were seen to have committed."""
+    first_commit: float | None = None
+    """When a step was first known to be committed."""
+
+    @property
+    def spec(self) -> JobSpec:
+        return self.durable.spec
+
+
+def new_job(spec: JobSpec, now: float) -> Job:
+    """A job that was just submitted. Its first event is `Started`."""
+    return Job(Durable(spec, wanted=spec.wanted), started=now)
+
+
+def restore(durable: Durable, now: float) -> Job:
+    """The job of an earlier controller. Its first event is `Started`."""
+    return Job(durable, started=now)

@@ -1,0 +1,78 @@
+"""How a job ends: done, failed or cancelled. Every worker is told, and what does not end is ended.
+
+Over means over: an event that comes later changes nothing, but whoever asks is still told how it ended.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shoal_controller.core.durable import Standing
+from shoal_controller.core.effects import Close, Kill, Send
+from shoal_controller.core.events import Connected, Disconnected, Exited, Said
+from shoal_controller.core.phases.current import shutdown_of_all, tell_all
+from shoal_controller.core.spec import Phase
+from shoal_controller.core.turn import Turn
+
+LINGER_SECONDS = 10.0
+"""How long processes have to end by themselves before they are killed."""
+
+
+def finish(turn: Turn, phase: Phase, reason: str) -> None:
+    """The job is over."""
+    if turn.durable.phase.over:
+        return
+    turn.keep(phase=phase, reason=reason, planned=())
+    turn.change(attempt=None, ended=turn.now)
+    turn.note(phase.value, reason)
+    tell_all(turn)
+
+
+def fail(turn: Turn, reason: str) -> None:
+    finish(turn, Phase.FAILED, reason)
+
+
+def succeed(turn: Turn) -> None:
+    durable = turn.durable
+    finish(turn, Phase.SUCCEEDED, f"done at step {durable.step}, fingerprint {durable.fingerprint or 'not given'}")
+
+
+# ---- events of a job that is over
+
+
+def connected(turn: Turn, event: Connected) -> None:
+    """A worker comes back to a job that is over: it is told how it ended."""
+    turn.do(Send(event.connection, shutdown_of_all(turn.durable)))
+    turn.do(Close(event.connection))
+
+
+def said(turn: Turn, event: Said) -> None:
+    """It lags: say again what is current."""
+    worker = turn.job.connections.get(event.connection)
+    if worker is not None:
+        turn.see(worker, heard=turn.now)
+        tell_all(turn)
+
+
+def disconnected(turn: Turn, event: Disconnected) -> None:
+    worker = turn.job.connections.get(event.connection)
+    if worker is not None:
+        turn.see(worker, connection=None)
+        others = {number: name for number, name in turn.job.connections.items() if number != event.connection}
+        turn.change(connections=others)
+
+
+def exited(turn: Turn, event: Exited) -> None:
+    if event.worker in turn.durable.roster:
+        turn.mark(event.worker, standing=Standing.DEAD)
+
+
+def reap(turn: Turn) -> None:
+    """Kill what has not ended by itself."""
+    if turn.job.ended is None:
+        turn.change(ended=turn.now)
+    elif turn.now - turn.job.ended >= LINGER_SECONDS:
+        for record in turn.durable.roster.values():
+            if record.launched and record.standing is not Standing.DEAD:
+                turn.do(Kill(record.worker))
+        turn.job = replace(turn.job, ended=turn.now)

@@ -1,0 +1,113 @@
+"""Connections that break between living workers: whom to count out when it is always the same two.
+
+One break is weather: the world is built anew. After two generations broken by the same pair, with nobody lost, the one
+that was named more often goes (a tie: the younger), and comes back only after a back-off that doubles.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from shoal_protos.messages import Point
+from shoal_protos.plan import Plan, WorkerId
+
+from shoal_controller.core.durable import Feud
+from shoal_controller.core.job import Attempt
+from shoal_controller.core.phases.current import is_member
+from shoal_controller.core.turn import Turn
+
+PATIENCE = 2
+"""How many generations the same pair may break."""
+FIRST_BACKOFF = 10.0
+LONGEST_BACKOFF = 3600.0
+
+Reports = tuple[tuple[WorkerId, WorkerId], ...]
+
+
+def reports(turn: Turn, plan: Plan, building: bool) -> Reports:
+    """Who of a world says that its connection to whom broke: in training, or while the world is being built."""
+    found = []
+    for member in plan.members:
+        process = turn.process(member.worker)
+        if process is None or not process.status.broken:
+            continue
+        status = process.status
+        if building:
+            speaks = status.promised == plan.generation and status.point in (Point.BUILDING, Point.READY)
+        else:
+            speaks = status.generation == plan.generation and status.point is Point.TRAINING
+        if speaks:
+            found += [(member.worker, peer) for peer in status.broken if is_member(plan, peer)]
+    return tuple(found)
+
+
+def sentence(broken: Reports) -> str:
+    reporter, peer = broken[0]
+    more = f" (and {len(broken) - 1} more reports)" if len(broken) > 1 else ""
+    return f"worker {reporter} says that its connection to {peer} broke{more}"
+
+
+def judge(turn: Turn, attempt: Attempt) -> None:
+    """All who may hold something have stopped: were all of the broken world among them, its reports count."""
+    world = turn.world
+    if not attempt.reports or world is None:
+        return
+    if any(not turn.record(member.worker).serves for member in world.members):
+        return  # ● someone was lost: an abort breaks its peers' connections too
+    durable = dict(turn.durable.feuds)
+    for pair in {"|".join(sorted(pair)) for pair in attempt.reports}:
+        before = durable.get(pair, Feud(0, {}))
+        named = Counter(before.named)
+        named.update(peer for reporter, peer in attempt.reports if "|".join(sorted((reporter, peer))) == pair)
+        durable[pair] = Feud(before.times + 1, dict(named))
+    turn.keep(feuds=durable)
+    for pair, feud in durable.items():
+        if feud.times >= PATIENCE:
+            _count_out(turn, pair, feud)
+            return
+
+
+def _count_out(turn: Turn, pair: str, feud: Feud) -> None:
+    roster = turn.durable.roster
+    blamed = max(pair.split("|"), key=lambda worker: (feud.named.get(worker, 0), roster[worker].order))
+    record = roster[blamed]
+    times = turn.durable.avoided.get(record.address, 0) + 1
+    backoff = min(FIRST_BACKOFF * 2 ** (times - 1), LONGEST_BACKOFF)
+    why = f"its connection to another member broke {feud.times} generations ({pair.replace('|', ' and ')})"
+    turn.mark(blamed, shunned=True, why=why)
+    turn.keep(
+        feuds={name: other for name, other in turn.durable.feuds.items() if blamed not in name.split("|")},
+        avoided={**turn.durable.avoided, record.address: times},
+    )
+    turn.change(avoided_until={**turn.job.avoided_until, record.address: turn.now + backoff})
+    turn.note("lost", f"worker {blamed} is counted out for {backoff:g} s: {why}", blamed)
+
+
+def forget(turn: Turn) -> None:
+    """Feuds of workers that are gone."""
+    roster = turn.durable.roster
+    alive = {
+        name: feud
+        for name, feud in turn.durable.feuds.items()
+        if all(worker in roster and roster[worker].serves for worker in name.split("|"))
+    }
+    if len(alive) != len(turn.durable.feuds):
+        turn.keep(feuds=alive)
+
+
+def restarted(turn: Turn) -> None:
+    """A controller does not know how much of a back-off is over: it begins anew."""
+    until = {
+        address: turn.now + min(FIRST_BACKOFF * 2 ** (times - 1), LONGEST_BACKOFF)
+        for address, times in turn.durable.avoided.items()
+    }
+    turn.change(avoided_until=until)
+
+
+def avoided(turn: Turn, worker: WorkerId) -> bool:
+    return turn.now < turn.job.avoided_until.get(turn.record(worker).address, 0.0)
+
+
+def quarrels(turn: Turn, worker: WorkerId) -> bool:
+    """Whether a worker is one of a pair whose connection broke: let another one build the group."""
+    return any(worker in pair.split("|") for pair in turn.durable.feuds)

@@ -1,0 +1,129 @@
+"""Planned changes: join, drain, scale, pause, promotion after fills. No pause but the switch, and no controller in it.
+
+A plan is made when what is wanted differs from what the newest plan was asked for. It is stored before it is sent; it
+begins when all members of its base vote it, which the controller learns from any status. It is void once another
+generation is current.
+"""
+
+from __future__ import annotations
+
+from shoal_protos.messages import Point, Status
+from shoal_protos.plan import Plan, Reason, WorkerId
+
+from shoal_controller.core.durable import Leaving
+from shoal_controller.core.phases import asking, feuds, timeline
+from shoal_controller.core.phases.asking import kept
+from shoal_controller.core.phases.current import tell
+from shoal_controller.core.planner import same_world
+from shoal_controller.core.turn import Turn
+
+OUTSTANDING = 16
+"""How many planned changes of one base may wait; more are made when one has begun."""
+
+
+# ---- a planned change begins
+
+
+def begun(turn: Turn, status: Status) -> None:
+    begun_in(turn, status.generation)
+
+
+def begun_in(turn: Turn, generation: int) -> None:
+    """Somebody is in a generation that was planned: all of its base have voted it, so it is the current one now."""
+    for plan in turn.durable.planned:
+        if plan.generation == generation:
+            turn.keep(current=plan, planned=tuple(p for p in turn.durable.planned if p.base == generation))
+            timeline.begun(turn, plan)
+            return
+
+
+# ---- a planned change is made
+
+
+def settle(turn: Turn, world: Plan) -> None:
+    """Make a plan where what is wanted has changed; everyone lacking the newest one is told with its heartbeat."""
+    if len(turn.durable.planned) >= OUTSTANDING or not _all_in(turn, world):
+        return
+    newcomers = waiting_newcomers(turn, world)
+    wished = _wished(turn, world, newcomers)
+    if wished == turn.job.wished:
+        return
+    turn.change(wished=wished)
+    newest = turn.durable.planned[-1] if turn.durable.planned else world
+    number = turn.durable.number + 1
+    plan = asking.for_change(turn, world, newcomers, number, _reason(turn, world, newcomers))
+    if same_world(plan, newest) or (newest is world and _only_fills_left(plan, world)):
+        return
+    turn.keep(number=number, planned=(*turn.durable.planned, plan))
+    timeline.planned(turn, plan, world)
+    for worker in {member.worker for member in (*world.members, *plan.members)}:
+        tell(turn, worker)
+
+
+def _all_in(turn: Turn, world: Plan) -> bool:
+    """Whether every member has been seen in the world that the plan is to replace."""
+    for member in world.members:
+        process = turn.process(member.worker)
+        if process is None or process.status.generation != world.generation:
+            return False
+    return True
+
+
+def waiting_newcomers(turn: Turn, world: Plan) -> list[WorkerId]:
+    """Who may become a member, oldest first, as many as there is room for."""
+    members = {member.worker for member in world.members}
+    if any(process.status.done for process in turn.serving() if process.worker in members):
+        return []  # after the last step nobody joins any more
+    staying = sum(not turn.record(worker).leaving for worker in members)
+    ready = [
+        process
+        for process in turn.serving()
+        if process.status.point in (Point.WAITING, Point.JOINING)
+        and process.worker not in members
+        and process.connection is not None
+        and process.pinged is None
+        and not turn.record(process.worker).leaving
+        and not feuds.avoided(turn, process.worker)
+    ]
+    ready.sort(key=lambda process: turn.record(process.worker).order)
+    return [process.worker for process in ready[: max(0, most_workers(turn) - staying)]]
+
+
+def most_workers(turn: Turn) -> int:
+    lanes = turn.durable.description.lanes if turn.durable.description is not None else turn.durable.wanted
+    return min(turn.spec.max_workers or lanes, lanes)
+
+
+def _wished(turn: Turn, world: Plan, newcomers: list[WorkerId]) -> tuple[object, ...]:
+    """What a plan depends on, but for how far fills have come: the planner is asked again when any of it changes."""
+    members = [
+        (member.worker, bool(turn.record(member.worker).leaving), asking.trains(turn, world, rank))
+        for rank, member in enumerate(world.members)
+    ]
+    steps = asking.steps_run(turn, len(members) + len(newcomers))
+    return world.generation, tuple(members), tuple(newcomers), steps, fills_done(turn, world)
+
+
+def fills_done(turn: Turn, world: Plan) -> bool:
+    """Whether every fill of the world is held by its target."""
+    return all(
+        fill.blocks <= kept(world, fill.target, turn.job.processes[world.members[fill.target].worker].status)
+        for fill in world.fills
+    )
+
+
+def _only_fills_left(plan: Plan, world: Plan) -> bool:
+    """Whether a plan would only go on with what the world is doing already."""
+    same = (plan.members, plan.shares, plan.steps) == (world.members, world.shares, world.steps)
+    return same and {(f.target, f.blocks) for f in plan.fills} <= {(f.target, f.blocks) for f in world.fills}
+
+
+def _reason(turn: Turn, world: Plan, newcomers: list[WorkerId]) -> Reason:
+    """The most telling of the reasons: who goes, then who comes."""
+    before = turn.durable.planned[-1] if turn.durable.planned else world
+    leaving = {turn.record(member.worker).leaving for member in world.members} - {Leaving.NO}
+    if leaving:
+        return Reason.DRAIN if Leaving.DRAIN in leaving else Reason.SCALE_DOWN
+    if set(newcomers) - {member.worker for member in before.members}:
+        return Reason.SCALE_UP if turn.durable.scaled_up else Reason.JOIN
+    return Reason.BALANCE

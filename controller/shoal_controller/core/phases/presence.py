@@ -1,0 +1,175 @@
+"""Who is here: broken streams, probes, launchers' reports and silence.
+
+A death is confirmed by the launcher or by a refused connection. Silence alone counts a worker out only after it was
+asked directly, and never when most are silent: then it is the controller that is cut off.
+"""
+
+from __future__ import annotations
+
+from shoal_protos.messages import Ping
+from shoal_protos.plan import WorkerId
+
+from shoal_controller.core.durable import Record, Standing
+from shoal_controller.core.effects import Probe
+from shoal_controller.core.events import Disconnected, Exited, Probed, Spawned
+from shoal_controller.core.job import Job, Process
+from shoal_controller.core.phases import population
+from shoal_controller.core.turn import Turn
+
+PING_SECONDS = 0.5
+"""How long a silent worker has to answer when it is asked directly."""
+PROBE_SECONDS = 1.0
+"""How often the store of a worker without a stream is asked for."""
+
+
+def disconnected(turn: Turn, event: Disconnected) -> None:
+    """A stream ended: its worker may live on. Its store's port tells whether the process is dead."""
+    worker = turn.job.connections.get(event.connection)
+    if worker is None:
+        return
+    turn.change(
+        connections={number: name for number, name in turn.job.connections.items() if number != event.connection}
+    )
+    turn.see(worker, connection=None, cut=turn.now)
+    record = turn.record(worker)
+    if record.ending is None:
+        turn.note("disconnected", f"worker {worker} on {record.host}: its connection ended ({event.why})", worker)
+        turn.change(probed={name: at for name, at in turn.job.probed.items() if name != worker})
+        _probe(turn, worker)
+
+
+def probed(turn: Turn, event: Probed) -> None:
+    record = turn.durable.roster.get(event.worker)
+    process = turn.process(event.worker)
+    if record is None or record.incarnation != event.incarnation or not event.refused:
+        return
+    if process is None or process.connection is None:
+        confirm(turn, event.worker, f"its host {record.host} refuses connections to {record.address}")
+
+
+def spawned(turn: Turn, event: Spawned) -> None:
+    """The launcher has started or adopted a process."""
+    if event.worker in turn.durable.roster:
+        turn.mark(event.worker, pid=event.pid, started_at=event.started_at, log=event.log)
+
+
+def exited(turn: Turn, event: Exited) -> None:
+    """The launcher saw it end, or could not start it."""
+    record = turn.durable.roster.get(event.worker)
+    if record is None or record.standing is Standing.DEAD:
+        return
+    if record.ending is not None or turn.durable.phase.over:
+        turn.mark(event.worker, standing=Standing.DEAD)
+        return
+    died_by_signal = event.code is not None and event.code < 0
+    if died_by_signal and population.has_trained(turn, event.worker):
+        confirm(turn, event.worker, event.why)
+        return
+    tail = f"\n{event.log_tail.strip()}" if event.log_tail.strip() else ""
+    where = f" (log: {record.log})" if record.log else ""
+    population.failed(turn, event.worker, f"{record.why or event.why}{where}{tail}")
+
+
+def confirm(turn: Turn, worker: WorkerId, why: str) -> None:
+    """Its death is certain."""
+    record = turn.record(worker)
+    if record.standing is Standing.DEAD:
+        return
+    turn.mark(worker, standing=Standing.DEAD, why=why)
+    if record.ending is None:
+        turn.note("lost", f"worker {worker} on {record.host} is dead: {why}", worker, noticed_by="the controller")
+
+
+# ---- silence, looked at in every tick
+
+
+def watch(turn: Turn) -> None:
+    """Probe who has no stream, ask who is silent, count out who does not answer."""
+    for worker, record in turn.durable.roster.items():
+        if record.ending is None and record.standing is not Standing.DEAD and record.incarnation:
+            process = turn.process(worker)
+            if process is None or process.connection is None:
+                _probe(turn, worker)
+    if not reconnecting(turn):
+        _count_out(turn, [worker for worker in _unanswering(turn) if not cut_off(turn.job, turn.now)])
+
+
+def reconnecting(turn: Turn) -> bool:
+    """● Within `reconnect_seconds` of a controller's start nobody is counted out."""
+    return turn.now - turn.job.started < turn.spec.reconnect_seconds
+
+
+def heard(job: Job, worker: WorkerId) -> float:
+    process = job.processes.get(worker)
+    return process.heard if process is not None else job.started
+
+
+def suspect_seconds(turn: Turn) -> float:
+    return turn.spec.heartbeat_seconds * turn.spec.suspect_after
+
+
+def cut_off(job: Job, now: float) -> bool:
+    """● Whether more than half of the job's workers that are not confirmed dead are silent: it is us, not them."""
+    durable = job.durable
+    counting = [record for record in durable.roster.values() if _counts(job, record)]
+    quiet_seconds = 1.5 * durable.spec.heartbeat_seconds
+    silent = [record for record in counting if now - heard(job, record.worker) > quiet_seconds]
+    return 2 * len(silent) > len(counting)
+
+
+def _counts(job: Job, record: Record) -> bool:
+    """Whether a worker is one of the job's for the rule of the silent majority: one that is stale is not any more."""
+    if record.ending is not None or record.standing is Standing.DEAD or not record.incarnation:
+        return False
+    process = job.processes.get(record.worker)
+    stale = process is not None and 0 < process.status.generation < job.durable.committed_in
+    return record.standing is Standing.HERE or not stale
+
+
+def _unanswering(turn: Turn) -> list[WorkerId]:
+    """Who has missed its heartbeats and has not answered when asked."""
+    silent = []
+    for worker, record in turn.durable.roster.items():
+        if not record.serves or not record.incarnation:
+            continue
+        if turn.now - heard(turn.job, worker) <= suspect_seconds(turn):
+            continue
+        process = turn.process(worker)
+        if process is None or process.connection is None:
+            silent.append(worker)
+        elif process.pinged is None:
+            _ask(turn, process)
+        elif turn.now - process.pinged >= PING_SECONDS:
+            silent.append(worker)
+    return silent
+
+
+def _ask(turn: Turn, process: Process) -> None:
+    missed = turn.now - process.heard
+    turn.note("suspected", f"worker {process.worker} has been silent for {missed:.1f} s; asking it", process.worker)
+    turn.see(process.worker, pinged=turn.now)
+    turn.say(process.worker, Ping(turn.job.next_ask, turn.durable.number))
+    turn.change(next_ask=turn.job.next_ask + 1)
+
+
+def _count_out(turn: Turn, workers: list[WorkerId]) -> None:
+    for worker in workers:
+        silence = turn.now - heard(turn.job, worker)
+        why = f"silent for {silence:.1f} s and no answer to a ping (suspected after {suspect_seconds(turn):g} s)"
+        turn.mark(worker, standing=Standing.LOST, why=why)
+        turn.note("lost", f"worker {worker} on {turn.record(worker).host} is counted out: {why}", worker)
+
+
+def _probe(turn: Turn, worker: WorkerId) -> None:
+    """Ask the worker's store at most once a second."""
+    record = turn.record(worker)
+    last = turn.job.probed.get(worker)
+    if record.address and (last is None or turn.now - last >= PROBE_SECONDS):
+        turn.change(probed={**turn.job.probed, worker: turn.now})
+        turn.do(Probe(worker, record.incarnation, record.address))
+
+
+def ask_about(turn: Turn, worker: WorkerId) -> None:
+    """A peer says that its connection to this worker broke: see whether it is dead."""
+    if worker in turn.durable.roster and turn.record(worker).standing is not Standing.DEAD:
+        _probe(turn, worker)

@@ -1,0 +1,294 @@
+"""A world made from inventories: a start, or a recovery after a loss.
+
+PREPARE(n) stops all who may hold something, their inventories make the plan, PLAN(n) brings them together, OPEN(n) lets
+them train. Whoever is lost on the way means the next number; a newcomer never does. [Note: no two worlds] in `quorum`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shoal_protos.messages import Ending, Inventory, Point
+from shoal_protos.plan import Plan, Reason, WorkerId
+from shoal_protos.runs import NO_BLOCKS
+
+from shoal_controller.core.durable import Standing
+from shoal_controller.core.job import Attempt, Stage
+from shoal_controller.core.phases import asking, feuds, population, stalled, timeline
+from shoal_controller.core.phases.current import answered, is_member, may_hold, tell
+from shoal_controller.core.phases.known import known_step
+from shoal_controller.core.spec import Phase
+from shoal_controller.core.turn import Turn
+
+
+def begin(turn: Turn, attempt: Attempt) -> None:
+    """Give a new number, and ask all who may hold something to stop. It is in the store before anyone hears of it."""
+    number = turn.durable.number + 1
+    attempt = replace(attempt, number=number, since=turn.now, stage=Stage.PREPARE, plan=None)
+    turn.keep(number=number, phase=Phase.STARTING if attempt.start else Phase.RESIZING)
+    turn.change(attempt=attempt, wished=None, detect_seconds=turn.now - attempt.noticed)
+    turn.note(
+        "prepare",
+        f"generation {number} is being prepared: {attempt.why}",
+        reason=attempt.reason.value,
+        detect_seconds=round(turn.now - attempt.noticed, 3),
+    )
+    for worker in asked(turn):
+        tell(turn, worker)
+
+
+def lost(turn: Turn, why: str, noticed: float, reports: feuds.Reports = ()) -> None:
+    """Something broke the world that may train."""
+    begin(turn, Attempt(0, Reason.KILL, why, noticed, turn.now, reports=reports))
+
+
+def start(turn: Turn, workers: list[WorkerId], why: str) -> None:
+    """A world of newcomers."""
+    begin(turn, Attempt(0, Reason.START, why, turn.now, turn.now, start=True, asked=tuple(workers)))
+
+
+def again(turn: Turn, attempt: Attempt, why: str, reports: feuds.Reports = ()) -> None:
+    """Lost again on the way: the next number."""
+    timeline.resized(turn, attempt.reason, "superseded")
+    builder = attempt.plan.members[attempt.plan.builder].worker if attempt.plan is not None else ""
+    begin(turn, replace(attempt, why=why, reports=reports, avoid=attempt.avoid | {builder}, lost_blocks=NO_BLOCKS))
+
+
+# ---- who is asked, and who has stopped
+
+
+def asked(turn: Turn) -> list[WorkerId]:
+    """Who is to stop and tell what it holds: alive as far as is known, and it may hold something."""
+    attempt, durable = turn.job.attempt, turn.durable
+    assert attempt is not None
+    serving = [record for record in durable.roster.values() if record.serves and record.incarnation]
+    if attempt.start:
+        return [record.worker for record in serving if record.worker in attempt.asked]
+    return [record.worker for record in serving if _may_hold(turn, record.worker)]
+
+
+def unanswered(turn: Turn, attempt: Attempt) -> list[WorkerId]:
+    """Whose inventory is waited for."""
+    return [
+        worker
+        for worker in asked(turn)
+        if not turn.record(worker).shunned and answered(turn.process(worker), attempt.number) is None
+    ]
+
+
+def _may_hold(turn: Turn, worker: WorkerId) -> bool:
+    process = turn.process(worker)
+    if process is None:  # not heard of since the controller started
+        return any(is_member(plan, worker) for plan in worlds(turn))
+    return may_hold(turn.durable, process)
+
+
+def worlds(turn: Turn) -> list[Plan]:
+    """Every generation that may still train: the current one, and each planned one that is not void."""
+    durable = turn.durable
+    return [plan for plan in (durable.current, *durable.planned) if plan is not None]
+
+
+def quorum(turn: Turn) -> Plan | None:
+    """● [Note: no two worlds] The first world that may still train, None where all have stopped.
+
+    A vote needs all members, so a world has stopped when one living member of it has answered PREPARE, or when all of
+    its members are confirmed dead. No generation opens before.
+    """
+    return next((plan for plan in worlds(turn) if not _has_stopped(turn, plan)), None)
+
+
+def _has_stopped(turn: Turn, plan: Plan) -> bool:
+    attempt = turn.job.attempt
+    assert attempt is not None
+    members = [member.worker for member in plan.members]
+    if any(answered(turn.process(worker), attempt.number) is not None for worker in members):
+        return True
+    return all(_is_dead(turn, worker) for worker in members)
+
+
+def _is_dead(turn: Turn, worker: WorkerId) -> bool:
+    record = turn.durable.roster.get(worker)
+    return record is None or record.standing is Standing.DEAD
+
+
+# ---- an attempt, looked at after every event
+
+
+def settle(turn: Turn) -> None:
+    attempt = turn.job.attempt
+    if attempt is None:  # the controller was away in the middle of one
+        if turn.world is not None:
+            lost(turn, "the controller was started again in the middle of a change", turn.now)
+        else:
+            turn.keep(phase=Phase.WAITING)
+    elif attempt.stage is Stage.PREPARE:
+        _prepare(turn, attempt)
+    else:
+        _plan(turn, attempt)
+
+
+def _prepare(turn: Turn, attempt: Attempt) -> None:
+    """All who are asked have answered, and no world may train any more: make the plan."""
+    waiting = unanswered(turn, attempt)
+    if waiting:
+        _wait(turn, attempt, f"waiting for {_names(waiting)} to stop")
+        if _overdue(turn, attempt):
+            _give_up(turn, waiting, "did not stop")
+        return None
+    if attempt.start:
+        return _make_start(turn, attempt)
+    world = quorum(turn)
+    if world is not None:
+        unknown = [m.worker for m in world.members if not _is_dead(turn, m.worker)]
+        sentence = f"nobody of generation {world.generation} has answered, and {_names(unknown)} may be alive"
+        _wait(turn, attempt, f"{sentence}: it might still train")
+        if _overdue(turn, attempt):
+            for worker in unknown:
+                turn.mark(worker, standing=Standing.DEAD, why=f"silent for {turn.spec.stall_seconds:g} s")
+        return None
+    return _make(turn, attempt)
+
+
+def _make_start(turn: Turn, attempt: Attempt) -> None:
+    """A world of newcomers, if enough of them are left."""
+    workers = asked(turn)
+    if len(workers) < turn.spec.min_workers:
+        turn.note(
+            "waiting", f"only {len(workers)} workers are left to start with, min_workers is {turn.spec.min_workers}"
+        )
+        turn.keep(phase=Phase.WAITING)
+        return turn.change(attempt=None)
+    return _send(turn, asking.for_start(turn, workers, attempt))
+
+
+def _make(turn: Turn, attempt: Attempt) -> None:
+    inventories = _inventories(turn, attempt)
+    if attempt.lost_blocks and attempt.answered == len(inventories):
+        return stalled.wait(turn, attempt)
+    committed_in = max([turn.durable.committed_in, *(inventory.committed_in for inventory in inventories.values())])
+    counting = {
+        worker: inventory
+        for worker, inventory in inventories.items()
+        if inventory.step >= 0 and counts(inventory, committed_in, turn.durable.floor)
+    }
+    attempt = replace(attempt, committed_in=committed_in, answered=len(inventories))
+    turn.change(attempt=attempt)
+    feuds.judge(turn, attempt)
+    result = asking.for_recovery(turn, counting, attempt)
+    if isinstance(result, Plan):
+        _dismiss_stale(turn, inventories, committed_in)
+        return _send(turn, result)
+    if committed_in < max(turn.durable.floor, 1):
+        return _send(turn, asking.for_start(turn, sorted(inventories), attempt))  # no step was ever committed
+    turn.change(attempt=replace(attempt, lost_blocks=result))
+    return stalled.blocks_lost(turn, replace(attempt, lost_blocks=result))
+
+
+def _inventories(turn: Turn, attempt: Attempt) -> dict[WorkerId, Inventory]:
+    found = {worker: answered(turn.process(worker), attempt.number) for worker in asked(turn)}
+    return {worker: inventory for worker, inventory in found.items() if inventory is not None}
+
+
+def counts(inventory: Inventory, committed_in: int, floor: int) -> bool:
+    """● An inventory counts if no step was committed in a later generation than its worker's."""
+    return inventory.generation >= committed_in and (inventory.generation >= floor or inventory.generation == 0)
+
+
+def _dismiss_stale(turn: Turn, inventories: dict[WorkerId, Inventory], committed_in: int) -> None:
+    for worker, inventory in inventories.items():
+        if inventory.step >= 0 and not counts(inventory, committed_in, turn.durable.floor):
+            dismiss_stale(turn, worker, inventory.generation, committed_in)
+
+
+def dismiss_stale(turn: Turn, worker: WorkerId, generation: int, committed_in: int) -> None:
+    """A thawed worker whose world went on without it changes nothing any more."""
+    record = turn.record(worker)
+    how = Ending.DRAINED if record.leaving else Ending.REPLACED if record.launched else Ending.START_OVER
+    why = f"worker {worker} is of generation {generation}, and a step was committed in generation {committed_in}"
+    population.dismiss(turn, worker, how, why)
+    tell(turn, worker)
+
+
+def _send(turn: Turn, plan: Plan) -> None:
+    attempt = turn.job.attempt
+    assert attempt is not None
+    turn.change(attempt=replace(attempt, stage=Stage.PLAN, plan=plan, planned_at=turn.now, waits_for=""))
+    names = ", ".join(member.worker for member in plan.members)
+    step = plan.recovery.step if plan.recovery is not None else 0
+    turn.note(
+        "plan",
+        f"generation {plan.generation} is planned: {names}, from step {step}",
+        prepare_seconds=round(turn.now - attempt.since, 3),
+    )
+    for member in plan.members:
+        tell(turn, member.worker)
+
+
+def _plan(turn: Turn, attempt: Attempt) -> None:
+    """All members have built the group and caught up: open."""
+    plan = attempt.plan
+    assert plan is not None
+    gone = [member.worker for member in plan.members if not turn.record(member.worker).serves]
+    if gone:
+        return again(turn, attempt, f"{_names(gone)} lost while generation {plan.generation} was being built")
+    reports = feuds.reports(turn, plan, building=True)
+    if reports:
+        why = f"{feuds.sentence(reports)} while generation {plan.generation} was being built"
+        return again(turn, attempt, why, reports)
+    waiting = [member.worker for member in plan.members if not _is_ready(turn, member.worker, plan)]
+    if not waiting:
+        return _open(turn, attempt, plan)
+    _wait(turn, attempt, f"waiting for {_names(waiting)} to build generation {plan.generation}")
+    if _overdue(turn, attempt):
+        _give_up(turn, waiting, "did not get ready")
+    return None
+
+
+def _is_ready(turn: Turn, worker: WorkerId, plan: Plan) -> bool:
+    process = turn.process(worker)
+    if process is None:
+        return False
+    return process.status.point is Point.READY and process.status.promised == plan.generation
+
+
+def _open(turn: Turn, attempt: Attempt, plan: Plan) -> None:
+    """The new world may train. Stored first, then said."""
+    before = max(turn.durable.step, known_step(turn)) if not attempt.start else 0
+    step = plan.recovery.step if plan.recovery is not None else 0
+    turn.keep(
+        current=plan,
+        planned=(),
+        phase=Phase.RUNNING,
+        step=step,
+        committed_in=max(turn.durable.committed_in, attempt.committed_in),
+        reason="",
+    )
+    turn.change(attempt=None, wished=None, ready_since=None)
+    timeline.opened(turn, plan, max(0, before - step))
+    for member in plan.members:
+        tell(turn, member.worker)
+
+
+# ---- waiting has an end
+
+
+def _wait(turn: Turn, attempt: Attempt, sentence: str) -> None:
+    if attempt.waits_for != sentence:
+        turn.change(attempt=replace(attempt, waits_for=sentence))
+        turn.note("waiting", sentence)
+
+
+def _overdue(turn: Turn, attempt: Attempt) -> bool:
+    return turn.now - attempt.since > turn.spec.stall_seconds
+
+
+def _give_up(turn: Turn, workers: list[WorkerId], what: str) -> None:
+    for worker in workers:
+        why = f"{what} within {turn.spec.stall_seconds:g} s (stall_seconds)"
+        turn.mark(worker, standing=Standing.LOST, shunned=True, why=why)
+        turn.note("lost", f"worker {worker} is counted out: it {why}", worker)
+
+
+def _names(workers: list[WorkerId]) -> str:
+    return ", ".join(workers)

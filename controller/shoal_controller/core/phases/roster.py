@@ -1,0 +1,34 @@
+"""The roster's own rules: ids are never used twice, and its length is bounded."""
+
+from __future__ import annotations
+
+from shoal_protos.plan import WorkerId
+
+from shoal_controller.core.durable import Standing
+from shoal_controller.core.turn import Turn
+
+REMEMBERED = 256
+"""How many workers that are gone stay in the roster."""
+
+
+def unused_id(turn: Turn) -> WorkerId:
+    """The next id that no process of this job has ever had."""
+    number = turn.durable.next_id
+    while f"w{number}" in turn.durable.roster:
+        number += 1
+    turn.keep(next_id=number + 1)
+    return f"w{number}"
+
+
+def forget_the_oldest(turn: Turn) -> None:
+    """The roster is bounded: of those that are gone for good, the oldest are forgotten."""
+    worlds = [plan for plan in (turn.world, *turn.durable.planned) if plan is not None]
+    kept = {member.worker for plan in worlds for member in plan.members}
+    gone = [
+        record.worker
+        for record in turn.durable.roster.values()
+        if (record.ending is not None or record.standing is Standing.DEAD) and record.worker not in kept
+    ]
+    for worker in gone[: max(0, len(gone) - REMEMBERED)]:
+        turn.keep(roster={name: record for name, record in turn.durable.roster.items() if name != worker})
+        turn.change(processes={name: one for name, one in turn.job.processes.items() if name != worker})

@@ -1,0 +1,104 @@
+"""Blocks without a living copy: waiting for whoever may still have one, and starting anew when nobody can.
+
+It is decided when every process that may hold such a block is confirmed dead, at the latest after `stall_seconds`.
+Until then all keep what they have: a thawed sole holder saves the day. A checkpoint is the other source of lost blocks
+(`Recovery.checkpoint`).
+"""
+
+from __future__ import annotations
+
+from shoal_protos.messages import Ending
+from shoal_protos.plan import WorkerId
+from shoal_protos.runs import NO_BLOCKS, Runs
+
+from shoal_controller.core.durable import Record, Standing
+from shoal_controller.core.effects import Kill
+from shoal_controller.core.job import Attempt
+from shoal_controller.core.phases import ending, timeline
+from shoal_controller.core.phases.current import tell
+from shoal_controller.core.phases.known import known_step
+from shoal_controller.core.spec import Phase
+from shoal_controller.core.turn import Turn
+
+
+def blocks_lost(turn: Turn, attempt: Attempt) -> None:
+    """The planner has found blocks that no inventory tells a copy of."""
+    turn.keep(phase=Phase.STALLED, reason=_sentence(turn, attempt.lost_blocks))
+    turn.note("stalled", turn.durable.reason, blocks=len(attempt.lost_blocks))
+    wait(turn, attempt)
+
+
+def wait(turn: Turn, attempt: Attempt) -> None:
+    """Until nobody is left who may have a copy, or `stall_seconds` are over."""
+    holders = _may_have(turn, attempt.lost_blocks)
+    waited = turn.now - attempt.since
+    if holders and waited <= turn.spec.stall_seconds:
+        return None
+    if _all_done(turn):
+        return ending.succeed(turn)
+    why = f"{turn.durable.reason}; {_why_no_more(holders, waited)}"
+    if turn.spec.launcher == "none":
+        return ending.fail(turn, f"{why}. Set checkpoint.path or more mirrors.")
+    return _start_anew(turn, why)
+
+
+def _sentence(turn: Turn, blocks: Runs) -> str:
+    spans = ", ".join(f"{a}" if b == a + 1 else f"{a} to {b - 1}" for a, b in blocks.spans[:8])
+    more = f" and {len(blocks.spans) - 8} more runs" if len(blocks.spans) > 8 else ""
+    count = turn.durable.description.blocks if turn.durable.description is not None else 0
+    return f"no living copy of {len(blocks)} of {count} blocks ({spans}{more})"
+
+
+def _why_no_more(holders: list[WorkerId], waited: float) -> str:
+    if holders:
+        return f"{', '.join(holders)} did not come back within {waited:.0f} s"
+    return "every process that held them is dead"
+
+
+def _may_have(turn: Turn, blocks: Runs) -> list[WorkerId]:
+    """Who may hold such a block and is neither here nor known to be dead."""
+    return [
+        record.worker for record in turn.durable.roster.values() if _missing(record) and _held(turn, record, blocks)
+    ]
+
+
+def _missing(record: Record) -> bool:
+    """Whether nobody knows what became of it."""
+    return record.standing is Standing.LOST and record.ending is None and bool(record.incarnation)
+
+
+def _held(turn: Turn, record: Record, blocks: Runs) -> bool:
+    """What a worker kept by any world it may have been in, or said that it holds."""
+    worlds = [plan for plan in (turn.world, *turn.durable.planned) if plan is not None]
+    ranks = [(plan, plan.rank_of(record.worker, record.incarnation)) for plan in worlds]
+    kept = [plan.shares[rank].keeps | plan.filled(rank, plan.boundaries) for plan, rank in ranks if rank is not None]
+    process = turn.process(record.worker)
+    said = process.status.holds if process is not None else NO_BLOCKS
+    unknown = process is None and not kept  # of a world before the current one: its blocks are not known any more
+    return unknown or any(part & blocks for part in (said, *kept))
+
+
+def _all_done(turn: Turn) -> bool:
+    """Whether the job has its digests and all who live are done: a death after the last step still ends well."""
+    members = [process for process in turn.serving() if process.status.generation > 0]
+    return bool(turn.durable.fingerprint) and all(process.status.done for process in members)
+
+
+def _start_anew(turn: Turn, why: str) -> None:
+    """The launcher ends every process that was in a world, and starts anew from step 0."""
+    durable = turn.durable
+    lost_steps = max(durable.step, known_step(turn))
+    turn.keep(phase=Phase.STALLED, reason=why, current=None, planned=(), floor=durable.number + 1, step=0, failures=0)
+    turn.change(attempt=None, wished=None, ready_since=None)
+    turn.note("anew", f"{why}; starting anew from step 0, {lost_steps} steps are lost", lost_steps=lost_steps)
+    timeline.gone_back(turn, lost_steps)
+    for record in tuple(turn.durable.roster.values()):
+        process = turn.process(record.worker)
+        newcomer = process is None or process.status.generation == 0
+        if record.ending is not None or (newcomer and record.standing is Standing.HERE):
+            continue
+        how = Ending.REPLACED if record.launched else Ending.START_OVER
+        turn.mark(record.worker, ending=how, why=why)
+        tell(turn, record.worker)
+        if record.launched and record.standing is not Standing.DEAD:
+            turn.do(Kill(record.worker))

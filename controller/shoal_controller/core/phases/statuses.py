@@ -1,0 +1,104 @@
+"""What workers say of themselves: statuses, inventories, wishes, results. Only recorded here; `settle` concludes.
+
+An older status than the last one heard says nothing; whatever is heard proves that its process lives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shoal_protos.messages import Heartbeat, Inventory, Ready, Request, Result, Status
+from shoal_protos.plan import WorkerId
+
+from shoal_controller.core.durable import Leaving, Standing
+from shoal_controller.core.events import Said
+from shoal_controller.core.phases import ending, planned, population, timeline
+from shoal_controller.core.phases.current import tell
+from shoal_controller.core.turn import Turn
+
+
+def said(turn: Turn, event: Said) -> bool:
+    """Returns whether it may matter for the job, so that a plain heartbeat costs next to nothing."""
+    worker = turn.job.connections.get(event.connection)
+    if worker is None:
+        return False
+    lively(turn, worker)
+    message = event.message
+    if isinstance(message, Heartbeat):
+        before = turn.job.processes[worker].status
+        turn.see(worker, telemetry=message.telemetry)
+        timeline.changes_told(turn, worker)
+        stated(turn, worker, message.status)
+        tell(turn, worker)
+        return _differs(before, message.status)
+    if isinstance(message, Ready):
+        stated(turn, worker, message.status)
+    elif isinstance(message, Inventory):
+        _inventory(turn, worker, message)
+    elif isinstance(message, Request):
+        population.drain(turn, worker, Leaving.DRAIN, message.grace_seconds)
+    elif isinstance(message, Result):
+        _result(turn, worker, message)
+    return True
+
+
+def lively(turn: Turn, worker: WorkerId) -> None:
+    """Something was heard: the process lives, whatever was thought of it."""
+    turn.see(worker, heard=turn.now, pinged=None)
+    record = turn.record(worker)
+    if record.standing is not Standing.HERE and record.ending is None:
+        turn.note("returned", f"worker {worker} is back; it was counted out: {record.why}", worker)
+        turn.mark(worker, standing=Standing.HERE, why="")
+
+
+def stated(turn: Turn, worker: WorkerId, status: Status) -> None:
+    """A worker says where it stands."""
+    process = turn.job.processes[worker]
+    if status.sequence < process.status.sequence:
+        return
+    turn.see(worker, status=status)
+    durable = turn.durable
+    highest = max(durable.number, status.promised, status.generation)
+    if highest > durable.number:
+        turn.keep(number=highest)
+    planned.begun(turn, status)
+    if status.committed_in > durable.committed_in:
+        turn.keep(committed_in=status.committed_in)
+        timeline.committed(turn, worker)
+    if durable.failures and status.step > turn.job.failed_at:
+        turn.keep(failures=0)
+    if status.drain:
+        population.drain(turn, worker, Leaving.DRAIN, turn.record(worker).grace_seconds)
+
+
+def _differs(before: Status, after: Status) -> bool:
+    """Whether anything but the step has changed."""
+    plain = replace(before, sequence=after.sequence, step=after.step, boundaries=after.boundaries, holds=after.holds)
+    return plain != after
+
+
+def _inventory(turn: Turn, worker: WorkerId, inventory: Inventory) -> None:
+    attempt = turn.job.attempt
+    if attempt is None or inventory.answers != attempt.number:
+        return
+    turn.see(worker, inventory=inventory)
+    planned.begun_in(turn, inventory.generation)
+
+
+def _result(turn: Turn, worker: WorkerId, result: Result) -> None:
+    """Digests, or why it failed."""
+    if result.failure:
+        if result.everyone:
+            ending.fail(turn, f"worker {worker}: {result.failure}")
+        else:
+            population.failed(turn, worker, result.failure)
+        return
+    known = turn.durable.fingerprint
+    if known and result.fingerprint != known and result.step == turn.durable.step:
+        ending.fail(
+            turn,
+            f"worker {worker} ended step {result.step} with fingerprint {result.fingerprint[:16]}…, another worker "
+            f"with {known[:16]}…. Their states differ; this is a defect of Shoal, please report it.",
+        )
+    elif result.fingerprint:
+        turn.keep(fingerprint=result.fingerprint, loss=result.loss, step=max(turn.durable.step, result.step))

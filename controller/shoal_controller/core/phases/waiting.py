@@ -1,0 +1,57 @@
+"""No world yet: waiting for enough workers to begin with."""
+
+from __future__ import annotations
+
+from shoal_protos.messages import Point
+from shoal_protos.plan import WorkerId
+
+from shoal_controller.core.job import Job, Process
+from shoal_controller.core.phases import feuds, planned, recovery
+from shoal_controller.core.turn import Turn
+
+PATIENCE_SECONDS = 10.0
+"""How long a job waits for all wanted workers once the first is ready; then `min` are enough."""
+
+
+def settle(turn: Turn) -> None:
+    """Generation 1 begins when `wanted` workers are ready, or `min` are, 10 s after the first."""
+    ready = ready_to_start(turn)
+    if not ready:
+        return turn.change(ready_since=None) if turn.job.ready_since is not None else None
+    if turn.job.ready_since is None:
+        turn.change(ready_since=turn.now)
+    waited = turn.now - (turn.job.ready_since or turn.now)
+    enough = len(ready) >= turn.durable.wanted
+    if enough or (waited >= PATIENCE_SECONDS and len(ready) >= turn.spec.min_workers):
+        chosen = ready[: planned.most_workers(turn)]
+        recovery.start(turn, chosen, f"{len(chosen)} workers are ready: {', '.join(chosen)}")
+    return None
+
+
+def ready_to_start(turn: Turn) -> list[WorkerId]:
+    """Workers that have rehearsed and are in no world, oldest first."""
+    ready = [
+        process.worker
+        for process in turn.serving()
+        if is_ready(turn.job, process)
+        and not turn.record(process.worker).leaving
+        and not feuds.avoided(turn, process.worker)
+    ]
+    return sorted(ready, key=lambda worker: turn.record(worker).order)
+
+
+def is_ready(job: Job, process: Process) -> bool:
+    """Rehearsed, connected, and nothing of a world that still counts."""
+    fresh = process.status.generation == 0 and process.status.point is not Point.REHEARSING
+    return fresh and process.connection is not None and process.worker in job.durable.roster
+
+
+def sentence(job: Job, now: float) -> str:
+    """What a job without a world waits for."""
+    durable = job.durable
+    serving = [process for process in job.processes.values() if durable.roster[process.worker].serves]
+    ready = sum(is_ready(job, process) for process in serving)
+    coming = sum(record.serves for record in durable.roster.values()) - ready
+    since = f"; waiting since {now - job.ready_since:.0f} s" if job.ready_since is not None else ""
+    short = f", min_workers is {durable.spec.min_workers}" if ready < durable.spec.min_workers else ""
+    return f"{ready} of {durable.wanted} workers ready{short}, {coming} more are starting{since}"

@@ -1,0 +1,126 @@
+"""What an operator wishes. The impossible is refused in one sentence, and nothing has changed."""
+
+from __future__ import annotations
+
+from shoal_protos.errors import Conflict, NotFound, UserError
+from shoal_protos.messages import Ask, AskKind
+
+from shoal_controller.core.durable import Leaving, Record, Standing
+from shoal_controller.core.events import Cancel, DrainWorker, Pause, Resume, Save, Scale
+from shoal_controller.core.phases import ending, planned, population
+from shoal_controller.core.phases.current import is_member, tell
+from shoal_controller.core.spec import Phase
+from shoal_controller.core.turn import Turn
+
+Wish = Scale | DrainWorker | Pause | Resume | Save
+
+
+def scale(turn: Turn, event: Scale) -> None:
+    """Another number of workers. A launcher follows; without one the youngest are drained."""
+    least, most = turn.spec.min_workers, turn.spec.max_workers or turn.spec.lanes
+    if turn.durable.description is not None:
+        most = planned.most_workers(turn)
+    if event.workers < least or (most is not None and event.workers > most):
+        bounds = f"from {least} to {most}" if most is not None else f"at least {least}"
+        raise UserError(f"job {turn.spec.job} cannot be scaled to {event.workers} workers; allowed are {bounds}.")
+    before = turn.durable.wanted
+    if event.workers == before:
+        return
+    turn.keep(wanted=event.workers, scaled_up=event.workers > before)
+    turn.note("scaled", f"the job is scaled from {before} to {event.workers} workers", workers=event.workers)
+    if not population.launches(turn):
+        for record in reversed(population.staying(turn)[event.workers :]):
+            population.drain(turn, record.worker, Leaving.SCALE_DOWN, population.SCALE_DOWN_GRACE)
+
+
+def drain(turn: Turn, event: DrainWorker) -> None:
+    """Let one worker go; the launcher replaces it. One that is silent is given up by that."""
+    record = turn.durable.roster.get(event.worker)
+    if record is None:
+        names = ", ".join(r.worker for r in turn.durable.roster.values() if r.serves) or "none"
+        raise NotFound(f"job {turn.spec.job} has no worker {event.worker}; its workers are: {names}.")
+    if record.ending is not None or record.standing is Standing.DEAD:
+        raise Conflict(f"worker {event.worker} is gone already: {record.why or 'it has left'}.")
+    if record.standing is Standing.LOST:
+        turn.mark(event.worker, standing=Standing.DEAD, why="an operator has drained it while it was silent")
+        return turn.note("lost", f"worker {event.worker} is given up by an operator", event.worker)
+    if record.leaving:
+        raise Conflict(f"worker {event.worker} is being drained already.")
+    if _is_last(turn, record) and not _can_checkpoint(turn):
+        raise Conflict(
+            f"worker {event.worker} is the last one of job {turn.spec.job}: its state would be lost. "
+            "Start another worker first, or set checkpoint.path."
+        )
+    return population.drain(turn, event.worker, Leaving.DRAIN, event.grace_seconds)
+
+
+def _is_last(turn: Turn, record: Record) -> bool:
+    """Whether nobody else could go on with the state that it holds."""
+    world = turn.world
+    if world is None or not is_member(world, record.worker):
+        return False
+    others = [other.worker for other in population.staying(turn) if other.worker != record.worker]
+    ready = planned.waiting_newcomers(turn, world)
+    return not any(is_member(world, worker) or worker in ready for worker in others)
+
+
+def _can_checkpoint(turn: Turn) -> bool:
+    return turn.durable.description is not None and turn.durable.description.can_checkpoint
+
+
+def pause(turn: Turn, _: Pause) -> None:
+    """Commit no steps from the next planned change on."""
+    if turn.durable.paused:
+        raise Conflict(f"job {turn.spec.job} is paused already.")
+    turn.keep(paused=True)
+    turn.note("paused", "the job is being paused")
+
+
+def resume(turn: Turn, _: Resume) -> None:
+    if not turn.durable.paused:
+        raise Conflict(f"job {turn.spec.job} is not paused; it is {turn.durable.phase.value}.")
+    turn.keep(paused=False)
+    turn.note("resumed", "the job goes on")
+
+
+def cancel(turn: Turn, _: Cancel) -> None:
+    """Ask a world that trains to stop after its step; without one the job is over at once."""
+    if turn.durable.stopping:
+        return None
+    turn.note("cancelling", "the job is being cancelled")
+    if turn.world is None or turn.durable.phase is not Phase.RUNNING:
+        return ending.finish(turn, Phase.CANCELLED, "cancelled before it had a world that trains")
+    turn.keep(stopping=True)
+    turn.change(ended=turn.now)
+    for member in turn.world.members:
+        tell(turn, member.worker)
+    return None
+
+
+def save(turn: Turn, _: Save) -> None:
+    """Ask for a checkpoint after the next step."""
+    if not _can_checkpoint(turn):
+        raise Conflict(f"job {turn.spec.job} has nowhere to save to; set checkpoint.path in its config.")
+    world = turn.world
+    members = [turn.process(member.worker) for member in world.members] if world is not None else []
+    connected = [process for process in members if process is not None and process.connection is not None]
+    if not connected or world is None:
+        raise Conflict(f"job {turn.spec.job} has no world that trains; nothing can be saved now.")
+    number = turn.job.next_ask + 1
+    turn.change(next_ask=number)
+    turn.say(connected[0].worker, Ask(AskKind.SAVE, number, world.generation))
+    turn.note("saving", "a checkpoint was asked for")
+
+
+def refuse(turn: Turn, _: Wish) -> None:
+    """Of a job that is over."""
+    raise Conflict(f"job {turn.spec.job} is over ({turn.durable.phase.value}): {turn.durable.reason}.")
+
+
+def stop_overdue(turn: Turn) -> None:
+    """A cancelled job whose workers do not stop by themselves."""
+    since = turn.job.ended if turn.job.ended is not None else turn.now
+    if turn.job.ended is None:
+        turn.change(ended=since)
+    if turn.now - since > ending.LINGER_SECONDS:
+        ending.finish(turn, Phase.CANCELLED, f"cancelled; workers did not stop within {ending.LINGER_SECONDS:g} s")

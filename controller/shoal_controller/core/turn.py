@@ -1,0 +1,110 @@
+"""One event being worked on: the job as it is so far, the time, and the effects in the order in which they must be.
+
+The functions in `phases/` take a `Turn` and change it; `machine.step` makes it and takes the result out. What is
+durable is written before anything is said: [Note: stored first] in `effects_in_order`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from shoal_protos.messages import ToWorker
+from shoal_protos.plan import Plan, WorkerId
+
+from shoal_controller.core.durable import Durable, Record
+from shoal_controller.core.effects import Count, Effect, Note, Observe, Persist, Send
+from shoal_controller.core.job import Job, Process
+from shoal_controller.core.spec import JobSpec
+
+
+class Turn:
+    """See the module's text."""
+
+    __slots__ = ("before", "effects", "job", "now")
+
+    def __init__(self, job: Job, now: float) -> None:
+        self.before = job
+        self.job = job
+        self.now = now
+        self.effects: list[Effect] = []
+
+    # ---- reading
+
+    @property
+    def durable(self) -> Durable:
+        return self.job.durable
+
+    @property
+    def spec(self) -> JobSpec:
+        return self.job.durable.spec
+
+    @property
+    def world(self) -> Plan | None:
+        """The plan of the world that may train."""
+        return self.job.durable.current
+
+    def record(self, worker: WorkerId) -> Record:
+        return self.job.durable.roster[worker]
+
+    def serving(self) -> Iterator[Process]:
+        """The processes that are alive as far as is known, and wanted."""
+        roster = self.job.durable.roster
+        return (process for process in self.job.processes.values() if roster[process.worker].serves)
+
+    def process(self, worker: WorkerId) -> Process | None:
+        return self.job.processes.get(worker)
+
+    # ---- changing
+
+    def change(self, **fields: Any) -> None:
+        """Volatile fields of the job."""
+        self.job = replace(self.job, **fields)
+
+    def keep(self, **fields: Any) -> None:
+        """Durable fields of the job."""
+        self.job = replace(self.job, durable=replace(self.job.durable, **fields))
+
+    def enlist(self, record: Record) -> None:
+        self.keep(roster={**self.durable.roster, record.worker: record})
+
+    def mark(self, worker: WorkerId, **fields: Any) -> None:
+        """Durable fields of one worker, where they differ."""
+        record = self.record(worker)
+        if any(getattr(record, name) != value for name, value in fields.items()):
+            self.enlist(replace(record, **fields))
+
+    def see(self, worker: WorkerId, **fields: Any) -> None:
+        """Volatile fields of one process."""
+        self.change(processes={**self.job.processes, worker: replace(self.job.processes[worker], **fields)})
+
+    # ---- effects
+
+    def do(self, effect: Effect) -> None:
+        self.effects.append(effect)
+
+    def say(self, worker: WorkerId, message: ToWorker) -> None:
+        """To a connected worker; one whose stream is broken is told when it comes back."""
+        process = self.process(worker)
+        if process is not None and process.connection is not None:
+            self.do(Send(process.connection, message))
+
+    def note(self, kind: str, message: str, worker: WorkerId = "", **data: object) -> None:
+        self.do(Note(kind, message, worker, data))
+
+    def count(self, metric: str, value: float = 1, **labels: str) -> None:
+        self.do(Count(metric, value, labels))
+
+    def observe(self, metric: str, value: float, **labels: str) -> None:
+        self.do(Observe(metric, value, labels))
+
+    def effects_in_order(self) -> list[Effect]:
+        """[Note: stored first] One write, before everything else of this turn.
+
+        So a number is in the store before anyone hears of it, a world before it is opened, a worker before it is
+        started; and a controller that dies between two effects has only left something unsaid, which it will say again.
+        """
+        if self.job.durable == self.before.durable:
+            return self.effects
+        return [Persist(), *self.effects]

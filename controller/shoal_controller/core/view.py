@@ -1,0 +1,161 @@
+"""What people see of a job: one `JobView` made of all that is known. Nothing is decided here."""
+
+from __future__ import annotations
+
+from statistics import median
+
+from shoal_protos.messages import Ending, Point
+from shoal_protos.plan import Plan
+from shoal_protos.runs import NO_BLOCKS, every, union
+
+from shoal_controller.core.durable import Record, Resize, Standing
+from shoal_controller.core.job import Job, Process
+from shoal_controller.core.phases import waiting
+from shoal_controller.core.phases.known import passed_by_all
+from shoal_controller.core.spec import JobView, Phase, ResizeView, State, WorkerView
+
+
+def view(job: Job, now: float) -> JobView:
+    durable, spec = job.durable, job.durable.spec
+    members = _members(job)
+    description = durable.description
+    return JobView(
+        job=spec.job,
+        phase=shown_phase(job),
+        generation=durable.current.generation if durable.current is not None else 0,
+        wanted=durable.wanted,
+        active=len(members),
+        min_workers=spec.min_workers,
+        max_workers=spec.max_workers or (description.lanes if description is not None else spec.lanes),
+        lanes=description.lanes if description is not None else spec.lanes,
+        step=passed_by_all(job),
+        max_steps=description.max_steps if description is not None else None,
+        loss=_loss(job, members),
+        last_checkpoint_step=None,
+        reason=reason(job, now),
+        workers=tuple(_worker(job, record, now) for record in durable.roster.values()),
+        unmirrored_blocks=_unmirrored(durable.current),
+        samples=sum(process.telemetry.samples for process in job.processes.values()),
+        goodput_ratio=_goodput(job, members, now),
+        fingerprint=durable.fingerprint,
+        step_seconds_median=_step_seconds(members),
+        resizes=tuple(_resize(job, resize) for resize in durable.history),
+    )
+
+
+def shown_phase(job: Job) -> Phase:
+    """`paused` and `waiting` for more members are a running world that commits no steps."""
+    durable = job.durable
+    if durable.phase is Phase.RUNNING and durable.current is not None and not durable.current.steps:
+        return Phase.PAUSED if durable.paused else Phase.WAITING
+    return durable.phase
+
+
+def reason(job: Job, now: float) -> str:
+    """Why the job is where it is, with figures; empty while it simply trains."""
+    durable, spec = job.durable, job.durable.spec
+    if durable.phase.over or durable.phase is Phase.STALLED:
+        return durable.reason
+    if job.attempt is not None:
+        waits = f"; {job.attempt.waits_for} since {now - job.attempt.since:.0f} s" if job.attempt.waits_for else ""
+        return f"{job.attempt.why}{waits}"
+    if durable.current is None:
+        return waiting.sentence(job, now)
+    if durable.stopping:
+        return "cancelled; the workers end after their step"
+    if not durable.current.steps:
+        if durable.paused:
+            return "paused by an operator"
+        return f"{durable.current.world_size} workers active, min_workers is {spec.min_workers}"
+    return ""
+
+
+def _members(job: Job) -> list[Process]:
+    world = job.durable.current
+    found = (job.processes.get(member.worker) for member in world.members) if world is not None else ()
+    return [process for process in found if process is not None and job.durable.roster[process.worker].serves]
+
+
+def _loss(job: Job, members: list[Process]) -> float | None:
+    """Of the furthest member that knows it."""
+    told = [(process.status.step, process.telemetry.loss) for process in members if process.telemetry.loss is not None]
+    return max(told)[1] if told else job.durable.loss
+
+
+def _goodput(job: Job, members: list[Process], now: float) -> float:
+    if job.first_commit is None or now <= job.first_commit:
+        return 0.0
+    trained = max((process.telemetry.training_seconds for process in members), default=0.0)
+    return min(1.0, trained / (now - job.first_commit))
+
+
+def _step_seconds(members: list[Process]) -> float | None:
+    seconds = [process.telemetry.step_seconds for process in members if process.telemetry.step_seconds > 0]
+    return median(seconds) if seconds else None
+
+
+def _unmirrored(world: Plan | None) -> int:
+    if world is None:
+        return 0
+    return len(every(world.blocks) - union(share.mirrored for share in world.shares))
+
+
+def _resize(job: Job, resize: Resize) -> ResizeView:
+    filled = resize.fill_bytes
+    if job.durable.history and resize is job.durable.history[-1]:
+        filled = sum(max(0, p.telemetry.fill_bytes - p.fill_bytes_before) for p in job.processes.values())
+    return ResizeView(
+        generation=resize.generation,
+        workers=resize.workers,
+        reason=resize.reason.value,
+        from_step=resize.from_step,
+        pause_seconds=resize.pause_seconds,
+        phases=resize.phases,
+        promoted_blocks=resize.promoted_blocks,
+        pause_bytes=resize.pause_bytes,
+        fill_bytes=filled,
+        checkpoint_bytes=0,
+        lost_steps=resize.lost_steps,
+    )
+
+
+# ---- workers
+
+
+def _worker(job: Job, record: Record, now: float) -> WorkerView:
+    process, world = job.processes.get(record.worker), job.durable.current
+    rank = world.rank_of(record.worker, record.incarnation) if world is not None and record.serves else None
+    share = world.shares[rank] if world is not None and rank is not None else None
+    telemetry = process.telemetry if process is not None else None
+    return WorkerView(
+        worker=record.worker,
+        host=record.host,
+        pid=record.pid,
+        state=state(job, record, rank),
+        rank=rank,
+        lanes=share.lanes if share is not None else (),
+        blocks=len(share.owned if share is not None else NO_BLOCKS),
+        mirrored_blocks=len(share.mirrored if share is not None else NO_BLOCKS),
+        step=max(process.status.step, 0) if process is not None else 0,
+        step_seconds=telemetry.step_seconds if telemetry is not None else 0.0,
+        memory_bytes=telemetry.memory_bytes if telemetry is not None else {},
+        log=record.log,
+        heartbeat_age_seconds=now - process.heard if process is not None and record.serves else None,
+    )
+
+
+def state(job: Job, record: Record, rank: int | None) -> State:
+    """One word for where a worker stands."""
+    if record.ending is not None:
+        return State.LOST if record.ending is Ending.FAILED else State.LEFT
+    if record.standing is not Standing.HERE:
+        return State.LOST
+    process = job.processes.get(record.worker)
+    if process is not None and process.pinged is not None:
+        return State.SUSPECTED
+    if record.leaving:
+        return State.DRAINING
+    if rank is not None:
+        return State.ACTIVE
+    newcomer_ready = process is not None and process.status.point in (Point.WAITING, Point.JOINING)
+    return State.READY if newcomer_ready else State.STARTING
