@@ -262,7 +262,7 @@ def test_a_file_that_is_no_job_spec_is_refused(text: str, tmp_path: Path) -> Non
 def test_a_job_is_named_after_its_script() -> None:
     assert [name_of(Path(name)) for name in ("train.py", "a/Train_GPT 2.py", "__.py")] == [
         "train",
-        "train-gpt-2",
+        "Train_GPT-2",
         "job",
     ]
 

@@ -13,7 +13,7 @@ async def controller(http: Http = None, grpc: Grpc = None, store: Store = None) 
     from shoal_controller.cli.endings import INTERRUPTED
     from shoal_controller.cli.serve import interrupts, serving
 
-    async with serving(http, grpc, store):
+    async with serving(http, grpc, store, shown=False):
         with interrupts() as heard:
             await heard.first.wait()
     return INTERRUPTED

@@ -49,7 +49,8 @@ async def demo(
 
     check_machine()
     with tempfile.TemporaryDirectory(prefix="shoal-demo-") as folder:
-        async with serving(http or "127.0.0.1:0", grpc or "127.0.0.1:0", store or f"embedded:{folder}") as client:
+        kept = store or f"embedded:{folder}"
+        async with serving(http or "127.0.0.1:0", grpc or "127.0.0.1:0", kept, shown=True) as client:
             reports = await until_interrupted(client, script(text, steps))
     return conclude(*reports)
 

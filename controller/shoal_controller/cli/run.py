@@ -62,7 +62,7 @@ async def run(
     from shoal_controller.cli.attend import attend
     from shoal_controller.cli.serve import interrupts, serving
 
-    async with serving(http, grpc, store) as client:
+    async with serving(http, grpc, store, shown=True) as client:
         with interrupts() as heard:
             await take_up(client, spec)
             return await attend(client, name, heard, report)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -14,12 +15,17 @@ from shoal_controller.cli.client import Client
 
 
 @asynccontextmanager
-async def serving(http: str | None, grpc: str | None, store: str | None) -> AsyncIterator[Client]:
-    """A running controller's client. Its addresses are the first line on standard output."""
+async def serving(http: str | None, grpc: str | None, store: str | None, shown: bool) -> AsyncIterator[Client]:
+    """A running controller's client. Its addresses are the first line on standard output.
+
+    `shown`: standard error has a live display, so the log keeps to warnings unless SHOAL_LOG_LEVEL says otherwise.
+    """
     from shoal_controller.server import running
     from shoal_controller.settings import Settings
 
-    given = {"http": http, "grpc": grpc, "store": store}
+    given = {"http": http, "grpc": grpc, "store": store, "log_level": "warning" if shown else None}
+    if os.environ.get("SHOAL_LOG_LEVEL"):
+        del given["log_level"]
     settings = Settings(**{name: value for name, value in given.items() if value is not None})
     async with running(settings) as server:
         typer.echo(f"http={server.http} grpc={server.grpc}")
