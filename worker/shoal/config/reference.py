@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 from shoal.config.deepspeed import NOT_BUILT, WITHOUT_MEANING
 from shoal.config.document import Document, Section
 from shoal.config.sentences import allowed_in, model_in
+from shoal.optim.schedules import FORMULAS, Formula
 
 OPENING = """\
 # Configuration
@@ -47,7 +48,14 @@ covers all that stands in it, `*` what the table above does not name.
 
 def page() -> str:
     """The whole page."""
-    return OPENING + "".join(_section(Document, "")) + _not_built(NOT_BUILT) + _without_meaning(WITHOUT_MEANING)
+    schedules = "".join("".join(_schedule(formula)) for formula in FORMULAS.values())
+    return (
+        OPENING
+        + "".join(_section(Document, ""))
+        + schedules
+        + _not_built(NOT_BUILT)
+        + _without_meaning(WITHOUT_MEANING)
+    )
 
 
 def _section(model: type[Section], name: str) -> Iterator[str]:
@@ -57,15 +65,23 @@ def _section(model: type[Section], name: str) -> Iterator[str]:
     if name:
         about = " ".join((model.__doc__ or "").split()).partition(": ")[2]
         yield f"{about[0].upper()}{about[1:]}\n\n"
-    yield "| key | allowed | default | meaning |\n|---|---|---|---|\n"
-    for key, field in fields.items():
-        dotted = f"{name}.{key}" if name else key
-        meaning = " ".join((field.description or "").split())
-        yield f"| `{dotted}` | {_allowed(field)} | {_default(field)} | {meaning} |\n"
+    yield from _table({f"{name}.{key}" if name else key: field for key, field in fields.items()})
     for key, field in model.model_fields.items():
         inner = model_in(field)
         if inner is not None:
             yield from _section(inner, f"{name}.{key}" if name else key)
+
+
+def _schedule(formula: type[Formula]) -> Iterator[str]:
+    yield f"\n## `scheduler.params` of {formula.__name__}\n\n{' '.join((formula.__doc__ or '').split())}\n\n"
+    yield from _table(formula.model_fields)
+
+
+def _table(fields: Mapping[str, FieldInfo]) -> Iterator[str]:
+    yield "| key | allowed | default | meaning |\n|---|---|---|---|\n"
+    for key, field in fields.items():
+        meaning = " ".join((field.description or "").split())
+        yield f"| `{key}` | {_allowed(field)} | {_default(field)} | {meaning} |\n"
 
 
 def _allowed(field: FieldInfo) -> str:

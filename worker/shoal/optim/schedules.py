@@ -18,11 +18,16 @@ from shoal.config.document import Allowed, Section, Switch
 
 Rate = Annotated[
     float | Annotated[tuple[float, ...], Field(strict=False)],
-    Allowed("is a number, or a list of one a parameter group"),
+    Allowed("is a number, or a list with one for each parameter group"),
+]
+RateOrNone = Annotated[
+    float | Annotated[tuple[float, ...], Field(strict=False)] | None,
+    Allowed("is a number, or a list with one for each parameter group"),
 ]
 Number = Annotated[float, Allowed("is a number")]
 Steps = Annotated[int, Field(ge=1), Allowed("is a whole number from 1 up")]
-Stairs = Annotated[int, Field(ge=0), Allowed("is a whole number from 0 up")]
+FromZero = Annotated[int, Field(ge=0), Allowed("is a whole number from 0 up")]
+CountOrNone = Annotated[Annotated[int, Field(ge=0)] | None, Allowed("is a whole number from 0 up")]
 WarmupType = Annotated[Literal["log", "linear"], Allowed('are "log" and "linear"')]
 
 
@@ -60,9 +65,13 @@ class WarmupLR(Formula):
     """From the minimum to the maximum, then constant. Without a maximum: the groups' own rates."""
 
     warmup_min_lr: Rate = 0.0
-    warmup_max_lr: Rate | None = None
+    """The first rate."""
+    warmup_max_lr: RateOrNone = None
+    """The rate at the end of the warm-up. Not given: the rates that the parameter groups have."""
     warmup_num_steps: Steps = 1000
+    """Optimizer steps from the first rate to the last; 1 counts as 2."""
     warmup_type: WarmupType = "log"
+    """How the rate climbs: with the logarithm of the step, or in a line."""
 
     def rates(self, count: int, own: Sequence[float]) -> list[float]:
         lowest = per_group(self.warmup_min_lr, len(own))
@@ -82,7 +91,9 @@ class WarmupDecayLR(WarmupLR):
     """From the minimum to the maximum, then in a line back to the minimum at the last step."""
 
     total_num_steps: Steps
-    warmup_max_lr: Rate | None = 0.001
+    """The step at which the rate is down again."""
+    warmup_max_lr: RateOrNone = 0.001
+    """The rate at the end of the warm-up."""
 
     def _after_warmup(self, count: int) -> float:
         falling = max(1.0, self.total_num_steps - max(2, self.warmup_num_steps))
@@ -93,10 +104,15 @@ class WarmupCosineLR(Formula):
     """Shares of the groups' own rates: up from a ratio, then down half a cosine to another one, and there it stays."""
 
     total_num_steps: Steps
+    """The step at which the cosine ends."""
     warmup_min_ratio: Number = 0.0
+    """Share of the groups' own rates at the start of the warm-up."""
     warmup_num_steps: Steps = 1000
+    """Optimizer steps of the warm-up; 1 counts as 2."""
     cos_min_ratio: Number = 0.0001
+    """Share of the groups' own rates at the end of the cosine."""
     warmup_type: WarmupType = "log"
+    """How the rate climbs: with the logarithm of the step, or in a line."""
 
     def rates(self, count: int, own: Sequence[float]) -> list[float]:
         ratio = 0.0 if count < 0 else self._ratio(count)
@@ -116,9 +132,13 @@ class LRRangeTest(Formula):
     """Rises without end, continuously or in stairs: for finding the largest rate that still trains."""
 
     lr_range_test_min_lr: Rate = 1e-3
+    """The first rate."""
     lr_range_test_step_size: Steps = 2000
+    """Optimizer steps in which the rate grows by `lr_range_test_step_rate` times the first one."""
     lr_range_test_step_rate: Number = 1.0
+    """Growth per `lr_range_test_step_size` steps, in first rates."""
     lr_range_test_staircase: Switch = False
+    """True: the rate grows at the end of each interval only."""
 
     def rates(self, count: int, own: Sequence[float]) -> list[float]:
         passed = float(count + 1) / self.lr_range_test_step_size
@@ -130,17 +150,29 @@ class OneCycle(Formula):
     """One cycle of the rate, up and down, then a decay below the minimum; the first beta goes the other way."""
 
     cycle_min_lr: Rate
+    """The rate at both ends of the cycle."""
     cycle_max_lr: Rate
+    """The rate at the turn of the cycle."""
     decay_lr_rate: Number = 0.0
+    """After the cycle the lowest rate is divided by 1 + this × (steps since / `decay_step_size`)."""
     cycle_first_step_size: Steps = 2000
-    cycle_second_step_size: Annotated[int, Field(ge=0), Allowed("is a whole number from 0 up")] | None = None
-    cycle_first_stair_count: Stairs = 0
-    cycle_second_stair_count: Stairs | None = None
-    decay_step_size: Stairs = 0
+    """Optimizer steps of the way up."""
+    cycle_second_step_size: CountOrNone = None
+    """Optimizer steps of the way down. Not given: as many as up."""
+    cycle_first_stair_count: FromZero = 0
+    """Stairs on the way up; 0: a straight line."""
+    cycle_second_stair_count: CountOrNone = None
+    """Stairs on the way down. Not given: as many as up."""
+    decay_step_size: FromZero = 0
+    """Optimizer steps of a unit of decay; 0: no decay."""
     cycle_momentum: Switch = True
+    """Whether the first beta moves too, against the rate; only where the optimizer has betas."""
     cycle_min_mom: Rate = 0.8
+    """The first beta at the turn of the cycle (and at the very first step)."""
     cycle_max_mom: Rate = 0.9
+    """The first beta at both ends of the cycle."""
     decay_mom_rate: Number = 0.0
+    """After the cycle the highest first beta is multiplied by 1 + this × (steps since / `decay_step_size`)."""
 
     @property
     def _second(self) -> int:
