@@ -52,6 +52,18 @@ def test_neighbours_have_nothing_in_common() -> None:
     assert len(seen) == 21
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_cuda_has_the_same_numbers_too() -> None:
+    seed_everything(0, 3, 1, 2)
+    first = torch.rand(4, device="cuda")
+    state = RandomState.save()
+    second = torch.rand(4, device="cuda")
+    seed_everything(0, 3, 1, 2)
+    assert torch.equal(torch.rand(4, device="cuda"), first)
+    state.restore()
+    assert torch.equal(torch.rand(4, device="cuda"), second) and not torch.equal(first, second)
+
+
 def test_a_saved_state_comes_back() -> None:
     seed_everything(1, 2, 3, 4)
     drawn()

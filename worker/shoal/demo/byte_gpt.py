@@ -148,7 +148,10 @@ def main() -> None:
     options.add_argument("--lanes", type=int, default=8, help="micro-batches of a step, shared by the workers")
     options.add_argument("--json", action="store_true", help="print the result as one line of JSON")
     chosen = options.parse_args()
-    text = chosen.text.read_bytes() if chosen.text else library_text()
+    try:
+        text = chosen.text.read_bytes() if chosen.text else library_text()
+    except OSError as error:
+        options.error(f"--text {chosen.text} cannot be read: {error.strerror}")
     engine, fingerprint = train(text, chosen.steps, chosen.lanes)
     if engine.rank != 0:
         return
