@@ -26,6 +26,9 @@ THREADS_THAT_STAY = (
 )
 """Beginnings of the names of threads that live as long as the process."""
 
+GRPC_POLLER = "(_poll_wrapper)"
+"""End of the name of grpc.aio's thread, which lives as long as any of its objects."""
+
 TASKS_THAT_STAY = ("TestRunner._run_tests_and_fixtures",)
 """Of anyio's pytest plugin: it runs the test itself."""
 
@@ -45,8 +48,8 @@ GRACE_SECONDS = 3.0
 
 
 def _threads() -> dict[str, str]:
-    alive = (thread for thread in threading.enumerate() if not thread.name.startswith(THREADS_THAT_STAY))
-    return {f"thread {thread.ident}": f"thread {thread.name!r}" for thread in alive}
+    ours = [thread for thread in threading.enumerate() if not thread.name.startswith(THREADS_THAT_STAY)]
+    return {f"thread {t.ident}": f"thread {t.name!r}" for t in ours if not t.name.endswith(GRPC_POLLER)}
 
 
 def _processes() -> dict[str, str]:
@@ -96,6 +99,13 @@ def temporary(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
+def _stays(task: asyncio.Task[object]) -> bool:
+    """Whether nobody here could have waited for it. gRPC's own are nameless; its `rpc_task` is a handler of ours."""
+    coroutine = str(task.get_coro())
+    of_grpc = "<_cython_" in coroutine and task.get_name().startswith("Task-")
+    return of_grpc or any(name in coroutine for name in TASKS_THAT_STAY)
+
+
 @pytest.fixture(scope="session")
 def forgotten_tasks() -> Iterator[list[str]]:
     """Names of the tasks that were still running when an event loop's main one was done."""
@@ -105,7 +115,7 @@ def forgotten_tasks() -> Iterator[list[str]]:
 
         def note_and_cancel(loop: asyncio.AbstractEventLoop) -> None:
             for task in asyncio.all_tasks(loop):
-                if not any(name in str(task.get_coro()) for name in TASKS_THAT_STAY):
+                if not _stays(task):
                     names.append(f"task {task.get_name()}: {task.get_coro()}")
             cancel(loop)
 

@@ -371,7 +371,7 @@ def test_only_who_shows_the_token_is_heard() -> None:
 def test_a_port_in_use_is_refused_in_one_sentence() -> None:
     async def scene(port: Port) -> None:
         second = SessionService(port.jobs, SessionSettings())
-        with pytest.raises(UserError, match=rf"^cannot listen for workers on localhost:{port.number}"):
+        with pytest.raises(UserError, match=rf"^cannot listen for workers on localhost:{port.number}: it is in use"):
             second.bind(f"localhost:{port.number}")
         await second.stop()
         await port.is_unharmed()
@@ -392,6 +392,17 @@ def test_stopping_ends_every_stream_and_tells_the_jobs() -> None:
             assert await worker.code() is not grpc.StatusCode.OK
 
     on_port(scene)
+
+
+def test_a_port_that_was_taken_and_never_served_is_given_back() -> None:
+    async def play() -> None:
+        service = SessionService(Jobs(), SessionSettings())
+        port = service.bind("localhost:0")
+        await service.stop()
+        assert service.bind(f"localhost:{port}") == port
+        await service.stop()
+
+    asyncio.run(play())
 
 
 def test_a_worker_that_comes_before_the_jobs_are_restored_waits() -> None:

@@ -90,6 +90,7 @@ class SessionService:
         self._ending: set[asyncio.Task[None]] = set()
         """What `stop` waits for: the streams' tasks and their farewells."""
         self._server: grpc.aio.Server | None = None
+        self._serving = False
         self._last_plan: tuple[Plan, bytes] | None = None
 
     # ---- life
@@ -108,19 +109,23 @@ class SessionService:
                 port = server.add_secure_port(address, credentials)
         except RuntimeError as error:
             raise UserError(
-                f"cannot listen for workers on {address} ({error}); give another --grpc HOST:PORT"
-            ) from None
+                f"cannot listen for workers on {address}: it is in use or not an address of this machine; "
+                "give another --grpc HOST:PORT"
+            ) from error
         self._server = server
         return port
 
     async def serve(self) -> None:
         """Hear workers. To be called when the shell has restored its jobs: an unknown job is refused for good."""
         assert self._server is not None, "bind comes before serve"
+        self._serving = True
         await self._server.start()
 
     async def stop(self) -> None:
         """End all streams without a word (their workers will be back) and wait until the jobs have heard of it."""
         if self._server is not None:
+            if not self._serving:
+                await self._server.start()  # one that was never started does not let go of its port
             await self._server.stop(grace=None)
             self._server = None
         try:
