@@ -99,7 +99,7 @@ class Membership:
         return True
 
     def _keep_beside(self, plan: Plan) -> None:
-        """A newcomer has no vote: it keeps every plan that may begin. One whose base is no longer current never will."""
+        """A newcomer has no vote: it keeps every plan that may begin. Void is one whose base is no longer current."""
         if self.next is not None:
             self.kept[self.next.generation] = self.next
         void = [n for n, kept in self.kept.items() if kept.base < plan.base and n != plan.base]

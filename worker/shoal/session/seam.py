@@ -10,11 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from shoal.core.membership import Membership
-from shoal.exchange.group import Group
 from shoal_protos.description import Description
 from shoal_protos.messages import AskKind, Ending, Inventory, Result, Status, Telemetry
 from shoal_protos.plan import Plan
+from shoal_protos.runs import Runs
+
+from shoal.core.membership import Membership
+from shoal.exchange.group import Group
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Shut down (or start over)."""
+    """Shut down. After `START_OVER` the link says hello as a newcomer: rehearse, or say that nothing is to rehearse."""
 
     ending: Ending
     reason: str
@@ -81,10 +83,16 @@ class Prepared:
 class Link(Protocol):
     """What the training thread may ask. Every method is called on the training thread only."""
 
-    worker: str
-    incarnation: str
     alone: bool
     """No controller: a world of one that nobody else will ever join."""
+
+    @property
+    def worker(self) -> str:
+        """This worker's id; empty until the controller has given one."""
+
+    @property
+    def incarnation(self) -> str:
+        """Random, this process's own; another one after it had to start over."""
 
     def introduce(self, description: Description, status: Status) -> None:
         """Say hello and wait until welcomed. Raises `UserError` with the controller's sentence when refused."""
@@ -109,14 +117,18 @@ class Link(Protocol):
     def ready(self, generation: int) -> bool:
         """READY. False: another PREPARE came meanwhile; go on with `take`."""
 
-    def enter_vote(self, holds: object) -> int:
+    def enter_vote(self, holds: Runs) -> int:
         """See `Membership.enter_vote`."""
 
     def leave_vote(self, voted: list[int]) -> Prepared | None:
         """See `Membership.leave_vote`; with the group of the plan that begins."""
 
     def begin(self, plan: Plan, group: Group | None) -> None:
-        """The world of `plan` begins; from now on PREPARE aborts `group`. The one before is closed where it is another."""
+        """The world of `plan` begins in `group` (None: it leaves this process out). All other groups are closed.
+
+        Say where this worker stands (`publish`) right after it: until then the controller hears nothing of it. When a
+        later PREPARE was heard meanwhile, `group` is aborted already, and `take` says so.
+        """
 
     def membership(self) -> Membership:
         """A snapshot for reading."""
@@ -128,7 +140,7 @@ class Link(Protocol):
         """
 
     def result(self, result: Result) -> None:
-        """Digests, or why it failed. Sent until the controller has it (at most 60 s)."""
+        """Digests: sent now and on every new stream. Why it failed: waits until the controller has it, at most 60 s."""
 
     def close(self) -> None:
         """End the session's thread; idempotent."""

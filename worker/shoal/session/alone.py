@@ -1,0 +1,108 @@
+"""The link of a script that has no controller: a world of one, which never changes.
+
+It says what a controller would that starts a job with one worker, and nothing else ever; the engine cannot tell. No
+thread, no socket, no signal handler.
+"""
+
+from __future__ import annotations
+
+import copy
+
+from shoal_protos.description import Description
+from shoal_protos.messages import Inventory, Result, Status, Telemetry
+from shoal_protos.plan import Member, Plan, Reason, Recovery, Share, check_plan
+from shoal_protos.runs import NO_BLOCKS, Runs, every
+
+from shoal.core.membership import Membership
+from shoal.exchange.group import Group
+from shoal.exchange.solo import SoloGroup
+from shoal.session.inbox import Inbox
+from shoal.session.seam import Item, Opened, Prepared, Recover, Stopped
+
+GENERATION = 1
+
+
+class AloneLink:
+    """A `Link`."""
+
+    alone = True
+    worker = "w0"
+    incarnation = "alone"
+
+    def __init__(self) -> None:
+        self._membership = Membership(self.worker, self.incarnation)
+        self._inbox = Inbox()
+        self._description: Description | None = None
+
+    def introduce(self, description: Description, status: Status) -> None:
+        del status  # there is nobody to tell
+        self._description = description
+
+    def rehearsed(self) -> None:
+        self._membership.rehearsed()
+        self._membership.hear_prepare(GENERATION)
+        self._inbox.put(Stopped(GENERATION))
+
+    @property
+    def stopping(self) -> bool:
+        return self._inbox.waiting
+
+    def take(self, seconds: float | None = None) -> Item | None:
+        assert self.stopping or seconds is not None, "alone, nothing that one could wait for ever comes"
+        return self._inbox.take(0.0)
+
+    def pause(self, seconds: float) -> None:
+        """Nothing comes, so nothing is gained by waiting."""
+
+    def answer(self, inventory: Inventory) -> None:
+        plan = self._plan(inventory)
+        check_plan(plan)
+        self._membership.hear_recovery(plan)
+        self._inbox.put(Recover(plan, SoloGroup(), 0.0))
+
+    def _plan(self, inventory: Inventory) -> Plan:
+        assert self._description is not None, "introduce comes first"
+        lanes, blocks = self._description.lanes, self._description.blocks
+        return Plan(
+            generation=GENERATION,
+            base=0,
+            reason=Reason.START,
+            lanes=lanes,
+            blocks=blocks,
+            members=(Member(self.worker, self.incarnation, address=""),),
+            shares=(Share(tuple(range(lanes)), owned=every(blocks)),),
+            fills=(),
+            fill_blocks_per_step=0,
+            builder=0,
+            steps=True,
+            recovery=Recovery(max(0, inventory.step), inventory.record, counted=(True,), stale=(NO_BLOCKS,)),
+        )
+
+    def ready(self, generation: int) -> bool:
+        is_ready = self._membership.ready(generation)
+        if is_ready:
+            self._inbox.put(Opened(generation))
+        return is_ready
+
+    def enter_vote(self, holds: Runs) -> int:
+        return self._membership.enter_vote(holds)
+
+    def leave_vote(self, voted: list[int]) -> Prepared | None:
+        self._membership.leave_vote(voted)
+        return None
+
+    def begin(self, plan: Plan, group: Group | None) -> None:
+        del group
+        self._membership.begin(plan)
+
+    def membership(self) -> Membership:
+        return copy.copy(self._membership)
+
+    def publish(self, status: Status, telemetry: Telemetry) -> None:
+        """There is nobody to tell."""
+
+    def result(self, result: Result) -> None:
+        """Likewise; the script's own status says how it ended."""
+
+    def close(self) -> None:
+        """Nothing is open."""

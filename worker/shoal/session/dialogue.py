@@ -1,0 +1,307 @@
+"""What this process says to its controller, and what it makes of the answers. No I/O, no clock, no thread.
+
+Fed by the session's thread (`hear`, `opened`), by the training thread through the client (`stand`, `answer`, …) and by
+the builders; its driver carries out the effects that it returns, sends what `outgoing` gives, and holds one lock around
+all of it. What is to be said is kept as the latest of each kind, so nothing piles up while no controller is there.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, replace
+
+from shoal_protos.description import Description
+from shoal_protos.messages import (
+    PROTOCOL_VERSION,
+    Ask,
+    Carry,
+    Drain,
+    Ending,
+    Heartbeat,
+    Hello,
+    Inventory,
+    Open,
+    Ping,
+    Point,
+    Prepare,
+    Ready,
+    Refusal,
+    Request,
+    RequestKind,
+    Result,
+    Shutdown,
+    Status,
+    Telemetry,
+    ToController,
+    ToWorker,
+    Welcome,
+)
+from shoal_protos.plan import Plan, check_plan
+
+from shoal.core.membership import Membership
+from shoal.session.seam import Asked, Ended, Item, Opened, Stopped
+
+REMEMBERED_ASKS = 64
+HEARTBEAT_SECONDS = 1.0
+"""Until the welcome says otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """What does not change in a process's life."""
+
+    job: str
+    host: str
+    pid: int
+    domain: str
+    address: str
+    """Of its own store."""
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Every group, built or being built, is over now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """Build the group of this plan on a thread of its own."""
+
+    plan: Plan
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """For the training thread."""
+
+    item: Item
+
+
+Effect = Abort | Build | Put
+
+
+class Dialogue:
+    """One per process; it outlives streams and controllers. `membership` is guarded by the driver's lock too."""
+
+    def __init__(self, membership: Membership, process: Process, description: Description, status: Status) -> None:
+        self.membership = membership
+        self.process, self.description = process, description
+        self.heartbeat_seconds = HEARTBEAT_SECONDS
+        self.welcomed = False
+        self.ending: Shutdown | None = None
+        """Set when the controller has said the last word."""
+        self.refusal = ""
+        """The sentence of a final refusal, or of the last one that said to try again."""
+        self.broken: tuple[str, ...] = ()
+        """Peers to whom the current group's connection broke."""
+        self._status, self._telemetry = status, Telemetry()
+        self._settled = True
+        self._said = status
+        self._sequence = 0
+        self._drain = False
+        self._echo = 0
+        self._opened = 0
+        self._asks: deque[tuple[str, int]] = deque(maxlen=REMEMBERED_ASKS)
+        self._inventory: Inventory | None = None
+        self._result: Result | None = None
+        self._due: dict[type[ToController], None] = {}
+
+    # ---- what goes out
+
+    def hello(self) -> Hello:
+        """The first message of every stream. What else must be known goes out again after it."""
+        self._due = {}
+        if self._result is not None:
+            self._due[Result] = None
+        if self._drain:
+            self._due[Request] = None
+        return Hello(
+            version=PROTOCOL_VERSION,
+            job=self.process.job,
+            worker=self.membership.worker,
+            incarnation=self.membership.incarnation,
+            address=self.process.address,
+            host=self.process.host,
+            pid=self.process.pid,
+            domain=self.process.domain,
+            description=self.description,
+            status=self._standing(),
+        )
+
+    @property
+    def due(self) -> bool:
+        """Whether there is something to say."""
+        return bool(self._due)
+
+    def outgoing(self) -> list[ToController]:
+        """What is due, in the order in which it became due."""
+        due, self._due = self._due, {}
+        return [message for kind in due if (message := self._message(kind)) is not None]
+
+    def beat(self) -> None:
+        """A heartbeat is due."""
+        self._due[Heartbeat] = None
+
+    def _message(self, kind: type[ToController]) -> ToController | None:
+        if kind is Heartbeat:
+            return Heartbeat(self._standing(), self._telemetry, self._echo)
+        if kind is Ready:
+            is_ready = self.membership.point is Point.READY
+            return Ready(self.membership.promised, self._standing()) if is_ready else None
+        if kind is Request:
+            return Request(RequestKind.DRAIN)
+        return self._inventory if kind is Inventory else self._result
+
+    def _standing(self) -> Status:
+        """The status now. Between a world's beginning and the training thread's word on it, the last one said."""
+        self._said = replace(self._composed(), sequence=self._sequence + 1, drain=self._drain)
+        self._sequence += 1
+        return self._said
+
+    def _composed(self) -> Status:
+        if not self._settled:
+            return self._said
+        membership = self.membership
+        return replace(
+            self._status,
+            generation=membership.generation,
+            point=membership.point,
+            promised=membership.newest_heard,
+            broken=self.broken,
+        )
+
+    def notice(self) -> None:
+        """Something may have changed: a heartbeat is due at once if more than the step did."""
+        if _matter(self._composed()) != _matter(self._said):
+            self.beat()
+
+    @property
+    def script_has_ended(self) -> bool:
+        """Nothing is left to do here but to serve changes."""
+        return self._status.ended
+
+    # ---- from the training thread
+
+    def stand(self, status: Status, telemetry: Telemetry) -> None:
+        """Where the training thread says that it stands."""
+        self._status, self._telemetry, self._settled = status, telemetry, True
+        self.notice()
+
+    def answer(self, inventory: Inventory) -> None:
+        """The answer to the last PREPARE."""
+        if inventory.answers == self.membership.promised:
+            self._inventory = inventory
+            self._due[Inventory] = None
+        self.notice()
+
+    def ready(self, generation: int) -> bool:
+        """False: another PREPARE came meanwhile."""
+        if not self.membership.ready(generation):
+            return False
+        self._due[Ready] = None
+        return True
+
+    def begin(self, plan: Plan) -> None:
+        """A world begins. It is told to the controller when the training thread next says where it stands."""
+        self.membership.begin(plan)
+        self._settled = False
+        self.broken = ()
+
+    def report(self, result: Result) -> None:
+        """How it ended. Said again on every new stream."""
+        self._result = result
+        self._due[Result] = None
+
+    # ---- from elsewhere
+
+    def ask_to_be_drained(self) -> None:
+        """SIGTERM."""
+        self._drain = True
+        self._due[Request] = None
+        self.beat()
+
+    def see_broken(self, peers: set[str]) -> None:
+        """Connections of the current group were seen to break."""
+        self.broken = tuple(sorted(peers.union(self.broken)))
+        self.notice()
+
+    def start_over(self, incarnation: str) -> None:
+        """As a newcomer with a new id, which the controller gives."""
+        self.membership.worker, self.membership.incarnation = "", incarnation
+        self.membership.start_over()
+        self.ending, self.welcomed, self.broken = None, False, ()
+        self._inventory = self._result = None
+        self._status = Status(self._sequence, 0, Point.REHEARSING, 0, step=-1, committed_in=0)
+        self._settled = True
+
+    # ---- from the controller
+
+    def hear(self, message: ToWorker) -> list[Effect]:
+        """Raises `PeerError` for an unsound plan."""
+        effects = self._effects(message)
+        self.notice()
+        return effects
+
+    def _effects(self, message: ToWorker) -> list[Effect]:
+        match message:
+            case Welcome():
+                self._welcome(message)
+            case Ping(number):
+                self._echo = number
+                self.beat()
+            case Prepare(generation):
+                return self._prepare(generation)
+            case Carry(plan):
+                return self._carry(plan)
+            case Open(generation) if self.membership.hear_open(generation) and generation != self._opened:
+                self._opened = generation
+                return [Put(Opened(generation))]
+            case Ask(kind, number) if (kind, number) not in self._asks:
+                self._asks.append((kind, number))
+                return [Put(Asked(kind, number))]
+            case Shutdown():
+                return self.end(message)
+            case Refusal(sentence, final):
+                self.refusal = sentence
+                return self.end(Shutdown(Ending.FAILED, sentence)) if final else []
+            case Open() | Ask() | Drain():
+                pass  # heard before; a drain needs nothing but the plan that will leave us out
+        return []
+
+    def _welcome(self, welcome: Welcome) -> None:
+        self.membership.worker = welcome.worker
+        self.heartbeat_seconds = welcome.heartbeat_seconds
+        self.welcomed = True
+
+    def _prepare(self, generation: int) -> list[Effect]:
+        if self.membership.hear_prepare(generation):
+            self._inventory = None
+            return [Put(Stopped(generation)), Abort()]
+        if self._inventory is not None and self._inventory.answers == generation == self.membership.promised:
+            self._due[Inventory] = None
+        return []
+
+    def _carry(self, plan: Plan) -> list[Effect]:
+        check_plan(plan)
+        membership = self.membership
+        if plan.recovery is not None:
+            wanted = membership.hear_recovery(plan)
+        else:
+            wanted = membership.hear_planned(plan) and membership.builds(plan)
+        rank = plan.rank_of(membership.worker, membership.incarnation)
+        if not wanted or rank is None:
+            return []
+        if plan.recovery is not None:
+            self.broken = ()
+        return [Build(plan, rank)]
+
+    def end(self, shutdown: Shutdown) -> list[Effect]:
+        """Nothing more is said or heard."""
+        self.ending = shutdown
+        return [Put(Ended(shutdown.ending, shutdown.reason)), Abort()]
+
+
+def _matter(status: Status) -> Status:
+    """What is worth a heartbeat of its own when it changes."""
+    return replace(status, sequence=0, step=0, boundaries=0)

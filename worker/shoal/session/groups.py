@@ -1,0 +1,190 @@
+"""The groups of this process: those being built, those kept for plans that may begin, and the one that trains.
+
+Each is built on a thread of its own, because building waits for other processes. Called under the client's lock, which
+the builders take too when they are done. What is called off is stopped under the lock; aborting and closing it comes
+after, outside: a group that the training thread may be inside is closed by the training thread (`bury`).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import structlog
+from shoal_protos.plan import Plan
+
+from shoal.exchange.group import Group, WorldChanged
+from shoal.exchange.letters import read_letter
+from shoal.exchange.meeting import Meeting, Stop, Transport
+from shoal.exchange.rendezvous import reachable
+from shoal.exchange.routes import FIRST_MESSAGE
+
+MOST_BUILDERS = 64
+"""Threads at once. A plan beyond that is not built here, so it does not begin."""
+JOIN_SECONDS = 1.0
+"""For threads to end that were told to. One whose peer died while they connected takes gloo's 30 s, and is left."""
+
+log = structlog.get_logger("shoal.session")
+
+
+@dataclass(eq=False, slots=True)
+class Building:
+    """The group of one plan, from the start of its building to its end."""
+
+    plan: Plan
+    rank: int
+    newcomer: bool
+    """It waits in the group for the first message."""
+    stop: Stop = field(default_factory=Stop)
+    group: Group | None = None
+    seconds: float = 0.0
+    """What building took."""
+
+    def abort(self) -> None:
+        """Every operation in it, and its building, ends now."""
+        self.stop.set()
+        if self.group is not None:
+            self.group.abort()
+
+    def close(self) -> None:
+        """Free what it holds."""
+        if self.group is not None:
+            self.group.close()
+
+
+class Told(Protocol):
+    """Who hears what became of a building. Called under the lock, and only while the building is wanted."""
+
+    def built(self, building: Building) -> None: ...
+    def begun(self, building: Building, state: bytes) -> None: ...
+    def unreachable(self, building: Building, ranks: list[int]) -> None: ...
+
+
+class Groups:
+    """All of this process's groups by generation."""
+
+    def __init__(self, transport: Transport, lock: threading.RLock, told: Told) -> None:
+        self._transport, self._lock, self._told = transport, lock, told
+        self._wanted: dict[int, Building] = {}
+        self._over: list[Building] = []
+        self._threads: list[threading.Thread] = []
+
+    def of(self, generation: int) -> Building | None:
+        """The building of a generation, where it is wanted."""
+        return self._wanted.get(generation)
+
+    # ---- under the lock
+
+    def build(self, plan: Plan, rank: int, newcomer: bool) -> None:
+        """Start building; `Told` hears the rest."""
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        if len(self._threads) >= MOST_BUILDERS:
+            log.error("group_not_built", generation=plan.generation, why=f"{MOST_BUILDERS} groups are being built")
+            return
+        building = self._wanted[plan.generation] = Building(plan, rank, newcomer)
+        self._start(f"shoal-group-{plan.generation}", self._build, building)
+
+    def call_off(self, live: set[int]) -> list[Building]:
+        """Stops all but the groups of these generations; the caller aborts what is returned, outside the lock."""
+        over = [self._wanted.pop(generation) for generation in list(self._wanted) if generation not in live]
+        for building in over:
+            building.stop.set()
+        return over
+
+    def call_off_all(self) -> list[Building]:
+        """Likewise all of them; the training thread, which may be inside one, closes them with `bury`."""
+        over = self.call_off(set())
+        self._over += over
+        return over
+
+    def begin(self, plan: Plan, group: Group | None) -> list[Building]:
+        """A world begins in `group` (None: without this process). Returns the others, to be retired."""
+        mine = [building for building in self._wanted.values() if group is not None and building.group is group]
+        self._wanted = {n: building for n, building in self._wanted.items() if building not in mine}
+        over = self.call_off(set())
+        for building in mine:
+            building.plan = plan
+            self._wanted[plan.generation] = building
+        return over
+
+    # ---- outside the lock
+
+    def retire(self, over: list[Building], abort: bool) -> None:
+        """Closes groups that nobody is inside, on a thread: closing takes up to 20 ms."""
+        if over:
+            self._start("shoal-group-closing", _close_all, over, abort)
+
+    def bury(self) -> None:
+        """On the training thread: close what was called off. Its buffers are free afterwards."""
+        with self._lock:
+            over, self._over = self._over, []
+        for building in over:
+            building.close()
+
+    def close(self) -> None:
+        """All groups end. On the training thread."""
+        with self._lock:
+            over = self.call_off_all()
+        for building in over:
+            building.abort()
+        self.bury()
+        deadline = time.monotonic() + JOIN_SECONDS
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    # ---- a builder's thread
+
+    def _start(self, name: str, what: Callable[..., None], *given: object) -> None:
+        thread = threading.Thread(target=what, args=given, name=name, daemon=True)
+        with self._lock:
+            self._threads.append(thread)
+        thread.start()
+
+    def _build(self, building: Building) -> None:
+        began = time.monotonic()
+        try:
+            group = self._transport(Meeting.of(building.plan, building.rank), building.stop)
+        except WorldChanged as error:
+            self._failed(building, str(error))
+            return
+        with self._lock:
+            wanted = not building.stop.is_set
+            if wanted:
+                building.group, building.seconds = group, time.monotonic() - began
+                self._told.built(building)
+        if not wanted:
+            group.abort()
+            group.close()
+        elif building.newcomer:
+            self._await_first_message(building, group)
+
+    def _await_first_message(self, building: Building, group: Group) -> None:
+        """Until the generation begins, or until it never will: then another one does."""
+        try:
+            state = read_letter(group, building.plan.builder, FIRST_MESSAGE)
+        except WorldChanged:
+            return
+        with self._lock:
+            if not building.stop.is_set:
+                self._told.begun(building, state)
+
+    def _failed(self, building: Building, why: str) -> None:
+        """Looks who is out of reach from here."""
+        if building.stop.is_set:
+            return
+        log.warning("group_not_built", generation=building.plan.generation, why=why)
+        members = building.plan.members
+        ranks = [r for r, member in enumerate(members) if r != building.rank and not reachable(member.address)]
+        with self._lock:
+            if not building.stop.is_set:
+                self._told.unreachable(building, ranks)
+
+
+def _close_all(over: list[Building], abort: bool) -> None:
+    for building in over:
+        if abort:
+            building.abort()
+        building.close()

@@ -1,0 +1,82 @@
+"""SIGTERM as a wish to be drained, heard at once by the session's thread.
+
+A Python handler does not run while the main thread sits in a call of gloo's; the wake-up descriptor is written by the
+C handler, so the session's thread reads it in any case. Children that this process forks get the old behaviour back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+_installed: TermSignal | None = None
+
+
+class TermSignal:
+    """Installed by the main thread, read by the session's; `harmless` says whether SIGTERM means a drain by now."""
+
+    def __init__(self, harmless: Callable[[], bool]) -> None:
+        self._harmless = harmless
+        self._pid = os.getpid()
+        self.reader, self._writer = socket.socketpair()
+        self.reader.setblocking(False)
+        self._writer.setblocking(False)
+        self._replaced = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        if self._replaced:
+            signal.signal(signal.SIGTERM, self._on_term)
+        self._forwards_to = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+
+    def heard(self) -> bool:
+        """Whether a SIGTERM is among the signals that came. Others had their wake-up descriptor first: it gets all."""
+        try:
+            numbers = self.reader.recv(4096)
+        except BlockingIOError:
+            return False
+        if self._forwards_to >= 0:
+            with contextlib.suppress(OSError):
+                os.write(self._forwards_to, numbers)
+        return signal.SIGTERM in numbers
+
+    def close(self) -> None:
+        """Puts back what was there. On the main thread."""
+        signal.set_wakeup_fd(self._forwards_to)
+        if self._replaced and signal.getsignal(signal.SIGTERM) == self._on_term:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self.reader.close()
+        self._writer.close()
+
+    def _on_term(self, number: int, _: FrameType | None) -> None:
+        """Where there is nobody to drain us yet, SIGTERM ends the process as ever."""
+        if not self._harmless():
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+
+def install(harmless: Callable[[], bool]) -> TermSignal | None:
+    """None where this is not the main thread: signals are then its business."""
+    global _installed
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    _installed = TermSignal(harmless)
+    return _installed
+
+
+def uninstall(term: TermSignal | None) -> None:
+    """Idempotent."""
+    global _installed
+    if term is not None and term is _installed:
+        _installed = None
+        term.close()
+
+
+def _forget_in_child() -> None:
+    """A forked child (a data loader's) must die of SIGTERM, and must not write to its parent's descriptor."""
+    uninstall(_installed)
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,204 @@
+"""The session's thread: one stream to the controller, opened again with back-off for ever while training goes on.
+
+It moves messages between the stream and the client (`Driver`), keeps the heartbeat, and reads SIGTERM. It decides
+nothing; what is said and what is heard is the dialogue's. If it ends unexpectedly the client is told (`failed`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import Protocol
+
+import grpc
+import grpc.aio
+import structlog
+from shoal_protos.channel import CHANNEL_OPTIONS, METHOD
+from shoal_protos.errors import UserError
+from shoal_protos.messages import Hello, Result, ToController, ToWorker, Welcome
+from shoal_protos.wire import decode_controller, encode_worker
+
+from shoal.session.settings import SessionSettings
+from shoal.session.signals import TermSignal
+
+FIRST_PAUSE_SECONDS = 0.05
+LONGEST_PAUSE_SECONDS = 1.0
+"""Between two attempts to reach the controller."""
+STEADY_SECONDS = 1.0
+"""A stream that ends sooner was no good: the next attempt waits longer."""
+WELCOME_SECONDS = 10.0
+"""A stream on which nothing was heard for so long after the hello is given up."""
+FAREWELL_SECONDS = 5.0
+"""For the controller to read what was said before the stream was ended."""
+
+OPTIONS = (
+    *CHANNEL_OPTIONS,
+    ("grpc.use_local_subchannel_pool", 1),  # every attempt connects anew: the back-off is ours
+    ("grpc.enable_http_proxy", 0),
+)
+
+log = structlog.get_logger("shoal.session")
+
+Call = grpc.aio.StreamStreamCall[bytes, bytes]
+
+
+class Driver(Protocol):
+    """The client as its thread sees it. Called on the session's thread."""
+
+    def hello(self) -> Hello: ...
+    def outgoing(self, beat: bool) -> list[ToController]: ...
+    def hear(self, message: ToWorker) -> None: ...
+    def terminated(self) -> None: ...
+    def last_word_was_heard(self) -> None: ...
+    def out_of_reach(self, seconds: float) -> None: ...
+    def failed(self, error: Exception) -> None: ...
+
+    @property
+    def heartbeat_seconds(self) -> float: ...
+    @property
+    def silent(self) -> bool:
+        """Nothing is to be said or heard until woken."""
+
+
+class SessionThread:
+    """Started once per process; `wake` says that something is due, `close` ends it."""
+
+    def __init__(self, driver: Driver, settings: SessionSettings, term: TermSignal | None) -> None:
+        self._driver, self._settings, self._term = driver, settings, term
+        self._credentials = settings.credentials()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._woken = asyncio.Event()
+        self._closing = False
+        self._welcomed = False
+        self._running = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="shoal-session", daemon=True)
+        self._thread.start()
+        self._running.wait()
+
+    def wake(self) -> None:
+        """From any thread."""
+        loop = self._loop
+        if loop is not None and not loop.is_closed():
+            try:
+                loop.call_soon_threadsafe(self._woken.set)
+            except RuntimeError:  # closed meanwhile: there is nobody to wake
+                return
+
+    def close(self) -> None:
+        """What is due goes out first, where a controller listens."""
+        self._closing = True
+        self.wake()
+        self._thread.join(2 * FAREWELL_SECONDS)
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._live())
+        except Exception as error:
+            log.exception("session_failed")
+            self._driver.failed(error)
+        finally:
+            self._running.set()
+
+    async def _live(self) -> None:
+        self._loop = loop = asyncio.get_running_loop()
+        if self._term is not None:
+            loop.add_reader(self._term.reader, self._read_signals, self._term)
+        self._running.set()
+        pause, lost = FIRST_PAUSE_SECONDS, time.monotonic()
+        while not self._closing:
+            if self._driver.silent:
+                await self._rest(None)
+                continue
+            began = time.monotonic()
+            await self._converse()
+            now = time.monotonic()
+            if self._welcomed:
+                lost = now
+            else:
+                self._driver.out_of_reach(now - lost)
+            steady = self._welcomed and now - began > STEADY_SECONDS
+            pause = FIRST_PAUSE_SECONDS if steady else min(2 * pause, LONGEST_PAUSE_SECONDS)
+            if not self._closing and not self._driver.silent:
+                await self._rest(pause)
+
+    def _read_signals(self, term: TermSignal) -> None:
+        if term.heard():
+            self._driver.terminated()
+
+    async def _rest(self, seconds: float | None) -> None:
+        """Until woken, at most so long."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._woken.wait()
+        except TimeoutError:
+            return
+        self._woken.clear()
+
+    # ---- one stream
+
+    async def _converse(self) -> None:
+        """One stream, from hello to end."""
+        self._welcomed = False
+        address, credentials = self._settings.controller, self._credentials
+        if credentials is None:
+            channel = grpc.aio.insecure_channel(address, options=OPTIONS)
+        else:
+            channel = grpc.aio.secure_channel(address, credentials, options=OPTIONS)
+        async with channel:
+            call: Call = channel.stream_stream(METHOD)(metadata=self._settings.metadata)
+            try:
+                async with asyncio.timeout(WELCOME_SECONDS):
+                    await call.write(encode_worker(self._driver.hello()))
+                await self._talk(call)
+            except grpc.aio.AioRpcError as error:
+                log.info("stream_ended", controller=address, code=error.code().name, why=error.details())
+            except (UserError, TimeoutError) as error:
+                log.error("stream_given_up", controller=address, why=str(error) or "nothing was heard in time")
+            finally:
+                call.cancel()
+
+    async def _talk(self, call: Call) -> None:
+        """Both directions at once, until either ends."""
+        reading = asyncio.create_task(self._read(call), name="session reads")
+        writing = asyncio.create_task(self._write(call), name="session writes")
+        try:
+            done, _ = await asyncio.wait({reading, writing}, return_when=asyncio.FIRST_COMPLETED)
+            if reading not in done:  # all is said: the end of the stream shows that it was heard
+                await asyncio.wait({reading}, timeout=FAREWELL_SECONDS)
+        finally:
+            reading.cancel()
+            writing.cancel()
+            ends = await asyncio.gather(reading, writing, return_exceptions=True)
+        for end in ends:
+            if isinstance(end, Exception):
+                raise end
+        if not any(ends):
+            self._driver.last_word_was_heard()
+
+    async def _read(self, call: Call) -> None:
+        while True:
+            async with asyncio.timeout(None if self._welcomed else WELCOME_SECONDS):
+                data = await call.read()
+            if not isinstance(data, bytes):
+                return
+            message = decode_controller(data)
+            self._welcomed = self._welcomed or isinstance(message, Welcome)
+            self._driver.hear(message)
+
+    async def _write(self, call: Call) -> None:
+        """Says what is due at once, and a heartbeat when it is time; ends after the last word."""
+        beat = time.monotonic() + self._driver.heartbeat_seconds
+        while True:
+            now = time.monotonic()
+            messages = self._driver.outgoing(beat=now >= beat)
+            if now >= beat:
+                beat = now + self._driver.heartbeat_seconds
+            for message in messages:
+                await call.write(encode_worker(message))
+            if self._closing or any(isinstance(message, Result) and message.failure for message in messages):
+                await call.done_writing()
+                return
+            await self._rest(max(0.0, beat - time.monotonic()))
