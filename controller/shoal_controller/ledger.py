@@ -90,7 +90,7 @@ class Ledger:
         self._head = head
         self._modified = modified
         self._news = asyncio.Event()
-        self._closed = False
+        self.closed = False
 
     @property
     def spec(self) -> JobSpec:
@@ -168,15 +168,14 @@ class Ledger:
         listing = await self._store.list(f"/events/{self._name}/", after=_event_key(self._name, after), limit=limit)
         return [JobEvent(**json.loads(entry.value)) for entry in listing.entries]
 
-    async def more_events(self, after: int) -> bool:
-        """True when there are events beyond number `after`; False when there will be none any more."""
-        while self._head.last_event <= after and not self._closed:
+    async def more_events(self, after: int) -> None:
+        """Returns when there are events beyond number `after`, or when there will be none any more."""
+        while self._head.last_event <= after and not self.closed:
             await self._news.wait()
-        return not self._closed
 
     def close(self) -> None:
         """Nothing more will be written: whoever waits for events may go."""
-        self._closed = True
+        self.closed = True
         self._news.set()
 
 

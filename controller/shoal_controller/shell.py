@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from functools import partial
 
 import structlog
@@ -62,7 +62,7 @@ class Shell:
             runner = self._runners[ledger.spec.job] = self._runner(ledger.spec, ledger)
             runner.restore(partial(unpacked, state))
         log.info("jobs restored", jobs=sorted(self._runners))
-        self._ticker = guarded("ticks", self._tick(), self._alarm)
+        self._ticker = guarded("ticks", self._tick(), self.give_up)
 
     async def stop(self, why: StoreError | None = None) -> None:
         """Decide nothing any more. Workers train on."""
@@ -72,6 +72,12 @@ class Shell:
         await asyncio.gather(*(runner.stop(why) for runner in self._runners.values()))
         for runner in self._runners.values():
             runner.ledger.close()
+
+    async def check(self) -> None:
+        """Raises `StoreError` unless this controller can decide and remember."""
+        if self.stopped.done():
+            raise StoreError(f"this controller has stopped: {self.stopped.result()}")
+        await self._store.get("/ready")
 
     # ---- jobs
 
@@ -116,10 +122,19 @@ class Shell:
         """The job's history beyond event number `after`, oldest first."""
         return await self._of(job).ledger.events(after, limit)
 
-    async def follow(self, job: str, after: int = 0) -> AsyncIterator[JobEvent]:
-        """The same, and then every event as it becomes durable. Ends with the shell."""
+    async def follow(self, job: str, after: int, idle_seconds: float) -> AsyncGenerator[JobEvent | None]:
+        """The same, and then every event as it becomes durable; None whenever nothing came for so long.
+
+        Ends with the shell.
+        """
         ledger = self._of(job).ledger
-        while await ledger.more_events(after):
+        while not ledger.closed:
+            try:
+                async with asyncio.timeout(idle_seconds):
+                    await ledger.more_events(after)
+            except TimeoutError:
+                yield None
+                continue
             for event in await ledger.events(after, EVENTS_PAGE):
                 yield event
                 after = event.revision
@@ -134,7 +149,7 @@ class Shell:
 
     def _runner(self, spec: JobSpec, ledger: Ledger) -> Runner:
         assert self._outside is not None, "connect comes before start"
-        return Runner(spec, ledger, Life(self._machine, self._outside, self._clock, self._alarm))
+        return Runner(spec, ledger, Life(self._machine, self._outside, self._clock, self.give_up))
 
     async def _tick(self) -> None:
         while True:
@@ -142,8 +157,8 @@ class Shell:
             for runner in self._runners.values():
                 runner.tick()
 
-    def _alarm(self, error: BaseException) -> None:
-        """A job can no longer be written, or its loop has ended: from here on this controller decides nothing."""
+    def give_up(self, error: BaseException) -> None:
+        """A job can no longer be written, or something has ended that must not: nothing is decided from here on."""
         if self.stopped.done():
             return
         log.error("the controller stops", error=str(error))

@@ -1,13 +1,14 @@
 """The shell: effects in order and durable before said, restored after a restart, fenced, unharmed by one bad job."""
 
 import asyncio
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 
 import pytest
 from asynchronous import asynchronous
 from shoal_controller.core.effects import Close, Count, Kill, Note, Observe, Persist, Probe, Send, Spawn
 from shoal_controller.core.events import Connected, Exited, Pause, Probed, Resume, Save, Scale, Spawned, Started, Tick
 from shoal_controller.core.spec import JobSpec, Phase, State, WorkerView
+from shoal_controller.ledger import JobEvent
 from shoal_controller.shell import Shell
 from shoal_controller.store.open import open_store
 from shoal_controller.store.store import MAX_VALUE_BYTES, Put
@@ -16,6 +17,8 @@ from shoal_protos.messages import Ending, Ping, Shutdown
 from small_machine import SmallMachine, Written
 
 SPEC = JobSpec("train", wanted=3, launcher="local", command=("python", "train.py"), env={"A": "1"})
+
+NOTHING = JobEvent(0, "", 0, "", "")
 
 
 class World:
@@ -161,7 +164,7 @@ async def test_a_follower_hears_every_event_once_also_those_before_it_came(tmp_p
         await world.shell.submit("train", Scale(1))
 
         async def follow():
-            return [event.message async for event in world.shell.follow("train")]
+            return [event.message async for event in world.shell.follow("train", 0, 60) if event is not None]
 
         following = asyncio.ensure_future(follow())
         for workers in range(2, 6):
@@ -170,6 +173,18 @@ async def test_a_follower_hears_every_event_once_also_those_before_it_came(tmp_p
         await asyncio.sleep(0.05)
     messages = await following
     assert messages == [*(f"scaled to {workers}" for workers in range(1, 6)), "cancelled by an operator"]
+
+
+@asynchronous
+async def test_a_follower_of_a_quiet_job_is_told_that_it_is_quiet(tmp_path):
+    async with running(tmp_path) as world:
+        await world.shell.create(SPEC)
+        await world.shell.submit("train", Scale(1))
+        async with aclosing(world.shell.follow("train", 0, 0.01)) as events:
+            assert (await anext(events)).message == "scaled to 1"
+            assert await anext(events) is None
+            await world.shell.submit("train", Scale(2))
+            assert "scaled to 2" in [(await anext(events) or NOTHING).message for _ in range(2)]
 
 
 @asynchronous

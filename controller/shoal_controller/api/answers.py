@@ -1,0 +1,181 @@
+"""What REST answers, with the names of INTERFACES.md, made from the views of the core and the events of the shell."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict
+
+from shoal_controller.core.spec import JobView, Phase, ResizeView, State, WorkerView
+from shoal_controller.ledger import JobEvent
+
+
+class Answer(BaseModel):
+    """What all answers have in common."""
+
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+
+
+class WorkerCounts(Answer):
+    """How many workers a job wants, has, and may have."""
+
+    wanted: int
+    active: int
+    min: int
+    max: int | None
+    """None until the job's lanes are known."""
+
+
+class JobAnswer(Answer):
+    """A job."""
+
+    job: str
+    phase: Phase
+    generation: int
+    workers: WorkerCounts
+    lanes: int | None
+    """How many; None until a worker has said so."""
+    step: int
+    max_steps: int | None
+    loss: float | None
+    last_checkpoint_step: int | None
+    reason: str
+    """Why it is in this phase, in one sentence."""
+
+    @classmethod
+    def of(cls, view: JobView) -> Self:
+        counts = WorkerCounts(
+            wanted=view.wanted, active=view.active, min=view.min_workers, max=view.max_workers or view.lanes
+        )
+        return cls(
+            job=view.job, phase=view.phase, generation=view.generation, workers=counts, lanes=view.lanes,
+            step=view.step, max_steps=view.max_steps, loss=view.loss,
+            last_checkpoint_step=view.last_checkpoint_step, reason=view.reason,
+        )  # fmt: skip
+
+
+class JobsAnswer(Answer):
+    jobs: list[JobAnswer]
+
+
+class WorkerAnswer(Answer):
+    """A worker."""
+
+    worker: str
+    host: str
+    pid: int | None
+    state: State
+    rank: int | None
+    lanes: list[int]
+    blocks: int
+    mirrored_blocks: int
+    step: int
+    step_seconds: float
+    memory_bytes: int
+    """Resident memory of its process."""
+    log: str
+
+    @classmethod
+    def of(cls, view: WorkerView) -> Self:
+        memory = view.memory_bytes.get("rss", sum(view.memory_bytes.values()))
+        return cls(
+            worker=view.worker, host=view.host, pid=view.pid, state=view.state, rank=view.rank,
+            lanes=list(view.lanes), blocks=view.blocks, mirrored_blocks=view.mirrored_blocks, step=view.step,
+            step_seconds=view.step_seconds, memory_bytes=memory, log=view.log,
+        )  # fmt: skip
+
+
+class WorkersAnswer(Answer):
+    workers: list[WorkerAnswer]
+
+
+class EventAnswer(Answer):
+    """One entry of a job's history."""
+
+    revision: int
+    """Its number in the job, from 1 on."""
+    time: float
+    """Seconds since 1970."""
+    kind: str
+    generation: int
+    worker: str
+    """Empty where it concerns no single worker."""
+    message: str
+    data: dict[str, object]
+
+    @classmethod
+    def of(cls, event: JobEvent) -> Self:
+        return cls(
+            revision=event.revision, time=event.time, kind=event.kind, generation=event.generation,
+            worker=event.worker, message=event.message, data=dict(event.data),
+        )  # fmt: skip
+
+
+class EventsAnswer(Answer):
+    events: list[EventAnswer]
+
+
+class MovedBytes(Answer):
+    """Bytes by the way they came."""
+
+    pause: int
+    fill: int
+    checkpoint: int
+
+
+class GenerationAnswer(Answer):
+    """One world of a job: why it began, what it cost."""
+
+    generation: int
+    workers: int
+    reason: str
+    from_step: int
+    pause_seconds: float
+    phases: Mapping[str, float]
+    promoted_blocks: int
+    bytes: MovedBytes
+    lost_steps: int
+
+    @classmethod
+    def of(cls, resize: ResizeView) -> Self:
+        moved = MovedBytes(pause=resize.pause_bytes, fill=resize.fill_bytes, checkpoint=resize.checkpoint_bytes)
+        return cls(
+            generation=resize.generation, workers=resize.workers, reason=resize.reason, from_step=resize.from_step,
+            pause_seconds=resize.pause_seconds, phases=dict(resize.phases), promoted_blocks=resize.promoted_blocks,
+            bytes=moved, lost_steps=resize.lost_steps,
+        )  # fmt: skip
+
+
+class ReportAnswer(Answer):
+    """The run report, as `--json` writes it."""
+
+    job: str
+    steps: int
+    fingerprint: str
+    """Empty until the job has succeeded."""
+    final_loss: float | None
+    generations: list[GenerationAnswer]
+    step_seconds_median: float | None
+
+    @classmethod
+    def of(cls, view: JobView) -> Self:
+        return cls(
+            job=view.job, steps=view.step, fingerprint=view.fingerprint, final_loss=view.loss,
+            generations=[GenerationAnswer.of(resize) for resize in view.resizes],
+            step_seconds_median=view.step_seconds_median,
+        )  # fmt: skip
+
+
+class HealthAnswer(Answer):
+    status: str
+
+
+class Problem(Answer):
+    """An error, as RFC 9457 has it. `detail` is the one sentence that matters."""
+
+    type: str = "about:blank"
+    title: str
+    status: int
+    detail: str
+    instance: str

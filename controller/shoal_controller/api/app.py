@@ -1,0 +1,60 @@
+"""The REST API as one ASGI app, made from a shell; `server.py` serves it.
+
+`/healthz` says that the process answers, `/readyz` that it can decide and remember, `/metrics` what it has counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+
+from fastapi import FastAPI, Response
+from starlette.types import ASGIApp
+
+from shoal_controller.api import problems
+from shoal_controller.api.answers import HealthAnswer
+from shoal_controller.api.guard import Guard
+from shoal_controller.api.routes import router
+from shoal_controller.shell import Shell
+
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+@dataclass(frozen=True, slots=True)
+class ApiSettings:
+    """What the API must know besides the shell."""
+
+    default_workers: int
+    """Wanted where a job does not say."""
+    token: str | None = None
+    """Requests must show it."""
+    here_only: bool = True
+    """The port is reached from this machine only."""
+
+
+def build_app(shell: Shell, scrape: Callable[[], bytes], settings: ApiSettings) -> ASGIApp:
+    """The whole API, guarded."""
+    app = FastAPI(title="Shoal", version=version("shoal"), redoc_url=None)
+    app.state.shell = shell
+    app.state.default_workers = settings.default_workers
+    problems.install(app)
+    app.include_router(router)
+
+    @app.get("/healthz")
+    async def healthz() -> HealthAnswer:
+        """The process answers."""
+        return HealthAnswer(status="ok")
+
+    @app.get("/readyz")
+    async def readyz() -> HealthAnswer:
+        """This controller can decide and remember."""
+        await shell.check()
+        return HealthAnswer(status="ready")
+
+    @app.get("/metrics", response_class=Response)
+    async def metrics() -> Response:
+        """For Prometheus."""
+        return Response(scrape(), media_type=METRICS_TYPE)
+
+    return Guard(app, settings.token, settings.here_only)

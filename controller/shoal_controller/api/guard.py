@@ -1,0 +1,106 @@
+"""What stands before every request: no foreign host names, no huge bodies, and no exception that reaches the server.
+
+Without a token, a controller that listens on this machine only answers only requests that name this machine: a web
+page elsewhere cannot get a browser to start a job here (DNS rebinding).
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+
+import structlog
+from shoal_protos.errors import Refused, ShoalError
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from shoal_controller.api.problems import DEFECT, TooLarge, Unauthorized, problem
+
+MOST_BODY_BYTES = 256 * 1024
+
+TOO_LARGE = f"the body is larger than {MOST_BODY_BYTES} bytes, the most that is accepted"
+
+OPEN_PATHS = ("/healthz", "/readyz", "/docs", "/openapi.json")
+"""Need no token: probes of a cluster have none, and the documentation is no secret."""
+
+log = structlog.get_logger("shoal.api")
+
+
+class Guard:
+    """ASGI middleware around the whole app."""
+
+    def __init__(self, app: ASGIApp, token: str | None, here_only: bool) -> None:
+        self._app = app
+        self._token = token
+        self._here_only = here_only and token is None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        begun = False
+
+        async def noted(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            self._check(Headers(scope=scope), scope["path"])
+            await self._app(scope, _limited(scope, receive), noted)
+        except ShoalError as error:
+            if begun:
+                raise
+            await problem(scope["path"], error.http_status, str(error))(scope, receive, send)
+        except Exception as error:
+            log.error("a request failed", path=scope["path"], error=str(error), exc_info=error)
+            if begun:
+                raise
+            await problem(scope["path"], ShoalError.http_status, DEFECT)(scope, receive, send)
+
+    def _check(self, headers: Headers, path: str) -> None:
+        if self._here_only and not _names_this_machine(headers.get("host", "")):
+            raise Refused(
+                f"the request names the host {headers.get('host', '')!r}; a controller without a token answers only "
+                "to localhost. Set SHOAL_TOKEN to let others in."
+            )
+        if self._token is None or path in OPEN_PATHS:
+            return
+        given = headers.get("authorization", "")
+        if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
+            found = "another token" if given else "no token"
+            raise Unauthorized(f"the request shows {found}; send the header `Authorization: Bearer TOKEN` "
+                               "with the controller's SHOAL_TOKEN")  # fmt: skip
+
+
+def is_here(host: str) -> bool:
+    """Whether an address is reached from this machine only."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _names_this_machine(host: str) -> bool:
+    name = host.partition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
+    return is_here(name)
+
+
+def _limited(scope: Scope, receive: Receive) -> Receive:
+    """Bodies up to `MOST_BODY_BYTES`, however they are sent."""
+    declared = Headers(scope=scope).get("content-length", "0")
+    if declared.isdigit() and int(declared) > MOST_BODY_BYTES:
+        raise TooLarge(TOO_LARGE)
+    heard = 0
+
+    async def counted() -> Message:
+        nonlocal heard
+        message = await receive()
+        heard += len(message.get("body", b""))
+        if heard > MOST_BODY_BYTES:
+            raise HTTPException(TooLarge.http_status, TOO_LARGE)  # the one exception that the framework lets through
+        return message
+
+    return counted

@@ -1,0 +1,170 @@
+"""What goes over REST: the bodies that are accepted. pydantic only, so that the command can use it without a server.
+
+Unknown keys are refused, types are not guessed ("3" is no number), defaults are filled in. The sentences for what is
+wrong are made in `sentences.py`. What is answered is in `answers.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from shoal_controller.core.spec import JobSpec
+
+MOST_WORKERS = 4096
+MOST_LANES = 65_536
+LONGEST_SECONDS = 7 * 24 * 3600.0
+SET_BY_SHOAL = {"SHOAL_CONTROLLER", "SHOAL_JOB", "SHOAL_WORKER_ID", "SHOAL_TOKEN"}
+
+Workers = Annotated[int, Field(ge=1, le=MOST_WORKERS)]
+Seconds = Annotated[float, Field(gt=0, le=LONGEST_SECONDS, allow_inf_nan=False)]
+
+
+class Body(BaseModel):
+    """What all bodies have in common."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+class WorkersBody(Body):
+    """How many workers a job has: `min` ≤ `wanted` ≤ `max`."""
+
+    wanted: Workers | None = None
+    """Workers that the job should have. Default: the CUDA devices of the controller's machine, else 2."""
+    min: Workers = 1
+    """With fewer no step runs. Default 1."""
+    max: Workers | None = None
+    """Scaling goes up to this. Default: the job's lanes."""
+
+
+class JobBody(Body):
+    """A job specification: the body of `POST /v1/jobs`, and `job.yaml`."""
+
+    job: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
+    """The job's name: letters, digits, `.`, `_` and `-`, at most 63, a letter or digit first."""
+    workers: WorkersBody = WorkersBody()
+    """How many workers."""
+    launcher: Literal["none", "local", "kubernetes"] = "none"
+    """Who starts the workers. Default `none`: they come by themselves (`shoal worker`)."""
+    command: Annotated[list[str], Field(max_length=1000)] = []
+    """What a launched worker runs: program and arguments."""
+    env: Annotated[dict[str, str], Field(max_length=1000)] = {}
+    """Environment variables of launched workers, added to the controller's."""
+    heartbeat_seconds: Seconds = 1.0
+    """How often a worker says that it lives. Default 1."""
+    suspect_after: Annotated[int, Field(ge=1, le=1000)] = 3
+    """After so many missed heartbeats a worker is asked directly, and then counted out. Default 3."""
+    reconnect_seconds: Seconds = 10.0
+    """How long after a controller's start silent workers are given to come back. Default 10."""
+    stall_seconds: Seconds = 1800.0
+    """The end of waits that have no other. Default 1800."""
+    max_restarts: Annotated[int, Field(ge=0, le=1_000_000)] = 3
+    """So many failed workers are replaced without a committed step in between. Default 3."""
+    resume: bool | int | str | None = None
+    """Continue from a checkpoint: `"latest"`, a step, a path, or false. Default: the training config's."""
+    lanes: Annotated[int, Field(ge=1, le=MOST_LANES)] | None = None
+    """Where given, the training config's lanes must agree."""
+    kubernetes: dict[str, object] | None = None
+    """How pods are made, for launcher `kubernetes`."""
+
+    @field_validator("launcher")
+    @classmethod
+    def _a_launcher_that_exists(cls, launcher: str) -> str:
+        if launcher == "kubernetes":
+            raise ValueError("launcher is kubernetes, which is not supported yet; allowed are none, local")
+        return launcher
+
+    @field_validator("kubernetes")
+    @classmethod
+    def _no_kubernetes_yet(cls, section: object) -> object:
+        if section is not None:
+            raise ValueError("kubernetes is not supported yet; leave the section out")
+        return section
+
+    @field_validator("resume", mode="before")
+    @classmethod
+    def _a_checkpoint_or_none(cls, resume: object) -> object:
+        step = isinstance(resume, int) and not isinstance(resume, bool) and resume >= 0
+        if resume is None or resume is False or step or (isinstance(resume, str) and resume):
+            return resume
+        raise ValueError(f'resume is {resume!r}; allowed are "latest", a step, a path, and false')
+
+    @field_validator("command")
+    @classmethod
+    def _a_command_for_the_system(cls, command: list[str]) -> list[str]:
+        for index, word in enumerate(command):
+            _check_text(f"command[{index}]", word)
+        return command
+
+    @field_validator("env")
+    @classmethod
+    def _an_env_for_the_system(cls, env: dict[str, str]) -> dict[str, str]:
+        for name, value in env.items():
+            if not name or "=" in name:
+                raise ValueError(f"env has the variable {name!r}; names are not empty and have no =")
+            if name in SET_BY_SHOAL:
+                raise ValueError(f"env.{name} is set by Shoal itself; leave it out")
+            _check_text("a name in env", name)
+            _check_text(f"env.{name}", value)
+        return env
+
+    @model_validator(mode="after")
+    def _what_fits_together(self) -> Self:
+        least, most = self.workers.min, self.workers.max or self.lanes
+        whose = "workers.max" if self.workers.max else "lanes"
+        wanted = self.workers.wanted
+        if most is not None and least > most:
+            raise ValueError(f"workers.min is {least}; allowed are 1 to {most} ({whose})")
+        if wanted is not None and (wanted < least or (most is not None and wanted > most)):
+            upper = f"{most} ({whose})" if most is not None else "the job's lanes"
+            raise ValueError(f"workers.wanted is {wanted}; allowed are {least} (workers.min) to {upper}")
+        if self.lanes is not None and self.workers.max is not None and self.workers.max > self.lanes:
+            raise ValueError(
+                f"workers.max is {self.workers.max}, but lanes is {self.lanes} and every worker trains at least one "
+                f"lane; allowed are {least} to {self.lanes}"
+            )
+        if self.launcher == "local" and not self.command:
+            raise ValueError(
+                "command is missing; launcher local needs what each worker runs, such as [python, train.py]"
+            )
+        if self.launcher == "none" and (self.command or self.env):
+            given = "command" if self.command else "env"
+            raise ValueError(f"{given} is given, but launcher is none and starts nothing; set launcher to local")
+        return self
+
+    def spec(self, default_wanted: int) -> JobSpec:
+        """The specification with its defaults filled in."""
+        most = self.workers.max or self.lanes
+        wanted = self.workers.wanted or max(self.workers.min, min(default_wanted, most or default_wanted))
+        return JobSpec(
+            job=self.job, wanted=wanted, min_workers=self.workers.min, max_workers=self.workers.max,
+            launcher=self.launcher, command=tuple(self.command), env=dict(self.env), lanes=self.lanes,
+            heartbeat_seconds=self.heartbeat_seconds, suspect_after=self.suspect_after,
+            reconnect_seconds=self.reconnect_seconds, stall_seconds=self.stall_seconds,
+            max_restarts=self.max_restarts, resume=self.resume,
+        )  # fmt: skip
+
+
+class ScaleBody(Body):
+    """The body of `POST /v1/jobs/{job}/scale`."""
+
+    workers: Workers
+    """How many workers the job should have from now on."""
+
+
+class DrainBody(Body):
+    """The body of `POST /v1/jobs/{job}/workers/{worker}/drain`."""
+
+    grace_seconds: Annotated[float, Field(ge=0, le=LONGEST_SECONDS, allow_inf_nan=False)] = 30.0
+    """How long its blocks may take to be copied elsewhere. Default 30."""
+
+
+def _check_text(key: str, text: str) -> None:
+    """What a process cannot be started with."""
+    if "\0" in text:
+        raise ValueError(f"{key} has a NUL character, which no process can be given")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{key} is no valid text (a lone surrogate); send it as UTF-8") from None

@@ -1,0 +1,85 @@
+"""Every error becomes one `application/problem+json` (RFC 9457) with the sentence as its detail."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from http import HTTPStatus
+
+import structlog
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from shoal_protos.errors import ShoalError, UserError
+from starlette.exceptions import HTTPException
+
+from shoal_controller.api.answers import Problem
+from shoal_controller.api.models import DrainBody, JobBody, ScaleBody
+from shoal_controller.api.sentences import sentence_for
+
+BODIES: Mapping[str, tuple[str, type[BaseModel]]] = {
+    "create_job": ("the job spec", JobBody),
+    "scale_job": ("the request to scale", ScaleBody),
+    "drain_worker": ("the request to drain", DrainBody),
+}
+"""By the route's name: what its body is called, and what it must be."""
+
+DEFECT = "this is a defect of Shoal; the controller's log has the details"
+
+log = structlog.get_logger("shoal.api")
+
+
+class NotSupportedYet(UserError):
+    """Something that is planned and not there."""
+
+    http_status = HTTPStatus.NOT_IMPLEMENTED
+
+
+class Unauthorized(UserError):
+    """The request does not show the token."""
+
+    http_status = HTTPStatus.UNAUTHORIZED
+
+
+class TooLarge(UserError):
+    """The body is larger than anything that could be meant."""
+
+    http_status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+
+
+def problem(path: str, status: int, sentence: str) -> JSONResponse:
+    """The answer for an error."""
+    body = Problem(title=HTTPStatus(status).phrase, status=status, detail=sentence, instance=path)
+    headers = {"WWW-Authenticate": "Bearer"} if status == HTTPStatus.UNAUTHORIZED else {}
+    return JSONResponse(body.model_dump(), status, headers, media_type="application/problem+json")
+
+
+def install(app: FastAPI) -> None:
+    """Have the app answer every error in this way."""
+    app.add_exception_handler(ShoalError, _shoal_error)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _http_error)
+
+
+async def _shoal_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, ShoalError)
+    return problem(request.url.path, error.http_status, str(error))
+
+
+async def _invalid(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    route = request.scope.get("route")
+    whole, model = BODIES.get(getattr(route, "name", ""), ("the request", None))
+    return problem(request.url.path, UserError.http_status, sentence_for(error.errors(), whole, model))
+
+
+async def _http_error(request: Request, error: Exception) -> JSONResponse:
+    """What the framework itself refuses: unknown paths, wrong methods, bodies it cannot read."""
+    assert isinstance(error, HTTPException)
+    sentence = str(error.detail)
+    if error.status_code == HTTPStatus.NOT_FOUND:
+        sentence = f"there is nothing at {request.url.path}; /docs lists what there is"
+    elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        allowed = (error.headers or {}).get("Allow", "others; /docs lists them")
+        sentence = f"{request.method} is not possible at {request.url.path}; allowed is {allowed}"
+    return problem(request.url.path, error.status_code, sentence)

@@ -1,0 +1,133 @@
+"""The routes of INTERFACES.md under `/v1`: each asks the shell and answers with what it says.
+
+Nothing is decided here. Errors are raised as they are and become problems in `problems.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Header, Query, Request, Response
+
+from shoal_controller.api.answers import (
+    EventAnswer,
+    EventsAnswer,
+    JobAnswer,
+    JobsAnswer,
+    Problem,
+    ReportAnswer,
+    WorkerAnswer,
+    WorkersAnswer,
+)
+from shoal_controller.api.models import DrainBody, JobBody, ScaleBody
+from shoal_controller.api.problems import NotSupportedYet
+from shoal_controller.api.stream import EventStream, event_stream, wants_stream
+from shoal_controller.core.events import DrainWorker, Pause, Resume, Scale
+from shoal_controller.shell import Shell
+
+ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": Problem}, "5XX": {"model": Problem}}
+
+router = APIRouter(prefix="/v1", responses=ERRORS)
+
+
+def shell_of(request: Request) -> Shell:
+    """The shell that `app.py` was given."""
+    shell = request.app.state.shell
+    assert isinstance(shell, Shell)
+    return shell
+
+
+AShell = Annotated[Shell, Depends(shell_of)]
+
+
+@router.get("/jobs")
+async def list_jobs(shell: AShell) -> JobsAnswer:
+    """All jobs, those that are over too."""
+    return JobsAnswer(jobs=[JobAnswer.of(view) for view in shell.jobs()])
+
+
+@router.post("/jobs", status_code=202)
+async def create_job(body: JobBody, shell: AShell, request: Request, response: Response) -> JobAnswer:
+    """Start a job. One of the same name that is over is replaced."""
+    view = await shell.create(body.spec(request.app.state.default_workers))
+    response.headers["Location"] = f"/v1/jobs/{view.job}"
+    return JobAnswer.of(view)
+
+
+@router.get("/jobs/{job}")
+async def get_job(job: str, shell: AShell) -> JobAnswer:
+    """One job."""
+    return JobAnswer.of(shell.view(job))
+
+
+@router.delete("/jobs/{job}", status_code=202)
+async def delete_job(job: str, shell: AShell) -> JobAnswer:
+    """Stop a job. Its events stay."""
+    return JobAnswer.of(await shell.delete(job))
+
+
+@router.post("/jobs/{job}/scale", status_code=202)
+async def scale_job(job: str, body: ScaleBody, shell: AShell) -> JobAnswer:
+    """Set how many workers the job should have."""
+    await shell.submit(job, Scale(body.workers))
+    return JobAnswer.of(shell.view(job))
+
+
+@router.post("/jobs/{job}/pause", status_code=202)
+async def pause_job(job: str, shell: AShell) -> JobAnswer:
+    """Stop making steps; the workers stay."""
+    await shell.submit(job, Pause())
+    return JobAnswer.of(shell.view(job))
+
+
+@router.post("/jobs/{job}/resume", status_code=202)
+async def resume_job(job: str, shell: AShell) -> JobAnswer:
+    """Go on after a pause."""
+    await shell.submit(job, Resume())
+    return JobAnswer.of(shell.view(job))
+
+
+@router.get("/jobs/{job}/workers")
+async def list_workers(job: str, shell: AShell) -> WorkersAnswer:
+    """The job's workers, those that are lost or left too."""
+    return WorkersAnswer(workers=[WorkerAnswer.of(view) for view in shell.view(job).workers])
+
+
+@router.post("/jobs/{job}/workers/{worker}/drain", status_code=202)
+async def drain_worker(job: str, worker: str, shell: AShell, body: DrainBody | None = None) -> JobAnswer:
+    """Let one worker go when others have what it holds."""
+    await shell.submit(job, DrainWorker(worker, (body or DrainBody()).grace_seconds))
+    return JobAnswer.of(shell.view(job))
+
+
+@router.get("/jobs/{job}/events", response_model=EventsAnswer)
+async def list_events(
+    job: str,
+    shell: AShell,
+    request: Request,
+    after: Annotated[int, Query(ge=0)] = 0,
+    last_event_id: Annotated[int, Header(ge=0, include_in_schema=False)] = 0,
+) -> EventsAnswer | EventStream:
+    """The job's history beyond a revision. With `Accept: text/event-stream` it goes on as things happen."""
+    after = max(after, last_event_id)
+    if wants_stream(request):
+        return event_stream(shell, job, after)
+    return EventsAnswer(events=[EventAnswer.of(event) for event in await shell.events(job, after)])
+
+
+@router.get("/jobs/{job}/report")
+async def get_report(job: str, shell: AShell) -> ReportAnswer:
+    """The run report, as `--json` writes it."""
+    return ReportAnswer.of(shell.view(job))
+
+
+@router.get("/jobs/{job}/checkpoints", status_code=501)
+async def list_checkpoints(job: str, shell: AShell) -> Problem:
+    """Not supported yet."""
+    raise NotSupportedYet(f"checkpoints are not supported yet; job {shell.view(job).job} has none")
+
+
+@router.post("/jobs/{job}/checkpoints", status_code=501)
+async def save_checkpoint(job: str, shell: AShell) -> Problem:
+    """Not supported yet."""
+    raise NotSupportedYet(f"checkpoints are not supported yet; job {shell.view(job).job} cannot save one")

@@ -1,0 +1,33 @@
+"""The job machine of `core/` in the shape that the shell knows it by (`seams.Machine`). Wiring, nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shoal_controller.core import durable as state
+from shoal_controller.core import job as jobs
+from shoal_controller.core import machine
+from shoal_controller.core.effects import Effect
+from shoal_controller.core.events import Event
+from shoal_controller.core.job import Job
+from shoal_controller.core.spec import JobSpec, JobView
+from shoal_controller.core.view import view
+
+
+class CoreMachine:
+    """What decides for every job of this controller."""
+
+    def new_job(self, spec: JobSpec, now: float) -> Job:
+        return jobs.new_job(spec, now)
+
+    def restore(self, durable: str, now: float) -> Job:
+        return jobs.restore(state.from_json(durable), now)
+
+    def step(self, job: Job, event: Event, now: float) -> tuple[Job, Sequence[Effect]]:
+        return machine.step(job, event, now)
+
+    def view(self, job: Job, now: float) -> JobView:
+        return view(job, now)
+
+    def durable(self, job: Job) -> str:
+        return state.to_json(job.durable)

@@ -1,0 +1,116 @@
+"""A whole controller: store, shell, sessions, launchers and REST, wired together. Nothing else is here.
+
+`async with running(settings) as server` is used by the command and by tests. Everything ends with the context, in the
+order in which nothing is said that cannot be heard; when the controller must stop by itself, the body is cancelled
+and the context raises why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal_protos.errors import StoreError
+
+from shoal_controller import logs
+from shoal_controller.api.app import ApiSettings, build_app
+from shoal_controller.api.guard import is_here
+from shoal_controller.api.web import Web
+from shoal_controller.launchers.local import LocalLauncher, Surroundings
+from shoal_controller.machinery import CoreMachine
+from shoal_controller.metrics import Metrics
+from shoal_controller.probes import refuses
+from shoal_controller.seams import Outside
+from shoal_controller.sessions.service import SessionService
+from shoal_controller.sessions.settings import SessionSettings
+from shoal_controller.settings import Settings, inherited_environment, joined_address, split_address
+from shoal_controller.shell import Shell
+from shoal_controller.store.open import open_store
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A running controller, as others reach it."""
+
+    http: str
+    """`HOST:PORT` of REST."""
+    grpc: str
+    """`HOST:PORT` for workers."""
+    shell: Shell
+
+
+@asynccontextmanager
+async def running(settings: Settings) -> AsyncIterator[Server]:
+    """A controller that serves for as long as the context lasts."""
+    logs.configure(settings.log_level)
+    async with AsyncExitStack() as ends:
+        metrics = Metrics()
+        store = await open_store(settings.store, metrics.timed)
+        ends.push_async_callback(store.close)
+        shell = Shell(store, CoreMachine())
+        http_host, http_port = split_address(settings.http)
+        web = Web(http_host, http_port)
+        ends.push_async_callback(web.stop)
+        sessions = SessionService(shell, _session_settings(settings))
+        ends.push_async_callback(sessions.stop)
+        grpc = joined_address(split_address(settings.grpc)[0], sessions.bind(settings.grpc))
+        launcher = LocalLauncher(_folder(settings), _surroundings(settings, grpc), shell.submit)
+        ends.push_async_callback(launcher.close)
+        shell.connect(Outside(sessions, refuses, {"local": launcher}, metrics))
+        metrics.show(shell.jobs, lambda: not shell.stopped.done())
+        ends.push_async_callback(shell.stop)
+        await shell.start()
+        app = build_app(shell, metrics.scrape, _api_settings(settings))
+        await web.start(app, shell.give_up)
+        await sessions.serve()
+        with _cancelled_when(shell.stopped):
+            yield Server(joined_address(http_host, web.port), grpc, shell)
+
+
+def _session_settings(settings: Settings) -> SessionSettings:
+    return SessionSettings(
+        token=settings.token, certificate=settings.grpc_certificate, key=settings.grpc_key,
+        client_ca=settings.grpc_client_ca,
+    )  # fmt: skip
+
+
+def _api_settings(settings: Settings) -> ApiSettings:
+    token = None if settings.token is None else settings.token.get_secret_value()
+    return ApiSettings(settings.default_workers, token, is_here(split_address(settings.http)[0]))
+
+
+def _surroundings(settings: Settings, grpc: str) -> Surroundings:
+    """What local workers are told. They reach a port that is open to everybody by this machine's own address."""
+    host, port = split_address(grpc)
+    near = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    token = None if settings.token is None else settings.token.get_secret_value()
+    return Surroundings(joined_address(near, port), token, inherited_environment())
+
+
+def _folder(settings: Settings) -> Path:
+    """Where logs of local workers go: beside the store."""
+    return Path(settings.store.partition(":")[2]).resolve()
+
+
+@contextmanager
+def _cancelled_when(stopped: asyncio.Future[BaseException]) -> Iterator[None]:
+    """Cancels the body when the controller has stopped by itself, and raises why."""
+    task = asyncio.current_task()
+    assert task is not None
+    before = task.cancelling()
+
+    def cancel(_: asyncio.Future[BaseException]) -> None:
+        task.cancel()
+
+    stopped.add_done_callback(cancel)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if stopped.done() and task.uncancel() <= before:
+            raise StoreError(f"the controller has stopped: {stopped.result()}") from stopped.result()
+        raise
+    finally:
+        stopped.remove_done_callback(cancel)
