@@ -39,7 +39,8 @@ def receive_slice(group: Group, held: HeldBlocks, fills: tuple[Fill, ...]) -> in
 
 def write_states(states: dict[Span, State]) -> bytes:
     """The state of some runs of blocks as a letter's content."""
-    tensors = {f"{a}:{b}/{key}": value.contiguous() for (a, b), state in states.items() for key, value in state.items()}
+    # cloned: runs that were split or joined share what is one number for all of them, which the format refuses
+    tensors = {f"{a}:{b}/{key}": value.clone() for (a, b), state in states.items() for key, value in state.items()}
     spans = ",".join(f"{a}:{b}" for a, b in states)
     return bytes(save(tensors, {"spans": spans}) if tensors else spans.encode())
 
