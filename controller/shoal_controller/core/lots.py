@@ -1,0 +1,134 @@
+"""Lots: blocks that are alike to the planner, so that it works on thousands of lots at most, never block by block.
+
+Blocks are alike when the same processes hold them and the same one owned them before. `gather` sweeps once over what
+all hold; `cut` and `lay` divide a lot into pieces without breaking its runs more than needed. Workers are indexes into
+the planner's candidates, oldest first. Called by owners.py, mirrors.py, fills.py and planner.py. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from shoal_protos.runs import Runs, Span
+
+NOBODY = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Lot:
+    """Blocks that are alike, and what is decided about them so far."""
+
+    blocks: Runs
+    holders: tuple[int, ...]
+    """Ascending; empty: lost."""
+    was: int = NOBODY
+    """Who owned them before and still holds them."""
+    owner: int = NOBODY
+    """Who is to own them in the end."""
+    mirrors: tuple[int, ...] = ()
+    """Who is to mirror them in the end."""
+
+    @property
+    def keepers(self) -> tuple[int, ...]:
+        """All who are to keep them in the end."""
+        return (self.owner, *self.mirrors)
+
+    def owned_by(self, owner: int, blocks: Runs) -> Lot:
+        """Some of the blocks, with their owner."""
+        return Lot(blocks, self.holders, self.was, owner)
+
+    def mirrored_by(self, mirrors: tuple[int, ...], blocks: Runs) -> Lot:
+        """Some of the blocks, with more mirrors."""
+        return Lot(blocks, self.holders, self.was, self.owner, self.mirrors + mirrors)
+
+
+def gather(blocks: int, holds: Sequence[Runs], owned: Mapping[int, Runs]) -> list[Lot]:
+    """The lots of a job with so many blocks: who holds what, and who owned what before."""
+    alike: dict[tuple[int, frozenset[int]], list[Span]] = {}
+    for span, owner, holders in _stretches(blocks, holds, owned):
+        alike.setdefault((owner if owner in holders else NOBODY, holders), []).append(span)
+    return [Lot(Runs(spans), tuple(sorted(holders)), was) for (was, holders), spans in alike.items()]
+
+
+_HELD, _NOT_HELD, _OWNED, _NOT_OWNED = range(4)
+
+
+def _stretches(
+    blocks: int, holds: Sequence[Runs], owned: Mapping[int, Runs]
+) -> Iterator[tuple[Span, int, frozenset[int]]]:
+    """The longest intervals without a change, each with its owner and holders.
+
+    A change is one integer, `(position * workers + worker) * 4 + kind`, because a hundred thousand of them are sorted.
+    """
+    workers = max(1, len(holds))
+    changes: list[int] = []
+    for worker, runs in enumerate(holds):
+        for start, stop in runs.spans:
+            changes.append((start * workers + worker) * 4 + _HELD)
+            changes.append((stop * workers + worker) * 4 + _NOT_HELD)
+    for worker, runs in owned.items():
+        for start, stop in runs.spans:
+            changes.append((start * workers + worker) * 4 + _OWNED)
+            changes.append((stop * workers + worker) * 4 + _NOT_OWNED)
+    changes.sort()
+    at, owner, holders = 0, NOBODY, set[int]()
+    for change in changes:
+        position, worker = divmod(change >> 2, workers)
+        kind = change & 3
+        if position > at:
+            yield (at, position), owner, frozenset(holders)
+            at = position
+        if kind == _HELD:
+            holders.add(worker)
+        elif kind == _NOT_HELD:
+            holders.remove(worker)
+        elif kind == _OWNED:
+            owner = worker
+        elif owner == worker:
+            owner = NOBODY
+    if at < blocks:
+        yield (at, blocks), NOBODY, frozenset()
+
+
+def cut(blocks: Runs, counts: Iterable[int]) -> Iterator[Runs]:
+    """Pieces of so many blocks each, in order, together all of them."""
+    spans = iter(blocks.spans)
+    start, stop = 0, 0
+    for count in counts:
+        piece: list[Span] = []
+        while count:
+            if start == stop:
+                start, stop = next(spans)
+            taken = min(count, stop - start)
+            piece.append((start, start + taken))
+            start += taken
+            count -= taken
+        yield Runs(piece)
+
+
+def lay(count: int, placed: Sequence[tuple[int, int]]) -> list[tuple[int, tuple[int, ...]]]:
+    """Divides `count` blocks so that each `(worker, n)` gets n of them and every block equally many workers.
+
+    The shares are laid end to end on a line that is wrapped around the blocks: no share is longer than the blocks, so
+    no block meets a worker twice; nor two workers that stand side by side and together have `count` at most.
+    Returns `(how many blocks, their workers)` in the order of the blocks.
+    """
+    ends: list[tuple[int, int]] = []
+    at = 0
+    for worker, share in placed:
+        at += share
+        ends.append((at, worker))
+    edges = sorted({0, count, *(end % count for end, _ in ends)})
+    pieces: list[tuple[int, tuple[int, ...]]] = []
+    for low, high in pairwise(edges):
+        workers: list[int] = []
+        shares = iter(ends)
+        end, worker = next(shares)
+        for line in range(low, at, count):
+            while end <= line:
+                end, worker = next(shares)
+            workers.append(worker)
+        pieces.append((high - low, tuple(workers)))
+    return pieces
