@@ -47,6 +47,7 @@ class Model(nn.Module):
         self.frozen = nn.Parameter(torch.randn(WIDTH), requires_grad=False)
         self.unused = nn.Parameter(torch.randn(WIDTH))
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        nn.init.normal_(self.embedding.weight, std=0.02)
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:

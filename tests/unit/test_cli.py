@@ -278,8 +278,15 @@ def test_a_rate_is_the_growth_over_the_last_seconds() -> None:
     for second in range(20):
         rate.see(count=second * (10 if second < 10 else 30), now=float(second))
     assert rate.per_second == 30.0
-    rate.see(count=0, now=20.0)
+    rate.see(count=1, now=20.0)
     assert rate.per_second is None
+
+
+def test_a_rate_does_not_count_the_time_before_the_first_sample() -> None:
+    rate = Rate()
+    for second, count in enumerate([0, 0, 0, 16, 32]):
+        rate.see(count, now=float(second))
+    assert rate.per_second == 16.0
 
 
 def test_figures_are_written_for_people() -> None:

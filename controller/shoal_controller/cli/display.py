@@ -25,6 +25,9 @@ POLL_SECONDS = 0.25
 QUIET_SECONDS = 5.0
 """Without a terminal and without a change, a line this often."""
 
+IN_PASSING = {"disconnected", "plan", "prepare", "trains", "waiting"}
+"""Kinds of events that the display leaves out: the job's reason says so at that moment. `shoal events` has them all."""
+
 OVER = ("succeeded", "failed", "cancelled")
 
 
@@ -117,8 +120,9 @@ async def watch(client: Client, job: str, shown: Display) -> Json:
     while True:
         view = await client.job(job)
         for event in await client.events(job, after=revision):
-            shown.tell(event_line(event))
             revision = event["revision"]
+            if event["kind"] not in IN_PASSING:
+                shown.tell(event_line(event).partition("\n")[0])
         rate.see(await client.samples(job), time.monotonic())
         shown.show(view, rate.per_second)
         if view["phase"] in OVER:

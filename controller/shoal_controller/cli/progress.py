@@ -15,6 +15,8 @@ class Rate:
         self._seen: deque[tuple[float, float]] = deque()
 
     def see(self, count: float, now: float) -> None:
+        if not count:
+            return  # it has not begun
         seen = self._seen
         if seen and count < seen[-1][1]:
             seen.clear()
