@@ -28,6 +28,7 @@ ENTRY_MODULES = {
     "shoal_controller.cli.main": "the console script",
     "shoal.config.reference": "writes docs/configuration.md, `python -m`",
     "shoal.demo.byte_gpt": "the demo's script, `python -m`",
+    "shoal.config.reference": "writes docs/configuration.md",
 }
 """Modules that nobody imports because they are started."""
 

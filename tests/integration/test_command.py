@@ -1,0 +1,191 @@
+"""`shoal run` and `shoal controller` as a user meets them: real processes, Ctrl-C, kill -9, a store that is held."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from integration.cluster import undisturbed, until
+
+SHOAL = str(Path(sys.executable).with_name("shoal"))
+TESTS = Path(__file__).resolve().parents[1]
+OPTIONS: dict[str, Any] = {"max_steps": 12}
+LONG: dict[str, Any] = {"max_steps": 100_000, "pace": 0.002}
+
+SCRIPT = f"""
+import json, sys
+sys.path.insert(0, {str(TESTS)!r})
+from integration.scripts import train
+train(result=sys.argv[1], **json.loads(sys.argv[2]))
+"""
+
+
+class Command:
+    """A running `shoal` command."""
+
+    def __init__(self, *arguments: str, folder: Path) -> None:
+        self.folder = folder
+        self.errors = folder / "stderr"
+        with self.errors.open("a") as errors:
+            self.process = subprocess.Popen(
+                [SHOAL, *arguments], cwd=folder, stdout=subprocess.PIPE, stderr=errors, text=True
+            )
+        assert self.process.stdout
+        self.first_line = self.process.stdout.readline()
+
+    @property
+    def rest(self) -> str:
+        addresses = dict(part.split("=") for part in self.first_line.split())
+        return f"http://{addresses['http']}/v1"
+
+    def job(self, name: str = "train") -> dict[str, Any]:
+        return dict(httpx.get(f"{self.rest}/jobs/{name}", trust_env=False).json())
+
+    def workers(self, name: str = "train") -> list[dict[str, Any]]:
+        return list(httpx.get(f"{self.rest}/jobs/{name}/workers", trust_env=False).json()["workers"])
+
+    def wait_step(self, step: int) -> None:
+        until(f"step {step}", lambda: self.job().get("step", 0) >= step)
+
+    def end(self) -> tuple[int, str, str]:
+        """Exit status, standard output after the first line, standard error."""
+        said, _ = self.process.communicate(timeout=60)
+        return self.process.returncode, said, self.errors.read_text()
+
+
+@contextmanager
+def started(*arguments: str, folder: Path) -> Iterator[Command]:
+    """The command, and none of its workers afterwards."""
+    command = Command(*arguments, folder=folder)
+    try:
+        yield command
+    finally:
+        command.process.kill()
+        command.process.communicate()
+        for process in psutil.process_iter(["cmdline"]):
+            if str(folder / "train.py") in (process.info["cmdline"] or []):
+                process.kill()
+
+
+def running(folder: Path, options: dict[str, Any], *flags: str) -> Any:
+    """`shoal run train.py` on free ports, its store in the folder."""
+    (folder / "train.py").write_text(SCRIPT)
+    ports = ["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0"]
+    script = [str(folder / "train.py"), "--", str(folder / "result"), json.dumps(options)]
+    return started("run", *ports, *flags, *script, folder=folder)
+
+
+def test_run_trains_a_script_to_its_end_and_reports(tmp_path: Path) -> None:
+    with running(tmp_path, OPTIONS, "--workers", "2", "--json", str(tmp_path / "report.json")) as command:
+        code, said, told = command.end()
+    assert code == 0, told
+    assert command.first_line.startswith("http=127.0.0.1:")
+    assert " grpc=127.0.0.1:" in command.first_line
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["fingerprint"] == undisturbed(OPTIONS)
+    assert (report["job"], report["steps"]) == ("train", 12)
+    assert [world["reason"] for world in report["generations"]] == ["start"]
+    assert f"fingerprint {report['fingerprint']}" in said
+    assert "train running: step " in told
+    assert (tmp_path / ".shoal/jobs/train/w0.log").exists()
+
+
+def test_run_again_replaces_a_finished_job(tmp_path: Path) -> None:
+    for _ in range(2):
+        with running(tmp_path, OPTIONS, "--workers", "1", "--json", str(tmp_path / "report.json")) as command:
+            code, _, told = command.end()
+        assert code == 0, told
+        assert json.loads((tmp_path / "report.json").read_text())["fingerprint"] == undisturbed(OPTIONS)
+
+
+def test_run_again_after_kill_9_goes_on_with_the_same_workers(tmp_path: Path) -> None:
+    options = {"max_steps": 400, "pace": 0.002}
+    with running(tmp_path, options, "--workers", "2", "--json", str(tmp_path / "report.json")) as first:
+        first.wait_step(3)
+        pids = {worker["pid"] for worker in first.workers()}
+        first.process.kill()
+        first.process.wait()
+        with running(tmp_path, options, "--json", str(tmp_path / "report.json")) as second:
+            until("its workers to be back", lambda: second.job()["workers"]["active"] == 2)
+            assert {worker["pid"] for worker in second.workers()} == pids
+            code, _, told = second.end()
+    assert code == 0, told
+    assert "job train goes on at step " in told
+    assert json.loads((tmp_path / "report.json").read_text())["fingerprint"] == undisturbed(options)
+
+
+def test_a_failing_script_is_exit_1_with_its_last_words(tmp_path: Path) -> None:
+    with running(tmp_path, {"no_such": "option", "lanes": 0}, "--workers", "1") as command:
+        code, said, _ = command.end()
+    assert code == 1
+    assert "lanes" in said
+
+
+def test_the_first_ctrl_c_ends_the_job_and_reports(tmp_path: Path) -> None:
+    with running(tmp_path, LONG, "--workers", "2", "--json", str(tmp_path / "report.json")) as command:
+        command.wait_step(2)
+        pids = [worker["pid"] for worker in command.workers()]
+        command.process.send_signal(signal.SIGINT)
+        code, said, told = command.end()
+    assert code == 130, told
+    assert "train cancelled at step" in said
+    assert json.loads((tmp_path / "report.json").read_text())["steps"] >= 2
+    until("its workers to be gone", lambda: not any(psutil.pid_exists(pid) for pid in pids))
+
+
+def test_the_second_ctrl_c_kills(tmp_path: Path) -> None:
+    with running(tmp_path, LONG, "--workers", "2") as command:
+        command.wait_step(2)
+        pids = [worker["pid"] for worker in command.workers()]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        command.process.send_signal(signal.SIGINT)
+        until("the first to be heard", lambda: "a second Ctrl-C kills" in command.errors.read_text())
+        command.process.send_signal(signal.SIGINT)
+        code, _, told = command.end()
+    assert code == 130, told
+    until("its workers to be gone", lambda: not any(psutil.pid_exists(pid) for pid in pids))
+
+
+def test_a_store_that_another_controller_holds_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    ports = ["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0"]
+    with started("controller", *ports, folder=tmp_path) as first:
+        done = subprocess.run(
+            [SHOAL, "controller", *ports], cwd=tmp_path, capture_output=True, text=True, timeout=30, check=False
+        )
+        first.process.send_signal(signal.SIGINT)
+        code, _, _ = first.end()
+    assert code == 130
+    assert done.returncode == 2
+    assert done.stdout == ""
+    sentences = [line for line in done.stderr.splitlines() if line.startswith("shoal: ")]
+    assert len(sentences) == 1
+    assert ".shoal" in sentences[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--http", "nowhere"], "'nowhere' is no address; expected HOST:PORT"),
+        (["--store", "redis://x"], "expected embedded:DIR"),
+        (["--workers", "9", "--max-workers", "4"], "workers.wanted is 9; allowed are 1 (workers.min) to 4"),
+    ],
+)
+def test_what_run_cannot_do_is_exit_2_and_one_sentence(flags: list[str], sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print('never started')")
+    ports = ["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0"]
+    done = subprocess.run(
+        [SHOAL, "run", *ports, *flags, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=30
+    )
+    assert done.returncode == 2
+    assert [line for line in done.stderr.splitlines() if sentence in line]
