@@ -197,10 +197,42 @@ def test_what_is_sent_before_a_close_arrives_and_the_stream_ends() -> None:
                 port.service.send(connected.connection, message)
             port.service.close(connected.connection)
             port.service.send(connected.connection, Prepare(4))
-            assert [await worker.hear() for _ in range(4)] == [WELCOME, Prepare(3), last, None]
+            assert [await worker.hear() for _ in range(3)] == [WELCOME, Prepare(3), last]
+            await worker.call.done_writing()
+            assert await worker.hear() is None
         assert await port.jobs.next() == Disconnected(connected.connection, "the controller closed the stream")
         port.service.send(connected.connection, Prepare(5))
         port.service.close(connected.connection)
+
+    on_port(scene)
+
+
+def test_a_worker_in_the_middle_of_speaking_still_hears_the_last_message() -> None:
+    async def scene(port: Port) -> None:
+        last = Shutdown(Ending.DONE, "the job is over")
+        async with port.worker() as worker:
+            await worker.say(HELLO)
+            connected = await port.jobs.next()
+            assert isinstance(connected, Connected)
+            port.service.send(connected.connection, last)
+            port.service.close(connected.connection)
+            for _ in range(50):
+                await worker.say(BEAT)
+            assert [await worker.hear(), await worker.hear()] == [WELCOME, last]
+        assert await port.jobs.next() == Disconnected(connected.connection, "the controller closed the stream")
+
+    on_port(scene)
+
+
+def test_a_worker_that_does_not_hang_up_is_left() -> None:
+    async def scene(port: Port) -> None:
+        async with port.worker() as worker:
+            await worker.say(HELLO)
+            connected = await port.jobs.next()
+            assert isinstance(connected, Connected)
+            port.service.close(connected.connection)
+            assert [await worker.hear(), await worker.hear()] == [WELCOME, None]
+            assert await worker.code() is grpc.StatusCode.OK
 
     on_port(scene)
 
@@ -224,6 +256,7 @@ def test_a_plan_reaches_all_its_members() -> None:
 
 async def _hears_only(worker: Worker, refusal: Refusal) -> None:
     assert await worker.hear() == refusal
+    await worker.call.done_writing()
     assert await worker.hear() is None
 
 

@@ -30,6 +30,8 @@ MOST_STREAMS = 1 << 14
 """Of all workers together; one more is told to try again later by gRPC."""
 FLUSH_SECONDS = 5.0
 """How long a stream that ends may take to carry its last messages."""
+LINGER_SECONDS = 1.0
+"""How long a worker may take to hang up after the last one."""
 STOP_SECONDS = 5.0
 """How long the jobs may take to hear that their streams ended when the service stops."""
 
@@ -174,41 +176,51 @@ class SessionService:
             self._say_farewell(stream.dialogue)
 
     async def _converse(self, stream: Stream) -> None:
-        """Read and write until one side is done; a stream that is closing may still carry its last messages."""
+        """Read and write until one side is done, then let go of the stream."""
         name = f"session {stream.dialogue.connection}"
         reading = asyncio.create_task(self._read(stream), name=f"{name} reads")
         writing = asyncio.create_task(stream.write(), name=f"{name} writes")
+        late = asyncio.get_running_loop().call_later(self._settings.hello_seconds, self._expect_hello, stream)
         try:
             await asyncio.wait({reading, writing, stream.cut}, return_when=asyncio.FIRST_COMPLETED)
-            if stream.dialogue.closing and not writing.done():
-                await asyncio.wait({writing, stream.cut}, timeout=FLUSH_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            if stream.dialogue.closing:
+                await _linger(stream, reading, writing)
         finally:
+            late.cancel()
             reading.cancel()
             writing.cancel()
             ends = await asyncio.gather(reading, writing, return_exceptions=True)
         for end in ends:
-            if isinstance(end, Exception) and not isinstance(end, grpc.aio.AbortError):
+            if isinstance(end, Exception):
                 raise end
 
     async def _read(self, stream: Stream) -> None:
-        """Hand what the worker says to its job, until it ends the stream or says what must not be."""
-        dialogue, context = stream.dialogue, stream.context
-        try:
-            self._settings.check_token(_metadata(context).get("authorization"))
+        """Hand what the worker says to its job; once the stream is closing, drop it."""
+        while isinstance(data := await stream.context.read(), bytes):
+            if stream.dialogue.over:
+                continue
             try:
-                async with asyncio.timeout(self._settings.hello_seconds):
-                    data = await context.read()
-            except TimeoutError:
-                raise dialogue.late(self._settings.hello_seconds) from None
-            while isinstance(data, bytes):
-                event = dialogue.hear(data)
-                assert dialogue.hello is not None
-                await self._submit(dialogue.hello.job, event)
-                data = await context.read()
-        except ShoalError as error:
-            log.warning("a stream was refused", connection=dialogue.connection, peer=context.peer(), why=str(error))
-            dialogue.refuse(error)
-            stream.stir()
+                await self._hear(stream, data)
+            except ShoalError as error:
+                self._refuse(stream, error)
+
+    async def _hear(self, stream: Stream, data: bytes) -> None:
+        dialogue = stream.dialogue
+        if dialogue.hello is None:
+            self._settings.check_token(_metadata(stream.context).get("authorization"))
+        event = dialogue.hear(data)
+        assert dialogue.hello is not None
+        await self._submit(dialogue.hello.job, event)
+
+    def _expect_hello(self, stream: Stream) -> None:
+        if stream.dialogue.hello is None and not stream.dialogue.over:
+            self._refuse(stream, stream.dialogue.late(self._settings.hello_seconds))
+
+    def _refuse(self, stream: Stream, error: ShoalError) -> None:
+        connection = stream.dialogue.connection
+        log.warning("a stream was refused", connection=connection, peer=stream.context.peer(), why=str(error))
+        stream.dialogue.refuse(error)
+        stream.stir()
 
     async def _submit(self, job: str, event: Connected | Said) -> None:
         try:
@@ -235,6 +247,15 @@ class SessionService:
             await self._jobs.submit(job, event)
         except ShoalError as error:
             log.info("a stream ended that its job does not know", job=job, connection=event.connection, why=str(error))
+
+
+async def _linger(stream: Stream, reading: asyncio.Task[None], writing: asyncio.Task[None]) -> None:
+    """Carry the last messages, then wait for the worker to hang up.
+
+    gRPC loses what a client has not read yet when the stream ends under a message that it is writing.
+    """
+    for task, seconds in ((writing, FLUSH_SECONDS), (reading, LINGER_SECONDS)):
+        await asyncio.wait({task, stream.cut}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
 
 
 def _heard(_: BaseException) -> None:
