@@ -188,31 +188,41 @@ def _broken_maps(plan: Plan) -> Iterator[str]:
         yield f"its lanes are {sorted(lanes.elements())}, each of 0 to {plan.lanes - 1} must have exactly one trainer"
     if any(list(share.lanes) != sorted(share.lanes) for share in plan.shares):
         yield "a member's lanes are not ascending"
-    owned = NO_BLOCKS
+    owned = union(share.owned for share in plan.shares)
+    if sum(len(share.owned) for share in plan.shares) != len(owned):
+        yield f"{_owned_twice(plan)} have two owners"
     for rank, share in enumerate(plan.shares):
-        if share.owned & owned:
-            yield f"{share.owned & owned} have two owners"
         if share.owned & share.mirrored:
             yield f"rank {rank} mirrors its own {share.owned & share.mirrored}"
         if not share.mirrored <= every(plan.blocks):
             yield f"rank {rank} mirrors blocks beyond {plan.blocks - 1}"
-        owned |= share.owned
     if owned != every(plan.blocks):
         yield f"{every(plan.blocks) - owned} have no owner (of {plan.blocks} blocks)"
+
+
+def _owned_twice(plan: Plan) -> Runs:
+    """Looked for only where the counts do not add up: it takes long for a thousand members."""
+    once = twice = NO_BLOCKS
+    for share in plan.shares:
+        twice |= share.owned & once
+        once |= share.owned
+    return twice
 
 
 def _broken_fills(plan: Plan) -> Iterator[str]:
     if plan.fills and plan.fill_blocks_per_step < 1:
         yield f"its fills move {plan.fill_blocks_per_step} blocks a step"
+    keeps = [share.keeps for share in plan.shares]
+    received: dict[int, list[Runs]] = {}
     for fill in plan.fills:
+        received.setdefault(fill.target, []).append(fill.blocks)
         if not (0 <= fill.source < plan.world_size and 0 <= fill.target < plan.world_size):
             yield f"a fill goes from rank {fill.source} to {fill.target} of {plan.world_size}"
-        elif not fill.blocks or not fill.blocks <= plan.shares[fill.source].keeps:
+        elif not fill.blocks or not fill.blocks <= keeps[fill.source]:
             yield f"rank {fill.source} sends {fill.blocks} without keeping them"
-        elif fill.blocks & plan.shares[fill.target].keeps:
-            yield f"rank {fill.target} is sent {fill.blocks & plan.shares[fill.target].keeps}, which it keeps already"
-    for target in {fill.target for fill in plan.fills}:
-        parts = [fill.blocks for fill in plan.fills if fill.target == target]
+        elif fill.blocks & keeps[fill.target]:
+            yield f"rank {fill.target} is sent {fill.blocks & keeps[fill.target]}, which it keeps already"
+    for target, parts in received.items():
         if sum(map(len, parts)) != len(union(parts)):
             yield f"rank {target} is sent a block twice"
 
