@@ -1,0 +1,122 @@
+"""One member of a group under test, as a process of its own: it does what the test tells it over a socket.
+
+Commands come as JSON lines and are answered when they are done. Each runs on a thread of its own, as the engine's calls
+run on the training thread and `abort` on the session's; so a test can abort what another command is blocked in.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from typing import Any
+
+import torch
+from shoal.exchange.gloo import build_gloo
+from shoal.exchange.group import Group, WorldChanged
+from shoal.exchange.letters import Letter, read_letter
+from shoal.exchange.meeting import Meeting, Stop
+from shoal.exchange.rendezvous import AbortableStore, OwnStore
+
+
+class Member:
+    """Its groups by generation, its meetings, and one buffer that outlives groups."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        self.store = OwnStore("127.0.0.1")
+        self.groups: dict[int, Group] = {}
+        self.stops: dict[int, Stop] = {}
+        self.buffer = torch.zeros(1000)
+
+    def address(self) -> str:
+        return self.store.address
+
+    def build(self, generation: int, rank: int, addresses: list[str], builder: int) -> str:
+        stop = self.stops[generation] = Stop()
+        self.groups[generation] = build_gloo(Meeting(generation, rank, tuple(addresses), builder), stop)
+        return "built"
+
+    def come_to(self, generation: int, address: str) -> str:
+        """Say at the meeting that we are here, and go no further."""
+        AbortableStore(address, f"g{generation}/", Stop()).add("present", 1)
+        return "came"
+
+    def call_off(self, generation: int) -> str:
+        self.stops[generation].set()
+        return "called off"
+
+    def gather(self, generation: int, number: int) -> list[int]:
+        return [int(row) for row in self.groups[generation].all_gather(torch.tensor([number], dtype=torch.uint8))]
+
+    def swap(self, generation: int, elements: int) -> list[float]:
+        """Send a tensor of our rank to everybody; the means of what came."""
+        group = self.groups[generation]
+        others = [rank for rank in range(group.size) if rank != group.rank]
+        received = [torch.empty(elements) for _ in others]
+        works = [group.receive(tensor, rank, 3) for tensor, rank in zip(received, others, strict=True)]
+        works += [group.send(torch.full((elements,), float(group.rank)), rank, 3) for rank in others]
+        for work in works:
+            work.wait()
+        return [float(tensor.mean()) for tensor in received]
+
+    def receive(self, generation: int, source: int) -> float:
+        """Into the buffer."""
+        self.groups[generation].receive(self.buffer, source, 5).wait()
+        return self.mean()
+
+    def send(self, generation: int, to: int) -> str:
+        self.groups[generation].send(torch.full((1000,), 7.0), to, 5).wait()
+        return "sent"
+
+    def fill(self, value: float) -> str:
+        self.buffer.fill_(value)
+        return "filled"
+
+    def mean(self) -> float:
+        return float(self.buffer.mean())
+
+    def letter(self, generation: int, to: int, content: str) -> str:
+        Letter(self.groups[generation], to, 0, content.encode()).wait()
+        return "left"
+
+    def read(self, generation: int, source: int) -> str:
+        return read_letter(self.groups[generation], source, 0).decode()
+
+    def abort(self, generation: int) -> str:
+        self.groups[generation].abort()
+        return "aborted"
+
+    def close(self, generation: int) -> str:
+        self.groups[generation].close()
+        return "closed"
+
+    def broken(self, generation: int) -> list[int]:
+        return list(self.groups[generation].broken_peers)
+
+    def open_files(self) -> int:
+        return len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - the listing itself must not be counted twice
+
+
+def serve(port: int) -> None:
+    """The process: until the test hangs up."""
+    member, writing = Member(), threading.Lock()
+    connection = socket.create_connection(("127.0.0.1", port))
+    with connection, connection.makefile("rw") as stream:
+
+        def do(number: int, command: str, given: dict[str, Any]) -> None:
+            try:
+                answer = {"number": number, "answer": getattr(member, command)(**given)}
+            except WorldChanged as error:
+                answer = {"number": number, "changed": str(error)}
+            except Exception as error:
+                answer = {"number": number, "error": repr(error)}
+            with writing:
+                stream.write(json.dumps(answer) + "\n")
+                stream.flush()
+
+        for line in stream:
+            request = json.loads(line)
+            threading.Thread(target=do, args=(request["number"], request["do"], request["given"]), daemon=True).start()
+    os._exit(0)
