@@ -1,0 +1,129 @@
+"""Who may not come in at the gRPC port: noise, giants, strangers. The job never hears of them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import subprocess
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+from integration.session_port import HELLO, SECONDS, WELCOME, Port, Worker, hears_only, on_port
+from pydantic import SecretStr, ValidationError
+from shoal_controller.sessions.settings import SessionSettings
+from shoal_protos.channel import MAX_MESSAGE_BYTES, METHOD
+from shoal_protos.errors import UserError
+from shoal_protos.messages import (
+    Refusal,
+)
+
+
+def test_a_message_beyond_all_bounds_never_reaches_the_job() -> None:
+    async def scene(port: Port) -> None:
+        channel = grpc.aio.insecure_channel(f"localhost:{port.number}", options=[("grpc.max_send_message_length", -1)])
+        async with channel:
+            worker = Worker(channel.stream_stream(METHOD)())
+            await worker.call.write(bytes(MAX_MESSAGE_BYTES + 1))
+            assert await worker.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert port.jobs.heard.empty()
+        await port.is_unharmed()
+
+    on_port(scene)
+
+
+def test_noise_on_the_raw_socket_harms_nothing() -> None:
+    async def scene(port: Port) -> None:
+        rng = random.Random(1)
+        noises = [
+            rng.randbytes(4096),
+            b"GET / HTTP/1.1\r\n\r\n",
+            b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + rng.randbytes(999),
+        ]
+        for noise in noises:
+            reader, writer = await asyncio.open_connection("localhost", port.number)
+            writer.write(noise)
+            writer.write_eof()
+            async with asyncio.timeout(SECONDS):
+                try:
+                    await reader.read()
+                except ConnectionError:
+                    continue
+                finally:
+                    writer.close()
+        assert port.jobs.heard.empty()
+        await port.is_unharmed()
+
+    on_port(scene)
+
+
+def test_only_who_shows_the_token_is_heard() -> None:
+    async def scene(port: Port) -> None:
+        for token, found in ((None, "no token"), ("guess", "another token"), ("", "another token")):
+            async with port.worker(token) as worker:
+                await worker.say(HELLO)
+                sentence = f"the worker showed {found}; set SHOAL_TOKEN to this controller's token"
+                await hears_only(worker, Refusal(sentence))
+                assert await worker.code() is grpc.StatusCode.PERMISSION_DENIED
+        assert port.jobs.heard.empty()
+        async with port.worker("secret") as worker:
+            await worker.say(HELLO)
+            assert await worker.hear() == WELCOME
+
+    on_port(scene, token=SecretStr("secret"))
+
+
+def _openssl(folder: Path, *arguments: str) -> None:
+    subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True, timeout=60)
+
+
+def _authority(folder: Path, name: str) -> None:
+    subject = ["-subj", f"/CN={name}", "-days", "1", "-nodes"]
+    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
+    _openssl(folder, "req", "-x509", *key, *subject, "-keyout", f"{name}.key", "-out", f"{name}.pem")
+
+
+def _certificate(folder: Path, name: str, authority: str) -> None:
+    (folder / "names").write_text("subjectAltName=DNS:localhost")
+    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-subj", "/CN=localhost"]
+    _openssl(folder, "req", *key, "-keyout", f"{name}.key", "-out", f"{name}.csr")
+    signed = ["-CA", f"{authority}.pem", "-CAkey", f"{authority}.key", "-CAcreateserial", "-extfile", "names"]
+    _openssl(folder, "x509", "-req", "-in", f"{name}.csr", *signed, "-days", "1", "-out", f"{name}.pem")
+
+
+def _credentials(folder: Path, name: str | None) -> grpc.ChannelCredentials:
+    roots = (folder / "house.pem").read_bytes()
+    if name is None:
+        return grpc.ssl_channel_credentials(roots)
+    key, chain = (folder / f"{name}.key").read_bytes(), (folder / f"{name}.pem").read_bytes()
+    return grpc.ssl_channel_credentials(roots, key, chain)
+
+
+def test_with_certificates_only_a_worker_with_one_of_the_house_is_heard(tmp_path: Path) -> None:
+    for authority in ("house", "stranger"):
+        _authority(tmp_path, authority)
+    for name, authority in (("controller", "house"), ("worker", "house"), ("impostor", "stranger")):
+        _certificate(tmp_path, name, authority)
+
+    async def scene(port: Port) -> None:
+        for name in (None, "impostor"):
+            async with port.worker(credentials=_credentials(tmp_path, name)) as worker:
+                assert await worker.code() is grpc.StatusCode.UNAVAILABLE
+        async with port.worker() as worker:
+            assert await worker.code() is grpc.StatusCode.UNAVAILABLE
+        assert port.jobs.heard.empty()
+        async with port.worker(credentials=_credentials(tmp_path, "worker")) as worker:
+            await worker.say(HELLO)
+            assert await worker.hear() == WELCOME
+
+    files = {"certificate": "controller.pem", "key": "controller.key", "client_ca": "house.pem"}
+    on_port(scene, **{field: tmp_path / name for field, name in files.items()})
+
+
+def test_half_a_set_of_certificates_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match="mutual TLS needs certificate, key and client_ca; only key given"):
+        SessionSettings(key=tmp_path / "key")
+    missing = SessionSettings(key=tmp_path / "k", certificate=tmp_path / "c", client_ca=tmp_path / "a")
+    with pytest.raises(UserError, match=r"key of the gRPC port cannot be read from .*/k: No such file or directory"):
+        missing.credentials()
