@@ -12,27 +12,47 @@ from typing import TextIO
 import structlog
 
 
-def configure(level: str, stream: TextIO | None = None) -> None:
-    """Log entries of this level and above."""
-    stream = stream or sys.stderr
+class _StandardError(logging.StreamHandler[TextIO]):
+    """Writes to what is standard error at the time, also when that is replaced."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        return sys.stderr
+
+
+def configure(level: str) -> None:
+    """Log entries of this level and above. Called again, it replaces what it did before."""
     before: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
         structlog.stdlib.add_logger_name,
         structlog.processors.TimeStamper("iso", utc=True),
     ]
-    if stream.isatty():
-        after: list[structlog.typing.Processor] = [structlog.dev.ConsoleRenderer()]
-    else:
-        after = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     structlog.configure(
         [*before, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
         wrapper_class=structlog.make_filtering_bound_logger(level),
         logger_factory=structlog.stdlib.LoggerFactory(),
         cache_logger_on_first_use=False,
     )
-    handler = logging.StreamHandler(stream)
-    strip = structlog.stdlib.ProcessorFormatter.remove_processors_meta
-    handler.setFormatter(structlog.stdlib.ProcessorFormatter(processors=[strip, *after], foreign_pre_chain=before))
-    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    handler = _StandardError()
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *_rendering(sys.stderr.isatty())],
+            foreign_pre_chain=before,
+        )
+    )
+    root = logging.getLogger()
+    root.handlers = [other for other in root.handlers if not isinstance(other, _StandardError)]
+    root.addHandler(handler)
+    root.setLevel(logging.WARNING)
     logging.getLogger("shoal").setLevel(level.upper())
+
+
+def _rendering(for_people: bool) -> list[structlog.typing.Processor]:
+    """Plain tracebacks in both: rich ones take seconds to draw, in which no heartbeat is heard."""
+    if for_people:
+        return [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
+    return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]

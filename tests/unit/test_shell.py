@@ -5,6 +5,7 @@ from contextlib import aclosing, asynccontextmanager
 
 import pytest
 from asynchronous import asynchronous
+from shoal_controller import logs
 from shoal_controller.core.effects import Close, Count, Kill, Note, Observe, Persist, Probe, Send, Spawn
 from shoal_controller.core.events import Connected, Exited, Pause, Probed, Resume, Save, Scale, Spawned, Started, Tick
 from shoal_controller.core.spec import JobSpec, Phase, State, WorkerView
@@ -37,6 +38,7 @@ class World:
 
 @asynccontextmanager
 async def running(directory, machine=None, clock=None):
+    logs.configure("warning")
     store = await open_store(f"embedded:{directory}")
     world = World(store, machine, clock)
     try:

@@ -38,25 +38,24 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        begun = False
+        begun = finished = False
 
         async def noted(message: Message) -> None:
-            nonlocal begun
-            begun = True
+            nonlocal begun, finished
             await send(message)
+            begun, finished = True, message["type"] == "http.response.body" and not message.get("more_body", False)
 
         try:
             self._check(Headers(scope=scope), scope["path"])
             await self._app(scope, _limited(scope, receive), noted)
         except ShoalError as error:
-            if begun:
-                raise
             await problem(scope["path"], error.http_status, str(error))(scope, receive, send)
         except Exception as error:
             log.error("a request failed", path=scope["path"], error=str(error), exc_info=error)
-            if begun:
-                raise
-            await problem(scope["path"], ShoalError.http_status, DEFECT)(scope, receive, send)
+            if begun and not finished:
+                raise  # only the end of the connection can say so now
+            if not begun:
+                await problem(scope["path"], ShoalError.http_status, DEFECT)(scope, receive, send)
 
     def _check(self, headers: Headers, path: str) -> None:
         if self._here_only and not _names_this_machine(headers.get("host", "")):

@@ -10,6 +10,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from shoal_controller.api.sentences import shown
 from shoal_controller.core.spec import JobSpec
 
 MOST_WORKERS = 4096
@@ -88,7 +89,7 @@ class JobBody(Body):
         step = isinstance(resume, int) and not isinstance(resume, bool) and resume >= 0
         if resume is None or resume is False or step or (isinstance(resume, str) and resume):
             return resume
-        raise ValueError(f'resume is {resume!r}; allowed are "latest", a step, a path, and false')
+        raise ValueError(f'resume is {shown(resume)}; allowed are "latest", a step, a path, and false')
 
     @field_validator("command")
     @classmethod

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from http import HTTPStatus
 
-import structlog
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
@@ -25,8 +24,6 @@ BODIES: Mapping[str, tuple[str, type[BaseModel]]] = {
 """By the route's name: what its body is called, and what it must be."""
 
 DEFECT = "this is a defect of Shoal; the controller's log has the details"
-
-log = structlog.get_logger("shoal.api")
 
 
 class NotSupportedYet(UserError):
@@ -59,6 +56,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(ShoalError, _shoal_error)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _defect)
 
 
 async def _shoal_error(request: Request, error: Exception) -> JSONResponse:
@@ -79,7 +77,14 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
     sentence = str(error.detail)
     if error.status_code == HTTPStatus.NOT_FOUND:
         sentence = f"there is nothing at {request.url.path}; /docs lists what there is"
+    elif error.status_code == HTTPStatus.BAD_REQUEST:
+        sentence = "the body cannot be read as JSON; it is not UTF-8, or nested too deeply"
     elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         allowed = (error.headers or {}).get("Allow", "others; /docs lists them")
         sentence = f"{request.method} is not possible at {request.url.path}; allowed is {allowed}"
     return problem(request.url.path, error.status_code, sentence)
+
+
+async def _defect(request: Request, _: Exception) -> JSONResponse:
+    """Our own bug. The guard, to which it is raised again after this, logs it."""
+    return problem(request.url.path, ShoalError.http_status, DEFECT)

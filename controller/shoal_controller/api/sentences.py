@@ -22,6 +22,7 @@ ALLOWED = {
     "less_than": "allowed is less than {lt}",
     "int_type": "allowed is a whole number",
     "int_parsing": "allowed is a whole number",
+    "int_parsing_size": "allowed is a whole number",
     "int_from_float": "allowed is a whole number",
     "float_type": "allowed is a number",
     "float_parsing": "allowed is a number",
