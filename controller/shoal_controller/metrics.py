@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import structlog
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -38,6 +38,8 @@ BUCKETS = {"shoal_resize_seconds": RESIZE_BUCKETS, "shoal_checkpoint_seconds": C
 GONE = (State.LOST, State.LEFT)
 
 log = structlog.get_logger("shoal.metrics")
+
+disable_created_metrics()  # type: ignore[no-untyped-call]  # no series beside those that are named
 
 JobFigure = Callable[[JobView], float | None]
 WorkerFigure = Callable[[WorkerView], float | None]

@@ -1,0 +1,122 @@
+"""Settings: from the environment or given, parsed once, each mistake one sentence that names the setting."""
+
+import json
+import sys
+
+import pytest
+import structlog
+from shoal_controller import logs
+from shoal_controller.settings import Settings, joined_address, split_address
+from shoal_protos.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def bare(monkeypatch):
+    for name in ("HTTP", "GRPC", "STORE", "TOKEN", "LOG_LEVEL"):
+        monkeypatch.delenv(f"SHOAL_{name}", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def test_the_defaults_are_those_of_the_interfaces():
+    settings = Settings()
+    assert (settings.http, settings.grpc, settings.store) == ("127.0.0.1:7070", "127.0.0.1:7071", "embedded:.shoal")
+    assert settings.token is None
+
+
+def test_the_environment_is_read_and_flags_win(monkeypatch):
+    monkeypatch.setenv("SHOAL_HTTP", "0.0.0.0:80")
+    monkeypatch.setenv("SHOAL_STORE", "embedded:/var/shoal")
+    monkeypatch.setenv("SHOAL_TOKEN", "secret")
+    settings = Settings(http="127.0.0.1:0")
+    assert (settings.http, settings.store) == ("127.0.0.1:0", "embedded:/var/shoal")
+    assert settings.token.get_secret_value() == "secret"
+    assert "secret" not in repr(settings)
+
+
+def test_an_empty_token_asks_for_none(monkeypatch):
+    monkeypatch.setenv("SHOAL_TOKEN", "")
+    assert Settings().token is None
+
+
+ADDRESS = "is no address; expected HOST:PORT, such as 127.0.0.1:7070 (port 0: a free one)"
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"http": "7070"}, f"'7070' {ADDRESS}"),
+        ({"http": "localhost:"}, f"'localhost:' {ADDRESS}"),
+        ({"grpc": ":7071"}, f"':7071' {ADDRESS}"),
+        ({"grpc": "h:65536"}, f"'h:65536' {ADDRESS}"),
+        ({"grpc": "h:７"}, f"'h:７' {ADDRESS}"),
+        ({"log_level": "loud"}, 'log_level is "loud"; allowed are debug, info, warning, error'),
+        ({"token": "a\nb"}, "SHOAL_TOKEN has characters that no HTTP header can carry; use printable ones"),
+        ({"htpp": "x"}, "htpp is not a key of the settings (did you mean http?); allowed are http, grpc, store, token, "
+                        "grpc_certificate, grpc_key, grpc_client_ca, log_level, visible_devices"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said_in_one_sentence(given, sentence):
+    with pytest.raises(UserError) as refusal:
+        Settings(**given)
+    assert str(refusal.value) == sentence
+
+
+@pytest.mark.parametrize(("devices", "workers"), [("0,1,2", 3), ("", 2), ("-1", 2), ("GPU-1, GPU-2", 2), ("0", 1)])
+def test_a_job_wants_one_worker_per_visible_device_or_two(monkeypatch, devices, workers):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
+    assert Settings().default_workers == workers
+
+
+@pytest.mark.parametrize(
+    ("address", "host", "port"), [("a:1", "a", 1), ("[::1]:0", "::1", 0), ("0.0.0.0:65535", "0.0.0.0", 65535)]
+)
+def test_an_address_is_split_and_joined_again(address, host, port):
+    assert split_address(address) == (host, port)
+    assert joined_address(host, port) == address
+
+
+# ---- logs
+
+
+def test_the_log_is_json_on_standard_error_when_no_person_reads_it(capsys):
+    logs.configure("info")
+    structlog.get_logger("shoal.test").info("something", job="train", number=3)
+    structlog.get_logger("shoal.test").debug("too little")
+    captured = capsys.readouterr()
+    line = json.loads(captured.err)
+    assert line.pop("timestamp")
+    assert line == {"event": "something", "job": "train", "number": 3, "level": "info", "logger": "shoal.test"}
+    assert captured.out == ""
+
+
+def test_a_traceback_is_part_of_its_entry(capsys):
+    logs.configure("info")
+    try:
+        raise ValueError("what")
+    except ValueError as error:
+        structlog.get_logger("shoal.test").error("it failed", exc_info=error)
+    assert "ValueError: what" in json.loads(capsys.readouterr().err)["exception"]
+
+
+def test_libraries_are_heard_from_warnings_on_in_the_same_form(capsys):
+    import logging
+
+    logs.configure("debug")
+    logging.getLogger("httpx").info("a request")
+    logging.getLogger("uvicorn.error").warning("oh %s", "no")
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [(line["event"], line["logger"]) for line in lines] == [("oh no", "uvicorn.error")]
+
+
+def test_configuring_twice_logs_once(capsys):
+    logs.configure("info")
+    logs.configure("info")
+    structlog.get_logger("shoal.test").info("once")
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_person_reads_text(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    logs.configure("info")
+    structlog.get_logger("shoal.test").info("something", job="train")
+    assert "something" in capsys.readouterr().err
