@@ -144,6 +144,7 @@ class ControllerLink:
             membership = self._membership
             plan = membership.leave_vote(voted)
             if plan is None:
+                self._carry_out(self.dialogue.vote_over)
                 return None
             if plan.rank_of(self.worker, self.incarnation) is None:
                 return Prepared(plan, None, 0.0)

@@ -96,7 +96,8 @@ class Dialogue:
         self.broken: tuple[str, ...] = ()
         """Peers to whom the current group's connection broke."""
         self._status, self._telemetry = status, Telemetry()
-        self._settled = True
+        self._held_back: Status | None = None
+        """What is said meanwhile, from a world's beginning until the training thread says where it stands in it."""
         self._said = status
         self._sequence = 0
         self._drain = False
@@ -154,14 +155,14 @@ class Dialogue:
         return self._inventory if kind is Inventory else self._result
 
     def _standing(self) -> Status:
-        """The status now. Between a world's beginning and the training thread's word on it, the last one said."""
+        """The status now, with the next number."""
         self._said = replace(self._composed(), sequence=self._sequence + 1, drain=self._drain)
         self._sequence += 1
         return self._said
 
     def _composed(self) -> Status:
-        if not self._settled:
-            return self._said
+        if self._held_back is not None:
+            return self._held_back
         membership = self.membership
         return replace(
             self._status,
@@ -185,8 +186,13 @@ class Dialogue:
 
     def stand(self, status: Status, telemetry: Telemetry) -> None:
         """Where the training thread says that it stands."""
-        self._status, self._telemetry, self._settled = status, telemetry, True
+        self._status, self._telemetry, self._held_back = status, telemetry, None
         self.notice()
+
+    def vote_over(self) -> list[Effect]:
+        """A vote has passed that changes nothing: what was heard meanwhile is heard now."""
+        deferred = self.membership.take_deferred()
+        return self._carry(deferred) if deferred is not None else []
 
     def answer(self, inventory: Inventory) -> None:
         """The answer to the last PREPARE."""
@@ -204,8 +210,8 @@ class Dialogue:
 
     def begin(self, plan: Plan) -> None:
         """A world begins. It is told to the controller when the training thread next says where it stands."""
+        self._held_back = self._composed()
         self.membership.begin(plan)
-        self._settled = False
         self.broken = ()
 
     def report(self, result: Result) -> None:
@@ -233,7 +239,7 @@ class Dialogue:
         self.ending, self.welcomed, self.broken = None, False, ()
         self._inventory = self._result = None
         self._status = Status(self._sequence, 0, Point.REHEARSING, 0, step=-1, committed_in=0)
-        self._settled = True
+        self._held_back = None
 
     # ---- from the controller
 

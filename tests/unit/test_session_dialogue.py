@@ -1,0 +1,297 @@
+"""What a worker says to its controller and what it makes of the answers, without a thread or a socket."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from shoal.core.membership import Membership
+from shoal.session.dialogue import Abort, Build, Dialogue, Process, Put
+from shoal.session.inbox import MOST_ASKED, Inbox
+from shoal.session.seam import Asked, Ended, Opened, Stopped
+from shoal_protos.description import Description
+from shoal_protos.errors import PeerError
+from shoal_protos.messages import (
+    Ask,
+    AskKind,
+    Carry,
+    Drain,
+    Ending,
+    Heartbeat,
+    Hello,
+    Inventory,
+    Open,
+    Ping,
+    Point,
+    Prepare,
+    Ready,
+    Refusal,
+    Request,
+    RequestKind,
+    Result,
+    Shutdown,
+    Status,
+    Telemetry,
+    Welcome,
+)
+from shoal_protos.plan import EVERYONE
+from shoal_protos.runs import NO_BLOCKS, every
+from worlds import BLOCKS, planned, recovery
+
+DESCRIPTION = Description(2, BLOCKS, 4096, 8, EVERYONE, 0, 10, (), "SGD", {}, {}, False, False)
+NEW = Status(0, 0, Point.REHEARSING, 0, step=-1, committed_in=0)
+WELCOME = Welcome("a", 0.5, 10.0, 1800.0)
+
+
+def dialogue_of(worker: str = "a") -> Dialogue:
+    process = Process("job", "host", 1, "rack", "127.0.0.1:1")
+    dialogue = Dialogue(Membership(worker, f"{worker}!"), process, DESCRIPTION, NEW)
+    dialogue.hello()
+    dialogue.hear(WELCOME)
+    dialogue.membership.rehearsed()
+    dialogue.outgoing()
+    return dialogue
+
+
+def inventory(answers: int) -> Inventory:
+    return Inventory(answers, 0, 0, 0, b"", NO_BLOCKS, NO_BLOCKS, NO_BLOCKS)
+
+
+def member_of(generation: int, workers: str) -> Dialogue:
+    """Through a start, as the client drives it."""
+    dialogue, plan = dialogue_of(), recovery(generation, workers)
+    assert dialogue.hear(Prepare(generation)) == [Put(Stopped(generation)), Abort()]
+    dialogue.answer(inventory(generation))
+    assert dialogue.hear(Carry(plan)) == [Build(plan, 0)]
+    assert dialogue.ready(generation)
+    assert dialogue.hear(Open(generation)) == [Put(Opened(generation))]
+    dialogue.begin(plan)
+    dialogue.stand(replace(NEW, step=0), Telemetry())
+    dialogue.outgoing()
+    return dialogue
+
+
+def said(dialogue: Dialogue) -> list[str]:
+    return [type(message).__name__ for message in dialogue.outgoing()]
+
+
+def heartbeat(dialogue: Dialogue) -> Heartbeat:
+    """The next thing that is due, which must be a heartbeat."""
+    message = dialogue.outgoing()[0]
+    assert isinstance(message, Heartbeat)
+    return message
+
+
+# ---- a start, a loss
+
+
+def test_a_worker_answers_prepare_with_an_inventory_as_often_as_it_is_asked() -> None:
+    dialogue = dialogue_of()
+    dialogue.hear(Prepare(1))
+    assert dialogue.hear(Prepare(1)) == []
+    assert inventory(1) not in dialogue.outgoing()
+    dialogue.answer(inventory(1))
+    assert inventory(1) in dialogue.outgoing()
+    dialogue.hear(Prepare(1))
+    assert inventory(1) in dialogue.outgoing()
+
+
+def test_an_inventory_for_an_older_prepare_is_not_sent() -> None:
+    dialogue = dialogue_of()
+    dialogue.hear(Prepare(1))
+    dialogue.hear(Prepare(2))
+    dialogue.outgoing()
+    dialogue.answer(inventory(1))
+    assert dialogue.outgoing() == []
+    dialogue.hear(Prepare(2))
+    assert inventory(1) not in dialogue.outgoing()
+
+
+def test_stopping_is_said_at_once_with_the_number_stopped_for() -> None:
+    dialogue = member_of(1, "ab")
+    dialogue.hear(Prepare(2))
+    status = heartbeat(dialogue).status
+    assert (status.point, status.promised, status.generation) == (Point.STOPPED, 2, 1)
+
+
+def test_ready_is_said_at_once_and_never_for_a_generation_that_was_called_off() -> None:
+    dialogue = dialogue_of()
+    dialogue.hear(Prepare(1))
+    dialogue.hear(Carry(recovery(1, "ab")))
+    dialogue.outgoing()
+    assert dialogue.ready(1)
+    dialogue.hear(Prepare(2))
+    assert Ready not in map(type, dialogue.outgoing())
+    dialogue.hear(Carry(recovery(2, "ab")))
+    dialogue.ready(2)
+    ready = next(message for message in dialogue.outgoing() if isinstance(message, Ready))
+    assert (ready.generation, ready.status.point) == (2, Point.READY)
+
+
+def test_an_open_that_comes_twice_opens_once() -> None:
+    dialogue = dialogue_of()
+    dialogue.hear(Prepare(1))
+    dialogue.hear(Carry(recovery(1, "ab")))
+    dialogue.ready(1)
+    assert dialogue.hear(Open(1)) == [Put(Opened(1))]
+    assert dialogue.hear(Open(1)) == []
+
+
+def test_an_unsound_plan_is_not_carried_out() -> None:
+    dialogue = dialogue_of()
+    dialogue.hear(Prepare(1))
+    with pytest.raises(PeerError, match="plan 1 is unsound"):
+        dialogue.hear(Carry(replace(recovery(1, "ab"), builder=2)))
+
+
+# ---- what is said, and when
+
+
+def test_a_step_alone_waits_for_the_heartbeat_and_any_other_change_does_not() -> None:
+    dialogue = member_of(1, "ab")
+    dialogue.stand(replace(NEW, step=1, committed_in=1), Telemetry())
+    assert said(dialogue) == ["Heartbeat"]
+    dialogue.stand(replace(NEW, step=2, committed_in=1, boundaries=2), Telemetry(loss=1.0))
+    assert not dialogue.due
+    dialogue.stand(replace(NEW, step=2, committed_in=1, holds=every(1)), Telemetry())
+    assert said(dialogue) == ["Heartbeat"]
+    dialogue.stand(replace(NEW, step=3, committed_in=1, holds=every(1), done=True), Telemetry())
+    assert said(dialogue) == ["Heartbeat"]
+
+
+def test_nothing_is_said_of_a_world_before_the_training_thread_has_said_where_it_stands_in_it() -> None:
+    dialogue = member_of(1, "ab")
+    plan = planned(2, 1, "ab")
+    dialogue.stand(replace(NEW, step=5, boundaries=9), Telemetry())
+    dialogue.outgoing()
+    dialogue.hear(Carry(plan))
+    dialogue.membership.enter_vote(every(BLOCKS))
+    assert dialogue.membership.leave_vote([2, 2]) is plan
+    dialogue.begin(plan)
+    dialogue.beat()
+    status = heartbeat(dialogue).status
+    assert (status.generation, status.boundaries) == (1, 9)
+    dialogue.stand(replace(NEW, step=5, boundaries=0), Telemetry())
+    status = heartbeat(dialogue).status
+    assert (status.generation, status.boundaries) == (2, 0)
+
+
+def test_sequence_numbers_grow_with_every_message_and_over_streams() -> None:
+    dialogue = member_of(1, "ab")
+    dialogue.beat()
+    first = heartbeat(dialogue).status.sequence
+    second = dialogue.hello().status.sequence
+    dialogue.beat()
+    assert first < second < heartbeat(dialogue).status.sequence
+
+
+def test_a_ping_is_answered_with_its_number() -> None:
+    dialogue = dialogue_of()
+    dialogue.hear(Ping(7))
+    assert heartbeat(dialogue).echo == 7
+
+
+def test_a_broken_connection_is_said_at_once_and_forgotten_in_the_next_world() -> None:
+    dialogue = member_of(1, "ab")
+    dialogue.see_broken({"b"})
+    assert heartbeat(dialogue).status.broken == ("b",)
+    dialogue.see_broken({"b"})
+    assert not dialogue.due
+    dialogue.hear(Prepare(2))
+    assert heartbeat(dialogue).status.broken == ("b",)
+    dialogue.hear(Carry(recovery(2, "ab")))
+    assert heartbeat(dialogue).status.broken == ()
+
+
+def test_a_new_stream_begins_with_where_the_worker_stands_and_says_again_what_must_be_known() -> None:
+    dialogue = member_of(1, "ab")
+    dialogue.ask_to_be_drained()
+    dialogue.report(Result(10, "beef"))
+    assert said(dialogue) == ["Request", "Heartbeat", "Result"]
+    hello = dialogue.hello()
+    assert (hello.status.generation, hello.status.point, hello.status.drain) == (1, Point.TRAINING, True)
+    assert dialogue.outgoing() == [Result(10, "beef"), Request(RequestKind.DRAIN)]
+
+
+def test_a_prepare_that_is_heard_on_a_new_stream_is_answered_without_the_training_thread() -> None:
+    dialogue = member_of(1, "ab")
+    dialogue.hear(Prepare(2))
+    dialogue.answer(inventory(2))
+    dialogue.outgoing()
+    assert dialogue.hello().status.point is Point.STOPPED
+    assert dialogue.hear(Prepare(2)) == []
+    assert inventory(2) in dialogue.outgoing()
+
+
+def test_the_controller_gives_a_worker_its_id_and_the_pace_of_its_heart() -> None:
+    dialogue = dialogue_of("")
+    assert (dialogue.membership.worker, dialogue.heartbeat_seconds) == ("a", 0.5)
+
+
+# ---- requests, endings
+
+
+def test_the_same_request_is_put_to_the_training_thread_once() -> None:
+    dialogue = dialogue_of()
+    assert dialogue.hear(Ask(AskKind.SAVE, 3)) == [Put(Asked(AskKind.SAVE, 3))]
+    assert dialogue.hear(Ask(AskKind.SAVE, 3)) == []
+    assert dialogue.hear(Ask(AskKind.SAVE, 4)) == [Put(Asked(AskKind.SAVE, 4))]
+
+
+def test_a_drain_changes_nothing_until_a_plan_leaves_the_worker_out() -> None:
+    dialogue = member_of(1, "ab")
+    assert dialogue.hear(Drain(30.0)) == [] and not dialogue.due
+
+
+def test_a_shutdown_ends_it_with_the_reason() -> None:
+    dialogue = member_of(1, "ab")
+    assert dialogue.hear(Shutdown(Ending.FAILED, "why")) == [Put(Ended(Ending.FAILED, "why")), Abort()]
+    assert dialogue.ending is not None
+
+
+def test_only_a_final_refusal_ends_it() -> None:
+    dialogue = dialogue_of()
+    assert dialogue.hear(Refusal("the controller is starting", final=False)) == []
+    assert dialogue.ending is None
+    assert dialogue.hear(Refusal("another model")) == [Put(Ended(Ending.FAILED, "another model")), Abort()]
+
+
+def test_who_starts_over_is_another_newcomer() -> None:
+    dialogue = member_of(3, "ab")
+    dialogue.stand(replace(NEW, step=9, holds=every(2)), Telemetry())
+    dialogue.hear(Shutdown(Ending.START_OVER, "counted out"))
+    dialogue.start_over("other")
+    hello = dialogue.hello()
+    assert isinstance(hello, Hello)
+    assert (hello.worker, hello.incarnation) == ("", "other")
+    assert (hello.status.point, hello.status.step, hello.status.holds) == (Point.REHEARSING, -1, NO_BLOCKS)
+    assert hello.status.promised == 3
+    assert dialogue.ending is None
+
+
+# ---- the inbox
+
+
+def test_a_stop_voids_what_was_heard_of_a_world_and_keeps_requests() -> None:
+    inbox = Inbox()
+    inbox.put(Stopped(1))
+    inbox.put(Asked(AskKind.SAVE, 1))
+    inbox.put(Opened(1))
+    inbox.put(Stopped(2))
+    assert inbox.waiting
+    assert [inbox.take(0), inbox.take(0), inbox.take(0)] == [Asked(AskKind.SAVE, 1), Stopped(2), None]
+    assert not inbox.waiting
+
+
+def test_an_end_is_not_voided_by_a_stop() -> None:
+    inbox = Inbox()
+    inbox.put(Ended(Ending.DONE, ""))
+    inbox.put(Stopped(2))
+    assert inbox.take(0) == Ended(Ending.DONE, "")
+
+
+def test_the_inbox_is_bounded() -> None:
+    inbox = Inbox()
+    for number in range(MOST_ASKED + 5):
+        inbox.put(Asked(AskKind.SAVE, number))
+    assert inbox.take(0) == Asked(AskKind.SAVE, 5)
