@@ -90,7 +90,11 @@ class HeldBlocks:
         self._regroup()
 
     def take(self, states: Mapping[Span, State]) -> None:
-        """Begins to hold blocks in the state that another holder had: each span within one bucket."""
+        """Begins to hold blocks in the state that another holder had: each span within one bucket.
+
+        What is held already is replaced: a plan may fill again what the one before had filled and it releases.
+        """
+        self.keep_only(self.runs - Runs(states))
         for span, state in states.items():
             for bucket, blocks, elements in self._pieces(Runs((span,))):
                 self._add(bucket, blocks, elements, state)
