@@ -38,6 +38,7 @@ class Membership:
         self.next_built = False
         self.kept: dict[int, Plan] = {}
         self.begins: Plan | None = None
+        self.deferred: Plan | None = None
         self.voted = self.generation
         self.voting = False
 
@@ -90,7 +91,8 @@ class Membership:
         elif plan.base != self.generation or self.point is not Point.TRAINING:
             return False
         elif self.voting and self.voted > self.generation:
-            return False  # what a member voted it keeps until that vote is over
+            self.deferred = plan  # what a member voted it keeps until that vote is over
+            return False
         self.next, self.next_built = plan, False
         if self.is_newcomer:
             self.point = Point.WAITING
@@ -155,6 +157,14 @@ class Membership:
         if min(voted) == max(voted) > self.generation:
             self.begins = self.next
         return self.begins
+
+    def take_deferred(self) -> Plan | None:
+        """The newest plan heard during the vote that is over now, once: to be heard again.
+
+        A standby is in a vote nearly all the time; it would never hear of another plan than the one it votes.
+        """
+        deferred, self.deferred = self.deferred, None
+        return deferred
 
     # ---- a world begins
 
