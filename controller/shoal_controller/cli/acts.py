@@ -46,7 +46,8 @@ class Stage:
             if seen(job, workers):
                 return job, workers
             if job["phase"] in OVER:
-                raise OutOfSteps(f"job {self.job} {job['phase']} at step {job['step']} before {what}: {job['reason']}")
+                ended = f"job {self.job} {job['phase']} at step {job['step']} before {what}: {job['reason']}"
+                raise OutOfSteps(f"{ended} (more steps: --steps)")
             await asyncio.sleep(LOOK_SECONDS)
         raise JobFailed(
             f"waited {PATIENCE_SECONDS:.0f} s for {what}; job {self.job} is {job['phase']}: {job['reason']}"

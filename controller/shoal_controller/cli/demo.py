@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from shoal_controller.cli.client import Client, Json
 
 DISTURBED, UNDISTURBED = "disturbed", "undisturbed"
-STEPS = 100
+STEPS = 120
+"""Enough for two workers to start one after the other while a fast machine trains, 90 s at most on a slow one."""
 
 Text = typer.Option(
     "--text", metavar="FILE", exists=True, dir_okay=False, show_default=False,

@@ -23,22 +23,23 @@ def conclude(disturbed: Json, undisturbed: Json) -> int:
 
 
 def resizes(generations: Sequence[Json]) -> Table:
-    """Every change of the disturbed job's world."""
+    """Every change of the disturbed job's world. From peers: in the pause, and by fills beside training."""
     table = Table(title="What the world went through", title_justify="left")
-    for name in (
-        "generation",
+    columns = (
+        "gen",
         "reason",
         "workers",
-        "from step",
+        "at step",
         "pause",
-        "bytes from peers",
-        "from checkpoint",
+        "promoted",
+        "in pause",
+        "by fills",
+        "checkpoint",
         "steps lost",
-    ):
-        table.add_column(name, justify="left" if name == "reason" else "right")
+    )
+    for name in columns:
+        table.add_column(name, justify="left" if name == "reason" else "right", no_wrap=True)
     for world in generations:
-        moved = world["bytes"]
-        peers = f"{amount(moved['pause'])} in the pause, {amount(moved['fill'])} beside training"
         row = (
             world["generation"],
             world["reason"],
@@ -46,16 +47,17 @@ def resizes(generations: Sequence[Json]) -> Table:
             world["from_step"],
             seconds(world["pause_seconds"]),
         )
-        table.add_row(*map(str, row), peers, amount(moved["checkpoint"]), str(world["lost_steps"]))
+        moved = (amount(world["bytes"][source]) for source in ("pause", "fill", "checkpoint"))
+        table.add_row(*map(str, row), str(world["promoted_blocks"]), *moved, str(world["lost_steps"]))
     return table
 
 
 def runs(disturbed: Json, undisturbed: Json) -> Table:
     """Both runs side by side."""
     table = Table(title="How both runs ended", title_justify="left")
-    for name in ("run", "worlds", "steps", "median step", "final loss", "fingerprint"):
+    for name in ("run", "worlds", "steps", "final loss", "fingerprint"):
         table.add_column(name, justify="left" if name in ("run", "fingerprint") else "right", overflow="fold")
     for name, report in (("disturbed", disturbed), ("undisturbed", undisturbed)):
-        row = (str(len(report["generations"])), str(report["steps"]), seconds(report["step_seconds_median"]))
-        table.add_row(name, *row, number(report["final_loss"], 8), report["fingerprint"] or "none")
+        row = (str(len(report["generations"])), str(report["steps"]), number(report["final_loss"], 8))
+        table.add_row(name, *row, report["fingerprint"] or "none")
     return table
