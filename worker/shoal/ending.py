@@ -12,13 +12,13 @@ import sys
 import traceback
 from types import TracebackType
 
-import structlog
 from shoal_protos.errors import JobFailed, ShoalError
 from shoal_protos.messages import Result
 
 from shoal.engine import Engine
+from shoal.logs import get_logger
 
-log = structlog.get_logger("shoal")
+log = get_logger("shoal")
 TRACEBACK_LINES = 12
 
 

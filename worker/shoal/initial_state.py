@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import structlog
 import torch
 
 from shoal.exchange.letters import as_bytes_tensor
 from shoal.exchange.routes import STARTED
+from shoal.logs import get_logger
 from shoal.state import TrainingState, digest_of, frozen_parameters
 from shoal.world import World
 
-log = structlog.get_logger("shoal")
+log = get_logger("shoal")
 
 
 def agree_on_the_start(world: World, state: TrainingState) -> None:

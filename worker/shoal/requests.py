@@ -10,7 +10,6 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import structlog
 import torch
 from shoal_protos.errors import JobFailed, UserError
 from shoal_protos.messages import Result
@@ -21,13 +20,14 @@ from shoal.exchange.routes import STARTED
 from shoal.exchange.vote import TEXT_BYTES, Record, Wish
 from shoal.export import export
 from shoal.fingerprint import fingerprint
+from shoal.logs import get_logger
 from shoal.optim.hyper import first_difference, hyper_parameters
 from shoal.state import frozen_parameters
 
 if TYPE_CHECKING:
     from shoal.engine import Engine
 
-log = structlog.get_logger("shoal")
+log = get_logger("shoal")
 
 
 class Requests:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-import structlog
 from shoal_protos.errors import JobFailed
 from shoal_protos.messages import AskKind, Change, Ending
 from shoal_protos.plan import Plan, Reason
@@ -22,13 +21,14 @@ from shoal.exchange.letters import Letter, read_letter
 from shoal.exchange.routes import FIRST_MESSAGE, STARTED, Routes
 from shoal.exchange.vote import Record, Wish
 from shoal.initial_state import agree_on_the_start
+from shoal.logs import get_logger
 from shoal.session.seam import Asked, Begun, Ended, Opened, Prepared, Recover, Stopped
 from shoal.world import World
 
 if TYPE_CHECKING:
     from shoal.engine import Engine
 
-log = structlog.get_logger("shoal")
+log = get_logger("shoal")
 
 
 class Resize:

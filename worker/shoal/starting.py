@@ -55,7 +55,7 @@ def initialize(
     link, fault_text = open_link()
     fetcher = Fetcher(dataset, collate_fn, sampler, settled.seed, torch.device("cpu"))
     status = Status(sequence=0, generation=0, point=Point.REHEARSING, promised=0, step=-1, committed_in=0)
-    link.introduce(_description(settled, state, optimizer), status)
+    link.introduce(_description(settled, state, optimizer, sampler.samples), status)
     engine = Engine(settled, state, link, fetcher, Faults.parse(fault_text, link.worker))
     _take_over(optimizer)
     serve_at_exit(engine)
@@ -99,7 +99,9 @@ def _take_over(optimizer: torch.optim.Optimizer) -> None:
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
-def _description(config: TrainingConfig, state: TrainingState, optimizer: torch.optim.Optimizer) -> Description:
+def _description(
+    config: TrainingConfig, state: TrainingState, optimizer: torch.optim.Optimizer, samples: int
+) -> Description:
     trained = {slot.parameter.name: slot.parameter for bucket in state.layout.buckets for slot in bucket.slots}
     parameters = tuple(
         Parameter(name, tuple(p.shape), str(p.dtype), trained[name].group if name in trained else -1)
@@ -115,7 +117,7 @@ def _description(config: TrainingConfig, state: TrainingState, optimizer: torch.
         max_steps=state.last_step,
         parameters=parameters,
         optimizer=type(optimizer).__name__,
-        config=agreement(config),
+        config={**agreement(config), "dataset.samples": str(samples)},
         numerics=identity(),
         mixed_numerics=config.mixed_numerics,
         can_checkpoint=False,

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-import structlog
 from pydantic import ValidationError
 from shoal_protos.errors import UserError
 
@@ -20,11 +19,12 @@ from shoal.config.deepspeed import NOT_BUILT, WITHOUT_MEANING, sections
 from shoal.config.document import Document, Optimizer, Scheduler
 from shoal.config.sentences import not_built, sentence_of, shown, unknown_key, wrong_value
 from shoal.config.training import TrainingConfig
+from shoal.logs import get_logger
 
 LARGEST_FILE = 1 << 20
 BUILT_STAGES = (0, 1)
 Settled = TypeVar("Settled")
-log = structlog.get_logger("shoal.config")
+log = get_logger("shoal.config")
 
 
 def load_config(source: str | Path | Mapping[str, Any]) -> TrainingConfig:

@@ -13,7 +13,6 @@ import socket
 import threading
 from collections.abc import Callable
 
-import structlog
 from shoal_protos.description import Description
 from shoal_protos.errors import UserError
 from shoal_protos.messages import Ending, Hello, Inventory, Result, Shutdown, Status, Telemetry, ToController, ToWorker
@@ -25,6 +24,7 @@ from shoal.exchange.gloo import build_gloo
 from shoal.exchange.group import Group
 from shoal.exchange.meeting import Transport
 from shoal.exchange.rendezvous import OwnStore
+from shoal.logs import get_logger
 from shoal.session.dialogue import Abort, Build, Dialogue, Effect, Process, Put
 from shoal.session.groups import Building, Groups
 from shoal.session.inbox import Inbox
@@ -36,7 +36,7 @@ from shoal.session.thread import SessionThread
 REPORT_SECONDS = 60.0
 """How long a worker that ends waits for a controller that is not there."""
 
-log = structlog.get_logger("shoal.session")
+log = get_logger("shoal.session")
 
 
 class ControllerLink:

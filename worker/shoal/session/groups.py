@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import structlog
 from shoal_protos.plan import Plan
 
 from shoal.exchange.group import Group, WorldChanged
@@ -21,13 +20,14 @@ from shoal.exchange.letters import read_letter
 from shoal.exchange.meeting import Meeting, Stop, Transport
 from shoal.exchange.rendezvous import reachable
 from shoal.exchange.routes import FIRST_MESSAGE
+from shoal.logs import get_logger
 
 MOST_BUILDERS = 64
 """Threads at once. A plan beyond that is not built here, so it does not begin."""
 JOIN_SECONDS = 1.0
 """For threads to end that were told to. One whose peer died while they connected takes gloo's 30 s, and is left."""
 
-log = structlog.get_logger("shoal.session")
+log = get_logger("shoal.session")
 
 
 @dataclass(eq=False, slots=True)

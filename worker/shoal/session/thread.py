@@ -13,12 +13,12 @@ from typing import Protocol
 
 import grpc
 import grpc.aio
-import structlog
 from shoal_protos.channel import CHANNEL_OPTIONS, METHOD
 from shoal_protos.errors import UserError
 from shoal_protos.messages import Hello, Result, ToController, ToWorker, Welcome
 from shoal_protos.wire import decode_controller, encode_worker
 
+from shoal.logs import get_logger
 from shoal.session.settings import SessionSettings
 from shoal.session.signals import TermSignal
 
@@ -38,7 +38,7 @@ OPTIONS = (
     ("grpc.enable_http_proxy", 0),
 )
 
-log = structlog.get_logger("shoal.session")
+log = get_logger("shoal.session")
 
 Call = grpc.aio.StreamStreamCall[bytes, bytes]
 
