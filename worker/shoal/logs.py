@@ -28,7 +28,7 @@ def get_logger(name: str) -> structlog.typing.FilteringBoundLogger:
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper("iso", utc=True),
             structlog.processors.format_exc_info,
-            structlog.processors.KeyValueRenderer(["timestamp", "level", "logger", "event"]),
+            structlog.processors.KeyValueRenderer(key_order=["timestamp", "level", "logger", "event"]),
         ],
     ).bind(logger=name)
     return log
