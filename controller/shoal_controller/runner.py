@@ -88,6 +88,10 @@ class Runner:
         self._shown = self._life.machine.view(self._job, self._life.clock())
         return self._shown
 
+    @property
+    def over(self) -> bool:
+        return bool(self._broken) or self._shown.phase.over
+
     # ---- its life
 
     async def begin(self) -> None:
@@ -148,7 +152,7 @@ class Runner:
 
     def tick(self) -> None:
         """Put a tick at the end of the line, unless one stands there already or none is wanted."""
-        if not (self._tick_waits or self._shown.phase.over or self._broken or self._inbox.full()):
+        if not (self._tick_waits or self._broken or self._inbox.full()):
             self._tick_waits = True
             self._inbox.put_nowait(None)
 

@@ -1,6 +1,7 @@
 """The shell: effects in order and durable before said, restored after a restart, fenced, unharmed by one bad job."""
 
 import asyncio
+from collections import Counter
 from contextlib import aclosing, asynccontextmanager
 
 import pytest
@@ -214,19 +215,34 @@ async def test_the_history_is_bounded_and_its_oldest_go_first(tmp_path, monkeypa
 
 
 @asynchronous
-async def test_every_job_that_is_not_over_is_ticked_and_hears_the_injected_time(tmp_path):
+async def test_every_job_is_ticked_and_hears_the_injected_time(tmp_path):
     ticks = {"train": asyncio.Event(), "other": asyncio.Event()}
     machine = SmallMachine({Tick: lambda job, _: ticks[job.spec.job].set() or ()})
     async with running(tmp_path, machine, clock=lambda: 4242.0) as world:
         await world.shell.create(SPEC)
         await world.shell.create(JobSpec("other", wanted=1))
         await asyncio.wait_for(asyncio.gather(*(tick.wait() for tick in ticks.values())), 5)
-        await world.shell.delete("other")
-        ticks["other"].clear()
-        ticks["train"].clear()
-        await asyncio.wait_for(ticks["train"].wait(), 5)
-        assert not ticks["other"].is_set()
         assert set(machine.times) == {4242.0}
+
+
+@asynchronous
+async def test_a_job_that_is_over_is_ticked_more_seldom(tmp_path, monkeypatch):
+    monkeypatch.setattr("shoal_controller.shell.TICK_SECONDS", 0.002)
+    ticks, enough = Counter(), asyncio.Event()
+
+    def tick(job, _):
+        ticks[job.spec.job] += 1
+        if ticks["train"] >= 60:
+            enough.set()
+        return ()
+
+    async with running(tmp_path, SmallMachine({Tick: tick})) as world:
+        await world.shell.create(JobSpec("other", wanted=1))
+        await world.shell.delete("other")
+        ticks.clear()
+        await world.shell.create(SPEC)
+        await asyncio.wait_for(enough.wait(), 10)
+        assert 0 < ticks["other"] <= ticks["train"] / 3
 
 
 @asynchronous
