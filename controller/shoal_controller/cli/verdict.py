@@ -14,7 +14,7 @@ from shoal_controller.cli.tables import amount, number, seconds, show
 def conclude(disturbed: Json, undisturbed: Json) -> int:
     """Print the table and the verdict; the exit status of the demo."""
     equal = bool(disturbed["fingerprint"]) and disturbed["fingerprint"] == undisturbed["fingerprint"]
-    show(resizes(disturbed["generations"]), runs(disturbed, undisturbed))
+    show("", resizes(disturbed["generations"]), "", runs(disturbed, undisturbed), "")
     if equal:
         show("[bold green]The same bits:[/] both runs ended with equal weights and optimizer state.")
         return DONE
@@ -53,11 +53,9 @@ def resizes(generations: Sequence[Json]) -> Table:
 
 
 def runs(disturbed: Json, undisturbed: Json) -> Table:
-    """Both runs side by side."""
-    table = Table(title="How both runs ended", title_justify="left")
-    for name in ("run", "worlds", "steps", "final loss", "fingerprint"):
-        table.add_column(name, justify="left" if name in ("run", "fingerprint") else "right", overflow="fold")
+    """Both runs, a line each; the fingerprints below each other."""
+    table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 3, 0, 0))
     for name, report in (("disturbed", disturbed), ("undisturbed", undisturbed)):
-        row = (str(len(report["generations"])), str(report["steps"]), number(report["final_loss"], 8))
-        table.add_row(name, *row, report["fingerprint"] or "none")
+        ended = f"step {report['steps']}, loss {number(report['final_loss'], 8)}"
+        table.add_row(name, f"{ended}\n{report['fingerprint'] or 'no fingerprint'}")
     return table
