@@ -1,18 +1,24 @@
-"""A machine small enough to see through, and an outside that writes down what reaches it: for tests of the shell."""
+"""A machine small enough to see through, an outside that writes down what reaches it, and a shell between them."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, field, replace
 
+from shoal_controller import logs
 from shoal_controller.core.effects import Effect, Note, Persist
 from shoal_controller.core.events import Cancel, Event, Exited, Scale, Spawned, Tick
 from shoal_controller.core.spec import JobSpec, JobView, Phase
 from shoal_controller.seams import Outside
+from shoal_controller.shell import Shell
+from shoal_controller.store.open import open_store
 from shoal_protos.errors import Conflict
 from shoal_protos.messages import ToWorker
+
+SPEC = JobSpec("train", wanted=3, launcher="local", command=("python", "train.py"), env={"A": "1"})
 
 
 @dataclass(frozen=True)
@@ -42,8 +48,6 @@ class SmallMachine:
         return SmallJob(JobSpec(**spec | {"command": tuple(spec["command"])}), known["wanted"], Phase(known["phase"]))
 
     def durable(self, job: SmallJob) -> str:
-        from dataclasses import asdict
-
         return json.dumps({"spec": asdict(job.spec), "wanted": job.wanted, "phase": job.phase})
 
     def step(self, job: SmallJob, event: Event, now: float) -> tuple[SmallJob, Sequence[Effect]]:
@@ -118,3 +122,30 @@ class Written:
 
     def observe(self, job: str, metric: str, value: float, labels: Mapping[str, str]) -> None:
         self._write("observe", job, metric, value, dict(labels))
+
+
+class World:
+    """A shell with everything around it."""
+
+    def __init__(self, store, machine=None, clock=None) -> None:
+        self.store = store
+        self.machine = machine or SmallMachine()
+        self.written = Written()
+        self.shell = Shell(store, self.machine, clock)
+        self.shell.connect(self.written.outside())
+
+    def heard(self, job="train"):
+        return self.shell._runners[job]._job.heard
+
+
+@asynccontextmanager
+async def running(directory, machine=None, clock=None):
+    logs.configure("warning")
+    store = await open_store(f"embedded:{directory}")
+    world = World(store, machine, clock)
+    try:
+        await world.shell.start()
+        yield world
+    finally:
+        await world.shell.stop()
+        await store.close()

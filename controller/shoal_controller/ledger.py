@@ -88,7 +88,8 @@ class Ledger:
     def __init__(self, store: Store, head: Head, modified: int) -> None:
         self._store = store
         self._head = head
-        self._modified = modified
+        self.modified = modified
+        """The store's revision of its last write."""
         self._news = asyncio.Event()
         self.closed = False
 
@@ -117,6 +118,17 @@ class Ledger:
             events = events[EVENTS_PER_TRANSACTION:]
         await self._write(replace(self._head, broken=broken or self.broken), events, durable)
 
+    async def forget(self) -> None:
+        """Remove the job and all that is kept of it; its events first, so that no half of them is left for another."""
+        while entries := (await self._store.list(f"/events/{self._name}/", limit=EVENTS_PER_TRANSACTION)).entries:
+            await self._guarded([Delete(entry.key) for entry in entries])
+        await self._guarded([Delete(f"/jobs/{self._name}"), Delete(f"/durable/{self._name}")])
+        self.close()
+
+    async def _guarded(self, operations: Sequence[Operation]) -> None:
+        if not (await self._store.transact([Compare(f"/jobs/{self._name}", self.modified)], operations)).succeeded:
+            raise _fenced(self._name)
+
     async def _write(self, head: Head, events: Sequence[JobEvent], durable: str | None) -> None:
         last = head.last_event + len(events)
         first = min(max(head.first_event, last - EVENTS_KEPT + 1), head.first_event + EVENTS_PER_TRANSACTION)
@@ -128,7 +140,7 @@ class Ledger:
         if durable is not None:
             operations.append(Put(f"/durable/{self._name}", packed(durable)))
         head = replace(head, writes=head.writes + 1, first_event=first, last_event=last)
-        self._modified = await self._commit(head, operations)
+        self.modified = await self._commit(head, operations)
         self._head = head
         if events:
             self._news.set()
@@ -141,7 +153,7 @@ class Ledger:
         deadline = loop.time() + WRITE_SECONDS
         while True:
             try:
-                outcome = await self._store.transact([Compare(key, self._modified)], [Put(key, value), *operations])
+                outcome = await self._store.transact([Compare(key, self.modified)], [Put(key, value), *operations])
                 if outcome.succeeded:
                     return outcome.revision
                 found = await self._store.get(key)
@@ -157,9 +169,7 @@ class Ledger:
             else:
                 if doubtful and found is not None and found.value == value:
                     return found.modified  # an attempt that seemed to fail had been carried out
-                raise Fenced(
-                    f"job {self._name} was written by another controller; this one stops, so that only one decides"
-                )
+                raise _fenced(self._name)
 
     # ---- reading
 
@@ -206,6 +216,10 @@ def unpacked(value: bytes) -> str:
         return zlib.decompress(value).decode()
     except (zlib.error, UnicodeDecodeError) as error:
         raise StoreError(f"its state in the store is damaged ({len(value)} bytes: {error})") from error
+
+
+def _fenced(job: str) -> Fenced:
+    return Fenced(f"job {job} was written by another controller; this one stops, so that only one decides")
 
 
 def _event_key(job: str, number: int) -> str:

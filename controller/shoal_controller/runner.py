@@ -79,7 +79,7 @@ class Runner:
         self._shown = _unseen(spec)
         self._errands = Errands(spec, life.outside, self.submit)
         self._loop: asyncio.Task[None] | None = None
-        self._halted: StoreError | None = None
+        self._halted: ShoalError | None = None
 
     def view(self) -> JobView:
         """What people see now; of a job whose machine failed: what they saw last, and why it failed."""
@@ -115,13 +115,13 @@ class Runner:
         self._errands.start(self._life.alarm)
         self._loop = guarded(f"job {self.spec.job}", self._run(), self._life.alarm)
 
-    def halt(self, why: StoreError) -> None:
+    def halt(self, why: ShoalError) -> None:
         """Handle nothing more than the event in hand; whoever submits from now on gets `why`."""
         self._halted = self._halted or why
         if self._inbox.empty():
             self._inbox.put_nowait(None)
 
-    async def stop(self, why: StoreError) -> None:
+    async def stop(self, why: ShoalError) -> None:
         """The same, and wait for the end. A write in hand is finished, if the store does not take too long."""
         self.halt(why)
         if self._loop is not None:

@@ -30,6 +30,9 @@ TICK_SECONDS = 0.1
 OVER_TICKS = 10
 """A job that is over gets every tenth: some of its processes may still have to be ended."""
 
+MOST_JOBS = 1000
+"""Of which those that are over are forgotten, the oldest first, when new ones come."""
+
 EVENTS_PAGE = 200
 """How many events a follower reads at a time."""
 
@@ -102,13 +105,29 @@ class Shell:
                     "delete it first or give the new one another name"
                 )
             ledger = new_ledger(self._store, spec, self._writer) if before is None else before.ledger
-            if before is not None:
+            if before is None:
+                await self._make_room()
+            else:
                 await before.stop(StoreError(f"job {spec.job} has been replaced by a new run"))
                 before.leave()
             runner = self._runner(spec, ledger)
             await runner.begin()
             self._runners[spec.job] = runner
             return runner.view()
+
+    async def _make_room(self) -> None:
+        """Forget the job that has been over for longest, where there are as many as may be."""
+        if len(self._runners) < MOST_JOBS:
+            return
+        over = [runner for runner in self._runners.values() if runner.over]
+        if not over:
+            raise Conflict(f"{MOST_JOBS} jobs are not over, and more are not served; delete some first")
+        oldest = min(over, key=lambda runner: runner.ledger.modified)
+        del self._runners[oldest.spec.job]
+        await oldest.stop(NotFound(f"job {oldest.spec.job} is over and forgotten"))
+        oldest.leave()
+        await oldest.ledger.forget()
+        log.info("a job that was over is forgotten", job=oldest.spec.job)
 
     async def delete(self, job: str) -> JobView:
         """Stop it. It stays visible, with its events; one that is over already stays as it is."""

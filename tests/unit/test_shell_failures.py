@@ -1,0 +1,235 @@
+"""What the shell does when others fail: processes that do not start, a machine with a defect, a store that is away."""
+
+import asyncio
+
+import pytest
+from asynchronous import asynchronous
+from shoal_controller.core.effects import Kill, Persist, Probe, Spawn
+from shoal_controller.core.events import Connected, Exited, Probed, Save, Scale, Spawned, Started, Tick
+from shoal_controller.core.spec import JobSpec, Phase, State, WorkerView
+from shoal_controller.store.open import open_store
+from shoal_controller.store.store import MAX_VALUE_BYTES, Put
+from shoal_protos.errors import Conflict, StoreError
+from shoal_protos.messages import Ending, Shutdown
+from small_machine import SPEC, SmallMachine, World, running
+
+# ---- errands
+
+
+@asynchronous
+async def test_a_process_that_is_started_comes_back_as_an_event(tmp_path):
+    heard = asyncio.Queue()
+    machine = SmallMachine({Save: [Persist(), Spawn("w0")], Spawned: lambda _, event: heard.put_nowait(event) or ()})
+    async with running(tmp_path, machine) as world:
+        await world.shell.create(SPEC)
+        await world.shell.submit("train", Save())
+        assert await asyncio.wait_for(heard.get(), 5) == Spawned("w0", 100, 1.0, "/logs/w0")
+
+
+@pytest.mark.parametrize(
+    ("launcher", "sentence"),
+    [
+        ("none", "this controller has no launcher 'none'"),
+        ("local", "it could not be started: [Errno 2] No such file: 'python'"),
+    ],
+)
+@asynchronous
+async def test_a_process_that_cannot_be_started_has_exited(tmp_path, launcher, sentence):
+    heard = asyncio.Queue()
+    machine = SmallMachine({Save: [Spawn("w0")], Exited: lambda _, event: heard.put_nowait(event) or ()})
+    async with running(tmp_path, machine) as world:
+
+        def fail(worker):
+            raise FileNotFoundError(2, "No such file", "python")
+
+        world.written.spawns = fail
+        await world.shell.create(JobSpec("train", wanted=1, launcher=launcher))
+        await world.shell.submit("train", Save())
+        assert await asyncio.wait_for(heard.get(), 5) == Exited("w0", None, sentence)
+
+
+@asynchronous
+async def test_a_process_is_ended_after_it_was_started_never_before(tmp_path):
+    async with running(tmp_path, SmallMachine({Save: [Spawn("w0"), Kill("w0"), Spawn("w1")]})) as world:
+        await world.shell.create(SPEC)
+        await world.shell.submit("train", Save())
+        await world.written.until("spawn", "w1", "train")
+        assert world.written.log == [("spawn", "w0", "train"), ("kill", "w0", "train"), ("spawn", "w1", "train")]
+
+
+@asynchronous
+async def test_what_an_earlier_life_started_is_adopted_after_started(tmp_path):
+    async with running(tmp_path) as world:
+        await world.shell.create(SPEC)
+    heard = asyncio.Queue()
+    store = await open_store(f"embedded:{tmp_path}")
+    world = World(store, SmallMachine({Spawned: lambda job, _: heard.put_nowait(job.heard) or ()}))
+    world.written.adopted = [
+        Exited("w0", None, "gone while no controller was there"),
+        Spawned("w1", 7, 2.0, "/logs/w1"),
+    ]
+    await world.shell.start()
+    assert await asyncio.wait_for(heard.get(), 5) == ("Started", "Exited", "Spawned")
+    await world.shell.stop()
+    await store.close()
+
+
+@asynchronous
+async def test_a_probe_is_asked_once_and_answered_as_an_event(tmp_path):
+    heard = asyncio.Queue()
+    probes = [Probe("w0", "i", "host:1"), Probe("w0", "i", "host:1"), Probe("w1", "j", "host:2")]
+    machine = SmallMachine({Save: probes, Probed: lambda _, event: heard.put_nowait(event) or ()})
+    async with running(tmp_path, machine) as world:
+        world.written.refused["host:2"] = True
+        await world.shell.create(SPEC)
+        await world.shell.submit("train", Save())
+        answers = {await asyncio.wait_for(heard.get(), 5) for _ in range(2)}
+        assert answers == {Probed("w0", "i", False), Probed("w1", "j", True)}
+        assert world.written.log == [("probe", "host:1"), ("probe", "host:2")]
+
+
+# ---- a machine that fails
+
+
+BROKEN = "job train cannot go on, by a defect of Shoal or of its state in the store"
+
+
+def failing(*_):
+    raise ZeroDivisionError("division by zero")
+
+
+WORKER = WorkerView(
+    worker="w0", host="h", pid=1, state=State.ACTIVE, rank=0, lanes=(0,), blocks=1, mirrored_blocks=0, step=3,
+    step_seconds=0.1, memory_bytes={}, log="",
+)  # fmt: skip
+
+
+@asynchronous
+async def test_a_machine_that_fails_fails_its_job_and_no_other(tmp_path):
+    machine = SmallMachine({Save: failing}, {"workers": (WORKER,), "step": 3})
+    async with running(tmp_path, machine) as world:
+        await world.shell.create(SPEC)
+        await world.shell.create(JobSpec("other", wanted=1))
+        await world.shell.submit("train", Connected(5, None))
+        await world.shell.submit("train", Save())
+        reason = f"{BROKEN}: ZeroDivisionError: division by zero"
+        view = world.shell.view("train")
+        assert (view.phase, view.reason, view.step) == (Phase.FAILED, reason, 3)
+        assert (await world.shell.events("train"))[-1].message == reason
+        await world.written.until("kill", "w0", "train")
+        goodbye = Shutdown(Ending.FAILED, reason)
+        assert world.written.log == [("send", 5, goodbye), ("close", 5), ("kill", "w0", "train")]
+        await world.shell.submit("train", Connected(6, None))
+        assert world.written.log[3:] == [("send", 6, goodbye), ("close", 6)]
+        with pytest.raises(Conflict, match="cannot go on"):
+            await world.shell.submit("train", Scale(2))
+        await world.shell.submit("other", Scale(2))
+        assert world.shell.view("other").wanted == 2
+
+
+@asynchronous
+async def test_a_job_whose_machine_failed_stays_failed_after_a_restart_and_can_be_replaced(tmp_path):
+    async with running(tmp_path, SmallMachine({Save: failing})) as world:
+        await world.shell.create(SPEC)
+        await world.shell.submit("train", Save())
+    async with running(tmp_path) as world:
+        assert world.shell.view("train").phase is Phase.FAILED
+        assert "ZeroDivisionError" in world.shell.view("train").reason
+        await world.shell.create(SPEC)
+        assert world.shell.view("train").phase is Phase.WAITING
+    async with running(tmp_path) as world:
+        assert world.shell.view("train").phase is Phase.WAITING
+
+
+@pytest.mark.parametrize("event", [Started, Tick])
+@asynchronous
+async def test_a_machine_that_refuses_what_nobody_wished_has_failed(tmp_path, event):
+    broken = asyncio.Event()
+
+    def refuse(*_):
+        broken.set()
+        raise Conflict("no")
+
+    async with running(tmp_path, SmallMachine({event: refuse})) as world:
+        await world.shell.create(SPEC)
+        await asyncio.wait_for(broken.wait(), 5)
+        await world.shell.submit("train", Connected(1, None))
+        assert world.shell.view("train").phase is Phase.FAILED
+        assert not world.shell.stopped.done()
+
+
+@pytest.mark.parametrize("damage", [b"", b"no zlib", b"x\x9c\x03\x00\x00\x00\x00\x01"])
+@asynchronous
+async def test_a_damaged_state_fails_its_job_and_the_controller_starts(tmp_path, damage):
+    async with running(tmp_path) as world:
+        await world.shell.create(SPEC)
+        await world.shell.create(JobSpec("other", wanted=1))
+        await world.shell.stop()
+        await world.store.transact([], [Put("/durable/train", damage)])
+    async with running(tmp_path) as world:
+        view = world.shell.view("train")
+        assert view.phase is Phase.FAILED and view.reason.startswith("job train cannot go on")
+        await world.shell.submit("other", Scale(2))
+
+
+@asynchronous
+async def test_a_state_too_large_for_any_store_fails_the_job_alone(tmp_path, monkeypatch):
+    async with running(tmp_path, SmallMachine({Save: [Persist()]})) as world:
+        await world.shell.create(SPEC)
+        monkeypatch.setattr("shoal_controller.ledger.packed", lambda durable: bytes(MAX_VALUE_BYTES + 1))
+        await world.shell.submit("train", Save())
+        assert f"at most {MAX_VALUE_BYTES} are allowed" in world.shell.view("train").reason
+        assert not world.shell.stopped.done()
+
+
+# ---- a store that fails
+
+
+class Shaky:
+    """A store whose transactions fail as told: before or after they were carried out."""
+
+    def __init__(self, store) -> None:
+        self.store = store
+        self.fail: list[str] = []
+
+    async def transact(self, compares, operations):
+        how = self.fail.pop(0) if self.fail else ""
+        if how == "before":
+            raise StoreError("it does not answer")
+        outcome = await self.store.transact(compares, operations)
+        if how == "after":
+            raise StoreError("it did not answer")
+        return outcome
+
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+
+
+@pytest.mark.parametrize("fail", [["before"], ["after"], ["before", "after", "before"], ["after", "after"]])
+@asynchronous
+async def test_a_store_that_fails_for_a_moment_is_asked_again_and_written_once(tmp_path, fail):
+    store = Shaky(await open_store(f"embedded:{tmp_path}"))
+    world = World(store)
+    await world.shell.start()
+    await world.shell.create(SPEC)
+    store.fail = fail
+    await world.shell.submit("train", Scale(4))
+    await world.shell.submit("train", Scale(5))
+    assert [event.message for event in await world.shell.events("train")] == ["scaled to 4", "scaled to 5"]
+    await world.shell.stop()
+    await store.close()
+
+
+@asynchronous
+async def test_a_store_that_fails_for_long_stops_the_controller(tmp_path, monkeypatch):
+    monkeypatch.setattr("shoal_controller.ledger.WRITE_SECONDS", 0.2)
+    store = Shaky(await open_store(f"embedded:{tmp_path}"))
+    world = World(store)
+    await world.shell.start()
+    await world.shell.create(SPEC)
+    store.fail = ["before"] * 1000
+    with pytest.raises(StoreError, match="it does not answer"):
+        await world.shell.submit("train", Scale(4))
+    assert str(await asyncio.wait_for(world.shell.stopped, 5)) == "it does not answer"
+    await world.shell.stop()
+    await store.close()
