@@ -7,7 +7,7 @@
 #   make docs       draw docs/phases.md again from the job machine's table
 #   make format     put all files into the form that `make lint` asks for
 
-PYTHON ?= $(shell for v in 3.11 3.12 3.13; do command -v python$$v && exit; done; command -v python3)
+PYTHON ?= $(shell for v in python3.11 python3.12 python3.13 python3; do $$v -c "" 2>/dev/null && echo $$v && exit; done)
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
