@@ -1,8 +1,8 @@
 """Lots: blocks that are alike to the planner, so that it works on thousands of lots at most, never block by block.
 
 Blocks are alike when the same processes hold them and the same one owned them before. `gather` sweeps once over what
-all hold; `cut` and `lay` divide a lot into pieces without breaking its runs more than needed. Workers are indexes into
-the planner's candidates, oldest first. Called by owners.py, mirrors.py, fills.py and planner.py. Pure.
+all hold; `cut` divides blocks without breaking more runs than needed. Workers are indexes into the planner's
+candidates, oldest first. Used by owners.py, mirrors.py, fills.py and planner.py. Pure.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from itertools import pairwise
 from shoal_protos.runs import Runs, Span
 
 NOBODY = -1
+"""Stands where no worker is: no owner before, or no mirror."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +36,9 @@ class Lot:
         """All who are to keep them in the end."""
         return (self.owner, *self.mirrors)
 
-    def owned_by(self, owner: int, blocks: Runs) -> Lot:
-        """Some of the blocks, with their owner."""
-        return Lot(blocks, self.holders, self.was, owner)
-
-    def mirrored_by(self, mirrors: tuple[int, ...], blocks: Runs) -> Lot:
-        """Some of the blocks, with more mirrors."""
-        return Lot(blocks, self.holders, self.was, self.owner, self.mirrors + mirrors)
+    def decided(self, owner: int, mirrors: tuple[int, ...], blocks: Runs) -> Lot:
+        """Some of the blocks, with their owner and the mirrors decided so far."""
+        return Lot(blocks, self.holders, self.was, owner, mirrors)
 
 
 def gather(blocks: int, holds: Sequence[Runs], owned: Mapping[int, Runs]) -> list[Lot]:
@@ -112,8 +109,7 @@ def lay(count: int, placed: Sequence[tuple[int, int]]) -> list[tuple[int, tuple[
     """Divides `count` blocks so that each `(worker, n)` gets n of them and every block equally many workers.
 
     The shares are laid end to end on a line that is wrapped around the blocks: no share is longer than the blocks, so
-    no block meets a worker twice; nor two workers that stand side by side and together have `count` at most.
-    Returns `(how many blocks, their workers)` in the order of the blocks.
+    no block meets a worker twice. Returns `(how many blocks, their workers)` in the order of the blocks.
     """
     ends: list[tuple[int, int]] = []
     at = 0
@@ -123,9 +119,9 @@ def lay(count: int, placed: Sequence[tuple[int, int]]) -> list[tuple[int, tuple[
     edges = sorted({0, count, *(end % count for end, _ in ends)})
     pieces: list[tuple[int, tuple[int, ...]]] = []
     for low, high in pairwise(edges):
-        workers: list[int] = []
         shares = iter(ends)
         end, worker = next(shares)
+        workers: list[int] = []
         for line in range(low, at, count):
             while end <= line:
                 end, worker = next(shares)

@@ -1,155 +1,142 @@
 """Mirrors: who is to mirror which block in the end.
 
-Copies lie in as many failure domains as there are; those of one owner are spread over all others, so that after its
-loss each survivor promotes its share; what each worker mirrors is even. Within that, copies stay where they are. Called
-by planner.py after owners.py. Pure.
+Copies lie in as many failure domains as there are; those of one owner are spread over all others, even to one block, so
+that after its loss each survivor promotes its share. Within that, copies stay where they are. Called by planner.py
+after owners.py, which has placed the mirror already where there is to be only one.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from functools import cache
-from math import ceil
+from math import floor
 
 from shoal_controller.core.lots import Lot, cut, lay
-from shoal_controller.core.placing import Parcel, Placing, Rules
+from shoal_controller.core.placing import Pair, Parcel, Placing, Room
 
 
 def share_mirrors(lots: Sequence[Lot], keepers: Sequence[int], mirrors: int, domains: Sequence[int]) -> list[Lot]:
-    """The owned lots, divided where needed, each with its mirrors. `domains` is by candidate.
-
-    First one copy in each of as many other domains as wanted; what is wanted beyond that lies anywhere.
-    """
+    """The owned lots, divided where needed, each with so many mirrors. `domains` is by candidate."""
     if mirrors >= len(keepers) - 1:
-        return [lot.mirrored_by(tuple(k for k in keepers if k != lot.owner), lot.blocks) for lot in lots]
-    apart = min(mirrors, len({domains[keeper] for keeper in keepers}) - 1)
+        return [
+            lot.decided(lot.owner, tuple(keeper for keeper in keepers if keeper != lot.owner), lot.blocks)
+            for lot in lots
+        ]
     shared = list(lots)
-    if apart:
-        shared = _place(shared, _copies_apart(apart, domains), keepers, domains)
-    if mirrors > apart:
-        shared = _place(shared, _copies_anywhere(mirrors, apart, len(domains)), keepers, domains)
+    for copies, apart in _layers(mirrors, Counter(domains[keeper] for keeper in keepers)):
+        sites = domains if copies == apart else range(len(domains))
+        shared = _more(shared, Spread(keepers, domains, apart, copies), sites)
     return shared
 
 
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """Some of the copies of every block: each lies at another site, and each site has at most one of a block."""
+def _layers(mirrors: int, members: Counter[int]) -> Iterator[tuple[int, int]]:
+    """How many copies there are after each layer, and how many of them lie apart, in domains of their own.
 
-    copies: int
-    """How many of each block this layer places."""
-    total: int
-    """How many there are then."""
-    site: Sequence[int]
-    bounds: Callable[[int, bool], tuple[Fraction, Fraction]]
-    """What part of an owner's blocks a worker should mirror at least (it does before this layer) and at most: by the
-    number of workers in its domain, and whether that is the owner's too."""
-
-
-def _copies_apart(copies: int, domains: Sequence[int]) -> _Layer:
-    def bounds(size: int, same: bool) -> tuple[Fraction, Fraction]:
-        return Fraction(0), Fraction(0) if same else Fraction(1, size)
-
-    return _Layer(copies, copies, domains, bounds)
+    Where every worker is its own domain, or all are in one, a single layer does it.
+    """
+    apart = min(mirrors, len(members) - 1)
+    if max(members.values()) > 1:
+        yield from ((copies, copies) for copies in range(1, apart + 1))
+        if apart == mirrors:
+            return
+    yield mirrors, apart
 
 
-def _copies_anywhere(mirrors: int, apart: int, workers: int) -> _Layer:
-    def bounds(size: int, same: bool) -> tuple[Fraction, Fraction]:
-        return Fraction(0) if same or not apart else Fraction(1, size), Fraction(1)
-
-    return _Layer(mirrors - apart, mirrors, range(workers), bounds)
-
-
-def _place(lots: Sequence[Lot], layer: _Layer, keepers: Sequence[int], domains: Sequence[int]) -> list[Lot]:
-    spread = _Spread(lots, layer, keepers, domains)
-    among = set(keepers)
+def _more(lots: Sequence[Lot], spread: Spread, sites: Sequence[int]) -> list[Lot]:
+    """Adds mirrors to those that the lots have, as many as are missing."""
+    missing = [spread.copies - len(lot.mirrors) for lot in lots]
+    if not any(missing):
+        return list(lots)
+    among = frozenset(spread.keepers)
     parcels = [
         Parcel(
             count=len(lot.blocks),
-            homes=tuple(h for h in lot.holders if h in among and h not in lot.keepers),
-            group=lot.owner,
-            barred=frozenset(layer.site[keeper] for keeper in lot.keepers),
+            holders=(lot.owner, *(h for h in lot.holders if h in among and h not in lot.keepers)),
+            was=lot.owner,
+            owner=lot.owner,
+            barred=frozenset(sites[mirror] for mirror in lot.mirrors),
         )
         for lot in lots
     ]
-    least, spare = spread.columns()
-    rules = Rules(keepers, least, spare, layer.copies, layer.site, spread.limit)
     shared: list[Lot] = []
-    for lot, placed in zip(lots, Placing(parcels, rules).run(), strict=True):
-        order = sorted(placed.items(), key=lambda share: (layer.site[share[0]], share[0]))
-        pieces = lay(len(lot.blocks), order)
+    for lot, placed in zip(lots, Placing(parcels, _room(lots, spread, sites)).run(), strict=True):
+        pieces = lay(len(lot.blocks), [(pair[1], count) for pair, count in sorted(placed.items())])
         for (_, mirrors), blocks in zip(pieces, cut(lot.blocks, [count for count, _ in pieces]), strict=True):
-            shared.append(lot.mirrored_by(mirrors, blocks))
+            shared.append(lot.decided(lot.owner, lot.mirrors + mirrors, blocks))
     return shared
 
 
-class _Spread:
-    """What each worker should mirror of each owner's blocks, as exact fractions: even, and as the layer allows.
+def _room(lots: Sequence[Lot], spread: Spread, sites: Sequence[int]) -> Room:
+    """What the copies so far leave of everybody's share."""
+    owned, mirrored = Counter[int](), Counter[Pair]()
+    for lot in lots:
+        owned[lot.owner] += len(lot.blocks)
+        for mirror in lot.mirrors:
+            mirrored[lot.owner, mirror] += len(lot.blocks)
 
-    It depends on the sizes of the two domains alone: for one owner it is the same water level for all others, within
-    the bounds of each.
+    @cache
+    def least(owner: int, mirror: int) -> int:
+        share = floor(owned[owner] * spread.share(owner, mirror))
+        return max(0, share - mirrored[owner, mirror])
+
+    def most(owner: int, mirror: int) -> int:
+        share = floor(owned[owner] * spread.share(owner, mirror))
+        return least(owner, mirror) + (mirrored[owner, mirror] <= share)
+
+    below = [0] * len(sites)
+    for owner in spread.keepers:
+        below[owner] = sum(least(owner, mirror) for mirror in spread.keepers if sites[mirror] != sites[owner])
+    copies = spread.copies - len(lots[0].mirrors)
+    extra = [copies * owned[owner] - count for owner, count in enumerate(below)]
+    return Room(spread.keepers, spread.keepers, sites, least, most, below, extra, more=0, copies=copies)
+
+
+class Spread:
+    """What part of an owner's blocks each other worker should mirror: even, and as the failure domains demand.
+
+    `copies` of each block are placed, `apart` of them in domains of their own. A worker's part depends only on the
+    sizes of the two domains: it is the same level for all, within the bounds of each.
     """
 
-    def __init__(self, lots: Sequence[Lot], layer: _Layer, keepers: Sequence[int], domains: Sequence[int]) -> None:
-        self._layer = layer
-        self._keepers = keepers
-        self._domain = domains
+    def __init__(self, keepers: Sequence[int], domains: Sequence[int], apart: int, copies: int) -> None:
+        self.keepers = keepers
+        self._domains = domains
+        self._apart = apart
+        self.copies = copies
         members = Counter(domains[keeper] for keeper in keepers)
         self._size = [members[domain] for domain in domains]
         self._domains_of_size = Counter(members.values())
-        self._owned = Counter[int]()
-        for lot in lots:
-            self._owned[lot.owner] += len(lot.blocks)
         self._level = cache(self._level_of)
-        self._share = cache(self._share_of)
-        self._rounded = cache(self._rounded_of)
+        self._part = cache(self._part_of)
 
-    def limit(self, owner: int, worker: int) -> int:
-        """How many blocks of one owner a worker mirrors at most in this layer: its share, rounded up."""
-        same = self._domain[owner] == self._domain[worker]
-        return self._rounded(self._owned[owner], self._size[owner], self._size[worker], same)
+    def share(self, owner: int, mirror: int) -> Fraction:
+        same = self._domains[owner] == self._domains[mirror]
+        return Fraction(0) if owner == mirror else self._part(self._size[owner], self._size[mirror], same)
 
-    def columns(self) -> tuple[list[int], int]:
-        """How many blocks each worker mirrors at least in this layer, and how many workers mirror one more.
+    def _part_of(self, owner_size: int, size: int, same: bool) -> Fraction:
+        low, high = self._bounds(size, same)
+        return min(max(self._level(owner_size), low), high)
 
-        Workers in domains of one size get the same.
-        """
-        sums, workers = defaultdict[int, Fraction](Fraction), Counter[int]()
-        in_domain, in_size = Counter[int](), Counter[int]()
-        for owner, count in self._owned.items():
-            in_domain[self._domain[owner]] += count
-            in_size[self._size[owner]] += count
-        for worker in self._keepers:
-            mine, size = in_domain[self._domain[worker]], self._size[worker]
-            workers[size] += 1
-            sums[size] += (mine - self._owned[worker]) * self._share(size, size, True)
-            for other, count in in_size.items():
-                sums[size] += (count - mine * (other == size)) * self._share(other, size, False)
-        least = [int(sums[size] / workers[size]) if workers[size] else 0 for size in self._size]
-        total = self._layer.copies * sum(self._owned.values())
-        return least, total - sum(least[worker] for worker in self._keepers)
-
-    def _rounded_of(self, count: int, owner_size: int, size: int, same: bool) -> int:
-        return ceil(count * self._share(owner_size, size, same))
-
-    def _share_of(self, owner_size: int, size: int, same: bool) -> Fraction:
-        low, high = self._layer.bounds(size, same)
-        return min(max(self._level(owner_size), low), high) - low
+    def _bounds(self, size: int, same: bool) -> tuple[Fraction, Fraction]:
+        """At most one copy in each other domain while there are enough domains, else at least one in each."""
+        if self.copies == self._apart:
+            return Fraction(0), Fraction(0) if same else Fraction(1, size)
+        return Fraction(0) if same or not self._apart else Fraction(1, size), Fraction(1)
 
     def _level_of(self, owner_size: int) -> Fraction:
-        """The level at which the shares of all others sum to the copies wanted."""
+        """Where the level must be for all parts together to make the copies."""
         counts = {(owner_size, True): owner_size - 1}
         for size, domains in self._domains_of_size.items():
             counts[size, False] = size * (domains - (size == owner_size))
-        bounds = [(*self._layer.bounds(*which), count) for which, count in counts.items()]
+        bounds = [(*self._bounds(*which), count) for which, count in counts.items()]
 
-        def held(level: Fraction) -> Fraction:
+        def copies(level: Fraction) -> Fraction:
             return sum((min(max(level, low), high) * count for low, high, count in bounds), Fraction(0))
 
-        steps = sorted({edge for low, high, _ in bounds for edge in (low, high)})
-        below = max(step for step in steps if held(step) <= self._layer.total)
-        missing = self._layer.total - held(below)
+        steps = {edge for low, high, _ in bounds for edge in (low, high)}
+        below = max(step for step in steps if copies(step) <= self.copies)
         rising = sum(count for low, high, count in bounds if low <= below < high)
+        missing = self.copies - copies(below)
         return below + missing / rising if missing else below

@@ -132,10 +132,11 @@ def _compose(terms: Terms, here: Sequence[Candidate], before: Plan | None) -> _W
     if lost := union(lot.blocks for lot in lots if not lot.holders):
         raise BlocksLost(lost, terms.blocks)
     keepers = _keepers(here)
-    numbers = {domain: number for number, domain in enumerate(sorted({candidate.domain for candidate in here}))}
     mirrors = min(terms.mirrors, len(keepers) - 1)
-    lots = share_owners(lots, keepers, len(here))
-    lots = share_mirrors(lots, keepers, mirrors, [numbers[candidate.domain] for candidate in here])
+    domains = _domains(here)
+    apart = len({domains[keeper] for keeper in keepers}) > 1
+    lots = share_owners(lots, keepers, mirrors, domains if apart else range(len(here)))
+    lots = share_mirrors(lots, keepers, mirrors, domains)
     kept = [_promote(lot, frozenset(keepers), mirrors) for lot in lots]
     lanes = dict(zip(keepers, share_lanes(terms.lanes, [here[keeper].lane for keeper in keepers]), strict=True))
     return _without_the_needless(_World(here, _shares(len(here), kept, lanes), name_fills(kept)))
@@ -143,6 +144,11 @@ def _compose(terms: Terms, here: Sequence[Candidate], before: Plan | None) -> _W
 
 def _by_age(candidates: Sequence[Candidate]) -> list[Candidate]:
     return sorted(candidates, key=lambda candidate: candidate.age)
+
+
+def _domains(here: Sequence[Candidate]) -> list[int]:
+    numbers = {domain: number for number, domain in enumerate(sorted({candidate.domain for candidate in here}))}
+    return [numbers[candidate.domain] for candidate in here]
 
 
 def _keepers(here: Sequence[Candidate]) -> list[int]:
