@@ -35,6 +35,8 @@ class Process:
     failure: str = ""
     pinged: float | None = None
     """When it was asked directly because it had fallen silent."""
+    trains: bool = False
+    """Whether all its parameters were right once: as a member it gets every hand-out from then on."""
     told: tuple[str, int, float] = ("", 0, 0.0)
     """What it was last told: kind, number, when."""
     fill_bytes_before: int = 0
@@ -73,8 +75,8 @@ class Attempt:
     committed_in: int = 0
     """The generation in which the plan's step was committed, as far as the inventories tell."""
     planned_at: float = 0.0
-    answered: int = 0
-    """How many inventories the planner was asked with."""
+    answered: frozenset[WorkerId] = frozenset()
+    """Whose inventories the planner was asked with."""
     lost_blocks: Runs = NO_BLOCKS
     """Blocks of which none of those inventories tells a copy."""
     waits_for: str = ""
@@ -116,6 +118,8 @@ class Job:
     next_ask: int = 1
     step: int = 0
     """The last step that all members were seen to have committed."""
+    step_kept: float = 0.0
+    """When that step was last written."""
     first_commit: float | None = None
     """When a step was first known to be committed."""
 

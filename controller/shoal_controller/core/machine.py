@@ -38,6 +38,7 @@ from shoal_controller.core.phases import (
     admission,
     ending,
     feuds,
+    known,
     population,
     presence,
     recovery,
@@ -46,7 +47,6 @@ from shoal_controller.core.phases import (
     waiting,
     wishes,
 )
-from shoal_controller.core.phases.known import passed_by_all
 from shoal_controller.core.spec import Phase
 from shoal_controller.core.turn import Turn
 from shoal_controller.core.view import view
@@ -63,7 +63,7 @@ def started(turn: Turn, _: Started) -> None:
 def ticked(turn: Turn, _: Tick) -> None:
     presence.watch(turn)
     feuds.forget(turn)
-    turn.change(step=passed_by_all(turn.job))
+    known.look(turn)
     if turn.durable.stopping:
         wishes.stop_overdue(turn)
 

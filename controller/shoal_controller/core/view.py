@@ -11,7 +11,7 @@ from shoal_protos.runs import NO_BLOCKS, every, union
 from shoal_controller.core.durable import Record, Resize, Standing
 from shoal_controller.core.job import Job, Process
 from shoal_controller.core.phases import waiting
-from shoal_controller.core.phases.known import passed_by_all
+from shoal_controller.core.phases.known import shown_step
 from shoal_controller.core.spec import JobView, Phase, ResizeView, State, WorkerView
 
 
@@ -28,7 +28,7 @@ def view(job: Job, now: float) -> JobView:
         min_workers=spec.min_workers,
         max_workers=spec.max_workers or (description.lanes if description is not None else spec.lanes),
         lanes=description.lanes if description is not None else spec.lanes,
-        step=passed_by_all(job),
+        step=shown_step(job),
         max_steps=description.max_steps if description is not None else None,
         loss=_loss(job, members),
         last_checkpoint_step=None,

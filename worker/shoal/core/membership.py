@@ -60,10 +60,10 @@ class Membership:
             return False
         self.promised = self.stopped_for = generation
         self._forget()
-        if not self.is_newcomer:
+        if self.generation:
             self.point = Point.STOPPED
-        elif self.point is Point.JOINING:
-            self.point = Point.WAITING
+        elif self.point is not Point.REHEARSING:
+            self.point = Point.WAITING  # of no world yet, also where the one that it built was never opened
         return True
 
     def hear_recovery(self, plan: Plan) -> bool:

@@ -116,7 +116,7 @@ def kept(world: Plan, rank: int, status: Status) -> Runs:
 
 def trains(turn: Turn, world: Plan, rank: int) -> bool:
     """Whether a member has all parameters: whoever has lanes, and a standby that has had a hand-out."""
-    return bool(world.shares[rank].lanes) or turn.job.processes[world.members[rank].worker].status.current
+    return bool(world.shares[rank].lanes) or turn.job.processes[world.members[rank].worker].trains
 
 
 def _member(turn: Turn, world: Plan, rank: int) -> Candidate:

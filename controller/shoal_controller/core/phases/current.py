@@ -119,6 +119,8 @@ def _of_world(durable: Durable, process: Process) -> ToWorker | None:
     if world is None or status.point is Point.REHEARSING:
         return None
     member = is_member(world, process.worker)
+    if not status.generation and status.point in (Point.BUILDING, Point.READY) and status.promised < world.generation:
+        return Prepare(durable.number)  # a newcomer of a start that was given up
     if member and status.point is Point.READY and status.promised == world.generation:
         return Open(world.generation)
     if durable.planned:

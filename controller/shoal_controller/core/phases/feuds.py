@@ -55,7 +55,7 @@ def judge(turn: Turn, attempt: Attempt) -> None:
     if any(not turn.record(member.worker).serves for member in world.members):
         return  # ● someone was lost: an abort breaks its peers' connections too
     durable = dict(turn.durable.feuds)
-    for pair in {"|".join(sorted(pair)) for pair in attempt.reports}:
+    for pair in dict.fromkeys("|".join(sorted(pair)) for pair in attempt.reports):
         before = durable.get(pair, Feud(0, {}))
         named = Counter(before.named)
         named.update(peer for reporter, peer in attempt.reports if "|".join(sorted((reporter, peer))) == pair)

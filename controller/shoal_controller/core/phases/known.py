@@ -5,6 +5,9 @@ from __future__ import annotations
 from shoal_controller.core.job import Job
 from shoal_controller.core.turn import Turn
 
+KEEP_SECONDS = 10.0
+"""How often the step is written where nothing else is: what a controller shows after a restart, until workers speak."""
+
 
 def known_step(turn: Turn) -> int:
     """The highest step that any worker is known to have committed in this life of the job."""
@@ -13,11 +16,21 @@ def known_step(turn: Turn) -> int:
     return max(steps, default=turn.durable.step)
 
 
-def passed_by_all(job: Job) -> int:
-    """The step that every member has committed: what people are shown. It never goes back but to step 0."""
-    world = job.durable.current
+def look(turn: Turn) -> None:
+    """Notice the step that every member has committed, and remember it now and then."""
+    job, world = turn.job, turn.world
     if world is None:
-        return job.durable.step
+        return
     processes = (job.processes.get(member.worker) for member in world.members)
     steps = [p.status.step if p is not None and p.status.generation == world.generation else -1 for p in processes]
-    return max(job.durable.step, job.step, min(steps, default=-1))
+    step = max(job.step, min(steps))
+    if step != job.step:
+        turn.change(step=step)
+    if step > job.durable.step and turn.now - job.step_kept >= KEEP_SECONDS:
+        turn.keep(step=step)
+        turn.change(step_kept=turn.now)
+
+
+def shown_step(job: Job) -> int:
+    """What people are shown. It never goes back but to step 0, where the job starts anew."""
+    return max(job.durable.step, job.step)

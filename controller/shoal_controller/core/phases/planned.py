@@ -56,7 +56,7 @@ def settle(turn: Turn, world: Plan) -> None:
         return
     turn.keep(number=number, planned=(*turn.durable.planned, plan))
     timeline.planned(turn, plan, world)
-    for worker in {member.worker for member in (*world.members, *plan.members)}:
+    for worker in dict.fromkeys(member.worker for member in (*world.members, *plan.members)):
         tell(turn, worker)
 
 

@@ -164,7 +164,7 @@ def _make_start(turn: Turn, attempt: Attempt) -> None:
 
 def _make(turn: Turn, attempt: Attempt) -> None:
     inventories = _inventories(turn, attempt)
-    if attempt.lost_blocks and attempt.answered == len(inventories):
+    if attempt.lost_blocks and attempt.answered == inventories.keys():
         return stalled.wait(turn, attempt)
     committed_in = max([turn.durable.committed_in, *(inventory.committed_in for inventory in inventories.values())])
     counting = {
@@ -172,7 +172,7 @@ def _make(turn: Turn, attempt: Attempt) -> None:
         for worker, inventory in inventories.items()
         if inventory.step >= 0 and counts(inventory, committed_in, turn.durable.floor)
     }
-    attempt = replace(attempt, committed_in=committed_in, answered=len(inventories))
+    attempt = replace(attempt, committed_in=committed_in, answered=frozenset(inventories))
     turn.change(attempt=attempt)
     feuds.judge(turn, attempt)
     result = asking.for_recovery(turn, counting, attempt)
@@ -180,9 +180,18 @@ def _make(turn: Turn, attempt: Attempt) -> None:
         _dismiss_stale(turn, inventories, committed_in)
         return _send(turn, result)
     if committed_in < max(turn.durable.floor, 1):
-        return _send(turn, asking.for_start(turn, sorted(inventories), attempt))  # no step was ever committed
+        return _begin_again(turn, attempt, sorted(inventories))
     turn.change(attempt=replace(attempt, lost_blocks=result))
     return stalled.blocks_lost(turn, replace(attempt, lost_blocks=result))
+
+
+def _begin_again(turn: Turn, attempt: Attempt, workers: list[WorkerId]) -> None:
+    """No step was ever committed, so nothing is lost: whoever is left starts, or whoever comes."""
+    if workers:
+        return _send(turn, asking.for_start(turn, workers, attempt))
+    turn.keep(current=None, planned=(), phase=Phase.WAITING)
+    turn.note("waiting", "every worker was lost before the first step; waiting for others")
+    return turn.change(attempt=None, wished=None, ready_since=None)
 
 
 def _inventories(turn: Turn, attempt: Attempt) -> dict[WorkerId, Inventory]:

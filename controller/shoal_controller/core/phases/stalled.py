@@ -58,13 +58,16 @@ def _why_no_more(holders: list[WorkerId], waited: float) -> str:
 def _may_have(turn: Turn, blocks: Runs) -> list[WorkerId]:
     """Who may hold such a block and is neither here nor known to be dead."""
     return [
-        record.worker for record in turn.durable.roster.values() if _missing(record) and _held(turn, record, blocks)
+        record.worker
+        for record in turn.durable.roster.values()
+        if _missing(turn, record) and _held(turn, record, blocks)
     ]
 
 
-def _missing(record: Record) -> bool:
-    """Whether nobody knows what became of it."""
-    return record.standing is Standing.LOST and record.ending is None and bool(record.incarnation)
+def _missing(turn: Turn, record: Record) -> bool:
+    """Whether nobody knows what became of it: counted out, or not heard of since the controller was started."""
+    unheard = record.standing is Standing.HERE and turn.process(record.worker) is None
+    return (record.standing is Standing.LOST or unheard) and record.ending is None and bool(record.incarnation)
 
 
 def _held(turn: Turn, record: Record, blocks: Runs) -> bool:
@@ -89,7 +92,7 @@ def _start_anew(turn: Turn, why: str) -> None:
     durable = turn.durable
     lost_steps = max(durable.step, known_step(turn))
     turn.keep(phase=Phase.STALLED, reason=why, current=None, planned=(), floor=durable.number + 1, step=0, failures=0)
-    turn.change(attempt=None, wished=None, ready_since=None)
+    turn.change(attempt=None, wished=None, ready_since=None, step=0)
     turn.note("anew", f"{why}; starting anew from step 0, {lost_steps} steps are lost", lost_steps=lost_steps)
     timeline.gone_back(turn, lost_steps)
     for record in tuple(turn.durable.roster.values()):

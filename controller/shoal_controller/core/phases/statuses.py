@@ -56,7 +56,7 @@ def stated(turn: Turn, worker: WorkerId, status: Status) -> None:
     process = turn.job.processes[worker]
     if status.sequence < process.status.sequence:
         return
-    turn.see(worker, status=status)
+    turn.see(worker, status=status, trains=process.trains or (status.current and status.generation > 0))
     durable = turn.durable
     highest = max(durable.number, status.promised, status.generation)
     if highest > durable.number:
@@ -73,8 +73,8 @@ def stated(turn: Turn, worker: WorkerId, status: Status) -> None:
 
 def _differs(before: Status, after: Status) -> bool:
     """Whether anything but the step has changed."""
-    plain = replace(before, sequence=after.sequence, step=after.step, boundaries=after.boundaries, holds=after.holds)
-    return plain != after
+    counters = {"sequence": after.sequence, "step": after.step, "boundaries": after.boundaries}
+    return replace(before, **counters, holds=after.holds, current=after.current) != after
 
 
 def _inventory(turn: Turn, worker: WorkerId, inventory: Inventory) -> None:

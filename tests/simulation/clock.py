@@ -1,0 +1,27 @@
+"""Virtual time: events in the order of their times, and nothing else moves it."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from typing import Any
+
+
+class Clock:
+    """`at` puts a call on the line, `run_until` makes what is due; equal times keep their order."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._line: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
+        self._count = 0
+
+    def after(self, delay: float, call: Callable[..., object], *args: Any) -> None:
+        self._count += 1
+        heapq.heappush(self._line, (self.now + delay, self._count, call, args))
+
+    def run_until(self, time: float) -> None:
+        line = self._line
+        while line and line[0][0] <= time:
+            self.now, _, call, args = heapq.heappop(line)
+            call(*args)
+        self.now = max(self.now, time)

@@ -1,0 +1,195 @@
+"""The controller's process: the real job machine, a store, a launcher and a prober, all of which can die or lie late.
+
+Effects are carried out strictly in order, as the shell does; a crash may come between any two of them. What is durable
+goes through its JSON text whenever a controller starts.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shoal_controller.core.durable import Durable, from_json, to_json
+from shoal_controller.core.effects import Close, Effect, Kill, Note, Persist, Probe, Send, Spawn
+from shoal_controller.core.events import (
+    Connected,
+    Disconnected,
+    Event,
+    Exited,
+    Probed,
+    Said,
+    Spawned,
+    Started,
+    Tick,
+)
+from shoal_controller.core.job import Job
+from shoal_controller.core.machine import new_job, restore, step
+from shoal_protos.errors import UserError
+
+from .network import Stream
+
+if TYPE_CHECKING:
+    from .simulation import Simulation
+    from .worker import SimWorker
+
+TICK_SECONDS = 0.1
+
+
+class ControllerHost:
+    """See the module's text."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self.simulation, self.clock, self.chance = simulation, simulation.clock, simulation.chance
+        self.job: Job = new_job(simulation.spec, 0.0)
+        self.stored: Durable = self.job.durable
+        self.life = 0
+        self.alive = False
+        self.crash_after: int | None = None
+        self.streams: dict[int, Stream] = {}
+        self._next_stream = 0
+
+    # ---- its life
+
+    def start(self) -> None:
+        """With what is in the store, and nothing else."""
+        if self.alive:
+            return
+        self.alive = True
+        self.life += 1
+        self.streams = {}
+        durable = from_json(to_json(self.stored))
+        if durable != self.stored:
+            self.simulation.watch.violated("the store's text gives back something else", "the controller")
+        self.job = restore(durable, self.clock.now)
+        self.simulation.say("controller starts, life", self.life)
+        self.simulation.watch.restarted(durable.step)
+        self.feed(Started())
+        for event in self.simulation.launcher.adopted(durable):
+            self.feed(event)
+        self.clock.after(TICK_SECONDS, self._tick, self.life)
+
+    def crash(self) -> None:
+        if not self.alive:
+            return
+        self.alive = False
+        self.crash_after = None
+        self.simulation.say("controller dies")
+        for stream in self.streams.values():
+            stream.break_off()
+
+    def _tick(self, life: int) -> None:
+        if self.alive and self.life == life:
+            self.feed(Tick())
+            self.clock.after(TICK_SECONDS, self._tick, life)
+
+    # ---- events
+
+    def dial(self, worker: SimWorker) -> Stream | None:
+        if not self.alive:
+            return None
+        self._next_stream += 1
+        stream = self.streams[self._next_stream] = Stream(self.simulation, worker, self, self._next_stream)
+        return stream
+
+    def connected(self, stream: Stream, hello: object) -> None:
+        self.feed(Connected(stream.number, hello))  # type: ignore[arg-type]
+
+    def said(self, stream: Stream, message: object) -> None:
+        self.feed(Said(stream.number, message))  # type: ignore[arg-type]
+
+    def stream_ended(self, stream: Stream) -> None:
+        if self.alive and self.life == stream.life and self.streams.pop(stream.number, None) is not None:
+            self.feed(Disconnected(stream.number, "reset"))
+
+    def wish(self, event: Event) -> None:
+        """An operator's wish; the impossible is refused and changes nothing."""
+        before = self.job
+        try:
+            self.feed(event)
+        except UserError as error:
+            self.simulation.say("refused:", error)
+            if self.job is not before:
+                self.simulation.watch.violated("a refused wish changed the job", "the controller")
+
+    def feed(self, event: Event) -> None:
+        if not self.alive:
+            return None
+        before = self.job
+        self.job, effects = step(self.job, event, self.clock.now)
+        self.simulation.watch.stepped(before, event, self.job)
+        for effect in effects:
+            if self.crash_after is not None:
+                self.crash_after -= 1
+                if self.crash_after < 0:
+                    return self.crash()
+            self._act(effect)
+
+    def _act(self, effect: Effect) -> None:
+        simulation = self.simulation
+        if isinstance(effect, Send):
+            stream = self.streams.get(effect.connection)
+            if stream is not None:
+                simulation.watch.sent(self.stored, effect.message)
+                stream.down(effect.message)
+        elif isinstance(effect, Persist):
+            simulation.watch.stored(self.stored, self.job.durable)
+            self.stored = self.job.durable
+        elif isinstance(effect, Note):
+            simulation.say("controller:", effect.kind, "|", effect.message)
+        elif isinstance(effect, Close):
+            stream = self.streams.get(effect.connection)
+            if stream is not None:
+                self.clock.after(0.2, stream.break_off)
+        elif isinstance(effect, Spawn):
+            simulation.watch.spawns(self.stored, effect.worker)
+            simulation.launcher.spawn(effect.worker)
+        elif isinstance(effect, Kill):
+            simulation.launcher.kill(effect.worker)
+        elif isinstance(effect, Probe):
+            self.clock.after(2 * simulation.weather.delay(), self._probe, effect, self.life)
+
+    def _probe(self, probe: Probe, life: int) -> None:
+        if self.life == life:
+            self.feed(Probed(probe.worker, probe.incarnation, self.simulation.refuses(probe.address)))
+
+
+class Launcher:
+    """Local processes: it starts them, sees them end while a controller lives, and adopts them after a restart."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self.simulation, self.clock, self.chance = simulation, simulation.clock, simulation.chance
+        self.started: dict[str, SimWorker] = {}
+
+    def spawn(self, worker: str) -> None:
+        self.clock.after(0.05 + 0.2 * self.chance.random(), self._spawned, worker)
+
+    def _spawned(self, worker: str) -> None:
+        process = self.simulation.start_process(worker, launched=True)
+        self.started[worker] = process
+        self._tell(Spawned(worker, process.pid, self.clock.now, f"{worker}.log"))
+
+    def kill(self, worker: str) -> None:
+        process = self.started.get(worker)
+        if process is not None:
+            self.clock.after(0.01, process.end, -9, "killed by the launcher")
+
+    def ended(self, process: SimWorker) -> None:
+        for worker, started in self.started.items():
+            if started is process:
+                self.clock.after(0.02 + 0.1 * self.chance.random(), self._tell, self._exit(worker, process))
+
+    def adopted(self, durable: Durable) -> list[Event]:
+        """What became of the processes that an earlier controller started."""
+        events: list[Event] = []
+        for worker, process in self.started.items():
+            if worker in durable.roster:
+                if process.alive:
+                    events.append(Spawned(worker, process.pid, 0.0, f"{worker}.log"))
+                else:
+                    events.append(self._exit(worker, process))
+        return events
+
+    def _exit(self, worker: str, process: SimWorker) -> Exited:
+        return Exited(worker, process.exit_code, f"exit status {process.exit_code}")
+
+    def _tell(self, event: Event) -> None:
+        self.simulation.host.feed(event)

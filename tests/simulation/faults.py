@@ -1,0 +1,184 @@
+"""What goes wrong, and what operators wish: drawn from the seed, one thing after another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import TYPE_CHECKING
+
+from shoal_controller.core.events import DrainWorker, Pause, Resume, Scale
+
+if TYPE_CHECKING:
+    from .simulation import Simulation
+    from .worker import SimWorker
+
+
+class Faults:
+    """See the module's text."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self.simulation, self.clock = simulation, simulation.clock
+        self.chance = Random(simulation.chance.random())
+        self.every = self.chance.choice((0.4, 1.0, 2.5))
+        self.until = 0.0
+        self.count = 0
+        chosen = self.chance.sample(list(KINDS), self.chance.randint(2, len(KINDS)))
+        self.kinds = [kind for kind in chosen for _ in range(KINDS[kind])]
+
+    def rage(self, seconds: float) -> None:
+        self.until = self.clock.now + seconds
+        self._next()
+
+    def _next(self) -> None:
+        delay = self.chance.expovariate(1 / self.every)
+        if self.clock.now + delay < self.until:
+            self.clock.after(delay, self._strike)
+
+    def _strike(self) -> None:
+        if not self.simulation.host.job.durable.phase.over:
+            self.count += 1
+            getattr(self, self.chance.choice(self.kinds))()
+        self._next()
+
+    def calm(self) -> None:
+        """Everything that lives is well from now on."""
+        simulation = self.simulation
+        simulation.say("--- the faults are over")
+        simulation.feuds.clear()
+        simulation.groups.look_again()
+        for worker in simulation.workers():
+            worker.cut = False
+            if worker.frozen:
+                worker.thaw()
+        simulation.host.crash_after = None
+        simulation.host.start()
+        if simulation.host.job.durable.paused:
+            simulation.host.wish(Resume())
+
+    # ---- whom
+
+    def _any(self, fit: Callable[[SimWorker], bool] = lambda _: True) -> SimWorker | None:
+        found = [worker for worker in self.simulation.workers() if fit(worker)]
+        return self.chance.choice(found) if found else None
+
+    def _soon(self, call: Callable[[], object], least: float, most: float) -> None:
+        self.clock.after(self.chance.uniform(least, most), call)
+
+    # ---- what
+
+    def kill(self) -> None:
+        worker = self._any()
+        if worker is not None and (len(self.simulation.workers()) > 1 or self.chance.random() < 0.2):
+            worker.end(-9, "killed")
+            if self.simulation.spec.launcher == "none" and self.chance.random() < 0.8:
+                self._soon(self.simulation.start_process, 0.1, 2.0)
+
+    def kill_in_a_change(self) -> None:
+        """When somebody builds, votes a new number, or waits to open."""
+        for worker in self.simulation.workers():
+            m = worker.membership
+            if m.next is not None or m.recovery is not None:
+                return worker.end(-9, "killed in a change")
+        return None
+
+    def freeze(self) -> None:
+        worker = self._any(lambda worker: not worker.frozen)
+        if worker is not None:
+            worker.freeze()
+            self._soon(lambda: worker.frozen and worker.thaw(), 0.2, 8.0)
+
+    def cut(self) -> None:
+        """The network between the controller and some workers; half the time all of them."""
+        workers = self.simulation.workers()
+        if workers and self.chance.random() < 0.5:
+            workers = self.chance.sample(workers, self.chance.randint(1, len(workers)))
+        for worker in workers:
+            worker.cut = True
+        self.simulation.say("cut off:", *workers)
+        self._soon(lambda: self._heal(workers), 0.3, 6.0)
+
+    def _heal(self, workers: list[SimWorker]) -> None:
+        self.simulation.say("reachable again:", *workers)
+        for worker in workers:
+            worker.cut = False
+
+    def break_stream(self) -> None:
+        worker = self._any()
+        if worker is not None and worker.session.stream is not None:
+            self.simulation.say("the stream of", worker, "breaks")
+            worker.session.stream.break_off()
+
+    def crash(self) -> None:
+        host = self.simulation.host
+        if self.chance.random() < 0.5:
+            host.crash_after = self.chance.randint(0, 6)
+        else:
+            host.crash()
+        self._soon(host.crash, 0.2, 0.2)
+        self._soon(host.start, 0.3, 5.0)
+
+    def break_between(self) -> None:
+        workers = [worker for worker in self.simulation.workers() if not worker.frozen]
+        if len(workers) >= 2:
+            self.simulation.break_between(*self.chance.sample(workers, 2))
+
+    def feud(self) -> None:
+        """Two living workers cannot reach each other for a while."""
+        workers = self.simulation.workers()
+        if len(workers) >= 2:
+            pair = self.chance.sample(workers, 2)
+            feud = frozenset(worker.pid for worker in pair)
+            self.simulation.feuds.add(feud)
+            self.simulation.break_between(*pair)
+            self._soon(lambda: self._peace(feud), 1.0, 10.0)
+
+    def _peace(self, feud: frozenset[int]) -> None:
+        self.simulation.feuds.discard(feud)
+        self.simulation.groups.look_again()
+
+    def drain(self) -> None:
+        worker = self._any()
+        if worker is not None and worker.membership.worker:
+            self.simulation.say("an operator drains", worker)
+            self.simulation.host.wish(DrainWorker(worker.membership.worker, 5.0))
+
+    def sigterm(self) -> None:
+        worker = self._any()
+        if worker is not None and len(self.simulation.workers()) > 1:
+            self.simulation.say("SIGTERM to", worker)
+            worker.session.drains = True
+
+    def scale(self) -> None:
+        workers = self.chance.randint(1, self.simulation.spec.max_workers or 6)
+        self.simulation.say("an operator scales to", workers)
+        self.simulation.host.wish(Scale(workers))
+
+    def pause(self) -> None:
+        host = self.simulation.host
+        host.wish(Pause())
+        self._soon(lambda: host.wish(Resume()), 0.2, 4.0)
+
+    def come(self) -> None:
+        """A worker comes by itself; now and then with an id that is taken."""
+        if self.simulation.spec.launcher == "none" and len(self.simulation.workers()) < 8:
+            taken = self._any()
+            claimed = taken.membership.worker if taken is not None and self.chance.random() < 0.3 else ""
+            self.simulation.start_process(claimed)
+
+
+KINDS = {
+    "kill": 4,
+    "kill_in_a_change": 2,
+    "freeze": 3,
+    "cut": 2,
+    "break_stream": 2,
+    "crash": 3,
+    "break_between": 1,
+    "feud": 1,
+    "drain": 2,
+    "sigterm": 1,
+    "scale": 2,
+    "pause": 1,
+    "come": 3,
+}
+"""How often each is drawn, where a seed has it at all."""

@@ -1,0 +1,131 @@
+"""What carries messages: streams between workers and the controller, and the process groups of the generations.
+
+A stream keeps its order unless the seed says otherwise; it loses what is on its way when it breaks. A group's messages
+come in order from one peer; they are lost with the process that sent them or the group that was aborted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .controller import ControllerHost
+    from .simulation import Simulation
+    from .worker import SimWorker
+
+
+class Weather:
+    """How bad the network of a seed is."""
+
+    def __init__(self, chance: Random) -> None:
+        self.chance = chance
+        rough = chance.random() < 0.3
+        self.loses = 0.05 if rough else 0.0
+        self.doubles = 0.05 if rough else 0.0
+        self.reorders = 0.1 if rough else 0.0
+        self.latency = chance.choice((0.002, 0.01, 0.05))
+
+    def delay(self) -> float:
+        return self.latency * (0.2 + self.chance.random() * (6 if self.chance.random() < 0.05 else 1))
+
+
+class Stream:
+    """One gRPC stream. Numbers are never used twice in a controller's life."""
+
+    def __init__(self, simulation: Simulation, worker: SimWorker, host: ControllerHost, number: int) -> None:
+        self.clock, self.weather = simulation.clock, simulation.weather
+        self.worker, self.host, self.number, self.life = worker, host, number, host.life
+        self.broken = False
+        self._last = {True: 0.0, False: 0.0}
+
+    def up(self, deliver: Callable[..., object], *args: Any) -> None:
+        """From the worker to the controller."""
+        self._carry(True, lambda: self.host.alive and self.host.life == self.life and deliver(*args))
+
+    def down(self, message: object) -> None:
+        """From the controller to the worker."""
+        self._carry(False, lambda: self.worker.awake(self.worker.session.heard, self, message))
+
+    def _carry(self, upward: bool, deliver: Callable[[], object]) -> None:
+        weather = self.weather
+        for _ in range(2 if weather.doubles and weather.chance.random() < weather.doubles else 1):
+            if weather.loses and weather.chance.random() < weather.loses:
+                continue
+            at = self.clock.now + weather.delay()
+            if not (weather.reorders and weather.chance.random() < weather.reorders):
+                at = self._last[upward] = max(at, self._last[upward])
+            self.clock.after(at - self.clock.now, self._arrive, deliver)
+
+    def _arrive(self, deliver: Callable[[], object]) -> None:
+        if not self.broken and not self.worker.cut:
+            deliver()
+
+    def break_off(self) -> None:
+        """Both ends notice, each in its own time."""
+        if self.broken:
+            return
+        self.broken = True
+        late = 2.0 if self.weather.chance.random() < 0.1 else 0.0
+        self.clock.after(self.weather.delay() + late, self.host.stream_ended, self)
+        self.clock.after(self.weather.delay(), lambda: self.worker.awake(self.worker.session.stream_ended, self))
+
+
+class Groups:
+    """The process groups: who has arrived to build which, and what is on its way between members."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self.simulation, self.clock, self.weather = simulation, simulation.clock, simulation.weather
+        self._arrived: dict[int, dict[SimWorker, Callable[[], object]]] = {}
+        self._plans: dict[int, Any] = {}
+        self._last: dict[tuple[SimWorker, SimWorker], float] = {}
+
+    # ---- building
+
+    def arrive(self, worker: SimWorker, plan: Any, done: Callable[[], object]) -> None:
+        """A member is at the rendezvous of a plan's group; `done` is called when the group is built."""
+        self._plans[plan.generation] = plan
+        self._arrived.setdefault(plan.generation, {})[worker] = done
+        self.clock.after(self.weather.delay(), self.look, plan.generation)
+
+    def withdraw(self, worker: SimWorker, generation: int) -> None:
+        self._arrived.get(generation, {}).pop(worker, None)
+
+    def look(self, generation: int) -> None:
+        """Built when all members are there at once; each learns it in its own time."""
+        arrived, plan = self._arrived.get(generation, {}), self._plans[generation]
+        members = [worker for worker in arrived if worker.alive and not worker.frozen]
+        if len(members) < plan.world_size:
+            return None
+        if self.simulation.feud_within(members):
+            return self.simulation.report_feud(generation, members)
+        done = self._arrived.pop(generation)
+        for worker, call in done.items():
+            self.clock.after(self.weather.delay(), worker.awake, call)
+
+    def look_again(self) -> None:
+        for generation in list(self._arrived):
+            self.look(generation)
+
+    # ---- messages
+
+    def send(self, source: SimWorker, to: SimWorker, key: tuple[int, str, int], payload: Any) -> None:
+        """Key: generation, kind, boundary. To oneself it is there at once."""
+        if to is source:
+            return to.training.keep(key, source, payload)
+        pair = source, to
+        at = max(self.clock.now + self.weather.delay(), self._last.get(pair, 0.0))
+        self._last[pair] = at
+        return self.clock.after(at - self.clock.now, self._deliver, source, to, key, payload)
+
+    def _deliver(self, source: SimWorker, to: SimWorker, key: tuple[int, str, int], payload: Any) -> None:
+        if source.died_at is not None and self.clock.now >= source.lost_after:
+            return
+        to.awake(to.training.arrived, key, source, payload)
+
+    def gone(self, worker: SimWorker, generation: int, members: list[SimWorker]) -> None:
+        """A member's end of a group is closed, by its death or its abort: the others' operations fail in a moment."""
+        for other in members:
+            if other is not worker and other.alive:
+                self.clock.after(self.weather.delay(), other.awake, other.training.peer_gone, generation, worker)

@@ -1,0 +1,90 @@
+"""`python -m tests.simulation.run`: many seeds, larger worlds, or one seed again with its event log."""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import sys
+import time
+from collections import Counter
+
+from .seeds import rage_and_calm, run
+from .simulation import Simulation
+from .watch import Violation
+
+
+def attempt(task: tuple[int, dict[str, object]]) -> tuple[int, str, Counter[str]]:
+    """One seed: its number, the violation (empty: none), and what happened."""
+    seed, shape = task
+    try:
+        simulation = run(seed, **shape)
+    except Violation as violation:
+        return seed, violation.what, Counter(seeds=1)
+    except Exception as error:
+        return seed, f"{type(error).__name__}: {error}", Counter(seeds=1)
+    durable = simulation.host.job.durable
+    happened: Counter[str] = Counter(seeds=1, steps=simulation.watch.commits, worlds=len(simulation.watch.began_at))
+    happened[f"ended {durable.phase.value}" if durable.phase.over else "still training"] += 1
+    happened["faults"] += getattr(simulation, "faults", 0)
+    happened["started anew"] += durable.floor > 0
+    return seed, "", happened
+
+
+def many(
+    first: int, count: int, processes: int, shape: dict[str, object]
+) -> tuple[list[tuple[int, str]], Counter[str]]:
+    """The violations of `count` seeds, and what happened in all of them."""
+    tasks = [(seed, shape) for seed in range(first, first + count)]
+    bad: list[tuple[int, str]] = []
+    total: Counter[str] = Counter()
+    if processes == 1:
+        results = map(attempt, tasks)
+        return _gather(results, bad, total)
+    with multiprocessing.get_context("fork").Pool(processes) as pool:
+        gathered = _gather(pool.imap_unordered(attempt, tasks, chunksize=8), bad, total)
+        pool.close()
+        pool.join()
+    return gathered
+
+
+def _gather(
+    results: object, bad: list[tuple[int, str]], total: Counter[str]
+) -> tuple[list[tuple[int, str]], Counter[str]]:
+    for seed, violation, happened in results:  # type: ignore[attr-defined]
+        total.update(happened)
+        if violation:
+            bad.append((seed, violation))
+    return bad, total
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation.run", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=2000, help="how many seeds")
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--workers", type=int, help="at most so many workers (default 6)")
+    parser.add_argument("--blocks", type=int, help="so many blocks (default: up to 64, drawn)")
+    parser.add_argument("--processes", type=int, default=2, help="how many seeds at a time")
+    parser.add_argument("--replay", type=int, help="run this one seed and print its event log")
+    given = parser.parse_args()
+    shape = {name: value for name in ("workers", "blocks") if (value := getattr(given, name)) is not None}
+    if given.replay is not None:
+        return replay(given.replay, shape)
+    began = time.perf_counter()
+    bad, total = many(given.first, given.seeds, given.processes, shape)
+    for seed, violation in sorted(bad)[:20]:
+        print(f"seed {seed}: {violation[:300]}")
+    print(f"{len(bad)} of {given.seeds} seeds broke an invariant; {time.perf_counter() - began:.0f} s; {dict(total)}")
+    return 1 if bad else 0
+
+
+def replay(seed: int, shape: dict[str, object]) -> int:
+    simulation = Simulation(seed, **shape)
+    try:
+        rage_and_calm(simulation)
+    finally:
+        print("\n".join(simulation.log))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

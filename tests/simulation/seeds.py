@@ -1,0 +1,91 @@
+"""Runs of one seed: faults for a while, then calm, and the job must go on."""
+
+from __future__ import annotations
+
+from shoal_controller.core.spec import Phase
+
+from .faults import Faults
+from .simulation import Simulation
+from .watch import Violation
+
+RAGE_SECONDS = 14.0
+CALM_SECONDS = 90.0
+PROGRESS = 3
+"""How many steps must be committed once everything is well."""
+
+
+def run(seed: int, **shape: object) -> Simulation:
+    """Raises `Violation` where an invariant breaks, or where the job does not go on."""
+    return rage_and_calm(Simulation(seed, **shape))
+
+
+def rage_and_calm(simulation: Simulation) -> Simulation:
+    simulation.host.start()
+    if simulation.spec.launcher == "none":
+        for _ in range(simulation.spec.wanted):
+            simulation.start_process()
+    simulation.clock.run_until(simulation.chance.uniform(0.5, 3.0))
+    faults = Faults(simulation)
+    faults.rage(RAGE_SECONDS)
+    simulation.clock.run_until(faults.until)
+    faults.calm()
+    _goes_on(simulation)
+    simulation.faults = faults.count  # type: ignore[attr-defined]
+    return simulation
+
+
+def _goes_on(simulation: Simulation) -> None:
+    """● From any reachable state, if workers stay up, training resumes."""
+    deadline = simulation.clock.now + CALM_SECONDS
+    begin = simulation.watch.commits
+    while simulation.clock.now < deadline:
+        if simulation.spec.launcher == "none" and not simulation.host.job.durable.phase.over:
+            _keep_enough(simulation)
+        simulation.clock.run_until(simulation.clock.now + 0.5)
+        if settled(simulation, begin):
+            return
+    simulation.watch.violated("the job does not go on", *standing(simulation))
+
+
+def _keep_enough(simulation: Simulation) -> None:
+    while len(simulation.workers()) < max(simulation.spec.wanted, simulation.spec.min_workers):
+        simulation.start_process()
+
+
+def settled(simulation: Simulation, begin: int) -> bool:
+    """Everyone who lives is in one world that commits steps; or the job is over."""
+    durable = simulation.host.job.durable
+    if durable.phase.over:
+        return over_for_a_reason(simulation, durable.phase, durable.reason)
+    world = durable.current
+    if world is None or not world.steps or simulation.watch.commits < begin + PROGRESS * world.world_size:
+        return False
+    members = {member.incarnation for member in world.members}
+    in_it = all(
+        simulation.processes[member.incarnation].membership.generation == world.generation for member in world.members
+    )
+    least = min(durable.wanted, simulation.spec.max_workers or durable.wanted)
+    enough = len(members) >= (least if simulation.spec.launcher == "local" else simulation.spec.min_workers)
+    return in_it and enough and not durable.planned and not world.fills
+
+
+def over_for_a_reason(simulation: Simulation, phase: Phase, reason: str) -> bool:
+    if phase is Phase.SUCCEEDED or "no living copy" in reason:
+        return True
+    simulation.watch.violated("the job ended without need", phase.value, reason)
+    return False
+
+
+def standing(simulation: Simulation) -> list[str]:
+    """Where everybody stands, for people."""
+    job = simulation.host.job
+    words = [f"phase {job.durable.phase.value}"]
+    if job.attempt is not None:
+        words.append(f"attempt {job.attempt.number} {job.attempt.stage.value} {job.attempt.waits_for}")
+    if job.durable.current is not None:
+        words.append(f"current {job.durable.current.generation}")
+    words.append(f"planned {[plan.generation for plan in job.durable.planned]}")
+    return [*words, *(f"[{worker} {worker.where()}]" for worker in simulation.workers())]
+
+
+__all__ = ["Violation", "run"]

@@ -1,0 +1,131 @@
+"""One simulated job from one seed: a controller, workers, a network, and time that only the clock moves."""
+
+from __future__ import annotations
+
+from random import Random
+
+from shoal_controller.core.spec import JobSpec
+from shoal_protos.description import Description
+from shoal_protos.plan import EVERYONE, Member
+
+from .clock import Clock
+from .controller import ControllerHost, Launcher
+from .network import Groups, Stream, Weather
+from .watch import Watch
+from .worker import SimWorker
+from .world import Worlds
+
+LOG = 4000
+"""How many lines of the event log are kept."""
+
+
+class Simulation:
+    """See the module's text. `shape` fixes what a seed would draw: workers, blocks, launcher and so on."""
+
+    def __init__(self, seed: int, **shape: object) -> None:
+        self.seed = seed
+        self.chance = chance = Random(seed)
+        self.clock = Clock()
+        self.log: list[str] = []
+        self.weather = Weather(Random(chance.random()))
+        most = int(shape.get("workers", 6))  # type: ignore[call-overload]
+        wanted = int(shape.get("wanted", chance.randint(2, most)))  # type: ignore[call-overload]
+        self.blocks = int(shape.get("blocks", chance.choice((4, 8, 16, 64))))  # type: ignore[call-overload]
+        lanes = int(shape.get("lanes", chance.randint(most, 2 * most)))  # type: ignore[call-overload]
+        launcher = str(shape.get("launcher", chance.choice(("local", "none"))))
+        mirrors = shape.get("mirrors", chance.choice((1, 1, 1, 2, 2, EVERYONE)))
+        self.max_steps = int(shape.get("max_steps", chance.choice((20, 60, 10_000))))  # type: ignore[call-overload]
+        self.step_seconds = float(shape.get("step_seconds", 0.15))  # type: ignore[arg-type]
+        self.spec = JobSpec(
+            "job", wanted, int(shape.get("min_workers", chance.choice((1, 1, 2)))), most, launcher,  # type: ignore
+            heartbeat_seconds=0.3, reconnect_seconds=2.0, stall_seconds=float(shape.get("stall_seconds", 12.0)),  # type: ignore
+            max_restarts=int(shape.get("max_restarts", 10_000)),  # type: ignore[call-overload]
+        )  # fmt: skip
+        self.description = Description(
+            lanes, self.blocks, 4096, 1 << 16, mirrors, (1 << 16) * max(1, self.blocks // 8),  # type: ignore[arg-type]
+            self.max_steps, (), "AdamW", {}, {}, False, False,
+        )  # fmt: skip
+        self.worlds = Worlds()
+        self.watch = Watch(self)
+        self.groups = Groups(self)
+        self.processes: dict[str, SimWorker] = {}
+        self.incarnations = 0
+        self.feuds: set[frozenset[int]] = set()
+        self.launcher = Launcher(self)
+        self.host = ControllerHost(self)
+
+    # ---- the log
+
+    def say(self, *words: object) -> None:
+        self.log.append(f"{self.clock.now:9.3f} " + " ".join(map(str, words)))
+        if len(self.log) > LOG:
+            del self.log[: LOG // 4]
+
+    # ---- processes
+
+    def start_process(self, worker: str = "", launched: bool = False) -> SimWorker:
+        self.incarnations += 1
+        process = SimWorker(self, self.incarnations, worker, launched)
+        self.processes[process.incarnation] = process
+        self.say("process", process.pid, "starts", f"as {worker}" if worker else "without an id")
+        process.session.dial_after(0.05)
+        process.training.rehearse()
+        return process
+
+    def workers(self) -> list[SimWorker]:
+        return [process for process in dict.fromkeys(self.processes.values()) if process.alive]
+
+    def process_of(self, member: Member) -> SimWorker | None:
+        return self.processes.get(member.incarnation)
+
+    def group_members(self, generation: int) -> list[SimWorker]:
+        plan = self.watch.plans.get(generation)
+        if plan is None:
+            return []
+        return [worker for worker in map(self.process_of, plan.members) if worker is not None]
+
+    def process_ended(self, process: SimWorker) -> None:
+        self.launcher.ended(process)
+
+    def refuses(self, address: str) -> bool:
+        """What a connection to a worker's store says."""
+        return all(process.address != address or not process.alive for process in self.processes.values()) and not any(
+            process.cut for process in self.processes.values() if process.address == address
+        )
+
+    def dial(self, worker: SimWorker) -> Stream | None:
+        return self.host.dial(worker) if not worker.cut else None
+
+    def by_id(self, worker: str) -> SimWorker:
+        """The living process of that id."""
+        return next(process for process in self.workers() if process.membership.worker == worker)
+
+    # ---- chance, so that a scenario can do without
+
+    def user_seconds(self, worker: SimWorker) -> float:
+        return 4.0 if self.chance.random() < 0.01 else 0.1 * self.chance.random()
+
+    def rehearsal_seconds(self) -> float:
+        return 0.2 + 0.6 * self.chance.random()
+
+    # ---- connections that break between living workers
+
+    def feud_within(self, members: list[SimWorker]) -> bool:
+        pids = {worker.pid for worker in members}
+        return any(feud <= pids for feud in self.feuds)
+
+    def report_feud(self, generation: int, members: list[SimWorker]) -> None:
+        """Two members that cannot reach each other say so while they build."""
+        for feud in self.feuds:
+            pair = [worker for worker in members if worker.pid in feud]
+            if len(pair) == 2:
+                for worker, peer in (pair, reversed(pair)):
+                    worker.awake(worker.training.peer_gone, generation, peer)
+
+    def break_between(self, one: SimWorker, other: SimWorker) -> None:
+        """A connection between two living members breaks now."""
+        self.say("the connection between", one, "and", other, "breaks")
+        for worker, peer in ((one, other), (other, one)):
+            recovery = worker.membership.recovery
+            number = recovery.generation if recovery is not None else worker.membership.generation
+            worker.awake(worker.training.peer_gone, number, peer)

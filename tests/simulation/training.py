@@ -1,0 +1,422 @@
+"""The training half of a simulated worker: steps, votes, hand-outs, fills and changes, with blocks as symbols.
+
+It acts out ARCHITECTURE section 3 as the abstract protocol model does: everything that two members say to each other in
+a step is a message of the generation's group, and what is not there is waited for, for ever, unless PREPARE ends it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shoal_protos.messages import Inventory, Point, Result
+from shoal_protos.plan import Plan, Reason
+from shoal_protos.runs import NO_BLOCKS, Runs
+
+from .symbols import initial, right, updated
+from .world import World, runs_of
+
+if TYPE_CHECKING:
+    from .worker import SimWorker
+
+IDLE_SECONDS = 0.1
+
+
+class Training:
+    """See the module's text. `stage` says what it waits for: a key of `PROGRESS`, or nothing."""
+
+    def __init__(self, worker: SimWorker) -> None:
+        self.worker, self.simulation = worker, worker.simulation
+        self.watch = worker.simulation.watch
+        self.groups = worker.simulation.groups
+        self.forget()
+
+    def forget(self) -> None:
+        """As a fresh process: no state, no world."""
+        self.stage = ""
+        self.step, self.committed_in, self.boundary = -1, 0, 0
+        self.blocks: dict[int, int] = {}
+        self.parameters: dict[int, int] = {}
+        self.pending: frozenset[int] = frozenset()
+        self.current = False
+        self.world: World | None = None
+        self.rank = 0
+        self.box: dict[tuple[int, str, int], dict[SimWorker, Any]] = {}
+        self.closed: set[int] = set()
+        self.built: set[int] = set()
+        self.broken: frozenset[str] = frozenset()
+        self.reported = 0
+        self.done = self.ended = self.stop_asked = self.stops = False
+        self.idle = True
+        self.began = 0.0
+
+    @property
+    def membership(self) -> Any:
+        return self.worker.membership
+
+    @property
+    def generation(self) -> int:
+        return int(self.worker.membership.generation)
+
+    def user_seconds(self) -> float:
+        """How long the training thread is in the user's code before it looks."""
+        return self.simulation.user_seconds(self.worker)
+
+    def holds(self) -> Runs:
+        return runs_of(frozenset(self.blocks)) if self.blocks else NO_BLOCKS
+
+    def peer(self, rank: int) -> SimWorker | None:
+        assert self.world is not None
+        return self.simulation.process_of(self.world.plan.members[rank])
+
+    def members(self, plan: Plan) -> list[SimWorker]:
+        found = (self.simulation.process_of(member) for member in plan.members)
+        return [worker for worker in found if worker is not None]
+
+    # ---- the newcomer
+
+    def rehearse(self) -> None:
+        """Model, optimizer, one lane whose result is thrown away."""
+        self.worker.after(self.simulation.rehearsal_seconds(), self._rehearsed)
+
+    def _rehearsed(self) -> None:
+        self.membership.rehearsed()
+        self.worker.session.changed()
+
+    # ---- messages
+
+    def send(self, rank: int, kind: str, payload: Any) -> None:
+        to = self.peer(rank)
+        if to is not None:
+            self.groups.send(self.worker, to, (self.generation, kind, self.boundary), payload)
+
+    def arrived(self, key: tuple[int, str, int], source: SimWorker, payload: Any) -> None:
+        if key[0] not in self.closed:
+            self.keep(key, source, payload)
+            if key[0] == self.generation or key[1] in "sr":
+                self.progress()
+
+    def keep(self, key: tuple[int, str, int], source: SimWorker, payload: Any) -> None:
+        self.box.setdefault(key, {})[source] = payload
+
+    def got(self, kind: str) -> dict[SimWorker, Any]:
+        return self.box.get((self.generation, kind, self.boundary), {})
+
+    def progress(self) -> None:
+        while self.worker.alive and self.stage and PROGRESS[self.stage](self):
+            pass
+
+    # ---- one boundary: a step, or a vote without one
+
+    def begin_boundary(self) -> None:
+        """Lanes, or a pause where no steps run; the slices of fills travel beside it."""
+        world = self.world
+        assert world is not None
+        self.idle = not world.plan.steps or self.step >= self.simulation.max_steps or self.stops
+        self.began = self.worker.clock.now
+        for source, target, blocks in world.fills(self.boundary):
+            if source == self.rank:
+                missing = blocks - self.blocks.keys()
+                if missing:
+                    self.watch.violated("a fill's source lacks blocks", self.worker, sorted(missing))
+                self.send(target, "f", {block: self.blocks[block] for block in blocks})
+        self.stage = ""
+        if self.idle:
+            self.worker.after(IDLE_SECONDS, self._lanes_done, self.generation, self.boundary)
+        else:
+            lanes = len(world.plan.shares[self.rank].lanes)
+            seconds = self.simulation.step_seconds * (0.5 + self.worker.chance.random()) if lanes else 0.0
+            if lanes:
+                self.watch.trains(self.worker, self.parameters, self.step)
+            self.worker.after(seconds, self._lanes_done, self.generation, self.boundary)
+
+    def _lanes_done(self, generation: int, boundary: int) -> None:
+        world = self.world
+        stale = generation != self.generation or boundary != self.boundary or self.stage
+        if stale or self.membership.point is not Point.TRAINING or world is None:
+            return
+        if not self.idle and world.plan.shares[self.rank].lanes:
+            for owner in world.owners:
+                self.send(owner, "x", 1)
+        self.stage = "fills" if self.idle else "reduce"
+        self.progress()
+
+    def _reduce(self) -> bool:
+        """An owner finishes the tree when every trainer's partials are in, and sends it to the mirrors."""
+        world = self.world
+        assert world is not None
+        if world.owned[self.rank]:
+            if len(self.got("x")) < len(world.trainers):
+                return False
+            for rank in range(world.size):
+                gradients, _ = world.parts(self.rank, rank, self.boundary)
+                if gradients:
+                    self.send(rank, "m", gradients)
+        self.stage = "fills"
+        return True
+
+    def _fills(self) -> bool:
+        """The vote is entered only when all that the commit reads is in."""
+        world = self.world
+        assert world is not None
+        sources = {source for source, target, _ in world.fills(self.boundary) if target == self.rank}
+        filled = self.got("f")
+        if len(filled) < len(sources):
+            return False
+        replays = world.replays(self.rank, self.boundary)
+        if not self.idle:
+            reduced = frozenset().union(*self.got("m").values())
+            if not replays <= reduced:
+                return False
+        for blocks in filled.values():
+            self.blocks.update(blocks)
+        if not self.idle:
+            self.pending = replays
+        holds = world.plan.replays(self.rank, self.boundary) & self.holds() if self.membership.next else NO_BLOCKS
+        number = self.membership.enter_vote(holds)
+        for rank in range(world.size):
+            self.send(rank, "v", (number, self.stop_asked))
+        self.stage = "vote"
+        self.worker.session.changed()
+        return True
+
+    def _vote(self) -> bool:
+        world = self.world
+        assert world is not None
+        votes = self.got("v")
+        if len(votes) < world.size:
+            return False
+        self.stops = self.stops or any(stop for _, stop in votes.values())
+        begins = self.membership.leave_vote([number for number, _ in votes.values()])
+        deferred = self.membership.take_deferred()
+        if begins is None and deferred is not None:
+            self.worker.session.hear_plan(deferred)
+        if self.idle:
+            self.boundary += 1
+            return self._switch()
+        self._commit(world)
+        return True
+
+    def _commit(self, world: World) -> None:
+        """Owners and mirrors apply the update; owners hand out the parameters."""
+        step = self.step + 1
+        missing = self.pending - self.blocks.keys()
+        if missing:
+            self.watch.violated("a plan counts blocks that were released", self.worker, sorted(missing))
+        for block in self.pending:
+            self.blocks[block] = updated(self.blocks[block], block, step)
+        self.step, self.committed_in = step, self.generation
+        for block in self.blocks.keys() - self.pending:
+            del self.blocks[block]  # what the plan released is freed after the first commit of its generation
+        self.current = False
+        self.watch.committed(self.worker, step, self.blocks, self.began)
+        self.parameters.update(self.blocks)
+        if world.owned[self.rank]:
+            for rank in range(world.size):
+                _, parameters = world.parts(self.rank, rank, self.boundary)
+                if parameters:
+                    self.send(rank, "h", {block: self.blocks[block] for block in parameters})
+        self.stage = "hand out"
+
+    def _hand_out(self) -> bool:
+        world = self.world
+        assert world is not None
+        handed = self.got("h")
+        count = sum(map(len, handed.values())) + len(world.replays(self.rank, self.boundary))
+        if count < world.plan.blocks:
+            return False
+        for parameters in handed.values():
+            self.parameters.update(parameters)
+        self.current, self.pending = True, frozenset()
+        self.boundary += 1
+        now = self.generation, "", self.boundary
+        self.box = {key: value for key, value in self.box.items() if (key[0], "", key[2]) >= now}
+        return self._switch()
+
+    def _switch(self) -> bool:
+        """After the hand-out: the planned generation begins that all have voted, or the next boundary."""
+        begins = self.membership.begins
+        self._look_done()
+        if begins is None:
+            self.begin_boundary()
+            return False
+        newcomers = [m for m in begins.members if m not in self.world.plan.members] if self.world else []
+        senders = [m for m in begins.members if self.world and m in self.world.plan.members]
+        self._begin(begins)
+        if senders and senders[0].incarnation == self.worker.incarnation:
+            for member in newcomers:
+                to = self.simulation.process_of(member)
+                if to is not None:
+                    self.groups.send(self.worker, to, (begins.generation, "s", 0), (self.step, self.stops))
+        return False
+
+    def _begin(self, plan: Plan) -> None:
+        before = self.generation
+        self.membership.begin(plan)
+        self.watch.began(self.worker, plan, self.step)
+        self.built.discard(plan.generation)
+        self.broken = frozenset()
+        rank = plan.rank_of(self.worker.membership.worker, self.worker.incarnation)
+        if rank is None:
+            self.worker.say("is left out by", plan.generation, "after", before)
+            self.stage = ""
+        else:
+            self.world, self.rank, self.boundary = self.simulation.worlds.of(plan), rank, 0
+            self.begin_boundary()
+        self.worker.session.changed()
+
+    def _look_done(self) -> None:
+        if not self.done and (self.step >= self.simulation.max_steps or self.stops):
+            self.done = True
+            self.worker.session.result = Result(self.step, f"fingerprint of {self.step}", 1.0)
+            self.worker.session.say(self.worker.session.result)
+            self.worker.after(self.worker.chance.random(), self._end_script)
+
+    def _end_script(self) -> None:
+        self.ended = True
+        self.worker.session.changed()
+
+    # ---- a planned change
+
+    def build_planned(self, plan: Plan, before: Plan | None) -> None:
+        """In the background. A member gives up the group that it was building; a newcomer keeps each."""
+        if before is not None and not self.membership.is_newcomer:
+            self.groups.withdraw(self.worker, before.generation)
+        if self.membership.builds(plan):
+            self.groups.arrive(self.worker, plan, lambda: self._planned_built(plan.generation))
+
+    def _planned_built(self, generation: int) -> None:
+        if generation not in self.closed:
+            self.built.add(generation)
+            self.membership.built(generation)
+            if self.membership.is_newcomer:
+                self.stage = "first message"
+                self.progress()
+            self.worker.session.changed()
+
+    def _first_message(self) -> bool:
+        """A newcomer waits in every group that it was asked to build."""
+        m = self.membership
+        plans = [plan for plan in (*m.kept.values(), m.next) if plan is not None and plan.generation in self.built]
+        for plan in plans:
+            told = self.box.get((plan.generation, "s", 0), {})
+            if told:
+                self.step, self.stops = next(iter(told.values()))
+                self.blocks, self.pending, self.current = {}, frozenset(), False
+                self.stage = ""
+                self._begin(plan)
+                return False
+        return False
+
+    # ---- a loss
+
+    def peer_gone(self, generation: int, peer: SimWorker) -> None:
+        """An operation with a peer of this group failed."""
+        recovery = self.membership.recovery
+        number = recovery.generation if recovery is not None else self.generation
+        if generation == number and generation not in self.closed and peer in self.simulation.group_members(generation):
+            self.broken = self.broken | {peer.membership.worker}
+            if self.worker.chance.random() < 0.5:
+                self.stage = ""  # it had touched that peer; else it goes on with what it has received
+            self.worker.session.changed()
+
+    def halt(self, groups: set[int]) -> None:
+        """PREPARE: every group is aborted, and the peers in them notice."""
+        self.worker.say("stops for", self.membership.promised, self.worker.where())
+        self._abort(groups)
+        self.stage, self.broken = "", frozenset()
+        self.worker.session.changed()
+
+    def _abort(self, groups: set[int]) -> None:
+        for generation in groups - {0}:
+            self.closed.add(generation)
+            self.groups.withdraw(self.worker, generation)
+            self.groups.gone(self.worker, generation, self.simulation.group_members(generation))
+        self.built -= groups
+
+    def close_groups(self) -> None:
+        self._abort(self.worker.session._groups())
+
+    def report(self, generation: int) -> None:
+        """The inventory, once the training thread has seen the stop."""
+        m = self.membership
+        if m.promised != generation or m.point not in (Point.STOPPED, Point.WAITING, Point.REHEARSING):
+            return
+        self.reported = generation
+        step = right(self.step) if self.step >= 0 else []
+        current = runs_of(frozenset(b for b, value in self.parameters.items() if self.step >= 0 and step[b] == value))
+        self.worker.session.say(
+            Inventory(
+                generation, self.generation, self.step, self.committed_in, b"r%d" % self.step if self.step > 0 else b"",
+                self.holds(), runs_of(self.pending), current,
+            )
+        )  # fmt: skip
+
+    def build_recovery(self, plan: Plan) -> None:
+        self.groups.arrive(self.worker, plan, lambda: self._recovery_built(plan))
+
+    def _recovery_built(self, plan: Plan) -> None:
+        """Roll forward if need be, promote, hand out what is stale."""
+        if self.membership.recovery is not plan or plan.recovery is None:
+            return
+        rank = plan.rank_of(self.worker.membership.worker, self.worker.incarnation)
+        assert rank is not None
+        self.world, self.rank, self.boundary = self.simulation.worlds.of(plan), rank, 0
+        recovery, world = plan.recovery, self.world
+        if plan.reason is Reason.START:
+            self.blocks = {block: initial(block) for block in world.keeps[rank]}
+            self.parameters = {block: initial(block) for block in range(plan.blocks)}
+        elif not recovery.counted[rank]:
+            self.blocks = {}
+        elif self.step == recovery.step - 1:
+            self._roll_forward(recovery.step, recovery.record)
+        self.step, self.pending = recovery.step, frozenset()
+        self.watch.promotes(self.worker, self.blocks, world.keeps[rank], self.step)
+        self.parameters.update(self.blocks)
+        for other in range(world.size):
+            stale = world.owned[rank] & frozenset(recovery.stale[other])
+            if stale and other != rank:
+                to = self.peer(other)
+                if to is not None:
+                    payload = {block: self.blocks[block] for block in stale}
+                    self.groups.send(self.worker, to, (plan.generation, "r", 0), payload)
+        self.stage = "catch up"
+        self.progress()
+
+    def _roll_forward(self, step: int, record: bytes) -> None:
+        """The gradients of the step are in, and somebody has its record."""
+        if record != b"r%d" % step:
+            self.watch.violated("a roll forward without the record", self.worker, step)
+        self.worker.say("rolls forward to", step)
+        for block in list(self.blocks):
+            if block in self.pending:
+                self.blocks[block] = updated(self.blocks[block], block, step)
+            else:
+                del self.blocks[block]
+
+    def _catch_up(self) -> bool:
+        plan = self.membership.recovery
+        if plan is None or plan.recovery is None or self.world is None or self.world.plan is not plan:
+            return False
+        handed = self.box.get((plan.generation, "r", 0), {})
+        if sum(map(len, handed.values())) < len(plan.recovery.stale[self.rank]):
+            return False
+        for parameters in handed.values():
+            self.parameters.update(parameters)
+        self.current = True
+        self.stage = ""
+        self.worker.session.ready(plan.generation)
+        return False
+
+    def opened(self) -> None:
+        plan = self.membership.recovery
+        self._begin(plan)
+
+
+PROGRESS = {
+    "reduce": Training._reduce,
+    "fills": Training._fills,
+    "vote": Training._vote,
+    "hand out": Training._hand_out,
+    "first message": Training._first_message,
+    "catch up": Training._catch_up,
+}

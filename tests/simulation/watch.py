@@ -1,0 +1,203 @@
+"""The invariants: looked at where they can break, and after every event of the machine.
+
+A broken one raises `Violation` with the simulation's event log.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shoal_controller.core.durable import Durable
+from shoal_controller.core.events import DrainWorker, Event
+from shoal_controller.core.job import Job
+from shoal_controller.core.spec import Phase
+from shoal_controller.core.view import view
+from shoal_protos.messages import Carry, Open, Prepare
+from shoal_protos.plan import Plan
+
+from .symbols import right
+
+if TYPE_CHECKING:
+    from .simulation import Simulation
+    from .worker import SimWorker
+
+
+class Violation(Exception):
+    """An invariant is broken: the first word is the invariant, the log tells how."""
+
+    def __init__(self, what: str, log: list[str]) -> None:
+        super().__init__(what)
+        self.what, self.log = what, log
+
+
+class Watch:
+    """See the module's text."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self.simulation = simulation
+        self.opened: dict[int, Plan] = {}
+        self.stored_plans: set[int] = set()
+        self.plans: dict[int, Plan] = {}
+        self.first_commit: dict[int, float] = {}
+        self.top = 0
+        self.shown = 0
+        self.freed: dict[int, set[int]] = {}
+        self.incarnations: dict[str, str] = {}
+        self.commits = 0
+        self.began_at: dict[int, int] = {}
+
+    def violated(self, what: str, *about: object) -> None:
+        words = " ".join(map(str, (what, *about)))
+        self.simulation.say("VIOLATION", words)
+        raise Violation(words, self.simulation.log)
+
+    # ---- the training side
+
+    def trains(self, worker: SimWorker, parameters: dict[int, int], step: int) -> None:
+        """Whoever has lanes has the right parameters."""
+        expected = right(step)
+        wrong = [block for block in range(self.simulation.blocks) if parameters.get(block) != expected[block]]
+        if wrong:
+            self.violated("a trainer has wrong parameters", worker, "step", step, wrong)
+
+    def committed(self, worker: SimWorker, step: int, blocks: dict[int, int], began: float) -> None:
+        expected = right(step)
+        wrong = [block for block, value in blocks.items() if value != expected[block]]
+        if wrong:
+            self.violated("a block has wrong bits", worker, "step", step, wrong)
+        generation = worker.membership.generation
+        if blocks:
+            later = [g for g, at in self.first_commit.items() if g > generation and at < began]
+            if later:
+                self.violated("two worlds train", worker, "commits", step, "in", generation, "while", later)
+        self.first_commit.setdefault(generation, self.simulation.clock.now)
+        self.top = max(self.top, step)
+        self.commits += 1
+
+    def promotes(self, worker: SimWorker, blocks: dict[int, int], keeps: frozenset[int], step: int) -> None:
+        """A plan makes owners and mirrors only of those who hold valid bits."""
+        expected = right(step)
+        wrong = [block for block in sorted(keeps) if blocks.get(block) != expected[block]]
+        if wrong:
+            self.violated("a plan counts blocks without valid bits", worker, "step", step, wrong)
+
+    def began(self, worker: SimWorker, plan: Plan, step: int) -> None:
+        """A generation begins at one step for all."""
+        at = self.began_at.setdefault(plan.generation, step)
+        if at != step:
+            self.violated("a generation begins at two steps", worker, plan.generation, at, step)
+        if plan.recovery is not None and plan.generation not in self.opened:
+            self.violated("a world trains before it was opened", worker, plan.generation)
+
+    def drained(self, worker: SimWorker) -> None:
+        """A worker was let go: whatever copies it had are gone."""
+        step = worker.training.step
+        expected = right(step) if step >= 0 else []
+        for block, value in worker.training.blocks.items():
+            if value == expected[block]:
+                self.freed.setdefault(step, set()).add(block)
+
+    # ---- the controller
+
+    def sent(self, stored: Durable, message: object) -> None:
+        """● A number is in the store before anyone hears of it, a world before it is opened."""
+        if isinstance(message, Prepare) and message.generation > stored.number:
+            self.violated("a number was said before it was stored", message.generation, stored.number)
+        if isinstance(message, Open):
+            if stored.current is None or stored.current.generation != message.generation:
+                self.violated("a world was opened before it was stored", message.generation)
+        if isinstance(message, Carry):
+            plan = message.plan
+            if plan.generation > stored.number or (plan.base and plan.generation not in self.stored_plans):
+                self.violated("a plan was said before it was stored", plan.generation)
+            known = self.plans.setdefault(plan.generation, plan)
+            if known is not plan and known != plan:
+                self.violated("two plans have one number", plan.generation)
+            self.simulation.worlds.of(plan)
+
+    def spawns(self, stored: Durable, worker: str) -> None:
+        if worker not in stored.roster:
+            self.violated("a worker was started before it was stored", worker)
+        if worker in self.simulation.launcher.started:
+            self.violated("an id was used twice", worker)
+
+    def stored(self, before: Durable, after: Durable) -> None:
+        if after.number < before.number or after.committed_in < before.committed_in:
+            self.violated("a number went back", before.number, after.number)
+        self.stored_plans |= {planned.generation for planned in after.planned}
+        plan = after.current
+        if plan is not None and plan is not before.current and plan.recovery is not None and plan != before.current:
+            self._opens(before, plan)
+        for record in after.roster.values():
+            if (
+                record.incarnation
+                and self.incarnations.setdefault(record.worker, record.incarnation) != record.incarnation
+            ):
+                self.violated("an id was given to two processes", record.worker)
+
+    def _opens(self, before: Durable, plan: Plan) -> None:
+        if plan.generation in self.opened:
+            self.violated("a generation was opened twice", plan.generation)
+        self.opened[plan.generation] = plan
+        step = plan.recovery.step if plan.recovery is not None else 0
+        if step < self.top and plan.reason.value != "start" and self._living_copy(self.top):
+            self.violated("a committed step went back", "from", self.top, "to", step)
+        if plan.reason.value == "start":
+            if before.current is not None and self.top > 0 and before.committed_in >= before.floor:
+                self.violated("a start took the place of a world that trained", plan.generation)
+            self.top = 0
+            self.shown = 0
+
+    def _living_copy(self, step: int) -> bool:
+        """Whether all blocks of a step have a copy with somebody who is reachable."""
+        found: set[int] = set()
+        for worker in self.simulation.workers():
+            if not worker.frozen and not worker.cut and worker.training.step >= step:
+                found |= worker.training.blocks.keys()
+        return len(found) == self.simulation.blocks
+
+    def stepped(self, before: Job, event: Event, after: Job) -> None:
+        """After every event of the machine."""
+        durable, old = after.durable, before.durable
+        if durable is old:
+            return
+        if old.phase.over and durable.phase is not old.phase:
+            self.violated("a job that was over went on", old.phase, durable.phase)
+        if durable.floor > old.floor:
+            self._gave_up(before, event, "the job started anew")
+            self.top = self.shown = 0
+        elif durable.phase is Phase.FAILED and old.phase is not Phase.FAILED and before.attempt is not None:
+            self._gave_up(before, event, "the job failed")
+        shown = view(after, self.simulation.clock.now)
+        if shown.step < self.shown:
+            self.violated("the shown step went back", self.shown, shown.step)
+        self.shown = shown.step
+
+    def restarted(self, step: int) -> None:
+        """A controller shows what it has written, until the members have said where they are."""
+        self.shown = step
+
+    def _gave_up(self, before: Job, event: Event, what: str) -> None:
+        """Only where no process that lives has the blocks, `stall_seconds` are over, or an operator said so."""
+        attempt = before.attempt
+        now = self.simulation.clock.now
+        if isinstance(event, DrainWorker):
+            return
+        if attempt is None or now - attempt.since > self.simulation.spec.stall_seconds:
+            return
+        lost = set(attempt.lost_blocks)
+        freed = lost & self.freed.get(self.top, set())
+        if freed:
+            self.violated("a leaving worker was let go with the last copies", sorted(freed))
+        copies: set[int] = set()
+        for worker in self.simulation.workers():
+            record = before.durable.roster.get(worker.membership.worker)
+            t = worker.training
+            if record is None or record.ending is not None or t.generation < before.durable.committed_in:
+                continue
+            if t.step == self.top:
+                copies |= t.blocks.keys()
+            elif t.step == self.top - 1:
+                copies |= t.pending & t.blocks.keys()
+        if len(copies) == self.simulation.blocks:
+            self.violated(f"{what} though every block had a living copy", sorted(lost))

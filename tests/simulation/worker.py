@@ -1,0 +1,102 @@
+"""One simulated worker process: its life, and the two halves that share a `Membership`, as in a real one.
+
+`session.py` is the half that hears the controller, `training.py` the half that trains. A frozen process does nothing;
+what it would have done waits for its thaw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from shoal.core.membership import Membership
+
+from .session import Session
+from .training import Training
+
+if TYPE_CHECKING:
+    from .simulation import Simulation
+
+
+class SimWorker:
+    """See the module's text. `name` is for people: the id once it is known, and a letter per incarnation."""
+
+    def __init__(self, simulation: Simulation, pid: int, worker: str, launched: bool) -> None:
+        self.simulation, self.clock, self.chance = simulation, simulation.clock, simulation.chance
+        self.pid, self.launched, self.asked_id = pid, launched, worker
+        self.address = f"host{pid}:1"
+        self.incarnation = f"i{pid}"
+        self.membership = Membership("", self.incarnation)
+        self.alive, self.frozen, self.cut = True, False, False
+        self.died_at: float | None = None
+        self.lost_after = 0.0
+        self.exit_code: int | None = None
+        self._backlog: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
+        self.training = Training(self)
+        self.session = Session(self)
+
+    @property
+    def name(self) -> str:
+        return f"{self.membership.worker or 'new'}/{self.incarnation}"
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def say(self, *words: object) -> None:
+        self.simulation.say(self.name, *words)
+
+    # ---- doing things only while awake
+
+    def awake(self, call: Callable[..., object], *args: Any) -> None:
+        """Now, or when it thaws; never when it is dead."""
+        if self.frozen:
+            self._backlog.append((call, args))
+        elif self.alive:
+            call(*args)
+
+    def after(self, delay: float, call: Callable[..., object], *args: Any) -> None:
+        self.clock.after(delay, self.awake, call, *args)
+
+    # ---- its life
+
+    def freeze(self) -> None:
+        self.frozen = True
+        self.say("freezes", self.where())
+
+    def thaw(self) -> None:
+        self.frozen = False
+        self.say("thaws", self.where())
+        backlog, self._backlog = self._backlog, []
+        for call, args in backlog:
+            self.awake(call, *args)
+        self.simulation.groups.look_again()
+
+    def end(self, code: int, why: str = "") -> None:
+        """The process is gone. Part of what it had sent is gone too."""
+        if not self.alive:
+            return
+        self.say("ends with", code, why, self.where())
+        self.alive, self.frozen, self.exit_code = False, False, code
+        self.died_at = self.clock.now
+        self.lost_after = self.clock.now + self.chance.random() * 3 * self.simulation.weather.latency
+        self._backlog = []
+        self.training.close_groups()
+        self.session.process_ended()
+        self.simulation.process_ended(self)
+
+    def start_over(self) -> None:
+        """It changes nothing any more, and comes back as a newcomer with a new id."""
+        self.training.close_groups()
+        self.simulation.incarnations += 1
+        self.incarnation = f"i{self.pid}.{self.simulation.incarnations}"
+        self.asked_id = ""
+        self.membership.worker, self.membership.incarnation = "", self.incarnation
+        self.membership.start_over()
+        self.simulation.processes[self.incarnation] = self
+        self.training.forget()
+        self.session.start_over()
+        self.training.rehearse()
+
+    def where(self) -> str:
+        m, t = self.membership, self.training
+        return f"at {m.point.value}/{t.stage} generation {m.generation} promised {m.promised} step {t.step}"

@@ -1,0 +1,70 @@
+"""A plan, spelled out once for all members: who sends which blocks to whom at which boundary."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from shoal_protos.plan import Plan, check_plan
+from shoal_protos.runs import Runs
+
+Blocks = frozenset[int]
+
+
+class World:
+    """See the module's text. Ranks and block sets as plain Python, because thousands of seeds pass through here."""
+
+    def __init__(self, plan: Plan) -> None:
+        check_plan(plan)
+        self.plan = plan
+        self.size = plan.world_size
+        self.owned = [frozenset(share.owned) for share in plan.shares]
+        self.keeps = [frozenset(share.keeps) for share in plan.shares]
+        self.owners = [rank for rank in range(self.size) if self.owned[rank]]
+        self.trainers = [rank for rank in range(self.size) if plan.shares[rank].lanes]
+        self.slices = [self._slice(index) for index in range(plan.boundaries)]
+        self._replays: dict[tuple[int, int], Blocks] = {}
+        self._parts: dict[tuple[int, int, int], tuple[Blocks, Blocks]] = {}
+
+    def _slice(self, index: int) -> list[tuple[int, int, Blocks]]:
+        """One message from a source to a target."""
+        sent: dict[tuple[int, int], Blocks] = {}
+        for fill in self.plan.fill_slice(index):
+            pair = fill.source, fill.target
+            sent[pair] = sent.get(pair, frozenset()) | frozenset(fill.blocks)
+        return [(source, target, blocks) for (source, target), blocks in sent.items()]
+
+    def fills(self, index: int) -> list[tuple[int, int, Blocks]]:
+        return self.slices[index] if index < len(self.slices) else []
+
+    def replays(self, rank: int, boundary: int) -> Blocks:
+        """The blocks that a member updates itself at that boundary."""
+        key = rank, min(boundary, len(self.slices))
+        if key not in self._replays:
+            self._replays[key] = frozenset(self.plan.replays(*key))
+        return self._replays[key]
+
+    def parts(self, owner: int, to: int, boundary: int) -> tuple[Blocks, Blocks]:
+        """What an owner sends: gradients of blocks that the other replays, parameters of those that it does not."""
+        key = owner, to, min(boundary, len(self.slices))
+        if key not in self._parts:
+            replayed = self.replays(to, boundary)
+            self._parts[key] = self.owned[owner] & replayed, self.owned[owner] - replayed
+        return self._parts[key]
+
+
+@cache
+def runs_of(blocks: Blocks) -> Runs:
+    return Runs.of(blocks)
+
+
+class Worlds:
+    """The worlds of one simulation, by their plans' numbers."""
+
+    def __init__(self) -> None:
+        self._worlds: dict[int, World] = {}
+
+    def of(self, plan: Plan) -> World:
+        known = self._worlds.get(plan.generation)
+        if known is None:
+            known = self._worlds[plan.generation] = World(plan)
+        return known
