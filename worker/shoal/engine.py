@@ -131,7 +131,8 @@ class Engine:
         """A newcomer runs one lane whose result is thrown away, so that compiling stalls nobody; then it is ready."""
         if self.loop.rehearsed:
             return
-        yield self.loop.rehearsal_batch(self.state)
+        if not self.link.alone:
+            yield self.loop.rehearsal_batch(self.state)
         self.loop.end_rehearsal(self.state)
         self.link.rehearsed()
         self.publish()
