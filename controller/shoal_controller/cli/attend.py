@@ -23,10 +23,13 @@ from shoal_controller.cli.tables import number, resizes_table, show
 GONE = ("lost", "left")
 
 
-async def attend(client: Client, job: str, heard: Interrupts, report_file: Path | None) -> int:
-    """Until the job is over, or was killed by a second Ctrl-C. The exit status of `run`."""
+async def attend(client: Client, job: str, revision: int, heard: Interrupts, report_file: Path | None) -> int:
+    """Until the job is over, or was killed by a second Ctrl-C. The exit status of `run`.
+
+    What happened up to `revision` is not shown.
+    """
     with display() as shown:
-        watching = asyncio.create_task(watch(client, job, shown), name=f"watch {job}")
+        watching = asyncio.create_task(watch(client, job, shown, revision), name=f"watch {job}")
         try:
             if await interrupted_before(watching, heard.first):
                 shown.tell("interrupted: the job is being ended; a second Ctrl-C kills its workers")

@@ -114,9 +114,9 @@ def display() -> Display:
     return Terminal(on) if sys.stderr.isatty() else Lines(on)
 
 
-async def watch(client: Client, job: str, shown: Display) -> Json:
-    """Show a job until it is over; returns it as it ended."""
-    rate, revision = Rate(), 0
+async def watch(client: Client, job: str, shown: Display, revision: int = 0) -> Json:
+    """Show a job, and its events beyond a revision, until it is over; returns it as it ended."""
+    rate = Rate()
     while True:
         view = await client.job(job)
         for event in await client.events(job, after=revision):

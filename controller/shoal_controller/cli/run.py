@@ -64,8 +64,8 @@ async def run(
 
     async with serving(http, grpc, store, shown=True) as client:
         with interrupts() as heard:
-            await take_up(client, spec)
-            return await attend(client, name, heard, report)
+            revision = await take_up(client, spec)
+            return await attend(client, name, revision, heard, report)
 
 
 def check_machine() -> None:
@@ -86,18 +86,24 @@ def own(arguments: list[str]) -> list[str]:
     return arguments[1:] if arguments[:1] == ["--"] else arguments
 
 
-async def take_up(client: Client, spec: dict[str, Any]) -> None:
-    """Create the job, replace a finished one of its name, or go on with an unfinished one."""
+async def take_up(client: Client, spec: dict[str, Any]) -> int:
+    """Create the job, replace a finished one of its name, or go on with an unfinished one.
+
+    Returns the revision of the last event of what was there before.
+    """
     from shoal_controller.cli.display import OVER
 
     try:
         known = await client.job(spec["job"])
     except NotFound:
-        known = None
-    if known is None or known["phase"] in OVER:
         await client.create(spec)
-        return
+        return 0
+    revision = max((event["revision"] for event in await client.events(spec["job"])), default=0)
+    if known["phase"] in OVER:
+        await client.create(spec)
+        return revision
     typer.echo(f"job {spec['job']} goes on at step {known['step']}", err=True)
     wanted = spec["workers"].get("wanted", known["workers"]["wanted"])
     if wanted != known["workers"]["wanted"]:
         await client.scale(spec["job"], wanted)
+    return revision
