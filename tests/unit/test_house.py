@@ -28,7 +28,6 @@ ENTRY_MODULES = {
     "shoal_controller.cli.main": "the console script",
     "shoal.config.reference": "writes docs/configuration.md, `python -m`",
     "shoal.demo.byte_gpt": "the demo's script, `python -m`",
-    "shoal.config.reference": "writes docs/configuration.md",
 }
 """Modules that nobody imports because they are started."""
 
@@ -113,6 +112,8 @@ def test_every_module_introduces_itself() -> None:
 
 def test_every_module_is_imported_by_another_or_is_a_named_entry() -> None:
     graph = grimp.build_graph(*PACKAGES, cache_dir=None)
+    outside = [name for name in modules() if name not in graph.modules]
+    assert outside == [], "these lie in folders that are no packages"
     lonely = {name for name in modules() if not graph.find_modules_that_directly_import(name)}
     lonely -= {name for name in lonely if name.endswith("__main__")}
     assert sorted(lonely - set(ENTRY_MODULES)) == []

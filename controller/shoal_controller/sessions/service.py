@@ -2,7 +2,7 @@
 
 A thin driver of `Dialogue`: it moves bytes between streams and dialogues and hands events to the shell, which answers
 by `send` and `close`. It knows no job and decides nothing. gRPC carries bytes; the wire reads them, so that a message
-that cannot be read is answered by a sentence. See docs/decisions/wire-format.md.
+that cannot be read is answered by a sentence. See docs/decisions/0011-how-a-plan-travels.md.
 """
 
 from __future__ import annotations

@@ -1,0 +1,67 @@
+"""The pages hold what they say: links lead somewhere, generated pages are current, commands that are named exist."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from shoal_controller.cli.main import COMMANDS
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def tool(name: str) -> ModuleType:
+    """A script of `tools/` as a module."""
+    found = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    assert found and found.loader
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_within_the_repository_leads_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())
+    assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+def test_the_diagram_of_phases_is_drawn_from_the_table_as_it_is() -> None:
+    assert (ROOT / "docs/phases.md").read_text() == tool("phases").page(), "run `make docs`"
+
+
+def test_every_decision_is_in_the_list() -> None:
+    listed = set(re.findall(r"\((\d{4}-[\w-]+\.md)\)", (ROOT / "docs/decisions/index.md").read_text()))
+    assert listed == {page.name for page in PAGES if re.match(r"\d{4}-", page.name)}
+
+
+def test_every_page_is_reached_from_the_readme() -> None:
+    reached, waiting = set(), [ROOT / "README.md"]
+    while waiting:
+        page = waiting.pop().resolve()
+        if page not in reached and page.suffix == ".md":
+            reached.add(page)
+            waiting += [page.parent / target for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())]
+    assert [str(page.relative_to(ROOT)) for page in PAGES if page.resolve() not in reached] == []
+
+
+def test_every_command_that_a_page_names_exists() -> None:
+    known = {command.__name__ for command in COMMANDS}
+    named = {name for page in PAGES for name in re.findall(r"`?shoal ([a-z]+) ?[a-z<`.-]", code_of(page))}
+    assert named - known == set()
+
+
+def code_of(page: Path) -> str:
+    """What a page shows as code."""
+    text = page.read_text()
+    return "\n".join(re.findall(r"```.*?```|`[^`\n]+`", text, flags=re.DOTALL))
+
+
+def test_every_make_target_that_a_page_names_exists() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    named = {name for page in PAGES for name in re.findall(r"\bmake ([a-z]+)", code_of(page))}
+    assert named - targets == set()
+    assert {"demo", "test"} <= named
