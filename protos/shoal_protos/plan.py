@@ -125,16 +125,23 @@ class Plan:
 
         A boundary is a passed vote; the slice travels beside the next one. Every member derives the same.
         """
-        lowest, highest = index * self.fill_blocks_per_step, (index + 1) * self.fill_blocks_per_step
         sent: list[Fill] = []
-        at = Counter[int]()
-        for fill in self.fills:
-            before, count = at[fill.source], len(fill.blocks)
-            at[fill.source] += count
-            taken = fill.blocks.first(max(0, highest - before)) - fill.blocks.first(max(0, lowest - before))
+        for fill, before in self._in_turn():
+            taken = fill.blocks.first(self._due(index + 1, before)) - fill.blocks.first(self._due(index, before))
             if taken:
                 sent.append(Fill(fill.source, fill.target, taken))
         return tuple(sent)
+
+    def _in_turn(self) -> Iterator[tuple[Fill, int]]:
+        """Every fill, with how many blocks its source sends before it."""
+        sent = Counter[int]()
+        for fill in self.fills:
+            yield fill, sent[fill.source]
+            sent[fill.source] += len(fill.blocks)
+
+    def _due(self, boundaries: int, before: int) -> int:
+        """How many blocks of a fill are sent after so many boundaries, when others of its source come before."""
+        return max(0, boundaries * self.fill_blocks_per_step - before)
 
     @property
     def boundaries(self) -> int:
@@ -147,9 +154,8 @@ class Plan:
     def filled(self, rank: int, boundaries: int) -> Runs:
         """The blocks that a member has received by fills after that many boundaries of the generation."""
         return union(
-            fill.blocks for index in range(min(boundaries, self.boundaries)) for fill in self.fill_slice(index)
-            if fill.target == rank
-        )  # fmt: skip
+            fill.blocks.first(self._due(boundaries, before)) for fill, before in self._in_turn() if fill.target == rank
+        )
 
     def replays(self, rank: int, boundaries: int) -> Runs:
         """The blocks whose update a member applies itself at the vote that follows that many passed ones."""

@@ -6,6 +6,8 @@ A `Runs` is immutable and canonical (sorted, disjoint, no two intervals touch), 
 
 from __future__ import annotations
 
+import sys
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 
 from shoal_protos.errors import UserError
@@ -17,20 +19,20 @@ Span = tuple[int, int]
 class Runs:
     """An immutable set of block numbers. Supports `|`, `&`, `-`, `in`, `len`, `bool`, `==`, iteration in order."""
 
-    __slots__ = ("_hash", "_spans")
+    __slots__ = ("_spans",)
 
     def __init__(self, spans: Iterable[Span] = ()) -> None:
         """Any spans: unsorted, touching and overlapping ones are joined, empty ones dropped."""
-        joined: list[Span] = []
-        for start, stop in sorted(span for span in spans if span[0] < span[1]):
-            if joined and start <= joined[-1][1]:
+        given = sorted(span for span in spans if span[0] < span[1])
+        joined = given[:1]
+        for start, stop in given[1:]:
+            if start <= joined[-1][1]:
                 joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
             else:
                 joined.append((start, stop))
         if joined and joined[0][0] < 0:
             raise ValueError(f"a block number is {joined[0][0]}; block numbers start at 0")
         self._spans = tuple(joined)
-        self._hash = hash(self._spans)
 
     @classmethod
     def of(cls, blocks: Iterable[int]) -> Runs:
@@ -99,7 +101,10 @@ class Runs:
         return Runs(left)
 
     def __contains__(self, block: object) -> bool:
-        return isinstance(block, int) and any(start <= block < stop for start, stop in self._spans)
+        if not isinstance(block, int):
+            return False
+        index = bisect_right(self._spans, (block, sys.maxsize)) - 1
+        return index >= 0 and block < self._spans[index][1]
 
     def __iter__(self) -> Iterator[int]:
         for start, stop in self._spans:
@@ -115,7 +120,7 @@ class Runs:
         return isinstance(other, Runs) and self._spans == other._spans
 
     def __hash__(self) -> int:
-        return self._hash
+        return hash(self._spans)
 
     def __repr__(self) -> str:
         return "Runs(" + ", ".join(f"{a}" if b == a + 1 else f"{a}-{b - 1}" for a, b in self._spans) + ")"

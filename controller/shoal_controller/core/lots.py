@@ -22,8 +22,8 @@ class Lot:
     """Blocks that are alike, and what is decided about them so far."""
 
     blocks: Runs
-    holders: tuple[int, ...]
-    """Ascending; empty: lost."""
+    holders: frozenset[int]
+    """Empty: lost."""
     was: int = NOBODY
     """Who owned them before and still holds them."""
     owner: int = NOBODY
@@ -46,7 +46,7 @@ def gather(blocks: int, holds: Sequence[Runs], owned: Mapping[int, Runs]) -> lis
     alike: dict[tuple[int, frozenset[int]], list[Span]] = {}
     for span, owner, holders in _stretches(blocks, holds, owned):
         alike.setdefault((owner if owner in holders else NOBODY, holders), []).append(span)
-    return [Lot(Runs(spans), tuple(sorted(holders)), was) for (was, holders), spans in alike.items()]
+    return [Lot(Runs(spans), holders, was) for (was, holders), spans in alike.items()]
 
 
 _HELD, _NOT_HELD, _OWNED, _NOT_OWNED = range(4)

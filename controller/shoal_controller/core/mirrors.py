@@ -53,7 +53,7 @@ def _more(lots: Sequence[Lot], spread: Spread, sites: Sequence[int]) -> list[Lot
     parcels = [
         Parcel(
             count=len(lot.blocks),
-            holders=(lot.owner, *(h for h in lot.holders if h in among and h not in lot.keepers)),
+            holders=(lot.owner, *sorted((lot.holders & among).difference(lot.keepers))),
             was=lot.owner,
             owner=lot.owner,
             barred=frozenset(sites[mirror] for mirror in lot.mirrors),

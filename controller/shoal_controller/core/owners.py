@@ -24,7 +24,7 @@ def share_owners(lots: Sequence[Lot], keepers: Sequence[int], mirrors: int, site
     parcels = [
         Parcel(
             count=len(lot.blocks),
-            holders=tuple(holder for holder in lot.holders if holder in among),
+            holders=tuple(sorted(lot.holders & among)),
             was=lot.was if lot.was in among else NOBODY,
             stays=count,
         )

@@ -148,6 +148,8 @@ class Placing:
     def _fill_pairs_of(self, index: int, owner: int, mirrors: Sequence[int]) -> None:
         """Places as much of a parcel as fits with this owner and these mirrors; who mirrors least comes first."""
         for room in (self.room_below, self.room_beyond):
+            if room == self.room_below and self._short[owner] <= 0:
+                continue
             if not self.wanted[index] or not self.is_open(owner):
                 return
             if self.room.mirrors[0] == NOBODY:

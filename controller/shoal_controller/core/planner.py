@@ -137,7 +137,8 @@ def _compose(terms: Terms, here: Sequence[Candidate], before: Plan | None) -> _W
     apart = len({domains[keeper] for keeper in keepers}) > 1
     lots = share_owners(lots, keepers, mirrors, domains if apart else range(len(here)))
     lots = share_mirrors(lots, keepers, mirrors, domains)
-    kept = [_promote(lot, frozenset(keepers), mirrors) for lot in lots]
+    staying = frozenset(keepers)
+    kept = [_promote(lot, staying, mirrors) for lot in lots]
     lanes = dict(zip(keepers, share_lanes(terms.lanes, [here[keeper].lane for keeper in keepers]), strict=True))
     return _without_the_needless(_World(here, _shares(len(here), kept, lanes), name_fills(kept)))
 
@@ -176,15 +177,17 @@ def _promote(lot: Lot, keepers: frozenset[int], mirrors: int) -> Kept:
 
     The owner before stays while the wished one is being filled. Holders beyond the wished copies release the blocks.
     """
+    if lot.holders.issuperset(lot.keepers):
+        return Kept(lot, lot.owner, lot.mirrors)
     wished = [worker for worker in lot.keepers if worker in lot.holders]
-    staying = [worker for worker in lot.holders if worker in keepers]
+    staying = sorted(lot.holders & keepers)
     if lot.owner in lot.holders:
         owner = lot.owner
     elif lot.was in keepers:
         owner = lot.was
     else:
-        owner = (wished or staying or lot.holders)[0]
-    order = dict.fromkeys((*wished, *staying, *lot.holders))
+        owner = (wished or staying or sorted(lot.holders))[0]
+    order = dict.fromkeys((*wished, *staying, *sorted(lot.holders)))
     del order[owner]
     return Kept(lot, owner, tuple(order)[:mirrors])
 
