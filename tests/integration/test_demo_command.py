@@ -1,0 +1,40 @@
+"""`shoal demo` as a user starts it, whole: the one test that shows everything at once."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SHOAL = str(Path(sys.executable).with_name("shoal"))
+
+
+@pytest.mark.timeout(300)
+def test_the_demo_ends_with_the_same_bits(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_bytes(b"the quick brown fox jumps over the lazy dog\n" * 20_000)
+    done = subprocess.run(
+        [SHOAL, "demo", "--text", str(text)], cwd=tmp_path, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.match(r"http=127\.0\.0\.1:\d+ grpc=127\.0\.0\.1:\d+\n", done.stdout)
+    assert "The same bits" in done.stdout
+    first, second = re.findall(r"\b[0-9a-f]{64}\b", done.stdout)
+    assert first == second
+    worlds = [re.split(r"\s*│\s*", line)[1:-1] for line in done.stdout.splitlines() if line.startswith("│")]
+    reasons = {world[1] for world in worlds}
+    assert {"start", "kill", "scale_up", "drain", "scale_down"} <= reasons
+    assert {world[-1] for world in worlds} == {"0"}, "a step was lost"
+    assert {world[6] for world in worlds if world[1] != "kill"} == {"0 B"}, "bytes moved in a planned pause"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["text"]
+
+
+def test_the_demo_says_when_its_steps_ran_out_and_leaves_no_worker_behind(tmp_path: Path) -> None:
+    done = subprocess.run([SHOAL, "demo", "--steps", "3"], cwd=tmp_path, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 1
+    sentence = done.stderr.splitlines()[-1]
+    assert sentence.startswith("shoal: job disturbed succeeded at step 3 before ")
+    assert sentence.endswith("(more steps: --steps)")
