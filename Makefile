@@ -50,7 +50,7 @@ pytest: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(ARGS)
 
 simulate: $(READY)
-	$(BIN)/python -m tests.simulation $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),20000))
+	$(BIN)/python -m tests.simulation.run $(if $(SEED),--replay $(SEED),--seeds $(or $(SEEDS),20000)) $(ARGS)
 
 protos: $(READY)
 	$(BIN)/python protos/generate.py
