@@ -35,6 +35,8 @@ TRAIN = "integration.scripts:train"
 PATIENCE_SECONDS = 40.0
 """Far above what anything takes on two busy cores; a test that needs it is wrong."""
 OVER = ("succeeded", "failed", "cancelled")
+WITHOUT_EFFECT = ("stage", "mirrors", "pace", "until")
+"""Options of the script that must not change a bit."""
 QUICK = {"heartbeat_seconds": 0.2, "reconnect_seconds": 2.0, "stall_seconds": 30.0}
 """So that a test sees within moments what takes seconds in earnest."""
 
@@ -75,7 +77,7 @@ def until(what: str, seen: Callable[[], Any], patience: float = PATIENCE_SECONDS
     deadline, pause = time.monotonic() + patience, threading.Event()
     while not (value := seen()):
         assert time.monotonic() < deadline, f"waited {patience:.0f} s for {what}"
-        pause.wait(0.01)
+        pause.wait(0.02)
     return value
 
 
@@ -89,15 +91,18 @@ class Cluster:
         script: str = TRAIN,
         spec: Mapping[str, Any] | None = None,
         faults: str = "",
+        pace: float = 0.0,
     ) -> None:
         """`options`: keyword arguments of the script. `spec`: what differs from the defaults in the job's spec.
 
-        `faults`: the value of SHOAL_FAULT for every worker.
+        `faults`: the value of SHOAL_FAULT for every worker. `pace`: seconds per micro-batch until `release`.
         """
         self.folder = Path(tempfile.mkdtemp(prefix="cluster-"))
         self.job_name = "job"
         self.script = script
         self.options = dict(options or {})
+        self._go = self.folder / "go"
+        self._pace = {"pace": pace, "until": str(self._go)} if pace else {}
         self.faults = faults
         self.spec = {"job": self.job_name, "launcher": "none", "workers": {"wanted": workers}, **QUICK, **(spec or {})}
         self.pids: dict[str, int] = {}
@@ -158,7 +163,7 @@ class Cluster:
         env = {"SHOAL_CONTROLLER": f"127.0.0.1:{self._ports[1]}", "SHOAL_JOB": self.job_name, "SHOAL_WORKER_ID": worker}
         if self.faults:
             env["SHOAL_FAULT"] = self.faults
-        given = {**self.options, **options, "result": str(self.result_file(worker))}
+        given = {**self.options, **self._pace, **options, "result": str(self.result_file(worker))}
         self.pids[worker] = fork(self.script, given, env, self.folder / f"{worker}.log")
 
     def kill(self, *workers: str) -> None:
@@ -273,9 +278,22 @@ class Cluster:
             lambda _: self.workers().get(worker, {"state": "unknown"})["state"] in states,
         )
 
-    def wait_done(self, patience: float = PATIENCE_SECONDS) -> None:
-        """Until the job has succeeded and every process that is left has ended."""
-        self.until("success", lambda job: job["phase"] == "succeeded", patience)
+    def release(self) -> None:
+        """The script runs as fast as it can from here on."""
+        self._go.touch()
+
+    def wait_done(self) -> None:
+        """Until the job has succeeded."""
+        self.release()
+        self.until("success", lambda job: job["phase"] == "succeeded")
+
+    def wait_undisturbed(self) -> Json:
+        """Until the job has succeeded with the bits of the undisturbed run, no step lost; returns the report."""
+        self.wait_done()
+        report = self.report()
+        assert report["fingerprint"] == undisturbed(self.options, self.script), "other bits than the undisturbed run"
+        assert [world["lost_steps"] for world in report["generations"]] == [0] * len(report["generations"])
+        return report
 
     def wait_exit(self, worker: str) -> int:
         """The worker's exit status."""
@@ -349,4 +367,5 @@ def _undisturbed(options: str, script: str) -> Json:
 
 def undisturbed(options: Mapping[str, Any], script: str = TRAIN) -> str:
     """The fingerprint of the same options in a world of one, computed once per session."""
-    return str(_undisturbed(json.dumps(options, sort_keys=True), script)["fingerprint"])
+    matter = {name: value for name, value in options.items() if name not in WITHOUT_EFFECT}
+    return str(_undisturbed(json.dumps(matter, sort_keys=True), script)["fingerprint"])

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 VOCABULARY, WIDTH, LENGTH = 256, 64, 16
+SLOW = 0.5
+"""Seconds per micro-batch of the last steps while a test is at work."""
 
 
 class Samples(torch.utils.data.Dataset[dict[str, Tensor]]):
@@ -85,8 +87,26 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=1e-3)
 
 
+class Brake:
+    """`pace`: seconds that each micro-batch takes longer; with `until`, only as long as that file is not there.
+
+    Then the last steps take long: a test that is still at work does not find the job done.
+    """
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self._pace, self._last = options.get("pace", 0.0), options.get("max_steps", 20) - 3
+        self._until = Path(options["until"]) if "until" in options else None
+        self._pause = threading.Event()
+
+    def hold(self, step: int) -> None:
+        if self._until is None:
+            self._pause.wait(self._pace)
+        elif not self._until.exists():
+            self._pause.wait(SLOW if step >= self._last else self._pace)
+
+
 def train(result: str, **options: Any) -> None:
-    """Options: max_steps, lanes, stage, mirrors, dropout, buffers, samples, pace (seconds per micro-batch), shoal, …"""
+    """Options: max_steps, lanes, stage, mirrors, dropout, buffers, samples, pace, until, shoal, …"""
     import shoal
 
     torch.manual_seed(options.get("weights_seed", 0))
@@ -97,11 +117,10 @@ def train(result: str, **options: Any) -> None:
     engine = shoal.initialize(
         model=model, config=config(options), dataset=samples, optimizer=optimizer, scheduler=scheduler
     )
-    pace, pause = options.get("pace", 0.0), threading.Event()
+    brake = Brake(options)
     worlds: list[list[int]] = []
     for batch in engine:
-        if pace:
-            pause.wait(pace)
+        brake.hold(engine.global_step)
         loss = engine.module(**batch)
         engine.backward(loss)
         engine.step()

@@ -7,6 +7,8 @@ one JSON request a line from its standard input, answers one a line, and dies wi
 
 from __future__ import annotations
 
+import atexit
+import gc
 import importlib
 import json
 import os
@@ -14,14 +16,17 @@ import selectors
 import signal
 import subprocess
 import sys
-import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 TESTS = Path(__file__).resolve().parents[1]
-WARM_MODULES = ("torch", "torch.distributed", "shoal.engine", "shoal.starting", "shoal_controller.server")
+WARM_MODULES = (
+    "torch", "torch.distributed", "torch._dynamo", "shoal.engine", "shoal.starting", "shoal_controller.server",
+    "integration.scripts",
+)  # fmt: skip
+"""`torch._dynamo`: a process's first optimizer imports it, which takes a second."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """A thread pool that is started at import would not survive the fork."""
 
@@ -130,13 +135,23 @@ def become(child: Child) -> NoReturn:
     os.close(nothing)
     os.close(log)
     os.environ.update(child.env)
+    code = _run(child)
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(code)  # taking torch apart would take half a second
+
+
+def _run(child: Child) -> int:
+    """What the interpreter makes of a script: its exit status."""
     module, _, function = child.call.partition(":")
     try:
         getattr(importlib.import_module(module), function)(**child.arguments)
-    except Exception:
-        traceback.print_exc()
-        sys.exit(1)
-    sys.exit(0)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        return 1
+    return 0
 
 
 def main() -> None:
@@ -144,6 +159,8 @@ def main() -> None:
         importlib.import_module(module)
     threads = list(Path("/proc/self/task").iterdir())
     assert len(threads) == 1, f"{len(threads)} threads run after the imports; a fork would lose all but one"
+    gc.collect()
+    gc.freeze()
     child = serve()
     if child is not None:
         become(child)

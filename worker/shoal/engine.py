@@ -25,6 +25,7 @@ from shoal.exchange.fills import receive_slice, send_slice
 from shoal.exchange.group import WorldChanged
 from shoal.exchange.hand_out import hand_out
 from shoal.exchange.norm import subtree_sums
+from shoal.exchange.torn_vote import gather_of
 from shoal.exchange.vote import Ballot, Record, Wish, cast
 from shoal.faults import Faults
 from shoal.lane_loop import LaneLoop
@@ -68,6 +69,12 @@ class Engine:
         self._callbacks: list[StepCallback] = []
         self._readiness = Readiness(state.layout, state.parameters)
         self._reduction: CanonicalReduction | None = None
+        faults.abort = self._abort_group
+        link.before_meeting = lambda: faults.at("group", state.step)
+
+    def _abort_group(self) -> None:
+        if self.world is not None:
+            self.world.group.abort()
 
     # ---- what a script reads
 
@@ -198,10 +205,11 @@ class Engine:
         assert world is not None
         reduction, self._reduction = self._reduction or self._new_reduction(), None
         fills = world.plan.fill_slice(self.boundaries)
-        self.faults.at("fill", t)
         letters = send_slice(world.group, state.held, fills)
+        if any(world.rank in (fill.source, fill.target) for fill in fills):
+            self.faults.at("fill", t)
         self.faults.at("exchange", t)
-        reduction.finish()
+        reduction.finish(reduced=lambda: self.faults.at("mirror", t))
         self.meter.filled(receive_slice(world.group, state.held, fills))
         state.buffers.exchange(world.group, world.routes)
         norms = (
@@ -209,7 +217,6 @@ class Engine:
             if state.clipping
             else None
         )
-        self.faults.at("mirror", t)
         for letter in letters:
             letter.wait()
         state.pending = world.replays(self.boundaries)
@@ -243,7 +250,7 @@ class Engine:
 
     def _vote(self, world: World, ballot: Ballot, norms: Tensor | None) -> Record:
         self.faults.at("vote", ballot.step)
-        record = cast(world.group, world.routes, ballot, norms)
+        record = cast(gather_of(self.faults, world.group, ballot, world.plan.generation), world.routes, ballot, norms)
         refuse_other_hyper_parameters(world.group, record, self.state.optimizer)
         prepared = self.link.leave_vote(list(record.generations))
         self.resize.begins = prepared
@@ -274,6 +281,8 @@ class Engine:
         """Where no step runs (paused, below `min`, the end), changes begin, fills run, requests are heard."""
         world = self.world
         assert world is not None
+        if self.over and not self.done:
+            self.faults.at("after_last", self.state.step)
         fills = world.plan.fill_slice(self.boundaries)
         letters = send_slice(world.group, self.state.held, fills)
         self.meter.filled(receive_slice(world.group, self.state.held, fills))

@@ -1,7 +1,8 @@
 """Faults that a test plants in a worker: `SHOAL_FAULT=WORKER@STEP:POINT:kill|stop|abort`, several with commas.
 
 Read once with the session's settings. Where none is planted for this worker, `at` is one comparison. Each fault happens
-once in a process: the step that it broke is run again.
+once in a process, the first time that it stands at its point in that step or a later one: the step that it broke is run
+again, and nobody knows beforehand at which step a world changes.
 """
 
 from __future__ import annotations
@@ -15,10 +16,15 @@ from dataclasses import dataclass
 from shoal_protos.errors import UserError
 
 POINTS = (
-    "forward", "backward", "exchange", "mirror", "vote", "in_vote", "optimizer", "hand_out", "prepare", "group",
-    "promote", "roll_forward", "opened", "fill", "begin", "join", "after_last",
+    "forward", "backward", "fill", "exchange", "mirror", "vote", "in_vote", "in_vote_to_begin", "optimizer", "hand_out",
+    "after_last", "prepare", "group", "roll_forward", "promote", "opened", "begin", "join",
 )  # fmt: skip
-"""Where the training side may be struck, in the order of a step, then of a change of the world."""
+"""Where the training side may be struck, in the order of a step, then of a change of the world.
+
+`fill`: beside the exchange, where this worker sends or receives a slice. `mirror`: reduced gradients are here and not
+yet with their mirrors. `in_vote`: one member has this worker's row and the others have not (torn_vote.py);
+`in_vote_to_begin`: likewise, where all vote for the same next generation. `group`: it is about to meet the others.
+"""
 
 ACTIONS = ("kill", "stop", "abort")
 FORM = re.compile(r"(?P<worker>[^@:,\s]+)@(?P<step>\d{1,18}):(?P<point>[^:,]+):(?P<action>[^:,]+)")
@@ -52,12 +58,18 @@ class Faults:
         if self._planted:
             self._strike(point, step)
 
+    def due(self, point: str, step: int) -> bool:
+        """Whether `at` would strike."""
+        return self._next(point, step) is not None
+
+    def _next(self, point: str, step: int) -> Fault | None:
+        return next((fault for fault in self._planted if fault.point == point and fault.step <= step), None)
+
     def _strike(self, point: str, step: int) -> None:
-        for fault in self._planted:
-            if (fault.point, fault.step) == (point, step):
-                self._planted.remove(fault)
-                self._act(fault.action)
-                return
+        fault = self._next(point, step)
+        if fault is not None:
+            self._planted.remove(fault)
+            self._act(fault.action)
 
     def _act(self, action: str) -> None:
         if action == "abort":

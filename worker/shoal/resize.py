@@ -98,7 +98,6 @@ class Resize:
     def _catch_up(self, world: World) -> None:
         plan, state, recovery = world.plan, self._engine.state, world.plan.recovery
         assert recovery is not None
-        self._engine.faults.at("group", state.step)
         if plan.reason is Reason.START:
             state.begin_anew(plan.shares[world.rank].keeps)
             agree_on_the_start(world, state)
@@ -121,6 +120,7 @@ class Resize:
         generation = engine.world.plan.generation if engine.world else engine.state.committed_in
         engine.state.commit(passed, generation)
         engine.requests.heed_stop(passed)
+        log.info("rolled_forward", step=passed.step, committed_in=generation)
         engine.meter.step_done(len(engine.world.lanes) if engine.world else 0)
 
     def _share_small_state(self, world: World) -> None:

@@ -9,6 +9,7 @@ run of lanes per worker this is an all-to-all of the size of a reduce-scatter.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -89,10 +90,10 @@ class CanonicalReduction:
                 work = self._group.receive(message, peer, PARTIALS)
                 self._flight[bucket].arrivals[peer] = (work, message)
 
-    def finish(self) -> None:
+    def finish(self, reduced: Callable[[], None]) -> None:
         """Everything that is left, until every owned and mirrored range holds its reduced gradient.
 
-        Raises `WorldChanged`; the sums are void then.
+        `reduced` is called for each bucket before it is mirrored. Raises `WorldChanged`; the sums are void then.
         """
         if self._broken:
             raise WorldChanged("the group broke while the last backward ran")
@@ -102,6 +103,7 @@ class CanonicalReduction:
             while self._sent < min(buckets, bucket + 1 + AHEAD):
                 self._send(self._sent)
             self._reduce(bucket)
+            reduced()
             self._mirror(bucket)
             self._flight[bucket].packed.clear()
             if len(self._mirror_arrivals) > AHEAD:

@@ -17,13 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.exchange.group import RESERVED_TAGS, Group, WorldChanged
+from shoal.exchange.group import GATHER_TAG, RESERVED_TAGS, Group, WorldChanged
 from shoal.exchange.meeting import Meeting, Stop
 from shoal.exchange.rendezvous import AbortableStore, split_address
 from shoal.exchange.solo import SoloGroup
 
 ABORT_TAG = RESERVED_TAGS
-GATHER_TAG = RESERVED_TAGS + 1
 FOREVER = timedelta(days=1)
 """A shorter one would close the group under a first step that compiles."""
 A_MOMENT = timedelta(milliseconds=1)

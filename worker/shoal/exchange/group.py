@@ -13,6 +13,8 @@ from torch import Tensor
 
 RESERVED_TAGS = 1 << 20
 """Tags from here on belong to the group itself."""
+GATHER_TAG = RESERVED_TAGS + 1
+"""Of the rows of an all-gather."""
 
 
 class WorldChanged(Exception):

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 from shoal_protos.errors import UserError
 from torch import Tensor
 
 from shoal.core.tree import fold_numbers
-from shoal.exchange.group import Group
 from shoal.exchange.letters import as_bytes_tensor
 from shoal.exchange.routes import Routes
 
@@ -81,7 +81,11 @@ class Record:
         return cls(**{**fields, "generations": tuple(fields["generations"]), "hypers": tuple(fields["hypers"])})
 
 
-def cast(group: Group, routes: Routes, ballot: Ballot, norms: Tensor | None) -> Record:
+Gather = Callable[[Tensor], Tensor]
+"""One's own row → every member's, by rank: `Group.all_gather`."""
+
+
+def cast(gather: Gather, routes: Routes, ballot: Ballot, norms: Tensor | None) -> Record:
     """Votes, and returns the record: past this call the step is committed. Raises `WorldChanged` when it did not pass.
 
     `norms`: `(subtrees owned,)` float64 sums of squares of the reduced gradient, where the step needs the norm.
@@ -97,11 +101,16 @@ def cast(group: Group, routes: Routes, ballot: Ballot, norms: Tensor | None) -> 
     row[: text.numel()] = text
     if norms is not None:
         row[TEXT_BYTES:].view(torch.float64)[: norms.numel()] = norms
-    return _record(routes, group.all_gather(row), bool(most))
+    return _record(routes, gather(row), bool(most))
+
+
+def read_ballots(rows: Tensor) -> list[dict[str, Any]]:
+    """By rank: the fields of `Ballot`."""
+    return [json.loads(row[:TEXT_BYTES].numpy().tobytes().rstrip(b"\0")) for row in rows]
 
 
 def _record(routes: Routes, rows: Tensor, with_norm: bool) -> Record:
-    ballots = [json.loads(row[:TEXT_BYTES].numpy().tobytes().rstrip(b"\0")) for row in rows]
+    ballots = read_ballots(rows)
     lanes = routes.plan.lanes
 
     def reduced(of: list[Sequence[float]]) -> float:

@@ -7,6 +7,7 @@ thread, no socket, no signal handler.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 from shoal_protos.description import Description
 from shoal_protos.messages import Inventory, Result, Status, Telemetry
@@ -22,6 +23,10 @@ from shoal.session.seam import Item, Opened, Prepared, Recover, Stopped
 GENERATION = 1
 
 
+def _nothing() -> None:
+    """There is nobody to meet."""
+
+
 class AloneLink:
     """A `Link`."""
 
@@ -33,6 +38,7 @@ class AloneLink:
         self._membership = Membership(self.worker, self.incarnation)
         self._inbox = Inbox()
         self._description: Description | None = None
+        self.before_meeting: Callable[[], None] = _nothing
 
     def introduce(self, description: Description, status: Status) -> None:
         del status  # there is nobody to tell

@@ -22,7 +22,7 @@ from shoal_protos.runs import Runs
 from shoal.core.membership import Membership
 from shoal.exchange.gloo import build_gloo
 from shoal.exchange.group import Group
-from shoal.exchange.meeting import Transport
+from shoal.exchange.meeting import Meeting, Stop, Transport
 from shoal.exchange.rendezvous import OwnStore
 from shoal.logs import get_logger
 from shoal.session.dialogue import Abort, Build, Dialogue, Effect, Process, Put
@@ -39,6 +39,10 @@ REPORT_SECONDS = 60.0
 log = get_logger("shoal.session")
 
 
+def _nothing() -> None:
+    """Nobody asked to be called."""
+
+
 class ControllerLink:
     """A `Link`. `transport` builds the groups."""
 
@@ -49,7 +53,9 @@ class ControllerLink:
         self._lock = threading.RLock()
         self._membership = Membership(settings.worker, secrets.token_hex(8))
         self._inbox = Inbox()
-        self._groups = Groups(transport, self._lock, self)
+        self._transport = transport
+        self._groups = Groups(self._meet, self._lock, self)
+        self.before_meeting: Callable[[], None] = _nothing
         self._spoken = threading.Condition(self._lock)
         """Notified when the controller has welcomed us, refused us, or heard our last word."""
         self._last_word_heard = False
@@ -116,7 +122,8 @@ class ControllerLink:
         if isinstance(item, Ended) and item.ending is Ending.START_OVER:
             with self._lock:
                 self.dialogue.start_over(secrets.token_hex(8))
-            self._say()
+            if self._thread is not None:
+                self._thread.wake()
         return item
 
     def pause(self, seconds: float) -> None:
@@ -266,6 +273,12 @@ class ControllerLink:
             case Abort():
                 return self._groups.call_off_all()
         return []
+
+    # ---- on a builder's thread
+
+    def _meet(self, meeting: Meeting, stop: Stop) -> Group:
+        self.before_meeting()
+        return self._transport(meeting, stop)
 
     # ---- on a builder's thread, under the lock
 

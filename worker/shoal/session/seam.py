@@ -7,6 +7,7 @@ groups, whose `abort()` the link calls.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -85,6 +86,8 @@ class Link(Protocol):
 
     alone: bool
     """No controller: a world of one that nobody else will ever join."""
+    before_meeting: Callable[[], None]
+    """Called on a builder's thread before this process meets others to build a group. Tests strike there."""
 
     @property
     def worker(self) -> str:
