@@ -15,7 +15,7 @@ DONE, FAILED, WRONG_USE, UNREACHABLE, INTERRUPTED = 0, 1, 2, 3, 130
 
 EXTRAS = {
     "shoal[controller]": {
-        "fastapi", "prometheus_client", "psutil", "pydantic_settings", "sse_starlette", "uvicorn", "yaml",
+        "fastapi", "prometheus_client", "psutil", "pydantic_settings", "uvicorn", "yaml",
     },
     "shoal[worker]": {"fsspec", "numpy", "safetensors", "torch"},
 }  # fmt: skip
