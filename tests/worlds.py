@@ -11,7 +11,7 @@ BLOCKS = 6
 
 
 def member(worker: str) -> Member:
-    return Member(worker, f"{worker}!", f"127.0.0.1:{1000 + ord(worker[0])}")
+    return Member(worker, f"{worker}.1", f"127.0.0.1:{1000 + ord(worker[0])}")
 
 
 def _shares(workers: str, blocks: int) -> tuple[Share, ...]:
@@ -54,6 +54,6 @@ def planned(generation: int, base: int, workers: str) -> Plan:
 
 def share_of(plan: Plan, worker: str) -> Runs:
     """What a worker keeps in it."""
-    rank = plan.rank_of(worker, f"{worker}!")
+    rank = plan.rank_of(worker, f"{worker}.1")
     assert rank is not None
     return plan.shares[rank].keeps

@@ -12,7 +12,7 @@ ALL = every(BLOCKS)
 
 
 def newcomer(worker: str = "a") -> Membership:
-    membership = Membership(worker, f"{worker}!")
+    membership = Membership(worker, f"{worker}.1")
     membership.rehearsed()
     return membership
 
@@ -199,7 +199,7 @@ def test_a_stopped_worker_takes_no_planned_change() -> None:
 
 
 def test_a_newcomer_that_has_not_rehearsed_is_given_no_plan() -> None:
-    membership = Membership("c", "c!")
+    membership = Membership("c", "c.1")
     assert not membership.hear_planned(planned(2, 1, "abC"))
     membership.hear_prepare(3)
     assert not membership.hear_recovery(recovery(3, "abC"))

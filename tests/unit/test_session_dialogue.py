@@ -45,7 +45,7 @@ WELCOME = Welcome("a", 0.5, 10.0, 1800.0)
 
 def dialogue_of(worker: str = "a") -> Dialogue:
     process = Process("job", "host", 1, "rack", "127.0.0.1:1")
-    dialogue = Dialogue(Membership(worker, f"{worker}!"), process, DESCRIPTION, NEW)
+    dialogue = Dialogue(Membership(worker, f"{worker}.1"), process, DESCRIPTION, NEW)
     dialogue.hello()
     dialogue.hear(WELCOME)
     dialogue.membership.rehearsed()

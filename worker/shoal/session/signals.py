@@ -22,7 +22,6 @@ class TermSignal:
 
     def __init__(self, harmless: Callable[[], bool]) -> None:
         self._harmless = harmless
-        self._pid = os.getpid()
         self.reader, self._writer = socket.socketpair()
         self.reader.setblocking(False)
         self._writer.setblocking(False)
@@ -74,9 +73,23 @@ def uninstall(term: TermSignal | None) -> None:
         term.close()
 
 
+# ---- forks: a child (a data loader's) must die of SIGTERM, and must not write to its parent's descriptor
+
+_masks = threading.local()
+
+
+def _hold_back() -> None:
+    """No SIGTERM reaches the child before it is a process like any other."""
+    _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
+def _let_through() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _masks.before)
+
+
 def _forget_in_child() -> None:
-    """A forked child (a data loader's) must die of SIGTERM, and must not write to its parent's descriptor."""
     uninstall(_installed)
+    _let_through()
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+os.register_at_fork(before=_hold_back, after_in_parent=_let_through, after_in_child=_forget_in_child)

@@ -15,7 +15,7 @@ import grpc
 import grpc.aio
 from shoal_protos.channel import CHANNEL_OPTIONS, METHOD
 from shoal_protos.errors import UserError
-from shoal_protos.messages import Hello, Result, ToController, ToWorker, Welcome
+from shoal_protos.messages import Hello, Refusal, Result, Shutdown, ToController, ToWorker, Welcome
 from shoal_protos.wire import decode_controller, encode_worker
 
 from shoal.logs import get_logger
@@ -187,6 +187,8 @@ class SessionThread:
             message = decode_controller(data)
             self._welcomed = self._welcomed or isinstance(message, Welcome)
             self._driver.hear(message)
+            if isinstance(message, Shutdown | Refusal):
+                return
 
     async def _write(self, call: Call) -> None:
         """Says what is due at once, and a heartbeat when it is time; ends after the last word."""

@@ -1,0 +1,466 @@
+"""The link to a controller: real gRPC, real stores, real gloo groups; several links in this one process.
+
+No test measures time: what must come is waited for by a deadline far above what it takes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from integration.small_controller import PATIENCE_SECONDS, SmallController
+from shoal.exchange.group import Group, WorldChanged
+from shoal.exchange.letters import Letter
+from shoal.exchange.routes import FIRST_MESSAGE
+from shoal.session.client import ControllerLink
+from shoal.session.seam import Asked, Begun, Ended, Item, Opened, Recover, Stopped
+from shoal.session.settings import SessionSettings
+from shoal_protos.description import Description
+from shoal_protos.errors import UserError
+from shoal_protos.messages import (
+    Ask,
+    AskKind,
+    Carry,
+    Ending,
+    Heartbeat,
+    Hello,
+    Inventory,
+    Open,
+    Ping,
+    Point,
+    Prepare,
+    Ready,
+    Refusal,
+    Request,
+    Result,
+    Shutdown,
+    Status,
+    Telemetry,
+)
+from shoal_protos.plan import Member, Plan
+from shoal_protos.runs import NO_BLOCKS, every
+from worlds import BLOCKS, planned, recovery
+
+DESCRIPTION = Description(2, BLOCKS, 4096, 8, 1, 0, 10, (), "SGD", {}, {}, False, False)
+NEW = Status(0, 0, Point.REHEARSING, 0, step=-1, committed_in=0)
+
+Wanted = TypeVar("Wanted", bound=Item)
+
+
+class Worker:
+    """A link and what a training thread does with it, on a thread of its own where it may block."""
+
+    def __init__(self, name: str, controller: SmallController, **settings: Any) -> None:
+        self.name = name
+        self.link = ControllerLink(SessionSettings(controller=controller.address, job="job", worker=name, **settings))
+        self._controller = controller
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"training {name}")
+        self.group: Group | None = None
+        self.plan: Plan | None = None
+
+    def introduce(self) -> Hello:
+        """On the calling thread: SIGTERM is heard where that is the main thread."""
+        self.link.introduce(DESCRIPTION, NEW)
+        self.link.rehearsed()
+        self.hello = self._controller.hears(Hello, by=self.name)
+        return self.hello
+
+    def does(self, what: Callable[[], Any]) -> Future[Any]:
+        return self._thread.submit(what)
+
+    def takes(self, kind: type[Wanted]) -> Wanted:
+        item = self.link.take(PATIENCE_SECONDS)
+        assert isinstance(item, kind), f"{self.name} took {item}, not a {kind.__name__}"
+        return item
+
+    def stops(self, generation: int) -> None:
+        assert self.takes(Stopped).generation == generation
+        self.link.answer(Inventory(generation, 0, 0, 0, b"", NO_BLOCKS, NO_BLOCKS, NO_BLOCKS))
+
+    def recovers(self) -> Recover:
+        recover = self.takes(Recover)
+        self.plan, self.group = recover.plan, recover.group
+        return recover
+
+    def opens(self) -> None:
+        opened = self.takes(Opened)
+        assert self.plan is not None and opened.generation == self.plan.generation
+        self.begins()
+
+    def begins(self) -> None:
+        assert self.plan is not None
+        self.link.begin(self.plan, self.group)
+        self.link.publish(replace(NEW, step=0), Telemetry())
+
+    def gathers(self) -> list[int]:
+        assert self.group is not None
+        return [int(row) for row in self.group.all_gather(torch.tensor([self.link.worker.encode()[0]]).byte())]
+
+    def votes(self) -> Any:
+        """What begins after a vote that all pass like this one."""
+        voted = self.link.enter_vote(every(BLOCKS))
+        return self.link.leave_vote([voted, voted])
+
+    def close(self) -> None:
+        self.link.close()
+        self._thread.shutdown()
+
+
+@contextmanager
+def workers(names: str) -> Iterator[tuple[SmallController, list[Worker]]]:
+    """A controller and introduced workers."""
+    with ExitStack() as stack:
+        controller = stack.enter_context(SmallController())
+        them = [Worker(name, controller) for name in names]
+        for worker in them:
+            stack.callback(worker.close)
+            worker.does(worker.introduce).result(PATIENCE_SECONDS)
+        yield controller, them
+
+
+def at(plan: Plan, them: list[Worker]) -> Plan:
+    """The plan with the processes as they are."""
+    named = {worker.name: Member(worker.name, worker.link.incarnation, worker.hello.address) for worker in them}
+    return replace(plan, members=tuple(named.get(member.worker, member) for member in plan.members))
+
+
+def begin_a_world(controller: SmallController, them: list[Worker], generation: int = 1) -> Plan:
+    """PREPARE, PLAN, READY, OPEN."""
+    plan = at(recovery(generation, "".join(worker.name for worker in them)), them)
+    for worker in them:
+        controller.says(worker.name, Prepare(generation))
+        worker.stops(generation)
+        controller.hears(Inventory, lambda inventory: inventory.answers == generation, by=worker.name)
+    for worker in them:
+        controller.says(worker.name, Carry(plan))
+    for worker in them:
+        worker.recovers()
+        assert worker.link.ready(generation)
+        controller.hears(Ready, by=worker.name)
+    for worker in them:
+        controller.says(worker.name, Open(generation))
+        worker.opens()
+    return plan
+
+
+def together(them: list[Worker], what: Callable[[Worker], Any]) -> list[Any]:
+    futures = [worker.does(lambda worker=worker: what(worker)) for worker in them]
+    return [future.result(PATIENCE_SECONDS) for future in futures]
+
+
+# ---- hello
+
+
+def test_a_worker_says_who_it_is_and_gets_an_id_where_it_has_none() -> None:
+    with SmallController() as controller:
+        worker = Worker("", controller, token="secret", domain="rack 3")
+        hello = worker.introduce()
+        assert (hello.job, hello.worker, hello.domain, hello.pid) == ("job", "", "rack 3", os.getpid())
+        assert hello.description == DESCRIPTION
+        assert worker.link.worker == "given1"
+        assert controller.metadata["authorization"] == "Bearer secret"
+        worker.close()
+
+
+def test_a_final_refusal_is_the_users_error_in_the_controllers_sentence() -> None:
+    with SmallController() as controller:
+        controller.refusals.append(Refusal("the controller is starting", final=False))
+        controller.refusals.append(Refusal("worker a joined with another model"))
+        worker = Worker("a", controller)
+        with pytest.raises(UserError, match="worker a joined with another model"):
+            worker.introduce()
+        worker.close()
+
+
+def test_a_worker_that_starts_before_its_controller_waits_for_it() -> None:
+    with SmallController() as controller:
+        controller.stop()
+        worker = Worker("a", controller)
+        introduced = worker.does(worker.introduce)
+        controller.start()
+        assert introduced.result(PATIENCE_SECONDS).worker == "a"
+        worker.close()
+
+
+# ---- loss
+
+
+def test_a_world_begins_and_its_members_exchange() -> None:
+    with workers("ab") as (controller, them):
+        begin_a_world(controller, them)
+        assert together(them, Worker.gathers) == [[97, 98], [97, 98]]
+        status = controller.hears(Heartbeat, lambda said: said.status.generation == 1, by="b").status
+        assert (status.point, status.step) == (Point.TRAINING, 0)
+
+
+def test_prepare_wakes_a_training_thread_that_is_blocked() -> None:
+    with workers("ab") as (controller, them):
+        begin_a_world(controller, them)
+        blocked = them[0].does(them[0].gathers)
+        controller.says("a", Prepare(2))
+        with pytest.raises(WorldChanged):
+            blocked.result(PATIENCE_SECONDS)
+        them[0].stops(2)
+        assert controller.hears(Inventory, by="a").answers == 2
+        controller.says("b", Prepare(2))
+        them[1].stops(2)
+        begin_a_world(controller, them, 3)
+        assert together(them, Worker.gathers) == [[97, 98], [97, 98]]
+
+
+def test_prepare_ends_the_building_of_a_group_that_a_dead_member_will_never_join() -> None:
+    with workers("ab") as (controller, them):
+        with_a_dead_one = at(recovery(1, "abz"), them)
+        for worker in them:
+            controller.says(worker.name, Prepare(1))
+            worker.stops(1)
+            controller.says(worker.name, Carry(with_a_dead_one))
+            controller.hears(Heartbeat, lambda said: said.status.point is Point.BUILDING, by=worker.name)
+        begin_a_world(controller, them, 2)
+        assert together(them, Worker.gathers) == [[97, 98], [97, 98]]
+
+
+def test_a_builder_out_of_reach_is_reported() -> None:
+    with workers("ab") as (controller, them):
+        plan = replace(at(recovery(1, "abz"), them), builder=2)
+        controller.says("a", Prepare(1))
+        them[0].stops(1)
+        controller.says("a", Carry(plan))
+        controller.hears(Heartbeat, lambda said: said.status.broken == ("z",), by="a")
+
+
+def test_a_peer_that_closes_its_connection_is_reported() -> None:
+    with workers("ab") as (controller, them):
+        begin_a_world(controller, them)
+        blocked = them[0].does(them[0].gathers)
+        them[1].link.close()
+        with pytest.raises(WorldChanged):
+            blocked.result(PATIENCE_SECONDS)
+        assert them[0].link.take(0.0) is None
+        controller.hears(Heartbeat, lambda said: said.status.broken == ("b",), by="a")
+
+
+def test_a_ping_is_answered_while_the_training_thread_is_blocked() -> None:
+    with workers("ab") as (controller, them):
+        begin_a_world(controller, them)
+        blocked = them[0].does(them[0].gathers)
+        controller.says("a", Ping(5))
+        assert controller.hears(Heartbeat, lambda said: said.echo == 5, by="a").status.generation == 1
+        assert not blocked.done()
+        them[1].gathers()
+        blocked.result(PATIENCE_SECONDS)
+
+
+# ---- planned
+
+
+def test_a_newcomer_begins_with_the_first_message_of_its_world() -> None:
+    with workers("abc") as (controller, them):
+        a, b, c = them
+        begin_a_world(controller, [a, b])
+        plan = at(planned(2, 1, "abC"), them)
+        for worker in them:
+            controller.says(worker.name, Carry(plan))
+        controller.hears(Heartbeat, lambda said: said.status.point is Point.JOINING, by="c")
+        begun = [_until_voted(worker, 2) for worker in (a, b)]
+        a.plan, a.group = begun[0].plan, begun[0].group
+        b.plan, b.group = begun[1].plan, begun[1].group
+        Letter(a.group, 2, FIRST_MESSAGE, b"the job's state").wait()
+        first = c.takes(Begun)
+        assert first.state == b"the job's state"
+        c.plan, c.group = first.plan, first.group
+        for worker in them:
+            worker.begins()
+        assert together(them, Worker.gathers) == [[97, 98, 99]] * 3
+
+
+def _until_voted(worker: Worker, generation: int) -> Any:
+    """Votes until the number is this generation's: its group is built by then."""
+    while worker.link.enter_vote(every(BLOCKS)) != generation:
+        worker.link.leave_vote([worker.link.membership().generation] * 2)
+        worker.link.pause(0.01)
+    return worker.link.leave_vote([generation] * 2)
+
+
+def test_a_newcomer_keeps_an_older_plan_that_begins_after_all() -> None:
+    with workers("abc") as (controller, them):
+        a, b, c = them
+        begin_a_world(controller, [a, b])
+        older, newer = at(planned(2, 1, "abC"), them), at(planned(3, 1, "aC"), them)
+        for worker in them:
+            controller.says(worker.name, Carry(older))
+        begun = [_until_voted(worker, 2) for worker in (a, b)]
+        controller.says("c", Carry(newer), Ping(1))
+        controller.hears(Heartbeat, lambda said: said.echo == 1, by="c")
+        Letter(begun[0].group, 2, FIRST_MESSAGE, b"").wait()
+        assert c.takes(Begun).plan.generation == 2
+
+
+def test_a_planned_change_without_new_members_keeps_the_group() -> None:
+    with workers("ab") as (controller, them):
+        begin_a_world(controller, them)
+        plan = at(planned(2, 1, "ab"), them)
+        for worker in them:
+            controller.says(worker.name, Carry(plan))
+            begun = _until_voted(worker, 2)
+            assert begun.group is worker.group
+            worker.plan = begun.plan
+            worker.begins()
+        assert together(them, Worker.gathers) == [[97, 98], [97, 98]]
+        blocked = them[0].does(them[0].gathers)
+        controller.says("a", Prepare(3))
+        with pytest.raises(WorldChanged):
+            blocked.result(PATIENCE_SECONDS)
+
+
+def test_a_worker_that_a_plan_leaves_out_has_no_group() -> None:
+    with workers("ab") as (controller, them):
+        begin_a_world(controller, them)
+        controller.says("b", Carry(at(planned(2, 1, "a"), them)))
+        begun = _until_voted(them[1], 2)
+        assert begun.group is None
+        them[1].link.begin(begun.plan, None)
+        them[1].link.publish(replace(NEW, step=3), Telemetry())
+        controller.hears(Heartbeat, lambda said: said.status.point is Point.LEFT, by="b")
+
+
+# ---- the controller
+
+
+def test_training_goes_on_while_no_controller_is_there_and_the_next_one_hears_where_it_stands() -> None:
+    with workers("ab") as (controller, them):
+        begin_a_world(controller, them)
+        controller.stop()
+        assert together(them, Worker.gathers) == [[97, 98], [97, 98]]
+        them[0].link.publish(replace(NEW, step=7), Telemetry())
+        controller.start()
+        hello = controller.hears(Hello, by="a")
+        assert (hello.status.generation, hello.status.point, hello.status.step) == (1, Point.TRAINING, 7)
+        controller.hears(Hello, by="b")
+
+
+def test_bytes_that_are_no_message_cost_a_stream_and_nothing_else() -> None:
+    with workers("a") as (controller, them):
+        begin_a_world(controller, them)
+        controller.says("a", b"\xff\xff garbage")
+        assert controller.hears(Hello, by="a").status.generation == 1
+
+
+def test_an_unsound_plan_ends_the_worker_with_the_reason() -> None:
+    with workers("a") as (controller, them):
+        controller.says("a", Prepare(1))
+        them[0].stops(1)
+        controller.says("a", Carry(replace(at(recovery(1, "a"), them), steps=True, lanes=3)))
+        ended = them[0].takes(Ended)
+        assert ended.ending is Ending.FAILED and "plan 1 is unsound" in ended.reason
+
+
+def test_a_request_of_the_controller_reaches_the_training_thread() -> None:
+    with workers("a") as (controller, them):
+        controller.says("a", Ask(AskKind.SAVE, 1))
+        them[0].link.pause(PATIENCE_SECONDS)
+        assert them[0].link.stopping
+        assert them[0].takes(Asked).kind is AskKind.SAVE
+
+
+# ---- the end
+
+
+def test_a_failure_is_reported_before_the_worker_ends_though_no_controller_is_there_at_first() -> None:
+    with workers("a") as (controller, them):
+        controller.stop()
+        reporting = them[0].does(lambda: them[0].link.result(Result(3, failure="RuntimeError: boom")))
+        controller.start()
+        assert controller.hears(Result).failure == "RuntimeError: boom"
+        reporting.result(PATIENCE_SECONDS)
+
+
+def test_a_shutdown_ends_the_session_and_wakes_the_training_thread() -> None:
+    with workers("ab") as (controller, them):
+        begin_a_world(controller, them)
+        blocked = them[0].does(them[0].gathers)
+        controller.says("a", Shutdown(Ending.FAILED, "the job was cancelled"))
+        with pytest.raises(WorldChanged):
+            blocked.result(PATIENCE_SECONDS)
+        assert them[0].takes(Ended) == Ended(Ending.FAILED, "the job was cancelled")
+
+
+def test_who_was_counted_out_comes_back_as_a_newcomer_with_a_new_id() -> None:
+    with workers("ab") as (controller, them):
+        begin_a_world(controller, them)
+        before = them[0].link.incarnation
+        controller.says("a", Shutdown(Ending.START_OVER, "counted out"))
+        them[0].link.publish(replace(NEW, step=9, holds=every(2)), Telemetry())
+        them[0].takes(Ended)
+        hello = controller.hears(Hello, lambda hello: hello.worker == "")
+        assert (hello.status.step, hello.status.point, hello.status.holds) == (-1, Point.REHEARSING, NO_BLOCKS)
+        assert hello.incarnation != before
+        them[0].link.rehearsed()
+        controller.hears(Heartbeat, lambda said: said.status.point is Point.WAITING, by="given1")
+
+
+# ---- SIGTERM
+
+
+def test_sigterm_asks_for_a_drain_though_the_main_thread_is_blocked() -> None:
+    with SmallController() as controller:
+        a, b = Worker("a", controller), Worker("b", controller)
+        a.introduce()
+        b.does(b.introduce).result(PATIENCE_SECONDS)
+        begin_a_world(controller, [a, b])
+        in_time = threading.Event()
+
+        def preempt() -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            controller.hears(Request, by="a")
+            in_time.set()
+            controller.says("a", Prepare(2))
+
+        preemption = threading.Thread(target=preempt)
+        preemption.start()
+        with pytest.raises(WorldChanged):
+            a.gathers()  # the main thread: a Python handler could not run in here
+        preemption.join()
+        assert in_time.is_set()
+        a.stops(2)
+        a.close()
+        b.close()
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_handler_of_the_scripts_own_stays() -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    try:
+        with SmallController() as controller:
+            worker = Worker("a", controller)
+            worker.introduce()
+            os.kill(os.getpid(), signal.SIGTERM)
+            controller.hears(Request)
+            assert heard == [signal.SIGTERM]
+            worker.close()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_forked_child_dies_of_sigterm_and_drains_nobody() -> None:
+    with SmallController() as controller:
+        worker = Worker("a", controller)
+        worker.introduce()
+        pid = os.fork()
+        if pid == 0:
+            signal.pause()
+            os._exit(0)
+        os.kill(pid, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
+        controller.says("a", Ping(1))
+        assert not controller.hears(Heartbeat, lambda said: said.echo == 1).status.drain
+        worker.close()
