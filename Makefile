@@ -4,7 +4,7 @@
 #   make test       everything that must hold: lint, types, import contracts, generated code, all tests
 #   make simulate   more of the simulation: make simulate SEEDS=20000, or SEED=17 to replay one
 #   make protos     generate the code for protos/shoal_protos/session.proto again
-#   make docs       write the generated pages of docs/ again: phases, configuration
+#   make docs       write the generated pages of docs/ again: phases, controller, configuration
 #   make format     put all files into the form that `make lint` asks for
 
 PYTHON ?= $(shell for v in python3.11 python3.12 python3.13 python3; do $$v -c "" 2>/dev/null && echo $$v && exit; done)
@@ -57,6 +57,7 @@ protos: $(READY)
 
 docs: $(READY)
 	$(BIN)/python tools/phases.py
+	$(BIN)/python tools/controller.py
 	$(BIN)/python -m shoal.config.reference > docs/configuration.md
 
 format: $(READY)

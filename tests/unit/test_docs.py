@@ -29,8 +29,9 @@ def test_every_link_within_the_repository_leads_somewhere(page: Path) -> None:
     assert [target for target in targets if not (page.parent / target).exists()] == []
 
 
-def test_the_diagram_of_phases_is_drawn_from_the_table_as_it_is() -> None:
-    assert (ROOT / "docs/phases.md").read_text() == tool("phases").page(), "run `make docs`"
+@pytest.mark.parametrize("name", ["phases", "controller"])
+def test_a_page_that_is_made_from_the_code_is_current(name: str) -> None:
+    assert (ROOT / f"docs/{name}.md").read_text() == tool(name).page(), "run `make docs`"
 
 
 def test_every_decision_is_in_the_list() -> None:

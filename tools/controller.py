@@ -1,0 +1,129 @@
+"""Writes docs/controller.md from the code: `python tools/controller.py` (`make docs`).
+
+Settings and job specification come from their pydantic models, routes from the API's own schema, metrics from what a
+controller without jobs exposes.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+from shoal_controller.api.models import JobBody, WorkersBody
+from shoal_controller.api.routes import router
+from shoal_controller.metrics import Metrics
+from shoal_controller.settings import Settings
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "controller.md"
+
+OPENING = """\
+# The controller
+
+<!-- Written by `make docs` from the code; do not edit. -->
+
+`shoal controller` serves jobs; `shoal run` and `shoal demo` bring one of their own.
+"""
+SETTINGS = """\
+## Settings
+
+Environment variables; a flag of the command wins.
+"""
+JOB = """\
+## A job's specification
+
+The body of `POST /v1/jobs`, and what `shoal submit` reads from a YAML or JSON file.
+"""
+REST = """\
+## REST
+
+Lists are `{"jobs": […]}` and the like; changes answer 202; errors are `application/problem+json` with one sentence in
+`detail`. A running controller shows its schema at `/docs`.
+"""
+METRICS = """\
+## Metrics
+
+At `/metrics`, for Prometheus. What belongs to a job has the label `job`.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [OPENING, SETTINGS, *settings(), "", JOB, *job(), "", REST, *routes(), "", METRICS, *metrics(), ""]
+    return "\n".join(parts)
+
+
+def settings() -> Iterator[str]:
+    yield from header("variable", "default", "meaning")
+    for name, field in Settings.model_fields.items():
+        variable = field.validation_alias if isinstance(field.validation_alias, str) else f"SHOAL_{name.upper()}"
+        yield row(f"`{variable}`", default(field), said(field))
+
+
+def job() -> Iterator[str]:
+    yield from header("key", "default", "meaning")
+    yield from fields(JobBody, "")
+
+
+def fields(model: type[BaseModel], above: str) -> Iterator[str]:
+    """A model's keys, dotted, those of the models within it too."""
+    for name, field in model.model_fields.items():
+        if field.annotation is WorkersBody:
+            yield from fields(WorkersBody, f"{above}{name}.")
+        else:
+            yield row(f"`{above}{name}`", default(field), said(field))
+
+
+def routes() -> Iterator[str]:
+    yield from header("request", "what it does")
+    for route in router.routes:
+        known: Any = route
+        for method in sorted(known.methods):
+            yield row(f"`{method} {known.path}`", " ".join(known.description.split()))
+    yield row("`GET /healthz`, `GET /readyz`, `GET /metrics`", "It answers; it can decide and remember; its figures.")
+
+
+def metrics() -> Iterator[str]:
+    yield from header("metric", "type", "meaning")
+    shown = Metrics()
+    shown.show(lambda: (), lambda: True)
+    exposed = shown.scrape().decode()
+    types = dict(re.findall(r"^# TYPE (\S+) (\S+)$", exposed, flags=re.MULTILINE))
+    for name, text in sorted(re.findall(r"^# HELP (\S+) (.*)$", exposed, flags=re.MULTILINE)):
+        yield row(f"`{name}`", types[name], text)
+
+
+def header(*columns: str) -> list[str]:
+    return [row(*columns), "|" + "---|" * len(columns)]
+
+
+def row(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def said(field: FieldInfo) -> str:
+    return " ".join((field.description or "").split())
+
+
+def default(field: FieldInfo) -> str:
+    value = field.default
+    if value is PydanticUndefined and field.default_factory is None:
+        return "required"
+    return f"`{value}`" if isinstance(value, int | float | str) and not isinstance(value, bool) else "–"
+
+
+def main(arguments: list[str]) -> int:
+    if arguments:
+        sys.stderr.write("usage: python tools/controller.py\n")
+        return 2
+    PAGE.write_text(page())
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
