@@ -22,7 +22,8 @@ from shoal_protos.messages import Hello, Refusal, ToController, ToWorker, Welcom
 from shoal_protos.wire import decode_worker, encode_controller
 
 PATIENCE_SECONDS = 25.0
-HEARTBEAT_SECONDS = 0.1
+NO_HEARTBEAT_SECONDS = 3600.0
+"""So that only what is said at once is heard."""
 
 Message = TypeVar("Message", bound=ToController)
 Context = grpc.aio.ServicerContext[bytes, bytes]
@@ -33,6 +34,7 @@ class SmallController:
 
     def __init__(self) -> None:
         self.address = ""
+        self.heartbeat_seconds = NO_HEARTBEAT_SECONDS
         self.refusals: deque[Refusal] = deque()
         """Each answers one hello in place of the welcome."""
         self.metadata: dict[str, Any] = {}
@@ -116,7 +118,7 @@ class SmallController:
                 worker = message.worker or self._name()
                 self.metadata = dict(context.invocation_metadata() or ())
                 self._streams[worker] = context
-                await context.write(encode_controller(Welcome(worker, HEARTBEAT_SECONDS, 10.0, 1800.0)))
+                await context.write(encode_controller(Welcome(worker, self.heartbeat_seconds, 10.0, 1800.0)))
             with self._arrived:
                 self._heard.append((worker, message))
                 self._arrived.notify_all()

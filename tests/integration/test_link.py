@@ -190,6 +190,16 @@ def test_a_worker_that_starts_before_its_controller_waits_for_it() -> None:
         worker.close()
 
 
+def test_a_heart_beats_at_the_pace_that_the_welcome_gives_though_nothing_changes() -> None:
+    with SmallController() as controller:
+        controller.heartbeat_seconds = 0.01
+        worker = Worker("a", controller)
+        worker.introduce()
+        numbers = [controller.hears(Heartbeat).status.sequence for _ in range(5)]
+        assert numbers == sorted(set(numbers))
+        worker.close()
+
+
 # ---- loss
 
 

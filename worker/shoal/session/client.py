@@ -108,6 +108,7 @@ class ControllerLink:
     def rehearsed(self) -> None:
         with self._lock:
             self._membership.rehearsed()
+            self.dialogue.notice()
         self._say()
 
     @property
@@ -143,6 +144,7 @@ class ControllerLink:
     def enter_vote(self, holds: Runs) -> int:
         with self._lock:
             voted = self._membership.enter_vote(holds)
+            self.dialogue.notice()
         self._say()
         return voted
 
@@ -260,6 +262,7 @@ class ControllerLink:
             over = [building for effect in decide() for building in self._effect(effect)]
             void = self._groups.call_off(self._membership.live)
             self._spoken.notify_all()
+        self._say()
         for building in over:
             building.abort()
         self._groups.retire(void, abort=True)
