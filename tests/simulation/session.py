@@ -187,7 +187,7 @@ class Session:
         worker = self.worker
         worker.say("is told", message.ending.value, message.reason)
         if message.ending is Ending.DRAINED:
-            worker.simulation.watch.drained(worker)
+            worker.simulation.watch.drained(worker, message.reason)
         if message.ending is Ending.START_OVER:
             worker.start_over()
         else:

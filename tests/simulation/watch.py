@@ -89,8 +89,11 @@ class Watch:
         if plan.recovery is not None and plan.generation not in self.opened:
             self.violated("a world trains before it was opened", worker, plan.generation)
 
-    def drained(self, worker: SimWorker) -> None:
-        """A worker was let go: whatever copies it had are gone."""
+    def drained(self, worker: SimWorker, why: str) -> None:
+        """A worker was let go by a world that trains without it: whatever copies it had are gone."""
+        world = self.simulation.host.job.durable.current
+        if world is None or not world.steps or "nobody was here" in why:
+            return
         step = worker.training.step
         expected = right(step) if step >= 0 else []
         for block, value in worker.training.blocks.items():
@@ -140,10 +143,10 @@ class Watch:
             self.violated("a generation was opened twice", plan.generation)
         self.opened[plan.generation] = plan
         step = plan.recovery.step if plan.recovery is not None else 0
-        if step < self.top and plan.reason.value != "start" and self._living_copy(self.top):
+        if step < self.top - 1 and plan.reason.value != "start" and self._living_copy(self.top):
             self.violated("a committed step went back", "from", self.top, "to", step)
         if plan.reason.value == "start":
-            if before.current is not None and self.top > 0 and before.committed_in >= before.floor:
+            if before.current is not None and self.top > 0 and before.committed_in >= max(before.floor, 1):
                 self.violated("a start took the place of a world that trained", plan.generation)
             self.top = 0
             self.shown = 0

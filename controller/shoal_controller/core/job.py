@@ -19,6 +19,15 @@ from shoal_controller.core.spec import JobSpec
 
 
 @dataclass(frozen=True, slots=True)
+class Pinged:
+    """A worker that had fallen silent was asked directly."""
+
+    at: float
+    suspected: bool = False
+    """It has missed its heartbeats since, and people were told."""
+
+
+@dataclass(frozen=True, slots=True)
 class Process:
     """What a worker that has said hello in this controller's life last said of itself."""
 
@@ -33,8 +42,8 @@ class Process:
     telemetry: Telemetry = field(default_factory=Telemetry)
     inventory: Inventory | None = None
     failure: str = ""
-    pinged: float | None = None
-    """When it was asked directly because it had fallen silent."""
+    pinged: Pinged | None = None
+    """None: it is not silent."""
     trains: bool = False
     """Whether all its parameters were right once: as a member it gets every hand-out from then on."""
     told: tuple[str, int, float] = ("", 0, 0.0)

@@ -64,7 +64,7 @@ def _give_up_the_unheard(turn: Turn) -> None:
 
 
 def restarted(turn: Turn) -> None:
-    """After a controller's restart: processes that were asked for and never heard of get their time anew."""
+    """After a controller's restart: what was asked for and never heard of, and who leaves, get their time anew."""
     unheard = (r.worker for r in turn.durable.roster.values() if r.serves and r.launched and not r.incarnation)
     turn.change(spawned=dict.fromkeys(unheard, turn.now))
 
@@ -125,7 +125,7 @@ def let_go(turn: Turn) -> None:
         worlds = (durable.current, *durable.planned)
         if any(is_member(plan, record.worker) for plan in worlds) or turn.job.attempt is not None:
             continue
-        newcomer = process is None or process.status.generation == 0
+        newcomer = process.status.generation == 0 if process is not None else not record.incarnation
         if newcomer:
             dismiss(turn, record.worker, Ending.DRAINED, f"worker {record.worker} was drained before it was a member")
             tell(turn, record.worker)
@@ -159,6 +159,14 @@ def dismiss(turn: Turn, worker: WorkerId, how: Ending, why: str) -> None:
     if record.launched and (process is None or not record.incarnation):
         turn.do(Kill(worker))
         turn.change(spawned={name: at for name, at in turn.job.spawned.items() if name != worker})
+
+
+def give_up(turn: Turn, worker: WorkerId, why: str) -> None:
+    """Count a silent worker as dead without proof. Should it come back, it is told to end: its world is closed."""
+    record = turn.record(worker)
+    how = Ending.REPLACED if record.launched else Ending.START_OVER
+    turn.mark(worker, standing=Standing.DEAD, ending=how, why=why)
+    turn.note("lost", f"worker {worker} is given up: {why}", worker)
 
 
 def dismiss_last(turn: Turn, worker: WorkerId) -> None:

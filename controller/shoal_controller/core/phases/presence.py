@@ -6,18 +6,24 @@ asked directly, and never when most are silent: then it is the controller that i
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from shoal_protos.messages import Ping
 from shoal_protos.plan import WorkerId
 
 from shoal_controller.core.durable import Record, Standing
 from shoal_controller.core.effects import Probe
 from shoal_controller.core.events import Disconnected, Exited, Probed, Spawned
-from shoal_controller.core.job import Job, Process
+from shoal_controller.core.job import Job, Pinged, Process
 from shoal_controller.core.phases import population
 from shoal_controller.core.turn import Turn
 
 PING_SECONDS = 0.5
 """How long a silent worker has to answer when it is asked directly."""
+ASK_AHEAD = 0.6
+"""Part of a heartbeat interval: a silent worker is asked so long before it is suspected, so that the answer is missed
+with the last heartbeat and a frozen worker is counted out as soon as it is suspected.
+"""
 PROBE_SECONDS = 1.0
 """How often the store of a worker without a stream is asked for."""
 
@@ -132,24 +138,33 @@ def _unanswering(turn: Turn) -> list[WorkerId]:
     for worker, record in turn.durable.roster.items():
         if not record.serves or not record.incarnation:
             continue
-        if turn.now - heard(turn.job, worker) <= suspect_seconds(turn):
-            continue
+        seconds = turn.now - heard(turn.job, worker)
         process = turn.process(worker)
         if process is None or process.connection is None:
-            silent.append(worker)
-        elif process.pinged is None:
-            _ask(turn, process)
-        elif turn.now - process.pinged >= PING_SECONDS:
-            silent.append(worker)
+            if seconds > suspect_seconds(turn):
+                silent.append(worker)
+        elif process.pinged is not None:
+            if seconds > suspect_seconds(turn) and _suspect(turn, process, process.pinged):
+                silent.append(worker)
+        elif seconds > suspect_seconds(turn) - ASK_AHEAD * turn.spec.heartbeat_seconds:
+            _ask(turn, worker)
     return silent
 
 
-def _ask(turn: Turn, process: Process) -> None:
-    missed = turn.now - process.heard
-    turn.note("suspected", f"worker {process.worker} has been silent for {missed:.1f} s; asking it", process.worker)
-    turn.see(process.worker, pinged=turn.now)
-    turn.say(process.worker, Ping(turn.job.next_ask, turn.durable.number))
+def _ask(turn: Turn, worker: WorkerId) -> None:
+    turn.see(worker, pinged=Pinged(turn.now))
+    turn.say(worker, Ping(turn.job.next_ask, turn.durable.number))
     turn.change(next_ask=turn.job.next_ask + 1)
+
+
+def _suspect(turn: Turn, process: Process, pinged: Pinged) -> bool:
+    """It has missed its heartbeats: says so, once. Whether its time to answer is over too."""
+    if not pinged.suspected:
+        silence, asked = turn.now - process.heard, turn.now - pinged.at
+        what = f"worker {process.worker} has been silent for {silence:.1f} s, and does not answer since {asked:.1f} s"
+        turn.note("suspected", what, process.worker)
+        turn.see(process.worker, pinged=replace(pinged, suspected=True))
+    return turn.now - pinged.at >= PING_SECONDS
 
 
 def _count_out(turn: Turn, workers: list[WorkerId]) -> None:

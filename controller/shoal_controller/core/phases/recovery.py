@@ -145,7 +145,7 @@ def _prepare(turn: Turn, attempt: Attempt) -> None:
         _wait(turn, attempt, f"{sentence}: it might still train")
         if _overdue(turn, attempt):
             for worker in unknown:
-                turn.mark(worker, standing=Standing.DEAD, why=f"silent for {turn.spec.stall_seconds:g} s")
+                population.give_up(turn, worker, f"nothing was heard of it for {turn.spec.stall_seconds:g} s")
         return None
     return _make(turn, attempt)
 

@@ -70,6 +70,7 @@ def _broken(turn: Turn, world: Plan) -> bool:
         return True
     back = [process.worker for process in turn.serving() if _could_rejoin(turn, world, process)]
     if back:
+        turn.mark(back[0], shunned=False)
         recovery.lost(turn, f"worker {back[0]} is back, with blocks of its own", turn.now)
     return bool(back)
 
@@ -101,7 +102,7 @@ def _could_rejoin(turn: Turn, world: Plan, process: Process) -> bool:
         and stands
         and not is_member(world, process.worker)
         and max(turn.durable.committed_in, turn.durable.floor) <= status.generation < world.generation
-        and not (record.leaving or record.shunned or turn.durable.planned)
+        and not (record.leaving or feuds.avoided(turn, process.worker) or turn.durable.planned)
     )
 
 

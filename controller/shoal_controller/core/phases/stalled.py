@@ -30,7 +30,7 @@ def blocks_lost(turn: Turn, attempt: Attempt) -> None:
 
 def wait(turn: Turn, attempt: Attempt) -> None:
     """Until nobody is left who may have a copy, or `stall_seconds` are over."""
-    holders = _may_have(turn, attempt.lost_blocks)
+    holders = _may_have(turn, attempt)
     waited = turn.now - attempt.since
     if holders and waited <= turn.spec.stall_seconds:
         return None
@@ -55,22 +55,19 @@ def _why_no_more(holders: list[WorkerId], waited: float) -> str:
     return "every process that held them is dead"
 
 
-def _may_have(turn: Turn, blocks: Runs) -> list[WorkerId]:
-    """Who may hold such a block and is neither here nor known to be dead."""
-    return [
-        record.worker
-        for record in turn.durable.roster.values()
-        if _missing(turn, record) and _held(turn, record, blocks)
-    ]
+def _may_have(turn: Turn, attempt: Attempt) -> list[WorkerId]:
+    """Who may hold such a block, has not told what it holds, and is not known to be dead."""
+    roster = turn.durable.roster.values()
+    return [record.worker for record in roster if _unknown(record, attempt) and _held(turn, record, attempt)]
 
 
-def _missing(turn: Turn, record: Record) -> bool:
-    """Whether nobody knows what became of it: counted out, or not heard of since the controller was started."""
-    unheard = record.standing is Standing.HERE and turn.process(record.worker) is None
-    return (record.standing is Standing.LOST or unheard) and record.ending is None and bool(record.incarnation)
+def _unknown(record: Record, attempt: Attempt) -> bool:
+    """Counted out (perhaps after it had answered), unheard of since the controller was started, or yet to answer."""
+    alive = record.standing is not Standing.DEAD and record.ending is None and bool(record.incarnation)
+    return alive and record.worker not in attempt.answered
 
 
-def _held(turn: Turn, record: Record, blocks: Runs) -> bool:
+def _held(turn: Turn, record: Record, attempt: Attempt) -> bool:
     """What a worker kept by any world it may have been in, or said that it holds."""
     worlds = [plan for plan in (turn.world, *turn.durable.planned) if plan is not None]
     ranks = [(plan, plan.rank_of(record.worker, record.incarnation)) for plan in worlds]
@@ -78,7 +75,7 @@ def _held(turn: Turn, record: Record, blocks: Runs) -> bool:
     process = turn.process(record.worker)
     said = process.status.holds if process is not None else NO_BLOCKS
     unknown = process is None and not kept  # of a world before the current one: its blocks are not known any more
-    return unknown or any(part & blocks for part in (said, *kept))
+    return unknown or any(part & attempt.lost_blocks for part in (said, *kept))
 
 
 def _all_done(turn: Turn) -> bool:
@@ -97,7 +94,7 @@ def _start_anew(turn: Turn, why: str) -> None:
     timeline.gone_back(turn, lost_steps)
     for record in tuple(turn.durable.roster.values()):
         process = turn.process(record.worker)
-        newcomer = process is None or process.status.generation == 0
+        newcomer = process.status.generation == 0 if process is not None else not record.incarnation
         if record.ending is not None or (newcomer and record.standing is Standing.HERE):
             continue
         how = Ending.REPLACED if record.launched else Ending.START_OVER

@@ -73,8 +73,8 @@ def stated(turn: Turn, worker: WorkerId, status: Status) -> None:
 
 def _differs(before: Status, after: Status) -> bool:
     """Whether anything but the step has changed."""
-    counters = {"sequence": after.sequence, "step": after.step, "boundaries": after.boundaries}
-    return replace(before, **counters, holds=after.holds, current=after.current) != after
+    seen = replace(before, sequence=after.sequence, step=after.step, boundaries=after.boundaries)
+    return replace(seen, holds=after.holds, current=after.current) != after
 
 
 def _inventory(turn: Turn, worker: WorkerId, inventory: Inventory) -> None:

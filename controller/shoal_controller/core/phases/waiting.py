@@ -6,7 +6,7 @@ from shoal_protos.messages import Point
 from shoal_protos.plan import WorkerId
 
 from shoal_controller.core.job import Job, Process
-from shoal_controller.core.phases import feuds, planned, recovery
+from shoal_controller.core.phases import feuds, planned, population, recovery
 from shoal_controller.core.turn import Turn
 
 PATIENCE_SECONDS = 10.0
@@ -15,6 +15,7 @@ PATIENCE_SECONDS = 10.0
 
 def settle(turn: Turn) -> None:
     """Generation 1 begins when `wanted` workers are ready, or `min` are, 10 s after the first."""
+    population.let_go(turn)
     ready = ready_to_start(turn)
     if not ready:
         return turn.change(ready_since=None) if turn.job.ready_since is not None else None

@@ -42,8 +42,7 @@ def drain(turn: Turn, event: DrainWorker) -> None:
     if record.ending is not None or record.standing is Standing.DEAD:
         raise Conflict(f"worker {event.worker} is gone already: {record.why or 'it has left'}.")
     if record.standing is Standing.LOST:
-        turn.mark(event.worker, standing=Standing.DEAD, why="an operator has drained it while it was silent")
-        return turn.note("lost", f"worker {event.worker} is given up by an operator", event.worker)
+        return population.give_up(turn, event.worker, "an operator has drained it while it was silent")
     if record.leaving:
         raise Conflict(f"worker {event.worker} is being drained already.")
     if _is_last(turn, record) and not _can_checkpoint(turn):
