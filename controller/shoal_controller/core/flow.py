@@ -5,11 +5,12 @@ along shortest paths until none is left, until nobody wants anything. The graph 
 million pairs): `_arcs` says where one can go from a node, as things stand. Called by placing.py. Pure.
 
     parcel -> pair                     its holders own and mirror: free
+    parcel -> site -> pair             the same where a block must not have two copies at a site
     parcel -> with a worker -> pair    one of the two is a holder: one transfer
     parcel -> any -> pair              two transfers
     pair -> sink                       up to its least
     pair -> extra of its owner -> sink, or -> more -> sink    one beyond, if the owner may have one
-    pair -> parcel                     one of its parcels seeks another pair; what it cost is saved
+    pair -> parcel (or its site)       one of its parcels seeks another pair; what it cost is saved
     extra -> pair, more -> extra       another gives up the one beyond
 """
 
@@ -32,9 +33,10 @@ Node = tuple[int, int]
 _PARCEL = -2  # (_PARCEL, index)
 _WITH = -3  # (_WITH, worker)
 _EXTRA = -4  # (_EXTRA, owner)
-_ANY = (-5, 0)
-_MORE = (-6, 0)
-_SINK = (-7, 0)
+_SITE = -5  # (_SITE, index * count of workers + site)
+_ANY = (-6, 0)
+_MORE = (-7, 0)
+_SINK = (-8, 0)
 
 _TRANSFER = 1 << 32
 """A distance is `transfers * _TRANSFER + hops`: the cheapest paths first, the shortest of them."""
@@ -59,6 +61,7 @@ class Flow:
     def __init__(self, placing: Placing) -> None:
         self._placing = placing
         self._anywhere = placing.reach is Reach.ANY
+        self._sites = len(placing.room.site)
         self._cheapest = int(self._anywhere)
         """No path costs fewer transfers than the one before: the first that cheap is among the shortest."""
         self._distance: dict[Node, int] = {}
@@ -131,12 +134,18 @@ class Flow:
         steps = list(pairwise(path))
         count = min([placing.wanted[index], *(self._capacity(node, to) for node, to in steps)])
         for node, to in steps:
-            if node[0] == _PARCEL:
-                index = node[1]
-            if to[0] == _PARCEL:
-                placing.place(to[1], node, -count)
-            elif to[0] >= 0 and (node[0] in (_PARCEL, _WITH) or node == _ANY):
+            if node[0] in (_PARCEL, _SITE):
+                index = self._parcel_of(node)
+            if node[0] >= 0 and to[0] in (_PARCEL, _SITE):
+                placing.place(self._parcel_of(to), node, -count)
+            elif to[0] >= 0 and (node[0] in (_PARCEL, _SITE, _WITH) or node == _ANY):
                 placing.place(index, to, count)
+
+    def _parcel_of(self, node: Node) -> int:
+        return node[1] if node[0] == _PARCEL else node[1] // self._sites
+
+    def _site_of(self, index: int, mirror: int) -> Node:
+        return _SITE, index * self._sites + self._placing.room.site[mirror]
 
     # ---- the graph
 
@@ -147,6 +156,8 @@ class Flow:
             yield from self._from_pair(node)
         elif kind == _PARCEL:
             yield from self._from_parcel(which)
+        elif kind == _SITE:
+            yield from self._from_site(which)
         elif kind == _EXTRA:
             if self._placing.room_extra(which) > 0:
                 yield _SINK, 0
@@ -166,23 +177,40 @@ class Flow:
             yield _SINK, 0
         if self._placing.may_exceed(pair):
             yield (_EXTRA, pair[0]), 0
+        apart = self._placing.room.apart
         for index in self._placing.users[pair]:
-            yield (_PARCEL, index), -self._transfers(index, pair)
+            to = self._site_of(index, pair[1]) if apart else (_PARCEL, index)
+            yield to, -self._transfers(index, pair)
 
     def _from_parcel(self, index: int) -> Iterator[tuple[Node, int]]:
-        parcel, mirrors = self._placing.parcels[index], self._placing.room.mirrors
-        given = parcel.owner != NOBODY
-        everyone = mirrors[0] == NOBODY or (given and self._anywhere)
-        for owner in self._placing.owners_in_reach(index):
-            for mirror in mirrors if everyone else parcel.holders:
-                if self._placing.room_of_parcel(index, (owner, mirror)) > 0:
-                    yield (owner, mirror), self._transfers(index, (owner, mirror))
-        if self._anywhere and not given:
-            if mirrors[0] == NOBODY:
+        pairs = [pair for pair in self._pairs_in_reach(index) if self._placing.room_of_parcel(index, pair) > 0]
+        if self._placing.room.apart:
+            yield from dict.fromkeys((self._site_of(index, mirror), 0) for _, mirror in pairs)
+            return
+        yield from ((pair, self._transfers(index, pair)) for pair in pairs)
+        parcel = self._placing.parcels[index]
+        if self._anywhere and parcel.owner == NOBODY:
+            if self._placing.room.mirrors[0] == NOBODY:
                 yield _ANY, 1
             else:
                 yield from (((_WITH, holder), 1) for holder in parcel.holders)
                 yield _ANY, 2
+
+    def _from_site(self, which: int) -> Iterator[tuple[Node, int]]:
+        index, site = divmod(which, self._sites)
+        if self._placing.at_site[index, site]:
+            yield (_PARCEL, index), 0
+        for pair in self._pairs_in_reach(index):
+            if self._placing.room.site[pair[1]] == site:
+                yield pair, self._transfers(index, pair)
+
+    def _pairs_in_reach(self, index: int) -> Iterator[Pair]:
+        """The pairs that a parcel may seek by itself."""
+        parcel, mirrors = self._placing.parcels[index], self._placing.room.mirrors
+        everyone = mirrors[0] == NOBODY or (parcel.owner != NOBODY and self._anywhere)
+        for owner in self._placing.owners_in_reach(index):
+            for mirror in mirrors if everyone else parcel.holders:
+                yield owner, mirror
 
     def _pairs_of_hub(self, hub: Node) -> Iterator[Pair]:
         room = self._placing.room
@@ -212,10 +240,14 @@ class Flow:
             return int(to[1] in placing.rich if node == _MORE else placing.may_exceed(node))
         if to == _MORE:
             return int(placing.room_extra(node[1]) == 0)
-        if to[0] == _PARCEL:
-            return placing.placed[to[1]].get(node, 0)
-        if node[0] == _PARCEL:
-            return placing.room_of_parcel(node[1], to) if to[0] >= 0 else _ENDLESS
+        if node[0] == _SITE and to[0] == _PARCEL:
+            return placing.at_site[divmod(node[1], self._sites)]
+        if to[0] in (_PARCEL, _SITE) and node[0] >= 0:
+            return placing.placed[self._parcel_of(to)].get(node, 0)
+        if to[0] == _SITE:
+            return placing.parcels[node[1]].count - placing.at_site[divmod(to[1], self._sites)]
+        if node[0] == _PARCEL and to[0] >= 0:
+            return placing.room_of_parcel(node[1], to)
         if node[0] == _EXTRA:
             return int(to in placing.over[node[1]])
         return _ENDLESS

@@ -8,7 +8,7 @@ after owners.py, which has placed the mirror already where there is to be only o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from functools import cache
 from math import floor
@@ -25,23 +25,31 @@ def share_mirrors(lots: Sequence[Lot], keepers: Sequence[int], mirrors: int, dom
             for lot in lots
         ]
     shared = list(lots)
-    for copies, apart in _layers(mirrors, Counter(domains[keeper] for keeper in keepers)):
-        sites = domains if copies == apart else range(len(domains))
-        shared = _more(shared, Spread(keepers, domains, apart, copies), sites)
-    return shared
-
-
-def _layers(mirrors: int, members: Counter[int]) -> Iterator[tuple[int, int]]:
-    """How many copies there are after each layer, and how many of them lie apart, in domains of their own.
-
-    Where every worker is its own domain, or all are in one, a single layer does it.
-    """
+    members = Counter(domains[keeper] for keeper in keepers)
     apart = min(mirrors, len(members) - 1)
-    if max(members.values()) > 1:
-        yield from ((copies, copies) for copies in range(1, apart + 1))
-        if apart == mirrors:
-            return
-    yield mirrors, apart
+    if apart and max(members.values()) > 1:
+        shared = _more(shared, Spread(keepers, domains, apart, apart), domains)
+    return _more(shared, Spread(keepers, domains, apart, mirrors), range(len(domains)))
+
+
+def leave_mirrors(lots: Sequence[Lot], keepers: Sequence[int], domains: Sequence[int]) -> list[Lot]:
+    """The lots with holders in place of mirrors that would have to be filled, where there are enough holders."""
+    among = frozenset(keepers)
+    return [
+        lot
+        if lot.holders.issuperset(lot.mirrors) or len(lot.holders & among) < len(lot.keepers)
+        else lot.decided(lot.owner, _holders_instead(lot, among, domains), lot.blocks)
+        for lot in lots
+    ]
+
+
+def _holders_instead(lot: Lot, among: frozenset[int], domains: Sequence[int]) -> tuple[int, ...]:
+    held = [mirror for mirror in lot.mirrors if mirror in lot.holders]
+    seen = {domains[worker] for worker in (lot.owner, *held)}
+    others = sorted(
+        (lot.holders & among).difference(held, (lot.owner,)), key=lambda worker: (domains[worker] in seen, worker)
+    )
+    return (*held, *others)[: len(lot.mirrors)]
 
 
 def _more(lots: Sequence[Lot], spread: Spread, sites: Sequence[int]) -> list[Lot]:
@@ -62,7 +70,8 @@ def _more(lots: Sequence[Lot], spread: Spread, sites: Sequence[int]) -> list[Lot
     ]
     shared: list[Lot] = []
     for lot, placed in zip(lots, Placing(parcels, _room(lots, spread, sites)).run(), strict=True):
-        pieces = lay(len(lot.blocks), [(pair[1], count) for pair, count in sorted(placed.items())])
+        order = sorted(placed, key=lambda pair: (sites[pair[1]], pair))
+        pieces = lay(len(lot.blocks), [(pair[1], placed[pair]) for pair in order])
         for (_, mirrors), blocks in zip(pieces, cut(lot.blocks, [count for count, _ in pieces]), strict=True):
             shared.append(lot.decided(lot.owner, lot.mirrors + mirrors, blocks))
     return shared
@@ -90,7 +99,18 @@ def _room(lots: Sequence[Lot], spread: Spread, sites: Sequence[int]) -> Room:
         below[owner] = sum(least(owner, mirror) for mirror in spread.keepers if sites[mirror] != sites[owner])
     copies = spread.copies - len(lots[0].mirrors)
     extra = [copies * owned[owner] - count for owner, count in enumerate(below)]
-    return Room(spread.keepers, spread.keepers, sites, least, most, below, extra, more=0, copies=copies)
+    return Room(
+        workers=spread.keepers,
+        mirrors=spread.keepers,
+        site=sites,
+        least=least,
+        most=most,
+        below=below,
+        extra=extra,
+        more=0,
+        copies=copies,
+        apart=copies > 1 and not isinstance(sites, range),
+    )
 
 
 class Spread:

@@ -8,7 +8,7 @@ blocks whose owner is given. Knows nothing of plans. Pure.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -68,7 +68,9 @@ class Room:
     """By owner."""
     more: int
     copies: int = 1
-    """How many mirrors each block gets here; with more than one the owners are given, and sites are workers."""
+    """How many mirrors each block gets here; with more than one the owners are given."""
+    apart: bool = False
+    """Whether a block must not have two of them at one site (where sites are workers that goes without saying)."""
     parts: int = 1
     """How many copies a block has in all: its owner should have this part of all that it holds."""
 
@@ -89,6 +91,8 @@ class Placing:
         """By owner: its pairs with one more than their least."""
         self.rich: dict[int, None] = {}
         """Owners with one more than their extra pairs."""
+        self.at_site: Counter[tuple[int, int]] = Counter()
+        """By parcel and site, where copies must lie apart."""
         self._short = list(room.below)
         self._mirrored = [0] * (len(room.site) + 1)
         self._emptiest_first = [(0, mirror) for mirror in room.mirrors]
@@ -121,6 +125,8 @@ class Placing:
             del placed[pair]
         _keep(self.users[pair], index, pair in placed)
         self._mirrored[mirror] += count
+        if self.room.apart:
+            self.at_site[index, self.room.site[mirror]] += count
         self.wanted[index] -= count
 
     # ---- without displacing anybody
@@ -203,6 +209,8 @@ class Placing:
             site = self.room.site[mirror]
             if mirror == owner or site == self.room.site[owner] or site in parcel.barred:
                 return 0
+            if self.room.apart:
+                return most - self.at_site[index, site]
         return most - self.placed[index].get(pair, 0)
 
     def room_below(self, pair: Pair) -> int:

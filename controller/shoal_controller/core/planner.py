@@ -17,7 +17,7 @@ from shoal_protos.runs import NO_BLOCKS, Runs, Span, every, union
 from shoal_controller.core.fills import Kept, name_fills
 from shoal_controller.core.lanes import Lanes, share_lanes
 from shoal_controller.core.lots import Lot, gather
-from shoal_controller.core.mirrors import share_mirrors
+from shoal_controller.core.mirrors import leave_mirrors, share_mirrors
 from shoal_controller.core.owners import share_owners
 
 
@@ -137,10 +137,26 @@ def _compose(terms: Terms, here: Sequence[Candidate], before: Plan | None) -> _W
     apart = len({domains[keeper] for keeper in keepers}) > 1
     lots = share_owners(lots, keepers, mirrors, domains if apart else range(len(here)))
     lots = share_mirrors(lots, keepers, mirrors, domains)
-    staying = frozenset(keepers)
-    kept = [_promote(lot, staying, mirrors) for lot in lots]
+    if mirrors > 1 and _at_rest(before, here, keepers):
+        lots = leave_mirrors(lots, keepers, domains)
+    kept = _promote(lots, keepers, mirrors)
     lanes = dict(zip(keepers, share_lanes(terms.lanes, [here[keeper].lane for keeper in keepers]), strict=True))
     return _without_the_needless(_World(here, _shares(len(here), kept, lanes), name_fills(kept)))
+
+
+def _at_rest(before: Plan | None, here: Sequence[Candidate], keepers: Sequence[int]) -> bool:
+    """Whether those who keep blocks are the same as before and have all that they were to get.
+
+    Then nothing is moved any more for an even spread of several mirrors, so that planning comes to an end.
+    """
+    if before is None:
+        return False
+    given: dict[tuple[WorkerId, str], Runs] = {}
+    for rank, (member, share) in enumerate(zip(before.members, before.shares, strict=True)):
+        if blocks := share.keeps | before.filled(rank, before.boundaries):
+            given[member.worker, member.incarnation] = blocks
+    now = {(here[keeper].member.worker, here[keeper].member.incarnation): here[keeper].holds for keeper in keepers}
+    return given.keys() == now.keys() and all(blocks <= now[process] for process, blocks in given.items())
 
 
 def _by_age(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -172,13 +188,20 @@ def _owned_before(before: Plan | None, here: Sequence[Candidate]) -> dict[int, R
     return owned
 
 
-def _promote(lot: Lot, keepers: frozenset[int], mirrors: int) -> Kept:
-    """Owner and mirrors until the fills are done: holders only; who is to keep the blocks comes first.
+def _promote(lots: Sequence[Lot], keepers: Sequence[int], mirrors: int) -> list[Kept]:
+    """Owners and mirrors until the fills are done: holders only."""
+    staying = frozenset(keepers)
+    return [
+        Kept(lot, lot.owner, lot.mirrors) if lot.holders.issuperset(lot.keepers) else _meanwhile(lot, staying, mirrors)
+        for lot in lots
+    ]
 
-    The owner before stays while the wished one is being filled. Holders beyond the wished copies release the blocks.
+
+def _meanwhile(lot: Lot, keepers: frozenset[int], mirrors: int) -> Kept:
+    """The owner before stays while the wished one is being filled. Who is to keep the blocks comes first.
+
+    Holders beyond the wished copies release the blocks.
     """
-    if lot.holders.issuperset(lot.keepers):
-        return Kept(lot, lot.owner, lot.mirrors)
     wished = [worker for worker in lot.keepers if worker in lot.holders]
     staying = sorted(lot.holders & keepers)
     if lot.owner in lot.holders:
