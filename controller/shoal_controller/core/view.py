@@ -151,7 +151,7 @@ def state(job: Job, record: Record, rank: int | None) -> State:
     if record.standing is not Standing.HERE:
         return State.LOST
     process = job.processes.get(record.worker)
-    if process is not None and process.pinged is not None:
+    if process is not None and process.pinged is not None and process.pinged.suspected:
         return State.SUSPECTED
     if record.leaving:
         return State.DRAINING

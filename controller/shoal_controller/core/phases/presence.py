@@ -21,9 +21,11 @@ from shoal_controller.core.turn import Turn
 PING_SECONDS = 0.5
 """How long a silent worker has to answer when it is asked directly."""
 ASK_AHEAD = 0.6
-"""Part of a heartbeat interval: a silent worker is asked so long before it is suspected, so that the answer is missed
-with the last heartbeat and a frozen worker is counted out as soon as it is suspected.
+"""Of a heartbeat interval: so long before it is suspected a silent worker is asked, so that a frozen one has missed its
+answer when it has missed its heartbeats, and is counted out as soon as it is suspected.
 """
+ASK_AFTER = 1.5
+"""Heartbeat intervals of silence before which nobody is asked."""
 PROBE_SECONDS = 1.0
 """How often the store of a worker without a stream is asked for."""
 
@@ -114,6 +116,10 @@ def suspect_seconds(turn: Turn) -> float:
     return turn.spec.heartbeat_seconds * turn.spec.suspect_after
 
 
+def ask_seconds(turn: Turn) -> float:
+    return turn.spec.heartbeat_seconds * max(ASK_AFTER, turn.spec.suspect_after - ASK_AHEAD)
+
+
 def cut_off(job: Job, now: float) -> bool:
     """● Whether more than half of the job's workers that are not confirmed dead are silent: it is us, not them."""
     durable = job.durable
@@ -146,7 +152,7 @@ def _unanswering(turn: Turn) -> list[WorkerId]:
         elif process.pinged is not None:
             if seconds > suspect_seconds(turn) and _suspect(turn, process, process.pinged):
                 silent.append(worker)
-        elif seconds > suspect_seconds(turn) - ASK_AHEAD * turn.spec.heartbeat_seconds:
+        elif seconds > ask_seconds(turn):
             _ask(turn, worker)
     return silent
 

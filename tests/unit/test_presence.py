@@ -1,0 +1,96 @@
+"""Who is here: a silent worker is asked before it is suspected, and counted out as soon as it is."""
+
+from dataclasses import replace
+
+from shoal_controller.core.durable import Standing
+from shoal_controller.core.effects import Note, Send
+from shoal_controller.core.events import Connected, Said, Tick
+from shoal_controller.core.machine import new_job, step, view
+from shoal_controller.core.spec import JobSpec, State
+from shoal_protos.description import Description
+from shoal_protos.messages import PROTOCOL_VERSION, Heartbeat, Hello, Ping, Point, Status, Telemetry
+from shoal_protos.plan import EVERYONE
+
+TICK_SECONDS = 0.125  # no rounding in sums of it
+MADE_OF = Description(4, 8, 4096, 8, EVERYONE, 0, 100, (), "SGD", {}, {}, False, False)
+REHEARSING = Status(sequence=0, generation=0, point=Point.REHEARSING, promised=0, step=-1, committed_in=0)
+
+
+class Silence:
+    """Three workers said hello at 0; w1 and w2 go on with heartbeats, w0 says nothing more."""
+
+    def __init__(self, **spec):
+        spec = {"heartbeat_seconds": 1.0, "reconnect_seconds": 0.5, **spec}
+        self.job, self.now, self.sequence = new_job(JobSpec("job", 3, **spec), 0.0), 0.0, 0
+        self.happened = []
+        for number, worker in enumerate(("w0", "w1", "w2")):
+            hello = Hello(
+                PROTOCOL_VERSION, "job", worker, f"{worker}.1", "127.0.0.1:9", "host", 1, "", MADE_OF, REHEARSING
+            )
+            self.feed(Connected(number, hello))
+        self.now = TICK_SECONDS / 2  # ticks fall between the limits, not on them
+
+    def feed(self, event):
+        self.job, effects = step(self.job, event, self.now)
+        for effect in effects:
+            if isinstance(effect, Note) and effect.worker == "w0":
+                self.happened.append((round(self.now, 1), effect.kind))
+            elif isinstance(effect, Send) and effect.connection == 0 and isinstance(effect.message, Ping):
+                self.happened.append((round(self.now, 1), "ping"))
+
+    def beat(self, *connections):
+        self.sequence += 1
+        for connection in connections:
+            self.feed(Said(connection, Heartbeat(replace(REHEARSING, sequence=self.sequence), Telemetry())))
+
+    def last(self, seconds, beating=(1, 2)):
+        """Time passes."""
+        for tick in range(1, round(seconds / TICK_SECONDS) + 1):
+            self.now += TICK_SECONDS
+            self.feed(Tick())
+            if tick % 2 == 0:
+                self.beat(*beating)
+
+    @property
+    def states(self):
+        return [worker.state for worker in view(self.job, self.now).workers]
+
+
+def test_a_frozen_worker_has_missed_its_answer_when_it_is_suspected_so_it_is_counted_out_at_once():
+    world = Silence()
+    world.last(4.0)
+    assert world.happened == [(0.0, "joined"), (2.4, "ping"), (3.1, "suspected"), (3.1, "lost")]
+    assert world.job.durable.roster["w0"].standing is Standing.LOST
+
+
+def test_a_slow_worker_that_answers_is_never_suspected():
+    world = Silence()
+    world.last(2.8)
+    world.beat(0)
+    world.last(2.0)
+    assert world.happened == [(0.0, "joined"), (2.4, "ping")]
+    assert world.states == [State.STARTING] * 3
+
+
+def test_nobody_is_counted_out_before_a_ping_had_its_time():
+    world = Silence(heartbeat_seconds=0.2)
+    world.last(0.5)
+    assert world.happened[1:] == [(0.6, "ping")]
+    world.last(TICK_SECONDS)
+    assert world.happened[2:] == [(0.7, "suspected")]
+    assert world.states[0] is State.SUSPECTED
+    world.last(0.5)
+    assert world.happened[3:] == [(1.1, "lost")]
+
+
+def test_healthy_workers_are_not_asked():
+    world = Silence(heartbeat_seconds=0.2, suspect_after=1)
+    world.last(1.0, beating=(0, 1, 2))
+    assert world.happened == [(0.0, "joined")]
+
+
+def test_a_silent_majority_is_asked_and_suspected_but_not_counted_out():
+    world = Silence()
+    world.last(6.0, beating=(2,))
+    assert world.happened == [(0.0, "joined"), (2.4, "ping"), (3.1, "suspected")]
+    assert world.states == [State.SUSPECTED, State.SUSPECTED, State.STARTING]
