@@ -20,21 +20,16 @@ SCRIPT = "integration.test_readme:readme"
 def readme(result: str) -> None:
     """What a worker runs: the README's code with a model and a data set of ours, and six steps instead of many."""
     code, config = (re.findall(rf"```{kind}\n(.*?)```", README, flags=re.DOTALL)[0] for kind in ("python", "json"))
-    folder = Path(result).with_suffix(".folder")
-    folder.mkdir()
-    os.chdir(folder)
+    os.chdir(Path(result).parent)  # the same for all workers, as on a shared disk
     settings = json.loads(config)
     settings["shoal"]["max_steps"] = 6
-    Path("shoal.json").write_text(json.dumps(settings))
+    own = Path(f"{result}.json")
+    own.write_text(json.dumps(settings))
+    own.replace("shoal.json")
     torch.manual_seed(5)
     given: dict[str, Any] = {"model": Model(dropout=0.1, buffers=True), "dataset": Samples(100)}
     exec(code, given)
-    exported = sorted(load_file("model.safetensors")) if Path("model.safetensors").exists() else None
-    ended = {
-        "fingerprint": given["engine"].fingerprint(),
-        "exported": exported,
-        "names": [*given["model"].state_dict()],
-    }
+    ended = {"fingerprint": given["engine"].fingerprint(), "names": sorted(load_file("model.safetensors"))}
     Path(result).write_text(json.dumps(ended))
 
 
@@ -42,10 +37,7 @@ def test_the_readmes_script_trains_alone_and_on_three_workers_to_the_same_bits()
     with Cluster(workers=3, script=SCRIPT) as cluster:
         cluster.wait_done()
         assert [cluster.wait_exit(worker) for worker in cluster.pids] == [0, 0, 0]
-        results = [cluster.result(worker) for worker in cluster.pids]
         undisturbed = alone({}, SCRIPT)
+        assert [cluster.result(worker) for worker in cluster.pids] == [undisturbed] * 3
         assert cluster.fingerprint == undisturbed["fingerprint"]
-        exported = [result["exported"] for result in results if result["exported"]]
-        assert len(exported) == 1, "rank 0 alone writes the file"
-        assert exported[0] == undisturbed["exported"]
-        assert set(exported[0]) <= set(undisturbed["names"])
+        assert {"embedding.weight", "norm.running_mean"} <= set(undisturbed["names"])
