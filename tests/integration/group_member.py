@@ -17,7 +17,8 @@ from shoal.exchange.gloo import build_gloo
 from shoal.exchange.group import Group, WorldChanged
 from shoal.exchange.letters import Letter, read_letter
 from shoal.exchange.meeting import Meeting, Stop
-from shoal.exchange.rendezvous import AbortableStore, OwnStore
+from shoal.exchange.rendezvous import AbortableStore, OwnStore, split_address
+from torch._C._distributed_c10d import TCPStore
 
 
 class Member:
@@ -94,6 +95,10 @@ class Member:
 
     def broken(self, generation: int) -> list[int]:
         return list(self.groups[generation].broken_peers)
+
+    def keys(self) -> list[str]:
+        """What is left in the own store."""
+        return TCPStore(*split_address(self.store.address), wait_for_workers=False).list_keys()
 
     def open_files(self) -> int:
         return len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - the listing itself must not be counted twice

@@ -238,6 +238,13 @@ def test_a_late_sender_cannot_write_into_a_buffer_that_is_used_again() -> None:
         assert members[0].ask("mean") == 1.0
 
 
+def test_a_meeting_leaves_nothing_in_the_builders_store() -> None:
+    with party(3) as members:
+        for generation in (1, 2):
+            members.build(generation)
+        until("the store to be empty", lambda: members[0].ask("keys") == [])
+
+
 def test_forty_generations_leave_no_socket_behind() -> None:
     with party(2) as members:
         counts = []

@@ -6,7 +6,9 @@ No test measures time: what must come is waited for by a deadline far above what
 from __future__ import annotations
 
 import os
+import select
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -198,6 +200,17 @@ def test_a_heart_beats_at_the_pace_that_the_welcome_gives_though_nothing_changes
         numbers = [controller.hears(Heartbeat).status.sequence for _ in range(5)]
         assert numbers == sorted(set(numbers))
         worker.close()
+
+
+def test_a_worker_can_end_while_its_controller_hangs() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # the system takes the call, and nobody answers
+        link = ControllerLink(SessionSettings(controller=f"127.0.0.1:{listener.getsockname()[1]}", job="job"))
+        with ThreadPoolExecutor(1) as training:
+            introduced = training.submit(link.introduce, DESCRIPTION, NEW)
+            assert select.select([listener], [], [], PATIENCE_SECONDS)[0]
+            link.failed(RuntimeError("enough"))
+            with pytest.raises(UserError, match="the session with the controller failed: enough"):
+                introduced.result(PATIENCE_SECONDS)
 
 
 # ---- loss
@@ -461,6 +474,7 @@ def test_a_handler_of_the_scripts_own_stays() -> None:
         signal.signal(signal.SIGTERM, before)
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")  # of Python 3.12: this is what is tested
 def test_a_forked_child_dies_of_sigterm_and_drains_nobody() -> None:
     with SmallController() as controller:
         worker = Worker("a", controller)

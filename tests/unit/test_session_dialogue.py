@@ -210,7 +210,7 @@ def test_a_new_stream_begins_with_where_the_worker_stands_and_says_again_what_mu
     assert said(dialogue) == ["Request", "Heartbeat", "Result"]
     hello = dialogue.hello()
     assert (hello.status.generation, hello.status.point, hello.status.drain) == (1, Point.TRAINING, True)
-    assert dialogue.outgoing() == [Result(10, "beef"), Request(RequestKind.DRAIN)]
+    assert dialogue.outgoing() == [Result(10, "beef", generation=1), Request(RequestKind.DRAIN, generation=1)]
 
 
 def test_a_prepare_that_is_heard_on_a_new_stream_is_answered_without_the_training_thread() -> None:

@@ -53,6 +53,7 @@ def build_gloo(meeting: Meeting, stop: Stop) -> Group:
     try:
         store.gather(meeting.size)
         gloo = _connected(store, meeting)
+        store.part(meeting.size)
     except RuntimeError as error:
         raise WorldChanged(f"the group of generation {meeting.generation} could not be built: {error}") from None
     finally:

@@ -98,6 +98,8 @@ class AbortableStore(Store):
         super().__init__()
         self._address, self._prefix, self._stop = address, prefix, stop
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._keys = {prefix + "present", prefix + "all", prefix + "built"}
+        """Those of the meeting that this process has seen."""
         threading.Thread(target=self._help, name=f"shoal-store-{prefix}", daemon=True).start()
 
     def close(self) -> None:
@@ -112,9 +114,19 @@ class AbortableStore(Store):
             self.set("all", "here")
         self.wait(["all"])
 
+    def part(self, size: int) -> None:
+        """The group is built here. The last one clears the meeting away; nobody waits for it."""
+        self._calls.put(_Call(lambda store: self._clear_away(store, size)))
+
+    def _clear_away(self, store: TCPStore, size: int) -> None:
+        if store.add(self._prefix + "built", 1) == size:
+            for key in self._keys:
+                store.delete_key(key)
+
     # ---- what gloo asks
 
     def set(self, key: str, value: str) -> None:
+        self._keys.add(self._prefix + key)
         self._ask(lambda store: store.set(self._prefix + key, value))  # gloo gives bytes, which do as well
 
     def get(self, key: str) -> bytes:
@@ -131,6 +143,7 @@ class AbortableStore(Store):
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """As long as it takes: only the stop ends it, so `timeout` is not heeded."""
         del timeout
+        self._keys.update(self._prefix + key for key in keys)
         self._ask(lambda store: self._poll(store, [self._prefix + key for key in keys]))
 
     def has_extended_api(self) -> bool:

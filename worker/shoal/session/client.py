@@ -182,7 +182,7 @@ class ControllerLink:
             self.dialogue.report(result)
             self._say()
             if result.failure and not self.silent:
-                self._spoken.wait_for(lambda: self._last_word_heard, REPORT_SECONDS)
+                self._spoken.wait_for(lambda: self.silent, REPORT_SECONDS)
 
     def close(self) -> None:
         if self._closed:

@@ -151,7 +151,7 @@ class Dialogue:
             is_ready = self.membership.point is Point.READY
             return Ready(self.membership.promised, self._standing()) if is_ready else None
         if kind is Request:
-            return Request(RequestKind.DRAIN)
+            return Request(RequestKind.DRAIN, generation=self.membership.generation)
         return self._inventory if kind is Inventory else self._result
 
     def _standing(self) -> Status:
@@ -216,7 +216,7 @@ class Dialogue:
 
     def report(self, result: Result) -> None:
         """How it ended. Said again on every new stream."""
-        self._result = result
+        self._result = replace(result, generation=self.membership.generation)
         self._due[Result] = None
 
     # ---- from elsewhere

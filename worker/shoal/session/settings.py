@@ -99,7 +99,8 @@ class SessionSettings(BaseModel):
             return self.host
         name, _, port = self.controller.rpartition(":")
         try:
-            kind, *_, address = socket.getaddrinfo(name.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+            routes = socket.getaddrinfo(name.strip("[]"), int(port), type=socket.SOCK_DGRAM)
+            kind, *_, address = min(routes, key=lambda route: route[0] != socket.AF_INET)
             with socket.socket(kind, socket.SOCK_DGRAM) as probe:
                 probe.connect(address)  # sends nothing; the kernel chooses the route
                 return str(probe.getsockname()[0])

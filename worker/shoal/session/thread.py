@@ -7,6 +7,7 @@ nothing; what is said and what is heard is the dialogue's. If it ends unexpected
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from typing import Protocol
@@ -71,6 +72,9 @@ class SessionThread:
         self._woken = asyncio.Event()
         self._closing = False
         self._welcomed = False
+        self._patience: asyncio.Timeout | None = None
+        """With the controller, while a stream is being opened."""
+        self._complained = False
         self._running = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shoal-session", daemon=True)
         self._thread.start()
@@ -78,12 +82,9 @@ class SessionThread:
 
     def wake(self) -> None:
         """From any thread."""
-        loop = self._loop
-        if loop is not None and not loop.is_closed():
-            try:
-                loop.call_soon_threadsafe(self._woken.set)
-            except RuntimeError:  # closed meanwhile: there is nobody to wake
-                return
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: there is nobody to wake
+                self._loop.call_soon_threadsafe(self._stir)
 
     def close(self) -> None:
         """What is due goes out first, where a controller listens."""
@@ -128,6 +129,11 @@ class SessionThread:
         if term.heard():
             self._driver.terminated()
 
+    def _stir(self) -> None:
+        self._woken.set()
+        if self._closing and self._patience is not None:
+            self._patience.reschedule(0.0)
+
     async def _rest(self, seconds: float | None) -> None:
         """Until woken, at most so long."""
         try:
@@ -150,15 +156,25 @@ class SessionThread:
         async with channel:
             call: Call = channel.stream_stream(METHOD)(metadata=self._settings.metadata)
             try:
-                async with asyncio.timeout(WELCOME_SECONDS):
+                async with asyncio.timeout(WELCOME_SECONDS) as self._patience:
                     await call.write(encode_worker(self._driver.hello()))
+                self._patience = None
                 await self._talk(call)
             except grpc.aio.AioRpcError as error:
-                log.info("stream_ended", controller=address, code=error.code().name, why=error.details())
-            except (UserError, TimeoutError) as error:
-                log.error("stream_given_up", controller=address, why=str(error) or "nothing was heard in time")
+                self._complain(error.details() or error.code().name)
+            except TimeoutError:
+                self._complain(f"nothing was heard for {WELCOME_SECONDS:g} s")
+            except UserError as error:
+                log.error("message_not_understood", controller=address, why=str(error))
             finally:
+                self._patience = None
                 call.cancel()
+
+    def _complain(self, why: str) -> None:
+        """Once for each time that the controller goes away."""
+        if not self._complained and not self._closing:
+            log.warning("no_controller", controller=self._settings.controller, why=why)
+        self._complained = True
 
     async def _talk(self, call: Call) -> None:
         """Both directions at once, until either ends."""
@@ -185,7 +201,8 @@ class SessionThread:
             if not isinstance(data, bytes):
                 return
             message = decode_controller(data)
-            self._welcomed = self._welcomed or isinstance(message, Welcome)
+            if isinstance(message, Welcome):
+                self._welcomed, self._complained = True, False
             self._driver.hear(message)
             if isinstance(message, Shutdown | Refusal):
                 return
@@ -195,6 +212,7 @@ class SessionThread:
         beat = time.monotonic() + self._driver.heartbeat_seconds
         while True:
             now = time.monotonic()
+            beat = min(beat, now + self._driver.heartbeat_seconds)
             messages = self._driver.outgoing(beat=now >= beat)
             if now >= beat:
                 beat = now + self._driver.heartbeat_seconds

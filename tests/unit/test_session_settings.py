@@ -1,0 +1,59 @@
+"""A worker's environment: what it means, and the sentence for each way in which it cannot work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from shoal.session.alone import AloneLink
+from shoal.session.client import ControllerLink
+from shoal.session.open import open_link
+from shoal.session.settings import SessionSettings
+from shoal_protos.errors import UserError
+
+
+def test_without_a_controller_a_script_trains_alone() -> None:
+    link, faults = open_link({})
+    assert isinstance(link, AloneLink) and link.alone and faults == ""
+
+
+def test_with_a_controller_nothing_is_opened_before_the_hello() -> None:
+    link, faults = open_link({"SHOAL_CONTROLLER": "127.0.0.1:1", "SHOAL_JOB": "j", "SHOAL_WORKER_ID": "w3",
+                              "SHOAL_FAULT": "w3@1:vote:kill"})  # fmt: skip
+    assert isinstance(link, ControllerLink) and not link.alone
+    assert (link.worker, faults) == ("w3", "w3@1:vote:kill")
+    link.close()
+
+
+@pytest.mark.parametrize(
+    ("environment", "sentence"),
+    [
+        ({"SHOAL_CONTROLLER": "somewhere"}, "SHOAL_CONTROLLER is 'somewhere'; expected HOST:PORT"),
+        ({"SHOAL_CONTROLLER": "host:70000"}, "SHOAL_CONTROLLER is 'host:70000'; expected HOST:PORT"),
+        ({"SHOAL_CONTROLLER": "host:7071"}, "SHOAL_CONTROLLER is set and SHOAL_JOB is not; set it"),
+        ({"SHOAL_TLS_KEY": "k"}, "SHOAL_TLS_CERTIFICATE and SHOAL_TLS_KEY are needed together; only one is set"),
+        ({"SHOAL_TLS_KEY": "k", "SHOAL_TLS_CERTIFICATE": "c"}, "SHOAL_TLS_CA is not; mutual TLS needs both"),
+    ],
+)
+def test_an_environment_that_cannot_work_is_told_so_in_one_sentence(environment: dict[str, str], sentence: str) -> None:
+    with pytest.raises(UserError) as refused:
+        SessionSettings.from_environment(environment)
+    assert sentence in str(refused.value)
+
+
+def test_a_certificate_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    settings = SessionSettings(tls_ca=tmp_path / "ca.pem")
+    with pytest.raises(UserError, match=r"SHOAL_TLS_CA names .*ca\.pem, which cannot be read: No such file"):
+        settings.credentials()
+
+
+def test_a_worker_beside_its_controller_is_reached_by_loopback() -> None:
+    assert SessionSettings(controller="127.0.0.1:7071", job="j").own_host() == "127.0.0.1"
+    assert SessionSettings(controller="localhost:7071", job="j").own_host() == "127.0.0.1"
+    assert SessionSettings(controller="127.0.0.1:7071", job="j", host="10.1.2.3").own_host() == "10.1.2.3"
+
+
+def test_the_token_is_shown_and_never_printed() -> None:
+    settings = SessionSettings(controller="h:1", job="j", token="secret")
+    assert settings.metadata == (("authorization", "Bearer secret"),)
+    assert "secret" not in repr(settings)
