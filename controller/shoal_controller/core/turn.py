@@ -22,13 +22,15 @@ from shoal_controller.core.spec import JobSpec
 class Turn:
     """See the module's text."""
 
-    __slots__ = ("before", "effects", "job", "now")
+    __slots__ = ("_own_processes", "_own_roster", "before", "effects", "job", "now")
 
     def __init__(self, job: Job, now: float) -> None:
         self.before = job
         self.job = job
         self.now = now
         self.effects: list[Effect] = []
+        self._own_processes: dict[WorkerId, Process] = {}
+        self._own_roster: dict[WorkerId, Record] = {}
 
     # ---- reading
 
@@ -67,7 +69,11 @@ class Turn:
         self.job = replace(self.job, durable=replace(self.job.durable, **fields))
 
     def enlist(self, record: Record) -> None:
-        self.keep(roster={**self.durable.roster, record.worker: record})
+        """A new or changed record. The roster is copied once a turn, whatever it was before stays as it is."""
+        if self.job.durable.roster is not self._own_roster:
+            self._own_roster = dict(self.job.durable.roster)
+            self.keep(roster=self._own_roster)
+        self._own_roster[record.worker] = record
 
     def mark(self, worker: WorkerId, **fields: Any) -> None:
         """Durable fields of one worker, where they differ."""
@@ -76,8 +82,11 @@ class Turn:
             self.enlist(replace(record, **fields))
 
     def see(self, worker: WorkerId, **fields: Any) -> None:
-        """Volatile fields of one process."""
-        self.change(processes={**self.job.processes, worker: replace(self.job.processes[worker], **fields)})
+        """Volatile fields of one process. All of them are copied once a turn."""
+        if self.job.processes is not self._own_processes:
+            self._own_processes = dict(self.job.processes)
+            self.change(processes=self._own_processes)
+        self._own_processes[worker] = replace(self._own_processes[worker], **fields)
 
     # ---- effects
 

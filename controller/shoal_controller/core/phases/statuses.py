@@ -5,9 +5,7 @@ An older status than the last one heard says nothing; whatever is heard proves t
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from shoal_protos.messages import Heartbeat, Inventory, Ready, Request, Result, Status
+from shoal_protos.messages import Heartbeat, Inventory, Ready, Request, Result, Status, Telemetry
 from shoal_protos.plan import WorkerId
 
 from shoal_controller.core.durable import Leaving, Standing
@@ -22,15 +20,15 @@ def said(turn: Turn, event: Said) -> bool:
     worker = turn.job.connections.get(event.connection)
     if worker is None:
         return False
-    lively(turn, worker)
     message = event.message
     if isinstance(message, Heartbeat):
         before = turn.job.processes[worker].status
-        turn.see(worker, telemetry=message.telemetry)
+        lively(turn, worker, telemetry=message.telemetry)
         timeline.changes_told(turn, worker)
         stated(turn, worker, message.status)
         tell(turn, worker)
         return _differs(before, message.status)
+    lively(turn, worker)
     if isinstance(message, Ready):
         stated(turn, worker, message.status)
     elif isinstance(message, Inventory):
@@ -42,9 +40,9 @@ def said(turn: Turn, event: Said) -> bool:
     return True
 
 
-def lively(turn: Turn, worker: WorkerId) -> None:
+def lively(turn: Turn, worker: WorkerId, **seen: Telemetry) -> None:
     """Something was heard: the process lives, whatever was thought of it."""
-    turn.see(worker, heard=turn.now, pinged=None)
+    turn.see(worker, heard=turn.now, pinged=None, **seen)
     record = turn.record(worker)
     if record.standing is not Standing.HERE and record.ending is None:
         turn.note("returned", f"worker {worker} is back; it was counted out: {record.why}", worker)
@@ -72,9 +70,13 @@ def stated(turn: Turn, worker: WorkerId, status: Status) -> None:
 
 
 def _differs(before: Status, after: Status) -> bool:
-    """Whether anything but the step has changed."""
-    seen = replace(before, sequence=after.sequence, step=after.step, boundaries=after.boundaries)
-    return replace(seen, holds=after.holds, current=after.current) != after
+    """Whether anything but step and holdings has changed: for those a tick is soon enough."""
+    return _stands(before) != _stands(after)
+
+
+def _stands(status: Status) -> tuple[object, ...]:
+    ends = status.done, status.ended, status.drain
+    return status.generation, status.point, status.promised, status.committed_in, status.broken, ends
 
 
 def _inventory(turn: Turn, worker: WorkerId, inventory: Inventory) -> None:
