@@ -192,6 +192,11 @@ class Cluster:
 
     # ---- the controller's answers
 
+    @property
+    def url(self) -> str:
+        """What `--url` takes."""
+        return f"http://127.0.0.1:{self._ports[0]}"
+
     def job(self) -> Json:
         return self._answer("GET", f"/jobs/{self.job_name}")
 

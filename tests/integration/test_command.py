@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from integration.cluster import free_port, undisturbed, until
+from integration.cluster import Cluster, free_port, undisturbed, until
 
 SHOAL = str(Path(sys.executable).with_name("shoal"))
 TESTS = Path(__file__).resolve().parents[1]
@@ -155,6 +156,43 @@ def test_the_second_ctrl_c_kills(tmp_path: Path) -> None:
         code, _, told = command.end()
     assert code == 130, told
     until("its workers to be gone", lambda: not any(psutil.pid_exists(pid) for pid in pids))
+
+
+def said_by(cluster: Cluster, *arguments: str) -> str:
+    """What a command that talks to the cluster's controller prints."""
+    command = [SHOAL, *arguments, "--url", cluster.url]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_job_is_described_scaled_paused_resumed_and_drained_by_the_command() -> None:
+    options = {"max_steps": 100_000, "pace": 0.004}
+    with Cluster(workers=2, options=options) as cluster:
+        cluster.wait_step(2)
+        assert re.search(r"job +running +1 +2/2 +\d+/100000", said_by(cluster, "jobs"))
+        described = said_by(cluster, "describe", "job")
+        assert described.startswith("job running: step ")
+        assert re.search(r"^w0 +active +\d +\d,", described, flags=re.MULTILINE)
+        assert re.search(r"^ *1 +start +2 +0 ", described, flags=re.MULTILINE)
+        assert "workers 2 of 3" in said_by(cluster, "scale", "job", "3")
+        cluster.add(1)
+        cluster.wait_world(3)
+        said_by(cluster, "pause", "job")
+        cluster.wait_phase("paused")
+        said_by(cluster, "resume", "job")
+        cluster.wait_phase("running")
+        said_by(cluster, "drain", "job", "w2")
+        cluster.wait_state("w2", "left")
+        assert "w2 " in said_by(cluster, "top")
+        follower = [SHOAL, "events", "job", "--follow", "--url", cluster.url]
+        with subprocess.Popen(follower, stdout=subprocess.PIPE, text=True) as followed:
+            assert followed.stdout
+            until("the history", lambda: "was drained" in followed.stdout.readline())
+            cluster.cancel()
+            until("news", lambda: "cancelled" in followed.stdout.readline())
+            followed.send_signal(signal.SIGINT)
+            assert followed.wait(timeout=30) == 130
 
 
 def test_a_store_that_another_controller_holds_is_refused_in_one_sentence(tmp_path: Path) -> None:
