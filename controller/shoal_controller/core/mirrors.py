@@ -85,18 +85,19 @@ def _room(lots: Sequence[Lot], spread: Spread, sites: Sequence[int]) -> Room:
         for mirror in lot.mirrors:
             mirrored[lot.owner, mirror] += len(lot.blocks)
 
-    @cache
+    def share(owner: int, mirror: int) -> int:
+        return spread.whole_blocks(owned[owner], owner, mirror)
+
     def least(owner: int, mirror: int) -> int:
-        share = floor(owned[owner] * spread.share(owner, mirror))
-        return max(0, share - mirrored[owner, mirror])
+        return max(0, share(owner, mirror) - mirrored[owner, mirror])
 
     def most(owner: int, mirror: int) -> int:
-        share = floor(owned[owner] * spread.share(owner, mirror))
-        return least(owner, mirror) + (mirrored[owner, mirror] <= share)
+        return least(owner, mirror) + (mirrored[owner, mirror] <= share(owner, mirror))
 
     below = [0] * len(sites)
     for owner in spread.keepers:
-        below[owner] = sum(least(owner, mirror) for mirror in spread.keepers if sites[mirror] != sites[owner])
+        if not spread.is_thin(owned[owner], owner):
+            below[owner] = sum(least(owner, mirror) for mirror in spread.keepers if sites[mirror] != sites[owner])
     copies = spread.copies - len(lots[0].mirrors)
     extra = [copies * owned[owner] - count for owner, count in enumerate(below)]
     return Room(
@@ -129,11 +130,22 @@ class Spread:
         self._size = [members[domain] for domain in domains]
         self._domains_of_size = Counter(members.values())
         self._level = cache(self._level_of)
-        self._part = cache(self._part_of)
+        self._whole = cache(self._whole_of)
 
-    def share(self, owner: int, mirror: int) -> Fraction:
+    def whole_blocks(self, blocks: int, owner: int, mirror: int) -> int:
+        """How many of so many blocks of an owner a worker should mirror, rounded down."""
+        if owner == mirror:
+            return 0
         same = self._domains[owner] == self._domains[mirror]
-        return Fraction(0) if owner == mirror else self._part(self._size[owner], self._size[mirror], same)
+        return self._whole(blocks, self._size[owner], self._size[mirror], same)
+
+    def is_thin(self, blocks: int, owner: int) -> bool:
+        """Whether no worker should mirror even one whole block of this owner's: there are more workers than that."""
+        sizes = self._domains_of_size
+        return not any(self._whole(blocks, self._size[owner], size, same) for size in sizes for same in (False, True))
+
+    def _whole_of(self, blocks: int, owner_size: int, size: int, same: bool) -> int:
+        return floor(blocks * self._part_of(owner_size, size, same))
 
     def _part_of(self, owner_size: int, size: int, same: bool) -> Fraction:
         low, high = self._bounds(size, same)
