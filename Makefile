@@ -56,8 +56,8 @@ protos: $(READY)
 	$(BIN)/python protos/generate.py
 
 docs: $(READY)
-	$(BIN)/python tools/phases.py
-	$(BIN)/python tools/controller.py
+	$(BIN)/python docs/generate/phases.py
+	$(BIN)/python docs/generate/controller.py
 	$(BIN)/python -m shoal.config.reference > docs/configuration.md
 
 format: $(READY)

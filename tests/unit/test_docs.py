@@ -15,8 +15,8 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def tool(name: str) -> ModuleType:
-    """A script of `tools/` as a module."""
-    found = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    """A script of `docs/generate/` as a module."""
+    found = importlib.util.spec_from_file_location(name, ROOT / "docs" / "generate" / f"{name}.py")
     assert found and found.loader
     module = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)

@@ -338,7 +338,7 @@ class Engine:
 
     def export(self, path: str | Path) -> None:
         """Rank 0 writes the model as safetensors; in the loop after this step, after the loop at once."""
-        self.requests.ask(Wish("export", str(Path(path).absolute())))
+        self.requests.ask(Wish("export", str(path)))
 
     def save_checkpoint(self) -> None:
         """Raises `UserError`: elastic checkpoints are not supported yet."""

@@ -1,4 +1,4 @@
-"""Draws docs/phases.md from the job machine's table: `python tools/phases.py` (`make docs`).
+"""Draws docs/phases.md from the job machine's table: `python docs/generate/phases.py` (`make docs`).
 
 Which phases a phase can lead to is read from the source: the functions that the table names for it, and all that they
 call within `core/phases`, are searched for `phase=Phase.X` and for the phases they are told to finish in. So an arrow
@@ -132,7 +132,7 @@ def _name(function: Function) -> str:
 
 def main(arguments: list[str]) -> int:
     if arguments:
-        sys.stderr.write("usage: python tools/phases.py\n")
+        sys.stderr.write("usage: python docs/generate/phases.py\n")
         return 2
     PAGE.write_text(page())
     return 0

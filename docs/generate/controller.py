@@ -1,4 +1,4 @@
-"""Writes docs/controller.md from the code: `python tools/controller.py` (`make docs`).
+"""Writes docs/controller.md from the code: `python docs/generate/controller.py` (`make docs`).
 
 Settings and job specification come from their pydantic models, routes from the API's own schema, metrics from what a
 controller without jobs exposes.
@@ -119,7 +119,7 @@ def default(field: FieldInfo) -> str:
 
 def main(arguments: list[str]) -> int:
     if arguments:
-        sys.stderr.write("usage: python tools/controller.py\n")
+        sys.stderr.write("usage: python docs/generate/controller.py\n")
         return 2
     PAGE.write_text(page())
     return 0
