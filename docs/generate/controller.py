@@ -20,7 +20,7 @@ from shoal_controller.api.routes import router
 from shoal_controller.metrics import Metrics
 from shoal_controller.settings import Settings
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "controller.md"
+PAGE = Path(__file__).resolve().parents[1] / "controller.md"
 
 OPENING = """\
 # The controller

@@ -19,7 +19,7 @@ from types import FunctionType
 from shoal_controller.core import machine
 from shoal_controller.core.spec import Phase
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "phases.md"
+PAGE = Path(__file__).resolve().parents[1] / "phases.md"
 ROOM = "shoal_controller.core.phases"
 
 OPENING = """\
