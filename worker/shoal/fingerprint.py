@@ -8,10 +8,12 @@ so that the loss of any member loses none. The same block digests are a checkpoi
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 
 from shoal_protos.runs import Runs
 from torch import Tensor
 
+from shoal.core.layout import Layout
 from shoal.exchange.group import Group
 from shoal.exchange.letters import Letter, read_letter
 from shoal.exchange.routes import DIGESTS
@@ -24,7 +26,7 @@ def block_digests(state: TrainingState, blocks: Runs) -> dict[int, bytes]:
     found: dict[int, bytes] = {}
     size = state.layout.block_elements
     for (start, stop), tensors in state.held.states(blocks).items():
-        bucket = next(b for b in state.layout.buckets if b.first_block <= start < b.first_block + b.blocks)
+        bucket = state.layout.bucket_of(start)
         first = (start - bucket.first_block) * size
         parts = [state.flats[bucket.index][first : first + (stop - start) * size]]
         parts += [_without_gaps(tensors[key], first, bucket.gaps) for key in sorted(tensors)]
@@ -57,11 +59,16 @@ def fingerprint(state: TrainingState, world: World) -> str:
     everyone = dict(mine)
     for number, digest in _exchanged(world.group, mine):
         everyone[number] = digest
-    total = hashlib.sha256(f"step {state.step}\n".encode())
-    total.update(state.layout.digest())
-    for number in range(state.layout.blocks):
-        total.update(everyone[number])
-    total.update(digest_of(sorted(state.buffers.committed.items())).encode())
+    return total_of(state.step, state.layout, everyone, state.buffers.committed)
+
+
+def total_of(step: int, layout: Layout, digests: Mapping[int, bytes], buffers: Mapping[str, Tensor]) -> str:
+    """Hexadecimal. `digests`: of every block, as `block_digests` gives them."""
+    total = hashlib.sha256(f"step {step}\n".encode())
+    total.update(layout.digest())
+    for number in range(layout.blocks):
+        total.update(digests[number])
+    total.update(digest_of(sorted(buffers.items())).encode())
     return total.hexdigest()
 
 

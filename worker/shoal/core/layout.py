@@ -8,6 +8,7 @@ whole blocks. Block numbers run through all buckets. Pure: shapes and dtypes onl
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -78,6 +79,10 @@ class Layout:
     @cached_property
     def blocks(self) -> int:
         return sum(bucket.blocks for bucket in self.buckets)
+
+    def bucket_of(self, block: int) -> Bucket:
+        """The bucket that a block lies in."""
+        return self.buckets[bisect_right(self.buckets, block, key=lambda bucket: bucket.first_block) - 1]
 
     def cut(self, runs: Runs) -> tuple[tuple[Span, ...], ...]:
         """By bucket: the element ranges of a set of blocks."""

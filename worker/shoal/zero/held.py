@@ -135,7 +135,7 @@ class HeldBlocks:
                 kept.append(segment)
                 continue
             kept += [self._part(segment, blocks) for blocks in stays.spans]
-            del self._twin.state[segment.parameter]
+            self._twin.state.pop(segment.parameter, None)  # nothing there before the first step
         self._segments = kept
         self._regroup()
 

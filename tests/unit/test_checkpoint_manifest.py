@@ -1,0 +1,80 @@
+"""The manifest: what is written can be read, and whatever else lies in its place gets one sentence.
+
+Wrong ones are files in tests/attacks/checkpoint: changes to a right one (`key key = JSON`, one a line; `text = …` for
+the whole file), a line `---`, the sentence.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import save, trained
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from shoal.checkpoint.errors import CheckpointDamaged
+from shoal.checkpoint.manifest import Manifest, parse
+from shoal.checkpoint.plain import decode, encode
+from shoal.checkpoint.storage import open_storage
+
+ATTACKS = sorted((Path(__file__).parents[1] / "attacks" / "checkpoint").glob("*.txt"))
+
+
+@pytest.fixture(scope="module")
+def right() -> Manifest:
+    """A manifest of two files, three buckets."""
+    return save(trained(1), open_storage("memory://manifest"))[1]
+
+
+def changed(manifest: Manifest, text: str) -> bytes:
+    """The manifest with an attack's changes."""
+    content: Any = json.loads(manifest.to_bytes())
+    for line in filter(None, text.splitlines()):
+        place, _, value = line.partition(" = ")
+        if place == "text":
+            return value.encode().decode("unicode_escape").encode("latin-1")
+        *path, last = place.split()
+        at = content
+        for key in path:
+            at = at[int(key)] if isinstance(at, list) else at[key]
+        if value == "gone":
+            del at[int(last) if isinstance(at, list) else last]
+        else:
+            at[int(last) if isinstance(at, list) else last] = json.loads(value)
+    return json.dumps(content).encode()
+
+
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.stem)
+def test_a_wrong_manifest_gets_its_sentence(attack: Path, right: Manifest) -> None:
+    text, _, expected = attack.read_text().rpartition("---\n")
+    with pytest.raises(CheckpointDamaged) as refusal:
+        parse(changed(right, text), "manifest.json")
+    assert str(refusal.value) == expected.rstrip("\n")
+
+
+def test_what_is_written_is_read(right: Manifest) -> None:
+    assert parse(right.to_bytes(), "it") == right
+    assert changed(right, "") == json.dumps(json.loads(right.to_bytes())).encode()
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_changed_byte_leads_to_another_error(right: Manifest, data: st.DataObject) -> None:
+    content = bytearray(right.to_bytes())
+    for _ in range(data.draw(st.integers(1, 3))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    cut = data.draw(st.integers(0, len(content)) | st.just(len(content)))
+    try:
+        parse(bytes(content[:cut]), "it")
+    except CheckpointDamaged as error:
+        assert str(error).startswith("it ")
+        assert len(str(error)) < 400
+
+
+@given(st.recursive(st.floats() | st.integers() | st.text(), lambda v: st.lists(v) | st.tuples(v, v), max_leaves=6))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_numbers_and_texts_survive_the_manifests_json(right: Manifest, value: Any) -> None:
+    written = right.model_copy(update={"scheduler": encode(value, {}, "it")})
+    assert repr(decode(parse(written.to_bytes(), "it").scheduler, {})) == repr(value)

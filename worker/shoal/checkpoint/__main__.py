@@ -1,0 +1,112 @@
+"""`python -m shoal.checkpoint verify PATH | export PATH FILE | import FILE PATH`: what `shoal` runs of these names.
+
+PATH is a folder of checkpoints (the newest whole one is meant) or one checkpoint's own folder. Exit codes: 0 done, 1 a
+checkpoint is damaged, 2 wrong use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from shoal_protos.errors import NotFound, ShoalError
+
+from shoal.checkpoint.catalogue import Found, SaveName, look_into, resolve, saves
+from shoal.checkpoint.dcp import export_dcp
+from shoal.checkpoint.errors import CheckpointDamaged
+from shoal.checkpoint.export import FLOATS, dtype_named, export
+from shoal.checkpoint.importing import import_model
+from shoal.checkpoint.manifest import MANIFEST
+from shoal.checkpoint.storage import open_storage
+from shoal.checkpoint.verify import verify
+
+DONE, DAMAGED, WRONG_USE = 0, 1, 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit code."""
+    given = _parser().parse_args(arguments)
+    try:
+        return int(given.run(given))
+    except CheckpointDamaged as error:
+        _tell(str(error))
+        return DAMAGED
+    except ShoalError as error:
+        _tell(str(error))
+        return WRONG_USE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="shoal", description="Elastic checkpoints on a path or URL.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    command = commands.add_parser("verify", help="read checkpoints whole and compare every checksum")
+    command.add_argument("path", metavar="PATH")
+    command.set_defaults(run=_verify)
+    command = commands.add_parser("export", help="write the model for others")
+    command.add_argument("path", metavar="PATH")
+    command.add_argument("file", metavar="FILE", type=Path)
+    command.add_argument("--dtype", metavar="DTYPE", help=f"of floating tensors: {', '.join(FLOATS)}")
+    command.add_argument("--format", choices=("safetensors", "dcp"), default="safetensors")
+    command.set_defaults(run=_export)
+    command = commands.add_parser("import", help="make a checkpoint of step 0 of a model's file")
+    command.add_argument("file", metavar="FILE", type=Path)
+    command.add_argument("path", metavar="PATH")
+    command.set_defaults(run=_import)
+    return parser
+
+
+def _tell(sentence: str) -> None:
+    sys.stderr.write(f"shoal: {sentence}\n")
+
+
+def _print(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+
+
+def _verify(given: argparse.Namespace) -> int:
+    path, damaged = given.path.rstrip("/"), 0
+    parent, _, folder = path.rpartition("/")
+    one = SaveName.parse(folder)
+    storage = open_storage((parent or "/") if one else path)
+    names = [one] if one else saves(storage)
+    if not names:
+        raise NotFound(f"there is no checkpoint in {path}.")
+    for name in names:
+        try:
+            found = look_into(storage, name)
+            count = verify(found.reader())
+            _print(f"{found.path}: step {name.step}, {count:,} bytes in {len(found.manifest.files)} files, whole")
+        except CheckpointDamaged as error:
+            damaged += bool(one) or MANIFEST in storage.list(name.folder)
+            _print(str(error))
+    return DAMAGED if damaged else DONE
+
+
+def _export(given: argparse.Namespace) -> int:
+    dtype = dtype_named(given.dtype) if given.dtype else None
+    found = _newest(given.path)
+    if given.format == "dcp":
+        export_dcp(found.reader(), given.file, dtype)
+    else:
+        export(found.reader(), given.file, dtype)
+    _print(f"{given.file}: the model of step {found.name.step}")
+    return DONE
+
+
+def _newest(path: str) -> Found:
+    found = resolve(None, path, _tell)
+    assert found is not None, "a path is there or an error"
+    return found
+
+
+def _import(given: argparse.Namespace) -> int:
+    storage = open_storage(given.path)
+    name = import_model(given.file, storage)
+    _print(f"{storage.url}/{name.folder}: the model of {given.file}, step 0")
+    return DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

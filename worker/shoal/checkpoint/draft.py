@@ -1,0 +1,73 @@
+"""What one worker says of the whole checkpoint: the manifest but for its files, and the tensors that stand beside.
+
+Made at the step boundary by the worker that will write the manifest; all of it is the same on every worker. Everything
+that the future depends on and that is in no block is here: step, data position, hyper-parameters, scheduler, buffers,
+the user's own states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from shoal.checkpoint.layout_entry import LayoutEntry
+from shoal.checkpoint.manifest import DataPosition, Manifest
+from shoal.checkpoint.named import tied_names
+from shoal.checkpoint.plain import encode
+from shoal.optim.hyper import hyper_parameters
+from shoal.state import TrainingState
+
+States = Mapping[str, Any]
+"""By name: objects with `state_dict` and `load_state_dict`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What does not change in a job's life."""
+
+    job: str
+    data: DataPosition
+    config: Mapping[str, str]
+    numerics: Mapping[str, str]
+
+
+def draft_of(
+    state: TrainingState, origin: Origin, generation: int, registered: States
+) -> tuple[Manifest, dict[str, Tensor]]:
+    """The manifest without files and fingerprint, and the tensors that its author's file has beside blocks.
+
+    Raises `UserError` naming a state that cannot be kept.
+    """
+    tensors = {f"buffer/{name}": value.clone() for name, value in state.buffers.committed.items()}
+    scheduler = state.scheduler.state_dict() if state.scheduler is not None else None
+    manifest = Manifest(
+        kind="training",
+        job=origin.job,
+        step=state.step,
+        generation=generation,
+        last_step=state.last_step,
+        layout=LayoutEntry.of(state.layout, tied_names(state.module)),
+        optimizer=type(state.optimizer).__name__,
+        groups=[
+            encode(group, tensors, f"optimizer group {number}")
+            for number, group in enumerate(hyper_parameters(state.optimizer))
+        ],
+        data=origin.data,
+        scheduler=encode(scheduler, tensors, "the scheduler's state"),
+        scaler=None,
+        states={
+            name: encode(of.state_dict(), tensors, f'the state registered as "{name}"')
+            for name, of in registered.items()
+        },
+        record=state.record.to_bytes().decode() if state.record else "",
+        buffers=tuple(state.buffers.committed),
+        frozen=None,
+        config=dict(origin.config),
+        numerics=dict(origin.numerics),
+        files=(),
+        fingerprint="",
+    )
+    return manifest, tensors

@@ -1,0 +1,57 @@
+"""A checkpoint as a plain `model.safetensors`: the model's own names, in its own or another dtype.
+
+Tied tensors are written once, and the metadata says which other names they have, as `engine.export` does. Tensor by
+tensor, so that a model larger than memory can be exported; every block is verified on the way.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from shoal_protos.errors import UserError
+
+from shoal.checkpoint.container import Region, header
+from shoal.checkpoint.named import Known, names, tensors
+from shoal.checkpoint.reader import Reader, as_memory
+from shoal.checkpoint.storage import LocalStorage
+
+FLOATS = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+"""What `--dtype` takes; tensors of whole numbers and truth values keep their own."""
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """Raises `UserError` naming what is allowed."""
+    if name not in FLOATS:
+        raise UserError(f"--dtype is {name}; allowed are {', '.join(FLOATS)}.")
+    return FLOATS[name]
+
+
+def export(reader: Reader, file: Path, dtype: torch.dtype | None) -> None:
+    """Writes the file; it is whole or not there. An old one of that name is replaced."""
+    regions, at = list[Region](), 0
+    for name, known in names(reader.manifest).items():
+        regions.append(Region(name, _converted(known, dtype), known.shape, at))
+        at += regions[-1].bytes
+    metadata = {"format": "pt", **reader.manifest.layout.tied}
+    beside = f".{file.name}.{os.getpid()}"
+    LocalStorage(file.absolute().parent).write(beside, _stream(header(regions, metadata), reader, dtype))
+    file.with_name(beside).replace(file)
+
+
+def _converted(known: Known, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and known.dtype.is_floating_point else known.dtype
+
+
+def _stream(head: bytes, reader: Reader, dtype: torch.dtype | None) -> Iterator[memoryview]:
+    yield memoryview(head)
+    for _, tensor in tensors(reader):
+        converted = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+        yield as_memory(converted.contiguous())

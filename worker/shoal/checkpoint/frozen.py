@@ -1,0 +1,52 @@
+"""Frozen parameters: in one file that all checkpoints of a path share, written when none is there yet.
+
+No optimizer changes them, so a checkpoint of a model whose larger part is frozen stays small. The file's name has their
+digest; a manifest names the file, so that a checkpoint is whole without the script that built the model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+
+from torch import Tensor
+
+from shoal.checkpoint.container import CODES, Region, header
+from shoal.checkpoint.manifest import FrozenEntry, TensorEntry, safe_name
+from shoal.checkpoint.reader import as_memory
+from shoal.checkpoint.retention import FROZEN
+from shoal.checkpoint.storage import Storage
+from shoal.state import digest_of, tensor_bytes
+
+
+def write_frozen(storage: Storage, named: Mapping[str, Tensor], incarnation: str) -> FrozenEntry | None:
+    """Writes the file where no whole one is there. None where nothing is frozen."""
+    if not named:
+        return None
+    digest = digest_of(list(named.items()))
+    regions, at = list[Region](), 0
+    for name, tensor in named.items():
+        regions.append(Region(name, tensor.dtype, tuple(tensor.shape), at))
+        at += regions[-1].bytes
+    head = header(regions, {"format": "pt", "shoal": "frozen parameters"})
+    size, stem = len(head) + at, f"{FROZEN}{digest[:32]}"
+    there = [name for name, found in storage.list().items() if name.startswith(stem) and found == size]
+    file = there[0] if there else f"{stem}-{safe_name(incarnation)}.safetensors"
+    if not there:
+        storage.write(file, _stream(head, named))
+    tensors = {
+        region.name: TensorEntry(
+            dtype=CODES[region.dtype],  # type: ignore[arg-type]
+            shape=region.shape,
+            at=region.at + len(head),
+            sha256=hashlib.sha256(tensor_bytes(named[region.name])).hexdigest(),
+        )
+        for region in regions
+    }
+    return FrozenEntry(file=file, bytes=size, digest=digest, tensors=tensors)
+
+
+def _stream(head: bytes, named: Mapping[str, Tensor]) -> Iterator[memoryview]:
+    yield memoryview(head)
+    for tensor in named.values():
+        yield as_memory(tensor.detach().cpu().contiguous())

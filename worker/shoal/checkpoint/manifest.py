@@ -1,0 +1,277 @@
+"""The manifest: what makes a checkpoint exist, and all that is known of it without opening a data file.
+
+JSON, written last. `parse` turns what lies in a store into a `Manifest` or into one sentence; whatever it lets through
+is sound in itself: every block is in one file exactly once, every range lies within its file, every checksum is there.
+Whether the files hold what it says is the reader's affair.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import re
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationError
+from shoal_protos.runs import Span
+
+from shoal.checkpoint.container import DTYPES
+from shoal.checkpoint.errors import CheckpointDamaged
+from shoal.checkpoint.layout_entry import Code, Count, Entry, LayoutEntry, Name, Shape
+from shoal.checkpoint.plain import Json
+from shoal.core.layout import Layout
+
+FORMAT = "shoal checkpoint"
+VERSION = 1
+MANIFEST = "manifest.json"
+LARGEST_MANIFEST = 256 << 20
+"""Bytes: 65,536 blocks with a dozen state tensors each take a fifth of it."""
+DIGEST_BYTES = 32
+
+FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}$")]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class StateEntry(Entry):
+    """One optimizer state tensor of a piece."""
+
+    dtype: Code
+    at: Count
+    """Its first byte in the file."""
+    scalar: bool
+    """One number that all blocks of the piece share."""
+
+
+class PieceEntry(Entry):
+    """A run of blocks within one bucket: its parameters and each state tensor lie in one range of the file."""
+
+    blocks: tuple[Count, Count]
+    at: Count
+    """The parameters' first byte in the file."""
+    state: dict[Name, StateEntry]
+    checksums: str
+    """Base64. Per block the SHA-256 of the parameters and of each state tensor, keys sorted: what the fingerprint is
+    made of."""
+
+    @cached_property
+    def digests(self) -> list[bytes]:
+        """By block."""
+        table = base64.b64decode(self.checksums, validate=True)
+        width = DIGEST_BYTES * (1 + len(self.state))
+        return [table[at : at + width] for at in range(0, len(table), width)]
+
+
+class TensorEntry(Entry):
+    """A tensor beside the blocks: a buffer, or one of a user's state."""
+
+    dtype: Code
+    shape: Shape
+    at: Count
+    sha256: Digest
+
+
+class FileEntry(Entry):
+    """A data file, written by one worker. The same text lies beside the file until the manifest is there."""
+
+    name: FileName
+    bytes: Count
+    worker: Name
+    incarnation: Name
+    pieces: tuple[PieceEntry, ...]
+    tensors: dict[Name, TensorEntry]
+
+
+class FrozenEntry(Entry):
+    """The parameters that no optimizer changes, in a file of their own that all checkpoints of a path share."""
+
+    file: FileName
+    bytes: Count
+    digest: Digest
+    """Over names, dtypes, shapes and bytes."""
+    tensors: dict[Name, TensorEntry]
+
+
+class DataPosition(Entry):
+    """With the step it says which samples come next: the order is a function of these numbers."""
+
+    seed: Annotated[int, Field(ge=0, lt=1 << 64)]
+    lanes: Count
+    micro_batch_size: Count
+    micro_batches_per_lane: Count
+    samples: Count
+    """Length of the dataset."""
+
+
+class Manifest(Entry):
+    format: Literal["shoal checkpoint"] = "shoal checkpoint"
+    version: Literal[1] = 1
+    kind: Literal["training", "model"]
+    """`model`: parameters only, imported from elsewhere; training begins with them at step 0."""
+    job: Name
+    step: Count
+    generation: Count
+    last_step: Count
+    layout: LayoutEntry
+    optimizer: Name
+    """Class name."""
+    groups: list[dict[str, Json]]
+    """Hyper-parameters by optimizer group."""
+    data: DataPosition | None
+    scheduler: Json
+    scaler: Json
+    states: dict[Name, Json]
+    """The user's own, by the name under which they are registered."""
+    record: str
+    """The vote's record of the step, JSON; empty for step 0."""
+    buffers: tuple[Name, ...]
+    """The persistent ones; their tensors are named `buffer/NAME`."""
+    frozen: FrozenEntry | None
+    config: dict[Name, str]
+    numerics: dict[Name, str]
+    files: tuple[FileEntry, ...]
+    fingerprint: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")]
+
+    @cached_property
+    def blocks(self) -> Layout:
+        """The layout as it is used."""
+        return self.layout.layout()
+
+    @property
+    def tensors(self) -> dict[str, tuple[FileEntry, TensorEntry]]:
+        """Every tensor beside the blocks with its file."""
+        return {name: (file, entry) for file in self.files for name, entry in file.tensors.items()}
+
+    @property
+    def data_bytes(self) -> int:
+        """Of all files of this checkpoint alone."""
+        return sum(file.bytes for file in self.files)
+
+    def to_bytes(self) -> bytes:
+        return self.model_dump_json().encode()
+
+
+def parse(content: bytes, where: str) -> Manifest:
+    """Raises `CheckpointDamaged` with one sentence. `where`: how a person finds it."""
+    try:
+        manifest = Manifest.model_validate_json(content)
+    except ValidationError as error:
+        raise CheckpointDamaged(_refusal(content, error, where)) from None
+    for broken in _broken(manifest):
+        raise CheckpointDamaged(f"{where} is damaged: {broken}.")
+    return manifest
+
+
+def parse_part(content: bytes, where: str) -> FileEntry:
+    """Likewise for what a writer says of its file."""
+    try:
+        return FileEntry.model_validate_json(content)
+    except ValidationError as error:
+        raise CheckpointDamaged(f"{where} is damaged: {_first(error)}.") from None
+
+
+def _refusal(content: bytes, error: ValidationError, where: str) -> str:
+    try:
+        head = json.loads(content)
+    except (ValueError, RecursionError):
+        return f"{where} is damaged: it is not JSON."
+    if not isinstance(head, dict) or head.get("format") != FORMAT:
+        return f'{where} is no manifest of a checkpoint: its format is not "{FORMAT}".'
+    version = head.get("version")
+    if type(version) is int and version > VERSION:
+        return f"{where} has format version {version}; this Shoal reads {VERSION}. Use the version that wrote it."
+    return f"{where} is damaged: {_first(error)}."
+
+
+def _first(error: ValidationError) -> str:
+    fault = error.errors()[0]
+    place = ".".join(map(str, fault["loc"]))
+    message = fault["msg"] if len(fault["msg"]) < 200 else fault["type"]
+    return f"{place or 'it'}: {message[0].lower()}{message[1:]}"
+
+
+def _broken(manifest: Manifest) -> Iterator[str]:
+    """Called on what has the right types only."""
+    yield from manifest.layout.broken()
+    names = [file.name for file in manifest.files]
+    if len(set(names)) != len(names):
+        yield "a file is in it twice"
+    for file in manifest.files:
+        yield from broken_file(file, manifest.blocks)
+    yield from broken_cover(manifest.files, manifest.blocks)
+    missing = [name for name in manifest.buffers if f"buffer/{name}" not in manifest.tensors]
+    if missing:
+        yield f'buffer "{missing[0]}" is in none of its files'
+    groups = {bucket.group for bucket in manifest.blocks.buckets}
+    if manifest.kind == "training" and groups and max(groups) >= len(manifest.groups):
+        yield f"it has {len(manifest.groups)} optimizer groups, its layout {max(groups) + 1}"
+    if not manifest.fingerprint:
+        yield "it has no fingerprint"
+
+
+def broken_file(file: FileEntry, layout: Layout) -> Iterator[str]:
+    """What a file's entry says that cannot be."""
+    for piece in file.pieces:
+        yield from _broken_piece(file, piece, layout)
+    for name, tensor in file.tensors.items():
+        if tensor.at + tensor_bytes(tensor) > file.bytes:
+            yield f'tensor "{name}" lies beyond the {file.bytes} bytes of {file.name}'
+
+
+def _broken_piece(file: FileEntry, piece: PieceEntry, layout: Layout) -> Iterator[str]:
+    start, stop = piece.blocks
+    name = f"the piece of blocks {start} to {stop - 1}"
+    bucket = layout.bucket_of(start)
+    if not bucket.first_block <= start < stop <= bucket.first_block + bucket.blocks:
+        yield f"{name} lies in no bucket"
+        return
+    for at, size in piece_ranges(piece, bucket.dtype.itemsize, layout.block_elements):
+        if at + size > file.bytes:
+            yield f"{name} lies beyond the {file.bytes} bytes of {file.name}"
+            return
+    try:
+        complete = len(piece.digests) == stop - start and len(set(map(len, piece.digests))) == 1
+    except (binascii.Error, ValueError):
+        complete = False
+    if not complete:
+        yield f"{name} has not one checksum per tensor and block"
+
+
+def piece_ranges(piece: PieceEntry, itemsize: int, block_elements: int) -> Iterator[tuple[int, int]]:
+    """(first byte, bytes) of every tensor of a piece."""
+    elements = (piece.blocks[1] - piece.blocks[0]) * block_elements
+    yield piece.at, elements * itemsize
+    for state in piece.state.values():
+        yield state.at, (1 if state.scalar else elements) * DTYPES[state.dtype].itemsize
+
+
+def broken_cover(files: tuple[FileEntry, ...], layout: Layout) -> Iterator[str]:
+    """Every block is there exactly once, or which is not."""
+    spans: list[Span] = sorted(piece.blocks for file in files for piece in file.pieces)
+    at = 0
+    for start, stop in spans:
+        if start > at:
+            yield f"{_named(at, start)} in none of its files"
+        if start < at:
+            yield f"{_named(start, min(at, stop))} in it twice"
+        at = max(at, stop)
+    if at < layout.blocks:
+        yield f"{_named(at, layout.blocks)} in none of its files"
+
+
+def _named(start: int, stop: int) -> str:
+    return f"block {start} is" if stop == start + 1 else f"blocks {start} to {stop - 1} are"
+
+
+def tensor_bytes(entry: TensorEntry) -> int:
+    count = DTYPES[entry.dtype].itemsize
+    for size in entry.shape:
+        count *= size
+    return count
+
+
+def safe_name(text: str) -> str:
+    """A worker's id as a part of a file's name."""
+    return re.sub(r"[^A-Za-z0-9]", "_", text)[:64] or "_"

@@ -1,0 +1,112 @@
+"""A checkpoint's tensors whole and by the model's own names: for export, and for a model with another layout.
+
+Bucket by bucket, so that memory holds one bucket and not the model. Names that are tied to another are not among them;
+the manifest says which they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from shoal_protos.runs import Runs
+from torch import Tensor, nn
+
+from shoal.checkpoint.container import DTYPES
+from shoal.checkpoint.layout_check import Match, match
+from shoal.checkpoint.manifest import Manifest
+from shoal.checkpoint.reader import Reader
+from shoal.core.layout import Bucket
+from shoal.exchange.module_buffers import persistent_buffers
+from shoal.zero.flat import views
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A tensor that a checkpoint has."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def names(manifest: Manifest) -> dict[str, Known]:
+    """All tensors of the model: trained parameters, frozen ones, persistent buffers."""
+    found = {
+        slot.parameter.name: Known(slot.parameter.shape, slot.parameter.dtype)
+        for bucket in manifest.blocks.buckets
+        for slot in bucket.slots
+    }
+    beside = {name: manifest.tensors[f"buffer/{name}"][1] for name in manifest.buffers}
+    if manifest.frozen is not None:
+        beside |= manifest.frozen.tensors
+    return found | {name: Known(entry.shape, DTYPES[entry.dtype]) for name, entry in beside.items()}
+
+
+def tensors(reader: Reader) -> Iterator[tuple[str, Tensor]]:
+    """Every one of `names`, verified. A parameter is a view of its bucket: use it before the next one is asked for."""
+    for bucket in reader.manifest.blocks.buckets:
+        flat = torch.empty(bucket.elements, dtype=bucket.dtype)
+        flats = [flat if other is bucket else _NOTHING for other in reader.manifest.blocks.buckets]
+        reader.parameters(_blocks(bucket), flats)
+        yield from zip((slot.parameter.name for slot in bucket.slots), views(bucket, flat), strict=True)
+    yield from reader.frozen().items()
+    yield from reader.buffers().items()
+
+
+def states(reader: Reader) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """By parameter: its optimizer state in its own shape; numbers that all elements share as they are."""
+    size = reader.manifest.blocks.block_elements
+    for bucket in reader.manifest.blocks.buckets:
+        flats: dict[str, Tensor] = {}
+        for (start, _), state in reader.states(_blocks(bucket)).items():
+            for key, value in state.items():
+                if value.dim() == 0:
+                    flats[key] = value
+                    continue
+                flat = flats.setdefault(key, torch.zeros(bucket.elements, dtype=value.dtype))
+                at = (start - bucket.first_block) * size
+                flat[at : at + value.numel()] = value
+        for slot in bucket.slots:
+            first, stop = slot.start, slot.start + slot.parameter.elements
+            yield (
+                slot.parameter.name,
+                {
+                    key: flat if flat.dim() == 0 else flat[first:stop].view(slot.parameter.shape)
+                    for key, flat in flats.items()
+                },
+            )
+
+
+def tied_names(module: nn.Module) -> dict[str, str]:
+    """Other names of parameters and persistent buffers → the first name of the same tensor."""
+    first: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor) and first.setdefault(id(tensor), name) != name:
+            tied[name] = first[id(tensor)]
+    return tied
+
+
+@torch.no_grad()
+def load_by_name(reader: Reader, module: nn.Module, allow: Sequence[str]) -> Match:
+    """Copies what matches by name into the module's own tensors. Raises `UserError` as `match` does.
+
+    A name that is tied in the module stands for the one under which the module knows the tensor.
+    """
+    ours: dict[str, Tensor] = {**dict(module.named_parameters()), **persistent_buffers(module)}
+    tied = tied_names(module)
+    theirs = {tied.get(name, name): known.shape for name, known in names(reader.manifest).items()}
+    matched = match(theirs, {name: tuple(tensor.shape) for name, tensor in ours.items()}, allow, reader.where)
+    wanted = set(matched.taken)
+    for name, tensor in tensors(reader):
+        if tied.get(name, name) in wanted:
+            ours[tied.get(name, name)].copy_(tensor)
+    return matched
+
+
+def _blocks(bucket: Bucket) -> Runs:
+    return Runs(((bucket.first_block, bucket.first_block + bucket.blocks),))
+
+
+_NOTHING = torch.empty(0)

@@ -1,0 +1,80 @@
+"""Which checkpoints may go, and how one goes: the manifest first, so that what is left of it never looks like one.
+
+The newest few stay, every n-th step's stays, and the one in use stays. Rests of older saves that were broken off go
+too. Called by the worker that has just completed a save; a kill at any instant leaves whole checkpoints and rests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shoal.checkpoint.catalogue import SaveName, look_into, saves
+from shoal.checkpoint.errors import CheckpointDamaged
+from shoal.checkpoint.manifest import MANIFEST
+from shoal.checkpoint.storage import Storage
+
+FROZEN = "frozen-"
+"""Beginning of the names of files that several checkpoints share."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """What the config says."""
+
+    newest: int
+    every: int | None
+    """Checkpoints of every so many steps stay for good."""
+
+
+def superfluous(whole: Sequence[SaveName], keep: Keep, in_use: str) -> list[SaveName]:
+    """Of the whole ones, newest first, those that may go. `in_use`: a folder's name, or empty."""
+    return [
+        name
+        for place, name in enumerate(whole)
+        if place >= keep.newest and name.folder != in_use and not (keep.every and name.step % keep.every == 0)
+    ]
+
+
+def prune(storage: Storage, done: SaveName, keep: Keep, in_use: str = "") -> list[SaveName]:
+    """After the save `done`: deletes what may go; returns the checkpoints that went. Raises `StorageFailed`."""
+    whole, rests = [], []
+    for name in saves(storage):
+        has_manifest = MANIFEST in storage.list(name.folder)
+        if has_manifest:
+            whole.append(name)
+        elif name < done:
+            rests.append(name)
+    gone = superfluous(whole, keep, in_use)
+    for name in [*gone, *rests]:
+        delete(storage, name.folder)
+    if gone:
+        _delete_unused_frozen(storage)
+    return gone
+
+
+def delete(storage: Storage, folder: str) -> None:
+    """A whole checkpoint or the rest of one."""
+    names = storage.list(folder)
+    if MANIFEST in names:
+        storage.remove(f"{folder}/{MANIFEST}")
+    for name in names:
+        if name != MANIFEST:
+            storage.remove(f"{folder}/{name}")
+    storage.remove_folder(folder)
+
+
+def _delete_unused_frozen(storage: Storage) -> None:
+    """Files of frozen parameters that no manifest names any more. A manifest that cannot be read keeps them all."""
+    files = {name for name, size in storage.list().items() if size is not None and name.startswith(FROZEN)}
+    if len(files) < 2:
+        return  # the newest checkpoint's own
+    for name in saves(storage):
+        try:
+            frozen = look_into(storage, name).manifest.frozen
+        except CheckpointDamaged:
+            return
+        if frozen is not None:
+            files.discard(frozen.file)
+    for file in files:
+        storage.remove(file)

@@ -1,0 +1,241 @@
+"""One save at a time, on a thread beside training: write the own file; the leader then completes or gives up the save.
+
+The training thread calls `begin` at a boundary and `heed` after each vote; what stands in between is `status`, which
+every ballot says, so that all decide alike. The leader (rank 0 when the save began) writes the manifest once no other
+member is writing any more; a member that is gone may have written its part all the same, so the disk decides. Retention
+follows. Nothing here waits for training, and training for nothing here.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from shoal_protos.errors import ShoalError
+from torch import Tensor
+
+from shoal.checkpoint.catalogue import SaveName
+from shoal.checkpoint.commit import commit
+from shoal.checkpoint.errors import CheckpointDamaged
+from shoal.checkpoint.frozen import write_frozen
+from shoal.checkpoint.manifest import FrozenEntry, Manifest
+from shoal.checkpoint.retention import Keep, prune
+from shoal.checkpoint.snapshot import Arena, Snapshot
+from shoal.checkpoint.storage import Storage
+from shoal.checkpoint.writer import Author, part_of, write_snapshot
+from shoal.logs import get_logger
+
+PATIENCE_SECONDS = 30.0
+"""For the part of a member that has left: its process ends once it has written it."""
+LOOK_SECONDS = 0.05
+NICE = 10
+"""The writing thread steps back for the training threads of the machine."""
+
+log = get_logger("shoal.checkpoint")
+
+
+class Status(StrEnum):
+    """What a ballot says of its member's part in a save."""
+
+    IDLE = ""
+    WRITING = "writing"
+    WRITTEN = "written"
+    """The own part; the manifest is not there yet, as far as this member knows."""
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Lead:
+    """What the leader of a save has beside its own part."""
+
+    draft: Manifest
+    buffers: Mapping[str, Tensor]
+    frozen: Mapping[str, Tensor]
+    in_use: str
+    """Folder of the checkpoint that training came from, which retention leaves alone; or empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """One save as one member sees it. `members[0]` leads."""
+
+    name: SaveName
+    author: Author
+    members: tuple[Author, ...]
+    snapshot: Snapshot
+    lead: Lead | None
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How the last save went, for people."""
+
+    name: SaveName
+    path: str
+    manifest: Manifest | None = None
+    """Set where it was completed here."""
+    failure: str = ""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """By phase: copy, write, commit."""
+    bytes: int = 0
+    """Written by this worker."""
+
+
+class Saver:
+    """See the module's text."""
+
+    def __init__(self, storage: Storage, keep: Keep) -> None:
+        self.storage, self._keep = storage, keep
+        self.arena = Arena()
+        self.outcome: Outcome | None = None
+        self._save: Save | None = None
+        self._status = Status.IDLE
+        self._thread: threading.Thread | None = None
+        self._verdict = threading.Event()
+        self._gone: frozenset[str] = frozenset()
+        self._give_up = ""
+        self._leader_heard = False
+        self._frozen: FrozenEntry | None = None
+
+    # ---- on the training thread
+
+    @property
+    def status(self) -> Status:
+        return self._status
+
+    @property
+    def leads(self) -> bool:
+        """Whether this member leads the save at hand."""
+        return self._save is not None and self._save.lead is not None
+
+    def begin(self, save: Save, copy_seconds: float) -> None:
+        """Starts writing. The one before must be over."""
+        self._join()
+        self._save, self._status = save, Status.WRITING
+        self._verdict.clear()
+        self._give_up, self._gone, self._leader_heard = "", frozenset(), False
+        self.outcome = Outcome(save.name, f"{self.storage.url}/{save.name.folder}", seconds={"copy": copy_seconds})
+        self._thread = threading.Thread(target=self._run, args=(save,), name="shoal-save", daemon=True)
+        self._thread.start()
+
+    def heed(self, ballots: Mapping[str, str]) -> None:
+        """After a vote: what each present member (by incarnation) has said in it."""
+        save = self._save
+        if save is None or self._status is Status.IDLE:
+            return
+        if save.lead is not None:
+            self._decide(save, ballots)
+        elif ballots.get(save.members[0].incarnation) == Status.WRITING:
+            self._leader_heard = True
+        elif self._status is not Status.WRITING:
+            self._settle(save, ballots.get(save.members[0].incarnation))
+
+    def _decide(self, save: Save, ballots: Mapping[str, str]) -> None:
+        """The leader: complete it, give it up, or wait for another vote."""
+        if self._verdict.is_set():
+            return
+        others = {author.incarnation: author for author in save.members[1:]}
+        said = {incarnation: ballots[incarnation] for incarnation in others if incarnation in ballots}
+        failed = [others[incarnation].worker for incarnation, word in said.items() if word == Status.FAILED]
+        if failed:
+            self._give_up = f"{', '.join(failed)} could not write"
+        elif Status.WRITING in said.values():
+            return
+        self._gone = frozenset(others.keys() - said.keys())
+        self._verdict.set()
+
+    def _settle(self, save: Save, word: str | None) -> None:
+        """Another member: the leader is through, or gone."""
+        assert self.outcome is not None
+        leader = save.members[0].worker
+        if word is None:
+            self.outcome.failure = f"{leader}, which led it, is gone"
+        elif not self._leader_heard and not self.outcome.failure:
+            self.outcome.failure = f"{leader}, which was to lead it, did not begin"
+        elif word == Status.FAILED and not self.outcome.failure:
+            self.outcome.failure = f"{leader}, which led it, says that it failed"
+        self._save, self._status = None, Status.IDLE
+
+    def close(self) -> None:
+        """Lets what has begun come to its end: all other members do the same now."""
+        save = self._save
+        if save is not None and save.lead is not None and not self._verdict.is_set():
+            self._gone = frozenset(author.incarnation for author in save.members[1:])
+            self._verdict.set()
+        self._join()
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    # ---- on the saving thread
+
+    def _run(self, save: Save) -> None:
+        assert self.outcome is not None
+        outcome = self.outcome
+        if hasattr(os, "setpriority"):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        try:
+            began = time.monotonic()
+            entry = write_snapshot(self.storage, save.name.folder, save.name.step, save.author, save.snapshot)
+            outcome.bytes, outcome.seconds["write"] = entry.bytes, time.monotonic() - began
+            if save.lead is None:
+                self._status = Status.WRITTEN
+                return
+            outcome.manifest = self._complete(save, save.lead, outcome)
+            self._status = Status.IDLE
+        except ShoalError as error:
+            self._fail(outcome, str(error))
+        except Exception as error:  # whatever it is, training goes on and the failure is told
+            log.exception("save_broke", checkpoint=outcome.path)
+            self._fail(outcome, f"{type(error).__name__}: {error}")
+
+    def _fail(self, outcome: Outcome, why: str) -> None:
+        outcome.failure = why
+        log.error("save_failed", checkpoint=outcome.path, reason=why)
+        self._status = Status.FAILED
+
+    def _complete(self, save: Save, lead: Lead, outcome: Outcome) -> Manifest:
+        frozen = self._frozen_file(lead, save.author)
+        self._verdict.wait()
+        began = time.monotonic()
+        if self._give_up:
+            raise CheckpointDamaged(f"the save was given up: {self._give_up}.")
+        self._wait_for_parts(save)
+        draft = lead.draft.model_copy(update={"frozen": frozen})
+        files = [author.file(save.name.step) for author in save.members]
+        manifest = commit(self.storage, save.name.folder, draft, files, lead.buffers)
+        outcome.seconds["commit"] = time.monotonic() - began
+        log.info("saved", checkpoint=outcome.path, step=manifest.step, bytes=manifest.data_bytes)
+        self._prune(save.name, lead.in_use)
+        return manifest
+
+    def _frozen_file(self, lead: Lead, author: Author) -> FrozenEntry | None:
+        """Digested once in a process's life."""
+        known = self._frozen
+        if known is None or self.storage.list().get(known.file) != known.bytes:
+            self._frozen = write_frozen(self.storage, lead.frozen, author.incarnation)
+        return self._frozen
+
+    def _prune(self, done: SaveName, in_use: str) -> None:
+        """What cannot be deleted does not make the save a failed one."""
+        try:
+            for gone in prune(self.storage, done, self._keep, in_use):
+                log.info("checkpoint_deleted", step=gone.step, folder=gone.folder)
+        except ShoalError as error:
+            log.error("checkpoints_not_deleted", reason=str(error))
+
+    def _wait_for_parts(self, save: Save) -> None:
+        """Of members that have left, and write on until they end."""
+        files = [part_of(a.file(save.name.step)) for a in save.members if a.incarnation in self._gone]
+        pause, until = threading.Event(), time.monotonic() + PATIENCE_SECONDS
+        while files and time.monotonic() < until:
+            there = self.storage.list(save.name.folder)
+            files = [file for file in files if file not in there]
+            if files:
+                pause.wait(LOOK_SECONDS)

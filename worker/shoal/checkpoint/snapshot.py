@@ -1,0 +1,160 @@
+"""A copy of what this worker owns, as of a step boundary: the only part of a save that training waits for.
+
+The copy has the order of the data file, so that nothing is copied again: sections by tensor (parameters, then each
+optimizer state), within a section the pieces in the order of their blocks. One flat buffer of host memory (`Arena`)
+serves all saves. Called on the training thread; what becomes of it is the writer's affair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from shoal_protos.runs import Runs, Span
+from torch import Tensor
+
+from shoal.checkpoint.container import Region
+from shoal.core.layout import Bucket, Layout
+from shoal.zero.flat import Flats
+from shoal.zero.held import HeldBlocks, State
+
+PARAMETERS = ""
+"""The section of the parameters; optimizer states have their own keys."""
+
+
+class Arena:
+    """Host memory that is used again from save to save; it grows with the largest one. Pinned where the source is on
+    CUDA, which makes copies from there fast."""
+
+    def __init__(self, pinned: bool = False) -> None:
+        self._pinned = pinned
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def reserve(self, count: int) -> None:
+        """Takes the memory and touches it: the first save would wait for the operating system to find the pages."""
+        if self._memory.numel() < count:
+            self._memory = torch.empty(0, dtype=torch.uint8)
+            self._memory = torch.zeros(count, dtype=torch.uint8, pin_memory=self._pinned)
+
+    def take(self, count: int) -> Tensor:
+        """`(count,)` uint8; what was taken before is void."""
+        if self._memory.numel() < count:
+            self._memory = torch.empty(0, dtype=torch.uint8)
+            self._memory = torch.empty(count, dtype=torch.uint8, pin_memory=self._pinned)
+        return self._memory[:count]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of blocks within one bucket whose tensors lie in one range each. `regions`: by key, `PARAMETERS` too."""
+
+    blocks: Span
+    bucket: Bucket
+    regions: Mapping[str, Region]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """`data` is what stands in the file behind its header; regions count from its first byte, in their order."""
+
+    block_elements: int
+    pieces: tuple[Piece, ...]
+    tensors: Mapping[str, Region]
+    regions: tuple[Region, ...]
+    data: Tensor
+
+    def view(self, region: Region) -> memoryview:
+        """The bytes of a region."""
+        return memoryview(self.data.numpy().data)[region.at : region.at + region.bytes]
+
+
+def take_snapshot(
+    layout: Layout, flats: Flats, held: HeldBlocks, owned: Runs, beside: Mapping[str, Tensor], arena: Arena
+) -> Snapshot:
+    """Copies the parameters and states of `owned`, and the tensors `beside` (by name: buffers and the like)."""
+    drafts = list(_pieces(layout, flats, held.states(owned)))
+    sources = _in_file_order(drafts, beside)
+    regions, at = [], 0
+    for name, (views, shape) in sources.items():
+        regions.append(Region(name, views[0].dtype, shape, at))
+        at += regions[-1].bytes
+    data = arena.take(at)
+    for region, (views, _) in zip(regions, sources.values(), strict=True):
+        _copy(views, data, region.at)
+    if data.is_pinned():
+        torch.cuda.synchronize()
+    by_name = {region.name: region for region in regions}
+    pieces = tuple(
+        Piece(draft.blocks, draft.bucket, {key: by_name[_name(key, draft.blocks)] for key in draft.views})
+        for draft in drafts
+    )
+    return Snapshot(layout.block_elements, pieces, {name: by_name[name] for name in beside}, tuple(regions), data)
+
+
+@dataclass(slots=True)
+class _Draft:
+    blocks: Span
+    bucket: Bucket
+    views: dict[str, list[Tensor]]
+    """By key the views that follow each other in the piece; one for a number that all blocks share."""
+
+
+def _pieces(layout: Layout, flats: Flats, states: Mapping[Span, State]) -> Iterator[_Draft]:
+    """What is held in many segments as few runs."""
+    size = layout.block_elements
+    draft: _Draft | None = None
+    for (start, stop), state in sorted(states.items(), key=lambda item: item[0]):
+        bucket = layout.bucket_of(start)
+        first = (start - bucket.first_block) * size
+        views = {PARAMETERS: flats[bucket.index][first : first + (stop - start) * size], **state}
+        if draft is not None and _continues(draft, (start, stop), bucket, views):
+            draft.blocks = (draft.blocks[0], stop)
+            for key, view in views.items():
+                if view.dim():
+                    draft.views[key].append(view)
+            continue
+        if draft is not None:
+            yield draft
+        draft = _Draft((start, stop), bucket, {key: [view] for key, view in views.items()})
+    if draft is not None:
+        yield draft
+
+
+def _continues(draft: _Draft, blocks: Span, bucket: Bucket, views: Mapping[str, Tensor]) -> bool:
+    """Whether the blocks are the next ones of the draft's piece, and their tensors of the same kind."""
+    if draft.blocks[1] != blocks[0] or draft.bucket is not bucket or draft.views.keys() != views.keys():
+        return False
+    return all(
+        before[0].dtype == view.dtype and before[0].dim() == view.dim() and (view.dim() or torch.equal(before[0], view))
+        for before, view in ((draft.views[key], view) for key, view in views.items())
+    )
+
+
+def _in_file_order(
+    drafts: list[_Draft], beside: Mapping[str, Tensor]
+) -> dict[str, tuple[list[Tensor], tuple[int, ...]]]:
+    """Name → (views, shape): section by section, large elements first, so that every tensor is aligned to its own."""
+    found: list[tuple[tuple[int, bool, str], str, list[Tensor], tuple[int, ...]]] = []
+    for draft in drafts:
+        for key, views in draft.views.items():
+            head = views[0]
+            shape = (sum(view.numel() for view in views),) if head.dim() else ()
+            order = (-head.element_size(), not head.dim(), key)
+            found.append((order, _name(key, draft.blocks), views, shape))
+    for name, tensor in beside.items():
+        found.append(((-tensor.element_size(), True, f"~{name}"), name, [tensor], tuple(tensor.shape)))
+    found.sort(key=lambda one: one[0])  # stable: within a section the pieces keep their order
+    return {name: (views, shape) for _, name, views, shape in found}
+
+
+def _name(key: str, blocks: Span) -> str:
+    return f"{'state/' + key if key else 'parameters'}/{blocks[0]}:{blocks[1]}"
+
+
+def _copy(views: list[Tensor], data: Tensor, at: int) -> None:
+    for view in views:
+        count = view.numel() * view.element_size()
+        if count:
+            data[at : at + count].view(view.dtype).copy_(view.detach().reshape(-1), non_blocking=True)
+        at += count

@@ -1,0 +1,123 @@
+"""Writes one worker's data file and what it says of it; the second half of a save, on a thread of its own.
+
+The file is streamed from the snapshot: each chunk is digested and written while it is in the cache, so nothing is
+copied and memory stays bounded to the snapshot. The file's entry for the manifest lies beside it as JSON until the
+manifest is there (`commit.py`). Files carry step, worker and incarnation, and are never overwritten.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from shoal.checkpoint.container import CODES, Region, header
+from shoal.checkpoint.manifest import FileEntry, PieceEntry, StateEntry, TensorEntry, safe_name
+from shoal.checkpoint.snapshot import PARAMETERS, Piece, Snapshot
+from shoal.checkpoint.storage import Storage
+
+CHUNK_BYTES = 1 << 20
+"""Small enough to be in the cache still when it is written after it was digested."""
+
+
+@dataclass(frozen=True, slots=True)
+class Author:
+    """Whose file it is."""
+
+    worker: str
+    incarnation: str
+
+    def file(self, step: int) -> str:
+        """The data file's name."""
+        return f"{step:012d}-{safe_name(self.worker)}-{safe_name(self.incarnation)}.safetensors"
+
+
+def part_of(file: str) -> str:
+    """The name of what a writer says of its file."""
+    return f"{file}.json"
+
+
+def write_snapshot(storage: Storage, folder: str, step: int, author: Author, snapshot: Snapshot) -> FileEntry:
+    """Writes the file, then its entry. Raises `StorageFailed`."""
+    _clear_gaps(snapshot)
+    head = header(snapshot.regions, {"format": "pt", "shoal": f"step {step}, a part; see manifest.json"})
+    digests: dict[str, list[bytes]] = {}
+    name = author.file(step)
+    size = storage.write(f"{folder}/{name}", _stream(head, snapshot, digests))
+    entry = FileEntry(
+        name=name,
+        bytes=size,
+        worker=author.worker,
+        incarnation=author.incarnation,
+        pieces=tuple(_piece_entry(piece, len(head), digests) for piece in snapshot.pieces),
+        tensors={name: _tensor_entry(region, len(head), digests) for name, region in snapshot.tensors.items()},
+    )
+    storage.publish(f"{folder}/{part_of(name)}", entry.model_dump_json().encode())
+    return entry
+
+
+def _clear_gaps(snapshot: Snapshot) -> None:
+    """Zeros where no parameter lies; an optimizer may count there, and digests are of zeros."""
+    for piece in snapshot.pieces:
+        first = (piece.blocks[0] - piece.bucket.first_block) * snapshot.block_elements
+        stop = (piece.blocks[1] - piece.bucket.first_block) * snapshot.block_elements
+        gaps = [(max(a, first) - first, min(b, stop) - first) for a, b in piece.bucket.gaps if a < stop and b > first]
+        for region in piece.regions.values():
+            if region.shape and gaps:
+                values: Tensor = snapshot.data[region.at : region.at + region.bytes].view(region.dtype)
+                for start, end in gaps:
+                    values[start:end] = 0
+
+
+def _stream(head: bytes, snapshot: Snapshot, digests: dict[str, list[bytes]]) -> Iterator[memoryview]:
+    """The file's bytes; leaves the digests of every region's blocks behind."""
+    yield memoryview(head)
+    block_bytes = {
+        region.name: snapshot.block_elements * region.dtype.itemsize
+        for piece in snapshot.pieces
+        for region in piece.regions.values()
+        if region.shape
+    }
+    for region in snapshot.regions:
+        view = snapshot.view(region)
+        if region.name not in block_bytes:
+            digests[region.name] = [hashlib.sha256(view).digest()]
+            yield view
+            continue
+        size, found = block_bytes[region.name], list[bytes]()
+        digests[region.name] = found
+        chunk = max(1, CHUNK_BYTES // size) * size
+        for at in range(0, region.bytes, chunk):
+            part = view[at : at + chunk]
+            found += [hashlib.sha256(part[b : b + size]).digest() for b in range(0, part.nbytes, size)]
+            yield part
+
+
+def _piece_entry(piece: Piece, shift: int, digests: dict[str, list[bytes]]) -> PieceEntry:
+    count = piece.blocks[1] - piece.blocks[0]
+    columns = []
+    for key in sorted(piece.regions):
+        found = digests[piece.regions[key].name]
+        columns.append(found if len(found) == count else found * count)
+    return PieceEntry(
+        blocks=piece.blocks,
+        at=piece.regions[PARAMETERS].at + shift,
+        state={
+            key: StateEntry(dtype=CODES[region.dtype], at=region.at + shift, scalar=not region.shape)  # type: ignore[arg-type]
+            for key, region in piece.regions.items()
+            if key != PARAMETERS
+        },
+        checksums=base64.b64encode(b"".join(map(b"".join, zip(*columns, strict=True)))).decode(),
+    )
+
+
+def _tensor_entry(region: Region, shift: int, digests: dict[str, list[bytes]]) -> TensorEntry:
+    return TensorEntry(
+        dtype=CODES[region.dtype],  # type: ignore[arg-type]
+        shape=region.shape,
+        at=region.at + shift,
+        sha256=digests[region.name][0].hex(),
+    )
