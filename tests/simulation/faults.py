@@ -47,7 +47,7 @@ class Faults:
         simulation.feuds.clear()
         simulation.groups.look_again()
         for worker in simulation.workers():
-            worker.cut = False
+            worker.set_cut(False)
             if worker.frozen:
                 worker.thaw()
         simulation.host.crash_after = None
@@ -93,14 +93,14 @@ class Faults:
         if workers and self.chance.random() < 0.5:
             workers = self.chance.sample(workers, self.chance.randint(1, len(workers)))
         for worker in workers:
-            worker.cut = True
+            worker.set_cut(True)
         self.simulation.say("cut off:", *workers)
         self._soon(lambda: self._heal(workers), 0.3, 6.0)
 
     def _heal(self, workers: list[SimWorker]) -> None:
         self.simulation.say("reachable again:", *workers)
         for worker in workers:
-            worker.cut = False
+            worker.set_cut(False)
 
     def break_stream(self) -> None:
         worker = self._any()

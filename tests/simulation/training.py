@@ -47,7 +47,6 @@ class Training:
         self.reported = 0
         self.done = self.ended = self.stop_asked = self.stops = False
         self.idle = True
-        self.began = 0.0
 
     @property
     def membership(self) -> Any:
@@ -112,7 +111,6 @@ class Training:
         world = self.world
         assert world is not None
         self.idle = not world.plan.steps or self.step >= self.simulation.max_steps or self.stops
-        self.began = self.worker.clock.now
         for source, target, blocks in world.fills(self.boundary):
             if source == self.rank:
                 missing = blocks - self.blocks.keys()
@@ -208,7 +206,7 @@ class Training:
         for block in self.blocks.keys() - self.pending:
             del self.blocks[block]  # what the plan released is freed after the first commit of its generation
         self.current = False
-        self.watch.committed(self.worker, step, self.blocks, self.began)
+        self.watch.committed(self.worker, step, self.blocks)
         self.parameters.update(self.blocks)
         if world.owned[self.rank]:
             for rank in range(world.size):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shoal_controller.core.durable import Durable
+from shoal_controller.core.durable import Durable, Standing
 from shoal_controller.core.events import DrainWorker, Event
 from shoal_controller.core.job import Job
 from shoal_controller.core.spec import Phase
@@ -20,6 +20,10 @@ from .symbols import right
 if TYPE_CHECKING:
     from .simulation import Simulation
     from .worker import SimWorker
+
+
+UNREACHABLE_SECONDS = 0.9
+"""After so long a silence must have been seen."""
 
 
 class Violation(Exception):
@@ -38,7 +42,6 @@ class Watch:
         self.opened: dict[int, Plan] = {}
         self.stored_plans: set[int] = set()
         self.plans: dict[int, Plan] = {}
-        self.first_commit: dict[int, float] = {}
         self.top = 0
         self.shown = 0
         self.freed: dict[int, set[int]] = {}
@@ -60,17 +63,18 @@ class Watch:
         if wrong:
             self.violated("a trainer has wrong parameters", worker, "step", step, wrong)
 
-    def committed(self, worker: SimWorker, step: int, blocks: dict[int, int], began: float) -> None:
+    def committed(self, worker: SimWorker, step: int, blocks: dict[int, int]) -> None:
+        """Right bits, and by one world: one that was given up may finish the step that all had voted, and no more."""
         expected = right(step)
         wrong = [block for block, value in blocks.items() if value != expected[block]]
         if wrong:
             self.violated("a block has wrong bits", worker, "step", step, wrong)
         generation = worker.membership.generation
-        if blocks:
-            later = [g for g, at in self.first_commit.items() if g > generation and at < began]
-            if later:
-                self.violated("two worlds train", worker, "commits", step, "in", generation, "while", later)
-        self.first_commit.setdefault(generation, self.simulation.clock.now)
+        for later, begins in self.began_at.items():
+            if later > generation and step > begins + 1 and blocks:
+                self.violated(
+                    "two worlds train", worker, "commits", step, "in", generation, "while", later, "has", begins
+                )
         self.top = max(self.top, step)
         self.commits += 1
 
@@ -142,14 +146,15 @@ class Watch:
         if plan.generation in self.opened:
             self.violated("a generation was opened twice", plan.generation)
         self.opened[plan.generation] = plan
+        self.began_at.setdefault(plan.generation, plan.recovery.step if plan.recovery is not None else 0)
         step = plan.recovery.step if plan.recovery is not None else 0
         if step < self.top - 1 and plan.reason.value != "start" and self._living_copy(self.top):
             self.violated("a committed step went back", "from", self.top, "to", step)
         if plan.reason.value == "start":
             if before.current is not None and self.top > 0 and before.committed_in >= max(before.floor, 1):
                 self.violated("a start took the place of a world that trained", plan.generation)
-            self.top = 0
-            self.shown = 0
+            self.top = self.shown = 0
+            self.began_at.clear()
 
     def _living_copy(self, step: int) -> bool:
         """Whether all blocks of a step have a copy with somebody who is reachable."""
@@ -166,9 +171,11 @@ class Watch:
             return
         if old.phase.over and durable.phase is not old.phase:
             self.violated("a job that was over went on", old.phase, durable.phase)
+        self._counted_out(before, after)
         if durable.floor > old.floor:
             self._gave_up(before, event, "the job started anew")
             self.top = self.shown = 0
+            self.began_at.clear()
         elif durable.phase is Phase.FAILED and old.phase is not Phase.FAILED and before.attempt is not None:
             self._gave_up(before, event, "the job failed")
         shown = view(after, self.simulation.clock.now)
@@ -179,6 +186,22 @@ class Watch:
     def restarted(self, step: int) -> None:
         """A controller shows what it has written, until the members have said where they are."""
         self.shown = step
+
+    def _counted_out(self, before: Job, after: Job) -> None:
+        """● Silence counts nobody out while most are unreachable, nor before all have had time to come back."""
+        old, new = before.durable.roster, after.durable.roster
+        lost = [name for name, record in new.items() if record.standing is Standing.LOST and name in old]
+        lost = [name for name in lost if old[name].standing is Standing.HERE and "silent" in new[name].why]
+        if not lost:
+            return
+        now = self.simulation.clock.now
+        if now - after.started < self.simulation.spec.reconnect_seconds:
+            self.violated("a worker was counted out though the controller had just started", *lost)
+        here = [record for record in old.values() if record.serves and record.incarnation]
+        since = {record.worker: self.simulation.processes[record.incarnation].unreachable_since for record in here}
+        silent = [worker for worker, at in since.items() if at < now - UNREACHABLE_SECONDS]
+        if 2 * len(silent) > len(here) and set(lost) & set(silent):
+            self.violated("a worker was counted out though most were silent", *lost)
 
     def _gave_up(self, before: Job, event: Event, what: str) -> None:
         """Only where no process that lives has the blocks, `stall_seconds` are over, or an operator said so."""

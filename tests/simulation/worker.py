@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from .simulation import Simulation
 
 
+NEVER = float("inf")
+
+
 class SimWorker:
     """See the module's text. `name` is for people: the id once it is known, and a letter per incarnation."""
 
@@ -28,6 +31,7 @@ class SimWorker:
         self.incarnation = f"i{pid}"
         self.membership = Membership("", self.incarnation)
         self.alive, self.frozen, self.cut = True, False, False
+        self._silent_at = NEVER
         self.died_at: float | None = None
         self.lost_after = 0.0
         self.exit_code: int | None = None
@@ -59,7 +63,20 @@ class SimWorker:
 
     # ---- its life
 
+    @property
+    def unreachable_since(self) -> float:
+        """When it was frozen or cut off; never, if it is not."""
+        return self._silent_at if self.frozen or self.cut else NEVER
+
+    def set_cut(self, cut: bool) -> None:
+        """The network between it and the controller."""
+        if cut and not self.cut and not self.frozen:
+            self._silent_at = self.clock.now
+        self.cut = cut
+
     def freeze(self) -> None:
+        if not self.cut and not self.frozen:
+            self._silent_at = self.clock.now
         self.frozen = True
         self.say("freezes", self.where())
 

@@ -52,6 +52,26 @@ class Process:
     """Bytes it had received by fills before the present generation."""
 
 
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What a plan depends on in one worker, but for the blocks that it holds."""
+
+    worker: WorkerId
+    leaving: bool
+    trains: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Wished:
+    """What a planned change is asked for. How far fills have come is not in it: they come to an end by themselves."""
+
+    pool: tuple[Traits, ...]
+    """Members, then newcomers."""
+    steps: bool
+    promote: bool
+    """Fills are done, so that their targets can be promoted."""
+
+
 class Stage(StrEnum):
     """How far an attempt at a world made from inventories has come."""
 
@@ -106,8 +126,10 @@ class Job:
     attempt: Attempt | None = None
     ready_since: float | None = None
     """Since when at least one newcomer has waited for a world."""
-    wished: object = None
+    wished: Wished | None = None
     """What the newest plan was asked for: the planner is asked again only when this changes."""
+    wishes: Mapping[int, Wished] = field(default_factory=dict)
+    """What each planned change that has not begun was asked for, by its generation."""
     failed_at: int = 0
     """The step known when a worker last failed."""
     spawn_after: float = 0.0

@@ -11,6 +11,7 @@ from shoal_protos.messages import Point, Status
 from shoal_protos.plan import Plan, Reason, WorkerId
 
 from shoal_controller.core.durable import Leaving
+from shoal_controller.core.job import Process, Traits, Wished
 from shoal_controller.core.phases import asking, feuds, timeline
 from shoal_controller.core.phases.asking import kept
 from shoal_controller.core.phases.current import tell
@@ -33,8 +34,24 @@ def begun_in(turn: Turn, generation: int) -> None:
     for plan in turn.durable.planned:
         if plan.generation == generation:
             turn.keep(current=plan, planned=tuple(p for p in turn.durable.planned if p.base == generation))
+            _satisfied(turn, turn.job.wishes.get(generation), plan)
             timeline.begun(turn, plan)
             return
+
+
+def opened(turn: Turn, plan: Plan) -> None:
+    """A world made from inventories was opened: it is what was wanted of those who are in it."""
+    pool = [_traits(turn, member.worker, trains=True) for member in plan.members]
+    _satisfied(turn, Wished(_by_age(turn, pool), plan.steps, promote=False), plan)
+
+
+def _satisfied(turn: Turn, wished: Wished | None, plan: Plan) -> None:
+    """What the plan was asked for is fulfilled, as far as it took part in it: only what is new asks for another one."""
+    members = {member.worker for member in plan.members}
+    if wished is not None:
+        pool = tuple(traits for traits in wished.pool if traits.worker in members)
+        wished = Wished(pool, plan.steps, promote=False)
+    turn.change(wished=wished, wishes={})
 
 
 # ---- a planned change is made
@@ -55,6 +72,7 @@ def settle(turn: Turn, world: Plan) -> None:
     if same_world(plan, newest) or (newest is world and _only_fills_left(plan, world)):
         return
     turn.keep(number=number, planned=(*turn.durable.planned, plan))
+    turn.change(wishes={**turn.job.wishes, number: wished})
     timeline.planned(turn, plan, world)
     for worker in dict.fromkeys(member.worker for member in (*world.members, *plan.members)):
         tell(turn, worker)
@@ -74,14 +92,14 @@ def waiting_newcomers(turn: Turn, world: Plan) -> list[WorkerId]:
     members = {member.worker for member in world.members}
     if any(process.status.done for process in turn.serving() if process.worker in members):
         return []  # after the last step nobody joins any more
+    expected = {member.worker for plan in turn.durable.planned[-1:] for member in plan.members}
     staying = sum(not turn.record(worker).leaving for worker in members)
     ready = [
         process
         for process in turn.serving()
         if process.status.point in (Point.WAITING, Point.JOINING)
         and process.worker not in members
-        and process.connection is not None
-        and process.pinged is None
+        and (_is_reachable(process) or process.worker in expected)
         and not turn.record(process.worker).leaving
         and not feuds.avoided(turn, process.worker)
     ]
@@ -89,19 +107,28 @@ def waiting_newcomers(turn: Turn, world: Plan) -> list[WorkerId]:
     return [process.worker for process in ready[: max(0, most_workers(turn) - staying)]]
 
 
+def _is_reachable(process: Process) -> bool:
+    return process.connection is not None and (process.pinged is None or not process.pinged.suspected)
+
+
 def most_workers(turn: Turn) -> int:
     lanes = turn.durable.description.lanes if turn.durable.description is not None else turn.durable.wanted
     return min(turn.spec.max_workers or lanes, lanes)
 
 
-def _wished(turn: Turn, world: Plan, newcomers: list[WorkerId]) -> tuple[object, ...]:
-    """What a plan depends on, but for how far fills have come: the planner is asked again when any of it changes."""
-    members = [
-        (member.worker, bool(turn.record(member.worker).leaving), asking.trains(turn, world, rank))
-        for rank, member in enumerate(world.members)
-    ]
-    steps = asking.steps_run(turn, len(members) + len(newcomers))
-    return world.generation, tuple(members), tuple(newcomers), steps, fills_done(turn, world)
+def _wished(turn: Turn, world: Plan, newcomers: list[WorkerId]) -> Wished:
+    pool = [_traits(turn, m.worker, asking.trains(turn, world, rank)) for rank, m in enumerate(world.members)]
+    pool += [_traits(turn, worker, trains=False) for worker in newcomers]
+    promote = bool(world.fills) and fills_done(turn, world)
+    return Wished(_by_age(turn, pool), asking.steps_run(turn, len(pool)), promote)
+
+
+def _by_age(turn: Turn, pool: list[Traits]) -> tuple[Traits, ...]:
+    return tuple(sorted(pool, key=lambda traits: turn.record(traits.worker).order))
+
+
+def _traits(turn: Turn, worker: WorkerId, trains: bool) -> Traits:
+    return Traits(worker, bool(turn.record(worker).leaving), trains)
 
 
 def fills_done(turn: Turn, world: Plan) -> bool:

@@ -14,7 +14,7 @@ from shoal_protos.runs import NO_BLOCKS
 
 from shoal_controller.core.durable import Standing
 from shoal_controller.core.job import Attempt, Stage
-from shoal_controller.core.phases import asking, feuds, population, stalled, timeline
+from shoal_controller.core.phases import asking, feuds, planned, population, stalled, timeline
 from shoal_controller.core.phases.current import answered, is_member, may_hold, tell
 from shoal_controller.core.phases.known import known_step
 from shoal_controller.core.spec import Phase
@@ -273,7 +273,8 @@ def _open(turn: Turn, attempt: Attempt, plan: Plan) -> None:
         committed_in=max(turn.durable.committed_in, attempt.committed_in),
         reason="",
     )
-    turn.change(attempt=None, wished=None, ready_since=None)
+    turn.change(attempt=None, ready_since=None)
+    planned.opened(turn, plan)
     timeline.opened(turn, plan, max(0, before - step))
     for member in plan.members:
         tell(turn, member.worker)

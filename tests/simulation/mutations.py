@@ -1,0 +1,170 @@
+"""Every rule that bits or progress hang on, switched off: by replacing the one function that embodies it.
+
+`test_rules.py` and `python -m tests.simulation.mutants` try each: a simulation must break, or the rule is not needed or
+not tested. ARCHITECTURE sections 3 and 4 mark these rules with ●.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from shoal.core.membership import Membership
+from shoal_controller.core.durable import Leaving
+from shoal_controller.core.phases import (
+    admission,
+    asking,
+    current,
+    feuds,
+    planned,
+    population,
+    presence,
+    recovery,
+    running,
+    stalled,
+)
+from shoal_controller.core.phases.current import is_member
+from shoal_controller.core.turn import Turn
+from shoal_protos.messages import Point
+from shoal_protos.plan import Plan
+from shoal_protos.runs import NO_BLOCKS, Runs, every
+
+Patch = tuple[Any, str, Any]
+
+
+def _minimum_begins(self: Membership, voted: list[int]) -> Plan | None:
+    """A planned generation begins when the lowest vote reaches it, as if votes could only differ by what is old."""
+    self.voting = False
+    if min(voted) > self.generation or (max(voted) > self.generation and self.voted == max(voted)):
+        self.begins = self.next
+    return self.begins
+
+
+def _hears_in_a_vote(self: Membership, plan: Plan) -> bool:
+    """A member gives up what it has voted when a newer plan comes."""
+    voting, self.voting = self.voting, False
+    heard = HEAR_PLANNED(self, plan)
+    self.voting = voting
+    return heard
+
+
+def _keeps_only_the_newest(self: Membership, plan: Plan) -> bool:
+    heard = HEAR_PLANNED(self, plan)
+    self.kept.clear()
+    return heard
+
+
+def _votes_without_holding(self: Membership, holds: Runs) -> int:
+    return ENTER_VOTE(self, every(1 << 20))
+
+
+def _left_is_safe(turn: Turn, point: Point) -> bool:
+    return point in (Point.LEFT, Point.STOPPED)
+
+
+def _counts_all(world: Plan, rank: int, status: Any) -> Runs:
+    return status.holds
+
+
+def _worth_without_gradient(inventory: Any, step: int) -> tuple[Runs, Runs] | None:
+    if inventory.step >= step - 1:
+        return inventory.holds, inventory.current
+    return None
+
+
+def _worth_one_behind_is_nothing(inventory: Any, step: int) -> tuple[Runs, Runs] | None:
+    return (inventory.holds, inventory.current) if inventory.step == step else None
+
+
+def _says_before_it_stores(self: Turn) -> list[Any]:
+    effects = EFFECTS_IN_ORDER(self)
+    return [*effects[1:], effects[0]] if len(effects) > 1 and self.job.durable is not self.before.durable else effects
+
+
+def _gives_ids_twice(turn: Turn, hello: Any) -> str:
+    return hello.worker or IDENTITY(turn, hello)
+
+
+def _dismisses_early(turn: Turn, world: Plan) -> None:
+    """Whoever is not a member of the world is stale at once."""
+    for process in tuple(turn.serving()):
+        status = process.status
+        behind = 0 < status.generation < world.generation and status.point is not Point.LEFT
+        if behind and not is_member(world, process.worker):
+            recovery.dismiss_stale(turn, process.worker, status.generation, world.generation)
+
+
+def _forgets_other_plans(turn: Turn, generation: int) -> None:
+    """A plan that begins is not noticed."""
+
+
+def _keeps_void_plans(turn: Turn, generation: int) -> None:
+    before = turn.durable.planned
+    BEGUN_IN(turn, generation)
+    if turn.durable.planned != before:
+        turn.keep(planned=tuple(plan for plan in before if plan.generation != generation))
+
+
+def _one_break_is_enough(turn: Turn, attempt: Any) -> None:
+    for reporter, peer in attempt.reports[:1]:
+        turn.mark(max(reporter, peer), shunned=True)
+
+
+def _decides_at_once(turn: Turn, attempt: Any) -> list[str]:
+    return []
+
+
+HEAR_PLANNED = Membership.hear_planned
+ENTER_VOTE = Membership.enter_vote
+EFFECTS_IN_ORDER = Turn.effects_in_order
+IDENTITY = admission._identity
+BEGUN_IN = planned.begun_in
+
+MUTATIONS: dict[str, list[Patch]] = {
+    "a planned generation begins when all votes name it": [(Membership, "leave_vote", _minimum_begins)],
+    "what a member voted it keeps until that vote is over": [(Membership, "hear_planned", _hears_in_a_vote)],
+    "a newcomer keeps every planned generation": [(Membership, "hear_planned", _keeps_only_the_newest)],
+    "a worker does not get ready for a plan that needs a block it lacks": [
+        (Membership, "enter_vote", _votes_without_holding),
+        (asking, "kept", _counts_all),
+    ],
+    "a planned change counts only what its base keeps or has filled": [(asking, "kept", _counts_all)],
+    "a leaving worker keeps its blocks until a vote without it has passed": [
+        (population, "_left_and_safe", _left_is_safe)
+    ],
+    "no generation opens before every world has stopped": [(recovery, "quorum", lambda turn: None)],
+    "an inventory counts only if no step was committed in a later generation": [
+        (recovery, "counts", lambda inventory, committed_in, floor: True)
+    ],
+    "only blocks whose gradient is in roll forward": [(asking, "worth", _worth_without_gradient)],
+    "who is one step behind rolls forward": [(asking, "worth", _worth_one_behind_is_nothing)],
+    "what is durable is written before anything is said": [(Turn, "effects_in_order", _says_before_it_stores)],
+    "a second process with a living member's id is refused": [(admission, "_identity", _gives_ids_twice)],
+    "most are silent: nobody is counted out": [(presence, "cut_off", lambda job, now: False)],
+    "within reconnect_seconds nobody is counted out": [(presence, "reconnecting", lambda turn: False)],
+    "a stale worker is dismissed only after a commit": [(running, "_dismiss_the_stale", _dismisses_early)],
+    "a plan is void once another generation is current": [(planned, "begun_in", _keeps_void_plans)],
+    "the same pair is counted out only after two generations": [(feuds, "judge", _one_break_is_enough)],
+    "the same pair is counted out after two generations": [(feuds, "judge", lambda turn, attempt: None)],
+    "a block is given up only when nobody may hold it": [(stalled, "_may_have", _decides_at_once)],
+    "a lagging worker is told again": [(current, "due", lambda job, process: None)],
+    "a thawed worker is taken in where no steps run": [(running, "_could_rejoin", lambda turn, world, process: False)],
+}
+"""By the rule, as a sentence that is false while it is switched off."""
+
+
+@contextmanager
+def mutated(rule: str) -> Iterator[None]:
+    """Switch a rule off."""
+    kept = [(where, name, getattr(where, name)) for where, name, _ in MUTATIONS[rule]]
+    for where, name, instead in MUTATIONS[rule]:
+        setattr(where, name, instead)
+    try:
+        yield
+    finally:
+        for where, name, before in kept:
+            setattr(where, name, before)
+
+
+__all__ = ["MUTATIONS", "NO_BLOCKS", "Callable", "Leaving", "mutated"]
