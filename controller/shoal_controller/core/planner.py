@@ -106,7 +106,7 @@ def plan_change(wish: Wish, candidates: Sequence[Candidate], before: Plan) -> Pl
 
     Leaving candidates that nothing needs any more are not among its members.
     """
-    return _plan(wish, _compose(wish.terms, _by_age(candidates), before), before.generation)
+    return _plan(wish, _compose(wish.terms, _by_age(candidates), before), before)
 
 
 def same_world(one: Plan, other: Plan) -> bool:
@@ -235,12 +235,12 @@ def _without_the_needless(world: _World) -> _World:
     return _World([world.here[worker] for worker in rank], [world.shares[worker] for worker in rank], fills)
 
 
-def _plan(wish: Wish, world: _World, begins: int | Recovery) -> Plan:
-    """`begins`: the generation that a planned change replaces, or where all stand."""
-    terms = wish.terms
+def _plan(wish: Wish, world: _World, begins: Plan | Recovery) -> Plan:
+    """`begins`: the world that a planned change replaces, or where all stand."""
+    terms, base = wish.terms, begins if isinstance(begins, Plan) else None
     plan = Plan(
         generation=wish.generation,
-        base=begins if isinstance(begins, int) else 0,
+        base=base.generation if base is not None else 0,
         reason=wish.reason,
         lanes=terms.lanes,
         blocks=terms.blocks,
@@ -248,7 +248,7 @@ def _plan(wish: Wish, world: _World, begins: int | Recovery) -> Plan:
         shares=tuple(world.shares),
         fills=tuple(world.fills),
         fill_blocks_per_step=terms.fill_blocks_per_step,
-        builder=_builder(world.here, wish.avoid),
+        builder=_builder(world.here, wish.avoid, base),
         steps=terms.steps,
         recovery=begins if isinstance(begins, Recovery) else None,
     )
@@ -256,6 +256,15 @@ def _plan(wish: Wish, world: _World, begins: int | Recovery) -> Plan:
     return plan
 
 
-def _builder(here: Sequence[Candidate], avoid: frozenset[WorkerId]) -> int:
-    """The oldest that stays and whose store did not fail last time; if there is none, the next best."""
-    return min(range(len(here)), key=lambda rank: (here[rank].member.worker in avoid, here[rank].leaving, rank))
+def _builder(here: Sequence[Candidate], avoid: frozenset[WorkerId], base: Plan | None) -> int:
+    """The oldest that stays and whose store did not fail last time; if there is none, the next best.
+
+    Always a member of the base: in a planned change the builder sends newcomers their first message.
+    """
+
+    def preference(rank: int) -> tuple[bool, bool, bool, int]:
+        member = here[rank].member
+        newcomer = base is not None and base.rank_of(member.worker, member.incarnation) is None
+        return newcomer, member.worker in avoid, here[rank].leaving, rank
+
+    return min(range(len(here)), key=preference)

@@ -1,0 +1,30 @@
+"""Whose store builds a planned change's group: somebody who can send newcomers their first message."""
+
+from __future__ import annotations
+
+from shoal_controller.core.planner import Candidate, Terms, Wish, plan_change, plan_start
+from shoal_protos.plan import Member, Plan, Reason
+from shoal_protos.runs import every
+
+TERMS = Terms(lanes=2, blocks=4, mirrors=1, fill_blocks_per_step=4)
+
+
+def candidate(worker: str, *, member: bool, leaving: bool = False) -> Candidate:
+    blocks = {"holds": every(4)} if member else {"trains": False}
+    return Candidate(Member(worker, worker * 2, "h:1"), "h", int(worker[1:]), leaving=leaving, **blocks)
+
+
+def start(worker: str) -> Plan:
+    return plan_start(Wish(TERMS, 1, Reason.START), [candidate(worker, member=True)])
+
+
+def test_a_newcomer_never_builds_even_where_all_others_are_leaving() -> None:
+    last, newcomer = candidate("w1", member=True, leaving=True), candidate("w2", member=False)
+    plan = plan_change(Wish(TERMS, 2, Reason.DRAIN), [last, newcomer], start("w1"))
+    assert plan.members[plan.builder].worker == "w1"
+
+
+def test_a_member_whose_store_failed_is_still_better_than_a_newcomer() -> None:
+    member, newcomer = candidate("w1", member=True), candidate("w2", member=False)
+    plan = plan_change(Wish(TERMS, 2, Reason.JOIN, avoid=frozenset({"w1"})), [member, newcomer], start("w1"))
+    assert plan.members[plan.builder].worker == "w1"
