@@ -95,7 +95,8 @@ class Cluster:
     ) -> None:
         """`options`: keyword arguments of the script. `spec`: what differs from the defaults in the job's spec.
 
-        `faults`: the value of SHOAL_FAULT for every worker. `pace`: seconds per micro-batch until `release`.
+        `faults`: the value of SHOAL_FAULT for every worker. `pace`: seconds per micro-batch until `release`; the last
+        three steps take seconds until then, so that the job does not end while the test is at work.
         """
         self.folder = Path(tempfile.mkdtemp(prefix="cluster-"))
         self.job_name = "job"
@@ -106,6 +107,8 @@ class Cluster:
         self.faults = faults
         self.spec = {"job": self.job_name, "launcher": "none", "workers": {"wanted": workers}, **QUICK, **(spec or {})}
         self.pids: dict[str, int] = {}
+        self.detours: dict[str, int] = {}
+        """By worker: another port at which it finds the controller."""
         self._started = workers
         self._ports = free_port(), free_port()
         self._lives = 0
@@ -117,7 +120,7 @@ class Cluster:
             self.start_controller()
             self._answer("POST", "/jobs", self.spec)
             if self.spec["launcher"] == "none":
-                self.add(self._started)
+                self._start_in_order()
         except BaseException:
             self.__exit__(AssertionError)
             raise
@@ -133,6 +136,10 @@ class Cluster:
         forked = {*self.pids.values(), self._controller} - {0}
         until("all processes to end", lambda: forked <= ended().keys())
         shutil.rmtree(self.folder)
+
+    @property
+    def grpc_port(self) -> int:
+        return self._ports[1]
 
     # ---- processes
 
@@ -151,6 +158,20 @@ class Cluster:
         until("the controller to be gone", lambda: self._controller in ended())
         self._controller = 0
 
+    def _start_in_order(self) -> None:
+        """One said hello after the other: `w0` is the oldest, and the builder; ids are in the order of ranks."""
+        for worker in [f"w{index}" for index in range(self._started)]:
+            self.start(worker)
+            until(f"{worker} to say hello", lambda worker=worker: worker in self.workers())
+
+    def stop_controller(self) -> None:
+        """SIGSTOP: frozen, not dead."""
+        _signal(self._controller, signal.SIGSTOP)
+
+    def cont_controller(self) -> None:
+        """SIGCONT: thawed."""
+        _signal(self._controller, signal.SIGCONT)
+
     def add(self, count: int = 1, **options: Any) -> list[str]:
         """Start more workers with the next free ids; `options` differ from the cluster's for these."""
         ids = [f"w{len(self.pids) + index}" for index in range(count)]
@@ -160,7 +181,8 @@ class Cluster:
 
     def start(self, worker: str, **options: Any) -> None:
         """Start a process with this id (again: a second one, whose log is the same file)."""
-        env = {"SHOAL_CONTROLLER": f"127.0.0.1:{self._ports[1]}", "SHOAL_JOB": self.job_name, "SHOAL_WORKER_ID": worker}
+        port = self.detours.get(worker, self.grpc_port)
+        env = {"SHOAL_CONTROLLER": f"127.0.0.1:{port}", "SHOAL_JOB": self.job_name, "SHOAL_WORKER_ID": worker}
         if self.faults:
             env["SHOAL_FAULT"] = self.faults
         given = {**self.options, **self._pace, **options, "result": str(self.result_file(worker))}
@@ -205,8 +227,16 @@ class Cluster:
         listed = self._answer("GET", f"/jobs/{self.job_name}/workers")["workers"]
         return {worker["worker"]: worker for worker in listed}
 
+    def metrics(self) -> str:
+        """What Prometheus would read."""
+        return self._rest.get(f"http://127.0.0.1:{self._ports[0]}/metrics").text
+
     def events(self) -> list[Json]:
         return list(self._answer("GET", f"/jobs/{self.job_name}/events?after=0")["events"])
+
+    def messages(self, kind: str) -> list[str]:
+        """What the events of one kind say."""
+        return [event["message"] for event in self.events() if event["kind"] == kind]
 
     def report(self) -> Json:
         return self._answer("GET", f"/jobs/{self.job_name}/report")

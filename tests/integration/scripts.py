@@ -77,25 +77,40 @@ def config(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    """Two groups, as usual: what decays and what does not."""
+def optimizer_of(model: nn.Module, name: str = "AdamW", **arguments: Any) -> torch.optim.Optimizer:
+    """Two groups, as usual: matrices, and all else with three times the rate."""
+    kind: type[torch.optim.Optimizer] = getattr(torch.optim, name)
+    decays = {"weight_decay": 0.1} if kind in (torch.optim.AdamW, torch.optim.SGD) else {}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
-        {"params": [parameter for parameter in trained if parameter.ndim > 1], "weight_decay": 0.1},
-        {"params": [parameter for parameter in trained if parameter.ndim == 1], "weight_decay": 0.0, "lr": 3e-3},
+        {"params": [parameter for parameter in trained if parameter.ndim > 1], **decays},
+        {"params": [parameter for parameter in trained if parameter.ndim == 1], "lr": 3e-3},
     ]
-    return torch.optim.AdamW(groups, lr=1e-3)
+    return kind(groups, lr=1e-3, **arguments)
+
+
+def scheduler_of(optimizer: torch.optim.Optimizer, name: str) -> Any:
+    """A scheduler by its class's name, with what it needs; for some the rate depends on the loss, or on momentum."""
+    arguments: dict[str, dict[str, Any]] = {
+        "CosineAnnealingLR": {"T_max": 50},
+        "StepLR": {"step_size": 2, "gamma": 0.5},
+        "OneCycleLR": {"max_lr": [1e-2, 2e-2], "total_steps": 30},
+        "ReduceLROnPlateau": {"patience": 0, "threshold": 0.5},
+    }
+    return getattr(torch.optim.lr_scheduler, name)(optimizer, **arguments[name])
 
 
 class Brake:
     """`pace`: seconds that each micro-batch takes longer; with `until`, only as long as that file is not there.
 
-    Then the last steps take long: a test that is still at work does not find the job done.
+    Then the last steps take long: a test that is still at work does not find the job done. `linger`: when all is
+    done, the script waits for that file before it ends.
     """
 
     def __init__(self, options: dict[str, Any]) -> None:
         self._pace, self._last = options.get("pace", 0.0), options.get("max_steps", 20) - 3
         self._until = Path(options["until"]) if "until" in options else None
+        self._linger = Path(options["linger"]) if "linger" in options else None
         self._pause = threading.Event()
 
     def hold(self, step: int) -> None:
@@ -104,29 +119,44 @@ class Brake:
         elif not self._until.exists():
             self._pause.wait(SLOW if step >= self._last else self._pace)
 
+    def linger(self) -> None:
+        while self._linger is not None and not self._linger.exists():
+            self._pause.wait(0.02)
 
-def train(result: str, **options: Any) -> None:
-    """Options: max_steps, lanes, stage, mirrors, dropout, buffers, samples, pace, until, shoal, …"""
-    import shoal
 
+def model_of(options: dict[str, Any]) -> Model:
     torch.manual_seed(options.get("weights_seed", 0))
     model = Model(options.get("dropout", 0.1), options.get("buffers", True))
-    optimizer = optimizer_of(model)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=50)
+    return model.double() if options.get("double") else model
+
+
+def train(result: str, **options: Any) -> None:
+    """Options: max_steps, lanes, stage, mirrors, dropout, buffers, samples, optimizer, scheduler, pace, until, …"""
+    import shoal
+
+    model = model_of(options)
+    optimizer = optimizer_of(model, **options.get("optimizer", {}))
+    scheduler = scheduler_of(optimizer, options.get("scheduler", "CosineAnnealingLR"))
     samples = Samples(options.get("samples", 100))
     engine = shoal.initialize(
         model=model, config=config(options), dataset=samples, optimizer=optimizer, scheduler=scheduler
     )
     brake = Brake(options)
-    worlds: list[list[int]] = []
+    losses: list[float | None] = []
+    engine.on_step(lambda engine: losses.append(engine.loss))
     for batch in engine:
         brake.hold(engine.global_step)
         loss = engine.module(**batch)
         engine.backward(loss)
         engine.step()
-        if not worlds or worlds[-1][0] != engine.generation:
-            worlds.append([engine.generation, engine.global_step, engine.world_size])
-    ended = {"fingerprint": engine.fingerprint(), "step": engine.global_step, "loss": engine.loss, "worlds": worlds}
+    fingerprint = engine.fingerprint()
+    brake.linger()
+    if "export" in options:
+        engine.export(options["export"])
+    _write(result, {"fingerprint": fingerprint, "step": engine.global_step, "loss": engine.loss, "losses": losses})
+
+
+def _write(result: str, ended: dict[str, Any]) -> None:
     file = Path(result)
     file.with_suffix(".new").write_text(json.dumps(ended))
     file.with_suffix(".new").replace(file)
@@ -138,3 +168,37 @@ def controller(**flags: str) -> None:
     from shoal_controller.cli.endings import ending
 
     sys.exit(ending(command, flags))
+
+
+def train_plainly(result: str, **options: Any) -> None:
+    """The job of `train` as a plain PyTorch loop in one process, with the same samples and seeds; no engine.
+
+    Gradients are summed by autograd as ever, clipped by `clip_grad_norm_`; the optimizer runs on the parameters.
+    """
+    from safetensors.torch import save_model
+    from shoal.core.sampler import Sampler
+    from shoal.data.fetch import Fetcher
+
+    model = model_of(options)
+    optimizer = optimizer_of(model, **options.get("optimizer", {}))
+    scheduler = scheduler_of(optimizer, options.get("scheduler", "CosineAnnealingLR"))
+    samples = Samples(options.get("samples", 100))
+    lanes, micro_batches = options.get("lanes", 8), options.get("micro_batches_per_lane", 1)
+    sampler = Sampler(len(samples), lanes, 2, micro_batches, seed=11)
+    fetcher = Fetcher(samples, None, sampler, 11, "cpu")
+    losses = []
+    for step in range(options.get("max_steps", 20)):
+        places = [(lane, micro) for lane in range(lanes) for micro in range(micro_batches)]
+        optimizer.zero_grad()
+        total = 0.0
+        for lane, micro in places:
+            loss = model(**fetcher.micro_batch(step, lane, micro)) / len(places)
+            loss.backward()
+            total += loss.item()
+        model.unused.grad = torch.zeros_like(model.unused)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), options.get("gradient_clipping", 1.0))
+        optimizer.step()
+        scheduler.step()
+        losses.append(total)
+    save_model(model, options["export"])
+    _write(result, {"losses": losses})

@@ -1,7 +1,7 @@
 """Workers that die: at each instant of a step, in the middle of a change, several at once, the last, on their way in.
 
 Deaths at an instant are planted (`SHOAL_FAULT`); the others come from outside. Every run ends with the bits of the
-undisturbed one.
+undisturbed one. Workers are ranked in the order of their ids, and w0's store builds the groups.
 """
 
 from __future__ import annotations
@@ -10,14 +10,22 @@ import signal
 from typing import Any
 
 import pytest
-from integration.cluster import Cluster
+from integration.cluster import Cluster, until
 
 SHORT: dict[str, Any] = {"max_steps": 8}
-TWICE: dict[str, Any] = {**SHORT, "mirrors": 2}
-LONG: dict[str, Any] = {"max_steps": 100}
+TWO_MIRRORS: dict[str, Any] = {**SHORT, "mirrors": 2}
+LONG: dict[str, Any] = {"max_steps": 60}
+PACE = 0.01
 
 INSTANTS = ("forward", "backward", "exchange", "mirror", "vote", "in_vote", "optimizer", "hand_out")
 KILLED = -signal.SIGKILL
+
+
+def rolled_forward(cluster: Cluster) -> list[str]:
+    return [worker for worker in cluster.pids if "rolled_forward" in cluster.log(worker)]
+
+
+# ---- in a step
 
 
 @pytest.mark.parametrize("instant", INSTANTS)
@@ -26,6 +34,151 @@ def test_a_worker_killed_at_any_instant_of_a_step_costs_no_step(instant: str) ->
         report = cluster.wait_undisturbed()
         assert cluster.exit_code("w1") == KILLED
     first, second = report["generations"][:2]
-    assert (first["reason"], second["reason"]) == ("start", "kill")
-    assert second["workers"] == 2
-    assert second["promoted_blocks"] > 0
+    assert (first["reason"], second["reason"], second["workers"]) == ("start", "kill", 2)
+
+
+@pytest.mark.parametrize("instant", ["exchange", "in_vote", "optimizer"])
+def test_in_stage_0_everyone_has_a_copy_of_every_block(instant: str) -> None:
+    faults = f"w0@4:{instant}:kill,w2@5:{instant}:kill"
+    with Cluster(workers=3, options={**SHORT, "stage": 0}, faults=faults) as cluster:
+        cluster.wait_undisturbed()
+        assert [cluster.exit_code(worker) for worker in ("w0", "w2")] == [KILLED, KILLED]
+
+
+def test_who_has_not_passed_a_torn_vote_rolls_forward() -> None:
+    with Cluster(workers=3, options=SHORT, faults="w1@4:in_vote:stop") as cluster:
+        cluster.until("w0 to have passed the vote", lambda _: cluster.workers()["w0"]["step"] == 4)
+        assert cluster.workers()["w2"]["step"] == 3
+        cluster.kill("w1")
+        cluster.wait_undisturbed()
+        assert rolled_forward(cluster) == ["w2"]
+
+
+@pytest.mark.parametrize("victim", ["w0", "w1"])
+def test_one_of_the_last_two_can_die(victim: str) -> None:
+    with Cluster(workers=2, options=SHORT, faults=f"{victim}@4:hand_out:kill") as cluster:
+        report = cluster.wait_undisturbed()
+        assert report["generations"][-1]["workers"] == 1
+
+
+# ---- several
+
+
+def test_two_workers_die_at_once_and_mirrors_of_both_live_on() -> None:
+    with Cluster(workers=4, options={**LONG, "mirrors": 2}, pace=PACE) as cluster:
+        cluster.wait_step(3)
+        cluster.kill("w1", "w3")
+        cluster.wait_world(2)
+        cluster.wait_undisturbed()
+
+
+def test_blocks_of_which_no_copy_lives_fail_a_job_that_nobody_can_start_anew() -> None:
+    with Cluster(workers=3, options=LONG, pace=PACE) as cluster:
+        cluster.wait_step(3)
+        cluster.kill("w1", "w2")
+        cluster.wait_phase("failed")
+        assert "no living copy of" in cluster.job()["reason"]
+        assert "every process that held them is dead" in cluster.job()["reason"]
+        assert cluster.wait_exit("w0") == 1
+
+
+def test_one_is_killed_and_one_is_frozen_at_once() -> None:
+    with Cluster(workers=4, options={**LONG, "mirrors": 2}, pace=PACE) as cluster:
+        cluster.wait_step(3)
+        cluster.stop("w2")
+        cluster.kill("w1")
+        cluster.wait_world(2)
+        cluster.cont("w2")
+        cluster.wait_world(3)  # as a newcomer with another id
+        assert cluster.workers()["w2"]["state"] == "left"
+        cluster.wait_undisturbed()
+
+
+# ---- in the middle of a change
+
+
+@pytest.mark.parametrize("instant", ["prepare", "group", "promote", "opened"])
+def test_a_second_worker_dies_while_the_loss_of_the_first_is_mended(instant: str) -> None:
+    with Cluster(workers=4, options=TWO_MIRRORS, faults=f"w1@4:exchange:kill,w2@3:{instant}:kill") as cluster:
+        report = cluster.wait_undisturbed()
+        assert [cluster.exit_code(worker) for worker in ("w1", "w2")] == [KILLED, KILLED]
+        assert report["generations"][-1]["workers"] == 2
+
+
+def test_the_worker_whose_store_builds_the_group_dies_while_it_is_built() -> None:
+    with Cluster(workers=4, options=TWO_MIRRORS, faults="w3@4:exchange:kill,w0@3:group:kill") as cluster:
+        cluster.wait_undisturbed()
+        assert cluster.exit_code("w0") == KILLED
+
+
+def test_a_worker_dies_while_it_rolls_forward() -> None:
+    with Cluster(workers=4, options=TWO_MIRRORS, faults="w1@4:in_vote:kill,w2@3:roll_forward:kill") as cluster:
+        cluster.wait_undisturbed()
+        assert [cluster.exit_code(worker) for worker in ("w1", "w2")] == [KILLED, KILLED]
+        assert rolled_forward(cluster) == ["w3"]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_worker_is_lost_in_the_very_vote_in_which_a_planned_change_begins(stage: int) -> None:
+    faults = "w1@0:in_vote_to_begin:kill"
+    with Cluster(workers=3, options={**LONG, "stage": stage}, faults=faults, pace=PACE) as cluster:
+        cluster.wait_step(2)
+        cluster.add()
+        assert cluster.wait_exit("w1") == KILLED
+        cluster.wait_world(3)
+        cluster.wait_undisturbed()
+
+
+@pytest.mark.parametrize("victim", ["w0", "w1"])
+def test_a_worker_dies_when_a_planned_change_begins(victim: str) -> None:
+    with Cluster(workers=3, options=LONG, faults=f"{victim}@0:begin:kill", pace=PACE) as cluster:
+        cluster.wait_step(2)
+        cluster.add()
+        assert cluster.wait_exit(victim) == KILLED
+        cluster.wait_world(3)
+        cluster.wait_undisturbed()
+
+
+@pytest.mark.parametrize("victim", ["w0", "w2"])
+def test_a_worker_dies_in_the_middle_of_a_fill(victim: str) -> None:
+    options = {**LONG, "shoal": {"fill_bytes_per_step": 40_000}}  # a block a step
+    with Cluster(workers=2, options=options, faults=f"{victim}@0:fill:kill", pace=PACE) as cluster:
+        cluster.wait_step(2)
+        cluster.add()
+        assert cluster.wait_exit(victim) == KILLED
+        cluster.wait_world(2)
+        cluster.wait_undisturbed()
+
+
+@pytest.mark.parametrize("instant", ["backward", "group", "join"])
+def test_a_newcomer_dies_on_its_way_in(instant: str) -> None:
+    """`backward`: in its rehearsal."""
+    with Cluster(workers=2, options=LONG, faults=f"w2@0:{instant}:kill", pace=PACE) as cluster:
+        cluster.wait_step(2)
+        cluster.add()
+        assert cluster.wait_exit("w2") == KILLED
+        cluster.wait_state("w2", "lost")
+        cluster.wait_world(2)
+        cluster.wait_undisturbed()
+
+
+# ---- after the last step
+
+
+def test_a_worker_dies_after_the_last_step_before_it_has_given_its_digests() -> None:
+    with Cluster(workers=3, options=SHORT, faults="w1@8:after_last:kill") as cluster:
+        cluster.wait_undisturbed()
+        assert cluster.exit_code("w1") == KILLED
+
+
+def test_workers_that_are_done_die_while_another_still_finishes() -> None:
+    with Cluster(workers=2, options=SHORT, spec={"workers": {"wanted": 3}}) as cluster:
+        lingers = cluster.folder / "lingers"
+        cluster.add(linger=str(lingers))
+        until("two scripts to end", lambda: all(cluster.result_file(worker).exists() for worker in ("w0", "w1")))
+        cluster.kill("w0", "w1")
+        cluster.wait_state("w0", "lost")
+        cluster.wait_state("w1", "lost")
+        lingers.touch()
+        cluster.wait_undisturbed()
+        assert cluster.wait_exit("w2") == 0

@@ -70,7 +70,7 @@ class Engine:
         self._readiness = Readiness(state.layout, state.parameters)
         self._reduction: CanonicalReduction | None = None
         faults.abort = self._abort_group
-        link.before_meeting = lambda: faults.at("group", state.step)
+        link.before_meeting = lambda: faults.at("group", self.global_step)
 
     def _abort_group(self) -> None:
         if self.world is not None:
@@ -206,7 +206,7 @@ class Engine:
         reduction, self._reduction = self._reduction or self._new_reduction(), None
         fills = world.plan.fill_slice(self.boundaries)
         letters = send_slice(world.group, state.held, fills)
-        if any(world.rank in (fill.source, fill.target) for fill in fills):
+        if self.boundaries and any(world.rank in (fill.source, fill.target) for fill in fills):
             self.faults.at("fill", t)
         self.faults.at("exchange", t)
         reduction.finish(reduced=lambda: self.faults.at("mirror", t))

@@ -21,9 +21,10 @@ POINTS = (
 )  # fmt: skip
 """Where the training side may be struck, in the order of a step, then of a change of the world.
 
-`fill`: beside the exchange, where this worker sends or receives a slice. `mirror`: reduced gradients are here and not
-yet with their mirrors. `in_vote`: one member has this worker's row and the others have not (torn_vote.py);
-`in_vote_to_begin`: likewise, where all vote for the same next generation. `group`: it is about to meet the others.
+`fill`: beside the exchange, where this worker sends or receives a slice that is not the first. `mirror`: reduced
+gradients are here and not yet with their mirrors. `in_vote`: one member has this worker's row and the others have not
+(torn_vote.py); `in_vote_to_begin`: likewise, where all vote for the same next generation. `group`: it is about to meet
+the others.
 """
 
 ACTIONS = ("kill", "stop", "abort")

@@ -1,9 +1,13 @@
-"""How the members of the first generation come to the same initial state: rank 0's."""
+"""How members come to the same initial state: rank 0's in the first generation, the job's frozen parameters later."""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
 
+import torch
+from torch import Tensor, nn
+
+from shoal.exchange.group import Group
 from shoal.exchange.letters import as_bytes_tensor
 from shoal.exchange.routes import STARTED
 from shoal.logs import get_logger
@@ -22,19 +26,29 @@ def agree_on_the_start(world: World, state: TrainingState) -> None:
     }
     group, digests = world.group, world.group.all_gather(as_bytes_tensor(digest_of(list(tensors.items())).encode()))
     others = [rank for rank in range(group.size) if not torch.equal(digests[rank], digests[0])]
-    works = []
     if world.rank in others:
         log.warning("initial_state_replaced", rank=world.rank, by_rank=0,
                     hint="seed the script before it builds the model, torch.manual_seed(0)")  # fmt: skip
-    for tensor in tensors.values():
-        flat = tensor.detach().reshape(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
-        if not flat.numel():
-            continue
-        if world.rank == 0:
-            works += [group.send(flat, rank, STARTED) for rank in others]
-        elif world.rank in others:
-            group.receive(flat, 0, STARTED).wait()
-    for work in works:
-        work.wait()
+    _replace(group, list(tensors.values()), 0, others)
     if world.rank in others:
         state.buffers.refresh()
+
+
+def share_frozen(group: Group, module: nn.Module, source: int, targets: Sequence[int]) -> None:
+    """Frozen parameters of `source` replace those of `targets`. Called by these; others need not."""
+    _replace(group, list(frozen_parameters(module).values()), source, targets)
+
+
+def _replace(group: Group, tensors: Sequence[Tensor], source: int, targets: Sequence[int]) -> None:
+    works = []
+    for tensor in tensors:
+        packed = tensor.detach().contiguous()
+        content = packed.reshape(-1).view(torch.uint8) if packed.numel() else torch.empty(0, dtype=torch.uint8)
+        if group.rank == source and content.numel():
+            works += [group.send(content, rank, STARTED) for rank in targets]
+        elif group.rank in targets and content.numel():
+            group.receive(content, source, STARTED).wait()
+            if not tensor.is_contiguous():
+                tensor.detach().copy_(packed)
+    for work in works:
+        work.wait()

@@ -15,14 +15,13 @@ from shoal_protos.errors import JobFailed, UserError
 from shoal_protos.messages import Result
 
 from shoal.exchange.group import Group
-from shoal.exchange.letters import Letter, as_bytes_tensor, read_letter
-from shoal.exchange.routes import STARTED
+from shoal.exchange.letters import as_bytes_tensor
 from shoal.exchange.vote import TEXT_BYTES, Record, Wish
 from shoal.export import export
 from shoal.fingerprint import fingerprint
+from shoal.initial_state import share_frozen
 from shoal.logs import get_logger
 from shoal.optim.hyper import first_difference, hyper_parameters
-from shoal.state import frozen_parameters
 
 if TYPE_CHECKING:
     from shoal.engine import Engine
@@ -62,6 +61,8 @@ class Requests:
 
     def wishes(self) -> tuple[Wish, ...]:
         """What this worker brings into its next vote."""
+        if self._engine.resize.frozen_in_place:  # a recovery on the way has brought them
+            self._mine = [wish for wish in self._mine if wish.kind != "frozen"]
         if self._engine.over and not self._engine.done:
             self.add(Wish("fingerprint"))
         return tuple(self._mine)
@@ -105,18 +106,9 @@ class Requests:
         """The builder sends its frozen parameters to a newcomer whose own differ."""
         world = self._engine.world
         assert world is not None
-        named = frozen_parameters(self._engine.module)
-        if world.rank == world.plan.builder:
-            content = b"".join(p.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for p in named.values())
-            Letter(world.group, wish.rank, STARTED, content).wait()
-        elif world.rank == wish.rank:
-            content = read_letter(world.group, world.plan.builder, STARTED)
-            at = 0
-            for parameter in named.values():
-                size = parameter.numel() * parameter.element_size()
-                flat = as_bytes_tensor(content[at : at + size]).view(parameter.dtype)
-                parameter.copy_(flat.view(parameter.shape))
-                at += size
+        if world.rank in (world.plan.builder, wish.rank):
+            share_frozen(world.group, self._engine.module, world.plan.builder, [wish.rank])
+        if world.rank == wish.rank:
             self._engine.resize.frozen_in_place = True
             if self._engine.state.current:
                 self._engine.state.current = self._engine.state.everything

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+import torch
 from shoal_protos.errors import JobFailed
 from shoal_protos.messages import AskKind, Change, Ending
 from shoal_protos.plan import Plan, Reason
@@ -20,7 +21,7 @@ from shoal.exchange.hand_out import hand_out
 from shoal.exchange.letters import Letter, read_letter
 from shoal.exchange.routes import FIRST_MESSAGE, STARTED, Routes
 from shoal.exchange.vote import Record, Wish
-from shoal.initial_state import agree_on_the_start
+from shoal.initial_state import agree_on_the_start, share_frozen
 from shoal.logs import get_logger
 from shoal.session.seam import Asked, Begun, Ended, Opened, Prepared, Recover, Stopped
 from shoal.world import World
@@ -77,7 +78,7 @@ class Resize:
         """Answer PREPARE: nothing is in flight any more, and this is what I hold."""
         engine = self._engine
         self._clock.stopped()
-        engine.faults.at("prepare", engine.state.step)
+        engine.faults.at("prepare", engine.global_step)
         self.begins, self._caught_up = None, None
         in_world = engine.world.plan.generation if engine.world else engine.link.membership().generation
         engine.link.answer(engine.state.inventory(generation, in_world, engine.lanes_in_flight()))
@@ -103,6 +104,7 @@ class Resize:
             agree_on_the_start(world, state)
             return
         self._share_small_state(world)
+        self._share_frozen(world)
         if not recovery.counted[world.rank]:
             state.held.keep_only(NO_BLOCKS)
         elif state.step == recovery.step - 1:
@@ -135,7 +137,15 @@ class Resize:
             for letter in [Letter(world.group, r, STARTED, content) for r, c in enumerate(recovery.counted) if not c]:
                 letter.wait()
         elif not recovery.counted[world.rank]:
-            state.load_small_state(read_letter(world.group, source, STARTED))
+            self.frozen_in_place = state.load_small_state(read_letter(world.group, source, STARTED))
+
+    def _share_frozen(self, world: World) -> None:
+        """Newcomers whose frozen parameters are not the job's get them from the lowest rank whose are."""
+        in_place = world.group.all_gather(torch.tensor([self.frozen_in_place], dtype=torch.uint8)).flatten().tolist()
+        lacking = [rank for rank, there in enumerate(in_place) if not there]
+        if lacking:
+            share_frozen(world.group, self._engine.module, in_place.index(True), lacking)
+            self.frozen_in_place = True
 
     def _owned_before(self) -> Runs:
         world = self._engine.world
@@ -178,9 +188,9 @@ class Resize:
     def _join(self, plan: Plan, group: Group, small_state: bytes) -> None:
         """A newcomer's first message: it is a standby until a hand-out has given it all parameters."""
         engine = self._engine
-        engine.faults.at("join", engine.state.step)
         world = self._world(plan, group)
         self.frozen_in_place = engine.state.load_small_state(small_state)
+        engine.faults.at("join", engine.state.step)
         if not self.frozen_in_place:
             engine.requests.add(Wish("frozen", rank=world.rank))
         self._enter(world)
