@@ -9,17 +9,16 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-import traceback
 from types import TracebackType
 
 from shoal_protos.errors import JobFailed, ShoalError
 from shoal_protos.messages import Result
 
 from shoal.engine import Engine
+from shoal.failure import told
 from shoal.logs import get_logger
 
 log = get_logger("shoal")
-TRACEBACK_LINES = 12
 
 
 class _Ending:
@@ -61,10 +60,7 @@ class _Ending:
                 f"the script ended at step {engine.state.step} of {engine.state.last_step}; "
                 "go through the loop to its end, or call engine.stop()."
             )
-        if isinstance(self._failure, ShoalError):
-            return str(self._failure)
-        lines = traceback.format_exception(self._failure)
-        return f"{type(self._failure).__name__}: {self._failure}\n" + "".join(lines)[-4_000:].strip()
+        return told(self._failure)
 
     def _serve(self) -> None:
         """Votes without a step until told to end."""

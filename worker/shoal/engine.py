@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from shoal_protos.errors import UserError
-from shoal_protos.messages import Status
+from shoal_protos.messages import Result, Status
 from torch import Tensor, nn
 
 from shoal.config.training import TrainingConfig
@@ -27,6 +27,7 @@ from shoal.exchange.hand_out import hand_out
 from shoal.exchange.norm import subtree_sums
 from shoal.exchange.torn_vote import gather_of
 from shoal.exchange.vote import Ballot, Record, Wish, cast
+from shoal.failure import told
 from shoal.faults import Faults
 from shoal.lane_loop import LaneLoop
 from shoal.optim.hyper import digest, hyper_parameters
@@ -65,7 +66,9 @@ class Engine:
         self.ended = False
         """The script has ended."""
         self.leaving = False
-        """The controller has told this worker to end; nothing is left to report."""
+        """The controller has told this worker to end, or it has said why it failed; nothing is left to report."""
+        self._torn = ""
+        """Why an update failed half-way: this worker counts as dead."""
         self._callbacks: list[StepCallback] = []
         self._readiness = Readiness(state.layout, state.parameters)
         self._reduction: CanonicalReduction | None = None
@@ -118,6 +121,7 @@ class Engine:
 
     def __iter__(self) -> Iterator[Any]:
         while not self.over:
+            self._check_whole()
             if self.world is None:
                 yield from self._rehearsal()
                 self.resize.take_part()
@@ -148,6 +152,7 @@ class Engine:
         """Accumulates the gradient of this micro-batch's mean loss. `loss`: a scalar tensor of `engine.module`'s
         graph.
         """
+        self._check_whole()
         if self.world is not None and self.link.stopping:
             self.resize.take_part()
         if not self.loop.in_flight:
@@ -222,9 +227,24 @@ class Engine:
         state.pending = world.replays(self.boundaries)
         record = self._vote(world, self._ballot(t), norms)  # past this line the step is committed
         self.faults.at("optimizer", t)
-        state.commit(record, world.plan.generation)
-        self.requests.heed_stop(record)
+        self.commit(record, world.plan.generation)
         self._after_commit(world)
+
+    def commit(self, record: Record, generation: int) -> None:
+        """The update; also of a roll-forward. When it fails half-way, the state is torn and this worker counts as
+        dead, also where the script goes on after the error.
+        """
+        try:
+            self.state.commit(record, generation)
+        except BaseException as error:
+            self._torn, self.leaving = told(error), True
+            self.link.result(Result(max(0, self.state.step), failure=self._torn))
+            raise
+        self.requests.heed_stop(record)
+
+    def _check_whole(self) -> None:
+        if self._torn:
+            raise UserError(f"this worker is out of the job since its update failed: {self._torn.splitlines()[0]}")
 
     def _standby_step(self) -> None:
         """A member without lanes takes part in the exchange, the vote and the hand-out all the same."""

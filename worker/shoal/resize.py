@@ -120,8 +120,7 @@ class Resize:
         engine.faults.at("roll_forward", engine.state.step)
         passed = Record.from_bytes(record)
         generation = engine.world.plan.generation if engine.world else engine.state.committed_in
-        engine.state.commit(passed, generation)
-        engine.requests.heed_stop(passed)
+        engine.commit(passed, generation)
         log.info("rolled_forward", step=passed.step, committed_in=generation)
         engine.meter.step_done(len(engine.world.lanes) if engine.world else 0)
 

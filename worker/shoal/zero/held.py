@@ -36,8 +36,11 @@ class Segment:
 
 
 def twin_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """An optimizer of the same class and hyper-parameters, without parameters; shares nothing mutable."""
-    twin = copy.copy(optimizer)
+    """An optimizer of the same class, hyper-parameters and attributes, without parameters."""
+    twin = copy.copy(optimizer)  # torch copies no attribute that a class of the user's own has set
+    for name, value in vars(optimizer).items():
+        if name != "step":  # a scheduler has put a wrapper there that is bound to the user's object
+            twin.__dict__.setdefault(name, value)
     twin.state = defaultdict(dict)
     twin.param_groups = [{**group, "params": []} for group in optimizer.param_groups]
     return twin

@@ -1,0 +1,365 @@
+"""Several real engines in one process, each on a thread of its own, and the real job machine: all but the sockets.
+
+    with Crew("abc", options) as crew:
+        crew.train_to(3)
+        crew.kill("b")
+        assert crew.finish() == undisturbed(options)
+
+One thread runs at a time and gives the lock away only where it waits (its random state it keeps); so everything can be
+looked at between two waits, every post is seen, and a fault can strike at any point. Time is virtual: when nothing is
+left to be done, everybody's heart beats and time goes on.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from crew_link import CrewLink
+from integration.scripts import Model, Samples, config, optimizer_of
+from memory_group import MemoryGroup, Wire
+from shoal.config.load import load_config
+from shoal.core.sampler import Sampler
+from shoal.data.fetch import Fetcher
+from shoal.data.seeds import RandomState
+from shoal.ending import _Ending
+from shoal.engine import Engine
+from shoal.faults import Fault, Faults
+from shoal.numerics import make_exact
+from shoal.session.alone import AloneLink
+from shoal.session.seam import Link
+from shoal.starting import _description, _take_over
+from shoal.state import Limits, TrainingState
+from shoal_controller.core.effects import Note, Probe, Send
+from shoal_controller.core.events import Connected, Disconnected, Event, Probed, Said, Started, Tick
+from shoal_controller.core.job import Job
+from shoal_controller.core.machine import new_job, step
+from shoal_controller.core.spec import JobSpec
+from shoal_protos.messages import Point, Status
+from torch import nn
+
+PATIENCE_SECONDS = 30.0
+"""Far above what anything takes here."""
+QUIET_SECONDS = 0.01
+"""When nothing has happened for so long, virtual time goes on by a heartbeat."""
+
+ONE_AT_A_TIME = threading.RLock()
+
+
+def _model() -> nn.Module:
+    """With dropout and batch normalization, tied, frozen and unused parameters."""
+    return Model(0.1, True)
+
+
+def _scheduler(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained. `options` are those of integration/scripts.py."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    model: Callable[[], nn.Module] = _model
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = optimizer_of
+    scheduler: Callable[[torch.optim.Optimizer], Any] = _scheduler
+    in_loop: Callable[[Engine], None] = lambda _: None
+    """Called before each micro-batch's forward."""
+    step: Callable[[Engine], None] = Engine.step
+    """What the loop does at a micro-batch's end."""
+
+
+def engine_of(task: Task, link: Link, faults: Faults) -> Engine:
+    """As `shoal.initialize` makes it, with another link and without hooks at the process's exit."""
+    settled = load_config(config({"lanes": 4, "dropout": 0.1, **task.options}))
+    make_exact(settled.exact, settled.torch_threads)
+    sampler = Sampler(40, settled.lanes, settled.micro_batch_size, settled.micro_batches_per_lane, settled.seed)
+    limits = Limits(settled.lanes, settled.gradient_clipping, sampler.last_step(settled.max_steps, settled.epochs))
+    torch.manual_seed(0)
+    model = task.model()
+    optimizer = task.optimizer(model)
+    state = TrainingState(model, optimizer, task.scheduler(optimizer), limits)
+    fetcher = Fetcher(Samples(40), None, sampler, settled.seed, torch.device("cpu"))
+    status = Status(sequence=0, generation=0, point=Point.REHEARSING, promised=0, step=-1, committed_in=0)
+    link.introduce(_description(settled, state, optimizer, sampler.samples), status)
+    _take_over(optimizer)
+    return Engine(settled, state, link, fetcher, faults)
+
+
+def train(engine: Engine, task: Task, before: Callable[[], None]) -> None:
+    """A user's loop. `before`: called before each micro-batch."""
+    for batch in engine:
+        before()
+        task.in_loop(engine)
+        loss = engine.module(**batch)
+        engine.backward(loss)
+        task.step(engine)
+
+
+def undisturbed(task: Task) -> str:
+    """The fingerprint of a world of one."""
+    with ONE_AT_A_TIME:
+        engine = engine_of(task, AloneLink(), Faults([]))
+        train(engine, task, lambda: None)
+        return str(engine.fingerprint())
+
+
+class Killed(BaseException):
+    """A worker's process is no more."""
+
+
+class Strikes(Faults):
+    """The faults of one worker; `also` is called at every point, before a fault strikes there."""
+
+    def __init__(self, planted: list[Fault], also: Callable[[str, int], None]) -> None:
+        super().__init__(planted)
+        self._also = also
+
+    def at(self, point: str, step: int) -> None:
+        self._also(point, step)
+        super().at(point, step)
+
+    def _act(self, action: str) -> None:
+        if action == "kill":
+            raise Killed
+        super()._act(action)
+
+
+class Worker:
+    """One process of the crew: a thread, an engine, a link."""
+
+    def __init__(self, crew: Crew, name: str, task: Task) -> None:
+        self.crew, self.name, self.task = crew, name, task
+        self.link = CrewLink(crew, name, self.wait)
+        self.engine: Engine
+        self.killed = False
+        self.failure = ""
+        self.seen: list[str] = []
+        """Points of steps and changes, in order."""
+        self.thread = threading.Thread(target=self._run, name=f"worker {name}", daemon=True)
+        self.thread.start()
+
+    @property
+    def alive(self) -> bool:
+        return self.thread.is_alive()
+
+    def wait(self, until: Callable[[], bool]) -> None:
+        """Gives the lock away, but not its random state. Raises `Killed` when its process is to be no more."""
+        if not until():
+            random = RandomState.save()
+            self.crew.changed.wait_for(lambda: self.killed or until())
+            random.restore()
+        if self.killed:
+            raise Killed
+
+    def at(self, point: str, step: int) -> None:
+        self.seen.append(point)
+        for watcher in self.crew.watchers:
+            watcher(self, point, step)
+
+    def _run(self) -> None:
+        with self.crew.changed:
+            try:
+                self._live()
+            except Killed:
+                self.killed = True
+            except BaseException:
+                self.failure = traceback.format_exc()
+            finally:
+                self.link.abort_all()
+                self.crew.changed.notify_all()
+
+    def _live(self) -> None:
+        """As the interpreter runs a script to its end and past it."""
+        self.engine = engine_of(self.task, self.link, Strikes([], self.at))
+        ending = _Ending(self.engine)
+        try:
+            train(self.engine, self.task, self._pass_the_gate)
+            self.engine.fingerprint()
+        except SystemExit:
+            self.crew.note(f"{self.name} leaves its loop")
+        except AssertionError as error:
+            self.crew.broken = self.crew.broken or error
+            raise
+        except Exception as error:
+            ending._failure = error
+            self.failure = traceback.format_exc()
+        ending.at_exit()
+
+    def _pass_the_gate(self) -> None:
+        self.wait(lambda: self.engine.global_step < self.crew.allowed or self.link.stopping)
+
+
+class Crew:
+    """A job; its workers are named by letters."""
+
+    def __init__(self, names: str, task: Task, odd: Mapping[str, Task] | None = None) -> None:
+        """`odd`: by name, workers whose task is another one."""
+        self.changed = threading.Condition(ONE_AT_A_TIME)
+        self.task, self.names, self._odd = task, names, odd or {}
+        self.watchers: list[Callable[[Worker, str, int], None]] = []
+        self.workers: dict[str, Worker] = {}
+        self.wires: dict[int, Wire] = {}
+        self.events: list[tuple[str, str]] = []
+        self.broken: AssertionError | None = None
+        """The first assertion that failed on a worker's thread; the test fails of it."""
+        self.allowed = 0
+        """Steps that may be trained."""
+        self.now, self.beats = 0.0, 0
+        self.job: Job = new_job(JobSpec("job", wanted=len(names)), 0.0)
+        self._links: dict[int, CrewLink] = {}
+        self._connections = 0
+
+    def __enter__(self) -> Self:
+        with self.changed:
+            self._feed(Started())
+            for name in self.names:
+                self.add(name, self._odd.get(name))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self.changed:
+            for worker in self.workers.values():
+                worker.killed = True
+            self.changed.notify_all()
+        for worker in self.workers.values():
+            worker.thread.join(PATIENCE_SECONDS)
+
+    # ---- what a test does
+
+    def add(self, name: str, task: Task | None = None) -> Worker:
+        """Returns when it has said hello."""
+        with self.changed:
+            worker = self.workers[name] = Worker(self, name, task or self.task)
+            self.changed.wait_for(lambda: worker.link in self._links.values() or not worker.alive, PATIENCE_SECONDS)
+        return worker
+
+    def kill(self, name: str) -> None:
+        """Wherever it waits now."""
+        with self.changed:
+            self.workers[name].killed = True
+            self.changed.notify_all()
+        self.workers[name].thread.join(PATIENCE_SECONDS)
+
+    def plant(self, name: str, step: int, point: str, action: str = "kill") -> None:
+        """A fault for that worker, once it stands there in that step or a later one."""
+        with self.changed:
+            self.workers[name].engine.faults._planted.append(Fault(name, step, point, action))
+
+    def wish(self, event: Event) -> None:
+        """An operator's."""
+        with self.changed:
+            self._feed(event)
+
+    def allow(self, step: int = 1 << 30) -> None:
+        """Steps up to this one may be trained."""
+        with self.changed:
+            self.allowed = max(self.allowed, step)
+            self.changed.notify_all()
+
+    def train_to(self, step: int) -> None:
+        """Until every member that lives has committed that step; no more are begun."""
+        self.allow(step)
+        self.until(f"step {step}", lambda: all(w.engine.global_step >= step for w in self.members()))
+
+    def finish(self) -> str:
+        """Until the job is over; returns its fingerprint."""
+        self.allow()
+        self.until("the end", lambda: self.job.durable.phase.over)
+        assert self.job.durable.phase.value == "succeeded", self.story()
+        return self.job.durable.fingerprint
+
+    def until(self, what: str, seen: Callable[[], bool]) -> None:
+        """Everything goes on until then."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        with self.changed:
+            while not seen():
+                if self.broken is not None:
+                    raise self.broken
+                assert time.monotonic() < deadline, f"waited for {what}\n{self.story()}"
+                if not self._come_round() and not self.changed.wait(QUIET_SECONDS):
+                    self._beat()
+
+    def members(self) -> list[Worker]:
+        """Those of the world that live."""
+        world = self.job.durable.current
+        names = [member.worker for member in world.members] if world is not None else []
+        living = [w for w in self.workers.values() if w.alive and not w.killed and w.link.worker in names]
+        return living or [w for w in self.workers.values() if w.alive and not w.killed]
+
+    def note(self, what: str) -> None:
+        self.events.append(("crew", what))
+
+    def story(self) -> str:
+        lines = [f"{kind}: {message}" for kind, message in self.events]
+        lines += [f"{w.name}: {w.link.own.point.value} {w.seen[-5:]} {w.failure}" for w in self.workers.values()]
+        return "\n".join(lines)
+
+    # ---- the controller
+
+    def connect(self, link: CrewLink) -> None:
+        """A stream with its hello."""
+        self._connections += 1
+        self._links[self._connections] = link
+        self._feed(Connected(self._connections, link.dialogue.hello()))
+
+    def _feed(self, event: Event) -> None:
+        self.job, effects = step(self.job, event, self.now)
+        for effect in effects:
+            if isinstance(effect, Send):
+                link = self._links.get(effect.connection)
+                if link is not None and not link.muted:
+                    link.hear(effect.message)
+            elif isinstance(effect, Note):
+                self.events.append((effect.kind, effect.message))
+            elif isinstance(effect, Probe):
+                self._feed(Probed(effect.worker, effect.incarnation, self._is_dead(effect.address)))
+
+    def _is_dead(self, address: str) -> bool:
+        return all(not w.alive or w.killed for w in self.workers.values() if w.link.address == address)
+
+    def _come_round(self) -> bool:
+        """Carry what is said and built; whether there was anything."""
+        did = False
+        for connection, link in tuple(self._links.items()):
+            worker = next(w for w in self.workers.values() if w.link is link)
+            if not worker.alive:
+                del self._links[connection]
+                self._feed(Disconnected(connection, "the process is gone"))
+                did = True
+                continue
+            for message in link.dialogue.outgoing() if not link.muted else ():
+                self._feed(Said(connection, message))
+                did = True
+            did |= link.look_for_first_message()
+        return self._meet() or did
+
+    def _meet(self) -> bool:
+        """Groups are built where all members have come."""
+        plans = {plan.generation: plan for link in self._links.values() for plan in link.plans.values()}
+        for generation, plan in plans.items():
+            come = (link for link in self._links.values() if generation in link.plans and generation not in link.groups)
+            there = {link.incarnation: link for link in come}
+            links = [there.get(member.incarnation) for member in plan.members]
+            if all(links):
+                wire = self.wires[generation] = Wire(plan.world_size, self.changed)
+                for rank, link in enumerate(links):
+                    assert link is not None
+                    worker = next(w for w in self.workers.values() if w.link is link)
+                    link.built(plan, MemoryGroup(wire, rank, worker.wait))
+                return True
+        return False
+
+    def _beat(self) -> None:
+        """A heartbeat interval passes."""
+        self.now += 1.0
+        self.beats += 1
+        for link in self._links.values():
+            link.dialogue.beat()
+        self._feed(Tick())
+        self.changed.notify_all()

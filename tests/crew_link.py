@@ -1,0 +1,205 @@
+"""The link of an engine in a crew: the real dialogue and membership, and groups in memory. No socket, no thread.
+
+What the client does with locks and builders (session/client.py, session/groups.py) is done here under the crew's one
+lock, when the crew comes round.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from memory_group import MemoryGroup
+from shoal.core.membership import Membership
+from shoal.exchange.group import Group
+from shoal.exchange.letters import read_letter
+from shoal.exchange.routes import FIRST_MESSAGE
+from shoal.session.dialogue import Abort, Build, Dialogue, Effect, Process, Put
+from shoal.session.seam import Begun, Ended, Item, Prepared, Recover
+from shoal_protos.description import Description
+from shoal_protos.messages import Ending, Inventory, Result, Status, Telemetry, ToWorker
+from shoal_protos.plan import Plan
+from shoal_protos.runs import Runs
+
+if TYPE_CHECKING:
+    from crew import Crew
+
+Wait = Callable[[Callable[[], bool]], None]
+
+
+class CrewLink:
+    """A `Link`."""
+
+    alone = False
+
+    def __init__(self, crew: Crew, worker: str, wait: Wait) -> None:
+        self.crew, self._wait = crew, wait
+        self.address = f"{worker}:1"
+        self.own = Membership(worker, f"{worker}.1")
+        self.groups: dict[int, MemoryGroup] = {}
+        self.plans: dict[int, Plan] = {}
+        """Of the groups, those built for a change that may begin; and of those being built."""
+        self.inventories: list[Inventory] = []
+        self.results: list[Result] = []
+        self.before_meeting: Callable[[], None] = lambda: None
+        self.muted = False
+        """Nothing of it is heard."""
+        self.closed = False
+        self._items: deque[Item] = deque()
+        self._lives = 1
+
+    # ---- on the training thread
+
+    @property
+    def worker(self) -> str:
+        return self.own.worker
+
+    @property
+    def incarnation(self) -> str:
+        return self.own.incarnation
+
+    def introduce(self, description: Description, status: Status) -> None:
+        process = Process("job", f"host of {self.worker}", 1, f"domain of {self.worker}", self.address)
+        self.dialogue = Dialogue(self.own, process, description, status)
+        self.crew.connect(self)
+        self._wait(lambda: self.dialogue.welcomed or self.dialogue.ending is not None)
+
+    def rehearsed(self) -> None:
+        self.own.rehearsed()
+        self._said()
+
+    @property
+    def stopping(self) -> bool:
+        return bool(self._items)
+
+    def take(self, seconds: float | None = None) -> Item | None:
+        for plan in (self.own.recovery, self.own.plan):
+            group = self.groups.get(plan.generation) if plan is not None else None
+            if plan is not None and group is not None:
+                self.dialogue.see_broken({plan.members[rank].worker for rank in group.broken_peers})
+        self._said()
+        if seconds is None:
+            self._wait(lambda: bool(self._items))
+        item = self._items.popleft() if self._items else None
+        if isinstance(item, Ended) and item.ending is Ending.START_OVER:
+            self._lives += 1
+            self.dialogue.start_over(f"{self.address}.{self._lives}")
+            self.crew.connect(self)
+        return item
+
+    def pause(self, seconds: float) -> None:
+        """Others go on meanwhile."""
+        beat = self.crew.beats
+        self._wait(lambda: bool(self._items) or self.crew.beats > beat)
+
+    def answer(self, inventory: Inventory) -> None:
+        self.inventories.append(inventory)
+        self.dialogue.answer(inventory)
+        self._said()
+
+    def ready(self, generation: int) -> bool:
+        is_ready = self.dialogue.ready(generation)
+        self._said()
+        return is_ready
+
+    def enter_vote(self, holds: Runs) -> int:
+        voted = self.own.enter_vote(holds)
+        self._said()
+        return voted
+
+    def leave_vote(self, voted: list[int]) -> Prepared | None:
+        plan = self.own.leave_vote(voted)
+        if plan is None:
+            self._carry_out(self.dialogue.vote_over())
+            return None
+        if plan.rank_of(self.worker, self.incarnation) is None:
+            return Prepared(plan, None, 0.0)
+        return Prepared(plan, self.groups[plan.generation if self.own.builds(plan) else self.own.generation], 0.0)
+
+    def begin(self, plan: Plan, group: Group | None) -> None:
+        self.dialogue.begin(plan)
+        for other in self.groups.values():
+            if other is not group:
+                other.close()
+        self.groups = {plan.generation: group} if isinstance(group, MemoryGroup) else {}
+        self.plans.clear()
+
+    def membership(self) -> Membership:
+        return copy.copy(self.own)
+
+    def publish(self, status: Status, telemetry: Telemetry) -> None:
+        self.dialogue.stand(status, telemetry)
+        self._said()
+
+    def result(self, result: Result) -> None:
+        self.results.append(result)
+        self.dialogue.report(result)
+        self._said()
+        if result.failure:
+            self._wait(lambda: Result not in self.dialogue._due)
+
+    def close(self) -> None:
+        self.closed = True
+        self.abort_all()
+
+    def _said(self) -> None:
+        self.crew.changed.notify_all()
+
+    # ---- when the crew comes round
+
+    def hear(self, message: ToWorker) -> None:
+        self._carry_out(self.dialogue.hear(message))
+
+    def built(self, plan: Plan, group: MemoryGroup) -> None:
+        """All members have met."""
+        self.groups[plan.generation] = group
+        if plan.recovery is not None:
+            del self.plans[plan.generation]
+            self._items.append(Recover(plan, group, 0.0))
+        else:
+            self.own.built(plan.generation)
+            self.dialogue.notice()
+        self._said()
+
+    def look_for_first_message(self) -> bool:
+        """A newcomer waits in every group that it has built."""
+        for generation, plan in self.plans.items():
+            group = self.groups.get(generation)
+            if group is not None and self.own.is_newcomer:
+                way = (plan.builder, group.rank, FIRST_MESSAGE)
+                if len(group.wire.arrived[way]) == 2:
+                    state = read_letter(group, plan.builder, FIRST_MESSAGE)
+                    self._drop({generation})
+                    self.plans.clear()
+                    self._items.append(Begun(plan, group, state))
+                    return True
+        return False
+
+    def abort_all(self) -> None:
+        for group in self.groups.values():
+            group.abort()
+        self.groups.clear()
+        self.plans.clear()
+
+    def _carry_out(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Put(item):
+                    if type(item).__name__ in ("Stopped", "Ended"):
+                        self._items.clear()
+                    self._items.append(item)
+                case Build(plan, _):
+                    self.before_meeting()
+                    self.plans[plan.generation] = plan
+                case Abort():
+                    self.abort_all()
+        self._drop(self.own.live)
+        self._said()
+
+    def _drop(self, live: set[int]) -> None:
+        for generation in [number for number in self.groups if number not in live]:
+            self.groups.pop(generation).abort()
+        for generation in [number for number in self.plans if number not in live]:
+            del self.plans[generation]

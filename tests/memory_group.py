@@ -1,0 +1,117 @@
+"""Groups in memory, for engines that share one process.
+
+A message lands in its tensor the moment that both ends are posted, as over a network, and not when it is waited for: so
+whatever is posted too early tears what it lands in. Guarded by the lock of `changed`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable
+
+import torch
+from shoal.exchange.group import GATHER_TAG, WorldChanged
+from torch import Tensor
+
+Way = tuple[int, int, int]
+"""From, to, tag."""
+Wait = Callable[[Callable[[], bool]], None]
+"""Gives the lock away until it is true."""
+
+
+class Wire:
+    """What is on its way between the members of one group; `posts` has every post in order."""
+
+    def __init__(self, size: int, changed: threading.Condition) -> None:
+        self.size, self.changed = size, changed
+        self.gone: set[int] = set()
+        self.arrived: dict[Way, deque[Tensor]] = defaultdict(deque)
+        self.awaited: dict[Way, deque[Posted]] = defaultdict(deque)
+        self.posts: list[tuple[str, Way]] = []
+
+    def leave(self, rank: int) -> None:
+        """This member's connections are closed."""
+        self.gone.add(rank)
+        self.changed.notify_all()
+
+    def match(self, way: Way) -> None:
+        """Messages land, in order."""
+        arrived, awaited = self.arrived[way], self.awaited[way]
+        while arrived and awaited and not self.gone & {way[0], way[1]}:
+            awaited.popleft().land(arrived.popleft())
+        self.changed.notify_all()
+
+
+class Posted:
+    """A `Work`."""
+
+    def __init__(self, group: MemoryGroup, peer: int, tensor: Tensor | None) -> None:
+        self._group, self._peer, self._tensor = group, peer, tensor
+        self.done = tensor is None
+
+    def land(self, message: Tensor) -> None:
+        assert self._tensor is not None
+        assert message.nbytes == self._tensor.nbytes, f"{message.nbytes} bytes land in {self._tensor.nbytes}"
+        self._tensor.reshape(-1).view(torch.uint8).copy_(message)
+        self.done = True
+
+    def wait(self) -> None:
+        self._group.await_(self._peer, lambda: self.done)
+
+
+class MemoryGroup:
+    """A `Group`: one member's end of a wire."""
+
+    def __init__(self, wire: Wire, rank: int, wait: Wait) -> None:
+        self.wire, self.rank, self.size = wire, rank, wire.size
+        self._wait = wait
+        self._broken: set[int] = set()
+
+    @property
+    def broken_peers(self) -> tuple[int, ...]:
+        return tuple(sorted(self._broken))
+
+    def send(self, tensor: Tensor, to: int, tag: int) -> Posted:
+        way = self._post("send", (self.rank, to, tag))
+        self.wire.arrived[way].append(tensor.detach().reshape(-1).view(torch.uint8).clone())
+        self.wire.match(way)
+        return Posted(self, to, None)
+
+    def receive(self, tensor: Tensor, source: int, tag: int) -> Posted:
+        assert tensor.is_contiguous()
+        way, posted = self._post("receive", (source, self.rank, tag)), Posted(self, source, tensor.detach())
+        self.wire.awaited[way].append(posted)
+        self.wire.match(way)
+        return posted
+
+    def all_gather(self, row: Tensor) -> Tensor:
+        rows = torch.empty(self.size, row.numel(), dtype=row.dtype)
+        rows[self.rank] = row
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        works = [self.send(row, peer, GATHER_TAG) for peer in others]
+        works += [self.receive(rows[peer], peer, GATHER_TAG) for peer in others]
+        for work in works:
+            work.wait()
+        return rows
+
+    def abort(self) -> None:
+        self.wire.leave(self.rank)
+
+    def close(self) -> None:
+        self.wire.leave(self.rank)
+
+    def _post(self, kind: str, way: Way) -> Way:
+        self.wire.posts.append((kind, way))
+        if self.rank in self.wire.gone:
+            raise WorldChanged("the group is closed")
+        return way
+
+    def await_(self, peer: int, done: Callable[[], bool]) -> None:
+        gone = self.wire.gone
+        self._wait(lambda: done() or self.rank in gone or peer in gone)
+        if self.rank in gone:
+            raise WorldChanged("the group was aborted")
+        if not done():
+            self._broken.add(peer)
+            raise WorldChanged(f"the connection to rank {peer} broke")

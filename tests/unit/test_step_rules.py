@@ -1,0 +1,194 @@
+"""The rules of a step that bits depend on, on real engines in one process (docs/rules.md lists them).
+
+Each test fails when its rule is broken: it was tried.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from crew import Crew, Task, Worker, undisturbed
+from integration.scripts import optimizer_of
+from shoal.core.layout import Bucket, Layout
+from shoal.engine import Engine
+from shoal.exchange.group import GATHER_TAG
+from shoal.exchange.norm import subtree_sums
+from shoal.exchange.routes import HANDED
+from shoal.state import TrainingState, tensor_bytes
+from shoal_controller.core.durable import Standing
+from shoal_protos.runs import Runs, every
+from torch import nn
+
+TASK = Task({"max_steps": 6})
+
+
+# ---- arithmetic
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_loop_that_drops_every_gradient_gets_the_same_bits(micro_batches: int) -> None:
+    options = {"max_steps": 3, "micro_batches_per_lane": micro_batches}
+
+    def zero_grad(engine: Engine) -> None:
+        engine.module.zero_grad(set_to_none=True)
+
+    assert undisturbed(Task(options, in_loop=zero_grad)) == undisturbed(Task(options))
+
+
+def test_a_lane_begins_with_zeroed_gradients() -> None:
+    def look(engine: Engine) -> None:
+        assert not any(flat.any() for flat in engine.state.sums.live.flats)
+
+    undisturbed(Task({"max_steps": 3}, in_loop=look))
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("block", [1 << 16, 1 << 18])
+def test_the_norm_has_the_same_bits_at_1_2_and_4_threads_however_large_a_block_is(block: int) -> None:
+    blocks = 32
+    layout = Layout(block, (Bucket(0, 0, torch.float32, (), 0, blocks, block * blocks),))
+    gradients = [torch.randn(block * blocks, generator=torch.Generator().manual_seed(0))]
+    found = []
+    for count in (1, 2, 4):
+        with threads(count):
+            whole = subtree_sums(gradients, every(blocks), layout)
+            alone = [subtree_sums(gradients, Runs.of([number]), layout) for number in range(blocks)]
+        found.append(torch.cat([whole, *alone]).tolist())
+    assert found[0] == found[1] == found[2]
+
+
+# ---- what is there before the vote, and what comes after it
+
+
+def everything(state: TrainingState) -> str:
+    """Digest of all that a commit or a hand-out writes."""
+    total = hashlib.sha256(str(state.step).encode())
+    tensors = [*state.flats, *state.buffers.committed.values()]
+    tensors += [value for _, kept in sorted(state.held.states(state.held.runs).items()) for value in kept.values()]
+    for tensor in tensors:
+        total.update(tensor_bytes(tensor))
+    return total.hexdigest()
+
+
+def test_every_member_has_the_next_buffers_before_it_votes() -> None:
+    entered: dict[int, list[dict[str, list[float]]]] = {}
+
+    def look(worker: Worker, point: str, step: int) -> None:
+        if point == "vote" and not worker.engine.over:
+            pending = worker.engine.state.buffers.pending
+            entered.setdefault(step, []).append({name: value.flatten().tolist() for name, value in pending.items()})
+
+    with Crew("abc", TASK) as crew:
+        crew.watchers.append(look)
+        crew.finish()
+    assert sorted(entered) == [1, 2, 3, 4, 5, 6]
+    for buffers in entered.values():
+        assert len(buffers) == 3 and buffers[0] and buffers.count(buffers[0]) == 3
+
+
+def test_nothing_that_a_commit_or_hand_out_writes_is_touched_or_posted_before_the_vote_has_passed() -> None:
+    state_of: dict[str, str] = {}
+    posts_of: dict[str, int] = {}
+    looked = 0
+
+    def look(worker: Worker, point: str, _: int) -> None:
+        nonlocal looked
+        world = worker.engine.world
+        if world is None or worker.engine.over:
+            return
+        posts = [way[2] for kind, way in world.group.wire.posts if way[kind == "receive"] == world.rank]
+        if point == "vote":
+            assert posts.count(HANDED) == worker.engine.boundaries * handed(worker)
+            state_of[worker.name], posts_of[worker.name] = everything(worker.engine.state), len(posts)
+        elif point == "optimizer":
+            assert state_of[worker.name] == everything(worker.engine.state)
+            assert set(posts[posts_of[worker.name] :]) == {GATHER_TAG}
+            looked += 1
+
+    with Crew("abc", TASK) as crew:
+        crew.watchers.append(look)
+        crew.finish()
+    assert looked == 3 * 6
+
+
+def handed(worker: Worker) -> int:
+    """Messages of one hand-out that this member sends and receives."""
+    world = worker.engine.world
+    assert world is not None
+    peers = [rank for rank in range(world.plan.world_size) if rank != world.rank]
+    ways = [(world.rank, peer) for peer in peers] + [(peer, world.rank) for peer in peers]
+    return sum(1 for way in ways for ranges in world.routes.handed(0, *way) if ranges)
+
+
+# ---- hyper-parameters and the optimizer
+
+
+def test_hyper_parameters_that_differ_fail_the_job_naming_group_and_key() -> None:
+    def other_rate(engine: Engine) -> None:
+        if engine.global_step == 2:
+            engine.state.optimizer.param_groups[1]["lr"] = 0.5
+
+    with Crew("abc", TASK, {"c": replace(TASK, in_loop=other_rate)}) as crew:
+        crew.allow()
+        crew.until("the end", lambda: crew.job.durable.phase.over)
+        assert crew.job.durable.phase.value == "failed"
+        assert "the hyper-parameters of rank 2 differ from rank 0's at step 3" in crew.job.durable.reason
+        assert "lr of optimizer group 1 is 0.5 here and 0.003 there" in crew.job.durable.reason
+
+
+class Failing(torch.optim.AdamW):
+    """Where it `fails`, its third update is torn: one group is updated, the other is not."""
+
+    fails = False
+    updates = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.updates += 1
+        if self.fails and self.updates == 3:
+            self.param_groups[0]["params"][0].add_(1.0)
+            raise ArithmeticError("no more")
+        return super().step(closure)
+
+
+def failing(model: nn.Module) -> torch.optim.Optimizer:
+    return Failing(optimizer_of(model).param_groups)
+
+
+def failing_here(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = Failing(optimizer_of(model).param_groups)
+    optimizer.fails = True
+    return optimizer
+
+
+def stubborn_step(engine: Engine) -> None:
+    try:
+        engine.step()
+    except ArithmeticError:
+        return  # a user's loop that swallows every error
+
+
+@pytest.mark.parametrize("step", [Engine.step, stubborn_step])
+def test_a_worker_whose_optimizer_fails_counts_as_dead_whatever_its_script_does_then(step: Any) -> None:
+    task = replace(TASK, optimizer=failing)
+    with Crew("abc", task, {"c": replace(task, optimizer=failing_here, step=step)}) as crew:
+        torn = crew.workers["c"]
+        assert crew.finish() == undisturbed(task)
+        assert crew.job.durable.roster["c"].standing is Standing.DEAD
+        assert "ArithmeticError: no more" in crew.job.durable.roster["c"].why
+        assert torn.failure and torn.link.inventories[1:] == []
+        assert [world.lost_steps for world in crew.job.durable.history] == [0] * len(crew.job.durable.history)
