@@ -117,8 +117,14 @@ def _description(
         max_steps=state.last_step,
         parameters=parameters,
         optimizer=type(optimizer).__name__,
-        config={**agreement(config), "dataset.samples": str(samples)},
+        config={**agreement(config), "dataset.samples": str(samples), **_beside_the_config(state)},
         numerics=identity(),
         mixed_numerics=config.mixed_numerics,
         can_checkpoint=False,
     )
+
+
+def _beside_the_config(state: TrainingState) -> dict[str, str]:
+    """What else must agree: the class of a scheduler that the script made, and the module's buffers."""
+    buffers = {f"buffer {name}": f"{value.dtype} {tuple(value.shape)}" for name, value in state.module.named_buffers()}
+    return {**buffers, "scheduler": type(state.scheduler).__name__ if state.scheduler is not None else "none"}

@@ -1,0 +1,78 @@
+"""What cannot work gets one sentence that says what differs, and the job it was meant for is unharmed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from integration.cluster import Cluster, alone
+
+LONG: dict[str, Any] = {"max_steps": 60}
+PACE = 0.01
+
+STRANGERS: list[tuple[dict[str, Any], str]] = [
+    ({"double": True}, 'parameter "frozen" has dtype torch.float64, the job\'s has torch.float32'),
+    ({"buffers": False}, "buffer norm.num_batches_tracked is not set, the job's is torch.int64 ()"),
+    ({"optimizer": {"name": "Adam"}}, "optimizer is Adam, the job's is AdamW"),
+    ({"scheduler": "StepLR"}, "scheduler is StepLR, the job's is CosineAnnealingLR"),
+    ({"gradient_clipping": 0.5}, "gradient_clipping is 0.5, the job's is 1.0"),
+    ({"lanes": 4}, "shoal.lanes is 4, the job's is 8"),
+    ({"shoal": {"seed": 12}}, "shoal.seed is 12, the job's is 11"),
+    ({"samples": 90}, "dataset.samples is 90, the job's is 100"),
+]
+
+
+def last_words(log: str) -> str:
+    """The error that ended a script: the last line of its traceback."""
+    line = log.strip().splitlines()[-1]
+    assert line.startswith("shoal_protos.errors.UserError: "), log
+    return line
+
+
+def refused(cluster: Cluster, worker: str) -> str:
+    """The sentence with which a worker ended."""
+    assert cluster.wait_exit(worker) == 1
+    return last_words(cluster.log(worker))
+
+
+def test_a_worker_that_differs_is_told_the_first_difference_and_the_job_is_unharmed() -> None:
+    with Cluster(workers=2, options=LONG, pace=PACE) as cluster:
+        cluster.wait_step(2)
+        for options, words in STRANGERS:
+            (worker,) = cluster.add(**options)
+            sentence = refused(cluster, worker)
+            assert words in sentence
+            assert worker in sentence
+        report = cluster.wait_undisturbed()
+    assert [world["generation"] for world in report["generations"]] == [1]
+
+
+def test_a_second_process_with_the_id_of_a_living_worker_is_refused() -> None:
+    with Cluster(workers=2, options=LONG, pace=PACE) as cluster:
+        cluster.wait_step(2)
+        cluster.pids["w1 (the first)"] = cluster.pids["w1"]
+        cluster.start("w1")
+        assert "worker w1 is in job job already" in refused(cluster, "w1")
+        report = cluster.wait_undisturbed()
+    assert [world["generation"] for world in report["generations"]] == [1]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"samples": 15}, "the dataset has 15 samples, one step takes 16"),
+        ({"optimizer": {"name": "Adafactor"}}, "Adafactor"),
+        ({"shoal": {"mirrorrs": 1}}, "mirrorrs"),
+    ],
+    ids=["samples", "Adafactor", "unknown key"],
+)
+def test_what_no_job_can_do_is_one_sentence(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(AssertionError, match="the undisturbed run failed") as failure:
+        alone({**LONG, **options})
+    assert sentence in last_words(str(failure.value))
+
+
+def test_more_workers_than_lanes_are_refused() -> None:
+    with Cluster(workers=0, options={**LONG, "lanes": 2}, spec={"workers": {"wanted": 3}}) as cluster:
+        cluster.add()
+        assert "asks for 3 workers, but its config has 2 lanes" in refused(cluster, "w0")
