@@ -23,6 +23,8 @@ THREADS_THAT_STAY = (
     "pytest_timeout",  # watches this very test
     "grpc",  # gRPC's own live as long as the process
     "_grpc",
+    "fsspecIO",  # fsspec's event loop for object stores lives as long as the process
+    "asyncio_",  # and so do the threads in which it looks up names; `asyncio.run` ends those of ours
 )
 """Beginnings of the names of threads that live as long as the process."""
 

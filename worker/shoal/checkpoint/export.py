@@ -7,7 +7,7 @@ tensor, so that a model larger than memory can be exported; every block is verif
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -42,7 +42,7 @@ def export(reader: Reader, file: Path, dtype: torch.dtype | None) -> None:
         at += regions[-1].bytes
     metadata = {"format": "pt", **reader.manifest.layout.tied}
     beside = f".{file.name}.{os.getpid()}"
-    LocalStorage(file.absolute().parent).write(beside, _stream(header(regions, metadata), reader, dtype))
+    LocalStorage(file.absolute().parent).write(beside, _stream(regions, header(regions, metadata), reader))
     file.with_name(beside).replace(file)
 
 
@@ -50,8 +50,8 @@ def _converted(known: Known, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and known.dtype.is_floating_point else known.dtype
 
 
-def _stream(head: bytes, reader: Reader, dtype: torch.dtype | None) -> Iterator[memoryview]:
+def _stream(regions: Sequence[Region], head: bytes, reader: Reader) -> Iterator[memoryview]:
     yield memoryview(head)
-    for _, tensor in tensors(reader):
-        converted = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-        yield as_memory(converted.contiguous())
+    for region, (name, tensor) in zip(regions, tensors(reader), strict=True):
+        assert region.name == name, f"{name} stands where {region.name} was announced"
+        yield as_memory(tensor.to(region.dtype).contiguous())

@@ -16,6 +16,7 @@ from shoal.checkpoint.manifest import FrozenEntry, TensorEntry, safe_name
 from shoal.checkpoint.reader import as_memory
 from shoal.checkpoint.retention import FROZEN
 from shoal.checkpoint.storage import Storage
+from shoal.checkpoint.writer import head_entry
 from shoal.state import digest_of, tensor_bytes
 
 
@@ -43,7 +44,7 @@ def write_frozen(storage: Storage, named: Mapping[str, Tensor], incarnation: str
         )
         for region in regions
     }
-    return FrozenEntry(file=file, bytes=size, digest=digest, tensors=tensors)
+    return FrozenEntry(file=file, bytes=size, head=head_entry(head), digest=digest, tensors=tensors)
 
 
 def _stream(head: bytes, named: Mapping[str, Tensor]) -> Iterator[memoryview]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
 import json
 import re
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ MANIFEST = "manifest.json"
 LARGEST_MANIFEST = 256 << 20
 """Bytes: 65,536 blocks with a dozen state tensors each take a fifth of it."""
 DIGEST_BYTES = 32
+NO_CHECKSUM = "0" * 2 * DIGEST_BYTES
 
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}$")]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -73,11 +75,19 @@ class TensorEntry(Entry):
     sha256: Digest
 
 
+class HeadEntry(Entry):
+    """What stands in a data file before the data; Shoal needs none of it, other readers do."""
+
+    bytes: Count
+    sha256: Digest
+
+
 class FileEntry(Entry):
     """A data file, written by one worker. The same text lies beside the file until the manifest is there."""
 
     name: FileName
     bytes: Count
+    head: HeadEntry
     worker: Name
     incarnation: Name
     pieces: tuple[PieceEntry, ...]
@@ -89,6 +99,7 @@ class FrozenEntry(Entry):
 
     file: FileName
     bytes: Count
+    head: HeadEntry
     digest: Digest
     """Over names, dtypes, shapes and bytes."""
     tensors: dict[Name, TensorEntry]
@@ -133,6 +144,8 @@ class Manifest(Entry):
     numerics: dict[Name, str]
     files: tuple[FileEntry, ...]
     fingerprint: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")]
+    checksum: Digest = NO_CHECKSUM
+    """SHA-256 of all that stands in the file before this last key."""
 
     @cached_property
     def blocks(self) -> Layout:
@@ -150,7 +163,20 @@ class Manifest(Entry):
         return sum(file.bytes for file in self.files)
 
     def to_bytes(self) -> bytes:
-        return self.model_dump_json().encode()
+        """The file's content, with its checksum."""
+        return sealed(self.model_dump_json().encode())
+
+
+def sealed(content: bytes) -> bytes:
+    """A manifest's JSON with the right checksum in the place of whichever stands there."""
+    return content[:-_SEAL_BYTES] + _seal(content[:-_SEAL_BYTES])
+
+
+def _seal(text: bytes) -> bytes:
+    return f',"checksum":"{hashlib.sha256(text).hexdigest()}"}}'.encode()
+
+
+_SEAL_BYTES = len(_seal(b""))
 
 
 def parse(content: bytes, where: str) -> Manifest:
@@ -159,6 +185,8 @@ def parse(content: bytes, where: str) -> Manifest:
         manifest = Manifest.model_validate_json(content)
     except ValidationError as error:
         raise CheckpointDamaged(_refusal(content, error, where)) from None
+    if content[-_SEAL_BYTES:] != _seal(content[:-_SEAL_BYTES]):
+        raise CheckpointDamaged(f"{where} is damaged: its checksum differs, so it was changed after it was written.")
     for broken in _broken(manifest):
         raise CheckpointDamaged(f"{where} is damaged: {broken}.")
     return manifest
@@ -201,6 +229,8 @@ def _broken(manifest: Manifest) -> Iterator[str]:
     for file in manifest.files:
         yield from broken_file(file, manifest.blocks)
     yield from broken_cover(manifest.files, manifest.blocks)
+    if manifest.frozen is not None:
+        yield from _broken_ranges(manifest.frozen, manifest.frozen.file)
     missing = [name for name in manifest.buffers if f"buffer/{name}" not in manifest.tensors]
     if missing:
         yield f'buffer "{missing[0]}" is in none of its files'
@@ -215,9 +245,15 @@ def broken_file(file: FileEntry, layout: Layout) -> Iterator[str]:
     """What a file's entry says that cannot be."""
     for piece in file.pieces:
         yield from _broken_piece(file, piece, layout)
-    for name, tensor in file.tensors.items():
-        if tensor.at + tensor_bytes(tensor) > file.bytes:
-            yield f'tensor "{name}" lies beyond the {file.bytes} bytes of {file.name}'
+    yield from _broken_ranges(file, file.name)
+
+
+def _broken_ranges(file: FileEntry | FrozenEntry, name: str) -> Iterator[str]:
+    if file.head.bytes > file.bytes:
+        yield f"the header lies beyond the {file.bytes} bytes of {name}"
+    for tensor, entry in file.tensors.items():
+        if entry.at + tensor_bytes(entry) > file.bytes:
+            yield f'tensor "{tensor}" lies beyond the {file.bytes} bytes of {name}'
 
 
 def _broken_piece(file: FileEntry, piece: PieceEntry, layout: Layout) -> Iterator[str]:

@@ -37,14 +37,13 @@ def names(manifest: Manifest) -> dict[str, Known]:
         for bucket in manifest.blocks.buckets
         for slot in bucket.slots
     }
-    beside = {name: manifest.tensors[f"buffer/{name}"][1] for name in manifest.buffers}
-    if manifest.frozen is not None:
-        beside |= manifest.frozen.tensors
+    beside = dict(manifest.frozen.tensors) if manifest.frozen is not None else {}
+    beside |= {name: manifest.tensors[f"buffer/{name}"][1] for name in manifest.buffers}
     return found | {name: Known(entry.shape, DTYPES[entry.dtype]) for name, entry in beside.items()}
 
 
 def tensors(reader: Reader) -> Iterator[tuple[str, Tensor]]:
-    """Every one of `names`, verified. A parameter is a view of its bucket: use it before the next one is asked for."""
+    """Every one of `names`, in their order, verified. A parameter is a view of its bucket: clone what is to last."""
     for bucket in reader.manifest.blocks.buckets:
         flat = torch.empty(bucket.elements, dtype=bucket.dtype)
         flats = [flat if other is bucket else _NOTHING for other in reader.manifest.blocks.buckets]

@@ -161,6 +161,18 @@ class Reader:
         self._read([_range_of_tensor(entry.file, name, one, found[name]) for name, one in entry.tensors.items()])
         return found
 
+    def check_heads(self) -> None:
+        """What stands in the files before the data: for other readers than Shoal."""
+        heads = [(f"{self._folder}/{file.name}", file.head) for file in self.manifest.files]
+        if self.manifest.frozen is not None:
+            heads.append((self.manifest.frozen.file, self.manifest.frozen.head))
+        self._read(
+            [
+                _Range(file, 0, memoryview(bytearray(head.bytes)), [bytes.fromhex(head.sha256)], "the header", None)
+                for file, head in heads
+            ]
+        )
+
     # ---- reading
 
     def _read(self, ranges: list[_Range]) -> None:

@@ -239,9 +239,17 @@ class ObjectStorage:
                         written += file.write(chunk[at : at + WRITE_BYTES])
                 file.close()
             except BaseException:
-                _abandon(file)
+                self._abandon(file, name)
                 raise
         return written
+
+    def _abandon(self, file: Any, name: str) -> None:
+        """Gives up what was uploaded of a file, so that neither a half one appears nor its parts are paid for."""
+        file.discard()
+        if hasattr(file, "buffer"):
+            file.closed = True  # fsspec's own files would upload the rest when they are closed
+        else:
+            self._files.rm_file(self._path(name))  # the kinds that write in place
 
     def publish(self, name: str, content: bytes) -> None:
         with told(f"write {name}", self.url), self._bucket():
@@ -249,10 +257,10 @@ class ObjectStorage:
 
     def read(self, name: str, most: int) -> bytes:
         with told(f"read {name}", self.url):
-            size = self._files.size(self._path(name))
-            if size > most:
-                raise StorageFailed(f"{name} in {self.url} is larger than {most} bytes; it is none of Shoal's.")
-            return bytes(self._files.cat_file(self._path(name)))
+            content = bytes(self._files.cat_file(self._path(name), start=0, end=most + 1))
+        if len(content) > most:
+            raise StorageFailed(f"{name} in {self.url} is larger than {most} bytes; it is none of Shoal's.")
+        return content
 
     def read_ranges(self, name: str, targets: Sequence[Target]) -> None:
         batch: list[tuple[int, list[memoryview]]] = []
@@ -309,10 +317,3 @@ class ObjectStorage:
             yield
         except FileNotFoundError as error:
             raise StorageFailed(f"{self.url} is not there: {error}. Create it, or choose another place.") from None
-
-
-def _abandon(file: Any) -> None:
-    """Gives up what was uploaded of a file, so that neither a half one appears nor its parts are paid for."""
-    file.discard()
-    if hasattr(file, "buffer"):
-        file.closed = True  # fsspec's own files would upload the rest when they are closed

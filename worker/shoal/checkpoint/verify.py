@@ -24,6 +24,7 @@ def verify(reader: Reader) -> int:
         flat = torch.empty(bucket.elements, dtype=bucket.dtype)
         reader.parameters(blocks, [flat if other is bucket else _NOTHING for other in manifest.blocks.buckets])
         reader.states(blocks)
+    reader.check_heads()
     reader.tensors()
     reader.frozen()
     fingerprint = total_of(manifest.step, manifest.blocks, digests_of(manifest.files), reader.buffers())

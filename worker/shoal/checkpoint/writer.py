@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from shoal.checkpoint.container import CODES, Region, header
-from shoal.checkpoint.manifest import FileEntry, PieceEntry, StateEntry, TensorEntry, safe_name
+from shoal.checkpoint.manifest import FileEntry, HeadEntry, PieceEntry, StateEntry, TensorEntry, safe_name
 from shoal.checkpoint.snapshot import PARAMETERS, Piece, Snapshot
 from shoal.checkpoint.storage import Storage
 
@@ -50,6 +50,7 @@ def write_snapshot(storage: Storage, folder: str, step: int, author: Author, sna
     entry = FileEntry(
         name=name,
         bytes=size,
+        head=head_entry(head),
         worker=author.worker,
         incarnation=author.incarnation,
         pieces=tuple(_piece_entry(piece, len(head), digests) for piece in snapshot.pieces),
@@ -57,6 +58,10 @@ def write_snapshot(storage: Storage, folder: str, step: int, author: Author, sna
     )
     storage.publish(f"{folder}/{part_of(name)}", entry.model_dump_json().encode())
     return entry
+
+
+def head_entry(head: bytes) -> HeadEntry:
+    return HeadEntry(bytes=len(head), sha256=hashlib.sha256(head).hexdigest())
 
 
 def _clear_gaps(snapshot: Snapshot) -> None:

@@ -1,0 +1,248 @@
+"""Whatever happens to the files of a checkpoint: it is seen, named, and the one before is used."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from checkpoints import ORIGIN, fresh, save, train, trained
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from shoal.checkpoint.catalogue import Found, SaveName, look_into, resolve
+from shoal.checkpoint.commit import commit
+from shoal.checkpoint.draft import draft_of
+from shoal.checkpoint.errors import CheckpointDamaged
+from shoal.checkpoint.manifest import MANIFEST, Manifest
+from shoal.checkpoint.restore import load_blocks
+from shoal.checkpoint.snapshot import Arena, take_snapshot
+from shoal.checkpoint.storage import LocalStorage
+from shoal.checkpoint.verify import verify
+from shoal.checkpoint.writer import Author, part_of, write_snapshot
+from shoal_protos.errors import NotFound
+from shoal_protos.runs import Runs, every
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """A checkpoint; a test that changes it puts it back."""
+    storage = LocalStorage(tmp_path_factory.mktemp("one"))
+    name, _ = save(trained(1), storage)
+    return look_into(storage, name)
+
+
+def files_of(found: Found) -> list[Path]:
+    return sorted(file for file in Path(found.storage.url).rglob("*") if file.is_file())
+
+
+def test_a_whole_one_is_whole(one: Found) -> None:
+    assert len(files_of(one)) == 4  # two writers' files, the manifest, the frozen parameters
+    assert verify(one.reader()) > sum(file.stat().st_size for file in files_of(one)[1:3]) // 2
+
+
+@given(st.data())
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_bit_that_flips_anywhere_is_seen(one: Found, data: st.DataObject) -> None:
+    file = data.draw(st.sampled_from(files_of(one)))
+    right = file.read_bytes()
+    changed = bytearray(right)
+    changed[data.draw(st.integers(0, len(right) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    file.write_bytes(changed)
+    try:
+        with pytest.raises(CheckpointDamaged) as seen:
+            verify(look_into(one.storage, one.name).reader())
+        assert one.storage.url in str(seen.value)
+    finally:
+        file.write_bytes(right)
+
+
+@given(st.data())
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_file_that_is_cut_short_or_gone_is_seen_before_any_is_read(one: Found, data: st.DataObject) -> None:
+    file = data.draw(st.sampled_from(files_of(one)))
+    right = file.read_bytes()
+    left = data.draw(st.integers(-1, len(right) - 1))
+    if left < 0:
+        file.unlink()
+    else:
+        file.write_bytes(right[:left])
+    try:
+        with pytest.raises(CheckpointDamaged, match=r"half-written|is damaged|is no manifest"):
+            look_into(one.storage, one.name)
+    finally:
+        file.write_bytes(right)
+
+
+def test_a_block_with_a_changed_bit_is_named_when_it_is_read(one: Found) -> None:
+    piece = one.manifest.files[1].pieces[0]
+    file = Path(one.path) / one.manifest.files[1].name
+    right = file.read_bytes()
+    changed = bytearray(right)
+    changed[piece.state["exp_avg"].at + 4096 * 4 + 5] ^= 1
+    file.write_bytes(changed)
+    try:
+        with pytest.raises(
+            CheckpointDamaged, match=r"is damaged: the checksum of state exp_avg of block 4 in \S+ differs"
+        ):
+            load_blocks(one.reader(), fresh(), every(12), every(12))
+        load_blocks(one.reader(), fresh(), every(12) - Runs(((4, 5),)), every(12))
+    finally:
+        file.write_bytes(right)
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> tuple[LocalStorage, list[SaveName]]:
+    """Checkpoints of steps 2 and 4, oldest first."""
+    storage, state = LocalStorage(tmp_path / "c"), trained(2)
+    first, _ = save(state, storage)
+    second, _ = save(train(state, 2), storage)
+    return storage, [first, second]
+
+
+def latest(storage: LocalStorage, generations: set[int] | None = None) -> tuple[int | None, list[str]]:
+    said: list[str] = []
+    found = resolve(storage.url, "latest", said.append, generations)
+    return (found.manifest.step if found else None), said
+
+
+Two = tuple[LocalStorage, list[SaveName]]
+
+
+def test_the_latest_is_the_newest(two: Two) -> None:
+    assert latest(two[0]) == (4, [])
+
+
+def test_one_without_a_manifest_is_skipped_for_the_one_before(two: Two) -> None:
+    storage, (_, newest) = two
+    (Path(storage.url) / newest.folder / MANIFEST).unlink()
+    where = f"{storage.url}/{newest.folder}"
+    sentence = f"{where} is half-written: it has no manifest.json. Its save is under way, or was broken off."
+    assert latest(storage) == (2, [sentence])
+
+
+def test_one_with_a_file_missing_is_skipped_for_the_one_before(two: Two) -> None:
+    storage, (_, newest) = two
+    file = next((Path(storage.url) / newest.folder).glob("*-w1-*"))
+    size = file.stat().st_size
+    file.unlink()
+    where = f"{storage.url}/{newest.folder}"
+    assert latest(storage) == (2, [f"{where} is damaged: {file.name} is not there; it was written with {size}."])
+
+
+def test_one_of_a_newer_version_is_skipped_for_the_one_before(two: Two) -> None:
+    storage, (_, newest) = two
+    manifest = Path(storage.url) / newest.folder / MANIFEST
+    manifest.write_bytes(manifest.read_bytes().replace(b'"version":1', b'"version":7'))
+    step, (sentence,) = latest(storage)
+    assert step == 2
+    assert sentence.endswith("manifest.json has format version 7; this Shoal reads 1. Use the version that wrote it.")
+
+
+def test_one_under_another_steps_name_is_skipped(two: Two) -> None:
+    storage, (first, newest) = two
+    folder = Path(storage.url) / newest.folder
+    (folder / MANIFEST).write_bytes((Path(storage.url) / first.folder / MANIFEST).read_bytes())
+    for file in (Path(storage.url) / first.folder).glob("*.safetensors"):
+        shutil.copy(file, folder)
+    assert latest(storage)[0] == 2
+
+
+def test_one_of_a_generation_that_the_job_did_not_have_is_skipped(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    save(trained(2), storage, generation=3)
+    theirs, _ = save(trained(1), storage, generation=9)
+    said = [f"{storage.url}/{theirs.folder} is of generation 9, which this job did not have."]
+    assert latest(storage, {1, 2, 3}) == (2, said)
+    assert latest(storage) == (1, [])  # without a set the newest generation is the newest
+
+
+def test_a_step_is_found_and_one_that_is_not_there_gets_a_sentence(two: Two) -> None:
+    storage, _ = two
+    found = resolve(storage.url, 2, print)
+    assert found and found.manifest.step == 2
+    with pytest.raises(NotFound, match=r"has no whole checkpoint of step 3; there are \[2, 4\]\.$"):
+        resolve(storage.url, 3, print)
+    with pytest.raises(NotFound, match=r"^resume is step 3, and no `shoal.checkpoint.path` says where"):
+        resolve(None, 3, print)
+
+
+def test_a_path_is_one_checkpoint_or_a_folder_of_them(two: Two) -> None:
+    storage, (first, _) = two
+    one, newest = resolve(None, f"{storage.url}/{first.folder}/", print), resolve("unused", storage.url, print)
+    assert one and one.manifest.step == 2 and newest and newest.manifest.step == 4
+    with pytest.raises(NotFound, match=r"^there is no checkpoint at \S+step-000000000009-1-9-x\.$"):
+        resolve(None, f"{storage.url}/step-000000000009-1-9-x", print)
+    with pytest.raises(NotFound, match=r"^there is no whole checkpoint in \S+nowhere\.$"):
+        resolve(None, f"{storage.url}/nowhere", print)
+
+
+def test_nothing_to_resume_from_is_no_error_for_latest(tmp_path: Path) -> None:
+    assert resolve(str(tmp_path / "none"), "latest", print) is None
+    assert resolve(None, "latest", print) is None
+    assert resolve(str(tmp_path), False, print) is None
+
+
+# ---- what makes no checkpoint in the first place
+
+
+def parts(storage: LocalStorage, owners: list[Runs]) -> tuple[Manifest, str, list[str]]:
+    state = trained(1)
+    draft, beside = draft_of(state, ORIGIN, 1, {})
+    folder, files = SaveName.of(1, 1, 1, "x").folder, []
+    for number, owned in enumerate(owners):
+        snapshot = take_snapshot(state.layout, state.flats, state.held, owned, {} if number else beside, Arena())
+        files.append(write_snapshot(storage, folder, 1, Author(f"w{number}", "x"), snapshot).name)
+    return draft, folder, files
+
+
+@pytest.mark.parametrize(
+    ("owners", "sentence"),
+    [
+        ([Runs(((0, 5),)), Runs(((6, 12),))], "block 5 is in none of its files"),
+        ([Runs(((0, 8),)), Runs(((6, 12),))], "blocks 6 to 7 are in it twice"),
+        ([Runs(((0, 5),))], "blocks 5 to 11 are in none of its files"),
+    ],
+)
+def test_writers_that_left_out_or_doubled_a_block_make_no_checkpoint(
+    tmp_path: Path, owners: list[Runs], sentence: str
+) -> None:
+    storage = LocalStorage(tmp_path)
+    draft, folder, files = parts(storage, owners)
+    with pytest.raises(CheckpointDamaged, match=f"cannot be completed: {sentence}"):
+        commit(storage, folder, draft, files, trained(1).buffers.committed)
+    assert MANIFEST not in storage.list(folder)
+
+
+def test_a_writer_that_did_not_finish_makes_no_checkpoint(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    draft, folder, files = parts(storage, [Runs(((0, 5),)), Runs(((5, 12),))])
+    (tmp_path / folder / part_of(files[1])).unlink()
+    with pytest.raises(CheckpointDamaged, match=r"-w1-x\.safetensors\.json is not there: its writer did not finish"):
+        commit(storage, folder, draft, files, trained(1).buffers.committed)
+
+
+def test_a_file_that_shrank_after_it_was_written_makes_no_checkpoint(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    draft, folder, files = parts(storage, [Runs(((0, 12),))])
+    (tmp_path / folder / files[0]).write_bytes(b"short")
+    with pytest.raises(CheckpointDamaged, match=r"cannot be completed: .* has 5 bytes, its writer wrote"):
+        commit(storage, folder, draft, files, trained(1).buffers.committed)
+
+
+def test_two_writers_of_one_step_do_not_touch_each_others_files(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    first, _ = save(trained(2), storage, generation=4)
+    second, _ = save(trained(2), storage, generation=5)
+    assert first.folder != second.folder
+    for name in (first, second):
+        verify(look_into(storage, name).reader())
+    assert latest(storage)[0] == 2
+    with pytest.raises(Exception, match="a file of that name is in the way"):
+        save(trained(2), storage, generation=4)
+    verify(look_into(storage, first).reader())
+
+
+def test_once_the_manifest_is_there_nothing_else_is_but_the_data(tmp_path: Path) -> None:
+    name, manifest = save(trained(1), LocalStorage(tmp_path))
+    names = {file.name for file in (tmp_path / name.folder).iterdir()}
+    assert names == {MANIFEST, *(file.name for file in manifest.files)}

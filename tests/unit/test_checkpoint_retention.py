@@ -1,0 +1,111 @@
+"""Which checkpoints go, and that what is left while one goes never looks like a checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+from checkpoints import save, train, trained
+from hypothesis import given
+from hypothesis import strategies as st
+from shoal.checkpoint.catalogue import SaveName, checkpoints, look_into, saves
+from shoal.checkpoint.errors import StorageFailed
+from shoal.checkpoint.manifest import MANIFEST
+from shoal.checkpoint.retention import Keep, delete, prune, superfluous
+from shoal.checkpoint.storage import LocalStorage
+from shoal.checkpoint.verify import verify
+
+
+def names(steps: list[int]) -> list[SaveName]:
+    """Newest first."""
+    return sorted((SaveName.of(step, 1, step, "x") for step in steps), reverse=True)
+
+
+@given(st.sets(st.integers(0, 60)), st.integers(1, 5), st.none() | st.integers(1, 12), st.integers(0, 60))
+def test_the_newest_stay_and_every_nth_and_the_one_in_use(
+    steps: set[int], newest: int, every: int | None, used: int
+) -> None:
+    in_use = SaveName.of(used, 1, used, "x").folder
+    gone = {name.step for name in superfluous(names(sorted(steps)), Keep(newest, every), in_use)}
+    left = steps - gone
+    assert set(sorted(steps)[-newest:]) <= left
+    assert {step for step in steps if every and step % every == 0} <= left
+    assert used not in gone
+    assert len(left - {used} - {s for s in steps if every and s % every == 0}) <= newest
+
+
+def saved(storage: LocalStorage, steps: int) -> list[SaveName]:
+    """A checkpoint at each of the first steps, oldest first."""
+    state, found = trained(1), []
+    for _ in range(steps):
+        found.append(save(state, storage)[0])
+        train(state, 1)
+    return found
+
+
+def steps_in(storage: LocalStorage) -> list[int]:
+    return [found.name.step for found in checkpoints(storage, lambda sentence: None)]
+
+
+def test_after_a_save_what_may_go_is_gone_whole(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    done = saved(storage, 6)
+    gone = prune(storage, done[-1], Keep(2, 3), in_use=done[1].folder)
+    assert [name.step for name in gone] == [4, 1]
+    assert steps_in(storage) == [6, 5, 3, 2]
+    assert len(list(tmp_path.glob("step-*"))) == 4
+    for found in checkpoints(storage, print):
+        verify(found.reader())
+
+
+def test_the_rest_of_an_older_save_goes_and_a_newer_one_is_left_alone(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    done = saved(storage, 3)
+    for name in (done[0], done[2]):
+        (tmp_path / name.folder / MANIFEST).unlink()
+    assert prune(storage, done[1], Keep(3, None)) == []
+    assert saves(storage) == [done[2], done[1]]
+
+
+class Interrupted(LocalStorage):
+    """A disk that fails at the n-th removal, as a kill would leave it."""
+
+    def __init__(self, root: Path, removals: int) -> None:
+        super().__init__(root)
+        self.left = removals
+
+    def remove(self, name: str) -> None:
+        self._count()
+        super().remove(name)
+
+    def remove_folder(self, folder: str) -> None:
+        self._count()
+        super().remove_folder(folder)
+
+    def _count(self) -> None:
+        if self.left == 0:
+            raise StorageFailed("killed here")
+        self.left -= 1
+
+
+@pytest.mark.parametrize("removals", range(5))
+def test_a_kill_at_any_instant_of_a_deletion_leaves_no_half_checkpoint(tmp_path: Path, removals: int) -> None:
+    whole = LocalStorage(tmp_path)
+    first, second = saved(whole, 2)
+    with contextlib.suppress(StorageFailed):
+        delete(Interrupted(tmp_path, removals), first.folder)
+    assert steps_in(whole) == ([2, 1] if removals == 0 else [2])
+    assert prune(whole, second, Keep(1, None)) == ([first] if removals == 0 else [])
+    assert saves(whole) == [second]
+    verify(look_into(whole, second).reader())
+
+
+def test_frozen_parameters_go_with_the_last_checkpoint_that_names_them(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    save(trained(1, seed=1), storage)
+    second, _ = save(trained(2, seed=2), storage)
+    assert len(list(tmp_path.glob("frozen-*"))) == 2
+    prune(storage, second, Keep(1, None))
+    left = look_into(storage, second).manifest.frozen
+    assert left and [file.name for file in tmp_path.glob("frozen-*")] == [left.file]

@@ -1,0 +1,149 @@
+"""A place for checkpoints: what it does, and the sentence when it cannot."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from checkpoints import save, trained
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from shoal.checkpoint.catalogue import checkpoints
+from shoal.checkpoint.errors import StorageFailed
+from shoal.checkpoint.storage import LocalStorage, Storage, Target, open_storage
+from shoal_protos.errors import UserError
+
+
+@pytest.fixture(params=["folder", "memory"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    """The two kinds."""
+    return LocalStorage(tmp_path / "a" / "b") if request.param == "folder" else open_storage(f"memory:/{tmp_path}")
+
+
+def test_files_are_written_listed_read_and_removed(storage: Storage) -> None:
+    storage.prepare()
+    assert storage.list() == {}
+    assert storage.write("one/data", [memoryview(b"abc"), memoryview(b""), memoryview(b"defg")]) == 7
+    storage.publish("one/manifest", b"{}")
+    storage.publish("beside", b"x")
+    assert storage.list() == {"one": None, "beside": 1}
+    assert storage.list("one") == {"data": 7, "manifest": 2}
+    assert storage.read("one/data", 7) == b"abcdefg"
+    storage.remove_folder("one")  # not empty: it stays
+    for name in ("data", "manifest", "manifest"):
+        storage.remove(f"one/{name}")
+    storage.remove_folder("one")
+    storage.remove_folder("one")
+    assert "one" not in storage.list()
+    with pytest.raises(FileNotFoundError):
+        storage.read("one/data", 9)
+
+
+def test_a_file_that_is_larger_than_it_can_be_is_not_read(storage: Storage) -> None:
+    storage.publish("large", bytes(100))
+    with pytest.raises(StorageFailed, match=r"^large in \S+ is larger than 99 bytes; it is none of Shoal's\.$"):
+        storage.read("large", 99)
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> list[Storage]:
+    """The two kinds with a file each."""
+    places: list[Storage] = [LocalStorage(tmp_path_factory.mktemp("ranges")), open_storage("memory://ranges")]
+    for place in places:
+        place.publish("f", CONTENT)
+    return places
+
+
+CONTENT = bytes(range(256)) * 3
+
+
+@given(st.lists(st.tuples(st.integers(0, len(CONTENT) - 1), st.integers(1, 80))))
+@settings(max_examples=50, deadline=None)
+def test_ranges_are_what_plain_slices_are(both: list[Storage], spans: list[tuple[int, int]]) -> None:
+    spans = [(at, min(count, len(CONTENT) - at)) for at, count in spans]
+    for place in both:
+        targets: list[Target] = [(at, memoryview(bytearray(count))) for at, count in spans]
+        place.read_ranges("f", targets)
+        assert [bytes(target) for _, target in targets] == [CONTENT[at : at + count] for at, count in spans]
+
+
+def test_a_range_beyond_the_end_is_told(storage: Storage) -> None:
+    storage.publish("f", b"12345")
+    with pytest.raises(EOFError):
+        storage.read_ranges("f", [(3, memoryview(bytearray(3)))])
+
+
+def test_many_ranges_that_follow_each_other_are_filled_in_few_calls(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    content = bytes(i % 251 for i in range(20_000))
+    storage.publish("f", content)
+    targets: list[Target] = [(at, memoryview(bytearray(10))) for at in range(0, 20_000, 10)]
+    storage.read_ranges("f", targets[::-1])
+    assert b"".join(bytes(target) for _, target in targets) == content
+
+
+def test_a_file_is_never_overwritten(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    storage.write("f", [memoryview(b"first")])
+    with pytest.raises(StorageFailed, match=r"cannot write f in \S+: a file of that name is in the way"):
+        storage.write("f", [memoryview(b"second")])
+    assert storage.read("f", 10) == b"first"
+
+
+def test_what_breaks_off_in_the_middle_of_a_file_leaves_none(storage: Storage) -> None:
+    def chunks() -> Iterator[memoryview]:
+        yield memoryview(b"half")
+        raise StorageFailed("no more")
+
+    with pytest.raises(StorageFailed, match=r"^no more$"):
+        storage.write("f", chunks())
+    assert storage.list() == {}
+
+
+# ---- places that cannot be used
+
+
+def test_a_path_below_a_file_gets_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    for place in ("file", "file/below"):
+        with pytest.raises(StorageFailed, match=r"^cannot keep checkpoints in \S+: a file of that name is in the way;"):
+            LocalStorage(tmp_path / place).prepare()
+
+
+def test_a_place_without_permission_gets_a_sentence() -> None:
+    with pytest.raises(StorageFailed, match=r"^cannot keep checkpoints in /sys/shoal: .* the right to write there, or"):
+        LocalStorage(Path("/sys/shoal")).prepare()
+
+
+@pytest.fixture
+def small_disk() -> Iterator[None]:
+    """No file may grow beyond 100 kB, as on a disk that is nearly full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_gets_a_sentence_and_no_rest_is_left_on_it(tmp_path: Path, small_disk: None) -> None:
+    storage = LocalStorage(tmp_path)
+    with pytest.raises(StorageFailed, match=r"^cannot write \S+ in \S+: file too large; free some space, keep fewer"):
+        save(trained(1), storage)
+    assert [file for file in tmp_path.rglob("*") if file.is_file()] == []
+    assert list(checkpoints(storage, print)) == []
+
+
+@pytest.mark.parametrize(
+    ("url", "sentence"),
+    [
+        ("nowhere://x", "nowhere://x is no path or URL for checkpoints: Protocol not known: nowhere."),
+        ("abfs://x/y", "abfs:// needs a library that is not installed: install its fsspec driver ("),
+    ],
+)
+def test_a_url_that_nothing_knows_gets_a_sentence(url: str, sentence: str) -> None:
+    with pytest.raises(UserError) as refusal:
+        open_storage(url)
+    assert str(refusal.value).startswith(sentence)

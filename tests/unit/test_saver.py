@@ -1,0 +1,237 @@
+"""Several members' savers, fed with ballots as a vote would: who completes a save, who gives it up, who hears of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from checkpoints import ORIGIN, trained
+from shoal.checkpoint import saver as module
+from shoal.checkpoint.catalogue import SaveName, look_into, saves
+from shoal.checkpoint.draft import draft_of
+from shoal.checkpoint.errors import StorageFailed
+from shoal.checkpoint.manifest import MANIFEST
+from shoal.checkpoint.retention import Keep
+from shoal.checkpoint.saver import Lead, Save, Saver, Status
+from shoal.checkpoint.snapshot import take_snapshot
+from shoal.checkpoint.storage import LocalStorage
+from shoal.checkpoint.verify import verify
+from shoal.checkpoint.writer import Author
+from shoal.state import TrainingState, frozen_parameters
+from shoal_protos.runs import Runs
+
+OWNERS = [Runs(((0, 5),)), Runs(((5, 6), (8, 12))), Runs(((6, 8),))]
+AUTHORS = tuple(Author(f"w{number}", f"i{number}") for number in range(3))
+
+
+class Gate(LocalStorage):
+    """A disk that writes data files once `open` is set, or fails."""
+
+    def __init__(self, root: Path, fails: bool = False) -> None:
+        super().__init__(root)
+        self.open, self.fails = threading.Event(), fails
+
+    def write(self, name: str, chunks: Iterable[memoryview]) -> int:
+        if name.endswith(".safetensors"):
+            assert self.open.wait(10)
+            if self.fails:
+                raise StorageFailed("the disk is full")
+        return super().write(name, chunks)
+
+
+class World:
+    """Three members of one save; `vote` is a vote of those present."""
+
+    def __init__(self, root: Path, state: TrainingState, failing: int = -1) -> None:
+        self.gates = [Gate(root, fails=number == failing) for number in range(3)]
+        self.savers = [Saver(gate, Keep(2, None)) for gate in self.gates]
+        self.state = state
+
+    def begin(self) -> SaveName:
+        state = self.state
+        name = SaveName.of(state.step, 1, state.step, AUTHORS[0].incarnation)
+        draft, beside = draft_of(state, ORIGIN, 1, {})
+        lead = Lead(draft, state.buffers.committed, frozen_parameters(state.module), in_use="")
+        for number, saver in enumerate(self.savers):
+            tensors = {} if number else beside
+            snapshot = take_snapshot(state.layout, state.flats, state.held, OWNERS[number], tensors, saver.arena)
+            saver.begin(Save(name, AUTHORS[number], AUTHORS, snapshot, None if number else lead), copy_seconds=0.0)
+        return name
+
+    def write(self, *numbers: int) -> None:
+        """Lets these members write, and waits until they have."""
+        for number in numbers:
+            self.gates[number].open.set()
+            thread = self.savers[number]._thread
+            if number and thread:
+                thread.join(10)
+
+    def vote(self, *present: int) -> list[Status]:
+        ballots = {AUTHORS[number].incarnation: str(self.savers[number].status) for number in present or range(3)}
+        for number in present or range(3):
+            self.savers[number].heed(ballots)
+        return [saver.status for saver in self.savers]
+
+    def finish(self) -> None:
+        """Until the leader's thread has ended."""
+        thread = self.savers[0]._thread
+        assert thread is not None
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+@contextmanager
+def world(root: Path, failing: int = -1) -> Iterator[World]:
+    made = World(root, trained(2), failing)
+    try:
+        yield made
+    finally:
+        made.write(0, 1, 2)
+        for saver in made.savers:
+            saver.close()
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.2)
+
+
+def whole(root: Path) -> list[int]:
+    storage = LocalStorage(root)
+    found = [name for name in saves(storage) if MANIFEST in storage.list(name.folder)]
+    for name in found:
+        verify(look_into(storage, name).reader())
+    return [name.step for name in found]
+
+
+W, R, F, FREE = Status.WRITING, Status.WRITTEN, Status.FAILED, Status.IDLE
+
+
+def test_the_leader_completes_a_save_once_nobody_is_writing(tmp_path: Path) -> None:
+    with world(tmp_path) as three:
+        three.begin()
+        assert three.vote() == [W, W, W]
+        three.write(0, 1)
+        assert three.vote() == [W, R, W]
+        assert whole(tmp_path) == []
+        three.write(2)
+        assert three.vote() == [W, R, R]
+        three.finish()
+        assert three.vote() == [FREE, FREE, FREE]
+        assert whole(tmp_path) == [2]
+        outcome = three.savers[0].outcome
+        assert outcome and outcome.manifest and outcome.seconds.keys() == {"copy", "write", "commit"}
+
+
+def test_a_member_that_cannot_write_makes_it_a_failed_save_for_all(tmp_path: Path) -> None:
+    with world(tmp_path, failing=1) as three:
+        three.begin()
+        three.write(0, 1, 2)
+        assert three.vote() == [W, F, R]
+        three.finish()
+        assert three.savers[0].status is F
+        three.vote()
+        assert [saver.outcome and saver.outcome.failure for saver in three.savers] == [
+            "the save was given up: w1 could not write.",
+            "the disk is full",
+            "w0, which led it, says that it failed",
+        ]
+        assert [saver.status for saver in three.savers] == [F, FREE, FREE]
+        assert whole(tmp_path) == []
+
+
+def test_a_leader_that_cannot_write_makes_it_a_failed_save_for_all(tmp_path: Path) -> None:
+    with world(tmp_path, failing=0) as three:
+        three.begin()
+        three.write(0, 1, 2)
+        three.vote()
+        three.finish()
+        assert three.vote() == [F, FREE, FREE]
+        assert whole(tmp_path) == []
+
+
+def test_after_a_failed_save_the_next_one_is_as_good_as_any(tmp_path: Path) -> None:
+    with world(tmp_path, failing=1) as three:
+        three.begin()
+        three.write(0, 1, 2)
+        three.vote()
+        three.finish()
+        three.vote()
+        three.gates[1].fails = False
+        three.state = trained(3)
+        three.begin()
+        three.write(0, 1, 2)
+        three.vote()
+        three.finish()
+        assert three.vote() == [FREE, FREE, FREE]
+        assert whole(tmp_path) == [3]
+
+
+def test_a_member_that_has_left_with_its_part_written_is_not_missed(tmp_path: Path) -> None:
+    with world(tmp_path) as three:
+        three.begin()
+        three.write(0, 1, 2)
+        three.vote(0, 2)  # w1 died after it had written
+        three.finish()
+        assert three.vote(0, 2)[::2] == [FREE, FREE]
+        assert whole(tmp_path) == [2]
+
+
+def test_a_member_that_died_while_it_wrote_makes_it_a_failed_save(tmp_path: Path) -> None:
+    with world(tmp_path) as three:
+        three.begin()
+        three.write(0, 2)
+        three.vote(0, 2)  # w1 died, and its file is not there
+        three.finish()
+        assert three.vote(0, 2)[::2] == [F, FREE]
+        outcome = three.savers[0].outcome
+        assert outcome and "its writer did not finish" in outcome.failure
+        assert whole(tmp_path) == []
+
+
+def test_a_leader_that_died_leaves_no_checkpoint_and_the_others_free(tmp_path: Path) -> None:
+    with world(tmp_path) as three:
+        three.begin()
+        three.vote()
+        three.write(1)
+        assert three.vote(1, 2)[1:] == [FREE, W]  # who still writes is not free yet
+        three.write(2)
+        assert three.vote(1, 2)[1:] == [FREE, FREE]
+        assert [saver.outcome and saver.outcome.failure for saver in three.savers[1:]] == 2 * [
+            "w0, which led it, is gone"
+        ]
+
+
+def test_a_leader_that_did_not_begin_leaves_no_checkpoint(tmp_path: Path) -> None:
+    with world(tmp_path) as three:
+        three.begin()
+        three.write(1, 2)
+        for saver in three.savers[1:]:  # w0 rolled forward past the boundary at which the others began
+            saver.heed({"i0": "", "i1": str(three.savers[1].status), "i2": str(three.savers[2].status)})
+        assert [saver.status for saver in three.savers[1:]] == [FREE, FREE]
+        assert three.savers[1].outcome and "did not begin" in three.savers[1].outcome.failure
+
+
+def test_at_the_end_of_a_job_what_has_begun_is_completed(tmp_path: Path) -> None:
+    with world(tmp_path) as three:
+        three.begin()
+        three.write(0, 1, 2)
+        for saver in three.savers[::-1]:
+            saver.close()
+        assert whole(tmp_path) == [2]
+
+
+def test_retention_follows_a_save(tmp_path: Path) -> None:
+    with world(tmp_path) as three:
+        three.write(0, 1, 2)
+        for steps in (2, 3, 4):
+            three.state = trained(steps)
+            three.begin()
+            three.write(0, 1, 2)
+            three.vote()
+            three.finish()
+            three.vote()
+        assert whole(tmp_path) == [4, 3]
