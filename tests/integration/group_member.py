@@ -17,8 +17,8 @@ from shoal.exchange.gloo import build_gloo
 from shoal.exchange.group import Group, WorldChanged
 from shoal.exchange.letters import Letter, read_letter
 from shoal.exchange.meeting import Meeting, Stop
-from shoal.exchange.rendezvous import AbortableStore, OwnStore, split_address
-from torch._C._distributed_c10d import TCPStore
+from shoal.exchange.rendezvous import Rendezvous
+from shoal.exchange.store import OwnStore
 
 
 class Member:
@@ -39,9 +39,9 @@ class Member:
         self.groups[generation] = build_gloo(Meeting(generation, rank, tuple(addresses), builder), stop)
         return "built"
 
-    def come_to(self, generation: int, address: str) -> str:
+    def come_to(self, generation: int, address: str, size: int) -> str:
         """Say at the meeting that we are here, and go no further."""
-        AbortableStore(address, f"g{generation}/", Stop()).add("present", 1)
+        self.visit = Rendezvous(address, f"g{generation}", size, Stop())
         return "came"
 
     def call_off(self, generation: int) -> str:
@@ -96,10 +96,6 @@ class Member:
     def broken(self, generation: int) -> list[int]:
         return list(self.groups[generation].broken_peers)
 
-    def keys(self) -> list[str]:
-        """What is left in the own store."""
-        return TCPStore(*split_address(self.store.address), wait_for_workers=False).list_keys()
-
     def open_files(self) -> int:
         return len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - the listing itself must not be counted twice
 
@@ -108,7 +104,7 @@ def serve(port: int) -> None:
     """The process: until the test hangs up."""
     member, writing = Member(), threading.Lock()
     connection = socket.create_connection(("127.0.0.1", port))
-    with connection, connection.makefile("rw") as stream:
+    with connection, connection.makefile("r") as commands, connection.makefile("w") as answers:
 
         def do(number: int, command: str, given: dict[str, Any]) -> None:
             try:
@@ -118,10 +114,10 @@ def serve(port: int) -> None:
             except Exception as error:
                 answer = {"number": number, "error": repr(error)}
             with writing:
-                stream.write(json.dumps(answer) + "\n")
-                stream.flush()
+                answers.write(json.dumps(answer) + "\n")
+                answers.flush()
 
-        for line in stream:
+        for line in commands:
             request = json.loads(line)
             threading.Thread(target=do, args=(request["number"], request["do"], request["given"]), daemon=True).start()
     os._exit(0)

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from shoal.exchange.group import GATHER_TAG, RESERVED_TAGS, Group, WorldChanged
 from shoal.exchange.meeting import Meeting, Stop
-from shoal.exchange.rendezvous import AbortableStore, split_address
+from shoal.exchange.rendezvous import Rendezvous
 from shoal.exchange.solo import SoloGroup
+from shoal.exchange.store import split_address
 
 ABORT_TAG = RESERVED_TAGS
 FOREVER = timedelta(days=1)
@@ -49,11 +50,10 @@ def build_gloo(meeting: Meeting, stop: Stop) -> Group:
     """
     if meeting.size == 1:
         return SoloGroup()
-    store = AbortableStore(meeting.addresses[meeting.builder], f"g{meeting.generation}/", stop)
+    store = Rendezvous(meeting.addresses[meeting.builder], f"g{meeting.generation}", meeting.size, stop)
     try:
-        store.gather(meeting.size)
+        store.wait_for_all()
         gloo = _connected(store, meeting)
-        store.part(meeting.size)
     except RuntimeError as error:
         raise WorldChanged(f"the group of generation {meeting.generation} could not be built: {error}") from None
     finally:
@@ -66,7 +66,7 @@ def build_gloo(meeting: Meeting, stop: Stop) -> Group:
     return group
 
 
-def _connected(store: AbortableStore, meeting: Meeting) -> _Gloo:
+def _connected(store: Rendezvous, meeting: Meeting) -> _Gloo:
     host, _ = split_address(meeting.addresses[meeting.rank])
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()

@@ -37,20 +37,31 @@ class Meeting:
 
 
 class Stop:
-    """Set once, from any thread. `changed` is notified by whoever has news for a waiter."""
+    """The switch. Set once, from any thread; whoever waits somewhere gives it a way to end the wait."""
 
     def __init__(self) -> None:
-        self.changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._ways: list[Callable[[], None]] = []
         self._is_set = False
 
     @property
     def is_set(self) -> bool:
         return self._is_set
 
+    def calls_off(self, way: Callable[[], None]) -> None:
+        """`way` is called when this is set; at once where it is set already. It must not block."""
+        with self._lock:
+            self._ways.append(way)
+            is_set = self._is_set
+        if is_set:
+            way()
+
     def set(self) -> None:
-        with self.changed:
+        with self._lock:
             self._is_set = True
-            self.changed.notify_all()
+            ways = list(self._ways)
+        for way in ways:
+            way()
 
 
 Transport = Callable[[Meeting, Stop], Group]

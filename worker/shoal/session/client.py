@@ -23,7 +23,7 @@ from shoal.core.membership import Membership
 from shoal.exchange.gloo import build_gloo
 from shoal.exchange.group import Group
 from shoal.exchange.meeting import Meeting, Stop, Transport
-from shoal.exchange.rendezvous import OwnStore
+from shoal.exchange.store import OwnStore
 from shoal.logs import get_logger
 from shoal.session.dialogue import Abort, Build, Dialogue, Effect, Process, Put
 from shoal.session.groups import Building, Groups
