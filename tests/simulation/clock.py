@@ -19,6 +19,11 @@ class Clock:
         self._count += 1
         heapq.heappush(self._line, (self.now + delay, self._count, call, args))
 
+    def step(self) -> None:
+        """The next event."""
+        self.now, _, call, args = heapq.heappop(self._line)
+        call(*args)
+
     def run_until(self, time: float) -> None:
         line = self._line
         while line and line[0][0] <= time:

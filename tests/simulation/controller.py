@@ -112,7 +112,7 @@ class ControllerHost:
 
     def feed(self, event: Event) -> None:
         if not self.alive:
-            return None
+            return
         before = self.job
         self.job, effects = step(self.job, event, self.clock.now)
         self.simulation.watch.stepped(before, event, self.job)
@@ -120,7 +120,8 @@ class ControllerHost:
             if self.crash_after is not None:
                 self.crash_after -= 1
                 if self.crash_after < 0:
-                    return self.crash()
+                    self.crash()
+                    return
             self._act(effect)
 
     def _act(self, effect: Effect) -> None:

@@ -6,12 +6,12 @@ not tested. ARCHITECTURE sections 3 and 4 mark these rules with ●.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from shoal.core.membership import Membership
-from shoal_controller.core.durable import Leaving
+from shoal_controller.core.durable import Feud
 from shoal_controller.core.phases import (
     admission,
     asking,
@@ -28,7 +28,7 @@ from shoal_controller.core.phases.current import is_member
 from shoal_controller.core.turn import Turn
 from shoal_protos.messages import Point
 from shoal_protos.plan import Plan
-from shoal_protos.runs import NO_BLOCKS, Runs, every
+from shoal_protos.runs import Runs, every
 
 Patch = tuple[Any, str, Any]
 
@@ -95,10 +95,6 @@ def _dismisses_early(turn: Turn, world: Plan) -> None:
             recovery.dismiss_stale(turn, process.worker, status.generation, world.generation)
 
 
-def _forgets_other_plans(turn: Turn, generation: int) -> None:
-    """A plan that begins is not noticed."""
-
-
 def _keeps_void_plans(turn: Turn, generation: int) -> None:
     before = turn.durable.planned
     BEGUN_IN(turn, generation)
@@ -109,6 +105,13 @@ def _keeps_void_plans(turn: Turn, generation: int) -> None:
 def _one_break_is_enough(turn: Turn, attempt: Any) -> None:
     for reporter, peer in attempt.reports[:1]:
         turn.mark(max(reporter, peer), shunned=True)
+
+
+def _blames_in_any_case(turn: Turn, attempt: Any) -> None:
+    """As if nobody had been lost in the generation that broke."""
+    for reporter, peer in attempt.reports[:1]:
+        turn.keep(feuds={"|".join(sorted((reporter, peer))): Feud(1, {peer: 1})})
+        turn.note("blamed", f"{reporter} and {peer}")
 
 
 def _decides_at_once(turn: Turn, attempt: Any) -> list[str]:
@@ -149,6 +152,8 @@ MUTATIONS: dict[str, list[Patch]] = {
     "the same pair is counted out after two generations": [(feuds, "judge", lambda turn, attempt: None)],
     "a block is given up only when nobody may hold it": [(stalled, "_may_have", _decides_at_once)],
     "a lagging worker is told again": [(current, "due", lambda job, process: None)],
+    "a generation in which someone was lost blames no pair": [(feuds, "judge", _blames_in_any_case)],
+    "a newcomer is not asked in a recovery": [(recovery, "may_hold", lambda durable, process: True)],
     "a thawed worker is taken in where no steps run": [(running, "_could_rejoin", lambda turn, world, process: False)],
 }
 """By the rule, as a sentence that is false while it is switched off."""
@@ -165,6 +170,3 @@ def mutated(rule: str) -> Iterator[None]:
     finally:
         for where, name, before in kept:
             setattr(where, name, before)
-
-
-__all__ = ["MUTATIONS", "NO_BLOCKS", "Callable", "Leaving", "mutated"]

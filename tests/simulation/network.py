@@ -16,18 +16,28 @@ if TYPE_CHECKING:
     from .worker import SimWorker
 
 
+class Still(Random):
+    """No chance at all: every draw is the middle. Scenarios read the same whatever is drawn elsewhere."""
+
+    def random(self) -> float:
+        return 0.5
+
+
 class Weather:
     """How bad the network of a seed is."""
 
     def __init__(self, chance: Random) -> None:
         self.chance = chance
         rough = chance.random() < 0.3
+        self.even = isinstance(chance, Still)
         self.loses = 0.05 if rough else 0.0
         self.doubles = 0.05 if rough else 0.0
         self.reorders = 0.1 if rough else 0.0
-        self.latency = chance.choice((0.002, 0.01, 0.05))
+        self.latency = 0.01 if self.even else chance.choice((0.002, 0.01, 0.05))
 
     def delay(self) -> float:
+        if self.even:
+            return self.latency
         return self.latency * (0.2 + self.chance.random() * (6 if self.chance.random() < 0.05 else 1))
 
 
@@ -80,6 +90,7 @@ class Groups:
         self._arrived: dict[int, dict[SimWorker, Callable[[], object]]] = {}
         self._plans: dict[int, Any] = {}
         self._last: dict[tuple[SimWorker, SimWorker], float] = {}
+        self.severed: set[tuple[SimWorker, SimWorker]] = set()
 
     # ---- building
 
@@ -97,9 +108,10 @@ class Groups:
         arrived, plan = self._arrived.get(generation, {}), self._plans[generation]
         members = [worker for worker in arrived if worker.alive and not worker.frozen]
         if len(members) < plan.world_size:
-            return None
+            return
         if self.simulation.feud_within(members):
-            return self.simulation.report_feud(generation, members)
+            self.simulation.report_feud(generation, members)
+            return
         done = self._arrived.pop(generation)
         for worker, call in done.items():
             self.clock.after(self.weather.delay(), worker.awake, call)
@@ -113,14 +125,17 @@ class Groups:
     def send(self, source: SimWorker, to: SimWorker, key: tuple[int, str, int], payload: Any) -> None:
         """Key: generation, kind, boundary. To oneself it is there at once."""
         if to is source:
-            return to.training.keep(key, source, payload)
+            to.training.keep(key, source, payload)
+            return
         pair = source, to
         at = max(self.clock.now + self.weather.delay(), self._last.get(pair, 0.0))
         self._last[pair] = at
-        return self.clock.after(at - self.clock.now, self._deliver, source, to, key, payload)
+        self.clock.after(at - self.clock.now, self._deliver, source, to, key, payload)
 
     def _deliver(self, source: SimWorker, to: SimWorker, key: tuple[int, str, int], payload: Any) -> None:
         if source.died_at is not None and self.clock.now >= source.lost_after:
+            return
+        if (source, to) in self.severed:
             return
         to.awake(to.training.arrived, key, source, payload)
 

@@ -6,6 +6,7 @@ import argparse
 import multiprocessing
 import sys
 import time
+import traceback
 from collections import Counter
 
 from .seeds import rage_and_calm, run
@@ -78,12 +79,21 @@ def main() -> int:
 
 
 def replay(seed: int, shape: dict[str, object]) -> int:
+    log = replay_log(seed, **shape)
+    print(log)
+    return 1 if "VIOLATION" in log else 0
+
+
+def replay_log(seed: int, **shape: object) -> str:
+    """The event log of a seed."""
     simulation = Simulation(seed, **shape)
     try:
         rage_and_calm(simulation)
-    finally:
-        print("\n".join(simulation.log))
-    return 0
+    except Violation:
+        pass  # it is in the log
+    except Exception:
+        simulation.say("VIOLATION", traceback.format_exc())
+    return "\n".join(simulation.log)
 
 
 if __name__ == "__main__":

@@ -60,13 +60,15 @@ def settled(simulation: Simulation, begin: int) -> bool:
     world = durable.current
     if world is None or not world.steps or simulation.watch.commits < begin + PROGRESS * world.world_size:
         return False
-    members = {member.incarnation for member in world.members}
-    in_it = all(
-        simulation.processes[member.incarnation].membership.generation == world.generation for member in world.members
-    )
+    roster = durable.roster
     least = min(durable.wanted, simulation.spec.max_workers or durable.wanted)
-    enough = len(members) >= (least if simulation.spec.launcher == "local" else simulation.spec.min_workers)
-    return in_it and enough and not durable.planned and not world.fills
+    enough = world.world_size >= (least if simulation.spec.launcher == "local" else simulation.spec.min_workers)
+    processes = [simulation.processes[member.incarnation] for member in world.members]
+    in_it = all(process.membership.generation == world.generation for process in processes)
+    staying = [rank for rank, member in enumerate(world.members) if not roster[member.worker].leaving]
+    gone = len(staying) == world.world_size
+    busy = all(world.shares[rank].lanes for rank in staying)
+    return in_it and enough and gone and busy and not durable.planned and not world.fills
 
 
 def over_for_a_reason(simulation: Simulation, phase: Phase, reason: str) -> bool:

@@ -76,9 +76,10 @@ class Session:
         self.welcomed = False
         self.stream = worker.simulation.dial(worker)
         if self.stream is not None:
+            claimed, host = self.membership.worker or worker.asked_id, f"host{worker.pid}"
             hello = Hello(
-                1, "job", self.membership.worker or worker.asked_id, worker.incarnation, worker.address, f"host{worker.pid}",
-                worker.pid, f"domain{worker.pid % 3}", worker.simulation.description, self.status(),
+                1, "job", claimed, worker.incarnation, worker.address, host, worker.pid,
+                f"domain{worker.pid % 3}", worker.simulation.description, self.status(),
             )  # fmt: skip
             self.stream.up(self.stream.host.connected, self.stream, hello)
         self.dial_after(RECONNECT_SECONDS * (1 + worker.chance.random()))

@@ -10,7 +10,7 @@ from shoal_protos.plan import EVERYONE, Member
 
 from .clock import Clock
 from .controller import ControllerHost, Launcher
-from .network import Groups, Stream, Weather
+from .network import Groups, Still, Stream, Weather
 from .watch import Watch
 from .worker import SimWorker
 from .world import Worlds
@@ -24,10 +24,10 @@ class Simulation:
 
     def __init__(self, seed: int, **shape: object) -> None:
         self.seed = seed
-        self.chance = chance = Random(seed)
+        self.chance = chance = Still(seed) if shape.get("still") else Random(seed)
         self.clock = Clock()
         self.log: list[str] = []
-        self.weather = Weather(Random(chance.random()))
+        self.weather = Weather(chance if shape.get("still") else Random(chance.random()))
         most = int(shape.get("workers", 6))  # type: ignore[call-overload]
         wanted = int(shape.get("wanted", chance.randint(2, most)))  # type: ignore[call-overload]
         self.blocks = int(shape.get("blocks", chance.choice((4, 8, 16, 64))))  # type: ignore[call-overload]

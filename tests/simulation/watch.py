@@ -110,9 +110,9 @@ class Watch:
         """● A number is in the store before anyone hears of it, a world before it is opened."""
         if isinstance(message, Prepare) and message.generation > stored.number:
             self.violated("a number was said before it was stored", message.generation, stored.number)
-        if isinstance(message, Open):
-            if stored.current is None or stored.current.generation != message.generation:
-                self.violated("a world was opened before it was stored", message.generation)
+        stored_world = stored.current.generation if stored.current is not None else 0
+        if isinstance(message, Open) and stored_world != message.generation:
+            self.violated("a world was opened before it was stored", message.generation)
         if isinstance(message, Carry):
             plan = message.plan
             if plan.generation > stored.number or (plan.base and plan.generation not in self.stored_plans):

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from shoal.core.membership import Membership
+from shoal_protos.messages import Result
 
 from .session import Session
 from .training import Training
@@ -100,6 +101,11 @@ class SimWorker:
         self.training.close_groups()
         self.session.process_ended()
         self.simulation.process_ended(self)
+
+    def fail(self, why: str) -> None:
+        """The script raises: it tells why, and ends."""
+        self.session.say(Result(self.training.step, failure=why))
+        self.after(0.05, self.end, 1, why)
 
     def start_over(self) -> None:
         """It changes nothing any more, and comes back as a newcomer with a new id."""

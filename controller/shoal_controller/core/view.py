@@ -124,7 +124,11 @@ def _resize(job: Job, resize: Resize) -> ResizeView:
 
 def _worker(job: Job, record: Record, now: float) -> WorkerView:
     process, world = job.processes.get(record.worker), job.durable.current
-    rank = world.rank_of(record.worker, record.incarnation) if world is not None and record.serves else None
+    rank = (
+        world.rank_of(record.worker, record.incarnation)
+        if world is not None and record.serves and not job.durable.phase.over
+        else None
+    )
     share = world.shares[rank] if world is not None and rank is not None else None
     telemetry = process.telemetry if process is not None else None
     return WorkerView(
@@ -146,6 +150,8 @@ def _worker(job: Job, record: Record, now: float) -> WorkerView:
 
 def state(job: Job, record: Record, rank: int | None) -> State:
     """One word for where a worker stands."""
+    if job.durable.phase.over and record.ending is None:
+        return State.LOST if record.standing is Standing.LOST or record.why else State.LEFT
     if record.ending is not None:
         return State.LOST if record.ending is Ending.FAILED else State.LEFT
     if record.standing is not Standing.HERE:

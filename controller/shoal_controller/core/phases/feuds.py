@@ -71,16 +71,22 @@ def _count_out(turn: Turn, pair: str, feud: Feud) -> None:
     roster = turn.durable.roster
     blamed = max(pair.split("|"), key=lambda worker: (feud.named.get(worker, 0), roster[worker].order))
     record = roster[blamed]
-    times = turn.durable.avoided.get(record.address, 0) + 1
-    backoff = min(FIRST_BACKOFF * 2 ** (times - 1), LONGEST_BACKOFF)
+    again = 0 if avoided(turn, blamed) else 1  # needed though it was counted out: the back-off runs already
+    times = turn.durable.avoided.get(record.address, 0) + again
+    backoff = _backoff(times)
     why = f"its connection to another member broke {feud.times} generations ({pair.replace('|', ' and ')})"
     turn.mark(blamed, shunned=True, why=why)
     turn.keep(
         feuds={name: other for name, other in turn.durable.feuds.items() if blamed not in name.split("|")},
         avoided={**turn.durable.avoided, record.address: times},
     )
-    turn.change(avoided_until={**turn.job.avoided_until, record.address: turn.now + backoff})
+    if again:
+        turn.change(avoided_until={**turn.job.avoided_until, record.address: turn.now + backoff})
     turn.note("lost", f"worker {blamed} is counted out for {backoff:g} s: {why}", blamed)
+
+
+def _backoff(times: int) -> float:
+    return min(FIRST_BACKOFF * 2.0 ** (times - 1), LONGEST_BACKOFF)
 
 
 def forget(turn: Turn) -> None:
@@ -97,10 +103,7 @@ def forget(turn: Turn) -> None:
 
 def restarted(turn: Turn) -> None:
     """A controller does not know how much of a back-off is over: it begins anew."""
-    until = {
-        address: turn.now + min(FIRST_BACKOFF * 2 ** (times - 1), LONGEST_BACKOFF)
-        for address, times in turn.durable.avoided.items()
-    }
+    until = {address: turn.now + _backoff(times) for address, times in turn.durable.avoided.items()}
     turn.change(avoided_until=until)
 
 

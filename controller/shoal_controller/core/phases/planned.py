@@ -73,7 +73,7 @@ def settle(turn: Turn, world: Plan) -> None:
         return
     turn.keep(number=number, planned=(*turn.durable.planned, plan))
     turn.change(wishes={**turn.job.wishes, number: wished})
-    timeline.planned(turn, plan, world)
+    timeline.planned(turn, plan, newest)
     for worker in dict.fromkeys(member.worker for member in (*world.members, *plan.members)):
         tell(turn, worker)
 

@@ -93,11 +93,8 @@ def failed(turn: Turn, worker: WorkerId, why: str) -> None:
         spawned={name: at for name, at in turn.job.spawned.items() if name != worker},
     )
     if failures > turn.spec.max_restarts:
-        ending.fail(
-            turn,
-            f"worker {worker} failed, the {failures}th failure without a committed step in between (max_restarts is "
-            f"{turn.spec.max_restarts}): {why}",
-        )
+        limit = f"max_restarts is {turn.spec.max_restarts}"
+        ending.fail(turn, f"{failures} workers failed without a committed step in between ({limit}); {worker}: {why}")
 
 
 # ---- leaving

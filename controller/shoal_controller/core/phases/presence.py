@@ -16,6 +16,7 @@ from shoal_controller.core.effects import Probe
 from shoal_controller.core.events import Disconnected, Exited, Probed, Spawned
 from shoal_controller.core.job import Job, Pinged, Process
 from shoal_controller.core.phases import population
+from shoal_controller.core.phases.current import is_member
 from shoal_controller.core.turn import Turn
 
 PING_SECONDS = 0.5
@@ -42,6 +43,7 @@ def disconnected(turn: Turn, event: Disconnected) -> None:
     record = turn.record(worker)
     if record.ending is None:
         turn.note("disconnected", f"worker {worker} on {record.host}: its connection ended ({event.why})", worker)
+    if _death_matters(turn, record):
         turn.change(probed={name: at for name, at in turn.job.probed.items() if name != worker})
         _probe(turn, worker)
 
@@ -94,12 +96,20 @@ def confirm(turn: Turn, worker: WorkerId, why: str) -> None:
 def watch(turn: Turn) -> None:
     """Probe who has no stream, ask who is silent, count out who does not answer."""
     for worker, record in turn.durable.roster.items():
-        if record.ending is None and record.standing is not Standing.DEAD and record.incarnation:
+        if _death_matters(turn, record):
             process = turn.process(worker)
             if process is None or process.connection is None:
                 _probe(turn, worker)
     if not reconnecting(turn):
         _count_out(turn, [worker for worker in _unanswering(turn) if not cut_off(turn.job, turn.now)])
+
+
+def _death_matters(turn: Turn, record: Record) -> bool:
+    """Whether anybody waits to know: of one that was told to end, only while a world with it might train."""
+    if record.standing is Standing.DEAD or not record.incarnation:
+        return False
+    worlds = (turn.durable.current, *turn.durable.planned)
+    return record.ending is None or any(is_member(plan, record.worker) for plan in worlds)
 
 
 def reconnecting(turn: Turn) -> bool:

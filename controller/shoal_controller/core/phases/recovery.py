@@ -231,6 +231,7 @@ def _send(turn: Turn, plan: Plan) -> None:
         prepare_seconds=round(turn.now - attempt.since, 3),
     )
     for member in plan.members:
+        turn.mark(member.worker, shunned=False)  # one that was counted out for its connection, but is needed
         tell(turn, member.worker)
 
 

@@ -125,6 +125,6 @@ def _last_ones_grace(turn: Turn, world: Plan) -> None:
     if not all(turn.record(worker).leaving for worker in members) or planned.waiting_newcomers(turn, world):
         return
     if all(turn.now >= turn.job.drain_ends.get(worker, turn.now) for worker in members):
-        turn.note("lost", f"{', '.join(members)} leave and nobody is here to go on: the state goes with them")
+        turn.note("lost", f"the last to leave ({', '.join(members)}) have nobody to leave their state to: it is lost")
         for worker in members:
             population.dismiss_last(turn, worker)

@@ -12,14 +12,14 @@ from shoal_controller.core.phases.known import known_step
 from shoal_controller.core.turn import Turn
 
 
-def planned(turn: Turn, plan: Plan, world: Plan) -> None:
-    """A planned change was made."""
-    before, after = {m.worker for m in world.members}, {m.worker for m in plan.members}
+def planned(turn: Turn, plan: Plan, newest: Plan) -> None:
+    """A planned change was made; `newest` is the plan that it goes on from, or takes the place of."""
+    before, after = {m.worker for m in newest.members}, {m.worker for m in plan.members}
     moves = [f"{', '.join(sorted(after - before))} in"] * bool(after - before)
     moves += [f"{', '.join(sorted(before - after))} out"] * bool(before - after)
     filling = sum(len(fill.blocks) for fill in plan.fills)
     moves += [f"{filling} blocks to fill"] * bool(filling)
-    what = "; ".join(moves) or "balance"
+    what = "; ".join(moves) or "what was filled is promoted, lanes are balanced"
     turn.note(
         "plan",
         f"generation {plan.generation} is to replace {plan.base} ({plan.reason.value}): {what}",

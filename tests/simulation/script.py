@@ -1,0 +1,212 @@
+"""Scenarios: a transcript of commands, each followed by what it leads to.
+
+    job workers=3 lanes=6 blocks=12 launcher=none
+    > start
+    > until step 2
+    > kill w2 at vote
+    > until settled
+
+A job's line and the lines with `>` are commands; the lines below one are its effects, which `play` gives back. Nothing
+is left to chance, so a transcript changes only where the behaviour does. docs/simulation.md lists the commands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from shoal_controller.core.events import Cancel, DrainWorker, Pause, Resume, Scale
+from shoal_controller.core.view import view
+
+from .seeds import settled
+from .simulation import Simulation
+from .watch import Violation
+from .worker import SimWorker
+
+PATIENCE_SECONDS = 60.0
+
+
+class Impatient(Exception):
+    """What a scenario waits for does not happen."""
+
+
+def play(text: str) -> str:
+    """The transcript of a scenario, made anew."""
+    lines = [line.rstrip() for line in text.splitlines()]
+    comments = [line for line in lines if line.startswith("#")]
+    job = next(line for line in lines if line.startswith("job "))
+    script = Script(job)
+    told = [*comments, job]
+    for command in (line for line in lines if line.startswith("> ")):
+        told.append(command)
+        try:
+            script.do(command[2:])
+        except (Violation, Impatient) as error:
+            told += [*script.effects(), f"  !! {error}"]
+            break
+        told += script.effects()
+    return "\n".join(told) + "\n"
+
+
+class Script:
+    """One scenario being played."""
+
+    def __init__(self, job: str) -> None:
+        shape = dict(pair.split("=") for pair in job.split()[1:])
+        defaults: dict[str, object] = {
+            "still": True, "workers": 8, "wanted": shape.pop("workers"), "lanes": 8, "blocks": 8, "mirrors": 1,
+            "launcher": "none", "min_workers": 1, "max_steps": 1000,
+        }  # fmt: skip
+        numbers = {name: int(value) if value.isdigit() else value for name, value in shape.items()}
+        self.simulation = Simulation(0, **{**defaults, **numbers})
+        self._shown = 0
+
+    def do(self, command: str) -> None:
+        verb, *words = command.split()
+        getattr(self, f"do_{verb}")(*words)
+
+    def effects(self) -> Iterator[str]:
+        """What the last command led to."""
+        log = self.simulation.log
+        lines, self._shown = log[self._shown :], len(log)
+        return (f"  {line[10:]}" for line in lines if "controller: waiting | waiting for" not in line)
+
+    # ---- waiting
+
+    def _wait(self, what: str, is_so: Callable[[], bool]) -> None:
+        clock = self.simulation.clock
+        deadline = clock.now + PATIENCE_SECONDS
+        while not is_so():
+            if clock.now > deadline:
+                raise Impatient(f"waited in vain for {what}")
+            clock.step()
+
+    def _at(self, worker: str, words: tuple[str, ...]) -> SimWorker:
+        """The process of that id, once it is at a stage (`at vote`) or point (`at joining`)."""
+        if words:
+            stage = " ".join(words[1:])
+            self._wait(f"{worker} {' '.join(words)}", lambda: self._is_at(worker, stage))
+        return self.simulation.by_id(worker)
+
+    def _is_at(self, worker: str, stage: str) -> bool:
+        here = [process for process in self.simulation.workers() if process.membership.worker == worker]
+        return any(stage in (process.training.stage, process.membership.point.value) for process in here)
+
+    def do_until(self, what: str, *words: str) -> None:
+        simulation = self.simulation
+        if what == "step":
+            self._wait(f"step {words[0]}", lambda: simulation.watch.top >= int(words[0]))
+        elif what == "phase":
+            self._wait(f"phase {words[0]}", lambda: self._view().phase.value == words[0])
+        elif what == "generation":
+            self._wait(f"generation {words[0]}", lambda: self._view().generation == int(words[0]))
+        elif what == "settled":
+            begin = simulation.watch.commits
+            self._wait("everyone in one world that trains", lambda: settled(simulation, begin))
+        elif words[0] == "promises":
+            process = simulation.by_id(what)
+            self._wait(f"{what} promises {words[1]}", lambda: process.membership.newest_heard == int(words[1]))
+        else:
+            self._at(what, words)
+
+    def do_run(self, seconds: str) -> None:
+        self.simulation.clock.run_until(self.simulation.clock.now + float(seconds))
+
+    # ---- processes
+
+    def do_start(self) -> None:
+        self.simulation.host.start()
+        if self.simulation.spec.launcher == "none":
+            for _ in range(self.simulation.spec.wanted):
+                self.simulation.start_process()
+
+    def do_come(self, claimed: str = "") -> None:
+        self.simulation.start_process(claimed)
+
+    def do_kill(self, worker: str, *at: str) -> None:
+        self._at(worker, at).end(-9, "killed")
+
+    def do_fail(self, worker: str, *at: str) -> None:
+        self._at(worker, at).fail("ValueError: no such column")
+
+    def do_freeze(self, worker: str, *at: str) -> None:
+        self._at(worker, at).freeze()
+
+    def do_thaw(self, worker: str) -> None:
+        self.simulation.by_id(worker).thaw()
+
+    # ---- the network and the controller
+
+    def do_cut(self, *workers: str) -> None:
+        for worker in self._those(workers):
+            worker.set_cut(True)
+
+    def do_heal(self, *workers: str) -> None:
+        for worker in self._those(workers):
+            worker.set_cut(False)
+
+    def _those(self, workers: tuple[str, ...]) -> list[SimWorker]:
+        return self.simulation.workers() if workers == ("all",) else [self.simulation.by_id(name) for name in workers]
+
+    def do_sever(self, source: str, to: str) -> None:
+        """Whatever one has sent to the other and will send is lost; neither notices."""
+        self.simulation.groups.severed.add((self.simulation.by_id(source), self.simulation.by_id(to)))
+
+    def do_break(self, one: str, other: str) -> None:
+        self.simulation.break_between(self.simulation.by_id(one), self.simulation.by_id(other))
+
+    def do_feud(self, one: str, other: str) -> None:
+        """From now on no group that holds both can be built."""
+        pair = [self.simulation.by_id(one), self.simulation.by_id(other)]
+        self.simulation.feuds.add(frozenset(worker.pid for worker in pair))
+        self.simulation.break_between(*pair)
+
+    def do_hang(self, worker: str) -> None:
+        """Its stream breaks."""
+        stream = self.simulation.by_id(worker).session.stream
+        assert stream is not None
+        stream.break_off()
+
+    def do_controller(self, what: str, *words: str) -> None:
+        host = self.simulation.host
+        if what == "dies" and words:  # after N effects
+            host.crash_after = int(words[1])
+            self._wait("the controller's death", lambda: not host.alive)
+        elif what == "dies":
+            host.crash()
+        else:
+            host.start()
+
+    # ---- an operator
+
+    def do_drain(self, worker: str) -> None:
+        self.simulation.host.wish(DrainWorker(worker, 5.0))
+
+    def do_sigterm(self, worker: str) -> None:
+        self.simulation.by_id(worker).session.drains = True
+
+    def do_scale(self, workers: str) -> None:
+        self.simulation.host.wish(Scale(int(workers)))
+
+    def do_pause(self) -> None:
+        self.simulation.host.wish(Pause())
+
+    def do_resume(self) -> None:
+        self.simulation.host.wish(Resume())
+
+    def do_cancel(self) -> None:
+        self.simulation.host.wish(Cancel())
+
+    def _view(self) -> object:
+        return view(self.simulation.host.job, self.simulation.clock.now)
+
+    def do_show(self) -> None:
+        """What `shoal describe` would say."""
+        seen = self._view()
+        workers = [
+            f"{w.worker} {w.state.value} lanes {len(w.lanes)} blocks {w.blocks}+{w.mirrored_blocks}"
+            for w in seen.workers
+            if w.state.value not in ("lost", "left")
+        ]
+        self.simulation.say(f"{seen.phase.value}, generation {seen.generation}: {'; '.join(workers)}")
+        if seen.reason:
+            self.simulation.say(f"because {seen.reason}")

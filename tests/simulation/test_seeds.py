@@ -1,0 +1,35 @@
+"""Thousands of seeds: the real machine, planner and membership under everything that can go wrong, invariants held.
+
+`python -m tests.simulation.run` runs more of them, larger worlds, or one seed again (docs/simulation.md).
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from .run import many, replay_log
+
+SEEDS = int(os.environ.get("SHOAL_SIMULATION_SEEDS", "2000"))
+PARTS = 8
+PROCESSES = 2
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_no_seed_breaks_an_invariant(part: int) -> None:
+    count = SEEDS // PARTS
+    bad, happened = many(part * count, count, PROCESSES, {})
+    assert not bad, f"{bad[:5]}\n\nthe event log of seed {bad[0][0]}:\n{replay_log(bad[0][0])}"
+    assert happened["faults"] > count, "the seeds have drawn next to no faults"
+    assert happened["still training"] > count / 4, "most jobs ended before their faults were over"
+
+
+def test_a_seed_gives_the_same_history_again() -> None:
+    assert replay_log(7) == replay_log(7)
+
+
+def test_a_large_world_holds_too() -> None:
+    bad, _ = many(0, 8, 1, {"workers": 12, "blocks": 256})
+    assert not bad, f"{bad}\n\n{replay_log(bad[0][0], workers=12, blocks=256)}"
