@@ -130,6 +130,8 @@ def settle(turn: Turn) -> None:
 
 def _prepare(turn: Turn, attempt: Attempt) -> None:
     """All who are asked have answered, and no world may train any more: make the plan."""
+    if attempt.start and len(asked(turn)) < turn.spec.min_workers:
+        return _too_few(turn)
     waiting = unanswered(turn, attempt)
     if waiting:
         _wait(turn, attempt, f"waiting for {_names(waiting)} to stop")
@@ -137,7 +139,7 @@ def _prepare(turn: Turn, attempt: Attempt) -> None:
             _give_up(turn, waiting, "did not stop")
         return None
     if attempt.start:
-        return _make_start(turn, attempt)
+        return _send(turn, asking.for_start(turn, asked(turn), attempt))
     world = quorum(turn)
     if world is not None:
         unknown = [m.worker for m in world.members if not _is_dead(turn, m.worker)]
@@ -150,16 +152,12 @@ def _prepare(turn: Turn, attempt: Attempt) -> None:
     return _make(turn, attempt)
 
 
-def _make_start(turn: Turn, attempt: Attempt) -> None:
-    """A world of newcomers, if enough of them are left."""
-    workers = asked(turn)
-    if len(workers) < turn.spec.min_workers:
-        turn.note(
-            "waiting", f"only {len(workers)} workers are left to start with, min_workers is {turn.spec.min_workers}"
-        )
-        turn.keep(phase=Phase.WAITING)
-        return turn.change(attempt=None)
-    return _send(turn, asking.for_start(turn, workers, attempt))
+def _too_few(turn: Turn) -> None:
+    """Of those who were to start, not enough are left."""
+    least = turn.spec.min_workers
+    turn.note("waiting", f"only {len(asked(turn))} workers are left to start with, min_workers is {least}")
+    turn.keep(phase=Phase.WAITING)
+    turn.change(attempt=None)
 
 
 def _make(turn: Turn, attempt: Attempt) -> None:

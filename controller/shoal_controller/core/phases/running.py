@@ -38,7 +38,8 @@ def _at_its_end(turn: Turn, world: Plan) -> bool:
     living = [turn.process(m.worker) for m in world.members if turn.record(m.worker).serves]
     if not living:
         return bool(turn.durable.fingerprint)
-    return all(process is not None and process.status.done and process.status.ended for process in living)
+    ended = all(process is not None and process.status.done and process.status.ended for process in living)
+    return ended and bool(turn.durable.fingerprint)  # a status may come before the digests that it speaks of
 
 
 def _end(turn: Turn) -> None:

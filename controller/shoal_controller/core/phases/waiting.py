@@ -19,9 +19,11 @@ def settle(turn: Turn) -> None:
     ready = ready_to_start(turn)
     if not ready:
         return turn.change(ready_since=None) if turn.job.ready_since is not None else None
-    if turn.job.ready_since is None:
-        turn.change(ready_since=turn.now)
-    waited = turn.now - (turn.job.ready_since or turn.now)
+    since = turn.job.ready_since
+    if since is None:
+        since = turn.now
+        turn.change(ready_since=since)
+    waited = turn.now - since
     enough = len(ready) >= turn.durable.wanted
     if enough or (waited >= PATIENCE_SECONDS and len(ready) >= turn.spec.min_workers):
         chosen = ready[: planned.most_workers(turn)]

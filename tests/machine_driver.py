@@ -1,0 +1,181 @@
+"""Drives the job machine by hand: workers that say exactly what a test wants, and the effects of every event."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from shoal_controller.core.effects import Count, Effect, Kill, Note, Observe, Persist, Send, Spawn
+from shoal_controller.core.events import Connected, Disconnected, Event, Exited, Probed, Said, Started, Tick
+from shoal_controller.core.machine import from_json, new_job, restore, step, to_json, view
+from shoal_controller.core.spec import JobSpec, JobView
+from shoal_protos.description import Description
+from shoal_protos.messages import (
+    PROTOCOL_VERSION,
+    Heartbeat,
+    Hello,
+    Inventory,
+    Point,
+    Status,
+    Telemetry,
+    ToWorker,
+)
+from shoal_protos.plan import Plan
+from shoal_protos.runs import NO_BLOCKS, every
+
+MADE_OF = Description(8, 8, 4096, 1 << 15, 1, 0, 100, (), "AdamW", {}, {}, False, False)
+NEW = Status(0, 0, Point.WAITING, 0, -1, 0)
+
+
+class Driver:
+    """One job. `said` and `done` are the messages and other effects of the last event."""
+
+    def __init__(self, wanted: int = 2, made_of: Description = MADE_OF, **spec: Any) -> None:
+        self.spec = JobSpec("job", wanted, **spec)
+        self.made_of = made_of
+        self.job = new_job(self.spec, 0.0)
+        self.now = 0.0
+        self.effects: list[Effect] = []
+        self.connections: dict[str, int] = {}
+        self.statuses: dict[str, Status] = {}
+        self.sequence = 0
+        self._next = 0
+        self.feed(Started())
+
+    def feed(self, event: Event) -> list[Effect]:
+        self.job, self.effects = step(self.job, event, self.now)
+        return self.effects
+
+    def wait(self, seconds: float, beating: bool = True) -> list[Effect]:
+        """Time passes, in which all say their heartbeats; all effects of it."""
+        effects: list[Effect] = []
+        for _ in range(round(seconds / 0.5)):
+            self.now += 0.5
+            if beating:
+                for worker in list(self.connections):
+                    effects += self.beat(worker)
+            effects += self.feed(Tick())
+        self.effects = effects
+        return effects
+
+    def restart(self) -> None:
+        """Another controller, with what is in the store."""
+        self.job = restore(from_json(to_json(self.job.durable)), self.now)
+        self.connections = {}
+        self.feed(Started())
+
+    # ---- workers
+
+    def hello(self, worker: str, **fields: Any) -> list[Effect]:
+        status = fields.pop("status", self.statuses.get(worker, NEW))
+        hello = Hello(
+            PROTOCOL_VERSION, "job", worker, f"inc-{worker}", f"{worker}:1", "host", 7, "", self.made_of, status
+        )
+        self._next += 1
+        self.connections[worker] = self._next
+        self.statuses[worker] = status
+        return self.feed(Connected(self._next, replace(hello, **fields)))
+
+    def beat(self, worker: str, telemetry: Telemetry | None = None, **fields: Any) -> list[Effect]:
+        self.sequence += 1
+        status = self.statuses[worker] = replace(self.statuses[worker], sequence=self.sequence, **fields)
+        return self.say(worker, Heartbeat(status, telemetry or Telemetry()))
+
+    def say(self, worker: str, message: Any) -> list[Effect]:
+        return self.feed(Said(self.connections[worker], message))
+
+    def die(self, worker: str) -> None:
+        """Its stream breaks, and its host refuses its port."""
+        self.feed(Disconnected(self.connections.pop(worker), "reset"))
+        self.feed(Probed(worker, f"inc-{worker}", True))
+
+    def exit(self, worker: str, code: int | None = -9, why: str = "killed", tail: str = "") -> list[Effect]:
+        self.connections.pop(worker, None)
+        return self.feed(Exited(worker, code, why, tail))
+
+    # ---- the way to a world
+
+    def start(self, workers: int) -> None:
+        """A world of so many trains its first steps."""
+        for number in range(workers):
+            self.hello(f"w{number}")
+        self.recover()
+
+    def recover(self) -> None:
+        """Everybody asked stops, tells what it holds, and gets ready; the world opens and trains."""
+        attempt = self.job.attempt
+        assert attempt is not None
+        for worker, status in list(self.statuses.items()):
+            if worker in self.connections:
+                self.stop(worker, status)
+        plan = self.planned()
+        for member in plan.members:
+            self.beat(member.worker, point=Point.READY, promised=plan.generation)
+        for member in plan.members:
+            self.train(member.worker, plan)
+
+    def stop(self, worker: str, status: Status) -> None:
+        attempt = self.job.attempt
+        if attempt is None:
+            return
+        point = Point.STOPPED if status.generation else Point.WAITING
+        self.beat(worker, point=point, promised=attempt.number)
+        held = status.holds if status.step >= 0 else NO_BLOCKS
+        parameters = every(self.made_of.blocks) if status.step >= 0 else NO_BLOCKS
+        record = b"r" if status.step > 0 else b""
+        self.say(
+            worker,
+            Inventory(
+                attempt.number, status.generation, status.step, status.committed_in, record, held, NO_BLOCKS, parameters
+            ),
+        )
+
+    def train(self, worker: str, plan: Plan, steps: int = 1) -> None:
+        """It is in the plan's world and has committed steps in it."""
+        rank = plan.rank_of(worker, f"inc-{worker}")
+        assert rank is not None
+        before = plan.recovery.step if plan.recovery is not None else self.statuses[worker].step
+        self.beat(
+            worker, generation=plan.generation, point=Point.TRAINING, promised=plan.generation, step=before + steps,
+            committed_in=plan.generation, boundaries=steps, holds=plan.shares[rank].keeps, current=True,
+        )  # fmt: skip
+
+    def planned(self) -> Plan:
+        """The plan of the recovery under way."""
+        assert self.job.attempt is not None and self.job.attempt.plan is not None, self.job.attempt
+        return self.job.attempt.plan
+
+    # ---- what came of it
+
+    def said(self, worker: str) -> list[ToWorker]:
+        connection = self.connections.get(worker)
+        return [
+            effect.message for effect in self.effects if isinstance(effect, Send) and effect.connection == connection
+        ]
+
+    def of(self, *kinds: type) -> list[Any]:
+        return [effect for effect in self.effects if isinstance(effect, kinds)]
+
+    @property
+    def spawned(self) -> list[str]:
+        return [effect.worker for effect in self.of(Spawn)]
+
+    @property
+    def killed(self) -> list[str]:
+        return [effect.worker for effect in self.of(Kill)]
+
+    @property
+    def notes(self) -> list[str]:
+        return [effect.message for effect in self.of(Note)]
+
+    @property
+    def metrics(self) -> list[tuple[str, float, dict[str, str]]]:
+        return [(effect.metric, effect.value, dict(effect.labels)) for effect in self.of(Count, Observe)]
+
+    @property
+    def persisted(self) -> bool:
+        return bool(self.of(Persist))
+
+    @property
+    def view(self) -> JobView:
+        return view(self.job, self.now)

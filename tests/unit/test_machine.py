@@ -1,0 +1,549 @@
+"""The job machine by hand: what one event does, and the sentences it says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+from machine_driver import MADE_OF, NEW, Driver
+from shoal_controller.core.durable import Leaving, Standing
+from shoal_controller.core.effects import Close, Persist, Send
+from shoal_controller.core.events import (
+    Cancel,
+    Disconnected,
+    DrainWorker,
+    Event,
+    Exited,
+    Pause,
+    Resume,
+    Save,
+    Scale,
+    Spawned,
+)
+from shoal_controller.core.machine import SETTLE, TABLE
+from shoal_controller.core.spec import Phase, State
+from shoal_protos.errors import Conflict, NotFound, UserError
+from shoal_protos.messages import (
+    Ask,
+    Carry,
+    Change,
+    Drain,
+    Ending,
+    Open,
+    Point,
+    Prepare,
+    Refusal,
+    Result,
+    Shutdown,
+    Telemetry,
+    Welcome,
+)
+
+
+def test_the_table_has_an_answer_to_every_event_in_every_phase() -> None:
+    assert set(TABLE) == {(phase, event) for phase in Phase for event in get_args(Event)}
+    assert {phase for phase in Phase if phase not in SETTLE} == {Phase.PAUSED}, "paused is running without steps"
+
+
+# ---- the start
+
+
+def test_a_job_starts_when_all_wanted_workers_are_ready() -> None:
+    job = Driver(wanted=2)
+    job.hello("w0")
+    assert job.said("w0") == [Welcome("w0", 1.0, 10.0, 1800.0)]
+    assert job.view.reason.startswith("1 of 2 workers ready, 0 more are starting")
+    job.hello("w1")
+    assert job.said("w1")[-1] == Prepare(1)
+    assert isinstance(job.effects[0], Persist), "the number is in the store before anyone hears of it"
+    assert job.view.phase is Phase.STARTING
+
+
+def test_a_job_starts_with_min_workers_ten_seconds_after_the_first() -> None:
+    job = Driver(wanted=3, min_workers=2)
+    job.hello("w0")
+    job.hello("w1")
+    job.wait(9.5)
+    assert job.view.reason == "2 of 3 workers ready, 0 more are starting; waiting since 10 s"
+    assert job.view.phase is Phase.WAITING
+    job.wait(0.5)
+    assert job.view.phase is Phase.STARTING
+
+
+def test_a_job_below_min_workers_says_what_it_waits_for() -> None:
+    job = Driver(wanted=3, min_workers=3)
+    job.hello("w0")
+    job.hello("w1", status=replace(NEW, point=Point.REHEARSING))
+    job.wait(12)
+    assert job.view.reason == "1 of 3 workers ready, min_workers is 3, 1 more are starting; waiting since 12 s"
+
+
+def test_a_world_opens_when_all_are_ready_and_is_stored_before_it_is_said() -> None:
+    job = Driver(wanted=2)
+    job.hello("w0")
+    job.hello("w1")
+    for worker in ("w0", "w1"):
+        job.stop(worker, NEW)
+    plan = job.planned()
+    job.beat("w0", point=Point.READY, promised=1)
+    assert job.said("w0") == []
+    job.beat("w1", point=Point.READY, promised=1)
+    assert isinstance(job.effects[0], Persist)
+    opened = [effect.message for effect in job.of(Send)]
+    assert opened == [Open(1), Open(1)]
+    assert job.job.durable.current == plan
+    assert job.view.phase is Phase.RUNNING
+
+
+def test_a_worker_lost_during_the_start_means_the_next_number() -> None:
+    job = Driver(wanted=3, min_workers=2)
+    job.start_workers = [job.hello(f"w{n}") for n in range(3)]
+    for worker in ("w0", "w1", "w2"):
+        job.stop(worker, NEW)
+    job.die("w1")
+    assert job.job.attempt.number == 2
+    job.recover()
+    assert [member.worker for member in job.job.durable.current.members] == ["w0", "w2"]
+
+
+def test_too_few_left_during_the_start_go_back_to_waiting() -> None:
+    job = Driver(wanted=2, min_workers=2)
+    job.hello("w0")
+    job.hello("w1")
+    job.die("w1")
+    assert job.view.phase is Phase.WAITING
+    assert "only 1 workers are left to start with, min_workers is 2" in job.notes
+
+
+def test_a_number_exceeds_every_hello_and_the_manifest_of_a_checkpoint() -> None:
+    job = Driver(wanted=1)
+    job.hello("w0", next_generation=41)
+    assert job.said("w0")[-1] == Prepare(42)
+
+
+# ---- who may take part
+
+
+def refusal(job: Driver) -> str:
+    sends = [effect.message for effect in job.of(Send)]
+    assert len(sends) == 1 and isinstance(sends[0], Refusal), sends
+    assert job.of(Close)
+    return sends[0].sentence
+
+
+def test_another_protocol_version_is_refused() -> None:
+    job = Driver()
+    job.hello("w0", version=9)
+    assert "speaks protocol version 9, this controller 1" in refusal(job)
+
+
+def test_another_config_is_refused_and_the_job_is_unharmed() -> None:
+    job = Driver(wanted=2)
+    job.start(2)
+    job.hello("w2", description=replace(MADE_OF, config={"optimizer.lr": "0.1"}))
+    assert "optimizer.lr is 0.1, the job's is not set" in refusal(job)
+    assert job.view.phase is Phase.RUNNING
+
+
+def test_more_workers_than_lanes_is_an_error_of_the_job() -> None:
+    job = Driver(wanted=9)
+    job.hello("w0")
+    assert refusal(job) == (
+        "job job asks for 9 workers, but its config has 8 lanes and every worker trains at least one. "
+        "Ask for at most 8 workers, or raise lanes."
+    )
+    assert job.view.phase is Phase.WAITING
+
+
+def test_a_launchers_worker_that_can_never_fit_fails_the_job_at_once() -> None:
+    job = Driver(wanted=9, launcher="local")
+    job.hello("w0")
+    assert job.view.phase is Phase.FAILED
+    assert "9 workers, but its config has 8 lanes" in job.view.reason
+
+
+def test_lanes_of_the_spec_must_be_those_of_the_config() -> None:
+    job = Driver(wanted=2, lanes=16)
+    job.hello("w0")
+    assert "has 8 lanes in its config, job job was submitted with 16" in refusal(job)
+
+
+def test_a_worker_of_a_world_that_the_store_does_not_know_is_refused() -> None:
+    job = Driver()
+    job.hello("w0", status=replace(NEW, generation=3, point=Point.TRAINING, step=9))
+    assert "generation 3, and the store of this controller knows none after 0" in refusal(job)
+
+
+def test_a_worker_without_an_id_gets_one_that_nobody_had() -> None:
+    job = Driver(wanted=3)
+    job.hello("w0")
+    job.hello("", incarnation="x")
+    assert job.of(Send)[0].message.worker == "w1"
+    job.hello("", incarnation="x")
+    assert job.of(Send)[0].message.worker == "w1", "the same process says hello again: it keeps its id"
+
+
+def test_an_id_is_never_used_twice_not_even_after_a_restart() -> None:
+    job = Driver(wanted=1, min_workers=1)
+    job.start(1)
+    job.hello("w1")
+    job.die("w1")
+    job.restart()
+    job.hello("w1", incarnation="another")
+    assert job.of(Send)[0].message.worker == "w2"
+
+
+def test_a_second_process_with_a_living_workers_id_is_refused() -> None:
+    job = Driver(wanted=2)
+    job.start(2)
+    job.hello("w1", incarnation="another", pid=99)
+    assert "worker w1 is in job job already, as process 7 on host; a second process (pid 99" in refusal(job)
+
+
+def test_a_worker_that_reconnects_keeps_its_place_and_its_old_stream_is_closed() -> None:
+    job = Driver(wanted=2)
+    job.start(2)
+    old = job.connections["w1"]
+    job.hello("w1")
+    assert [effect.connection for effect in job.of(Close)] == [old]
+    job.feed(Disconnected(old, "late"))
+    assert job.view.workers[1].state is State.ACTIVE
+
+
+# ---- an operator's wishes
+
+
+def refused(job: Driver, wish: Event) -> str:
+    before = job.job
+    with pytest.raises(UserError) as error:
+        job.feed(wish)
+    assert job.job is before
+    return str(error.value)
+
+
+def test_scaling_outside_the_bounds_names_both() -> None:
+    job = Driver(wanted=3, min_workers=2, max_workers=5)
+    assert refused(job, Scale(6)) == "job job cannot be scaled to 6 workers; allowed are from 2 to 5."
+    assert refused(job, Scale(1)) == "job job cannot be scaled to 1 workers; allowed are from 2 to 5."
+
+
+def test_scaling_is_bounded_by_lanes_where_no_maximum_is_given() -> None:
+    job = Driver(wanted=2)
+    job.start(2)
+    assert refused(job, Scale(9)) == "job job cannot be scaled to 9 workers; allowed are from 1 to 8."
+
+
+def test_draining_an_unknown_worker_names_those_there_are() -> None:
+    job = Driver(wanted=2)
+    job.start(2)
+    with pytest.raises(NotFound):
+        job.feed(DrainWorker("w7"))
+    assert refused(job, DrainWorker("w7")) == "job job has no worker w7; its workers are: w0, w1."
+
+
+def test_the_last_worker_is_not_drained_without_a_checkpoint() -> None:
+    job = Driver(wanted=1)
+    job.start(1)
+    assert "worker w0 is the last one of job job: its state would be lost" in refused(job, DrainWorker("w0"))
+
+
+def test_the_last_worker_may_go_when_a_newcomer_is_ready() -> None:
+    job = Driver(wanted=1)
+    job.start(1)
+    job.hello("w1")
+    job.feed(DrainWorker("w0", 7.0))
+    assert Drain(7.0, 1) in job.said("w0") or Drain(7.0, 2) in job.said("w0")
+    assert job.view.workers[0].state is State.DRAINING
+
+
+def test_draining_twice_or_resuming_what_is_not_paused_is_a_conflict() -> None:
+    job = Driver(wanted=2)
+    job.start(2)
+    job.feed(DrainWorker("w1"))
+    assert refused(job, DrainWorker("w1")) == "worker w1 is being drained already."
+    assert refused(job, Resume()) == "job job is not paused; it is running."
+    job.feed(Pause())
+    assert refused(job, Pause()) == "job job is paused already."
+
+
+def test_a_checkpoint_without_a_path_is_refused() -> None:
+    job = Driver(wanted=1)
+    job.start(1)
+    assert "set checkpoint.path" in refused(job, Save())
+
+
+def test_a_checkpoint_is_asked_of_one_member() -> None:
+    job = Driver(wanted=1, made_of=replace(MADE_OF, can_checkpoint=True))
+    job.start(1)
+    job.feed(Save())
+    assert [type(message) for message in job.said("w0")] == [Ask]
+
+
+def test_a_job_that_is_over_refuses_wishes_and_says_why() -> None:
+    job = Driver(wanted=2)
+    job.feed(Cancel())
+    assert refused(job, Scale(2)) == "job job is over (cancelled): cancelled before it had a world that trains."
+    with pytest.raises(Conflict):
+        job.feed(Pause())
+
+
+# ---- the population
+
+
+def test_the_launcher_starts_what_is_wanted_and_the_ids_are_stored_first() -> None:
+    job = Driver(wanted=3, launcher="local")
+    assert job.spawned == ["w0", "w1", "w2"]
+    assert isinstance(job.effects[0], Persist)
+
+
+def test_a_lost_worker_is_replaced_at_once_with_a_new_id() -> None:
+    job = Driver(wanted=2, launcher="local")
+    job.start(2)
+    job.exit("w1")
+    assert job.spawned == ["w2"]
+    assert job.view.phase is Phase.RESIZING
+
+
+def test_workers_that_fail_again_and_again_are_replaced_later_and_later() -> None:
+    job = Driver(wanted=1, launcher="local", max_restarts=9)
+    times = []
+    for number in range(4):
+        job.exit(f"w{number}", 1, "exit status 1", "ValueError: no such file")
+        failed_at = job.now
+        while not job.spawned:
+            job.wait(0.5)
+        times.append(job.now - failed_at)
+    assert times == [0.0, 1.0, 2.0, 4.0]
+
+
+def test_after_max_restarts_the_job_fails_with_the_workers_reason_and_log() -> None:
+    job = Driver(wanted=1, launcher="local", max_restarts=0)
+    job.feed(Spawned("w0", 12, 1.0, "/logs/w0.log"))
+    job.exit("w0", 1, "exit status 1", "Traceback…\nValueError: no such file")
+    assert job.view.phase is Phase.FAILED
+    assert job.view.reason == (
+        "1 workers failed without a committed step in between (max_restarts is 0); "
+        "w0: exit status 1 (log: /logs/w0.log)\nTraceback…\nValueError: no such file"
+    )
+
+
+def test_a_committed_step_forgives_failures() -> None:
+    job = Driver(wanted=2, launcher="local", max_restarts=1)
+    job.start(2)
+    job.exit("w1", 1, "exit status 1")
+    assert job.job.durable.failures == 1
+    job.recover()
+    assert job.job.durable.failures == 0
+
+
+def test_a_worker_killed_by_a_signal_after_it_trained_is_no_failure() -> None:
+    job = Driver(wanted=2, launcher="local", max_restarts=0)
+    job.start(2)
+    job.exit("w1", -9)
+    assert job.view.phase is Phase.RESIZING
+    assert job.job.durable.failures == 0
+
+
+def test_a_failure_that_is_the_jobs_fails_it_at_once() -> None:
+    job = Driver(wanted=2, launcher="local")
+    job.start(2)
+    job.say("w0", Result(3, failure="lr of group 0 differs", everyone=True))
+    assert job.view.phase is Phase.FAILED
+    assert job.view.reason == "worker w0: lr of group 0 differs"
+    assert [effect.message.ending for effect in job.of(Send)] == [Ending.FAILED, Ending.FAILED]
+
+
+def test_a_worker_that_says_it_failed_counts_as_dead() -> None:
+    job = Driver(wanted=2)
+    job.start(2)
+    job.say("w1", Result(3, failure="RuntimeError: in the optimizer"))
+    assert job.job.durable.roster["w1"].standing is Standing.DEAD
+    assert job.view.phase is Phase.RESIZING
+
+
+def test_a_process_that_never_says_hello_is_killed_and_replaced() -> None:
+    job = Driver(wanted=1, launcher="local", stall_seconds=20)
+    assert job.spawned == ["w0"]
+    job.wait(21)
+    assert job.killed == ["w0"]
+    assert job.spawned == ["w1"]
+
+
+def test_scaling_down_lets_the_youngest_go() -> None:
+    job = Driver(wanted=3, launcher="local")
+    job.start(3)
+    job.feed(Scale(2))
+    assert job.job.durable.roster["w2"].leaving is Leaving.SCALE_DOWN
+    assert job.view.workers[2].state is State.DRAINING
+    assert not job.spawned
+
+
+def test_a_drain_does_not_change_what_is_wanted() -> None:
+    job = Driver(wanted=2, launcher="local")
+    job.start(2)
+    job.feed(DrainWorker("w0"))
+    assert job.spawned == ["w2"]
+    assert job.view.wanted == 2
+
+
+# ---- losses
+
+
+def test_a_refused_connection_confirms_a_death_and_the_others_are_prepared() -> None:
+    job = Driver(wanted=3)
+    job.start(3)
+    job.die("w2")
+    prepared = [effect.message for effect in job.of(Send)]
+    assert prepared == [Prepare(2), Prepare(2)]
+    job.recover()
+    assert job.view.generation == 2
+    assert job.view.resizes[-1].reason == "kill"
+
+
+def test_a_thread_in_the_users_code_has_until_stall_seconds_to_stop() -> None:
+    job = Driver(wanted=2, stall_seconds=30)
+    job.start(2)
+    job.die("w1")
+    job.wait(29)
+    assert job.view.phase is Phase.RESIZING
+    assert "waiting for w0 to stop" in job.view.reason
+    job.wait(2)
+    assert any("did not stop within 30 s (stall_seconds)" in note for note in job.notes)
+
+
+def test_a_lagging_worker_is_told_again_with_its_heartbeat() -> None:
+    job = Driver(wanted=2)
+    job.hello("w0")
+    job.hello("w1")
+    job.now += 2
+    job.beat("w0")
+    assert job.said("w0") == [Prepare(1)]
+    job.beat("w0")
+    assert job.said("w0") == [], "but at most once an interval"
+
+
+def test_an_older_status_says_nothing() -> None:
+    job = Driver(wanted=2)
+    job.start(2)
+    sequence = job.statuses["w0"].sequence
+    job.sequence = sequence - 2
+    job.beat("w0", step=0, point=Point.STOPPED)
+    assert job.view.phase is Phase.RUNNING
+
+
+def test_a_planned_change_is_stored_and_then_sent_to_members_and_newcomers() -> None:
+    job = Driver(wanted=2)
+    job.start(2)
+    job.hello("w2")
+    assert isinstance(job.effects[0], Persist)
+    carried = [effect.message for effect in job.of(Send) if isinstance(effect.message, Carry)]
+    assert len(carried) == 3
+    assert {carry.plan.base for carry in carried} == {1}
+    assert job.job.durable.planned == (carried[0].plan,)
+
+
+def test_a_planned_change_is_seen_to_have_begun_from_any_members_status() -> None:
+    job = Driver(wanted=2)
+    job.start(2)
+    job.hello("w2")
+    plan = job.job.durable.planned[0]
+    job.train("w0", plan)
+    assert job.job.durable.current == plan
+    assert job.job.durable.planned == ()
+    assert job.view.resizes[-1].reason == "join"
+
+
+# ---- the end
+
+
+def finish(job: Driver) -> None:
+    for worker in ("w0", "w1"):
+        job.say(worker, Result(100, "cafe", 0.5))
+        job.beat(worker, done=True, step=100)
+    for worker in ("w0", "w1"):
+        job.beat(worker, ended=True)
+
+
+def test_a_job_ends_when_all_have_ended_their_scripts() -> None:
+    job = Driver(wanted=2)
+    job.start(2)
+    finish(job)
+    assert job.view.phase is Phase.SUCCEEDED
+    assert job.view.fingerprint == "cafe"
+    assert job.view.step == 100
+    assert [effect.message.ending for effect in job.of(Send)] == [Ending.DONE, Ending.DONE]
+
+
+def test_digests_that_differ_fail_the_job() -> None:
+    job = Driver(wanted=2)
+    job.start(2)
+    job.say("w0", Result(100, "cafe", 0.5))
+    job.say("w1", Result(100, "beef", 0.5))
+    assert job.view.phase is Phase.FAILED
+    assert "Their states differ" in job.view.reason
+
+
+def test_a_worker_that_comes_back_to_a_job_that_is_over_is_told_how_it_ended() -> None:
+    job = Driver(wanted=2)
+    job.start(2)
+    finish(job)
+    job.hello("w1")
+    assert [type(effect.message) for effect in job.of(Send)] == [Shutdown]
+    assert job.of(Close)
+
+
+def test_processes_that_do_not_end_with_their_job_are_killed() -> None:
+    job = Driver(wanted=2, launcher="local")
+    job.start(2)
+    job.feed(Cancel())
+    assert job.said("w0") and isinstance(job.said("w0")[0], Ask)
+    job.wait(10.5)
+    assert job.view.phase is Phase.CANCELLED
+    job.exit("w0", 0, "exit status 0")
+    job.wait(10.5)
+    assert job.killed == ["w1"]
+
+
+# ---- what people see
+
+
+def test_the_figures_of_a_change_are_whole_when_all_members_have_told() -> None:
+    job = Driver(wanted=3)
+    job.start(3)
+    job.now = 1.0
+    job.die("w2")
+    job.now = 1.25
+    job.recover()
+    world = job.job.durable.current
+    for number, member in enumerate(world.members):
+        phases = {"prepare": 0.1, "first_step": 0.2 + number}
+        told = Change(2, 1, 0.3 + number, phases, 4, 1000, "w9 to build")
+        job.beat(member.worker, telemetry=Telemetry(changes=(told,)))
+    assert ("shoal_blocks_promoted_total", 8, {}) in job.metrics
+    assert ("shoal_repartition_bytes_total", 2000, {"source": "peer"}) in job.metrics
+    assert ("shoal_resize_seconds", 1.2, {"phase": "first_step"}) in job.metrics
+    resize = job.view.resizes[-1]
+    assert (resize.pause_seconds, resize.promoted_blocks, resize.pause_bytes) == (1.3, 8, 2000)
+    assert set(resize.phases) == {"detect", "prepare", "first_step"}
+    assert any("paused training for 1.300 s, 8 blocks promoted" in note for note in job.notes)
+
+
+def test_every_opened_world_is_counted_with_its_reason() -> None:
+    job = Driver(wanted=2)
+    job.hello("w0")
+    job.hello("w1")
+    for worker in ("w0", "w1"):
+        job.stop(worker, NEW)
+    for worker in ("w0", "w1"):
+        job.beat(worker, point=Point.READY, promised=1)
+    assert ("shoal_resizes_total", 1, {"reason": "start", "outcome": "done"}) in job.metrics
+
+
+def test_an_exit_that_was_asked_for_is_no_failure() -> None:
+    job = Driver(wanted=2, launcher="local")
+    job.start(2)
+    finish(job)
+    job.feed(Exited("w0", 0, "exit status 0"))
+    assert job.job.durable.failures == 0
+    assert job.view.phase is Phase.SUCCEEDED
