@@ -17,8 +17,8 @@ from shoal.exchange.gloo import build_gloo
 from shoal.exchange.group import Group, WorldChanged
 from shoal.exchange.letters import Letter, read_letter
 from shoal.exchange.meeting import Meeting, Stop
+from shoal.exchange.meeting_place import MeetingPlace
 from shoal.exchange.rendezvous import Rendezvous
-from shoal.exchange.store import OwnStore
 
 
 class Member:
@@ -26,13 +26,13 @@ class Member:
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
-        self.store = OwnStore("127.0.0.1")
+        self.place = MeetingPlace("127.0.0.1")
         self.groups: dict[int, Group] = {}
         self.stops: dict[int, Stop] = {}
         self.buffer = torch.zeros(1000)
 
     def address(self) -> str:
-        return self.store.address
+        return self.place.address
 
     def build(self, generation: int, rank: int, addresses: list[str], builder: int) -> str:
         stop = self.stops[generation] = Stop()

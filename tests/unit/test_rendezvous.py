@@ -1,4 +1,4 @@
-"""A process's store and the meetings over it: what is posted arrives, and no wait outlives its reason."""
+"""A process's meeting place and the meetings there: what is posted arrives, and no wait outlives its reason."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 from shoal.exchange.group import WorldChanged
 from shoal.exchange.meeting import Stop
+from shoal.exchange.meeting_place import HEAD, MOST_VALUE_BYTES, MeetingPlace, entry, reachable, split_address
 from shoal.exchange.rendezvous import Rendezvous
-from shoal.exchange.store import HEAD, MOST_VALUE_BYTES, OwnStore, entry, reachable, split_address
 
 PATIENCE_SECONDS = 20.0
 
 
 @pytest.fixture
-def store() -> Iterator[OwnStore]:
-    store = OwnStore("127.0.0.1")
-    yield store
-    store.close()
+def place() -> Iterator[MeetingPlace]:
+    place = MeetingPlace("127.0.0.1")
+    yield place
+    place.close()
 
 
 @pytest.fixture
@@ -31,10 +31,10 @@ def away() -> Iterator[Callable[..., Future[object]]]:
         yield threads.submit
 
 
-def test_every_guest_gets_what_was_posted_before_and_after_it_came(store: OwnStore) -> None:
-    first = Rendezvous(store.address, "g1", 2, Stop())
+def test_every_guest_gets_what_was_posted_before_and_after_it_came(place: MeetingPlace) -> None:
+    first = Rendezvous(place.address, "g1", 2, Stop())
     first.set("early", b"\x00\xff")
-    second = Rendezvous(store.address, "g1", 2, Stop())
+    second = Rendezvous(place.address, "g1", 2, Stop())
     first.set("late", b"later")
     assert (second.get("early"), second.get("late"), first.get("late")) == (b"\x00\xff", b"later", b"later")
     for guest in (first, second):
@@ -42,29 +42,29 @@ def test_every_guest_gets_what_was_posted_before_and_after_it_came(store: OwnSto
         guest.close()
 
 
-def test_all_are_here_only_when_all_are_here(store: OwnStore, away: Callable[..., Future[object]]) -> None:
-    guests = [Rendezvous(store.address, "g1", 3, Stop()) for _ in range(2)]
+def test_all_are_here_only_when_all_are_here(place: MeetingPlace, away: Callable[..., Future[object]]) -> None:
+    guests = [Rendezvous(place.address, "g1", 3, Stop()) for _ in range(2)]
     waiting = [away(guest.wait_for_all) for guest in guests]
     guests[0].set("said", b"")
     guests[1].set("heard", b"")
     assert not any(wait.done() for wait in waiting)
-    guests.append(Rendezvous(store.address, "g1", 3, Stop()))
+    guests.append(Rendezvous(place.address, "g1", 3, Stop()))
     for wait in waiting:
         wait.result(PATIENCE_SECONDS)
     for guest in guests:
         guest.close()
 
 
-def test_meetings_do_not_hear_each_other_and_leave_nothing_behind(store: OwnStore) -> None:
-    other = Rendezvous(store.address, "g2", 1, Stop())
+def test_meetings_do_not_hear_each_other_and_leave_nothing_behind(place: MeetingPlace) -> None:
+    other = Rendezvous(place.address, "g2", 1, Stop())
     other.set("key", b"other")
-    first = Rendezvous(store.address, "g1", 1, Stop())
+    first = Rendezvous(place.address, "g1", 1, Stop())
     first.set("key", b"first")
     assert first.get("key") == b"first"
     first.close()
     deadline, seen = threading.Event(), b"first"
-    while seen == b"first":  # until the store has noticed that it left
-        again = Rendezvous(store.address, "g1", 1, Stop())
+    while seen == b"first":  # until the place has noticed that it left
+        again = Rendezvous(place.address, "g1", 1, Stop())
         again.set("key", b"again")
         seen = again.get("key")
         again.close()
@@ -73,9 +73,9 @@ def test_meetings_do_not_hear_each_other_and_leave_nothing_behind(store: OwnStor
     other.close()
 
 
-def test_a_wait_ends_when_it_is_called_off(store: OwnStore, away: Callable[..., Future[object]]) -> None:
+def test_a_wait_ends_when_it_is_called_off(place: MeetingPlace, away: Callable[..., Future[object]]) -> None:
     stop = Stop()
-    guest = Rendezvous(store.address, "g1", 2, stop)
+    guest = Rendezvous(place.address, "g1", 2, stop)
     waiting = away(guest.wait_for_all)
     stop.set()
     with pytest.raises(WorldChanged, match="called off"):
@@ -86,11 +86,11 @@ def test_a_wait_ends_when_it_is_called_off(store: OwnStore, away: Callable[..., 
     guest.close()
 
 
-def test_a_meeting_that_was_called_off_before_is_not_entered(store: OwnStore) -> None:
+def test_a_meeting_that_was_called_off_before_is_not_entered(place: MeetingPlace) -> None:
     stop = Stop()
     stop.set()
     with pytest.raises(WorldChanged, match="called off"):
-        Rendezvous(store.address, "g1", 2, stop)
+        Rendezvous(place.address, "g1", 2, stop)
 
 
 def test_connecting_to_a_host_that_does_not_answer_is_called_off_too(away: Callable[..., Future[object]]) -> None:
@@ -110,18 +110,18 @@ def test_connecting_to_a_host_that_does_not_answer_is_called_off_too(away: Calla
             caller.close()
 
 
-def test_a_store_that_dies_and_one_that_is_dead_are_out_of_reach(away: Callable[..., Future[object]]) -> None:
-    store = OwnStore("127.0.0.1")
-    guest = Rendezvous(store.address, "g1", 2, Stop())
+def test_a_meeting_place_that_dies_and_one_that_is_dead_are_out_of_reach(away: Callable[..., Future[object]]) -> None:
+    place = MeetingPlace("127.0.0.1")
+    guest = Rendezvous(place.address, "g1", 2, Stop())
     waiting = away(guest.wait_for_all)
-    assert reachable(store.address)
-    store.close()
+    assert reachable(place.address)
+    place.close()
     with pytest.raises(WorldChanged, match="out of reach: it hung up"):
         waiting.result(PATIENCE_SECONDS)
     guest.close()
-    assert not reachable(store.address)
+    assert not reachable(place.address)
     with pytest.raises(WorldChanged, match=r"out of reach: .*refused"):
-        Rendezvous(store.address, "g1", 2, Stop())
+        Rendezvous(place.address, "g1", 2, Stop())
 
 
 @pytest.mark.parametrize(
@@ -136,9 +136,9 @@ def test_a_store_that_dies_and_one_that_is_dead_are_out_of_reach(away: Callable[
     ],
     ids=["nothing", "http", "noise", "no size", "too long", "no text"],
 )
-def test_garbage_on_the_port_harms_no_meeting(store: OwnStore, noise: bytes) -> None:
-    guest = Rendezvous(store.address, "g7", 1, Stop())
-    with socket.create_connection(split_address(store.address)) as stranger:
+def test_garbage_on_the_port_harms_no_meeting(place: MeetingPlace, noise: bytes) -> None:
+    guest = Rendezvous(place.address, "g7", 1, Stop())
+    with socket.create_connection(split_address(place.address)) as stranger:
         stranger.sendall(noise)
         stranger.shutdown(socket.SHUT_WR)
         stranger.settimeout(PATIENCE_SECONDS)
@@ -156,12 +156,12 @@ def _received(stranger: socket.socket) -> bytes:
         return b""
 
 
-def test_what_answers_at_the_address_may_be_no_store(away: Callable[..., Future[object]]) -> None:
+def test_what_answers_at_the_address_may_be_no_meeting_place(away: Callable[..., Future[object]]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         guest = Rendezvous(f"127.0.0.1:{listener.getsockname()[1]}", "g1", 2, Stop())
         connection, _ = listener.accept()
         connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-        with pytest.raises(WorldChanged, match="no store"):
+        with pytest.raises(WorldChanged, match="no meeting place"):
             guest.wait_for_all()
         guest.close()
         connection.close()

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from shoal.exchange.group import GATHER_TAG, RESERVED_TAGS, Group, WorldChanged
 from shoal.exchange.meeting import Meeting, Stop
+from shoal.exchange.meeting_place import split_address
 from shoal.exchange.rendezvous import Rendezvous
 from shoal.exchange.solo import SoloGroup
-from shoal.exchange.store import split_address
 
 ABORT_TAG = RESERVED_TAGS
 FOREVER = timedelta(days=1)
@@ -43,21 +43,21 @@ class _Gloo(Protocol):
 
 
 def build_gloo(meeting: Meeting, stop: Stop) -> Group:
-    """A `Transport`: meets the others over the builder's store and connects to each of them.
+    """A `Transport`: meets the others at the builder's place and connects to each of them.
 
     Stopped while it connects (milliseconds, unless a peer dies or freezes in them), it returns only when gloo gives up,
     30 s later: the caller does not wait for it.
     """
     if meeting.size == 1:
         return SoloGroup()
-    store = Rendezvous(meeting.addresses[meeting.builder], f"g{meeting.generation}", meeting.size, stop)
+    guest = Rendezvous(meeting.addresses[meeting.builder], f"g{meeting.generation}", meeting.size, stop)
     try:
-        store.wait_for_all()
-        gloo = _connected(store, meeting)
+        guest.wait_for_all()
+        gloo = _connected(guest, meeting)
     except RuntimeError as error:
         raise WorldChanged(f"the group of generation {meeting.generation} could not be built: {error}") from None
     finally:
-        store.close()
+        guest.close()
     group = GlooGroup(gloo, meeting.rank, meeting.size)
     if stop.is_set:
         group.abort()
@@ -66,13 +66,13 @@ def build_gloo(meeting: Meeting, stop: Stop) -> Group:
     return group
 
 
-def _connected(store: Rendezvous, meeting: Meeting) -> _Gloo:
+def _connected(guest: Rendezvous, meeting: Meeting) -> _Gloo:
     host, _ = split_address(meeting.addresses[meeting.rank])
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=host)]
     options._timeout = FOREVER
-    return cast(_Gloo, gloo(store, meeting.rank, meeting.size, options))
+    return cast(_Gloo, gloo(guest, meeting.rank, meeting.size, options))
 
 
 class _Posted:

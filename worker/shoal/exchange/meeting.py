@@ -22,9 +22,9 @@ class Meeting:
     generation: int
     rank: int
     addresses: tuple[str, ...]
-    """By rank: `HOST:PORT` of each member's store; gloo listens on the same host."""
+    """By rank: `HOST:PORT` of each member's meeting place; gloo listens on the same host."""
     builder: int
-    """The rank whose store the group is built over."""
+    """The rank at whose place the group is built."""
 
     @classmethod
     def of(cls, plan: Plan, rank: int) -> Meeting:
@@ -65,4 +65,4 @@ class Stop:
 
 
 Transport = Callable[[Meeting, Stop], Group]
-"""Builds the group of a meeting. Raises `WorldChanged` when stopped, or when a peer or the store is out of reach."""
+"""Builds the group of a meeting. Raises `WorldChanged` when stopped, or when somebody is out of reach."""

@@ -1,4 +1,4 @@
-"""A meeting over another process's store: what gloo asks for while it connects, in calls that can be called off.
+"""A meeting at another process's place: what gloo asks for while it connects, in calls that can be called off.
 
 Called on the builder's thread only. The stop shuts the connection down from outside, so every wait ends at once,
 whether the host is alive, frozen or gone.
@@ -14,14 +14,14 @@ from torch._C._distributed_c10d import Store
 
 from shoal.exchange.group import WorldChanged
 from shoal.exchange.meeting import Stop
-from shoal.exchange.store import ALL, HEAD, MOST_KEY_BYTES, MOST_VALUE_BYTES, entry, split_address
+from shoal.exchange.meeting_place import ALL, HEAD, MOST_KEY_BYTES, MOST_VALUE_BYTES, entry, split_address
 
 CONNECT_SECONDS = 5.0
-"""To reach the store of a process that was alive when the plan was made."""
+"""To reach the meeting place of a process that was alive when the plan was made."""
 
 
 class Rendezvous(Store):
-    """A guest at a meeting, as a store for gloo. Raises `WorldChanged` when it is called off or the store is lost.
+    """A guest at a meeting, as a store for gloo. Raises `WorldChanged` when it is called off or the place is lost.
 
     A reference must be kept as long as gloo uses it: C++ holds only its own half.
     """
@@ -91,7 +91,7 @@ class Rendezvous(Store):
         while key not in self._entries:
             name, size = HEAD.unpack(self._read(HEAD.size))
             if name > MOST_KEY_BYTES or size > MOST_VALUE_BYTES:
-                raise self._lost("what answers there is no store")
+                raise self._lost("what answers there is no meeting place")
             posted = self._read(name).decode(errors="replace")
             self._entries[posted] = self._read(size)
 
@@ -107,4 +107,4 @@ class Rendezvous(Store):
     def _lost(self, why: object) -> WorldChanged:
         if self._stop.is_set:
             return WorldChanged("the building of the group was called off")
-        return WorldChanged(f"the store at {self._address} is out of reach: {why}")
+        return WorldChanged(f"the meeting place at {self._address} is out of reach: {why}")

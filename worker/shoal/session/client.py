@@ -23,7 +23,7 @@ from shoal.core.membership import Membership
 from shoal.exchange.gloo import build_gloo
 from shoal.exchange.group import Group
 from shoal.exchange.meeting import Meeting, Stop, Transport
-from shoal.exchange.store import OwnStore
+from shoal.exchange.meeting_place import MeetingPlace
 from shoal.logs import get_logger
 from shoal.session.dialogue import Abort, Build, Dialogue, Effect, Process, Put
 from shoal.session.groups import Building, Groups
@@ -60,7 +60,7 @@ class ControllerLink:
         """Notified when the controller has welcomed us, refused us, or heard our last word."""
         self._last_word_heard = False
         self._closed = False
-        self._store: OwnStore | None = None
+        self._place: MeetingPlace | None = None
         self._dialogue: Dialogue | None = None
         self._thread: SessionThread | None = None
         self._term: TermSignal | None = None
@@ -81,10 +81,10 @@ class ControllerLink:
     # ---- on the training thread
 
     def introduce(self, description: Description, status: Status) -> None:
-        self._store = self._open_store()
+        self._place = self._open_place()
         hostname = socket.gethostname()
         process = Process(
-            self._settings.job, hostname, os.getpid(), self._settings.domain or hostname, self._store.address
+            self._settings.job, hostname, os.getpid(), self._settings.domain or hostname, self._place.address
         )
         self._dialogue = Dialogue(self._membership, process, description, status)
         self._term = install(harmless=lambda: self.dialogue.welcomed)
@@ -96,10 +96,10 @@ class ControllerLink:
             self.close()
             raise UserError(ending.reason)
 
-    def _open_store(self) -> OwnStore:
+    def _open_place(self) -> MeetingPlace:
         host = self._settings.own_host()
         try:
-            return OwnStore(host)
+            return MeetingPlace(host)
         except OSError as error:
             raise UserError(
                 f"no port can be opened on {host}: {error}. Set SHOAL_HOST to an address of this host."
@@ -192,8 +192,8 @@ class ControllerLink:
         if self._thread is not None:
             self._thread.close()
         uninstall(self._term)
-        if self._store is not None:
-            self._store.close()
+        if self._place is not None:
+            self._place.close()
 
     def _say(self) -> None:
         """Something may be due."""

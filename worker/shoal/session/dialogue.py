@@ -55,7 +55,7 @@ class Process:
     pid: int
     domain: str
     address: str
-    """Of its own store."""
+    """Of its own meeting place."""
 
 
 @dataclass(frozen=True, slots=True)

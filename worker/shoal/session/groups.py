@@ -18,8 +18,8 @@ from shoal_protos.plan import Plan
 from shoal.exchange.group import Group, WorldChanged
 from shoal.exchange.letters import read_letter
 from shoal.exchange.meeting import Meeting, Stop, Transport
+from shoal.exchange.meeting_place import reachable
 from shoal.exchange.routes import FIRST_MESSAGE
-from shoal.exchange.store import reachable
 from shoal.logs import get_logger
 
 MOST_BUILDERS = 64

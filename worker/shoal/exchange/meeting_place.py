@@ -1,4 +1,4 @@
-"""The store that each process opens at its start: boards on which the members of a generation leave their addresses.
+"""The meeting place that each process opens at its start: boards on which members of a generation leave addresses.
 
 Not torch's TCPStore: that one asks the name service about every connection it makes or takes (seconds, where names are
 served badly), and its client cannot be called off. Here a guest says which meeting it comes to and how many are
@@ -15,7 +15,7 @@ import struct
 import threading
 
 ALL = "all"
-"""Posted by the store itself once as many guests are here as are expected."""
+"""Posted by the place itself once as many guests are here as are expected."""
 
 HEAD = struct.Struct(">HI")
 """An entry: length of the key, length of the value; then both. A guest's first one is the meeting and its size."""
@@ -44,7 +44,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def reachable(address: str, seconds: float = 1.0) -> bool:
-    """Whether the process that opened this store can be connected to from here."""
+    """Whether the process that opened this place can be connected to from here."""
     try:
         socket.create_connection(split_address(address), timeout=seconds).close()
     except OSError:
@@ -77,8 +77,8 @@ class _Board:
             guest.write(news)
 
 
-class OwnStore:
-    """This process's store, served by a thread of its own."""
+class MeetingPlace:
+    """This process's own, served by a thread of its own."""
 
     def __init__(self, host: str) -> None:
         """Raises `OSError` where the host is not this one."""
@@ -89,7 +89,7 @@ class OwnStore:
         self._boards: dict[str, _Board] = {}
         self._visits: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self._running = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="shoal-store", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="shoal-meeting-place", daemon=True)
         self._thread.start()
         self._running.wait()
 
@@ -118,7 +118,7 @@ class OwnStore:
 
     def _receive(self, reader: asyncio.StreamReader, guest: asyncio.StreamWriter) -> None:
         guest.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        visit = asyncio.create_task(self._entertain(reader, guest), name="a guest of the store")
+        visit = asyncio.create_task(self._entertain(reader, guest), name="a guest")
         self._visits[visit] = guest
         visit.add_done_callback(self._visits.pop)
 
