@@ -192,7 +192,12 @@ class Worker:
         ending.at_exit()
 
     def _pass_the_gate(self) -> None:
-        self.wait(lambda: self.engine.global_step < self.crew.allowed or self.link.stopping)
+        """Not before the controller has come round, and no step that is not allowed."""
+        crew, rounds = self.crew, self.crew.rounds
+        crew.changed.notify_all()
+        self.wait(
+            lambda: self.link.stopping or (crew.rounds > rounds and self.engine.global_step < crew.allowed),
+        )
 
 
 class Crew:
@@ -210,7 +215,7 @@ class Crew:
         """The first assertion that failed on a worker's thread; the test fails of it."""
         self.allowed = 0
         """Steps that may be trained."""
-        self.now, self.beats = 0.0, 0
+        self.now, self.beats, self.rounds = 0.0, 0, 0
         self.job: Job = new_job(JobSpec("job", wanted=len(names)), 0.0)
         self._links: dict[int, CrewLink] = {}
         self._connections = 0
@@ -267,6 +272,13 @@ class Crew:
         self.allow(step)
         self.until(f"step {step}", lambda: all(w.engine.global_step >= step for w in self.members()))
 
+    def train_until(self, what: str, seen: Callable[[], bool]) -> None:
+        """Step by step until then; no more are begun."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not seen():
+            assert time.monotonic() < deadline, f"waited for {what}\n{self.story()}"
+            self.train_to(self.allowed + 1)
+
     def finish(self) -> str:
         """Until the job is over; returns its fingerprint."""
         self.allow()
@@ -282,8 +294,15 @@ class Crew:
                 if self.broken is not None:
                     raise self.broken
                 assert time.monotonic() < deadline, f"waited for {what}\n{self.story()}"
-                if not self._come_round() and not self.changed.wait(QUIET_SECONDS):
+                did = self._come_round()
+                self.changed.notify_all()
+                if not did and not self.changed.wait(QUIET_SECONDS):
                     self._beat()
+
+    def beat(self, intervals: int) -> None:
+        """So many heartbeat intervals pass."""
+        last = self.beats + intervals
+        self.until(f"{intervals} heartbeats", lambda: self.beats >= last)
 
     def members(self) -> list[Worker]:
         """Those of the world that live."""
@@ -326,6 +345,7 @@ class Crew:
     def _come_round(self) -> bool:
         """Carry what is said and built; whether there was anything."""
         did = False
+        self.rounds += 1
         for connection, link in tuple(self._links.items()):
             worker = next(w for w in self.workers.values() if w.link is link)
             if not worker.alive:

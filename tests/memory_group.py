@@ -110,8 +110,9 @@ class MemoryGroup:
     def await_(self, peer: int, done: Callable[[], bool]) -> None:
         gone = self.wire.gone
         self._wait(lambda: done() or self.rank in gone or peer in gone)
+        if done():
+            return
         if self.rank in gone:
             raise WorldChanged("the group was aborted")
-        if not done():
-            self._broken.add(peer)
-            raise WorldChanged(f"the connection to rank {peer} broke")
+        self._broken.add(peer)
+        raise WorldChanged(f"the connection to rank {peer} broke")

@@ -77,7 +77,7 @@ def test_the_norm_has_the_same_bits_at_1_2_and_4_threads_however_large_a_block_i
 
 
 def test_a_fused_kernel_on_the_blocks_of_two_holders_gives_the_bits_of_the_whole_tensor() -> None:
-    """On slices that are cut elsewhere single elements come out otherwise: one in some hundred updates of their tails."""
+    """On slices that are cut elsewhere, one update in some hundreds of a slice's last elements comes out otherwise."""
     generator, size = torch.Generator().manual_seed(0), 256 * 4096
     value = torch.randn(size, generator=generator)
     mine, theirs = nn.Module(), nn.Module()

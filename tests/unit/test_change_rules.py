@@ -1,0 +1,248 @@
+"""The rules of a change of the world that bits depend on, on real engines in one process (docs/rules.md lists them).
+
+Each test fails when its rule is broken: it was tried.
+"""
+
+from __future__ import annotations
+
+from crew import Crew, Task, Worker, undisturbed
+from shoal.engine import Engine
+from shoal_controller.core.events import DrainWorker, Pause, Resume
+from shoal_protos.messages import Point
+from shoal_protos.plan import Plan
+from shoal_protos.runs import NO_BLOCKS, Runs, every
+
+TASK = Task({"max_steps": 12, "dropout": 0.1})
+LONG = Task({"max_steps": 20})
+SLICES = Task({"max_steps": 12, "shoal": {"fill_bytes_per_step": 100_000}})
+"""Fills take several steps."""
+
+
+def keeps(worker: Worker) -> Runs:
+    world = worker.engine.world
+    assert world is not None
+    return world.plan.shares[world.rank].keeps
+
+
+def filled(worker: Worker) -> Runs:
+    """What has come by the fill beside this step."""
+    world = worker.engine.world
+    assert world is not None
+    return world.plan.filled(world.rank, worker.engine.boundaries + 1)
+
+
+def current(crew: Crew) -> Plan:
+    plan = crew.job.durable.current
+    assert plan is not None
+    return plan
+
+
+# ---- rolling forward
+
+
+def test_who_has_not_passed_a_vote_that_another_has_rolls_forward_in_the_generation_of_that_vote() -> None:
+    committed_in = {}
+
+    def look(worker: Worker, point: str, _: int) -> None:
+        if point == "opened" and current(crew).generation > 0 and worker.link.own.promised > 1:
+            committed_in[worker.name] = worker.engine.state.committed_in
+
+    with Crew("abc", TASK) as crew:
+        crew.watchers.append(look)
+        crew.train_to(3)
+        crew.plant("b", 4, "in_vote")
+        crew.train_to(6)
+        told = {name: crew.workers[name].link.inventories[-1] for name in "ac"}
+        assert sorted(inventory.step for inventory in told.values()) == [3, 4]
+        behind = min(told, key=lambda name: told[name].step)
+        ahead = told[max(told, key=lambda name: told[name].step)]
+        assert told[behind].pending == told[behind].holds != NO_BLOCKS
+        assert ahead.pending == NO_BLOCKS and ahead.committed_in == 1
+        assert committed_in == {"a": 1, "c": 1}
+        assert "roll_forward" in crew.workers[behind].seen
+        assert crew.finish() == undisturbed(TASK)
+
+
+def test_a_block_whose_gradient_is_not_in_does_not_roll_forward() -> None:
+    """A member keeps what its new plan releases until the first commit; in the vote of that commit another one dies."""
+    released: list[Runs] = []
+    rolled: list[tuple[Runs, Runs]] = []
+
+    def look(worker: Worker, point: str, step: int) -> None:
+        if worker.name != "a":
+            return
+        state = worker.engine.state
+        if point == "vote" and worker.engine.boundaries == 0 and state.held.runs - keeps(worker):
+            released.append(state.held.runs - keeps(worker))
+            crew.plant("c", step, "in_vote")
+        elif point == "roll_forward":
+            rolled.append((state.held.runs, state.pending))
+        elif point == "promote" and rolled:
+            held, pending = rolled[0]
+            assert not pending & released[0] and released[0] <= held
+            assert state.held.runs == pending
+
+    with Crew("ab", TASK) as crew:
+        crew.watchers.append(look)
+        crew.train_to(2)
+        crew.add("c")
+        assert crew.finish() == undisturbed(TASK)
+        assert crew.workers["c"].killed and rolled
+
+
+# ---- what a plan releases
+
+
+def test_what_a_plan_releases_is_freed_after_its_first_commit_and_leaves_the_inventory_then() -> None:
+    kept_until_then: list[Runs] = []
+
+    def look(worker: Worker, point: str, _: int) -> None:
+        engine, told = worker.engine, worker.link.dialogue._status.holds
+        if engine.world is None or engine.over:
+            return
+        if point == "begin":
+            assert told == engine.state.held.runs
+        elif point == "vote" and engine.boundaries == 0:
+            assert keeps(worker) <= engine.state.held.runs
+            assert engine.state.held.runs - keeps(worker) - filled(worker) <= told
+            kept_until_then.append(engine.state.held.runs - keeps(worker) - filled(worker))
+        elif point == "hand_out":
+            assert engine.state.held.runs == engine.world.replays(engine.boundaries - 1)
+        elif point == "forward" and engine.boundaries > 0:
+            assert told == engine.state.held.runs
+
+    with Crew("ab", TASK) as crew:
+        crew.watchers.append(look)
+        crew.train_to(2)
+        crew.add("c")
+        assert crew.finish() == undisturbed(TASK)
+    assert any(kept_until_then), "no plan released anything"
+
+
+def test_a_leaving_worker_keeps_its_blocks_until_a_step_is_committed_without_it() -> None:
+    with Crew("a", LONG) as crew:
+        crew.train_to(2)
+        leaver, heir = crew.workers["a"], crew.add("b")
+        crew.train_until("b to be in", lambda: len(current(crew).members) == 2)
+        crew.wish(DrainWorker("a"))
+        crew.train_until("a to be left out", lambda: leaver.link.own.point is Point.LEFT)
+        crew.beat(5)
+        assert current(crew).world_size == 1 and heir.engine.boundaries == 0, "no step was committed without it"
+        assert leaver.alive and leaver.engine.state.held.runs == every(current(crew).blocks)
+        crew.kill("b")
+        crew.add("c")
+        assert crew.finish() == undisturbed(LONG)
+        assert not leaver.alive and leaver.failure == ""
+
+
+# ---- whether steps run, and how fast fills go, is in the plan
+
+
+def test_pause_and_resume_are_planned_changes_after_which_all_stand_at_the_same_step() -> None:
+    with Crew("abc", TASK) as crew:
+        crew.train_to(2)
+        crew.wish(Pause())
+        crew.allow()
+        crew.until("the pause", lambda: not current(crew).steps)
+        paused = current(crew)
+        assert paused.base == 1 and paused.recovery is None
+        crew.beat(5)
+        steps = {worker.engine.global_step for worker in crew.workers.values()}
+        boundaries = [worker.engine.boundaries for worker in crew.workers.values()]
+        assert len(steps) == 1 and min(boundaries) > 0, "they vote on, without a step"
+        crew.wish(Resume())
+        assert crew.finish() == undisturbed(TASK)
+        assert [kind for kind, _ in crew.events].count("prepare") == 1, "that of the start"
+
+
+def test_how_much_a_fill_moves_is_the_plans_number_whatever_a_member_measures() -> None:
+    slices: list[tuple[str, int, int, int]] = []
+
+    def look(worker: Worker, point: str, _: int) -> None:
+        engine = worker.engine
+        engine.meter._step_seconds = {"a": 100.0, "b": 0.001, "c": 1.0}[worker.name]  # each of another opinion
+        if point == "fill" and engine.world is not None:
+            rate = engine.world.plan.fill_blocks_per_step
+            slices.append((worker.name, engine.generation, engine.boundaries, rate))
+
+    with Crew("ab", SLICES) as crew:
+        crew.watchers.append(look)
+        crew.train_to(2)
+        crew.add("c")
+        assert crew.finish() == undisturbed(SLICES)
+    assert {rate for *_, rate in slices} == {3}
+    assert max(boundary for _, _, boundary, _ in slices) >= 1, "the fill took one step"
+
+
+# ---- newcomers
+
+
+def test_a_newcomer_rehearses_a_lane_whose_result_is_thrown_away() -> None:
+    rehearsed: list[Engine] = []
+
+    def look(engine: Engine) -> None:
+        if engine.world is None:
+            rehearsed.append(engine)
+            engine.report(noise=1e9)
+            assert engine.link.membership().point is Point.REHEARSING
+
+    task = Task(TASK.options, in_loop=look)
+    with Crew("ab", task) as crew:
+        crew.train_to(2)
+        newcomer = crew.add("c")
+        crew.train_to(6)
+        assert newcomer.engine in rehearsed
+        assert "noise" not in newcomer.engine.reports
+        assert crew.finish() == undisturbed(TASK)
+
+
+def test_the_values_of_the_optimizers_groups_reach_a_newcomer() -> None:
+    """A scheduler's state alone would leave the learning rate as the script has set it."""
+    with Crew("ab", TASK) as crew:
+        crew.train_to(7)
+        newcomer = crew.add("c")
+        crew.train_until("c to be in", lambda: newcomer in crew.members())
+        rates = [[group["lr"] for group in worker.engine.state.optimizer.param_groups] for worker in crew.members()]
+        assert len(rates) == 3 and rates[0] == rates[1] == rates[2]
+        assert rates[0][0] < 1e-3
+        assert crew.finish() == undisturbed(TASK)
+
+
+# ---- promotion
+
+
+def test_a_plan_makes_owners_and_mirrors_only_of_those_who_hold_the_blocks() -> None:
+    begun = 0
+
+    def look(worker: Worker, point: str, _: int) -> None:
+        nonlocal begun
+        if point == "forward" and worker.engine.boundaries == 0 and worker.engine.world is not None:
+            begun += 1
+            assert keeps(worker) <= worker.engine.state.held.runs
+
+    with Crew("abc", SLICES) as crew:
+        crew.watchers.append(look)
+        crew.train_to(2)
+        crew.kill("b")
+        crew.train_to(4)
+        crew.add("d")
+        crew.train_to(6)
+        assert crew.finish() == undisturbed(SLICES)
+        assert begun > 6
+
+
+# ---- the end
+
+
+def test_a_job_has_its_fingerprint_though_the_last_status_comes_before_the_digests() -> None:
+    def look(worker: Worker, point: str, _: int) -> None:
+        if point == "after_last":
+            worker.link.dialogue.beat()
+            worker.link.muted = True
+
+    with Crew("a", TASK) as crew:
+        crew.watchers.append(look)
+        crew.allow()
+        crew.until("the script's end", lambda: crew.workers["a"].engine.ended)
+        crew.workers["a"].link.muted = False
+        assert crew.finish() == undisturbed(TASK)
