@@ -46,6 +46,10 @@ class Description:
     """Numeric identity: versions, device, CPU capability, threads, flags, `MKL_`, `DNNL_`, `ATEN_` variables."""
     mixed_numerics: bool
     can_checkpoint: bool
+    keep: int = 0
+    """How many of the newest checkpoints stay."""
+    keep_every: int = 0
+    """Checkpoints of every so many steps stay; 0: none for that."""
 
 
 def first_difference(worker: str, theirs: Description, jobs: Description) -> str | None:
@@ -54,12 +58,13 @@ def first_difference(worker: str, theirs: Description, jobs: Description) -> str
         _parameters_differ(worker, theirs, jobs)
         or _texts_differ(worker, "another config", theirs.config, jobs.config)
         or _fields_differ(worker, theirs, jobs)
-        or (
-            None
-            if jobs.mixed_numerics
-            else _texts_differ(worker, "another numeric identity", theirs.numerics, jobs.numerics)
-        )
+        or (None if jobs.mixed_numerics else numerics_differ(worker, theirs, jobs))
     )
+
+
+def numerics_differ(worker: str, theirs: Description, jobs: Description) -> str | None:
+    """The first difference between two numeric identities, by name; such workers give other bits."""
+    return _texts_differ(worker, "another numeric identity", theirs.numerics, jobs.numerics)
 
 
 def _parameters_differ(worker: str, theirs: Description, jobs: Description) -> str | None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from shoal_protos.checkpoint import Damage, Saved, Sighting
 from shoal_protos.description import Description
 from shoal_protos.plan import Plan, WorkerId
 from shoal_protos.runs import NO_BLOCKS, Runs
@@ -52,6 +53,8 @@ class Change:
     promoted_blocks: int
     pause_bytes: int
     """Bytes this worker received within the pause."""
+    checkpoint_bytes: int = 0
+    """Bytes that it read from a checkpoint within the pause."""
     waited_for: str = ""
     """What this worker waited for longest, as a sentence."""
 
@@ -74,6 +77,8 @@ class Telemetry:
     """By kind: parameters, gradients, state, rss."""
     changes: tuple[Change, ...] = ()
     """The last few, newest last."""
+    saves: tuple[Saved, ...] = ()
+    """Those that this process led: the last few, newest last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +110,10 @@ class Status:
     """Its script has ended too; it serves changes at exit."""
     drain: bool = False
     """It was asked to end (SIGTERM) and wishes to be drained."""
+    checkpoint: Sighting | None = None
+    """The newest whole checkpoint that it knows of: found at its start, or saved since."""
+    damage: Damage | None = None
+    """The checkpoint of the plan that it is carrying out cannot be read."""
 
 
 # ---- worker → controller
@@ -217,6 +226,10 @@ class Welcome:
     stall_seconds: float
     generation: int = 0
     """The world that it is said in; 0: none, or nothing depends on it."""
+    resume: str = ""
+    """The job's `resume` as JSON, which overrides the config's; empty: the job says nothing."""
+    known: Runs = NO_BLOCKS
+    """The generations that this job's store has opened; empty: none yet, any checkpoint may be the latest."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,6 +69,25 @@ POINT_READY: Point.ValueType  # 7
 POINT_LEFT: Point.ValueType  # 8
 Global___Point: _TypeAlias = Point  # noqa: Y015
 
+class _SaveOutcome:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _SaveOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SaveOutcome.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SAVE_OUTCOME_UNSPECIFIED: _SaveOutcome.ValueType  # 0
+    SAVE_OUTCOME_DONE: _SaveOutcome.ValueType  # 1
+    SAVE_OUTCOME_FAILED: _SaveOutcome.ValueType  # 2
+    SAVE_OUTCOME_SKIPPED: _SaveOutcome.ValueType  # 3
+
+class SaveOutcome(_SaveOutcome, metaclass=_SaveOutcomeEnumTypeWrapper): ...
+
+SAVE_OUTCOME_UNSPECIFIED: SaveOutcome.ValueType  # 0
+SAVE_OUTCOME_DONE: SaveOutcome.ValueType  # 1
+SAVE_OUTCOME_FAILED: SaveOutcome.ValueType  # 2
+SAVE_OUTCOME_SKIPPED: SaveOutcome.ValueType  # 3
+Global___SaveOutcome: _TypeAlias = SaveOutcome  # noqa: Y015
+
 class _AskKind:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -408,6 +427,8 @@ class Status(_message.Message):
     DONE_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_FIELD_NUMBER: _builtins.int
+    DAMAGE_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     generation: _builtins.int
     point: Global___Point.ValueType
@@ -423,6 +444,10 @@ class Status(_message.Message):
     def holds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def broken(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def checkpoint(self) -> Global___Sighting: ...
+    @_builtins.property
+    def damage(self) -> Global___Damage: ...
     def __init__(
         self,
         *,
@@ -439,14 +464,66 @@ class Status(_message.Message):
         done: _builtins.bool = ...,
         ended: _builtins.bool = ...,
         drain: _builtins.bool = ...,
+        checkpoint: Global___Sighting | None = ...,
+        damage: Global___Damage | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "damage", b"damage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boundaries", b"boundaries", "broken", b"broken", "committed_in", b"committed_in", "current", b"current", "done", b"done", "drain", b"drain", "ended", b"ended", "generation", b"generation", "holds", b"holds", "point", b"point", "promised", b"promised", "sequence", b"sequence", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boundaries", b"boundaries", "broken", b"broken", "checkpoint", b"checkpoint", "committed_in", b"committed_in", "current", b"current", "damage", b"damage", "done", b"done", "drain", b"drain", "ended", b"ended", "generation", b"generation", "holds", b"holds", "point", b"point", "promised", b"promised", "sequence", b"sequence", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Status: _TypeAlias = Status  # noqa: Y015
+
+@_typing.final
+class Sighting(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GENERATION_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    generation: _builtins.int
+    step: _builtins.int
+    path: _builtins.str
+    bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        generation: _builtins.int = ...,
+        step: _builtins.int = ...,
+        path: _builtins.str = ...,
+        bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "generation", b"generation", "path", b"path", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Sighting: _TypeAlias = Sighting  # noqa: Y015
+
+@_typing.final
+class Damage(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: _builtins.int
+    SENTENCE_FIELD_NUMBER: _builtins.int
+    path: _builtins.str
+    sentence: _builtins.str
+    def __init__(
+        self,
+        *,
+        path: _builtins.str = ...,
+        sentence: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["path", b"path", "sentence", b"sentence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Damage: _TypeAlias = Damage  # noqa: Y015
 
 @_typing.final
 class Telemetry(_message.Message):
@@ -479,6 +556,7 @@ class Telemetry(_message.Message):
     FILL_BYTES_FIELD_NUMBER: _builtins.int
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     CHANGES_FIELD_NUMBER: _builtins.int
+    SAVES_FIELD_NUMBER: _builtins.int
     loss: _builtins.float
     step_seconds: _builtins.float
     training_seconds: _builtins.float
@@ -488,6 +566,8 @@ class Telemetry(_message.Message):
     def memory_bytes(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
     @_builtins.property
     def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Change]: ...
+    @_builtins.property
+    def saves(self) -> _containers.RepeatedCompositeFieldContainer[Global___Saved]: ...
     def __init__(
         self,
         *,
@@ -498,16 +578,60 @@ class Telemetry(_message.Message):
         fill_bytes: _builtins.int = ...,
         memory_bytes: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         changes: _abc.Iterable[Global___Change] | None = ...,
+        saves: _abc.Iterable[Global___Saved] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "changes", b"changes", "fill_bytes", b"fill_bytes", "loss", b"loss", "memory_bytes", b"memory_bytes", "samples", b"samples", "step_seconds", b"step_seconds", "training_seconds", b"training_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "changes", b"changes", "fill_bytes", b"fill_bytes", "loss", b"loss", "memory_bytes", b"memory_bytes", "samples", b"samples", "saves", b"saves", "step_seconds", b"step_seconds", "training_seconds", b"training_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__loss: _TypeAlias = _typing.Literal["loss"]  # noqa: Y015
     _WhichOneofArgType__loss: _TypeAlias = _typing.Literal["_loss", b"_loss"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__loss) -> _WhichOneofReturnType__loss | None: ...
 
 Global___Telemetry: _TypeAlias = Telemetry  # noqa: Y015
+
+@_typing.final
+class Saved(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    COPY_SECONDS_FIELD_NUMBER: _builtins.int
+    WRITE_SECONDS_FIELD_NUMBER: _builtins.int
+    COMMIT_SECONDS_FIELD_NUMBER: _builtins.int
+    WHY_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    step: _builtins.int
+    outcome: Global___SaveOutcome.ValueType
+    path: _builtins.str
+    bytes: _builtins.int
+    copy_seconds: _builtins.float
+    write_seconds: _builtins.float
+    commit_seconds: _builtins.float
+    why: _builtins.str
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        step: _builtins.int = ...,
+        outcome: Global___SaveOutcome.ValueType = ...,
+        path: _builtins.str = ...,
+        bytes: _builtins.int = ...,
+        copy_seconds: _builtins.float = ...,
+        write_seconds: _builtins.float = ...,
+        commit_seconds: _builtins.float = ...,
+        why: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "commit_seconds", b"commit_seconds", "copy_seconds", b"copy_seconds", "number", b"number", "outcome", b"outcome", "path", b"path", "step", b"step", "why", b"why", "write_seconds", b"write_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Saved: _TypeAlias = Saved  # noqa: Y015
 
 @_typing.final
 class Change(_message.Message):
@@ -540,12 +664,14 @@ class Change(_message.Message):
     PROMOTED_BLOCKS_FIELD_NUMBER: _builtins.int
     PAUSE_BYTES_FIELD_NUMBER: _builtins.int
     WAITED_FOR_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_BYTES_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     from_step: _builtins.int
     pause_seconds: _builtins.float
     promoted_blocks: _builtins.int
     pause_bytes: _builtins.int
     waited_for: _builtins.str
+    checkpoint_bytes: _builtins.int
     @_builtins.property
     def phases(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
     def __init__(
@@ -558,10 +684,11 @@ class Change(_message.Message):
         promoted_blocks: _builtins.int = ...,
         pause_bytes: _builtins.int = ...,
         waited_for: _builtins.str = ...,
+        checkpoint_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_step", b"from_step", "generation", b"generation", "pause_bytes", b"pause_bytes", "pause_seconds", b"pause_seconds", "phases", b"phases", "promoted_blocks", b"promoted_blocks", "waited_for", b"waited_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_bytes", b"checkpoint_bytes", "from_step", b"from_step", "generation", b"generation", "pause_bytes", b"pause_bytes", "pause_seconds", b"pause_seconds", "phases", b"phases", "promoted_blocks", b"promoted_blocks", "waited_for", b"waited_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -624,6 +751,8 @@ class Description(_message.Message):
     NUMERICS_FIELD_NUMBER: _builtins.int
     MIXED_NUMERICS_FIELD_NUMBER: _builtins.int
     CAN_CHECKPOINT_FIELD_NUMBER: _builtins.int
+    KEEP_FIELD_NUMBER: _builtins.int
+    KEEP_EVERY_FIELD_NUMBER: _builtins.int
     lanes: _builtins.int
     blocks: _builtins.int
     block_elements: _builtins.int
@@ -634,6 +763,8 @@ class Description(_message.Message):
     optimizer: _builtins.str
     mixed_numerics: _builtins.bool
     can_checkpoint: _builtins.bool
+    keep: _builtins.int
+    keep_every: _builtins.int
     @_builtins.property
     def parameters(self) -> _containers.RepeatedCompositeFieldContainer[Global___Parameter]: ...
     @_builtins.property
@@ -656,10 +787,12 @@ class Description(_message.Message):
         numerics: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         mixed_numerics: _builtins.bool = ...,
         can_checkpoint: _builtins.bool = ...,
+        keep: _builtins.int = ...,
+        keep_every: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_elements", b"block_elements", "blocks", b"blocks", "can_checkpoint", b"can_checkpoint", "config", b"config", "fill_bytes_per_step", b"fill_bytes_per_step", "lanes", b"lanes", "max_steps", b"max_steps", "mirrors", b"mirrors", "mixed_numerics", b"mixed_numerics", "numerics", b"numerics", "optimizer", b"optimizer", "parameters", b"parameters", "state_bytes", b"state_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_elements", b"block_elements", "blocks", b"blocks", "can_checkpoint", b"can_checkpoint", "config", b"config", "fill_bytes_per_step", b"fill_bytes_per_step", "keep", b"keep", "keep_every", b"keep_every", "lanes", b"lanes", "max_steps", b"max_steps", "mirrors", b"mirrors", "mixed_numerics", b"mixed_numerics", "numerics", b"numerics", "optimizer", b"optimizer", "parameters", b"parameters", "state_bytes", b"state_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -759,11 +892,16 @@ class Welcome(_message.Message):
     RECONNECT_SECONDS_FIELD_NUMBER: _builtins.int
     STALL_SECONDS_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
+    KNOWN_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     heartbeat_seconds: _builtins.float
     reconnect_seconds: _builtins.float
     stall_seconds: _builtins.float
     generation: _builtins.int
+    resume: _builtins.str
+    @_builtins.property
+    def known(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
@@ -772,10 +910,12 @@ class Welcome(_message.Message):
         reconnect_seconds: _builtins.float = ...,
         stall_seconds: _builtins.float = ...,
         generation: _builtins.int = ...,
+        resume: _builtins.str = ...,
+        known: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "heartbeat_seconds", b"heartbeat_seconds", "reconnect_seconds", b"reconnect_seconds", "stall_seconds", b"stall_seconds", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "heartbeat_seconds", b"heartbeat_seconds", "known", b"known", "reconnect_seconds", b"reconnect_seconds", "resume", b"resume", "stall_seconds", b"stall_seconds", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -32,7 +32,7 @@ ENTRY_MODULES = {
 """Modules that nobody imports because they are started."""
 
 NO_IO = {"asyncio", "os", "random", "secrets", "socket", "sqlite3", "subprocess", "threading", "time"}
-PURE_VOCABULARY = {f"shoal_protos.{name}" for name in ("description", "errors", "messages", "plan", "runs")}
+PURE_VOCABULARY = {f"shoal_protos.{name}" for name in ("checkpoint", "description", "errors", "messages", "plan", "runs")}
 
 AGAINST_FOREIGN_CODE: set[str] = set()
 """Test files that compare Shoal with code that is not ours, where equal bits cannot be asked for."""

@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shoal_protos import session_pb2 as pb
 from shoal_protos import wire
+from shoal_protos.checkpoint import Damage, Saved, SaveOutcome, Sighting
 from shoal_protos.description import Description, Parameter
 from shoal_protos.errors import UserError
 from shoal_protos.messages import (
@@ -68,10 +69,12 @@ addresses = st.sampled_from(["10.0.0.7:29500", "localhost:1", "[::1]:65535", "w0
 runs = st.sets(st.integers(0, BLOCKS - 1)).map(Runs.of)
 records = st.binary(max_size=50)
 
+sightings = st.builds(Sighting, generation=numbers, step=numbers, path=labels, bytes=numbers)
 statuses = st.builds(
     Status, sequence=numbers, generation=numbers, point=st.sampled_from(Point), promised=numbers, step=steps,
     committed_in=numbers, boundaries=numbers, holds=runs, current=st.booleans(),
     broken=st.lists(names, max_size=3).map(tuple), done=st.booleans(), ended=st.booleans(), drain=st.booleans(),
+    checkpoint=st.none() | sightings, damage=st.none() | st.builds(Damage, path=labels, sentence=texts),
 )  # fmt: skip
 parameters = st.builds(
     Parameter, name=labels, shape=st.lists(numbers, max_size=4).map(tuple), dtype=labels, group=st.integers(-1, 99)
@@ -81,15 +84,21 @@ descriptions = st.builds(
     state_bytes=numbers, mirrors=st.integers(0, 1 << 30), fill_bytes_per_step=numbers, max_steps=numbers,
     parameters=st.lists(parameters, max_size=3).map(tuple), optimizer=labels,
     config=st.dictionaries(labels, texts, max_size=3), numerics=st.dictionaries(labels, texts, max_size=3),
-    mixed_numerics=st.booleans(), can_checkpoint=st.booleans(),
+    mixed_numerics=st.booleans(), can_checkpoint=st.booleans(), keep=numbers, keep_every=numbers,
 )  # fmt: skip
 changes = st.builds(
     Change, generation=numbers, from_step=numbers, pause_seconds=seconds,
     phases=st.dictionaries(names, seconds, max_size=3), promoted_blocks=numbers, pause_bytes=numbers, waited_for=texts,
+    checkpoint_bytes=numbers,
+)  # fmt: skip
+saves = st.builds(
+    Saved, number=numbers, step=numbers, outcome=st.sampled_from(SaveOutcome), path=labels, bytes=numbers,
+    copy_seconds=seconds, write_seconds=seconds, commit_seconds=seconds, why=texts,
 )  # fmt: skip
 telemetries = st.builds(
     Telemetry, loss=losses, step_seconds=seconds, training_seconds=seconds, samples=numbers, fill_bytes=numbers,
     memory_bytes=st.dictionaries(names, numbers, max_size=3), changes=st.lists(changes, max_size=2).map(tuple),
+    saves=st.lists(saves, max_size=2).map(tuple),
 )  # fmt: skip
 from_worker = st.one_of(
     st.builds(
@@ -137,7 +146,7 @@ def plans(draw: st.DrawFn) -> Plan:
 
 
 from_controller = st.one_of(
-    st.builds(Welcome, names, seconds, seconds, seconds, numbers),
+    st.builds(Welcome, names, seconds, seconds, seconds, numbers, labels, runs),
     st.builds(Ping, numbers, numbers),
     st.builds(Prepare, positive),
     st.builds(Carry, plans()),

@@ -101,6 +101,8 @@ def _write_welcome(welcome: Welcome) -> pb.Welcome:
         reconnect_seconds=welcome.reconnect_seconds,
         stall_seconds=welcome.stall_seconds,
         generation=welcome.generation,
+        resume=welcome.resume,
+        known=welcome.known.encode(),
     )
 
 
@@ -111,6 +113,10 @@ def _read_welcome(message: pb.Welcome) -> Welcome:
         reconnect_seconds=bounds.seconds("welcome.reconnect_seconds", message.reconnect_seconds),
         stall_seconds=bounds.seconds("welcome.stall_seconds", message.stall_seconds),
         generation=bounds.whole("welcome.generation", message.generation),
+        resume=bounds.label("welcome.resume", message.resume),
+        known=bounds.runs(
+            "welcome.known", bounds.few("welcome.known", message.known, bounds.MAX_ENTRIES), bounds.MAX_NUMBER
+        ),
     )
 
 

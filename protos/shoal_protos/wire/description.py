@@ -28,6 +28,8 @@ def write_description(description: Description) -> pb.Description:
         numerics=dict(description.numerics),
         mixed_numerics=description.mixed_numerics,
         can_checkpoint=description.can_checkpoint,
+        keep=description.keep,
+        keep_every=description.keep_every,
     )
 
 
@@ -47,6 +49,8 @@ def read_description(message: pb.Description) -> Description:
         numerics=_read_texts("description.numerics", message.numerics),
         mixed_numerics=message.mixed_numerics,
         can_checkpoint=message.can_checkpoint,
+        keep=bounds.whole("description.keep", message.keep),
+        keep_every=bounds.whole("description.keep_every", message.keep_every),
     )
 
 

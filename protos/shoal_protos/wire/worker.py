@@ -24,6 +24,14 @@ from shoal_protos.messages import (
     ToController,
 )
 from shoal_protos.wire import bounds
+from shoal_protos.wire.checkpoint import (
+    read_damage,
+    read_saved,
+    read_sighting,
+    write_damage,
+    write_saved,
+    write_sighting,
+)
 from shoal_protos.wire.description import read_description, write_description
 
 POINTS = {
@@ -147,6 +155,8 @@ def _write_status(status: Status) -> pb.Status:
         done=status.done,
         ended=status.ended,
         drain=status.drain,
+        checkpoint=write_sighting(status.checkpoint) if status.checkpoint is not None else None,
+        damage=write_damage(status.damage) if status.damage is not None else None,
     )
 
 
@@ -166,6 +176,8 @@ def _read_status(message: pb.Status, blocks: int) -> Status:
         done=message.done,
         ended=message.ended,
         drain=message.drain,
+        checkpoint=read_sighting(message.checkpoint) if message.HasField("checkpoint") else None,
+        damage=read_damage(message.damage) if message.HasField("damage") else None,
     )
 
 
@@ -181,6 +193,7 @@ def _write_heartbeat(heartbeat: Heartbeat) -> pb.Heartbeat:
             fill_bytes=telemetry.fill_bytes,
             memory_bytes=dict(telemetry.memory_bytes),
             changes=[_write_change(change) for change in telemetry.changes[-bounds.MAX_CHANGES :]],
+            saves=[write_saved(saved) for saved in telemetry.saves[-bounds.MAX_CHANGES :]],
         ),
         echo=heartbeat.echo,
     )
@@ -196,6 +209,7 @@ def _read_heartbeat(message: pb.Heartbeat, blocks: int) -> Heartbeat:
         fill_bytes=bounds.whole("telemetry.fill_bytes", told.fill_bytes),
         memory_bytes=_read_bytes("telemetry.memory_bytes", told.memory_bytes),
         changes=tuple(map(_read_change, bounds.few("telemetry.changes", told.changes, bounds.MAX_CHANGES))),
+        saves=tuple(map(read_saved, bounds.few("telemetry.saves", told.saves, bounds.MAX_CHANGES))),
     )
     return Heartbeat(_read_status(message.status, blocks), telemetry, bounds.whole("heartbeat.echo", message.echo))
 
@@ -209,6 +223,7 @@ def _write_change(change: Change) -> pb.Change:
         promoted_blocks=change.promoted_blocks,
         pause_bytes=change.pause_bytes,
         waited_for=bounds.readable(change.waited_for),
+        checkpoint_bytes=change.checkpoint_bytes,
     )
 
 
@@ -225,6 +240,7 @@ def _read_change(message: pb.Change) -> Change:
         promoted_blocks=bounds.whole("change.promoted_blocks", message.promoted_blocks),
         pause_bytes=bounds.whole("change.pause_bytes", message.pause_bytes),
         waited_for=bounds.text("change.waited_for", message.waited_for),
+        checkpoint_bytes=bounds.whole("change.checkpoint_bytes", message.checkpoint_bytes),
     )
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shoal_protos import checkpoint
+
 from shoal.checkpoint.catalogue import SaveName, look_into, saves
 from shoal.checkpoint.errors import CheckpointDamaged
 from shoal.checkpoint.manifest import MANIFEST
@@ -29,11 +31,8 @@ class Keep:
 
 def superfluous(whole: Sequence[SaveName], keep: Keep, in_use: str) -> list[SaveName]:
     """Of the whole ones, newest first, those that may go. `in_use`: a folder's name, or empty."""
-    return [
-        name
-        for place, name in enumerate(whole)
-        if place >= keep.newest and name.folder != in_use and not (keep.every and name.step % keep.every == 0)
-    ]
+    places = checkpoint.superfluous([name.step for name in whole], keep.newest, keep.every)
+    return [whole[place] for place in places if whole[place].folder != in_use]
 
 
 def prune(storage: Storage, done: SaveName, keep: Keep, in_use: str = "") -> list[SaveName]:
