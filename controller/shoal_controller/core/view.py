@@ -32,7 +32,7 @@ def view(job: Job, now: float) -> JobView:
         max_steps=description.max_steps if description is not None else None,
         loss=_loss(job, members),
         last_checkpoint_step=None,
-        reason=reason(job, now),
+        reason="; ".join(filter(None, (reason(job, now), exactness(job)))),
         workers=tuple(_worker(job, record, now) for record in durable.roster.values()),
         unmirrored_blocks=_unmirrored(durable.current),
         samples=sum(process.telemetry.samples for process in job.processes.values()),
@@ -68,6 +68,12 @@ def reason(job: Job, now: float) -> str:
             return "paused by an operator"
         return f"{durable.current.world_size} workers active, min_workers is {spec.min_workers}"
     return ""
+
+
+def exactness(job: Job) -> str:
+    """What is to be said of the job's bits; empty where they are those of any other world."""
+    description = job.durable.description
+    return "not bit-exact: mixed_numerics is true" if description is not None and description.mixed_numerics else ""
 
 
 def _members(job: Job) -> list[Process]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shoal_protos.description import first_difference
+from shoal_protos.description import ANSWER, Description, first_difference, numerics_differ
 from shoal_protos.messages import PROTOCOL_VERSION, Drain, Hello, Refusal, Welcome
 from shoal_protos.plan import WorkerId
 
@@ -149,8 +149,18 @@ def _take_in(turn: Turn, worker: WorkerId, event: Connected) -> None:
     )
     if first:
         turn.note("joined", f"worker {worker} on {hello.host} (pid {hello.pid}) said hello", worker)
+        _note_other_numerics(turn, worker, hello.description)
     elif known is not None and known.standing is not Standing.HERE:
         turn.note("returned", f"worker {worker} is back; it was counted out: {known.why}", worker)
+
+
+def _note_other_numerics(turn: Turn, worker: WorkerId, theirs: Description) -> None:
+    """With `mixed_numerics` it may take part, and the job's bits depend on who trains which lane."""
+    jobs = turn.durable.description
+    difference = numerics_differ(worker, theirs, jobs) if jobs is not None else None
+    if difference is not None:
+        what = difference.removesuffix(f" {ANSWER}")
+        turn.note("not_bit_exact", f"{what} mixed_numerics is true: the run is not bit-exact.", worker)
 
 
 def _record(turn: Turn, worker: WorkerId, hello: Hello, known: Record | None) -> Record:

@@ -1,0 +1,54 @@
+"""Workers whose kernels give other bits: refused by name, or let in where the config says so, and shown."""
+
+from dataclasses import replace
+
+from shoal_controller.core.effects import Note, Send
+from shoal_controller.core.events import Connected
+from shoal_controller.core.machine import new_job, step, view
+from shoal_controller.core.spec import JobSpec
+from shoal_protos.description import Description
+from shoal_protos.messages import PROTOCOL_VERSION, Hello, Point, Refusal, Status, Welcome
+
+NUMERICS = {"torch": "2.13.0", "threads": "1", "cpu_capability": "AVX512"}
+MADE_OF = Description(4, 8, 4096, 8, 1, 0, 100, (), "SGD", {}, NUMERICS, False, False)
+REHEARSING = Status(sequence=0, generation=0, point=Point.REHEARSING, promised=0, step=-1, committed_in=0)
+
+
+def hellos(*descriptions: Description):
+    """One job hears a hello of each; the answers, the notes, the view."""
+    job, said, notes = new_job(JobSpec("job", 2), 0.0), [], []
+    for number, made_of in enumerate(descriptions):
+        worker = f"w{number}"
+        hello = Hello(PROTOCOL_VERSION, "job", worker, "1", "127.0.0.1:9", "host", 1, "", made_of, REHEARSING)
+        job, effects = step(job, Connected(number, hello), 0.0)
+        said += [effect.message for effect in effects if isinstance(effect, Send)]
+        notes += [(effect.kind, effect.message) for effect in effects if isinstance(effect, Note)]
+    return said, notes, view(job, 0.0)
+
+
+def test_a_worker_with_another_numeric_identity_is_refused_by_its_name():
+    for name, value in NUMERICS.items():
+        other = replace(MADE_OF, numerics={**NUMERICS, name: "another"})
+        said, _, shown = hellos(MADE_OF, other)
+        assert isinstance(said[0], Welcome) and isinstance(said[1], Refusal)
+        assert said[1].sentence == (
+            f"worker w1 joined with another numeric identity: {name} is another, the job's is {value}. "
+            "Start it with the job's script and config."
+        )
+        assert "bit-exact" not in shown.reason
+
+
+def test_a_variable_that_only_one_of_them_has_is_a_difference():
+    said, _, _ = hellos(MADE_OF, replace(MADE_OF, numerics={**NUMERICS, "MKL_CBWR": "AVX2"}))
+    assert "MKL_CBWR is AVX2, the job's is not set" in said[1].sentence
+
+
+def test_with_mixed_numerics_it_may_take_part_and_the_job_is_shown_as_not_bit_exact():
+    mixed = replace(MADE_OF, mixed_numerics=True)
+    said, notes, shown = hellos(mixed, mixed, replace(mixed, numerics={**NUMERICS, "threads": "2"}))
+    assert [type(message) for message in said] == [Welcome] * 3
+    assert [message for kind, message in notes if kind == "not_bit_exact"] == [
+        "worker w2 joined with another numeric identity: threads is 2, the job's is 1. "
+        "mixed_numerics is true: the run is not bit-exact."
+    ]
+    assert shown.reason.endswith("; not bit-exact: mixed_numerics is true")
