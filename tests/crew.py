@@ -40,6 +40,7 @@ from shoal_controller.core.events import Connected, Disconnected, Event, Probed,
 from shoal_controller.core.job import Job
 from shoal_controller.core.machine import new_job, step
 from shoal_controller.core.spec import JobSpec
+from shoal_protos.errors import UserError
 from shoal_protos.messages import Point, Status
 from torch import nn
 
@@ -176,7 +177,11 @@ class Worker:
 
     def _live(self) -> None:
         """As the interpreter runs a script to its end and past it."""
-        self.engine = engine_of(self.task, self.link, Strikes([], self.at))
+        try:
+            self.engine = engine_of(self.task, self.link, Strikes([], self.at))
+        except UserError as error:
+            self.failure = str(error)
+            return
         ending = _Ending(self.engine)
         try:
             train(self.engine, self.task, self._pass_the_gate)

@@ -19,6 +19,7 @@ from shoal.exchange.routes import FIRST_MESSAGE
 from shoal.session.dialogue import Abort, Build, Dialogue, Effect, Process, Put
 from shoal.session.seam import Begun, Ended, Item, Prepared, Recover
 from shoal_protos.description import Description
+from shoal_protos.errors import UserError
 from shoal_protos.messages import Ending, Inventory, Result, Status, Telemetry, ToWorker
 from shoal_protos.plan import Plan
 from shoal_protos.runs import Runs
@@ -65,6 +66,8 @@ class CrewLink:
         self.dialogue = Dialogue(self.own, process, description, status)
         self.crew.connect(self)
         self._wait(lambda: self.dialogue.welcomed or self.dialogue.ending is not None)
+        if self.dialogue.ending is not None:
+            raise UserError(self.dialogue.ending.reason)
 
     def rehearsed(self) -> None:
         self.own.rehearsed()

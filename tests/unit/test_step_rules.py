@@ -97,6 +97,17 @@ def test_a_fused_kernel_on_the_blocks_of_two_holders_gives_the_bits_of_the_whole
     assert torch.equal(mine.weight, theirs.weight)
 
 
+def test_a_worker_whose_kernels_are_steered_otherwise_says_so_in_its_hello(monkeypatch: pytest.MonkeyPatch) -> None:
+    def steered() -> nn.Module:
+        monkeypatch.setenv("MKL_CBWR", "AVX2")
+        return TASK.model()
+
+    with Crew("ab", TASK) as crew:
+        stranger = crew.add("c", replace(TASK, model=steered))
+        crew.until("its end", lambda: not stranger.alive)
+        assert "another numeric identity: MKL_CBWR is AVX2, the job's is not set" in stranger.failure
+
+
 # ---- what is there before the vote, and what comes after it
 
 
