@@ -68,7 +68,7 @@ class Script:
         """What the last command led to."""
         log = self.simulation.log
         lines, self._shown = log[self._shown :], len(log)
-        return (f"  {line[10:]}" for line in lines if "controller: waiting | waiting for" not in line)
+        return (f"  {line[10:]}" for line in lines)
 
     # ---- waiting
 

@@ -94,7 +94,7 @@ class Attempt:
     stage: Stage = Stage.PREPARE
     start: bool = False
     """Nobody holds anything: a world is made from newcomers."""
-    asked: tuple[WorkerId, ...] = ()
+    asked: frozenset[WorkerId] = frozenset()
     """Of a start: who takes part. A recovery asks whoever may hold something."""
     reports: tuple[tuple[WorkerId, WorkerId], ...] = ()
     """Broken connections between members: who reported, whom."""
@@ -110,6 +110,10 @@ class Attempt:
     """Blocks of which none of those inventories tells a copy."""
     waits_for: str = ""
     """What it waits for, as a sentence."""
+    waits_since: float = 0.0
+    """When it began to wait at this stage."""
+    told_of: str = ""
+    """The last such sentence that went into the history."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,11 +20,14 @@ from shoal_controller.core.phases.known import known_step
 from shoal_controller.core.spec import Phase
 from shoal_controller.core.turn import Turn
 
+LONG_WAIT_SECONDS = 1.0
+MOST_NAMES = 8
+
 
 def begin(turn: Turn, attempt: Attempt) -> None:
     """Give a new number, and ask all who may hold something to stop. It is in the store before anyone hears of it."""
     number = turn.durable.number + 1
-    attempt = replace(attempt, number=number, since=turn.now, stage=Stage.PREPARE, plan=None)
+    attempt = replace(attempt, number=number, since=turn.now, stage=Stage.PREPARE, plan=None, waits_for="")
     turn.keep(number=number, phase=Phase.STARTING if attempt.start else Phase.RESIZING)
     turn.change(attempt=attempt, wished=None, detect_seconds=turn.now - attempt.noticed)
     turn.note(
@@ -44,7 +47,7 @@ def lost(turn: Turn, why: str, noticed: float, reports: feuds.Reports = ()) -> N
 
 def start(turn: Turn, workers: list[WorkerId], why: str) -> None:
     """A world of newcomers."""
-    begin(turn, Attempt(0, Reason.START, why, turn.now, turn.now, start=True, asked=tuple(workers)))
+    begin(turn, Attempt(0, Reason.START, why, turn.now, turn.now, start=True, asked=frozenset(workers)))
 
 
 def again(turn: Turn, attempt: Attempt, why: str, reports: feuds.Reports = ()) -> None:
@@ -221,7 +224,7 @@ def _send(turn: Turn, plan: Plan) -> None:
     attempt = turn.job.attempt
     assert attempt is not None
     turn.change(attempt=replace(attempt, stage=Stage.PLAN, plan=plan, planned_at=turn.now, waits_for=""))
-    names = ", ".join(member.worker for member in plan.members)
+    names = _names([member.worker for member in plan.members])
     step = plan.recovery.step if plan.recovery is not None else 0
     turn.note(
         "plan",
@@ -283,9 +286,13 @@ def _open(turn: Turn, attempt: Attempt, plan: Plan) -> None:
 
 
 def _wait(turn: Turn, attempt: Attempt, sentence: str) -> None:
-    if attempt.waits_for != sentence:
-        turn.change(attempt=replace(attempt, waits_for=sentence))
+    """Say what it waits for; in the history only when it takes long, for then somebody will ask why."""
+    since = attempt.waits_since if attempt.waits_for else turn.now
+    attempt = replace(attempt, waits_for=sentence, waits_since=since)
+    if turn.now - since >= LONG_WAIT_SECONDS and sentence != attempt.told_of:
+        attempt = replace(attempt, told_of=sentence)
         turn.note("waiting", sentence)
+    turn.change(attempt=attempt)
 
 
 def _overdue(turn: Turn, attempt: Attempt) -> bool:
@@ -300,4 +307,5 @@ def _give_up(turn: Turn, workers: list[WorkerId], what: str) -> None:
 
 
 def _names(workers: list[WorkerId]) -> str:
-    return ", ".join(workers)
+    more = f" and {len(workers) - MOST_NAMES} more" if len(workers) > MOST_NAMES else ""
+    return ", ".join(workers[:MOST_NAMES]) + more

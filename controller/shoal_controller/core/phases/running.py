@@ -56,7 +56,8 @@ def _broken(turn: Turn, world: Plan) -> bool:
     """Begin a recovery where a member is gone, stopped, or cut off from another."""
     gone = [member.worker for member in world.members if not turn.record(member.worker).serves]
     if gone:
-        why = ", ".join(f"worker {worker} is lost ({turn.record(worker).why})" for worker in gone)
+        why = ", ".join(f"worker {worker} is lost ({turn.record(worker).why})" for worker in gone[:4])
+        why += f" and {len(gone) - 4} more" if len(gone) > 4 else ""
         recovery.lost(turn, why, min(_last_sign(turn, worker) for worker in gone))
         return True
     reports = feuds.reports(turn, world, building=False)

@@ -11,12 +11,15 @@ from shoal_controller.core.durable import HISTORY, Resize
 from shoal_controller.core.phases.known import known_step
 from shoal_controller.core.turn import Turn
 
+MOST_NAMES = 16
+"""How many workers a sentence names; of more it gives the count."""
+
 
 def planned(turn: Turn, plan: Plan, newest: Plan) -> None:
     """A planned change was made; `newest` is the plan that it goes on from, or takes the place of."""
     before, after = {m.worker for m in newest.members}, {m.worker for m in plan.members}
-    moves = [f"{', '.join(sorted(after - before))} in"] * bool(after - before)
-    moves += [f"{', '.join(sorted(before - after))} out"] * bool(before - after)
+    moves = [f"{_some(after - before)} in"] * bool(after - before)
+    moves += [f"{_some(before - after)} out"] * bool(before - after)
     filling = sum(len(fill.blocks) for fill in plan.fills)
     moves += [f"{filling} blocks to fill"] * bool(filling)
     what = "; ".join(moves) or "what was filled is promoted, lanes are balanced"
@@ -71,7 +74,13 @@ def committed(turn: Turn, worker: WorkerId) -> None:
     turn.note("trains", f"the first step of generation {turn.durable.committed_in} is committed", worker)
 
 
+def _some(workers: set[WorkerId]) -> str:
+    return ", ".join(sorted(workers)) if len(workers) <= MOST_NAMES else f"{len(workers)} workers"
+
+
 def _names(plan: Plan) -> str:
+    if plan.world_size > MOST_NAMES:
+        return f"{plan.world_size} workers"
     lanes = (f"{m.worker} ({len(share.lanes)})" for m, share in zip(plan.members, plan.shares, strict=True))
     return f"{plan.world_size} workers and their lanes: {', '.join(lanes)}"
 

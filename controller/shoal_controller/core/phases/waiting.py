@@ -27,7 +27,7 @@ def settle(turn: Turn) -> None:
     enough = len(ready) >= turn.durable.wanted
     if enough or (waited >= PATIENCE_SECONDS and len(ready) >= turn.spec.min_workers):
         chosen = ready[: planned.most_workers(turn)]
-        recovery.start(turn, chosen, f"{len(chosen)} workers are ready: {', '.join(chosen)}")
+        recovery.start(turn, chosen, f"{len(chosen)} workers are ready")
     return None
 
 
