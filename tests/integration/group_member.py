@@ -96,6 +96,11 @@ class Member:
     def broken(self, generation: int) -> list[int]:
         return list(self.groups[generation].broken_peers)
 
+    def patience(self, generation: int) -> float:
+        """Seconds after which gloo gives up by itself."""
+        gloo: Any = self.groups[generation]._gloo  # type: ignore[attr-defined]
+        return float(gloo.options._timeout.total_seconds())
+
     def open_files(self) -> int:
         return len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - the listing itself must not be counted twice
 

@@ -32,7 +32,8 @@ Context = grpc.aio.ServicerContext[bytes, bytes]
 class SmallController:
     """Listens on `address` while it is started; `stop` and `start` are its deaths and lives."""
 
-    def __init__(self) -> None:
+    def __init__(self, credentials: grpc.ServerCredentials | None = None) -> None:
+        self._credentials = credentials
         self.address = ""
         self.heartbeat_seconds = NO_HEARTBEAT_SECONDS
         self.refusals: deque[Refusal] = deque()
@@ -102,7 +103,11 @@ class SmallController:
         service, _, method = METHOD.removeprefix("/").partition("/")
         handler = grpc.stream_stream_rpc_method_handler(self._serve)
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
-        port = self._server.add_insecure_port(f"127.0.0.1:{self._port}")
+        address = f"127.0.0.1:{self._port}"
+        if self._credentials is None:
+            port = self._server.add_insecure_port(address)
+        else:
+            port = self._server.add_secure_port(address, self._credentials)
         await self._server.start()
         return port
 

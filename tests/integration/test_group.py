@@ -241,6 +241,12 @@ def test_a_late_sender_cannot_write_into_a_buffer_that_is_used_again() -> None:
         assert members[0].ask("mean") == 1.0
 
 
+def test_a_group_waits_for_a_day_because_its_own_time_out_would_close_it() -> None:
+    with party(2) as members:
+        members.build(1)
+        assert members[0].ask("patience", generation=1) >= 24 * 3600
+
+
 def test_forty_generations_leave_no_socket_behind() -> None:
     with party(2) as members:
         counts = []

@@ -10,22 +10,23 @@ import select
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
-import torch
+from certificates import authority, certificate
+from integration.linked_workers import DESCRIPTION, NEW, Worker, at, begin_a_world, together, workers
 from integration.small_controller import PATIENCE_SECONDS, SmallController
 from shoal.exchange.group import Group, WorldChanged
 from shoal.exchange.letters import Letter
+from shoal.exchange.meeting import Meeting, Stop
 from shoal.exchange.routes import FIRST_MESSAGE
 from shoal.session.client import ControllerLink
-from shoal.session.seam import Asked, Begun, Ended, Item, Opened, Recover, Stopped
+from shoal.session.seam import Asked, Begun, Ended
 from shoal.session.settings import SessionSettings
-from shoal_protos.description import Description
 from shoal_protos.errors import UserError
 from shoal_protos.messages import (
     Ask,
@@ -35,128 +36,17 @@ from shoal_protos.messages import (
     Heartbeat,
     Hello,
     Inventory,
-    Open,
     Ping,
     Point,
     Prepare,
-    Ready,
     Refusal,
     Request,
     Result,
     Shutdown,
-    Status,
     Telemetry,
 )
-from shoal_protos.plan import Member, Plan
 from shoal_protos.runs import NO_BLOCKS, every
 from worlds import BLOCKS, planned, recovery
-
-DESCRIPTION = Description(2, BLOCKS, 4096, 8, 1, 0, 10, (), "SGD", {}, {}, False, False)
-NEW = Status(0, 0, Point.REHEARSING, 0, step=-1, committed_in=0)
-
-Wanted = TypeVar("Wanted", bound=Item)
-
-
-class Worker:
-    """A link and what a training thread does with it, on a thread of its own where it may block."""
-
-    def __init__(self, name: str, controller: SmallController, **settings: Any) -> None:
-        self.name = name
-        self.link = ControllerLink(SessionSettings(controller=controller.address, job="job", worker=name, **settings))
-        self._controller = controller
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"training {name}")
-        self.group: Group | None = None
-        self.plan: Plan | None = None
-
-    def introduce(self) -> Hello:
-        """On the calling thread: SIGTERM is heard where that is the main thread."""
-        self.link.introduce(DESCRIPTION, NEW)
-        self.link.rehearsed()
-        self.hello = self._controller.hears(Hello, by=self.name)
-        return self.hello
-
-    def does(self, what: Callable[[], Any]) -> Future[Any]:
-        return self._thread.submit(what)
-
-    def takes(self, kind: type[Wanted]) -> Wanted:
-        item = self.link.take(PATIENCE_SECONDS)
-        assert isinstance(item, kind), f"{self.name} took {item}, not a {kind.__name__}"
-        return item
-
-    def stops(self, generation: int) -> None:
-        assert self.takes(Stopped).generation == generation
-        self.link.answer(Inventory(generation, 0, 0, 0, b"", NO_BLOCKS, NO_BLOCKS, NO_BLOCKS))
-
-    def recovers(self) -> Recover:
-        recover = self.takes(Recover)
-        self.plan, self.group = recover.plan, recover.group
-        return recover
-
-    def opens(self) -> None:
-        opened = self.takes(Opened)
-        assert self.plan is not None and opened.generation == self.plan.generation
-        self.begins()
-
-    def begins(self) -> None:
-        assert self.plan is not None
-        self.link.begin(self.plan, self.group)
-        self.link.publish(replace(NEW, step=0), Telemetry())
-
-    def gathers(self) -> list[int]:
-        assert self.group is not None
-        return [int(row) for row in self.group.all_gather(torch.tensor([self.link.worker.encode()[0]]).byte())]
-
-    def votes(self) -> Any:
-        """What begins after a vote that all pass like this one."""
-        voted = self.link.enter_vote(every(BLOCKS))
-        return self.link.leave_vote([voted, voted])
-
-    def close(self) -> None:
-        self.link.close()
-        self._thread.shutdown()
-
-
-@contextmanager
-def workers(names: str) -> Iterator[tuple[SmallController, list[Worker]]]:
-    """A controller and introduced workers."""
-    with ExitStack() as stack:
-        controller = stack.enter_context(SmallController())
-        them = [Worker(name, controller) for name in names]
-        for worker in them:
-            stack.callback(worker.close)
-            worker.does(worker.introduce).result(PATIENCE_SECONDS)
-        yield controller, them
-
-
-def at(plan: Plan, them: list[Worker]) -> Plan:
-    """The plan with the processes as they are."""
-    named = {worker.name: Member(worker.name, worker.link.incarnation, worker.hello.address) for worker in them}
-    return replace(plan, members=tuple(named.get(member.worker, member) for member in plan.members))
-
-
-def begin_a_world(controller: SmallController, them: list[Worker], generation: int = 1) -> Plan:
-    """PREPARE, PLAN, READY, OPEN."""
-    plan = at(recovery(generation, "".join(worker.name for worker in them)), them)
-    for worker in them:
-        controller.says(worker.name, Prepare(generation))
-        worker.stops(generation)
-        controller.hears(Inventory, lambda inventory: inventory.answers == generation, by=worker.name)
-    for worker in them:
-        controller.says(worker.name, Carry(plan))
-    for worker in them:
-        worker.recovers()
-        assert worker.link.ready(generation)
-        controller.hears(Ready, by=worker.name)
-    for worker in them:
-        controller.says(worker.name, Open(generation))
-        worker.opens()
-    return plan
-
-
-def together(them: list[Worker], what: Callable[[Worker], Any]) -> list[Any]:
-    futures = [worker.does(lambda worker=worker: what(worker)) for worker in them]
-    return [future.result(PATIENCE_SECONDS) for future in futures]
-
 
 # ---- hello
 
@@ -179,6 +69,20 @@ def test_a_final_refusal_is_the_users_error_in_the_controllers_sentence() -> Non
         worker = Worker("a", controller)
         with pytest.raises(UserError, match="worker a joined with another model"):
             worker.introduce()
+        worker.close()
+
+
+def test_with_certificates_both_sides_know_each_other(tmp_path: Path) -> None:
+    authority(tmp_path, "house")
+    for name in ("controller", "worker"):
+        certificate(tmp_path, name, "house")
+    pair = ((tmp_path / "controller.key").read_bytes(), (tmp_path / "controller.pem").read_bytes())
+    known = grpc.ssl_server_credentials([pair], (tmp_path / "house.pem").read_bytes(), require_client_auth=True)
+    with SmallController(known) as controller:
+        controller.address = controller.address.replace("127.0.0.1", "localhost")  # the name in the certificate
+        files = {"tls_ca": "house.pem", "tls_certificate": "worker.pem", "tls_key": "worker.key"}
+        worker = Worker("a", controller, **{field: tmp_path / name for field, name in files.items()})
+        assert worker.introduce().worker == "a"
         worker.close()
 
 
@@ -384,6 +288,22 @@ def test_an_unsound_plan_ends_the_worker_with_the_reason() -> None:
         controller.says("a", Carry(replace(at(recovery(1, "a"), them), steps=True, lanes=3)))
         ended = them[0].takes(Ended)
         assert ended.ending is Ending.FAILED and "plan 1 is unsound" in ended.reason
+
+
+def test_a_defect_in_the_building_of_a_group_ends_the_worker_with_the_reason() -> None:
+    def broken(meeting: Meeting, stop: Stop) -> Group:
+        raise ZeroDivisionError("a defect")
+
+    with SmallController() as controller:
+        worker = Worker("a", controller)
+        worker.link = ControllerLink(SessionSettings(controller=controller.address, job="job", worker="a"), broken)
+        worker.introduce()
+        controller.says("a", Prepare(1))
+        worker.stops(1)
+        controller.says("a", Carry(at(recovery(1, "a"), [worker])))
+        ended = worker.takes(Ended)
+        assert ended.ending is Ending.FAILED and "a defect" in ended.reason
+        worker.close()
 
 
 def test_a_request_of_the_controller_reaches_the_training_thread() -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
-import subprocess
 from pathlib import Path
 
 import grpc
 import grpc.aio
 import pytest
+from certificates import authority, certificate
 from integration.session_port import HELLO, SECONDS, WELCOME, Port, Worker, hears_only, on_port
 from pydantic import SecretStr, ValidationError
 from shoal_controller.sessions.settings import SessionSettings
@@ -74,24 +74,6 @@ def test_only_who_shows_the_token_is_heard() -> None:
     on_port(scene, token=SecretStr("secret"))
 
 
-def _openssl(folder: Path, *arguments: str) -> None:
-    subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True, timeout=60)
-
-
-def _authority(folder: Path, name: str) -> None:
-    subject = ["-subj", f"/CN={name}", "-days", "1", "-nodes"]
-    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
-    _openssl(folder, "req", "-x509", *key, *subject, "-keyout", f"{name}.key", "-out", f"{name}.pem")
-
-
-def _certificate(folder: Path, name: str, authority: str) -> None:
-    (folder / "names").write_text("subjectAltName=DNS:localhost")
-    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-subj", "/CN=localhost"]
-    _openssl(folder, "req", *key, "-keyout", f"{name}.key", "-out", f"{name}.csr")
-    signed = ["-CA", f"{authority}.pem", "-CAkey", f"{authority}.key", "-CAcreateserial", "-extfile", "names"]
-    _openssl(folder, "x509", "-req", "-in", f"{name}.csr", *signed, "-days", "1", "-out", f"{name}.pem")
-
-
 def _credentials(folder: Path, name: str | None) -> grpc.ChannelCredentials:
     roots = (folder / "house.pem").read_bytes()
     if name is None:
@@ -101,10 +83,10 @@ def _credentials(folder: Path, name: str | None) -> grpc.ChannelCredentials:
 
 
 def test_with_certificates_only_a_worker_with_one_of_the_house_is_heard(tmp_path: Path) -> None:
-    for authority in ("house", "stranger"):
-        _authority(tmp_path, authority)
-    for name, authority in (("controller", "house"), ("worker", "house"), ("impostor", "stranger")):
-        _certificate(tmp_path, name, authority)
+    for name in ("house", "stranger"):
+        authority(tmp_path, name)
+    for name, signer in (("controller", "house"), ("worker", "house"), ("impostor", "stranger")):
+        certificate(tmp_path, name, signer)
 
     async def scene(port: Port) -> None:
         for name in (None, "impostor"):

@@ -204,7 +204,7 @@ class ControllerLink:
         """The training thread comes here when an operation has failed."""
         with self._lock:
             membership = self._membership
-            for plan in (membership.recovery, membership.plan):
+            for plan in (membership.recovery, membership.begins, membership.plan):
                 building = self._groups.of(plan.generation) if plan is not None else None
                 if plan is not None and building is not None and building.group is not None:
                     self.dialogue.see_broken({plan.members[rank].worker for rank in building.group.broken_peers})
@@ -250,7 +250,7 @@ class ControllerLink:
             self._end(Ending.DONE, f"no controller was there for {seconds:.0f} s, and the script had ended")
 
     def failed(self, error: Exception) -> None:
-        """The session's thread cannot go on; without it nothing would ever end a wait of the training thread."""
+        """A thread of the session cannot go on; without it nothing would ever end a wait of the training thread."""
         self._end(Ending.FAILED, f"the session with the controller failed: {error}")
 
     def _end(self, ending: Ending, reason: str) -> None:

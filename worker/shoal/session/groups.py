@@ -61,6 +61,8 @@ class Told(Protocol):
     def built(self, building: Building) -> None: ...
     def begun(self, building: Building, state: bytes) -> None: ...
     def unreachable(self, building: Building, ranks: list[int]) -> None: ...
+    def failed(self, error: Exception) -> None:
+        """A defect: the thread cannot go on. Not under the lock."""
 
 
 class Groups:
@@ -144,11 +146,18 @@ class Groups:
         thread.start()
 
     def _build(self, building: Building) -> None:
+        try:
+            self._build_and_join(building)
+        except Exception as error:
+            log.exception("building_failed", generation=building.plan.generation)
+            self._told.failed(error)
+
+    def _build_and_join(self, building: Building) -> None:
         began = time.monotonic()
         try:
             group = self._transport(Meeting.of(building.plan, building.rank), building.stop)
         except WorldChanged as error:
-            self._failed(building, str(error))
+            self._look_around(building, str(error))
             return
         with self._lock:
             wanted = not building.stop.is_set
@@ -171,7 +180,7 @@ class Groups:
             if not building.stop.is_set:
                 self._told.begun(building, state)
 
-    def _failed(self, building: Building, why: str) -> None:
+    def _look_around(self, building: Building, why: str) -> None:
         """Looks who is out of reach from here."""
         if building.stop.is_set:
             return

@@ -1,0 +1,26 @@
+"""Certificates for tests of TLS: an authority, and what it signs for `localhost`. Made by the openssl command."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+
+def _openssl(folder: Path, *arguments: str) -> None:
+    subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True, timeout=60)
+
+
+def authority(folder: Path, name: str) -> None:
+    """`NAME.pem` and `NAME.key`, signed by itself."""
+    subject = ["-subj", f"/CN={name}", "-days", "1", "-nodes"]
+    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
+    _openssl(folder, "req", "-x509", *key, *subject, "-keyout", f"{name}.key", "-out", f"{name}.pem")
+
+
+def certificate(folder: Path, name: str, authority: str) -> None:
+    """`NAME.pem` and `NAME.key` for localhost, signed by an authority in the same folder."""
+    (folder / "names").write_text("subjectAltName=DNS:localhost")
+    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-subj", "/CN=localhost"]
+    _openssl(folder, "req", *key, "-keyout", f"{name}.key", "-out", f"{name}.csr")
+    signed = ["-CA", f"{authority}.pem", "-CAkey", f"{authority}.key", "-CAcreateserial", "-extfile", "names"]
+    _openssl(folder, "x509", "-req", "-in", f"{name}.csr", *signed, "-days", "1", "-out", f"{name}.pem")
