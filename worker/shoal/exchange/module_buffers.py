@@ -48,6 +48,8 @@ class ModuleBuffers:
     @torch.no_grad()
     def put_back(self) -> None:
         """The module's buffers are the step's again: before each lane."""
+        if not self.committed:
+            return  # most models have none, and looking for them walks the whole module
         for name, buffer in persistent_buffers(self._module).items():
             buffer.copy_(self.committed[name])
 
