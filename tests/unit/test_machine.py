@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 from machine_driver import MADE_OF, NEW, Driver
 from shoal_controller.core.durable import Leaving, Standing
-from shoal_controller.core.effects import Close, Persist, Send
+from shoal_controller.core.effects import Close, Kill, Persist, Send
 from shoal_controller.core.events import (
     Cancel,
     Disconnected,
@@ -368,6 +368,30 @@ def test_a_process_that_never_says_hello_is_killed_and_replaced() -> None:
     job.wait(21)
     assert job.killed == ["w0"]
     assert job.spawned == ["w1"]
+
+
+def test_a_process_that_does_not_end_when_it_is_told_is_killed() -> None:
+    job = Driver(wanted=2, launcher="local")
+    job.start(2)
+    job.say("w1", Result(3, failure="RuntimeError: in the optimizer"))
+    job.wait(59)
+    assert not job.of(Kill)
+    job.wait(3)
+    assert job.killed == ["w1"]
+    job.exit("w1", -9)
+    job.wait(70)
+    assert job.killed == []
+
+
+def test_a_change_that_never_begins_goes_on_without_its_newcomer() -> None:
+    job = Driver(wanted=2, stall_seconds=30)
+    job.start(2)
+    job.hello("w2")
+    job.wait(30)
+    assert job.view.workers[2].state is State.READY
+    job.wait(1)
+    assert "generation 2 did not begin within 30 s (stall_seconds)" in job.notes
+    assert [m.worker for m in job.job.durable.planned[-1].members] == ["w0", "w1"]
 
 
 def test_scaling_down_lets_the_youngest_go() -> None:

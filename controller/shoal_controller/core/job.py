@@ -136,6 +136,10 @@ class Job:
     """What each planned change that has not begun was asked for, by its generation."""
     failed_at: int = 0
     """The step known when a worker last failed."""
+    planned_at: float = 0.0
+    """When the newest planned change was made."""
+    dismissed: Mapping[WorkerId, float] = field(default_factory=dict)
+    """When processes of the launcher's were told to end, that have not ended yet."""
     spawn_after: float = 0.0
     """No process is started before this time: the back-off after failures."""
     spawned: Mapping[WorkerId, float] = field(default_factory=dict)

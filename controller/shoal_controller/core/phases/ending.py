@@ -65,6 +65,8 @@ def disconnected(turn: Turn, event: Disconnected) -> None:
 def exited(turn: Turn, event: Exited) -> None:
     if event.worker in turn.durable.roster:
         turn.mark(event.worker, standing=Standing.DEAD)
+        others = {worker: at for worker, at in turn.job.dismissed.items() if worker != event.worker}
+        turn.change(dismissed=others)
 
 
 def reap(turn: Turn) -> None:
@@ -73,6 +75,6 @@ def reap(turn: Turn) -> None:
         turn.change(ended=turn.now)
     elif turn.now - turn.job.ended >= LINGER_SECONDS:
         for record in turn.durable.roster.values():
-            if record.launched and record.standing is not Standing.DEAD:
+            if record.launched and (record.standing is not Standing.DEAD or record.worker in turn.job.dismissed):
                 turn.do(Kill(record.worker))
         turn.job = replace(turn.job, ended=turn.now)

@@ -7,12 +7,12 @@ generation is current.
 
 from __future__ import annotations
 
-from shoal_protos.messages import Point, Status
+from shoal_protos.messages import Ending, Point, Status
 from shoal_protos.plan import Plan, Reason, WorkerId
 
 from shoal_controller.core.durable import Leaving
 from shoal_controller.core.job import Process, Traits, Wished
-from shoal_controller.core.phases import asking, feuds, timeline
+from shoal_controller.core.phases import asking, feuds, population, timeline
 from shoal_controller.core.phases.asking import kept
 from shoal_controller.core.phases.current import tell
 from shoal_controller.core.planner import same_world
@@ -33,7 +33,10 @@ def begun_in(turn: Turn, generation: int) -> None:
     """Somebody is in a generation that was planned: all of its base have voted it, so it is the current one now."""
     for plan in turn.durable.planned:
         if plan.generation == generation:
+            void = [other for other in turn.durable.planned if other.base != generation and other is not plan]
             turn.keep(current=plan, planned=tuple(p for p in turn.durable.planned if p.base == generation))
+            for other in void:
+                timeline.resized(turn, other.reason, "superseded")
             _satisfied(turn, turn.job.wishes.get(generation), plan)
             timeline.begun(turn, plan)
             return
@@ -59,6 +62,7 @@ def _satisfied(turn: Turn, wished: Wished | None, plan: Plan) -> None:
 
 def settle(turn: Turn, world: Plan) -> None:
     """Make a plan where what is wanted has changed; everyone lacking the newest one is told with its heartbeat."""
+    _give_up_on_newcomers(turn, world)
     if len(turn.durable.planned) >= OUTSTANDING or not _all_in(turn, world):
         return
     newcomers = waiting_newcomers(turn, world)
@@ -72,10 +76,25 @@ def settle(turn: Turn, world: Plan) -> None:
     if same_world(plan, newest) or (newest is world and _only_fills_left(plan, world)):
         return
     turn.keep(number=number, planned=(*turn.durable.planned, plan))
-    turn.change(wishes={**turn.job.wishes, number: wished})
+    turn.change(wishes={**turn.job.wishes, number: wished}, planned_at=turn.now)
     timeline.planned(turn, plan, newest)
     for worker in dict.fromkeys(member.worker for member in (*world.members, *plan.members)):
         tell(turn, worker)
+
+
+def _give_up_on_newcomers(turn: Turn, world: Plan) -> None:
+    """A change that does not begin within `stall_seconds` goes on without its newcomers; nobody else waits for them."""
+    plans = turn.durable.planned
+    if not plans or turn.now - turn.job.planned_at <= turn.spec.stall_seconds:
+        return
+    members = {member.worker for member in world.members}
+    why = f"generation {plans[-1].generation} did not begin within {turn.spec.stall_seconds:g} s (stall_seconds)"
+    for member in plans[-1].members:
+        if member.worker not in members and turn.record(member.worker).serves:
+            how = Ending.REPLACED if turn.record(member.worker).launched else Ending.START_OVER
+            population.dismiss(turn, member.worker, how, why)
+            tell(turn, member.worker)
+    turn.change(planned_at=turn.now)
 
 
 def _all_in(turn: Turn, world: Plan) -> bool:

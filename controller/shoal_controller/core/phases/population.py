@@ -18,6 +18,8 @@ from shoal_controller.core.phases.roster import forget_the_oldest, unused_id
 from shoal_controller.core.turn import Turn
 
 LONGEST_BACKOFF = 30.0
+LINGER_SECONDS = 60.0
+"""How long a process that was told to end may take."""
 SCALE_DOWN_GRACE = 30.0
 
 
@@ -42,6 +44,22 @@ def settle(turn: Turn) -> None:
         for _ in range(turn.durable.wanted - len(here)):
             _spawn(turn)
     _give_up_the_unheard(turn)
+    _kill_the_lingering(turn)
+
+
+def _kill_the_lingering(turn: Turn) -> None:
+    """Whoever was told to end, or has said that it failed, and is still there."""
+    for worker, at in tuple(turn.job.dismissed.items()):
+        if turn.now - at > LINGER_SECONDS:
+            turn.note("killed", f"worker {worker} should have ended and has not within {LINGER_SECONDS:g} s", worker)
+            turn.change(dismissed={**turn.job.dismissed, worker: turn.now})
+            turn.do(Kill(worker))
+
+
+def has_ended(turn: Turn, worker: WorkerId) -> None:
+    """Its process is gone: nobody waits for that any more."""
+    if worker in turn.job.dismissed:
+        turn.change(dismissed={name: at for name, at in turn.job.dismissed.items() if name != worker})
 
 
 def _spawn(turn: Turn) -> None:
@@ -85,6 +103,8 @@ def failed(turn: Turn, worker: WorkerId, why: str) -> None:
         return
     turn.mark(worker, standing=Standing.DEAD, ending=Ending.FAILED, why=why)
     turn.note("failed", f"worker {worker} failed: {why}", worker)
+    if record.launched:
+        turn.change(dismissed={**turn.job.dismissed, worker: turn.now})
     failures = turn.durable.failures + 1
     turn.keep(failures=failures)
     turn.change(
@@ -153,6 +173,8 @@ def dismiss(turn: Turn, worker: WorkerId, how: Ending, why: str) -> None:
     turn.note("left" if how is Ending.DRAINED else "dismissed", why, worker)
     process = turn.process(worker)
     record = turn.record(worker)
+    if record.launched:
+        turn.change(dismissed={**turn.job.dismissed, worker: turn.now})
     if record.launched and (process is None or not record.incarnation):
         turn.do(Kill(worker))
         turn.change(spawned={name: at for name, at in turn.job.spawned.items() if name != worker})

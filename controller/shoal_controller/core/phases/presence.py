@@ -66,18 +66,20 @@ def spawned(turn: Turn, event: Spawned) -> None:
 def exited(turn: Turn, event: Exited) -> None:
     """The launcher saw it end, or could not start it."""
     record = turn.durable.roster.get(event.worker)
-    if record is None or record.standing is Standing.DEAD:
-        return
+    if record is None:
+        return None
+    if record.standing is Standing.DEAD:
+        return population.has_ended(turn, event.worker)
     if record.ending is not None or turn.durable.phase.over:
         turn.mark(event.worker, standing=Standing.DEAD)
-        return
+        return population.has_ended(turn, event.worker)
     died_by_signal = event.code is not None and event.code < 0
     if died_by_signal and population.has_trained(turn, event.worker):
-        confirm(turn, event.worker, event.why)
-        return
+        return confirm(turn, event.worker, event.why)
     tail = f"\n{event.log_tail.strip()}" if event.log_tail.strip() else ""
     where = f" (log: {record.log})" if record.log else ""
     population.failed(turn, event.worker, f"{record.why or event.why}{where}{tail}")
+    return population.has_ended(turn, event.worker)
 
 
 def confirm(turn: Turn, worker: WorkerId, why: str) -> None:
@@ -86,6 +88,7 @@ def confirm(turn: Turn, worker: WorkerId, why: str) -> None:
     if record.standing is Standing.DEAD:
         return
     turn.mark(worker, standing=Standing.DEAD, why=why)
+    population.has_ended(turn, worker)
     if record.ending is None:
         turn.note("lost", f"worker {worker} on {record.host} is dead: {why}", worker, noticed_by="the controller")
 

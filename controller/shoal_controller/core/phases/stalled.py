@@ -37,6 +37,7 @@ def wait(turn: Turn, attempt: Attempt) -> None:
     if _all_done(turn):
         return ending.succeed(turn)
     why = f"{turn.durable.reason}; {_why_no_more(holders, waited)}"
+    timeline.resized(turn, attempt.reason, "failed")
     if turn.spec.launcher == "none":
         return ending.fail(turn, f"{why}. Set checkpoint.path or more mirrors.")
     return _start_anew(turn, why)
