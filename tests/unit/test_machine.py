@@ -5,30 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import get_args
 
-import pytest
 from machine_driver import MADE_OF, NEW, Driver
-from shoal_controller.core.durable import Leaving, Standing
-from shoal_controller.core.effects import Close, Kill, Persist, Send
+from shoal_controller.core.effects import Close, Persist, Send
 from shoal_controller.core.events import (
     Cancel,
     Disconnected,
-    DrainWorker,
     Event,
     Exited,
-    Pause,
-    Resume,
-    Save,
-    Scale,
-    Spawned,
 )
 from shoal_controller.core.machine import SETTLE, TABLE
 from shoal_controller.core.spec import Phase, State
-from shoal_protos.errors import Conflict, NotFound, UserError
 from shoal_protos.messages import (
     Ask,
     Carry,
     Change,
-    Drain,
     Ending,
     Open,
     Point,
@@ -209,206 +199,6 @@ def test_a_worker_that_reconnects_keeps_its_place_and_its_old_stream_is_closed()
     assert [effect.connection for effect in job.of(Close)] == [old]
     job.feed(Disconnected(old, "late"))
     assert job.view.workers[1].state is State.ACTIVE
-
-
-# ---- an operator's wishes
-
-
-def refused(job: Driver, wish: Event) -> str:
-    before = job.job
-    with pytest.raises(UserError) as error:
-        job.feed(wish)
-    assert job.job is before
-    return str(error.value)
-
-
-def test_scaling_outside_the_bounds_names_both() -> None:
-    job = Driver(wanted=3, min_workers=2, max_workers=5)
-    assert refused(job, Scale(6)) == "job job cannot be scaled to 6 workers; allowed are from 2 to 5."
-    assert refused(job, Scale(1)) == "job job cannot be scaled to 1 workers; allowed are from 2 to 5."
-
-
-def test_scaling_is_bounded_by_lanes_where_no_maximum_is_given() -> None:
-    job = Driver(wanted=2)
-    job.start(2)
-    assert refused(job, Scale(9)) == "job job cannot be scaled to 9 workers; allowed are from 1 to 8."
-
-
-def test_draining_an_unknown_worker_names_those_there_are() -> None:
-    job = Driver(wanted=2)
-    job.start(2)
-    with pytest.raises(NotFound):
-        job.feed(DrainWorker("w7"))
-    assert refused(job, DrainWorker("w7")) == "job job has no worker w7; its workers are: w0, w1."
-
-
-def test_the_last_worker_is_not_drained_without_a_checkpoint() -> None:
-    job = Driver(wanted=1)
-    job.start(1)
-    assert "worker w0 is the last one of job job: its state would be lost" in refused(job, DrainWorker("w0"))
-
-
-def test_the_last_worker_may_go_when_a_newcomer_is_ready() -> None:
-    job = Driver(wanted=1)
-    job.start(1)
-    job.hello("w1")
-    job.feed(DrainWorker("w0", 7.0))
-    assert Drain(7.0, 1) in job.said("w0") or Drain(7.0, 2) in job.said("w0")
-    assert job.view.workers[0].state is State.DRAINING
-
-
-def test_draining_twice_or_resuming_what_is_not_paused_is_a_conflict() -> None:
-    job = Driver(wanted=2)
-    job.start(2)
-    job.feed(DrainWorker("w1"))
-    assert refused(job, DrainWorker("w1")) == "worker w1 is being drained already."
-    assert refused(job, Resume()) == "job job is not paused; it is running."
-    job.feed(Pause())
-    assert refused(job, Pause()) == "job job is paused already."
-
-
-def test_a_checkpoint_without_a_path_is_refused() -> None:
-    job = Driver(wanted=1)
-    job.start(1)
-    assert "set checkpoint.path" in refused(job, Save())
-
-
-def test_a_checkpoint_is_asked_of_one_member() -> None:
-    job = Driver(wanted=1, made_of=replace(MADE_OF, can_checkpoint=True))
-    job.start(1)
-    job.feed(Save())
-    assert [type(message) for message in job.said("w0")] == [Ask]
-
-
-def test_a_job_that_is_over_refuses_wishes_and_says_why() -> None:
-    job = Driver(wanted=2)
-    job.feed(Cancel())
-    assert refused(job, Scale(2)) == "job job is over (cancelled): cancelled before it had a world that trains."
-    with pytest.raises(Conflict):
-        job.feed(Pause())
-
-
-# ---- the population
-
-
-def test_the_launcher_starts_what_is_wanted_and_the_ids_are_stored_first() -> None:
-    job = Driver(wanted=3, launcher="local")
-    assert job.spawned == ["w0", "w1", "w2"]
-    assert isinstance(job.effects[0], Persist)
-
-
-def test_a_lost_worker_is_replaced_at_once_with_a_new_id() -> None:
-    job = Driver(wanted=2, launcher="local")
-    job.start(2)
-    job.exit("w1")
-    assert job.spawned == ["w2"]
-    assert job.view.phase is Phase.RESIZING
-
-
-def test_workers_that_fail_again_and_again_are_replaced_later_and_later() -> None:
-    job = Driver(wanted=1, launcher="local", max_restarts=9)
-    times = []
-    for number in range(4):
-        job.exit(f"w{number}", 1, "exit status 1", "ValueError: no such file")
-        failed_at = job.now
-        while not job.spawned:
-            job.wait(0.5)
-        times.append(job.now - failed_at)
-    assert times == [0.0, 1.0, 2.0, 4.0]
-
-
-def test_after_max_restarts_the_job_fails_with_the_workers_reason_and_log() -> None:
-    job = Driver(wanted=1, launcher="local", max_restarts=0)
-    job.feed(Spawned("w0", 12, 1.0, "/logs/w0.log"))
-    job.exit("w0", 1, "exit status 1", "Traceback…\nValueError: no such file")
-    assert job.view.phase is Phase.FAILED
-    assert job.view.reason == (
-        "1 workers failed without a committed step in between (max_restarts is 0); "
-        "w0: exit status 1 (log: /logs/w0.log)\nTraceback…\nValueError: no such file"
-    )
-
-
-def test_a_committed_step_forgives_failures() -> None:
-    job = Driver(wanted=2, launcher="local", max_restarts=1)
-    job.start(2)
-    job.exit("w1", 1, "exit status 1")
-    assert job.job.durable.failures == 1
-    job.recover()
-    assert job.job.durable.failures == 0
-
-
-def test_a_worker_killed_by_a_signal_after_it_trained_is_no_failure() -> None:
-    job = Driver(wanted=2, launcher="local", max_restarts=0)
-    job.start(2)
-    job.exit("w1", -9)
-    assert job.view.phase is Phase.RESIZING
-    assert job.job.durable.failures == 0
-
-
-def test_a_failure_that_is_the_jobs_fails_it_at_once() -> None:
-    job = Driver(wanted=2, launcher="local")
-    job.start(2)
-    job.say("w0", Result(3, failure="lr of group 0 differs", everyone=True))
-    assert job.view.phase is Phase.FAILED
-    assert job.view.reason == "worker w0: lr of group 0 differs"
-    assert [effect.message.ending for effect in job.of(Send)] == [Ending.FAILED, Ending.FAILED]
-
-
-def test_a_worker_that_says_it_failed_counts_as_dead() -> None:
-    job = Driver(wanted=2)
-    job.start(2)
-    job.say("w1", Result(3, failure="RuntimeError: in the optimizer"))
-    assert job.job.durable.roster["w1"].standing is Standing.DEAD
-    assert job.view.phase is Phase.RESIZING
-
-
-def test_a_process_that_never_says_hello_is_killed_and_replaced() -> None:
-    job = Driver(wanted=1, launcher="local", stall_seconds=20)
-    assert job.spawned == ["w0"]
-    job.wait(21)
-    assert job.killed == ["w0"]
-    assert job.spawned == ["w1"]
-
-
-def test_a_process_that_does_not_end_when_it_is_told_is_killed() -> None:
-    job = Driver(wanted=2, launcher="local")
-    job.start(2)
-    job.say("w1", Result(3, failure="RuntimeError: in the optimizer"))
-    job.wait(59)
-    assert not job.of(Kill)
-    job.wait(3)
-    assert job.killed == ["w1"]
-    job.exit("w1", -9)
-    job.wait(70)
-    assert job.killed == []
-
-
-def test_a_change_that_never_begins_goes_on_without_its_newcomer() -> None:
-    job = Driver(wanted=2, stall_seconds=30)
-    job.start(2)
-    job.hello("w2")
-    job.wait(30)
-    assert job.view.workers[2].state is State.READY
-    job.wait(1)
-    assert "generation 2 did not begin within 30 s (stall_seconds)" in job.notes
-    assert [m.worker for m in job.job.durable.planned[-1].members] == ["w0", "w1"]
-
-
-def test_scaling_down_lets_the_youngest_go() -> None:
-    job = Driver(wanted=3, launcher="local")
-    job.start(3)
-    job.feed(Scale(2))
-    assert job.job.durable.roster["w2"].leaving is Leaving.SCALE_DOWN
-    assert job.view.workers[2].state is State.DRAINING
-    assert not job.spawned
-
-
-def test_a_drain_does_not_change_what_is_wanted() -> None:
-    job = Driver(wanted=2, launcher="local")
-    job.start(2)
-    job.feed(DrainWorker("w0"))
-    assert job.spawned == ["w2"]
-    assert job.view.wanted == 2
 
 
 # ---- losses

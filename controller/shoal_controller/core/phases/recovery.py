@@ -1,7 +1,7 @@
 """A world made from inventories: a start, or a recovery after a loss.
 
 PREPARE(n) stops all who may hold something, their inventories make the plan, PLAN(n) brings them together, OPEN(n) lets
-them train. Whoever is lost on the way means the next number; a newcomer never does. [Note: no two worlds] in `quorum`.
+them train. Whoever is lost on the way means the next number; a newcomer never does.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from shoal_protos.runs import NO_BLOCKS
 from shoal_controller.core.durable import Standing
 from shoal_controller.core.job import Attempt, Stage
 from shoal_controller.core.phases import asking, feuds, planned, population, stalled, timeline
-from shoal_controller.core.phases.current import answered, is_member, may_hold, tell
+from shoal_controller.core.phases.current import answered, tell
 from shoal_controller.core.phases.known import known_step
+from shoal_controller.core.phases.stopped import asked, is_dead, quorum, unanswered
 from shoal_controller.core.spec import Phase
 from shoal_controller.core.turn import Turn
 
@@ -57,64 +58,6 @@ def again(turn: Turn, attempt: Attempt, why: str, reports: feuds.Reports = ()) -
     begin(turn, replace(attempt, why=why, reports=reports, avoid=attempt.avoid | {builder}, lost_blocks=NO_BLOCKS))
 
 
-# ---- who is asked, and who has stopped
-
-
-def asked(turn: Turn) -> list[WorkerId]:
-    """Who is to stop and tell what it holds: alive as far as is known, and it may hold something."""
-    attempt, durable = turn.job.attempt, turn.durable
-    assert attempt is not None
-    serving = [record for record in durable.roster.values() if record.serves and record.incarnation]
-    if attempt.start:
-        return [record.worker for record in serving if record.worker in attempt.asked]
-    return [record.worker for record in serving if _may_hold(turn, record.worker)]
-
-
-def unanswered(turn: Turn, attempt: Attempt) -> list[WorkerId]:
-    """Whose inventory is waited for."""
-    return [
-        worker
-        for worker in asked(turn)
-        if not turn.record(worker).shunned and answered(turn.process(worker), attempt.number) is None
-    ]
-
-
-def _may_hold(turn: Turn, worker: WorkerId) -> bool:
-    process = turn.process(worker)
-    if process is None:  # not heard of since the controller started
-        return any(is_member(plan, worker) for plan in worlds(turn))
-    return may_hold(turn.durable, process)
-
-
-def worlds(turn: Turn) -> list[Plan]:
-    """Every generation that may still train: the current one, and each planned one that is not void."""
-    durable = turn.durable
-    return [plan for plan in (durable.current, *durable.planned) if plan is not None]
-
-
-def quorum(turn: Turn) -> Plan | None:
-    """● [Note: no two worlds] The first world that may still train, None where all have stopped.
-
-    A vote needs all members, so a world has stopped when one living member of it has answered PREPARE, or when all of
-    its members are confirmed dead. No generation opens before.
-    """
-    return next((plan for plan in worlds(turn) if not _has_stopped(turn, plan)), None)
-
-
-def _has_stopped(turn: Turn, plan: Plan) -> bool:
-    attempt = turn.job.attempt
-    assert attempt is not None
-    members = [member.worker for member in plan.members]
-    if any(answered(turn.process(worker), attempt.number) is not None for worker in members):
-        return True
-    return all(_is_dead(turn, worker) for worker in members)
-
-
-def _is_dead(turn: Turn, worker: WorkerId) -> bool:
-    record = turn.durable.roster.get(worker)
-    return record is None or record.standing is Standing.DEAD
-
-
 # ---- an attempt, looked at after every event
 
 
@@ -145,7 +88,7 @@ def _prepare(turn: Turn, attempt: Attempt) -> None:
         return _send(turn, asking.for_start(turn, asked(turn), attempt))
     world = quorum(turn)
     if world is not None:
-        unknown = [m.worker for m in world.members if not _is_dead(turn, m.worker)]
+        unknown = [m.worker for m in world.members if not is_dead(turn, m.worker)]
         sentence = f"nobody of generation {world.generation} has answered, and {_names(unknown)} may be alive"
         _wait(turn, attempt, f"{sentence}: it might still train")
         if _overdue(turn, attempt):

@@ -1,0 +1,137 @@
+"""How many workers there are: started, replaced with back-off, let go, killed where they do not go."""
+
+from __future__ import annotations
+
+from machine_driver import Driver
+from shoal_controller.core.durable import Leaving, Standing
+from shoal_controller.core.effects import Kill, Persist, Send
+from shoal_controller.core.events import (
+    DrainWorker,
+    Scale,
+    Spawned,
+)
+from shoal_controller.core.spec import Phase, State
+from shoal_protos.messages import (
+    Ending,
+    Result,
+)
+
+
+def test_the_launcher_starts_what_is_wanted_and_the_ids_are_stored_first() -> None:
+    job = Driver(wanted=3, launcher="local")
+    assert job.spawned == ["w0", "w1", "w2"]
+    assert isinstance(job.effects[0], Persist)
+
+
+def test_a_lost_worker_is_replaced_at_once_with_a_new_id() -> None:
+    job = Driver(wanted=2, launcher="local")
+    job.start(2)
+    job.exit("w1")
+    assert job.spawned == ["w2"]
+    assert job.view.phase is Phase.RESIZING
+
+
+def test_workers_that_fail_again_and_again_are_replaced_later_and_later() -> None:
+    job = Driver(wanted=1, launcher="local", max_restarts=9)
+    times = []
+    for number in range(4):
+        job.exit(f"w{number}", 1, "exit status 1", "ValueError: no such file")
+        failed_at = job.now
+        while not job.spawned:
+            job.wait(0.5)
+        times.append(job.now - failed_at)
+    assert times == [0.0, 1.0, 2.0, 4.0]
+
+
+def test_after_max_restarts_the_job_fails_with_the_workers_reason_and_log() -> None:
+    job = Driver(wanted=1, launcher="local", max_restarts=0)
+    job.feed(Spawned("w0", 12, 1.0, "/logs/w0.log"))
+    job.exit("w0", 1, "exit status 1", "Traceback…\nValueError: no such file")
+    assert job.view.phase is Phase.FAILED
+    assert job.view.reason == (
+        "1 workers failed without a committed step in between (max_restarts is 0); "
+        "w0: exit status 1 (log: /logs/w0.log)\nTraceback…\nValueError: no such file"
+    )
+
+
+def test_a_committed_step_forgives_failures() -> None:
+    job = Driver(wanted=2, launcher="local", max_restarts=1)
+    job.start(2)
+    job.exit("w1", 1, "exit status 1")
+    assert job.job.durable.failures == 1
+    job.recover()
+    assert job.job.durable.failures == 0
+
+
+def test_a_worker_killed_by_a_signal_after_it_trained_is_no_failure() -> None:
+    job = Driver(wanted=2, launcher="local", max_restarts=0)
+    job.start(2)
+    job.exit("w1", -9)
+    assert job.view.phase is Phase.RESIZING
+    assert job.job.durable.failures == 0
+
+
+def test_a_failure_that_is_the_jobs_fails_it_at_once() -> None:
+    job = Driver(wanted=2, launcher="local")
+    job.start(2)
+    job.say("w0", Result(3, failure="lr of group 0 differs", everyone=True))
+    assert job.view.phase is Phase.FAILED
+    assert job.view.reason == "worker w0: lr of group 0 differs"
+    assert [effect.message.ending for effect in job.of(Send)] == [Ending.FAILED, Ending.FAILED]
+
+
+def test_a_worker_that_says_it_failed_counts_as_dead() -> None:
+    job = Driver(wanted=2)
+    job.start(2)
+    job.say("w1", Result(3, failure="RuntimeError: in the optimizer"))
+    assert job.job.durable.roster["w1"].standing is Standing.DEAD
+    assert job.view.phase is Phase.RESIZING
+
+
+def test_a_process_that_never_says_hello_is_killed_and_replaced() -> None:
+    job = Driver(wanted=1, launcher="local", stall_seconds=20)
+    assert job.spawned == ["w0"]
+    job.wait(21)
+    assert job.killed == ["w0"]
+    assert job.spawned == ["w1"]
+
+
+def test_a_process_that_does_not_end_when_it_is_told_is_killed() -> None:
+    job = Driver(wanted=2, launcher="local")
+    job.start(2)
+    job.say("w1", Result(3, failure="RuntimeError: in the optimizer"))
+    job.wait(59)
+    assert not job.of(Kill)
+    job.wait(3)
+    assert job.killed == ["w1"]
+    job.exit("w1", -9)
+    job.wait(70)
+    assert job.killed == []
+
+
+def test_a_change_that_never_begins_goes_on_without_its_newcomer() -> None:
+    job = Driver(wanted=2, stall_seconds=30)
+    job.start(2)
+    job.hello("w2")
+    job.wait(30)
+    assert job.view.workers[2].state is State.READY
+    job.wait(1)
+    assert "generation 2 did not begin within 30 s (stall_seconds)" in job.notes
+    assert [m.worker for m in job.job.durable.planned[-1].members] == ["w0", "w1"]
+
+
+def test_scaling_down_lets_the_youngest_go() -> None:
+    job = Driver(wanted=3, launcher="local")
+    job.start(3)
+    job.feed(Scale(2))
+    assert job.job.durable.roster["w2"].leaving is Leaving.SCALE_DOWN
+    assert job.view.workers[2].state is State.DRAINING
+    assert not job.spawned
+
+
+def test_a_drain_does_not_change_what_is_wanted() -> None:
+    job = Driver(wanted=2, launcher="local")
+    job.start(2)
+    job.feed(DrainWorker("w0"))
+    assert job.spawned == ["w2"]
+    assert job.view.wanted == 2
