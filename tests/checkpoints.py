@@ -13,7 +13,9 @@ from shoal.checkpoint.catalogue import SaveName
 from shoal.checkpoint.commit import commit
 from shoal.checkpoint.draft import Origin, States, draft_of
 from shoal.checkpoint.frozen import write_frozen
+from shoal.checkpoint.layout_entry import LayoutEntry
 from shoal.checkpoint.manifest import DataPosition, Manifest
+from shoal.checkpoint.named import tied_names
 from shoal.checkpoint.snapshot import Arena, take_snapshot
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.writer import Author, write_snapshot
@@ -22,7 +24,11 @@ from shoal.state import Limits, TrainingState, frozen_parameters
 from shoal_protos.runs import Runs, every
 from torch import nn
 
-ORIGIN = Origin("job", DataPosition(seed=3, lanes=4, micro_batch_size=2, micro_batches_per_lane=1, samples=100), {}, {})
+DATA = DataPosition(seed=3, lanes=4, micro_batch_size=2, micro_batches_per_lane=1, samples=100)
+
+
+def origin(state: TrainingState) -> Origin:
+    return Origin("job", LayoutEntry.of(state.layout, tied_names(state.module)), DATA, {}, {})
 
 
 class Model(nn.Module):
@@ -96,7 +102,7 @@ def save(
     owners = owners or halves(state)
     authors = [Author(f"w{number}", f"{generation:08x}") for number in range(len(owners))]
     name = SaveName.of(state.step, generation, state.step, authors[0].incarnation)
-    draft, beside = draft_of(state, ORIGIN, generation, registered or {})
+    draft, beside = draft_of(state, origin(state), generation, registered or {})
     files = []
     for number, (author, owned) in enumerate(zip(authors, owners, strict=True)):
         tensors = {} if number else beside

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from checkpoints import ORIGIN, fresh, save, train, trained
+from checkpoints import origin, fresh, save, train, trained
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from shoal.checkpoint.catalogue import Found, SaveName, look_into, resolve
@@ -187,7 +187,7 @@ def test_nothing_to_resume_from_is_no_error_for_latest(tmp_path: Path) -> None:
 
 def parts(storage: LocalStorage, owners: list[Runs]) -> tuple[Manifest, str, list[str]]:
     state = trained(1)
-    draft, beside = draft_of(state, ORIGIN, 1, {})
+    draft, beside = draft_of(state, origin(state), 1, {})
     folder, files = SaveName.of(1, 1, 1, "x").folder, []
     for number, owned in enumerate(owners):
         snapshot = take_snapshot(state.layout, state.flats, state.held, owned, {} if number else beside, Arena())

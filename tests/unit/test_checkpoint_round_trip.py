@@ -114,7 +114,7 @@ def test_the_small_state_comes_back_too(tmp_path: Path) -> None:
         n: b.tolist() for n, b in state.buffers.committed.items()
     }
     assert torch.equal(other.module.get_parameter("frozen"), state.module.get_parameter("frozen"))
-    assert manifest.data == checkpoints.ORIGIN.data
+    assert manifest.data == checkpoints.DATA
 
 
 def test_a_reader_reads_no_more_than_its_blocks(tmp_path: Path) -> None:
@@ -192,9 +192,9 @@ def test_a_users_own_state_comes_back(tmp_path: Path) -> None:
 def test_registered_states_must_be_those_of_the_checkpoint(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
     name, _ = save(trained(1), storage, registered={"counter": Counter(5)})
-    with pytest.raises(UserError, match='has a state "counter"; the script must register it with'):
+    with pytest.raises(UserError, match='has a state "counter"; this script must register it with'):
         load_small_state(look_into(storage, name).reader(), fresh(), {})
-    with pytest.raises(UserError, match='has no state "other", which the script registers'):
+    with pytest.raises(UserError, match='has no state "other", which this script registers'):
         load_small_state(look_into(storage, name).reader(), fresh(), {"other": Counter(1), "counter": Counter(1)})
 
 

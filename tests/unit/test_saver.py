@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from checkpoints import ORIGIN, trained
+from checkpoints import origin, trained
 from shoal.checkpoint import saver as module
 from shoal.checkpoint.catalogue import SaveName, look_into, saves
 from shoal.checkpoint.draft import draft_of
@@ -53,7 +53,7 @@ class World:
     def begin(self) -> SaveName:
         state = self.state
         name = SaveName.of(state.step, 1, state.step, AUTHORS[0].incarnation)
-        draft, beside = draft_of(state, ORIGIN, 1, {})
+        draft, beside = draft_of(state, origin(state), 1, {})
         lead = Lead(draft, state.buffers.committed, frozen_parameters(state.module), in_use="")
         for number, saver in enumerate(self.savers):
             tensors = {} if number else beside

@@ -51,6 +51,7 @@ class _Ending:
             else:
                 self._serve()
         finally:
+            engine.saving.close()
             engine.link.close()
 
     def _reason(self) -> str:
@@ -65,9 +66,11 @@ class _Ending:
     def _serve(self) -> None:
         """Votes without a step until told to end."""
         engine = self._engine
-        engine.ended = True
-        engine.publish()
         try:
+            while engine.saving.busy:
+                engine.guarded_vote()
+            engine.ended = True
+            engine.publish()
             while not (engine.link.alone and engine.done):
                 engine.guarded_vote()
         except SystemExit:

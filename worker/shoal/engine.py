@@ -33,6 +33,8 @@ from shoal.lane_loop import LaneLoop
 from shoal.optim.hyper import digest, hyper_parameters
 from shoal.requests import Requests, refuse_other_hyper_parameters
 from shoal.resize import Resize
+from shoal.resuming import Resuming
+from shoal.saving import Saving
 from shoal.session.seam import Link
 from shoal.state import TrainingState
 from shoal.telemetry import Meter
@@ -59,10 +61,14 @@ class Engine:
         self.resize = Resize(self)
         self.meter = Meter(config.train_batch_size // config.lanes)
         self.evaluation = Evaluation(self)
+        self.saving = Saving(self)
+        self.resuming = Resuming(self)
         self.module: nn.Module = state.module
         self.device = torch.device("cpu")
         self.done = False
         """The last step is committed and its digests are given."""
+        self.left_loop = False
+        """The script has gone through its loop, and cannot go back."""
         self.ended = False
         """The script has ended."""
         self.leaving = False
@@ -132,6 +138,7 @@ class Engine:
                 yield self.loop.next_batch(self.state)
             else:
                 self.guarded(self._standby_step if self.world.plan.steps else self.vote_without_step)
+        self.left_loop = True
 
     @property
     def over(self) -> bool:
@@ -145,6 +152,7 @@ class Engine:
         if not self.link.alone:
             yield self.loop.rehearsal_batch(self.state)
         self.loop.end_rehearsal(self.state)
+        self.publish()  # what it knows of checkpoints, before anyone counts on it
         self.link.rehearsed()
         self.publish()
 
@@ -263,7 +271,7 @@ class Engine:
             state.current = state.everything
         assert state.record is not None
         self.meter.step_done(len(world.lanes))
-        self._boundary(state.record)
+        self._boundary(state.record, stepped=True)
         if self.rank == 0:
             for callback in self._callbacks:
                 callback(self)
@@ -280,6 +288,7 @@ class Engine:
         assert self.world is not None
         holds = self.state.held.runs if step == self.state.step else self.state.pending
         trained = step > self.state.step
+        word = self.saving.word()
         return Ballot(
             step=step,
             generation=self.link.enter_vote(holds),
@@ -287,7 +296,9 @@ class Engine:
             losses=self.loop.losses if trained else (),
             reports=self.loop.reports if trained else {},
             evaluations=self.evaluation.take(),
-            wishes=self.requests.wishes(),
+            wishes=self.requests.wishes() + (self.saving.scheduled() if trained else ()),
+            saving=word,
+            saved=self.saving.saved,
         )
 
     def guarded_vote(self) -> None:
@@ -310,12 +321,14 @@ class Engine:
             letter.wait()
         record = self._vote(world, self._ballot(self.state.step), None)
         self.boundaries += 1
-        self._boundary(record)
-        if not record.wishes and self.world is world:
+        self._boundary(record, stepped=False)
+        if all(wish.kind == "save" for wish in record.wishes) and self.world is world:
             self.link.pause(IDLE_SECONDS)
 
-    def _boundary(self, record: Record) -> None:
+    def _boundary(self, record: Record, stepped: bool) -> None:
         """After a passed vote: requests are carried out, a planned generation begins, the controller hears of it."""
+        if self.world is not None:
+            self.saving.voted(record, self.world, stepped)
         self.requests.carry_out(record.wishes)
         self.publish()
         self.resize.begin_planned()
@@ -327,8 +340,9 @@ class Engine:
             sequence=0, generation=0, point=self.link.membership().point, promised=0,
             step=state.step, committed_in=state.committed_in, boundaries=self.boundaries, holds=state.held.runs,
             current=state.is_current and self.world is not None, done=self.done, ended=self.ended,
+            checkpoint=self.resuming.sighting, damage=self.resuming.damage,
         )  # fmt: skip
-        self.link.publish(status, self.meter.telemetry(self.loss, state))
+        self.link.publish(status, self.meter.telemetry(self.loss, state, self.saving.told))
 
     # ---- what a script asks for
 
@@ -361,8 +375,14 @@ class Engine:
         self.requests.ask(Wish("export", str(path)))
 
     def save_checkpoint(self) -> None:
-        """Raises `UserError`: elastic checkpoints are not supported yet."""
-        raise UserError("engine.save_checkpoint is not supported yet.")
+        """Saves a checkpoint to `shoal.checkpoint.path`; in the loop after this step, after the loop at once."""
+        self.saving.ask()
+
+    def register_state(self, name: str, of: Any) -> None:
+        """An object with `state_dict` and `load_state_dict`: rank 0's is saved in checkpoints and given to newcomers.
+        Before the loop.
+        """
+        self.saving.register(name, of)
 
     def stop(self) -> None:
         """An early end, voted: all members leave their loops after the same step."""

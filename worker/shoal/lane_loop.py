@@ -63,6 +63,11 @@ class LaneLoop:
         """Whether the next backward is the step's last one here."""
         return self._index == len(self.lanes) - 1 and self._micro == self._micro_batches - 1
 
+    @property
+    def samples(self) -> int:
+        """Length of the dataset."""
+        return self._fetcher.sampler.samples
+
     # ---- a micro-batch
 
     def next_batch(self, state: TrainingState) -> Any:

@@ -50,12 +50,15 @@ class Requests:
             return None
         while wish in self._mine:
             engine.guarded_vote()
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
+        failure = self._failure or engine.saving.failure
+        self._failure = engine.saving.failure = None
+        if failure is not None:
             raise failure
         return self._digest[1] if wish.kind == "fingerprint" and self._digest else None
 
     def add(self, wish: Wish) -> None:
+        if wish.kind == "save":
+            self._engine.saving.note_ask()
         if wish not in self._mine:
             self._mine.append(wish)
 
@@ -63,6 +66,8 @@ class Requests:
         """What this worker brings into its next vote."""
         if self._engine.resize.frozen_in_place:  # a recovery on the way has brought them
             self._mine = [wish for wish in self._mine if wish.kind != "frozen"]
+        if not self._engine.saving.pending:
+            self._mine = [wish for wish in self._mine if wish.kind != "save"]
         if self._engine.over and not self._engine.done:
             self.add(Wish("fingerprint"))
         return tuple(self._mine)
@@ -82,7 +87,7 @@ class Requests:
                     self._export(Path(wish.detail))
                 case "frozen":
                     self._frozen(wish)
-            if wish in self._mine:
+            if wish in self._mine and not (wish.kind == "save" and self._engine.saving.pending):
                 self._mine.remove(wish)
 
     def _fingerprint(self) -> None:

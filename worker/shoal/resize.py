@@ -16,6 +16,7 @@ from shoal_protos.messages import AskKind, Change, Ending
 from shoal_protos.plan import Plan, Reason
 from shoal_protos.runs import NO_BLOCKS, Runs
 
+from shoal.checkpoint.errors import CheckpointDamaged
 from shoal.exchange.group import Group, WorldChanged
 from shoal.exchange.hand_out import hand_out
 from shoal.exchange.letters import Letter, read_letter
@@ -86,12 +87,18 @@ class Resize:
 
     def _recover(self, plan: Plan, group: Group) -> None:
         """Roll forward if need be, promote, hand out what is stale; then READY."""
+        assert plan.recovery is not None
+        self._engine.resuming.begins(plan.recovery.checkpoint)
         try:
             world = self._world(plan, group)
             self._catch_up(world)
         except WorldChanged:
             self._engine.publish()
             return  # another PREPARE is on its way
+        except CheckpointDamaged as error:
+            self._engine.resuming.spoilt(plan.recovery.checkpoint, error)
+            self._engine.publish()
+            return  # the controller names another one
         self._clock.promoted()
         if self._engine.link.ready(plan.generation):
             self._caught_up = world
@@ -99,7 +106,14 @@ class Resize:
     def _catch_up(self, world: World) -> None:
         plan, state, recovery = world.plan, self._engine.state, world.plan.recovery
         assert recovery is not None
+        if recovery.checkpoint:
+            self._clock.note_checkpoint(self._engine.resuming.take_up(world))
+            self.frozen_in_place = True
+            self._engine.saving.restored(recovery.step)
+            return
         if plan.reason is Reason.START:
+            self._engine.resuming.check_initial()
+            self._engine.saving.restored(-1)
             state.begin_anew(plan.shares[world.rank].keeps)
             agree_on_the_start(world, state)
             return
@@ -205,7 +219,9 @@ class Resize:
     def _enter(self, world: World) -> None:
         """The world begins here: it replaces the old one whole."""
         engine, plan = self._engine, world.plan
-        at_same_step = plan.recovery is not None and not plan.recovery.stale[world.rank]
+        at_same_step = (
+            plan.recovery is not None and not plan.recovery.checkpoint and not plan.recovery.stale[world.rank]
+        )
         engine.link.begin(plan, world.group)
         engine.world, engine.boundaries, self._caught_up = world, 0, None
         if not (at_same_step and engine.loop.goes_on(world.lanes)):
@@ -217,6 +233,7 @@ class Resize:
         engine.meter.resumed()
         log.info("world", generation=plan.generation, reason=str(plan.reason), rank=world.rank,
                  world_size=plan.world_size, lanes=list(world.lanes), step=engine.state.step)  # fmt: skip
+        engine.saving.enter(world)
         engine.publish()
 
     def _end(self, ending: Ending, reason: str) -> bool:
@@ -252,6 +269,7 @@ class _Clock:
         self._phases: dict[str, float] = {}
         self._promoted = 0
         self._bytes = 0
+        self._checkpoint_bytes = 0
 
     def _lap(self, phase: str) -> None:
         now = time.monotonic()
@@ -279,11 +297,15 @@ class _Clock:
     def note_bytes(self, count: int) -> None:
         self._bytes = count
 
+    def note_checkpoint(self, count: int) -> None:
+        self._checkpoint_bytes = count
+
     def begun(self, generation: int, step: int, recovered: bool) -> Change:
         if self._began is None:
             self._began = self._mark = time.monotonic()
         self._lap("open" if recovered else "switch")
         pause = time.monotonic() - self._began
-        change = Change(generation, step, pause, dict(self._phases), self._promoted, self._bytes)
+        change = Change(generation, step, pause, dict(self._phases), self._promoted, self._bytes,
+                        self._checkpoint_bytes)  # fmt: skip
         self._forget()
         return change

@@ -57,6 +57,7 @@ def initialize(
     status = Status(sequence=0, generation=0, point=Point.REHEARSING, promised=0, step=-1, committed_in=0)
     link.introduce(_description(settled, state, optimizer, sampler.samples), status)
     engine = Engine(settled, state, link, fetcher, Faults.parse(fault_text, link.worker))
+    engine.resuming.look()
     _take_over(optimizer)
     serve_at_exit(engine)
     return engine
@@ -120,7 +121,9 @@ def _description(
         config={**agreement(config), "dataset.samples": str(samples), **_beside_the_config(state)},
         numerics=identity(),
         mixed_numerics=config.mixed_numerics,
-        can_checkpoint=False,
+        can_checkpoint=config.checkpoint.path is not None,
+        keep=config.checkpoint.keep,
+        keep_every=config.checkpoint.keep_every or 0,
     )
 
 

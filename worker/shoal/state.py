@@ -9,11 +9,12 @@ from __future__ import annotations
 import hashlib
 import io
 import pickle
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from shoal_protos.errors import UserError
 from shoal_protos.messages import Inventory
 from shoal_protos.runs import NO_BLOCKS, Runs, every
 from torch import Tensor, nn
@@ -67,6 +68,8 @@ class TrainingState:
         """Held blocks whose next gradient is in; set when a vote is entered with all that the commit reads."""
         self.current = NO_BLOCKS
         """Blocks whose parameters are those of `step`."""
+        self.registered: dict[str, Any] = {}
+        """The user's own objects with `state_dict` and `load_state_dict`, by name."""
 
     @property
     def everything(self) -> Runs:
@@ -148,6 +151,7 @@ class TrainingState:
             "buffers": self.buffers.committed,
             "last_step": self.last_step,
             "frozen": frozen_digest(self.module),
+            "registered": {name: of.state_dict() for name, of in self.registered.items()},
         }
         memory = io.BytesIO()
         torch.save(content, memory, pickle_module=pickle)
@@ -162,8 +166,19 @@ class TrainingState:
             self.scheduler.load_state_dict(given["scheduler"])
         self.buffers.load(given["buffers"])
         self.last_step = given["last_step"]
+        check_registered(self.registered, given["registered"], "another worker of this job")
+        for name, of in self.registered.items():
+            of.load_state_dict(given["registered"][name])
         self.current = NO_BLOCKS
         return bool(given["frozen"] == frozen_digest(self.module))
+
+
+def check_registered(mine: Collection[str], theirs: Collection[str], where: str) -> None:
+    """Raises `UserError` naming the first state that only this script registers, or only `where` has."""
+    for name in sorted(set(mine) ^ set(theirs)):
+        if name in mine:
+            raise UserError(f'{where} has no state "{name}", which this script registers with engine.register_state.')
+        raise UserError(f'{where} has a state "{name}"; this script must register it with engine.register_state.')
 
 
 def frozen_parameters(module: nn.Module) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ import resource
 import time
 from pathlib import Path
 
+from shoal_protos.checkpoint import Saved
 from shoal_protos.messages import Change, Telemetry
 
 from shoal.state import TrainingState
@@ -44,7 +45,7 @@ class Meter:
     def changed(self, change: Change) -> None:
         self._changes = [*self._changes[-LATEST_CHANGES + 1 :], change]
 
-    def telemetry(self, loss: float | None, state: TrainingState) -> Telemetry:
+    def telemetry(self, loss: float | None, state: TrainingState, saves: tuple[Saved, ...]) -> Telemetry:
         parameters = sum(flat.numel() * flat.element_size() for flat in state.flats)
         return Telemetry(
             loss=loss,
@@ -59,6 +60,7 @@ class Meter:
                 "rss": resident_bytes(),
             },
             changes=tuple(self._changes),
+            saves=saves,
         )
 
 

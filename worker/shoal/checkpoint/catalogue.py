@@ -115,24 +115,28 @@ def checkpoints(storage: Storage, skipped: Skipped, generations: Collection[int]
 
 
 def resolve(
-    path: str | None, resume: int | str | bool, skipped: Skipped, generations: Collection[int] | None = None
+    path: str | None,
+    resume: int | str | bool,
+    skipped: Skipped,
+    generations: Collection[int] | None = None,
+    spoiled: Collection[str] = (),
 ) -> Found | None:
     """The checkpoint that `resume` means: "latest", a step, a path or URL, or False; None where there is nothing.
 
     `path`: where this job keeps its own. A step or a path that is not there is an error (`NotFound`), and one that is
-    named is taken whatever its generation.
+    named is taken whatever its generation. `spoiled`: paths that cannot be read; the latest is one of others.
     """
     if resume is False:
         return None
     if isinstance(resume, str) and resume != "latest":
-        return _at(resume, skipped)
+        return at(resume, skipped)
     if path is None:
         if resume == "latest":
             return None
         raise NotFound(f"resume is step {resume}, and no `shoal.checkpoint.path` says where checkpoints are.")
     storage = open_storage(path)
     if resume == "latest":
-        return next(checkpoints(storage, skipped, generations), None)
+        return next((f for f in checkpoints(storage, skipped, generations) if f.path not in spoiled), None)
     for found in checkpoints(storage, skipped):
         if found.name.step == resume:
             return found
@@ -140,7 +144,7 @@ def resolve(
     raise NotFound(f"{storage.url} has no whole checkpoint of step {resume}; there are {there or 'none'}.")
 
 
-def _at(path: str, skipped: Skipped) -> Found:
+def at(path: str, skipped: Skipped) -> Found:
     """A checkpoint's own folder, or the newest one in a folder of checkpoints."""
     parent, _, folder = path.rstrip("/").rpartition("/")
     name = SaveName.parse(folder)

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from shoal.checkpoint.layout_entry import LayoutEntry
 from shoal.checkpoint.manifest import DataPosition, Manifest
-from shoal.checkpoint.named import tied_names
 from shoal.checkpoint.plain import encode
 from shoal.optim.hyper import hyper_parameters
 from shoal.state import TrainingState
@@ -29,6 +28,7 @@ class Origin:
     """What does not change in a job's life."""
 
     job: str
+    layout: LayoutEntry
     data: DataPosition
     config: Mapping[str, str]
     numerics: Mapping[str, str]
@@ -49,7 +49,7 @@ def draft_of(
         step=state.step,
         generation=generation,
         last_step=state.last_step,
-        layout=LayoutEntry.of(state.layout, tied_names(state.module)),
+        layout=origin.layout,
         optimizer=type(state.optimizer).__name__,
         groups=[
             encode(group, tensors, f"optimizer group {number}")

@@ -18,7 +18,7 @@ from shoal.checkpoint.plain import decode
 from shoal.checkpoint.reader import Reader
 from shoal.exchange.vote import Record
 from shoal.optim.hyper import load_into
-from shoal.state import TrainingState, frozen_digest, frozen_parameters
+from shoal.state import TrainingState, check_registered, frozen_digest, frozen_parameters
 
 
 def fits(manifest: Manifest, state: TrainingState, allow: tuple[str, ...], where: str) -> bool:
@@ -43,7 +43,7 @@ def load_small_state(reader: Reader, state: TrainingState, registered: States) -
     Raises `UserError` where the user's registered states are others than the checkpoint's.
     """
     manifest = reader.manifest
-    _check_registered(manifest, registered, reader.where)
+    check_registered(registered, manifest.states, reader.where)
     beside = reader.tensors()
     state.step, state.committed_in = manifest.step, 0
     state.record = Record.from_bytes(manifest.record.encode()) if manifest.record else None
@@ -59,13 +59,6 @@ def load_small_state(reader: Reader, state: TrainingState, registered: States) -
         of.load_state_dict(decode(manifest.states[name], beside))
     _load_frozen(reader, state)
     state.current = NO_BLOCKS
-
-
-def _check_registered(manifest: Manifest, registered: States, where: str) -> None:
-    for name in sorted(registered.keys() ^ manifest.states.keys()):
-        if name in registered:
-            raise UserError(f'{where} has no state "{name}", which the script registers with engine.register_state.')
-        raise UserError(f'{where} has a state "{name}"; the script must register it with engine.register_state.')
 
 
 @torch.no_grad()

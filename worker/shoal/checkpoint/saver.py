@@ -92,6 +92,8 @@ class Saver:
         self.storage, self._keep = storage, keep
         self.arena = Arena()
         self.outcome: Outcome | None = None
+        self._fresh: Outcome | None = None
+        """Not told yet."""
         self._save: Save | None = None
         self._status = Status.IDLE
         self._thread: threading.Thread | None = None
@@ -103,6 +105,14 @@ class Saver:
 
     # ---- on the training thread
 
+    def reserve(self, count: int) -> None:
+        """Takes memory for a snapshot of so many bytes beside training, so that the first save need not."""
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(
+                target=self.arena.reserve, args=(count,), name="shoal-save-memory", daemon=True
+            )
+            self._thread.start()
+
     @property
     def status(self) -> Status:
         return self._status
@@ -112,6 +122,11 @@ class Saver:
         """Whether this member leads the save at hand."""
         return self._save is not None and self._save.lead is not None
 
+    def ready(self) -> Arena:
+        """The memory for the next snapshot. The save before must be over."""
+        self._join()
+        return self.arena
+
     def begin(self, save: Save, copy_seconds: float) -> None:
         """Starts writing. The one before must be over."""
         self._join()
@@ -119,6 +134,7 @@ class Saver:
         self._verdict.clear()
         self._give_up, self._gone, self._leader_heard = "", frozenset(), False
         self.outcome = Outcome(save.name, f"{self.storage.url}/{save.name.folder}", seconds={"copy": copy_seconds})
+        self._fresh = self.outcome
         self._thread = threading.Thread(target=self._run, args=(save,), name="shoal-save", daemon=True)
         self._thread.start()
 
@@ -159,6 +175,19 @@ class Saver:
         elif word == Status.FAILED and not self.outcome.failure:
             self.outcome.failure = f"{leader}, which led it, says that it failed"
         self._save, self._status = None, Status.IDLE
+
+    def refuse(self, name: SaveName, why: str) -> None:
+        """A save that this member cannot even begin."""
+        self._save, self._status = None, Status.FAILED
+        self._fresh = Outcome(name, f"{self.storage.url}/{name.folder}", failure=why)
+
+    def take_outcome(self) -> Outcome | None:
+        """How the save at hand went, once it is over; once."""
+        over = self._save is None or (self._save.lead is not None and self._status in (Status.IDLE, Status.FAILED))
+        if not over:
+            return None
+        outcome, self._fresh = self._fresh, None
+        return outcome
 
     def close(self) -> None:
         """Lets what has begun come to its end: all other members do the same now."""

@@ -26,6 +26,7 @@ MOST = 10**15
 MOST_LANES = 65_536
 MOST_MIRRORS = 1_000
 MOST_THREADS = 1_024
+MOST_PATH = 512
 
 Positive = Annotated[int, Field(ge=1, le=MOST)]
 CountOrAuto = Annotated[Positive | Auto | None, Allowed('is a whole number from 1 to 10^15, or "auto"')]
@@ -77,12 +78,16 @@ class ZeroOptimization(Section):
 class Checkpoint(Section):
     """`shoal.checkpoint`: elastic checkpoints."""
 
-    path: Annotated[str | None, Allowed("is a path or URL in quotes")] = None
-    """Where checkpoints are written. Not supported yet."""
+    path: Annotated[
+        Annotated[str, Field(min_length=1, max_length=MOST_PATH)] | None,
+        Allowed(f"is a path or URL in quotes, of at most {MOST_PATH} characters"),
+    ] = None
+    """Where checkpoints are written and looked for: a folder that all workers reach, or an fsspec URL such as
+    s3://bucket/jobs/demo (`pip install shoal[s3]`). None: nowhere."""
     every_steps: Count = None
     """Optimizer steps between two checkpoints. None: not by steps."""
     every_minutes: Annotated[Annotated[float, Field(gt=0)] | None, Allowed("is a number of minutes above 0")] = None
-    """Minutes between two checkpoints. None: not by time."""
+    """Minutes between two checkpoints, by the clock of rank 0. None: not by time."""
     keep: Annotated[Positive, Allowed("is a whole number from 1 to 10^15")] = 3
     """How many of the newest checkpoints are kept."""
     keep_every: Count = None
@@ -92,8 +97,12 @@ class Checkpoint(Section):
         Allowed('are "latest", a step, a path in quotes, and false'),
     ] = "latest"
     """Where to go on from: the newest checkpoint when there is one, a step, a path, or false for a fresh start."""
-    allow: Annotated[tuple[str, ...], Field(strict=False), Allowed("is a list of names in quotes")] = ()
-    """Differences between the checkpoint and this job that are accepted when it is read."""
+    allow: Annotated[
+        tuple[Literal["new", "missing"], ...], Field(strict=False), Allowed('is a list of "new" and "missing"')
+    ] = ()
+    """Differences between the checkpoint's model and this one that are accepted: `new` tensors, which the checkpoint
+    lacks, `missing` ones, which only it has. Where there are any, what matches is taken by name and training begins at
+    step 0."""
 
 
 class Shoal(Section):

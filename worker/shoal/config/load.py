@@ -120,8 +120,6 @@ def _settled(document: Document) -> TrainingConfig:
     shoal = document.shoal
     if document.zero_optimization.stage not in BUILT_STAGES:
         raise UserError(not_built("zero_optimization.stage", document.zero_optimization.stage))
-    if shoal.checkpoint.path is not None:
-        raise UserError(not_built("shoal.checkpoint.path", shoal.checkpoint.path))
     if shoal.max_steps is None and shoal.epochs is None:
         raise UserError("neither `shoal.max_steps` nor `shoal.epochs` is given; the job needs one of them to end.")
     _no_guessed_rate(document.optimizer)

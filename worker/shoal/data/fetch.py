@@ -41,14 +41,14 @@ class Fetcher:
     ) -> None:
         self._dataset = dataset
         self._collate = collate_fn or default_collate
-        self._sampler = sampler
+        self.sampler = sampler
         self._seed = seed
         self._device = torch.device(device)
 
     def micro_batch(self, step: int, lane: int, micro: int) -> Any:
         """The batch, on the device; all generators stand at the start of this micro-batch's numbers."""
         seed_everything(self._seed, step, lane, micro)
-        batch = self.collated(self._dataset, self._sampler.indices(step, lane, micro))
+        batch = self.collated(self._dataset, self.sampler.indices(step, lane, micro))
         seed_everything(self._seed, step, lane, micro)
         return batch
 

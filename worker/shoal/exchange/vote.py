@@ -30,7 +30,7 @@ class Wish:
     """A request that the vote carries and all carry out."""
 
     kind: str
-    """fingerprint | export | save | stop | frozen"""
+    """fingerprint | export | save | scheduled (a save by the clock of rank 0) | stop | frozen"""
     detail: str = ""
     """A path for an export; for `frozen` the newcomer's digest of its frozen parameters."""
     rank: int = -1
@@ -54,6 +54,10 @@ class Ballot:
     evaluations: dict[str, list[float]] = field(default_factory=dict)
     """By name: sum over the lanes that it evaluated, and their number."""
     wishes: tuple[Wish, ...] = ()
+    saving: str = ""
+    """How far it is with the save at hand (checkpoint/saver.py)."""
+    saved: int = -1
+    """The step of the newest whole checkpoint of this life of the job that it knows of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,9 @@ class Record:
     evaluations: dict[str, float]
     wishes: tuple[Wish, ...]
     hypers: tuple[str, ...]
+    saving: tuple[str, ...] = ()
+    """By rank."""
+    saved: int = -1
 
     def to_bytes(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -78,7 +85,7 @@ class Record:
         """The inverse of `to_bytes`."""
         fields = json.loads(content)
         fields["wishes"] = tuple(Wish(**wish) for wish in fields["wishes"])
-        return cls(**{**fields, "generations": tuple(fields["generations"]), "hypers": tuple(fields["hypers"])})
+        return cls(**{**fields, **{name: tuple(fields[name]) for name in ("generations", "hypers", "saving")}})
 
 
 Gather = Callable[[Tensor], Tensor]
@@ -135,6 +142,8 @@ def _record(routes: Routes, rows: Tensor, with_norm: bool) -> Record:
         evaluations=_evaluated([ballot["evaluations"] for ballot in ballots]),
         wishes=tuple(dict.fromkeys(Wish(**wish) for ballot in ballots for wish in ballot["wishes"])),
         hypers=tuple(ballot["hyper"] for ballot in ballots),
+        saving=tuple(ballot["saving"] for ballot in ballots),
+        saved=max(ballot["saved"] for ballot in ballots),
     )
 
 

@@ -7,8 +7,10 @@ thread, no socket, no signal handler.
 from __future__ import annotations
 
 import copy
+import secrets
 from collections.abc import Callable
 
+from shoal_protos.checkpoint import Sighting
 from shoal_protos.description import Description
 from shoal_protos.messages import Inventory, Result, Status, Telemetry
 from shoal_protos.plan import Member, Plan, Reason, Recovery, Share, check_plan
@@ -18,9 +20,7 @@ from shoal.core.membership import Membership
 from shoal.exchange.group import Group
 from shoal.exchange.solo import SoloGroup
 from shoal.session.inbox import Inbox
-from shoal.session.seam import Item, Opened, Prepared, Recover, Stopped
-
-GENERATION = 1
+from shoal.session.seam import Item, Opened, Prepared, Recover, Resume, Stopped
 
 
 def _nothing() -> None:
@@ -31,10 +31,14 @@ class AloneLink:
     """A `Link`."""
 
     alone = True
+    job = ""
+    resume: Resume = (None, NO_BLOCKS)
     worker = "w0"
-    incarnation = "alone"
 
     def __init__(self) -> None:
+        self.incarnation = secrets.token_hex(8)
+        self._checkpoint: Sighting | None = None
+        self._number = 0
         self._membership = Membership(self.worker, self.incarnation)
         self._inbox = Inbox()
         self._description: Description | None = None
@@ -46,8 +50,14 @@ class AloneLink:
 
     def rehearsed(self) -> None:
         self._membership.rehearsed()
-        self._membership.hear_prepare(GENERATION)
-        self._inbox.put(Stopped(GENERATION))
+        self._stop()
+
+    def _stop(self) -> None:
+        """A new number: of the first generation, or of the next after a checkpoint's."""
+        known = self._checkpoint.generation if self._checkpoint is not None else 0
+        self._number = 1 + max(self._number, known)
+        self._membership.hear_prepare(self._number)
+        self._inbox.put(Stopped(self._number))
 
     @property
     def stopping(self) -> bool:
@@ -70,7 +80,7 @@ class AloneLink:
         assert self._description is not None, "introduce comes first"
         lanes, blocks = self._description.lanes, self._description.blocks
         return Plan(
-            generation=GENERATION,
+            generation=self._number,
             base=0,
             reason=Reason.START,
             lanes=lanes,
@@ -81,8 +91,14 @@ class AloneLink:
             fill_blocks_per_step=0,
             builder=0,
             steps=True,
-            recovery=Recovery(max(0, inventory.step), inventory.record, counted=(True,), stale=(NO_BLOCKS,)),
+            recovery=self._recovery(inventory),
         )
+
+    def _recovery(self, inventory: Inventory) -> Recovery:
+        found = self._checkpoint
+        if found is None:
+            return Recovery(max(0, inventory.step), inventory.record, counted=(True,), stale=(NO_BLOCKS,))
+        return Recovery(found.step, b"", counted=(False,), stale=(NO_BLOCKS,), checkpoint=found.path)
 
     def ready(self, generation: int) -> bool:
         is_ready = self._membership.ready(generation)
@@ -105,7 +121,14 @@ class AloneLink:
         return copy.copy(self._membership)
 
     def publish(self, status: Status, telemetry: Telemetry) -> None:
-        """There is nobody to tell."""
+        """There is nobody to tell; but a checkpoint that cannot be read means to begin from another one."""
+        del telemetry
+        spoilt = status.damage.path if status.damage is not None else ""
+        again = bool(spoilt) and self._checkpoint is not None and self._checkpoint.path == spoilt
+        if not self._membership.generation:
+            self._checkpoint = status.checkpoint
+        if again:
+            self._stop()
 
     def result(self, result: Result) -> None:
         """Likewise; the script's own status says how it ended."""

@@ -28,7 +28,7 @@ from shoal.logs import get_logger
 from shoal.session.dialogue import Abort, Build, Dialogue, Effect, Process, Put
 from shoal.session.groups import Building, Groups
 from shoal.session.inbox import Inbox
-from shoal.session.seam import Begun, Ended, Item, Prepared, Recover, Stopped
+from shoal.session.seam import Begun, Ended, Item, Prepared, Recover, Resume, Stopped
 from shoal.session.settings import SessionSettings
 from shoal.session.signals import TermSignal, install, uninstall
 from shoal.session.thread import SessionThread
@@ -64,6 +64,14 @@ class ControllerLink:
         self._dialogue: Dialogue | None = None
         self._thread: SessionThread | None = None
         self._term: TermSignal | None = None
+
+    @property
+    def job(self) -> str:
+        return self._settings.job
+
+    @property
+    def resume(self) -> Resume:
+        return self.dialogue.resume
 
     @property
     def worker(self) -> str:

@@ -7,6 +7,7 @@ all of it. What is to be said is kept as the latest of each kind, so nothing pil
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from dataclasses import dataclass, replace
 
@@ -37,9 +38,10 @@ from shoal_protos.messages import (
     Welcome,
 )
 from shoal_protos.plan import Plan, check_plan
+from shoal_protos.runs import NO_BLOCKS
 
 from shoal.core.membership import Membership
-from shoal.session.seam import Asked, Ended, Item, Opened, Stopped
+from shoal.session.seam import Asked, Ended, Item, Opened, Resume, Stopped
 
 REMEMBERED_ASKS = 64
 HEARTBEAT_SECONDS = 1.0
@@ -88,6 +90,7 @@ class Dialogue:
         self.membership = membership
         self.process, self.description = process, description
         self.heartbeat_seconds = HEARTBEAT_SECONDS
+        self.resume: Resume = (None, NO_BLOCKS)
         self.welcomed = False
         self.ending: Shutdown | None = None
         """Set when the controller has said the last word."""
@@ -128,6 +131,7 @@ class Dialogue:
             domain=self.process.domain,
             description=self.description,
             status=self._standing(),
+            next_generation=self._status.checkpoint.generation if self._status.checkpoint is not None else 0,
         )
 
     @property
@@ -278,6 +282,7 @@ class Dialogue:
     def _welcome(self, welcome: Welcome) -> None:
         self.membership.worker = welcome.worker
         self.heartbeat_seconds = welcome.heartbeat_seconds
+        self.resume = (json.loads(welcome.resume) if welcome.resume else None, welcome.known)
         self.welcomed = True
 
     def _prepare(self, generation: int) -> list[Effect]:

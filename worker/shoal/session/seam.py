@@ -19,6 +19,9 @@ from shoal_protos.runs import Runs
 from shoal.core.membership import Membership
 from shoal.exchange.group import Group
 
+Resume = tuple[int | str | bool | None, Runs]
+"""What the job is to go on from (None: the config says it), and the generations that its store knows (none: any)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
@@ -88,6 +91,14 @@ class Link(Protocol):
     """No controller: a world of one that nobody else will ever join."""
     before_meeting: Callable[[], None]
     """Called on a builder's thread before this process meets others to build a group. Tests strike there."""
+
+    @property
+    def job(self) -> str:
+        """The job's name; empty where there is no controller."""
+
+    @property
+    def resume(self) -> Resume:
+        """What the job says, once welcomed."""
 
     @property
     def worker(self) -> str:

@@ -73,6 +73,10 @@ class HeldBlocks:
             if isinstance(value, Tensor)
         )
 
+    def state_bytes_of_a_block(self) -> int:
+        """What one block's state takes, also before there is any."""
+        return probe_state_bytes(self._layout, self._twin)
+
     def _state(self, segment: Segment) -> dict[str, Any]:
         state: dict[str, Any] = self._twin.state[segment.parameter]
         return state

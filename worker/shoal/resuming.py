@@ -1,0 +1,131 @@
+"""Going on from a checkpoint: which one this worker knows of, and taking one up when a plan says so.
+
+At its start a worker looks where the config (or the job) tells it to; what it finds is in its status, and the
+controller, which hears all workers, names one in a plan. Called by `initialize` and by resize.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shoal_protos.checkpoint import Damage, Sighting
+from shoal_protos.errors import JobFailed, UserError
+from shoal_protos.runs import every
+
+from shoal.checkpoint.catalogue import Found, at, resolve
+from shoal.checkpoint.errors import CheckpointDamaged
+from shoal.checkpoint.restore import fits, load_blocks, load_model, load_small_state
+from shoal.exchange.hand_out import hand_out
+from shoal.initial_state import agree_on_the_start
+from shoal.logs import get_logger
+from shoal.world import World
+
+if TYPE_CHECKING:
+    from shoal.engine import Engine
+
+log = get_logger("shoal.checkpoint")
+
+
+class Resuming:
+    """This worker's knowledge of checkpoints. `sighting` and `damage` are in its status."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._config = engine.config.checkpoint
+        self.sighting: Sighting | None = None
+        self.damage: Damage | None = None
+        self._spoiled: set[str] = set()
+        self._taken = ""
+        """The last checkpoint that was begun to be read: the initial state is gone from then on."""
+
+    # ---- what is there
+
+    def look(self) -> None:
+        """Finds what to go on from. Raises `UserError` where a checkpoint is of another model, or was named and is not
+        there; `StorageFailed` where the place cannot be read.
+        """
+        asked, known = self._engine.link.resume
+        resume = self._config.resume if asked is None else asked
+        found = resolve(self._config.path, resume, self._skip, known or None, self._spoiled)
+        self.sighting = None
+        if found is None:
+            return
+        same = fits(found.manifest, self._engine.state, self._config.allow, found.path)
+        step = found.manifest.step if same else 0
+        self.sighting = Sighting(found.manifest.generation, step, found.path, found.manifest.data_bytes)
+        log.info("checkpoint_found", path=found.path, step=found.manifest.step,
+                 means="training goes on from it" if same else "its tensors are taken by name")  # fmt: skip
+
+    def _skip(self, sentence: str) -> None:
+        log.warning("checkpoint_skipped", reason=sentence)
+
+    def saved(self, sighting: Sighting) -> None:
+        """A save that this worker took part in was completed."""
+        self.sighting = sighting
+
+    # ---- taking one up
+
+    def take_up(self, world: World) -> int:
+        """All that a plan with a checkpoint asks of this worker; returns the bytes read. Raises `WorldChanged`."""
+        recovery, state, engine = world.plan.recovery, self._engine.state, self._engine
+        assert recovery is not None
+        if engine.over and recovery.step < state.last_step and engine.left_loop:
+            raise UserError(
+                f"the job goes back to step {recovery.step}, and this script has left its loop at step {state.step}."
+            )
+        found = at(recovery.checkpoint, self._skip)
+        self._taken = found.path
+        state.forget_gradients()
+        engine.done = False
+        if fits(found.manifest, state, self._config.allow, found.path):
+            return self._restore(found, world)
+        log.info("tensors_taken", path=found.path, what=str(load_model(found.reader(), state, self._config.allow)))
+        state.begin_anew(world.plan.shares[world.rank].keeps)
+        agree_on_the_start(world, state)
+        return found.manifest.data_bytes
+
+    def _restore(self, found: Found, world: World) -> int:
+        """Everything as it was at the checkpoint's step: own blocks are read, parameters are handed out."""
+        state, share, reader = self._engine.state, world.plan.shares[world.rank], found.reader()
+        self._warn_of_other_data(found)
+        load_small_state(reader, state, state.registered)
+        load_blocks(reader, state, share.keeps, share.owned)
+        self._engine.faults.at("restore", state.step)
+        hand_out(world.group, state.flats, world.routes.stale)
+        state.current = every(state.layout.blocks)
+        log.info("restored", path=found.path, step=state.step, bytes=reader.bytes_read)
+        return reader.bytes_read
+
+    def _warn_of_other_data(self, found: Found) -> None:
+        """Other lanes, batches or seeds than the checkpoint's: training goes on, with other samples."""
+        theirs, ours = found.manifest.data, self._engine.saving.data_position
+        if theirs is not None and theirs != ours:
+            fields = [name for name in type(ours).model_fields if getattr(ours, name) != getattr(theirs, name)]
+            log.warning("other_data_order", checkpoint=found.path, differs=fields,
+                        means="the next samples are not those that the checkpoint's run would have read")  # fmt: skip
+
+    def spoilt(self, path: str, error: CheckpointDamaged) -> None:
+        """The plan's checkpoint cannot be read: say so, and look for the one before. Raises `JobFailed` where there is
+        none to be taken instead.
+        """
+        log.error("checkpoint_damaged", path=path, reason=str(error))
+        asked, _ = self._engine.link.resume
+        resume = self._config.resume if asked is None else asked
+        if resume != "latest" and self.sighting is not None and self.sighting.path == path:
+            raise JobFailed(f"{error} It was named by `resume`; name another one.") from error
+        self._spoiled.add(path)
+        self.damage = Damage(path, str(error))
+        self.look()
+
+    def check_initial(self) -> None:
+        """Raises `JobFailed` where this process cannot begin at step 0 any more."""
+        if self._taken:
+            raise JobFailed(
+                f"{self._taken} cannot be read whole, and there is no other checkpoint to go on from. To begin at step "
+                "0 remove it, or say `resume: false`."
+            )
+
+    def begins(self, path: str) -> None:
+        """A plan is being carried out; what was said of another one's checkpoint is over."""
+        if self.damage is not None and self.damage.path != path:
+            self.damage = None
