@@ -8,10 +8,10 @@ million pairs): `_arcs` says where one can go from a node, as things stand. Call
     parcel -> site -> pair             the same where a block must not have two copies at a site
     parcel -> with a worker -> pair    one of the two is a holder: one transfer
     parcel -> any -> pair              two transfers
-    pair -> sink                       up to its least
-    pair -> extra of its owner -> sink, or -> more -> sink    one beyond, if the owner may have one
+    pair -> sink                       there is room
     pair -> parcel (or its site)       one of its parcels seeks another pair; what it cost is saved
-    extra -> pair, more -> extra       another gives up the one beyond
+    pair -> extra of its owner -> pair      the other gives up the block beyond its least
+    extra -> more -> extra of another owner
 """
 
 from __future__ import annotations
@@ -63,15 +63,24 @@ class Flow:
         self._anywhere = placing.reach is Reach.ANY
         self._sites = len(placing.room.site)
         self._cheapest = int(self._anywhere)
-        """No path costs fewer transfers than the one before: the first that cheap is among the shortest."""
+        """No path costs fewer transfers than the one before: what is dearer waits until there is none that cheap."""
         self._distance: dict[Node, int] = {}
+        self._came: dict[Node, Node] = {}
         self._ways: dict[Node, list[Node]] = {}
 
     def run(self) -> None:
-        """Places all that can be placed within this reach."""
+        """Places all that can be placed within this reach.
+
+        Of what is free all shortest paths are used at once. What costs a transfer has been placed but for a few blocks,
+        and the graph is large: there the first path will do.
+        """
         while waiting := [index for index, wanted in enumerate(self._placing.wanted) if wanted]:
             if not self._any_hope() or not self._label(waiting):
                 return
+            if self._anywhere:
+                path = self._way_back()
+                self._push(path[0][1], path)
+                continue
             self._ways = {}
             for index in waiting:
                 while self._placing.wanted[index] and (path := self._descend(index)):
@@ -88,19 +97,36 @@ class Flow:
     def _label(self, waiting: list[int]) -> bool:
         """The distance of every node that may lie on a shortest path to the sink. False: there is none."""
         self._distance = distance = {(_PARCEL, index): 0 for index in waiting}
-        queue = deque(distance)
-        while queue:
+        self._came = came = {}
+        haste = 2 if self._anywhere else 0
+        queue, dearer, found = deque(distance), list[Node](), _ENDLESS
+        while queue or (dearer and found == _ENDLESS):
+            if not queue:
+                queue, dearer = deque(dearer), []
+                self._cheapest += 1
             node = queue.popleft()
-            reached, found = distance[node], distance.get(_SINK, _ENDLESS)
-            if node == _SINK or (reached >= found and found // _TRANSFER <= self._cheapest):
+            reached = distance[node]
+            if reached + haste >= found:
+                continue
+            if reached // _TRANSFER > self._cheapest:
+                dearer.append(node)
                 continue
             for to, transfers in self._arcs(node):
                 further = reached + transfers * _TRANSFER + 1
                 if further < distance.get(to, _ENDLESS):
-                    distance[to] = further
+                    distance[to], came[to] = further, node
                     queue.append(to)
-        self._cheapest = distance.get(_SINK, 0) // _TRANSFER
-        return _SINK in distance
+                    if to[0] >= 0 and further + 1 < found and self._placing.room_at(to) > 0:
+                        found = distance[_SINK] = further + 1
+                        came[_SINK] = to
+        return found < _ENDLESS
+
+    def _way_back(self) -> list[Node]:
+        """The path by which the sink was found."""
+        path: list[Node] = [_SINK]
+        while path[-1] in self._came:
+            path.append(self._came[path[-1]])
+        return path[::-1]
 
     def _descend(self, index: int) -> list[Node]:
         """A shortest path from a parcel to the sink; empty when there is none left. Never looks at a way twice."""
@@ -159,23 +185,18 @@ class Flow:
         elif kind == _SITE:
             yield from self._from_site(which)
         elif kind == _EXTRA:
-            if self._placing.room_extra(which) > 0:
-                yield _SINK, 0
+            yield from ((pair, 0) for pair in self._placing.over[which])
             if self._placing.room_extra(which) == 0:
                 yield _MORE, 0
-            yield from ((pair, 0) for pair in self._placing.over[which])
         elif node == _MORE:
-            if len(self._placing.rich) < self._placing.room.more:
-                yield _SINK, 0
             yield from (((_EXTRA, owner), 0) for owner in self._placing.rich)
         else:
             yield from ((pair, 0) for pair in self._pairs_of_hub(node))
 
     def _from_pair(self, pair: Pair) -> Iterator[tuple[Node, int]]:
-        below = self._placing.room_below(pair)
-        if below > 0:
+        if self._placing.room_at(pair) > 0:
             yield _SINK, 0
-        if self._placing.may_exceed(pair):
+        elif self._placing.may_exceed(pair):
             yield (_EXTRA, pair[0]), 0
         apart = self._placing.room.apart
         for index in self._placing.users[pair]:
@@ -233,9 +254,7 @@ class Flow:
         """How many blocks can go this way as things stand now: what `_arcs` yields has some when it is yielded."""
         placing = self._placing
         if to == _SINK:
-            if node == _MORE:
-                return placing.room.more - len(placing.rich)
-            return placing.room_extra(node[1]) if node[0] == _EXTRA else placing.room_below(node)
+            return placing.room_at(node)
         if to[0] == _EXTRA:
             return int(to[1] in placing.rich if node == _MORE else placing.may_exceed(node))
         if to == _MORE:

@@ -94,6 +94,8 @@ class Placing:
         self.at_site: Counter[tuple[int, int]] = Counter()
         """By parcel and site, where copies must lie apart."""
         self._short = list(room.below)
+        self._open = list(room.workers)
+        """Among them all owners that can take more, once nothing is taken back from any."""
         self._mirrored = [0] * (len(room.site) + 1)
         self._emptiest_first = [(0, mirror) for mirror in room.mirrors]
 
@@ -101,6 +103,8 @@ class Placing:
         """What can stay stays, then what can be free is free, then the rest, the cheapest first."""
         order = sorted(range(len(self.parcels)), key=lambda index: self.parcels[index].was == NOBODY)
         for reach in Reach:
+            if reach is Reach.SHARE and self.room.parts == 1:
+                continue
             self.reach = reach
             for index in order:
                 if self.wanted[index]:
@@ -140,8 +144,9 @@ class Placing:
             return
         for owner in parcel.owners:
             self._fill_pairs_of(index, owner, self.room.mirrors)
-        if parcel.owner == NOBODY:
-            for owner in self.room.workers:
+        if parcel.owner == NOBODY and self.wanted[index]:
+            self._open = [owner for owner in self._open if self.is_open(owner)]
+            for owner in self._open:
                 self._fill_pairs_of(index, owner, parcel.holders)
 
     def owners_in_reach(self, index: int) -> tuple[int, ...]:
@@ -221,6 +226,11 @@ class Placing:
         """Whether it can take the one beyond."""
         free = self.room_extra(pair[0]) > 0 or self.room_more(pair[0]) > 0
         return int(free and self.may_exceed(pair))
+
+    def room_at(self, pair: Pair) -> int:
+        """How many it can take as things stand, up to its least or the one beyond."""
+        below = self.room_below(pair)
+        return below if below > 0 else self.room_beyond(pair)
 
     def may_exceed(self, pair: Pair) -> bool:
         """Whether it has its least, and one more is not too much."""

@@ -1,0 +1,175 @@
+"""A world as the planner's tests see it: acts upon it one after another, each answered by a plan that is checked.
+
+    world = World(Terms(lanes=8, blocks=24, mirrors=1, fill_blocks_per_step=4), "abc")
+    world.join("d"); world.fill(); world.kill("a")
+
+A letter is a worker, the alphabet is the order of joining, and a worker's failure domain is its own unless told
+otherwise. Workers do here what they are told at once: a plan's fills are done when `fill` is called, not before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from shoal_controller.core.planner import (
+    Candidate,
+    Terms,
+    Wish,
+    plan_change,
+    plan_recovery,
+    plan_start,
+    same_world,
+)
+from shoal_protos.plan import Member, Plan, Reason, check_plan
+from shoal_protos.runs import NO_BLOCKS, Runs, every
+
+MOST_PLANS = 3
+"""So many plans after the last disturbance, at most, the world is at rest: fill, promote, and one for good measure."""
+
+
+def candidate(worker: str, holds: Runs = NO_BLOCKS, domain: str = "") -> Candidate:
+    member = Member(worker, f"{worker}.1", f"127.0.0.1:{1000 + ord(worker)}")
+    return Candidate(member, domain or f"host of {worker}", ord(worker), holds=holds)
+
+
+def transfers(plan: Plan) -> int:
+    """Blocks that its fills move."""
+    return sum(len(fill.blocks) for fill in plan.fills)
+
+
+class World:
+    """Candidates by letter, and the plan that is in force."""
+
+    def __init__(self, terms: Terms, workers: str, domains: Mapping[str, str] | None = None) -> None:
+        self.terms = terms
+        self.domains = domains or {}
+        self.here = {worker: self._newcomer(worker) for worker in workers}
+        self.plans: list[Plan] = []
+        self.asked: list[list[Candidate]] = []
+        """Of every plan: the candidates."""
+        newcomers = list(self.here.values())
+        plan = plan_start(self._wish(Reason.START), newcomers)
+        self._take(plan, [replace(known, holds=every(terms.blocks)) for known in newcomers])
+
+    @property
+    def plan(self) -> Plan:
+        return self.plans[-1]
+
+    def _newcomer(self, worker: str) -> Candidate:
+        return candidate(worker, domain=self.domains.get(worker, ""))
+
+    def _wish(self, reason: Reason) -> Wish:
+        return Wish(self.terms, len(self.plans) + 1, reason)
+
+    # ---- acts
+
+    def join(self, *workers: str, trains: bool = True) -> Plan:
+        for worker in workers:
+            self.here[worker] = replace(self._newcomer(worker), trains=trains)
+        return self._change(Reason.JOIN)
+
+    def train(self) -> Plan:
+        """A hand-out has given all parameters to all."""
+        self.here = {worker: replace(known, trains=True) for worker, known in self.here.items()}
+        return self._change(Reason.JOIN)
+
+    def drain(self, *workers: str) -> Plan:
+        for worker in workers:
+            self.here[worker] = replace(self.here[worker], leaving=True)
+        return self._change(Reason.DRAIN)
+
+    def kill(self, *workers: str, lanes: Mapping[str, int] | None = None) -> Plan:
+        """Survivors hold what the plan keeps for them or has filled. `lanes` are in flight."""
+        left = {worker: known for worker, known in self.here.items() if worker not in workers}
+        stopped = [
+            replace(known, trains=True, current=every(self.terms.blocks), lane=(lanes or {}).get(worker, -1))
+            for worker, known in left.items()
+        ]
+        plan = plan_recovery(self._wish(Reason.KILL), stopped, self.plan, step=7, record=b"")
+        self.here = {worker: replace(known, trains=True) for worker, known in left.items()}
+        return self._take(plan, stopped)
+
+    def fill(self, boundaries: int | None = None) -> None:
+        """So many slices of the plan's fills have arrived; None: all."""
+        done = self.plan.boundaries if boundaries is None else boundaries
+        for rank, member in enumerate(self.plan.members):
+            holds = self.plan.shares[rank].keeps | self.plan.filled(rank, done)
+            self.here[member.worker] = replace(self.here[member.worker], holds=holds)
+
+    def promote(self) -> Plan:
+        """The planner is asked again."""
+        return self._change(Reason.BALANCE)
+
+    def settle(self) -> Plan:
+        """Fill and ask again until the planner has nothing to change."""
+        for _ in range(MOST_PLANS):
+            before = self.plan
+            self.fill()
+            if same_world(self.promote(), before):
+                return self.plan
+        raise AssertionError(f"the world is not at rest after {MOST_PLANS} plans: {self.plan}")
+
+    # ---- every plan
+
+    def _change(self, reason: Reason) -> Plan:
+        candidates = list(self.here.values())
+        return self._take(plan_change(self._wish(reason), candidates, self.plan), candidates)
+
+    def _take(self, plan: Plan, asked: list[Candidate]) -> Plan:
+        """Checks a plan against what was known when it was made; then it is in force."""
+        check_plan(plan)
+        known = {candidate.member: candidate for candidate in asked}
+        nobody_stays = not any(candidate.trains and not candidate.leaving for candidate in asked)
+        for member, share in zip(plan.members, plan.shares, strict=True):
+            assert share.keeps <= known[member].holds, "owners and mirrors have valid bits"
+            assert not share.lanes or known[member].trains, "who has not all parameters trains nothing"
+            if known[member].leaving and not nobody_stays:
+                assert not share.lanes, "who leaves trains nothing"
+                assert share.keeps, "who leaves and keeps nothing is left out"
+        for fill in plan.fills:
+            target = known[plan.members[fill.target]]
+            assert target.trains, "who has not all parameters is not filled"
+            assert nobody_stays or not target.leaving, "who leaves is not filled"
+        self.plans.append(plan)
+        self.asked.append(asked)
+        self.here = {member.worker: self.here[member.worker] for member in plan.members}
+        self.fill(0)
+        return plan
+
+    def stays(self, worker: str) -> bool:
+        """Whether the worker is to keep blocks in the end."""
+        return self.here[worker].trains and not self.here[worker].leaving
+
+    # ---- what the wishes say of a world at rest
+
+    @property
+    def mirrors(self) -> int:
+        return min(self.terms.mirrors, self.plan.world_size - 1)
+
+    def check_at_rest(self) -> None:
+        """Every wish that a plan without fills must have met."""
+        plan = self.plan
+        owned = [len(share.owned) for share in plan.shares]
+        assert max(owned) - min(owned) <= 1, f"owners are even to one block: {owned}"
+        domains = [self.here[member.worker].domain for member in plan.members]
+        wanted = min(self.mirrors + 1, len(set(domains)))
+        for block in range(plan.blocks):
+            copies = [rank for rank, share in enumerate(plan.shares) if block in share.keeps]
+            assert len(copies) == self.mirrors + 1, f"block {block} has {len(copies) - 1} mirrors"
+            assert len({domains[rank] for rank in copies}) == wanted, f"block {block} is in too few domains"
+
+    def unevenness(self) -> int:
+        """By how many blocks the copies of one owner are spread unevenly over those who may mirror them, at worst."""
+        plan = self.plan
+        domains = [self.here[member.worker].domain for member in plan.members]
+        one_domain = len(set(domains)) == 1
+        worst = 0
+        for owner, share in enumerate(plan.shares):
+            spread = [
+                len(share.owned & other.mirrored)
+                for mirror, other in enumerate(plan.shares)
+                if mirror != owner and (one_domain or domains[mirror] != domains[owner])
+            ]
+            worst = max([worst, *(count - min(spread) for count in spread)])
+        return worst

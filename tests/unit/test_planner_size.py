@@ -1,0 +1,67 @@
+"""A thousand workers and as many blocks as a job can have: planned in seconds of one core, and small on the wire.
+
+The bounds are for a machine that does other things meanwhile: an idle one takes a fifth of them.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+from planning import transfers
+from shoal_controller.core.planner import Candidate, Terms, Wish, plan_change, plan_recovery, plan_start
+from shoal_protos.plan import Member, Plan, Reason
+from shoal_protos.runs import every
+
+WORKERS, BLOCKS, RACK = 1000, 65536, 100
+MOST_SECONDS = 20.0
+TERMS = Terms(lanes=WORKERS, blocks=BLOCKS, mirrors=1, fill_blocks_per_step=4)
+
+
+def candidates(first: int, count: int) -> list[Candidate]:
+    """A hundred to a rack."""
+    return [
+        Candidate(Member(f"w{number}", f"w{number}.1", f"10.0.0.1:{number}"), f"rack {number // RACK}", number)
+        for number in range(first, first + count)
+    ]
+
+
+def filled(plan: Plan, here: list[Candidate]) -> list[Candidate]:
+    """Who is in the plan, once all its fills are done."""
+    by_member = {known.member: known for known in here}
+    given = {rank: plan.shares[rank].keeps for rank in range(plan.world_size)}
+    for fill in plan.fills:
+        given[fill.target] |= fill.blocks
+    return [replace(by_member[member], holds=given[rank]) for rank, member in enumerate(plan.members)]
+
+
+@pytest.fixture(scope="module")
+def start() -> Plan:
+    return plan_start(Wish(TERMS, 1, Reason.START), candidates(0, WORKERS))
+
+
+@pytest.fixture
+def clock() -> object:
+    begun = time.process_time()
+    yield
+    assert time.process_time() - begun < MOST_SECONDS
+
+
+def test_a_whole_rack_is_lost_and_its_share_promoted_and_filled_again(start: Plan, clock: object) -> None:
+    here = filled(start, candidates(0, WORKERS))
+    survivors = [replace(known, current=every(BLOCKS)) for known in here if known.domain != "rack 3"]
+    plan = plan_recovery(Wish(TERMS, 2, Reason.KILL), survivors, start, step=7, record=b"")
+    lost = sum(len(share.keeps) for share, known in zip(start.shares, here, strict=True) if known.domain == "rack 3")
+    assert transfers(plan) == lost
+    again = plan_change(Wish(TERMS, 3, Reason.BALANCE), filled(plan, survivors), plan)
+    assert again.fills == ()
+    owned = [len(share.owned) for share in again.shares]
+    assert max(owned) - min(owned) == 1
+
+
+def test_one_joins_and_gets_its_share(start: Plan, clock: object) -> None:
+    here = filled(start, candidates(0, WORKERS)) + candidates(WORKERS, 1)
+    plan = plan_change(Wish(TERMS, 2, Reason.JOIN), here, start)
+    assert transfers(plan) == BLOCKS // (WORKERS + 1)
+    assert {plan.members[fill.target].worker for fill in plan.fills} == {"w1000"}
