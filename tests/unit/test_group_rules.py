@@ -1,0 +1,93 @@
+"""What the waits of a group and of its building hang on: no clock, and never the training thread (docs/rules.md)."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import torch
+from shoal.exchange.gloo import GlooGroup, build_gloo
+from shoal.exchange.group import Group
+from shoal.exchange.meeting import Meeting, Stop
+from shoal.exchange.meeting_place import MeetingPlace
+from shoal.session.groups import Building, Groups
+from worlds import recovery
+
+
+def test_a_groups_own_timeout_is_a_day_because_its_expiry_would_close_the_group() -> None:
+    places = [MeetingPlace("127.0.0.1") for _ in range(2)]
+    addresses = tuple(place.address for place in places)
+    with ThreadPoolExecutor(2) as threads:
+        meetings = [Meeting(1, rank, addresses, builder=0) for rank in range(2)]
+        groups = list(threads.map(lambda meeting: build_gloo(meeting, Stop()), meetings))
+    for group in groups:
+        assert isinstance(group, GlooGroup)
+        assert group._gloo.options._timeout == timedelta(days=1)  # type: ignore[union-attr]
+        group.close()
+    for place in places:
+        place.close()
+
+
+class Recorded:
+    """A process group of torch, and its works, that notes how it is waited for."""
+
+    def __init__(self) -> None:
+        self.waits: list[tuple[Any, ...]] = []
+
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Recorded:
+        return self
+
+    recv = send
+
+    def wait(self, *limit: timedelta) -> bool:
+        self.waits.append(limit)
+        return True
+
+
+def test_no_wait_of_an_exchange_has_a_limit_because_its_expiry_would_close_the_group() -> None:
+    gloo = Recorded()
+    group = GlooGroup(gloo, 0, 3)
+    group.send(torch.zeros(4), 1, 0).wait()
+    group.receive(torch.zeros(4), 2, 0).wait()
+    group.all_gather(torch.zeros(2, dtype=torch.uint8))
+    assert gloo.waits == [()] * 6
+
+
+class Told:
+    """Hears of a group that is built."""
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+
+    def built(self, building: Building) -> None:
+        self.done.set()
+
+    def begun(self, building: Building, state: bytes) -> None:
+        raise AssertionError("nobody is a newcomer")
+
+    def unreachable(self, building: Building, ranks: list[int]) -> None:
+        raise AssertionError("everybody is here")
+
+    def failed(self, error: Exception) -> None:
+        raise error
+
+
+def test_whoever_asks_for_a_group_does_not_wait_for_it() -> None:
+    """The session's thread hears the plan, the training thread trains: the building waits on a thread of its own."""
+    go, builders, told, lock = threading.Event(), [], Told(), threading.RLock()
+
+    def transport(meeting: Meeting, stop: Stop) -> Group:
+        builders.append(threading.current_thread())
+        go.wait(5)
+        return GlooGroup(Recorded(), meeting.rank, meeting.size)
+
+    groups = Groups(transport, lock, told)
+    with lock:
+        groups.build(recovery(1, "ab"), 0, newcomer=False)
+    assert not told.done.is_set()
+    go.set()
+    assert told.done.wait(20)
+    assert builders[0] is not threading.current_thread()
+    groups.close()
