@@ -1,0 +1,162 @@
+"""Plans: every broken invariant is named; all derive the same slices of fills, and every block is in one of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from shoal_protos.errors import PeerError
+from shoal_protos.plan import Fill, Member, Plan, Reason, Recovery, Share, check_plan
+from shoal_protos.runs import NO_BLOCKS, Runs, every
+
+
+def runs(start: int, stop: int) -> Runs:
+    return Runs(((start, stop),))
+
+
+ALICE, BOB, CAROL = (Member(worker, f"{worker}.1", f"10.0.0.1:{port}") for port, worker in enumerate("abc"))
+PLANNED = Plan(
+    generation=5,
+    base=4,
+    reason=Reason.JOIN,
+    lanes=4,
+    blocks=12,
+    members=(ALICE, BOB, CAROL),
+    shares=(Share((0, 1), runs(0, 6), runs(6, 9)), Share((2, 3), runs(6, 12), runs(0, 6)), Share()),
+    fills=(Fill(0, 2, runs(0, 4)), Fill(1, 2, runs(8, 12))),
+    fill_blocks_per_step=3,
+    builder=0,
+    steps=True,
+)
+RECOVERY = Recovery(step=7, record=b"", counted=(True, True, False), stale=(NO_BLOCKS, NO_BLOCKS, every(12)))
+AFTER_A_LOSS = replace(PLANNED, base=0, reason=Reason.KILL, recovery=RECOVERY)
+
+
+def with_share(rank: int, share: Share, plan: Plan = PLANNED) -> Plan:
+    return replace(plan, shares=(*plan.shares[:rank], share, *plan.shares[rank + 1 :]))
+
+
+def with_fills(*fills: Fill) -> Plan:
+    return replace(PLANNED, fills=fills)
+
+
+def test_sound_plans_pass() -> None:
+    check_plan(PLANNED)
+    check_plan(AFTER_A_LOSS)
+
+
+@pytest.mark.parametrize(
+    ("plan", "broken"),
+    [
+        (replace(PLANNED, members=(), shares=(), fills=()), "it has no members"),
+        (replace(PLANNED, members=(ALICE, BOB, replace(ALICE, incarnation="a.2"))), "a worker is in it twice"),
+        (replace(PLANNED, shares=PLANNED.shares[:2]), "it has 2 shares for 3 members"),
+        (replace(PLANNED, builder=3), "its builder is rank 3 of 3"),
+        (replace(PLANNED, base=5), "it replaces generation 5"),
+        (replace(AFTER_A_LOSS, generation=0), "it replaces generation 0"),
+        (replace(PLANNED, recovery=RECOVERY), "a plan has either a base or a recovery"),
+        (replace(AFTER_A_LOSS, recovery=None), "a plan has either a base or a recovery"),
+        (replace(PLANNED, lanes=5), "its lanes are [0, 1, 2, 3], each of 0 to 4 must have exactly one trainer"),
+        (with_share(2, Share((3,))), "its lanes are [0, 1, 2, 3, 3], each of 0 to 3 must have exactly one trainer"),
+        (with_share(0, replace(PLANNED.shares[0], lanes=(1, 0))), "a member's lanes are not ascending"),
+        (with_share(2, Share((), runs(3, 5))), "Runs(3-4) have two owners"),
+        (with_share(0, replace(PLANNED.shares[0], mirrored=runs(5, 7))), "rank 0 mirrors its own Runs(5)"),
+        (with_share(0, replace(PLANNED.shares[0], mirrored=runs(11, 13))), "rank 0 mirrors blocks beyond 11"),
+        (with_share(1, replace(PLANNED.shares[1], owned=runs(7, 12))), "Runs(6) have no owner (of 12 blocks)"),
+        (replace(PLANNED, fill_blocks_per_step=0), "its fills move 0 blocks a step"),
+        (with_fills(Fill(0, 3, runs(0, 1))), "a fill goes from rank 0 to 3 of 3"),
+        (with_fills(Fill(-1, 2, runs(0, 1))), "a fill goes from rank -1 to 2 of 3"),
+        (with_fills(Fill(0, 2, runs(8, 10))), "rank 0 sends Runs(8-9) without keeping them"),
+        (with_fills(Fill(0, 2, NO_BLOCKS)), "rank 0 sends Runs() without keeping them"),
+        (with_fills(Fill(0, 1, runs(2, 4))), "rank 1 is sent Runs(2-3), which it keeps already"),
+        (with_fills(Fill(0, 2, runs(0, 4)), Fill(1, 2, runs(3, 5))), "rank 2 is sent a block twice"),
+        (replace(AFTER_A_LOSS, recovery=replace(RECOVERY, step=-1)), "it begins at step -1"),
+        (
+            replace(AFTER_A_LOSS, recovery=replace(RECOVERY, counted=(True, True))),
+            "its recovery does not speak of every member",
+        ),
+        (
+            replace(AFTER_A_LOSS, recovery=replace(RECOVERY, stale=(runs(4, 8), NO_BLOCKS, every(12)))),
+            "rank 0 owns Runs(4-5), whose parameters it lacks",
+        ),
+    ],
+)
+def test_every_broken_invariant_is_named(plan: Plan, broken: str) -> None:
+    with pytest.raises(PeerError) as failure:
+        check_plan(plan)
+    assert f"plan {plan.generation} is unsound: {broken}." in str(failure.value)
+
+
+def test_a_rank_is_that_of_the_very_process() -> None:
+    assert PLANNED.rank_of("b", "b.1") == 1
+    assert PLANNED.rank_of("b", "b.2") is None
+    assert PLANNED.rank_of("z", "z.1") is None
+
+
+# ---- slices of fills
+
+
+@st.composite
+def filling(draw: st.DrawFn) -> Plan:
+    """Fills of any blocks from two senders to a third, in any pieces and any order."""
+    blocks = draw(st.integers(1, 30))
+    first = Runs.of(draw(st.frozensets(st.integers(0, blocks - 1))))
+    fills: list[Fill] = []
+    for source, sent in ((0, first), (1, every(blocks) - first)):
+        while sent:
+            piece = sent.first(draw(st.integers(1, len(sent))))
+            fills.append(Fill(source, 2, piece))
+            sent -= piece
+    everything = Share((), NO_BLOCKS, every(blocks))
+    return replace(
+        PLANNED,
+        blocks=blocks,
+        shares=(Share((0, 1, 2, 3), every(blocks)), everything, Share()),
+        fills=tuple(draw(st.permutations(fills))),
+        fill_blocks_per_step=draw(st.integers(1, 7)),
+    )
+
+
+@given(filling())
+def test_every_block_of_a_fill_is_in_exactly_one_slice(plan: Plan) -> None:
+    check_plan(plan)
+    sent = Counter(
+        block for index in range(plan.boundaries) for fill in plan.fill_slice(index) for block in fill.blocks
+    )
+    assert sent == Counter(block for fill in plan.fills for block in fill.blocks)
+    assert plan.fill_slice(plan.boundaries) == ()
+    assert plan.boundaries == 0 or plan.fill_slice(plan.boundaries - 1)
+
+
+@given(filling())
+def test_a_source_sends_no_more_than_the_plan_says_and_less_only_at_its_end(plan: Plan) -> None:
+    for source in (0, 1):
+        counts = [
+            sum(len(fill.blocks) for fill in plan.fill_slice(index) if fill.source == source)
+            for index in range(plan.boundaries)
+        ]
+        whole = sum(len(fill.blocks) for fill in plan.fills if fill.source == source)
+        full, rest = divmod(whole, plan.fill_blocks_per_step)
+        wanted = [plan.fill_blocks_per_step] * full + [rest] * (rest > 0)
+        assert counts == wanted + [0] * (plan.boundaries - len(wanted))
+
+
+@given(filling(), st.integers(0, 35))
+def test_what_is_filled_is_the_sum_of_the_slices_so_far(plan: Plan, boundaries: int) -> None:
+    arrived = {block for index in range(boundaries) for fill in plan.fill_slice(index) for block in fill.blocks}
+    assert set(plan.filled(2, boundaries)) == arrived
+    assert plan.filled(0, boundaries) == NO_BLOCKS
+
+
+@given(filling(), st.integers(0, 35))
+def test_the_receiver_replays_what_travels_beside_the_vote_too(plan: Plan, boundaries: int) -> None:
+    assert plan.replays(2, boundaries) == plan.filled(2, boundaries + 1)
+    assert plan.replays(0, boundaries) == every(plan.blocks)
+
+
+def test_a_share_keeps_what_it_owns_and_mirrors() -> None:
+    assert PLANNED.shares[0].keeps == runs(0, 9)
+    assert PLANNED.world_size == 3
