@@ -81,6 +81,12 @@ class Faults:
                 return worker.end(-9, "killed in a change")
         return None
 
+    def fail(self) -> None:
+        """Its script raises."""
+        worker = self._any(lambda worker: not worker.frozen)
+        if worker is not None and len(self.simulation.workers()) > 1:
+            worker.fail("ValueError: drawn")
+
     def freeze(self) -> None:
         worker = self._any(lambda worker: not worker.frozen)
         if worker is not None:
@@ -169,6 +175,7 @@ class Faults:
 KINDS = {
     "kill": 4,
     "kill_in_a_change": 2,
+    "fail": 1,
     "freeze": 3,
     "cut": 2,
     "break_stream": 2,

@@ -154,7 +154,7 @@ MUTATIONS: dict[str, list[Patch]] = {
     "a block is given up only when nobody may hold it": [(stalled, "_may_have", _decides_at_once)],
     "a lagging worker is told again": [(current, "due", lambda job, process: None)],
     "a generation in which someone was lost blames no pair": [(feuds, "judge", _blames_in_any_case)],
-    "a newcomer is not asked in a recovery": [(stopped, "may_hold", lambda durable, process: True)],
+    "a newcomer is not waited for in a recovery": [(stopped, "_holds_nothing", lambda turn, worker: False)],
     "a thawed worker is taken in where no steps run": [(running, "_could_rejoin", lambda turn, world, process: False)],
 }
 """By the rule, as a sentence that is false while it is switched off."""

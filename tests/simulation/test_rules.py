@@ -35,7 +35,7 @@ NOTICED_BY: dict[str, str | int] = {
     "a block is given up only when nobody may hold it": "sole_holder_thaws",
     "a lagging worker is told again": "controller_killed_while_training",
     "a thawed worker is taken in where no steps run": "below_min",
-    "a newcomer is not asked in a recovery": "newcomer_waits_for_a_recovery",
+    "a newcomer is not waited for in a recovery": "newcomer_freezes_in_a_recovery",
 }
 """The scenario, or the first of the seeds, that notices."""
 

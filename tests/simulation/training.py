@@ -47,6 +47,7 @@ class Training:
         self.reported = 0
         self.done = self.ended = self.stop_asked = self.stops = False
         self.idle = True
+        self.over = False
 
     @property
     def membership(self) -> Any:
@@ -101,7 +102,7 @@ class Training:
         return self.box.get((self.generation, kind, self.boundary), {})
 
     def progress(self) -> None:
-        while self.worker.alive and self.stage and PROGRESS[self.stage](self):
+        while self.worker.alive and not self.over and self.stage and PROGRESS[self.stage](self):
             pass
 
     # ---- one boundary: a step, or a vote without one

@@ -103,7 +103,8 @@ class SimWorker:
         self.simulation.process_ended(self)
 
     def fail(self, why: str) -> None:
-        """The script raises: it tells why, and ends."""
+        """The script raises: it is out of the training loop, tells why, and ends."""
+        self.training.over = True
         self.session.say(Result(self.training.step, failure=why))
         self.after(0.05, self.end, 1, why)
 

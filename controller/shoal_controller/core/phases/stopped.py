@@ -21,12 +21,14 @@ def asked(turn: Turn) -> list[WorkerId]:
 
 
 def unanswered(turn: Turn, attempt: Attempt) -> list[WorkerId]:
-    """Whose inventory is waited for."""
-    return [
-        worker
-        for worker in asked(turn)
-        if not turn.record(worker).shunned and answered(turn.process(worker), attempt.number) is None
-    ]
+    """Whose inventory is waited for. A newcomer of a planned change stops too, but holds nothing worth a wait."""
+    waiting = (worker for worker in asked(turn) if answered(turn.process(worker), attempt.number) is None)
+    return [worker for worker in waiting if not turn.record(worker).shunned and not _holds_nothing(turn, worker)]
+
+
+def _holds_nothing(turn: Turn, worker: WorkerId) -> bool:
+    world, process = turn.world, turn.process(worker)
+    return world is not None and process is not None and not process.status.generation and not is_member(world, worker)
 
 
 def _may_hold(turn: Turn, worker: WorkerId) -> bool:
