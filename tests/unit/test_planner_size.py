@@ -13,6 +13,7 @@ from planning import transfers
 from shoal_controller.core.planner import Candidate, Terms, Wish, plan_change, plan_recovery, plan_start
 from shoal_protos.plan import Member, Plan, Reason
 from shoal_protos.runs import every
+from shoal_protos.wire import plan_to_bytes
 
 WORKERS, BLOCKS, RACK = 1000, 65536, 100
 MOST_SECONDS = 20.0
@@ -54,6 +55,7 @@ def test_a_whole_rack_is_lost_and_its_share_promoted_and_filled_again(start: Pla
     plan = plan_recovery(Wish(TERMS, 2, Reason.KILL), survivors, start, step=7, record=b"")
     lost = sum(len(share.keeps) for share, known in zip(start.shares, here, strict=True) if known.domain == "rack 3")
     assert transfers(plan) == lost
+    assert len(plan_to_bytes(plan)) < 1 << 20
     again = plan_change(Wish(TERMS, 3, Reason.BALANCE), filled(plan, survivors), plan)
     assert again.fills == ()
     owned = [len(share.owned) for share in again.shares]

@@ -195,6 +195,7 @@ class Placing:
     def _force(self, index: int) -> None:
         """Where sites leave no even way, further mirrors go to those who mirror least."""
         owner = self.parcels[index].owner
+        assert owner != NOBODY or not self.wanted[index], f"{self.wanted[index]} blocks of parcel {index} have no owner"
         while self.wanted[index]:
             mirrors = [mirror for mirror in self.room.mirrors if self.room_of_parcel(index, (owner, mirror)) > 0]
             self.place(index, (owner, min(mirrors, key=self._mirrored.__getitem__)), 1)
