@@ -1,0 +1,242 @@
+"""A real `shoal controller` with one job, as a user would start it, for one benchmark.
+
+    with Cluster(Job(size="10M", workers=4)) as cluster:
+        cluster.settle()
+        cluster.kill("w1")
+
+Everything is seen from outside: REST, the job's events as they are streamed, and the step log. With launcher `none` the
+workers are started here (`add`), so that no replacement starts before it is wanted. Leaving the `with` ends every
+process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+from steps import PATIENCE_SECONDS, POLL_SECONDS, StepLog
+
+HERE = Path(__file__).resolve().parent
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to run."""
+
+    size: str = "10M"
+    workers: int = 4
+    lanes: int = 4
+    mirrors: int = 1
+    launcher: str = "none"
+    script: str = "train.py"
+    arguments: tuple[str, ...] = ()
+    """More than size, lanes and mirrors."""
+    spec: Json = field(default_factory=dict)
+    """What differs from the defaults in the job's spec."""
+
+    @property
+    def command(self) -> list[str]:
+        given = ["--size", self.size, "--lanes", str(self.lanes), "--mirrors", str(self.mirrors)]
+        return [sys.executable, str(HERE / self.script), *given, *self.arguments]
+
+
+class Events:
+    """The job's history as it is streamed; `wait` returns the first event that fits, past or future."""
+
+    def __init__(self, url: str) -> None:
+        self.all: list[Json] = []
+        self._url = url
+        self._news = threading.Condition()
+        threading.Thread(target=self._follow, name="events", daemon=True).start()
+
+    def _follow(self) -> None:
+        with (
+            contextlib.suppress(httpx.TransportError),
+            httpx.Client(timeout=None, trust_env=False) as client,
+            client.stream("GET", self._url, headers={"Accept": "text/event-stream"}) as answer,
+        ):
+            for line in answer.iter_lines():
+                if line.startswith("data:"):
+                    with self._news:
+                        self.all.append(json.loads(line.removeprefix("data:")))
+                        self._news.notify_all()
+
+    def wait(self, kind: str, since: float = 0.0, patience: float = PATIENCE_SECONDS, **fits: Any) -> Json:
+        """The first event of this kind after the time `since` whose fields are these."""
+
+        def found() -> Json | None:
+            for event in self.all:
+                if event["kind"] == kind and event["time"] >= since and fits.items() <= event.items():
+                    return event
+            return None
+
+        with self._news:
+            if not self._news.wait_for(lambda: found() is not None, patience):
+                raise TimeoutError(f"waited {patience:.0f} s for the event {kind} {fits}")
+        event = found()
+        assert event is not None
+        return event
+
+
+class Cluster:
+    """One controller, one job, its workers."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.folder = Path(tempfile.mkdtemp(prefix="shoal-bench-"))
+        self.steps = StepLog(self.folder / "steps.jsonl")
+        self.own: dict[str, subprocess.Popen[bytes]] = {}
+        self._controller: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        try:
+            self._start()
+        except BaseException:
+            self.__exit__(RuntimeError)
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
+        if kind is not None and issubclass(kind, Exception):
+            self._tell()
+        with contextlib.suppress(httpx.HTTPError):
+            for worker in self.workers().values():
+                if worker["pid"]:
+                    _signal(worker["pid"], signal.SIGKILL)
+        for process in [*self.own.values(), *([self._controller] if self._controller else [])]:
+            process.kill()
+            process.wait()
+        shutil.rmtree(self.folder)
+
+    def _start(self) -> None:
+        command = [str(Path(sys.executable).parent / "shoal"), "controller", "--http", "127.0.0.1:0"]
+        command += ["--grpc", "127.0.0.1:0", "--store", f"embedded:{self.folder / 'store'}"]
+        with (self.folder / "controller.log").open("wb") as log:
+            self._controller = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, env=self._environment())
+        assert self._controller.stdout is not None
+        said = dict(part.split("=") for part in self._controller.stdout.readline().decode().split())
+        self._grpc = said["grpc"]
+        url = f"http://{said['http']}/v1"
+        self._rest = httpx.Client(base_url=url, timeout=30, trust_env=False)
+        spec: Json = {"job": "bench", "workers": {"wanted": self.job.workers}, "launcher": self.job.launcher}
+        if self.job.launcher == "local":
+            spec["command"] = self.job.command
+        self.ask("POST", "", {**spec, **self.job.spec})
+        self.events = Events(f"{url}/jobs/bench/events?after=0")
+        if self.job.launcher == "none":
+            self.add(self.job.workers)
+
+    def _environment(self) -> dict[str, str]:
+        return {**os.environ, "BENCH_STEPS": str(self.steps.path), "OMP_NUM_THREADS": "1"}
+
+    def _tell(self) -> None:
+        """What happened, for a benchmark that could not end."""
+        for log in [*self.folder.glob("*.log"), *self.folder.glob("store/jobs/*/*.log")]:
+            print(f"---- {log.name}\n{log.read_text()[-2000:]}", file=sys.stderr)
+
+    # ---- REST
+
+    def ask(self, method: str, path: str, body: Json | None = None) -> Json:
+        """Of `/v1/jobs/bench`; an empty path with POST creates it."""
+        answer = self._rest.request(
+            method, "/jobs" if method == "POST" and not path else f"/jobs/bench{path}", json=body
+        )
+        if not answer.is_success:
+            raise RuntimeError(f"{method} {path}: {answer.status_code} {answer.text}")
+        return dict(answer.json())
+
+    def workers(self) -> dict[str, Json]:
+        """By id."""
+        return {worker["worker"]: worker for worker in self.ask("GET", "/workers")["workers"]}
+
+    def report(self) -> list[Json]:
+        """The generations of the run report."""
+        return list(self.ask("GET", "/report")["generations"])
+
+    def scale(self, workers: int) -> None:
+        self.ask("POST", "/scale", {"workers": workers})
+
+    def drain(self, worker: str) -> None:
+        self.ask("POST", f"/workers/{worker}/drain", {"grace_seconds": 60})
+
+    # ---- processes
+
+    def add(self, count: int = 1) -> None:
+        """Start more workers (launcher `none`)."""
+        for worker in [f"w{len(self.own) + index}" for index in range(count)]:
+            identity = {"SHOAL_CONTROLLER": self._grpc, "SHOAL_JOB": "bench", "SHOAL_WORKER_ID": worker}
+            with (self.folder / f"{worker}.log").open("wb") as log:
+                env = {**self._environment(), **identity}
+                self.own[worker] = subprocess.Popen(self.job.command, stdout=log, stderr=log, env=env)
+
+    def signal(self, worker: str, number: signal.Signals) -> float:
+        """Send a signal to a worker's process; returns when."""
+        pid = self.own[worker].pid if worker in self.own else self.workers()[worker]["pid"]
+        now = time.time()
+        _signal(pid, number)
+        return now
+
+    # ---- waiting
+
+    def settle(self, members: int | None = None, steps: int = 3) -> list[str]:
+        """Until so many train evenly, all copies of all blocks are in place, and some steps are done.
+
+        Returns the members.
+        """
+        members = members or self.job.workers
+        found = _until("a settled world", lambda: self._settled(members))
+        generation = self.ask("GET", "")["generation"]
+        for worker in found:
+            self.steps.until(
+                f"{steps} steps of {worker} in generation {generation}", _steps_of(worker, generation, steps)
+            )
+        return found
+
+    def _settled(self, members: int) -> list[str]:
+        job, workers = self.ask("GET", ""), self.workers()
+        active = [w for w in workers.values() if w["state"] == "active" and w["lanes"]]
+        if job["phase"] != "running" or len(active) != members or job["workers"]["active"] != members:
+            return []
+        copies = min(self.job.mirrors, members - 1)
+        owned, mirrored = ([w[kind] for w in active] for kind in ("blocks", "mirrored_blocks"))
+        whole = sum(mirrored) == copies * sum(owned) and max(owned) - min(owned) <= 1
+        lanes = [len(w["lanes"]) for w in active]
+        even = max(lanes) - min(lanes) <= 1
+        return [w["worker"] for w in active] if whole and even else []
+
+
+def end_cleanly() -> None:
+    """SIGTERM ends a benchmark as Ctrl-C does: with all its processes."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+def _steps_of(worker: str, generation: int, count: int) -> Callable[[list[Any]], bool]:
+    return lambda steps: sum(s.worker == worker and s.generation >= generation for s in steps) >= count
+
+
+def _until(what: str, seen: Callable[[], list[str]]) -> list[str]:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not (value := seen()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"waited {PATIENCE_SECONDS:.0f} s for {what}")
+        time.sleep(10 * POLL_SECONDS)
+    return value
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)

@@ -1,0 +1,141 @@
+"""What a lost worker costs: from `kill -9` (of a frozen one from its suspicion) to the first step of the new world.
+
+    python benchmarks/recovery.py --sizes 1M 10M 40M --trials 7
+
+Four workers train; one is killed in its forward, or stopped with SIGSTOP. Elapsed is until every survivor has committed
+the first step of the new world; `excess` is what of it is more than one normal step of that world (the median of its
+next steps). Then a fresh worker joins, and the next trial begins in the same job. Beside it, on the same model in the
+same run, torchrun's elastic restart (restart.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import cycle
+
+import restart
+from cluster import Cluster, Job, end_cleanly
+from model import SIZES
+from restart import INTO_THE_STEP, STEPS_AFTER
+from steps import done, normal_step
+from tables import show, spread, verdict
+
+TARGET_SECONDS = 0.2
+"""A recovery may take one normal step and this."""
+WORKERS = 4
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One loss."""
+
+    elapsed: float
+    normal: float
+    noticed: float
+    """To the PREPARE."""
+    opened: float
+    """To the OPEN."""
+    pause: float
+    """What the run report says: the longest wait of a survivor."""
+    phases: dict[str, float]
+
+    @property
+    def excess(self) -> float:
+        return self.elapsed - self.normal
+
+    @property
+    def sentence(self) -> str:
+        phases = " ".join(f"{name} {seconds:.3f}" for name, seconds in self.phases.items())
+        return (
+            f"first step after {self.elapsed:.3f} s, a normal one takes {self.normal:.3f} s; noticed after "
+            f"{self.noticed:.3f}, open after {self.opened:.3f}, pause {self.pause:.3f} ({phases})"
+        )
+
+
+def lose(cluster: Cluster, worker: str, number: signal.Signals) -> Trial:
+    """Take a worker away, and put a fresh one in its place."""
+    settled = cluster.settle(WORKERS)
+    generation = cluster.ask("GET", "")["generation"]
+    rhythm = normal_step(done(cluster.steps.look(), generation, WORKERS)[-STEPS_AFTER:])
+    cluster.steps.next_of(worker)
+    time.sleep(INTO_THE_STEP * rhythm)
+    lost = cluster.signal(worker, number)
+    if number is signal.SIGSTOP:
+        lost = cluster.events.wait("suspected", since=lost, worker=worker)["time"]
+    prepare, opened = (cluster.events.wait(kind, since=lost) for kind in ("prepare", "open"))
+    times = cluster.steps.until(
+        f"{STEPS_AFTER} steps of the new world",
+        lambda steps: (found := done(steps, opened["generation"], WORKERS - 1))[STEPS_AFTER:] and found,
+    )
+    told = cluster.events.wait("resized", since=lost)["data"]
+    cluster.signal(worker, signal.SIGKILL)
+    cluster.add()
+    assert worker in settled
+    return Trial(
+        times[0] - lost, normal_step(times), prepare["time"] - lost, opened["time"] - lost, told["pause_seconds"],
+        told["phases"],
+    )  # fmt: skip
+
+
+def shoal_trials(size: str) -> Iterator[tuple[str, Trial]]:
+    """For ever: a killed one, a frozen one, and so on, each time another worker."""
+    with Cluster(Job(size=size, workers=WORKERS)) as cluster:
+        for kind in cycle(["killed", "frozen"]):
+            members = cluster.settle(WORKERS)
+            victim = members[0] if kind == "frozen" else members[-1]
+            number = signal.SIGSTOP if kind == "frozen" else signal.SIGKILL
+            yield kind, lose(cluster, victim, number)
+
+
+def measure(size: str, trials: int, restarts: int) -> dict[str, list[Trial]]:
+    """Interleaved: a kill, a freeze, a restart by torchrun, and again."""
+    found: dict[str, list[Trial]] = {"killed": [], "frozen": [], "torchrun": []}
+    losses = shoal_trials(size)
+    for number in range(trials):
+        for _ in range(2):
+            kind, trial = next(losses)
+            found[kind].append(trial)
+            print(f"{size} {kind} {number + 1}/{trials}: {trial.sentence}", flush=True)
+        if number < restarts:
+            elapsed, normal = restart.trial(size, WORKERS)
+            found["torchrun"].append(Trial(elapsed, normal, 0.0, 0.0, 0.0, {}))
+            print(f"{size} torchrun {number + 1}/{restarts}: {elapsed:.1f} s, normal {normal:.3f} s", flush=True)
+    losses.close()
+    return found
+
+
+def rows(size: str, found: dict[str, list[Trial]]) -> list[list[str]]:
+    table = []
+    restarts = sorted(trial.elapsed for trial in found["torchrun"])
+    for kind, trials in found.items():
+        if not trials:
+            continue
+        elapsed, excess = [t.elapsed for t in trials], [t.excess for t in trials]
+        middle = sorted(excess)[len(excess) // 2]
+        ratio = f"{restarts[len(restarts) // 2] / sorted(elapsed)[len(elapsed) // 2]:.1f}" if restarts else "–"
+        table.append(
+            [size, kind, spread(elapsed), spread([t.normal for t in trials]), spread(excess),
+             spread([t.pause for t in trials]) if kind != "torchrun" else "–",
+             verdict(middle, TARGET_SECONDS) if kind != "torchrun" else "–", ratio]
+        )  # fmt: skip
+    return table
+
+
+def main() -> None:
+    end_cleanly()
+    parser = argparse.ArgumentParser(description="What a lost worker costs.")
+    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
+    parser.add_argument("--trials", type=int, default=7, help="losses of each kind and size (default 7)")
+    parser.add_argument("--restarts", type=int, default=3, help="restarts by torchrun for each size (default 3)")
+    given = parser.parse_args()
+    head = ["model", "loss", "to the first step, s", "normal step, s", "excess, s", "pause, s", "target", "torchrun ÷"]
+    lines = [line for size in given.sizes for line in rows(size, measure(size, given.trials, given.restarts))]
+    show("A lost worker: to the first step of the new world", head, lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""What a worker of the elastic benchmarks runs: an ordinary Shoal script that also notes when each step was committed.
+
+`train.py --size 10M --lanes 4 --mirrors 1`. Every process appends one JSON line per committed step to the file that
+`BENCH_STEPS` names; steps.py reads it. Started by a controller's launcher or by cluster.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+
+import model
+import shoal
+
+STEPS = 1_000_000
+"""No benchmark gets there: its cluster ends the workers."""
+
+
+def initialize(size: str, lanes: int, mirrors: int) -> shoal.Engine:
+    """The engine of all benchmarks."""
+    gpt = model.build(size)
+    return shoal.initialize(
+        model=gpt,
+        config={
+            "train_micro_batch_size_per_gpu": model.MICRO_BATCH,
+            "zero_optimization": {"stage": 1},
+            "shoal": {"lanes": lanes, "mirrors": mirrors, "max_steps": STEPS},
+        },
+        dataset=model.Windows(),
+        optimizer=model.adamw(gpt),
+    )
+
+
+def note(file: int, engine: shoal.Engine) -> None:
+    """One write to a file that is open for appending is one line, whoever else writes."""
+    line = {
+        "time": time.time(), "worker": os.environ["SHOAL_WORKER_ID"], "step": engine.global_step,
+        "generation": engine.generation, "lanes": len(engine.lanes),
+    }  # fmt: skip
+    os.write(file, json.dumps(line).encode() + b"\n")
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="A worker of the benchmarks.")
+    parser.add_argument("--size", choices=list(model.SIZES), default="10M")
+    parser.add_argument("--lanes", type=int, default=4)
+    parser.add_argument("--mirrors", type=int, default=1)
+    return parser.parse_args()
+
+
+def main() -> None:
+    given = options()
+    engine = initialize(given.size, given.lanes, given.mirrors)
+    file = os.open(os.environ["BENCH_STEPS"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    noted = 0
+    for batch in engine:
+        loss = engine.module(**batch)
+        engine.backward(loss)
+        engine.step()
+        if engine.global_step > noted:
+            noted = engine.global_step
+            note(file, engine)
+
+
+if __name__ == "__main__":
+    main()
