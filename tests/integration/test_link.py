@@ -143,6 +143,19 @@ def test_prepare_wakes_a_training_thread_that_is_blocked() -> None:
         assert together(them, Worker.gathers) == [[97, 98], [97, 98]]
 
 
+def test_the_group_is_gone_when_the_training_thread_has_heard_of_the_stop() -> None:
+    """From then on it uses its buffers again, and a late sender must not write into them."""
+    with workers("ab") as (controller, them):
+        begin_a_world(controller, them)
+        group = them[0].group
+        assert group is not None
+        group.receive(torch.zeros(4), 1, 3)
+        controller.says("a", Prepare(2))
+        them[0].stops(2)
+        with pytest.raises(WorldChanged, match="the group is closed"):
+            group.send(torch.zeros(4), 1, 3)
+
+
 def test_prepare_ends_the_building_of_a_group_that_a_dead_member_will_never_join() -> None:
     with workers("ab") as (controller, them):
         with_a_dead_one = at(recovery(1, "abz"), them)
