@@ -73,13 +73,6 @@ def written(log: str) -> str:
     return Path(log).read_text(errors="replace")
 
 
-async def saying(words: str, log: str) -> None:
-    """Until a process has written this to its log."""
-    async with asyncio.timeout(SECONDS):
-        while words not in written(log):
-            await asyncio.sleep(0.01)
-
-
 async def until(holds: Callable[[], object]) -> None:
     """Another process's doing, of which nobody tells this one."""
     async with asyncio.timeout(SECONDS):
@@ -196,7 +189,7 @@ def test_a_page_lives_from_the_start_until_the_job_has_heard_of_the_end(tmp_path
         spawned = await controller.launcher.spawn("w0", spec(SLEEPER))
         assert controller.pages() == ["w0.json"]
         controller.refusal = StoreError("the store is away")
-        await saying("began", spawned.log)
+        await until(lambda: "began" in written(spawned.log))
         os.kill(spawned.pid, signal.SIGTERM)
         assert (await controller.end()).code == -15
         await controller.launcher.close()
