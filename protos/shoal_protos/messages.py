@@ -53,10 +53,10 @@ class Change:
     promoted_blocks: int
     pause_bytes: int
     """Bytes this worker received within the pause."""
-    checkpoint_bytes: int = 0
-    """Bytes that it read from a checkpoint within the pause."""
     waited_for: str = ""
     """What this worker waited for longest, as a sentence."""
+    checkpoint_bytes: int = 0
+    """Bytes that it read from a checkpoint within the pause."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -306,6 +306,6 @@ class _Clock:
         self._lap("open" if recovered else "switch")
         pause = time.monotonic() - self._began
         change = Change(generation, step, pause, dict(self._phases), self._promoted, self._bytes,
-                        self._checkpoint_bytes)  # fmt: skip
+                        checkpoint_bytes=self._checkpoint_bytes)  # fmt: skip
         self._forget()
         return change

@@ -11,9 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from shoal_protos.checkpoint import Sighting
 from shoal_protos.description import Description
 from shoal_protos.messages import Ending
 from shoal_protos.plan import Plan, Reason, WorkerId
+from shoal_protos.runs import NO_BLOCKS, Runs
 
 from shoal_controller.core.codec import plain, restored
 from shoal_controller.core.spec import JobSpec, Phase
@@ -96,6 +98,7 @@ class Resize:
     promoted_blocks: int = 0
     pause_bytes: int = 0
     fill_bytes: int = 0
+    checkpoint_bytes: int = 0
     lost_steps: int = 0
 
 
@@ -139,6 +142,12 @@ class Durable:
     step: int = 0
     """The last step known when a generation opened or the job ended."""
     history: tuple[Resize, ...] = ()
+    opened: Runs = NO_BLOCKS
+    """The generations that have begun: `latest` takes checkpoints of these."""
+    checkpoints: tuple[Sighting, ...] = ()
+    """The catalogue, newest first."""
+    spoilt: tuple[str, ...] = ()
+    """Paths of checkpoints that a worker could not read."""
 
 
 def to_json(durable: Durable) -> str:

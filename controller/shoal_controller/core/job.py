@@ -48,6 +48,8 @@ class Process:
     """Whether all its parameters were right once: as a member it gets every hand-out from then on."""
     told: tuple[str, int, float] = ("", 0, 0.0)
     """What it was last told: kind, number, when."""
+    saves_told: int = 0
+    """The number of the last save that it has told of."""
     fill_bytes_before: int = 0
     """Bytes it had received by fills before the present generation."""
 
@@ -106,6 +108,8 @@ class Attempt:
     planned_at: float = 0.0
     answered: frozenset[WorkerId] = frozenset()
     """Whose inventories the planner was asked with."""
+    back_from: int = 0
+    """The step from which all go back to a checkpoint."""
     lost_blocks: Runs = NO_BLOCKS
     """Blocks of which none of those inventories tells a copy."""
     waits_for: str = ""
@@ -155,6 +159,12 @@ class Job:
     detect_seconds: float = 0.0
     """From the cause of the present generation to its PREPARE."""
     next_ask: int = 1
+    save_asked: int = 0
+    """The number of a request to save that is not known to be carried out; 0: none."""
+    save_failed: int = -1
+    """The step of the last save that failed."""
+    parting: bool = False
+    """Only leaving members are left, and nobody has come: no steps run any more, and their state is to be saved."""
     step: int = 0
     """The last step that all members were seen to have committed."""
     step_kept: float = 0.0

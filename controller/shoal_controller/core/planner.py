@@ -85,7 +85,10 @@ def plan_start(wish: Wish, candidates: Sequence[Candidate], step: int = 0, check
     everything = every(wish.terms.blocks)
     world = _compose(wish.terms, [replace(c, holds=everything) for c in _by_age(candidates)], before=None)
     size = len(world.here)
-    return _plan(wish, world, Recovery(step, b"", (not checkpoint,) * size, (NO_BLOCKS,) * size, checkpoint))
+    if not checkpoint:
+        return _plan(wish, world, Recovery(step, b"", (True,) * size, (NO_BLOCKS,) * size))
+    stale = tuple(everything - share.owned for share in world.shares)
+    return _plan(wish, world, Recovery(step, b"", (False,) * size, stale, checkpoint))
 
 
 def plan_recovery(wish: Wish, candidates: Sequence[Candidate], before: Plan, step: int, record: bytes) -> Plan:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from shoal_protos.checkpoint import Sighting
+
 
 class Phase(StrEnum):
     WAITING = "waiting"
@@ -83,6 +85,8 @@ class JobView:
     fingerprint: str = ""
     step_seconds_median: float | None = None
     resizes: tuple[ResizeView, ...] = ()
+    checkpoints: tuple[Sighting, ...] = ()
+    """Newest first."""
 
 
 @dataclass(frozen=True, slots=True)

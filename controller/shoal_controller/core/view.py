@@ -31,7 +31,8 @@ def view(job: Job, now: float) -> JobView:
         step=shown_step(job),
         max_steps=description.max_steps if description is not None else None,
         loss=_loss(job, members),
-        last_checkpoint_step=None,
+        last_checkpoint_step=durable.checkpoints[0].step if durable.checkpoints else None,
+        checkpoints=durable.checkpoints,
         reason="; ".join(filter(None, (reason(job, now), exactness(job)))),
         workers=tuple(_worker(job, record, now) for record in durable.roster.values()),
         unmirrored_blocks=_unmirrored(durable.current),
@@ -120,7 +121,7 @@ def _resize(job: Job, resize: Resize) -> ResizeView:
         promoted_blocks=resize.promoted_blocks,
         pause_bytes=resize.pause_bytes,
         fill_bytes=filled,
-        checkpoint_bytes=0,
+        checkpoint_bytes=resize.checkpoint_bytes,
         lost_steps=resize.lost_steps,
     )
 

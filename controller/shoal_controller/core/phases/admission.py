@@ -6,6 +6,7 @@ ever, and a process keeps its id over broken streams and controllers.
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 from shoal_protos.description import ANSWER, Description, first_difference, numerics_differ
@@ -33,7 +34,10 @@ def connected(turn: Turn, event: Connected) -> None:
         return _refuse(turn, event, _second_process(turn, hello))
     _take_in(turn, worker, event)
     spec = turn.spec
-    welcome = Welcome(worker, spec.heartbeat_seconds, spec.reconnect_seconds, spec.stall_seconds, turn.durable.number)
+    welcome = Welcome(
+        worker, spec.heartbeat_seconds, spec.reconnect_seconds, spec.stall_seconds, turn.durable.number,
+        resume="" if spec.resume is None else json.dumps(spec.resume), known=turn.durable.opened,
+    )  # fmt: skip
     turn.do(Send(event.connection, welcome))
     statuses.stated(turn, worker, hello.status)
     record = turn.record(worker)

@@ -15,7 +15,7 @@ from shoal_protos.plan import Member, Plan, Reason, WorkerId
 from shoal_protos.runs import NO_BLOCKS, Runs, every
 
 from shoal_controller.core.job import Attempt
-from shoal_controller.core.phases import feuds
+from shoal_controller.core.phases import checkpoints, feuds
 from shoal_controller.core.planner import (
     BlocksLost,
     Candidate,
@@ -39,9 +39,12 @@ LEAST_FILL_BYTES = 1 << 20
 
 
 def for_start(turn: Turn, workers: list[WorkerId], attempt: Attempt) -> Plan:
-    """A world in which nobody holds anything: all begin with the initial state."""
+    """A world in which nobody holds anything: all begin from the newest checkpoint, or with the initial state."""
     candidates = [_candidate(turn, worker, trains=True) for worker in workers]
-    return plan_start(_wish(turn, candidates, attempt.number, Reason.START, attempt.avoid), candidates)
+    found = checkpoints.latest(turn.durable)
+    reason = Reason.RESTORE if attempt.reason is Reason.RESTORE else Reason.START
+    wish = _wish(turn, candidates, attempt.number, reason, attempt.avoid)
+    return plan_start(wish, candidates, found.step, found.path) if found else plan_start(wish, candidates)
 
 
 def for_recovery(turn: Turn, counting: Mapping[WorkerId, Inventory], attempt: Attempt) -> Plan | Runs:
@@ -144,8 +147,8 @@ def _candidate(turn: Turn, worker: WorkerId, trains: bool) -> Candidate:
 
 
 def steps_run(turn: Turn, members: int) -> bool:
-    """Not while the job is paused or has fewer members than it needs."""
-    return not turn.durable.paused and members >= turn.spec.min_workers
+    """Not while the job is paused, is being saved for the last time, or has fewer members than it needs."""
+    return not turn.durable.paused and not turn.job.parting and members >= turn.spec.min_workers
 
 
 def _wish(

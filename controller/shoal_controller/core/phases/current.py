@@ -60,7 +60,7 @@ def due(job: Job, process: Process) -> ToWorker | None:
         return ending
     if job.attempt is not None:
         return _of_attempt(job.durable, job.attempt, process)
-    return _of_world(job.durable, process)
+    return _of_world(job, process)
 
 
 def shutdown_of(durable: Durable, worker: WorkerId) -> Shutdown | None:
@@ -114,8 +114,8 @@ def _of_attempt(durable: Durable, attempt: Attempt, process: Process) -> ToWorke
     return None
 
 
-def _of_world(durable: Durable, process: Process) -> ToWorker | None:
-    status, world = process.status, durable.current
+def _of_world(job: Job, process: Process) -> ToWorker | None:
+    durable, status, world = job.durable, process.status, job.durable.current
     if world is None or status.point is Point.REHEARSING:
         return None
     member = is_member(world, process.worker)
@@ -130,4 +130,13 @@ def _of_world(durable: Durable, process: Process) -> ToWorker | None:
             return Carry(plan)
     if durable.stopping and member and not status.done:
         return Ask(AskKind.STOP, STOP_REQUEST, world.generation)
+    if job.save_asked and process.worker == _first_member(job, world):
+        return Ask(AskKind.SAVE, job.save_asked, world.generation)
     return None
+
+
+def _first_member(job: Job, world: Plan) -> WorkerId | None:
+    """Of a world whoever can be asked for something that all carry out."""
+    processes = (job.processes.get(member.worker) for member in world.members)
+    roster = job.durable.roster
+    return next((p.worker for p in processes if p and p.connection is not None and roster[p.worker].serves), None)

@@ -12,7 +12,7 @@ from shoal_protos.plan import Plan, Reason, WorkerId
 
 from shoal_controller.core.durable import Leaving
 from shoal_controller.core.job import Process, Traits, Wished
-from shoal_controller.core.phases import asking, feuds, population, timeline
+from shoal_controller.core.phases import asking, checkpoints, feuds, population, timeline
 from shoal_controller.core.phases.asking import kept
 from shoal_controller.core.phases.current import tell
 from shoal_controller.core.planner import same_world
@@ -38,6 +38,7 @@ def begun_in(turn: Turn, generation: int) -> None:
             for other in void:
                 timeline.resized(turn, other.reason, "superseded")
             _satisfied(turn, turn.job.wishes.get(generation), plan)
+            checkpoints.opened(turn, generation)
             timeline.begun(turn, plan)
             return
 

@@ -188,7 +188,8 @@ def give_up(turn: Turn, worker: WorkerId, why: str) -> None:
     turn.note("lost", f"worker {worker} is given up: {why}", worker)
 
 
-def dismiss_last(turn: Turn, worker: WorkerId) -> None:
+def dismiss_last(turn: Turn, worker: WorkerId, what: str = "") -> None:
     """Let a worker go whose state nobody else has."""
-    dismiss(turn, worker, Ending.DRAINED, f"worker {worker} was drained, and nobody was here to take its blocks")
+    why = f"worker {worker} was drained, and nobody was here to take its blocks{what}"
+    dismiss(turn, worker, Ending.DRAINED, why)
     tell(turn, worker)

@@ -14,7 +14,7 @@ from shoal_protos.runs import NO_BLOCKS
 
 from shoal_controller.core.durable import Standing
 from shoal_controller.core.job import Attempt, Stage
-from shoal_controller.core.phases import asking, feuds, planned, population, stalled, timeline
+from shoal_controller.core.phases import asking, checkpoints, ending, feuds, planned, population, stalled, timeline
 from shoal_controller.core.phases.current import answered, tell
 from shoal_controller.core.phases.known import known_step
 from shoal_controller.core.phases.stopped import asked, is_dead, quorum, unanswered
@@ -29,7 +29,8 @@ def begin(turn: Turn, attempt: Attempt) -> None:
     """Give a new number, and ask all who may hold something to stop. It is in the store before anyone hears of it."""
     number = turn.durable.number + 1
     attempt = replace(attempt, number=number, since=turn.now, stage=Stage.PREPARE, plan=None, waits_for="")
-    turn.keep(number=number, phase=Phase.STARTING if attempt.start else Phase.RESIZING)
+    starting = attempt.start and attempt.reason is not Reason.RESTORE
+    turn.keep(number=number, phase=Phase.STARTING if starting else Phase.RESIZING)
     turn.change(attempt=attempt, wished=None, detect_seconds=turn.now - attempt.noticed)
     turn.note(
         "prepare",
@@ -76,7 +77,10 @@ def settle(turn: Turn) -> None:
 
 def _prepare(turn: Turn, attempt: Attempt) -> None:
     """All who are asked have answered, and no world may train any more: make the plan."""
-    if attempt.start and len(asked(turn)) < turn.spec.min_workers:
+    if attempt.reason is Reason.RESTORE:
+        if not asked(turn):
+            return stalled.start_anew(turn, f"{attempt.why}; nobody is left")
+    elif attempt.start and len(asked(turn)) < turn.spec.min_workers:
         return _too_few(turn)
     waiting = unanswered(turn, attempt)
     if waiting:
@@ -109,7 +113,7 @@ def _too_few(turn: Turn) -> None:
 def _make(turn: Turn, attempt: Attempt) -> None:
     inventories = _inventories(turn, attempt)
     if attempt.lost_blocks and attempt.answered == inventories.keys():
-        return stalled.wait(turn, attempt)
+        return _go_back(turn, attempt) if stalled.wait(turn, attempt) else None
     committed_in = max([turn.durable.committed_in, *(inventory.committed_in for inventory in inventories.values())])
     counting = {
         worker: inventory
@@ -125,8 +129,27 @@ def _make(turn: Turn, attempt: Attempt) -> None:
         return _send(turn, result)
     if committed_in < max(turn.durable.floor, 1):
         return _begin_again(turn, attempt, sorted(inventories))
-    turn.change(attempt=replace(attempt, lost_blocks=result))
-    return stalled.blocks_lost(turn, replace(attempt, lost_blocks=result))
+    attempt = replace(attempt, lost_blocks=result)
+    turn.change(attempt=attempt)
+    return _go_back(turn, attempt) if stalled.blocks_lost(turn, attempt) else None
+
+
+def _go_back(turn: Turn, attempt: Attempt) -> None:
+    """All who are left begin at the newest checkpoint. The world before stays on record until the new one is open: a
+    controller that is started again in between finds the same blocks lost.
+    """
+    attempt = replace(
+        attempt,
+        reason=Reason.RESTORE,
+        why=turn.durable.reason,
+        start=True,
+        asked=attempt.answered,
+        lost_blocks=NO_BLOCKS,
+        back_from=max(turn.durable.step, known_step(turn)),
+    )
+    turn.change(attempt=attempt)
+    turn.keep(phase=Phase.RESIZING, reason="")
+    _send(turn, asking.for_start(turn, asked(turn), attempt))
 
 
 def _begin_again(turn: Turn, attempt: Attempt, workers: list[WorkerId]) -> None:
@@ -190,6 +213,9 @@ def _plan(turn: Turn, attempt: Attempt) -> None:
     if reports:
         why = f"{feuds.sentence(reports)} while generation {plan.generation} was being built"
         return again(turn, attempt, why, reports)
+    damage = checkpoints.damaged(turn, attempt)
+    if damage:
+        return _without_the_damaged(turn, attempt, damage)
     waiting = [member.worker for member in plan.members if not _is_ready(turn, member.worker, plan)]
     if not waiting:
         return _open(turn, attempt, plan)
@@ -197,6 +223,15 @@ def _plan(turn: Turn, attempt: Attempt) -> None:
     if _overdue(turn, attempt):
         _give_up(turn, waiting, "did not get ready")
     return None
+
+
+def _without_the_damaged(turn: Turn, attempt: Attempt, why: str) -> None:
+    """The one before, if there is one. A job that was under way begins at step 0 with new processes only."""
+    if attempt.reason is Reason.RESTORE and checkpoints.latest(turn.durable) is None:
+        if turn.spec.launcher == "none":
+            return ending.fail(turn, f"{why} There is no other checkpoint.")
+        return stalled.start_anew(turn, f"{why} There is no other checkpoint")
+    return again(turn, attempt, why)
 
 
 def _is_ready(turn: Turn, worker: WorkerId, plan: Plan) -> bool:
@@ -208,8 +243,12 @@ def _is_ready(turn: Turn, worker: WorkerId, plan: Plan) -> bool:
 
 def _open(turn: Turn, attempt: Attempt, plan: Plan) -> None:
     """The new world may train. Stored first, then said."""
-    before = max(turn.durable.step, known_step(turn)) if not attempt.start else 0
+    before = max(turn.durable.step, known_step(turn)) if not attempt.start else attempt.back_from
     step = plan.recovery.step if plan.recovery is not None else 0
+    if plan.recovery is not None and plan.recovery.checkpoint:
+        turn.keep(floor=plan.generation)  # whoever was not there when all went back changes nothing any more
+        turn.change(step=step)
+    checkpoints.opened(turn, plan.generation)
     turn.keep(
         current=plan,
         planned=(),
@@ -218,7 +257,7 @@ def _open(turn: Turn, attempt: Attempt, plan: Plan) -> None:
         committed_in=max(turn.durable.committed_in, attempt.committed_in),
         reason="",
     )
-    turn.change(attempt=None, ready_since=None)
+    turn.change(attempt=None, ready_since=None, parting=False)
     planned.opened(turn, plan)
     timeline.opened(turn, plan, max(0, before - step))
     for member in plan.members:

@@ -6,7 +6,7 @@ from shoal_protos.messages import Point
 from shoal_protos.plan import Plan, WorkerId
 
 from shoal_controller.core.job import Process
-from shoal_controller.core.phases import ending, feuds, planned, population, presence, recovery
+from shoal_controller.core.phases import ending, feuds, parting, planned, population, presence, recovery
 from shoal_controller.core.phases.current import is_member
 from shoal_controller.core.phases.known import known_step
 from shoal_controller.core.spec import Phase
@@ -125,8 +125,11 @@ def _last_ones_grace(turn: Turn, world: Plan) -> None:
     """Nobody has come for whom the last leaving workers stayed: their grace is over, the state goes with them."""
     members = [member.worker for member in world.members]
     if not all(turn.record(worker).leaving for worker in members) or planned.waiting_newcomers(turn, world):
-        return
+        return turn.change(parting=False) if turn.job.parting else None
+    if turn.durable.description is not None and turn.durable.description.can_checkpoint:
+        return parting.settle(turn, world, members)
     if all(turn.now >= turn.job.drain_ends.get(worker, turn.now) for worker in members):
         turn.note("lost", f"the last to leave ({', '.join(members)}) have nobody to leave their state to: it is lost")
         for worker in members:
             population.dismiss_last(turn, worker)
+    return None

@@ -1,8 +1,8 @@
 """Blocks without a living copy: waiting for whoever may still have one, and starting anew when nobody can.
 
 It is decided when every process that may hold such a block is confirmed dead, at the latest after `stall_seconds`.
-Until then all keep what they have: a thawed sole holder saves the day. A checkpoint is the other source of lost blocks
-(`Recovery.checkpoint`).
+Until then all keep what they have: a thawed sole holder saves the day. Then the newest checkpoint is the other source
+of lost blocks, and all go back to it (`Recovery.checkpoint`); without one a launcher starts anew from step 0.
 """
 
 from __future__ import annotations
@@ -14,33 +14,42 @@ from shoal_protos.runs import NO_BLOCKS, Runs
 from shoal_controller.core.durable import Record, Standing
 from shoal_controller.core.effects import Kill
 from shoal_controller.core.job import Attempt
-from shoal_controller.core.phases import ending, timeline
+from shoal_controller.core.phases import checkpoints, ending, timeline
 from shoal_controller.core.phases.current import tell
 from shoal_controller.core.phases.known import known_step
 from shoal_controller.core.spec import Phase
 from shoal_controller.core.turn import Turn
 
 
-def blocks_lost(turn: Turn, attempt: Attempt) -> None:
-    """The planner has found blocks that no inventory tells a copy of."""
+def blocks_lost(turn: Turn, attempt: Attempt) -> bool:
+    """The planner has found blocks that no inventory tells a copy of. True: those who are left go back."""
     turn.keep(phase=Phase.STALLED, reason=_sentence(turn, attempt.lost_blocks))
     turn.note("stalled", turn.durable.reason, blocks=len(attempt.lost_blocks))
-    wait(turn, attempt)
+    return wait(turn, attempt)
 
 
-def wait(turn: Turn, attempt: Attempt) -> None:
-    """Until nobody is left who may have a copy, or `stall_seconds` are over."""
+def wait(turn: Turn, attempt: Attempt) -> bool:
+    """Until nobody is left who may have a copy, or `stall_seconds` are over. True: then those who are left go back to
+    the newest checkpoint.
+    """
     holders = _may_have(turn, attempt)
     waited = turn.now - attempt.since
     if holders and waited <= turn.spec.stall_seconds:
-        return None
+        return False
     if _all_done(turn):
-        return ending.succeed(turn)
+        ending.succeed(turn)
+        return False
     why = f"{turn.durable.reason}; {_why_no_more(holders, waited)}"
     timeline.resized(turn, attempt.reason, "failed")
-    if turn.spec.launcher == "none":
-        return ending.fail(turn, f"{why}. Set checkpoint.path or more mirrors.")
-    return _start_anew(turn, why)
+    found = checkpoints.latest(turn.durable)
+    if found is not None and attempt.answered:
+        turn.keep(reason=why)
+        return True
+    if found is None and turn.spec.launcher == "none":
+        ending.fail(turn, f"{why}. Set checkpoint.path or more mirrors.")
+    else:
+        start_anew(turn, why)
+    return False
 
 
 def _sentence(turn: Turn, blocks: Runs) -> str:
@@ -85,13 +94,16 @@ def _all_done(turn: Turn) -> bool:
     return bool(turn.durable.fingerprint) and all(process.status.done for process in members)
 
 
-def _start_anew(turn: Turn, why: str) -> None:
-    """The launcher ends every process that was in a world, and starts anew from step 0."""
-    durable = turn.durable
-    lost_steps = max(durable.step, known_step(turn))
-    turn.keep(phase=Phase.STALLED, reason=why, current=None, planned=(), floor=durable.number + 1, step=0, failures=0)
-    turn.change(attempt=None, wished=None, ready_since=None, step=0)
-    turn.note("anew", f"{why}; starting anew from step 0, {lost_steps} steps are lost", lost_steps=lost_steps)
+def start_anew(turn: Turn, why: str) -> None:
+    """Nobody is left: every process of a world ends, and others begin, from the newest checkpoint or step 0."""
+    durable, found = turn.durable, checkpoints.latest(turn.durable)
+    step = found.step if found is not None else 0
+    lost_steps = max(0, max(durable.step, known_step(turn)) - step)
+    turn.keep(
+        phase=Phase.STALLED, reason=why, current=None, planned=(), floor=durable.number + 1, step=step, failures=0
+    )
+    turn.change(attempt=None, wished=None, ready_since=None, step=step, parting=False)
+    turn.note("anew", f"{why}; starting anew from step {step}, {lost_steps} steps are lost", lost_steps=lost_steps)
     timeline.gone_back(turn, lost_steps)
     for record in tuple(turn.durable.roster.values()):
         process = turn.process(record.worker)

@@ -10,7 +10,7 @@ from shoal_protos.plan import WorkerId
 
 from shoal_controller.core.durable import Leaving, Standing
 from shoal_controller.core.events import Said
-from shoal_controller.core.phases import ending, planned, population, timeline
+from shoal_controller.core.phases import checkpoints, ending, planned, population, timeline
 from shoal_controller.core.phases.current import tell
 from shoal_controller.core.turn import Turn
 
@@ -25,6 +25,7 @@ def said(turn: Turn, event: Said) -> bool:
         before = turn.job.processes[worker].status
         lively(turn, worker, telemetry=message.telemetry)
         timeline.changes_told(turn, worker)
+        checkpoints.told(turn, worker)
         stated(turn, worker, message.status)
         tell(turn, worker)
         return _differs(before, message.status)
@@ -59,6 +60,7 @@ def stated(turn: Turn, worker: WorkerId, status: Status) -> None:
     highest = max(durable.number, status.promised, status.generation)
     if highest > durable.number:
         turn.keep(number=highest)
+    checkpoints.seen(turn, worker, status)
     planned.begun(turn, status)
     if status.committed_in > durable.committed_in:
         turn.keep(committed_in=status.committed_in)
@@ -76,7 +78,8 @@ def _differs(before: Status, after: Status) -> bool:
 
 def _stands(status: Status) -> tuple[object, ...]:
     ends = status.done, status.ended, status.drain
-    return status.generation, status.point, status.promised, status.committed_in, status.broken, ends
+    knows = status.checkpoint, status.damage
+    return status.generation, status.point, status.promised, status.committed_in, status.broken, ends, knows
 
 
 def _inventory(turn: Turn, worker: WorkerId, inventory: Inventory) -> None:

@@ -135,6 +135,7 @@ def _figures(turn: Turn, world: Plan, changes: dict[WorkerId, Change]) -> None:
         phases = {"detect": turn.job.detect_seconds, **phases}
     promoted = sum(c.promoted_blocks for c in changes.values())
     moved = sum(c.pause_bytes for c in changes.values())
+    read = sum(c.checkpoint_bytes for c in changes.values())
     history = tuple(
         replace(
             resize,
@@ -143,6 +144,7 @@ def _figures(turn: Turn, world: Plan, changes: dict[WorkerId, Change]) -> None:
             phases=phases,
             promoted_blocks=promoted,
             pause_bytes=moved,
+            checkpoint_bytes=read,
         )
         if resize.generation == world.generation
         else resize
@@ -153,6 +155,7 @@ def _figures(turn: Turn, world: Plan, changes: dict[WorkerId, Change]) -> None:
         turn.observe("shoal_resize_seconds", seconds, phase=phase)
     turn.count("shoal_blocks_promoted_total", promoted)
     turn.count("shoal_repartition_bytes_total", moved, source="peer")
+    turn.count("shoal_repartition_bytes_total", read, source="checkpoint")
     waits = f"; longest wait of {slowest}: {change.waited_for}" if change.waited_for else ""
     turn.note(
         "resized",

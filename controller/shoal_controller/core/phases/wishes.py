@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from shoal_protos.errors import Conflict, NotFound, UserError
-from shoal_protos.messages import Ask, AskKind
 
 from shoal_controller.core.durable import Leaving, Record, Standing
 from shoal_controller.core.events import Cancel, DrainWorker, Pause, Resume, Save, Scale
@@ -106,8 +105,8 @@ def save(turn: Turn, _: Save) -> None:
     if not connected or world is None:
         raise Conflict(f"job {turn.spec.job} has no world that trains; nothing can be saved now.")
     number = turn.job.next_ask + 1
-    turn.change(next_ask=number)
-    turn.say(connected[0].worker, Ask(AskKind.SAVE, number, world.generation))
+    turn.change(next_ask=number, save_asked=number)
+    tell(turn, connected[0].worker)
     turn.note("saving", "a checkpoint was asked for")
 
 

@@ -1,0 +1,125 @@
+"""The catalogue: which checkpoints the job's workers have told of, and which one a world may begin from.
+
+A worker's status names the newest whole one that it knows of; the catalogue remembers them over every worker's and the
+controller's death. One that a worker could not read is never named again. Only recorded here; `recovery` and `stalled`
+conclude.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shoal_protos.checkpoint import Saved, SaveOutcome, Sighting, superfluous
+from shoal_protos.messages import Status
+from shoal_protos.plan import WorkerId
+from shoal_protos.runs import Runs
+
+from shoal_controller.core.durable import Durable
+from shoal_controller.core.job import Attempt
+from shoal_controller.core.turn import Turn
+
+REMEMBERED = 512
+"""Checkpoints in the catalogue, and paths that cannot be read."""
+MOST_SPANS = 1_000
+"""Of the generations that were opened; the oldest gaps are forgotten beyond it."""
+
+
+def latest(durable: Durable) -> Sighting | None:
+    """What a world may begin from."""
+    return max(durable.checkpoints, default=None)
+
+
+def seen(turn: Turn, worker: WorkerId, status: Status) -> None:
+    """A worker says which one it knows of."""
+    sighting = status.checkpoint
+    if sighting is None or sighting.path in turn.durable.spoilt:
+        return
+    known = next((one for one in turn.durable.checkpoints if one.path == sighting.path), None)
+    if known is not None:
+        if sighting.bytes > known.bytes:
+            others = (one for one in turn.durable.checkpoints if one is not known)
+            _keep(turn, (*others, replace(known, bytes=sighting.bytes)))
+        return
+    _keep(turn, (*turn.durable.checkpoints, sighting))
+    turn.keep(number=max(turn.durable.number, sighting.generation))
+    what = "saved" if status.generation else "found"
+    turn.note(
+        f"checkpoint_{what}", f"a checkpoint of step {sighting.step} was {what} at {sighting.path}", worker,
+        step=sighting.step, path=sighting.path,
+    )  # fmt: skip
+    if status.generation:
+        turn.change(save_asked=0)
+
+
+def _keep(turn: Turn, found: tuple[Sighting, ...]) -> None:
+    """Newest first, without those that the workers' retention deletes."""
+    newest = sorted(found, reverse=True)[:REMEMBERED]
+    description = turn.durable.description
+    if description is not None and description.keep:
+        gone = set(superfluous([one.step for one in newest], description.keep, description.keep_every))
+        newest = [one for place, one in enumerate(newest) if place not in gone]
+    turn.keep(checkpoints=tuple(newest))
+
+
+def damaged(turn: Turn, attempt: Attempt) -> str:
+    """Why the checkpoint of the plan under way cannot be used: what a worker that was to read it says. Or empty."""
+    plan = attempt.plan
+    path = plan.recovery.checkpoint if plan is not None and plan.recovery is not None else ""
+    if plan is None or not path:
+        return ""
+    for member in plan.members:
+        process = turn.process(member.worker)
+        damage = process.status.damage if process is not None else None
+        if damage is not None and damage.path == path:
+            turn.keep(
+                checkpoints=tuple(one for one in turn.durable.checkpoints if one.path != path),
+                spoilt=(*turn.durable.spoilt, path)[-REMEMBERED:],
+            )
+            turn.note("checkpoint_damaged", damage.sentence, member.worker, path=path)
+            _see_the_one_before(turn)
+            return f"worker {member.worker} could not read the checkpoint: {damage.sentence}"
+    return ""
+
+
+def _see_the_one_before(turn: Turn) -> None:
+    """What workers have found instead of it."""
+    for process in tuple(turn.serving()):
+        seen(turn, process.worker, process.status)
+
+
+def opened(turn: Turn, generation: int) -> None:
+    """This store knows the generation: its checkpoints are the job's."""
+    known = turn.durable.opened | Runs(((generation, generation + 1),))
+    spans = known.spans
+    if len(spans) > MOST_SPANS:
+        known = Runs(((spans[0][0], spans[-MOST_SPANS][1]), *spans[1 - MOST_SPANS :]))
+    turn.keep(opened=known)
+
+
+# ---- how saves went
+
+
+def told(turn: Turn, worker: WorkerId) -> None:
+    """Saves that a worker led and has not told of before in this controller's life."""
+    process = turn.job.processes[worker]
+    news = [saved for saved in process.telemetry.saves if saved.number > process.saves_told]
+    if not news:
+        return
+    turn.see(worker, saves_told=news[-1].number)
+    for saved in news:
+        _figures(turn, worker, saved)
+
+
+def _figures(turn: Turn, worker: WorkerId, saved: Saved) -> None:
+    match saved.outcome:
+        case SaveOutcome.DONE:
+            turn.count("shoal_checkpoint_bytes_total", saved.bytes)
+            for phase in ("copy", "write", "commit"):
+                turn.observe("shoal_checkpoint_seconds", getattr(saved, f"{phase}_seconds"), phase=phase)
+        case SaveOutcome.FAILED:
+            turn.count("shoal_checkpoint_failures_total")
+            turn.note("checkpoint_failed", f"the checkpoint of step {saved.step} failed: {saved.why}", worker)
+            turn.change(save_asked=0, save_failed=saved.step)
+        case SaveOutcome.SKIPPED:
+            turn.count("shoal_checkpoints_skipped_total")
+            turn.note("checkpoint_skipped", f"no checkpoint of step {saved.step}: {saved.why}", worker)
