@@ -17,6 +17,7 @@ from typing import Any
 
 import grpc
 import pytest
+import torch
 from certificates import authority, certificate
 from integration.linked_workers import DESCRIPTION, NEW, Worker, at, begin_a_world, together, workers
 from integration.small_controller import PATIENCE_SECONDS, SmallController
