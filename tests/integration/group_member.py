@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import threading
 from typing import Any
@@ -19,6 +20,9 @@ from shoal.exchange.letters import Letter, read_letter
 from shoal.exchange.meeting import Meeting, Stop
 from shoal.exchange.meeting_place import MeetingPlace
 from shoal.exchange.rendezvous import Rendezvous
+
+MUCH = 32 << 20
+"""Elements."""
 
 
 class Member:
@@ -70,6 +74,14 @@ class Member:
     def send(self, generation: int, to: int) -> str:
         self.groups[generation].send(torch.full((1000,), 7.0), to, 5).wait()
         return "sent"
+
+    def much(self, generation: int, kind: str, peer: int, freeze: bool = False) -> str:
+        """Send or receive more than all socket buffers hold; with `freeze` this process stops in the middle of it."""
+        posted = getattr(self.groups[generation], kind)(torch.zeros(MUCH), peer, 6)
+        if freeze:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        posted.wait()
+        return "done"
 
     def fill(self, value: float) -> str:
         self.buffer.fill_(value)

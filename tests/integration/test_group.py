@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from integration.cluster import ended, fork, until
 
@@ -167,6 +168,31 @@ def test_one_abort_wakes_the_peers_too() -> None:
         blocked = members[1].start("receive", generation=1, source=0)
         members[0].ask("abort", generation=1)
         assert blocked.result(PATIENCE_SECONDS) == CHANGED
+
+
+@pytest.mark.parametrize(("mine", "theirs"), [("send", "receive"), ("receive", "send")])
+def test_an_abort_wakes_who_waits_for_a_message_that_is_half_way_through(mine: str, theirs: str) -> None:
+    """gloo itself forgets it when the connection is closed."""
+    with party(2) as members:
+        members.build(1)
+        blocked = members[0].start("much", generation=1, kind=mine, peer=1)
+        members[1].start("much", generation=1, kind=theirs, peer=0, freeze=True)
+        until("the peer to be frozen", lambda: psutil.Process(members[1].pid).status() == psutil.STATUS_STOPPED)
+        members[0].ask("abort", generation=1)
+        assert blocked.result(PATIENCE_SECONDS) == CHANGED
+        assert members[0].ask("close", generation=1) == "closed"
+
+
+@pytest.mark.parametrize(("mine", "theirs"), [("send", "receive"), ("receive", "send")])
+def test_a_peer_that_dies_in_the_middle_of_a_message_is_noticed(mine: str, theirs: str) -> None:
+    with party(2) as members:
+        members.build(1)
+        blocked = members[0].start("much", generation=1, kind=mine, peer=1)
+        members[1].start("much", generation=1, kind=theirs, peer=0, freeze=True)
+        until("the peer to be frozen", lambda: psutil.Process(members[1].pid).status() == psutil.STATUS_STOPPED)
+        members[1].kill()
+        assert blocked.result(PATIENCE_SECONDS) == CHANGED
+        assert members[0].ask("broken", generation=1) == [1]
 
 
 def test_an_aborted_group_stays_aborted() -> None:

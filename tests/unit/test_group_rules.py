@@ -52,6 +52,7 @@ def test_no_wait_of_an_exchange_has_a_limit_because_its_expiry_would_close_the_g
     group.send(torch.zeros(4), 1, 0).wait()
     group.receive(torch.zeros(4), 2, 0).wait()
     group.all_gather(torch.zeros(2, dtype=torch.uint8))
+    group.close()
     assert gloo.waits == [()] * 6
 
 

@@ -3,8 +3,9 @@
 Called by the session's builder thread (`build_gloo`), by the training thread (sends, receives) and by the session's
 thread (`abort`). The only file that knows torch's process groups and the casts that their missing types need.
 [Note: abort] A receive that nobody sends to is waited on for 1 ms. The application's time-out makes gloo close all
-pairs of the group, so every blocked operation raises, here and at the peers. A dead peer's receive raises "closed by
-peer" and closes nothing else: then the next peer is tried. For the same reason no other wait here is a timed one.
+pairs of the group, so blocked operations raise, here and at the peers. A dead peer's receive raises "closed by peer"
+and closes nothing else: then the next peer is tried. For the same reason no other wait here is a timed one. Who waits
+for an operation that is half-way through is not woken by any of it: [Note: lost wake-ups] in waiters.py.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from shoal.exchange.meeting import Meeting, Stop
 from shoal.exchange.meeting_place import split_address
 from shoal.exchange.rendezvous import Rendezvous
 from shoal.exchange.solo import SoloGroup
+from shoal.exchange.waiters import Waiters
 
 ABORT_TAG = RESERVED_TAGS
 FOREVER = timedelta(days=1)
@@ -78,33 +80,20 @@ def _connected(guest: Rendezvous, meeting: Meeting) -> _Gloo:
 class _Posted:
     """A posted operation. Keeps its tensor alive until it is done or the group is closed."""
 
-    __slots__ = ("_group", "_peer", "_tensor", "_work")
+    __slots__ = ("_group", "_tensor", "peer", "work")
 
     def __init__(self, group: GlooGroup, work: _GlooWork, tensor: Tensor, peer: int) -> None:
-        self._group, self._peer = group, peer
-        self._work: _GlooWork | None = work
+        self._group, self.peer = group, peer
+        self.work: _GlooWork | None = work
         self._tensor: Tensor | None = tensor
 
     def wait(self) -> None:
-        failure = self._failure()
-        if failure is not None:
-            raise self._group.failed(self._peer, failure)
-        self._group.in_flight.discard(self)
+        self._group.settle(self)
         self.forget()
-
-    def _failure(self) -> str | None:
-        """In a frame of its own: what an exception's traceback keeps alive keeps gloo's sockets alive."""
-        try:
-            if self._work is None:
-                return "the operation is over"
-            self._work.wait()
-        except RuntimeError as error:
-            return str(error)
-        return None
 
     def forget(self) -> None:
         """Let go of gloo's work and of the tensor."""
-        self._work = self._tensor = None
+        self.work = self._tensor = None
 
 
 class GlooGroup:
@@ -116,6 +105,8 @@ class GlooGroup:
         self._gloo: _Gloo | None = gloo
         self._order = [(rank + distance) % size for distance in range(1, size)]
         self._closing = threading.Lock()
+        self._waiters = Waiters()
+        self._looks: list[object] = []
         self._aborted = False
         self._broken: set[int] = set()
 
@@ -155,6 +146,24 @@ class GlooGroup:
             return posted
         raise self.failed(peer, failure)
 
+    def settle(self, posted: _Posted) -> None:
+        """Returns when it is done. Raises `WorldChanged`."""
+        work = posted.work
+        failure = self._waiters.wait((work,), lambda: self._look(posted.peer)) if work else "the operation is over"
+        if failure is not None:
+            raise self.failed(posted.peer, failure)
+        self.in_flight.discard(posted)
+
+    def _look(self, peer: int) -> str | None:
+        """Why nothing can come from a peer any more: gloo refuses to post on a closed connection."""
+        never_sent = torch.zeros(1)
+        try:
+            if self._gloo is not None:
+                self._looks.append((self._gloo.recv([never_sent], peer, ABORT_TAG), never_sent))
+        except RuntimeError as error:
+            return str(error)
+        return None
+
     def failed(self, peer: int, failure: str) -> WorldChanged:
         """Remembers whose connection broke, and says so."""
         if not self._aborted and OWN_CLOSURE not in failure:
@@ -169,15 +178,16 @@ class GlooGroup:
             if self._aborted or self._gloo is None:
                 return
             self._aborted = True
-            for peer in self._order:
-                if _times_out(self._gloo, peer):
-                    return
+            any(_times_out(self._gloo, peer) for peer in self._order)
+            self._waiters.free("the group was aborted")
 
     def close(self) -> None:
         if self.in_flight:
             self.abort()
         with self._closing:
             self._gloo = None
+            self._waiters.close()
+            self._looks.clear()
             for posted in self.in_flight:
                 posted.forget()
             self.in_flight.clear()

@@ -1,0 +1,106 @@
+"""Threads that wait for gloo in place of the training thread, so that nothing can keep that one for ever.
+
+[Note: lost wake-ups] When gloo closes a connection it wakes whoever waits for an operation that has not begun. It
+forgets the one whose bytes are half-way through: that wait ends by its own time-out only, a day later. So the training
+thread never waits in gloo itself. It asks one of these threads and waits for its answer, for an abort, or for news of
+the connection, whichever comes first; a thread that gloo has forgotten stays behind with its buffer.
+Called by gloo.py; knows no group.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
+from typing import Protocol
+
+FIRST_LOOK_SECONDS, LONGEST_LOOK_SECONDS = 1.0, 60.0
+"""How long is waited before the connection is looked at, and between two looks."""
+
+
+class Waitable(Protocol):
+    """What gloo gives for a posted operation."""
+
+    def wait(self) -> bool: ...
+
+
+Answers = SimpleQueue[str | None]
+"""What became of the operations: None when all are done, else why one failed. The first answer counts."""
+
+_Asked = SimpleQueue[tuple[Sequence[Waitable], Answers] | None]
+
+
+class Waiters:
+    """As many threads as there are waits at once: one, as a rule."""
+
+    def __init__(self) -> None:
+        self._idle: list[_Asked] = []
+        self._waiting: set[Answers] = set()
+        self._over: str | None = None
+        """Why no wait is worth while any more."""
+
+    def wait(self, works: Sequence[Waitable], look: Callable[[], str | None]) -> str | None:
+        """None when all are done, else why not. `look` says what is wrong with the connection, if anything is."""
+        answers: Answers = SimpleQueue()
+        self._waiting.add(answers)
+        try:
+            if self._over is not None:
+                return self._over
+            self._one().put((works, answers))
+            return _first(answers, look)
+        finally:
+            self._waiting.discard(answers)
+
+    def free(self, why: str) -> None:
+        """From any thread: every wait ends now, and all later ones at once."""
+        self._over = why
+        for answers in tuple(self._waiting):
+            answers.put(why)
+
+    def close(self) -> None:
+        """The threads end, but for those that gloo has forgotten."""
+        self.free("the group is closed")
+        while self._idle:
+            self._idle.pop().put(None)
+
+    # ---- the threads
+
+    def _one(self) -> _Asked:
+        try:
+            return self._idle.pop()
+        except IndexError:
+            asked: _Asked = SimpleQueue()
+            threading.Thread(target=self._serve, args=(asked,), name="shoal-group-waits", daemon=True).start()
+            return asked
+
+    def _serve(self, asked: _Asked) -> None:
+        while (task := asked.get()) is not None:
+            works, answers = task
+            answer = _outcome(works)
+            del task, works
+            self._idle.append(asked)
+            answers.put(answer)
+            if self._over is not None and asked in self._idle:
+                return
+
+
+def _first(answers: Answers, look: Callable[[], str | None]) -> str | None:
+    pause = FIRST_LOOK_SECONDS
+    while True:
+        try:
+            return answers.get(timeout=pause)
+        except Empty:
+            wrong = look()
+            if wrong is not None:
+                return wrong
+            pause = min(2 * pause, LONGEST_LOOK_SECONDS)
+
+
+def _outcome(works: Sequence[Waitable]) -> str | None:
+    """In a frame of its own: what an exception's traceback keeps alive keeps gloo's sockets alive."""
+    try:
+        for work in works:
+            work.wait()
+    except RuntimeError as error:
+        return str(error)
+    return None
