@@ -155,6 +155,7 @@ MUTATIONS: dict[str, list[Patch]] = {
     "a lagging worker is told again": [(current, "due", lambda job, process: None)],
     "a generation in which someone was lost blames no pair": [(feuds, "judge", _blames_in_any_case)],
     "a newcomer is not waited for in a recovery": [(stopped, "_holds_nothing", lambda turn, worker: False)],
+    "whether steps run is part of the plan": [(asking, "steps_run", lambda turn, members: True)],
     "a thawed worker is taken in where no steps run": [(running, "_could_rejoin", lambda turn, world, process: False)],
 }
 """By the rule, as a sentence that is false while it is switched off."""

@@ -34,6 +34,7 @@ NOTICED_BY: dict[str, str | int] = {
     "a generation in which someone was lost blames no pair": "roll_forward",
     "a block is given up only when nobody may hold it": "sole_holder_thaws",
     "a lagging worker is told again": "controller_killed_while_training",
+    "whether steps run is part of the plan": "pause",
     "a thawed worker is taken in where no steps run": "below_min",
     "a newcomer is not waited for in a recovery": "newcomer_freezes_in_a_recovery",
 }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from machine_driver import Driver
+from dataclasses import replace
+
+from machine_driver import MADE_OF, Driver
 from shoal_controller.core.durable import Leaving, Standing
 from shoal_controller.core.effects import Kill, Persist, Send
 from shoal_controller.core.events import (
@@ -14,6 +16,7 @@ from shoal_controller.core.spec import Phase, State
 from shoal_protos.messages import (
     Ending,
     Result,
+    Telemetry,
 )
 
 
@@ -135,3 +138,47 @@ def test_a_drain_does_not_change_what_is_wanted() -> None:
     job.feed(DrainWorker("w0"))
     assert job.spawned == ["w2"]
     assert job.view.wanted == 2
+
+
+def test_a_join_after_scaling_up_has_that_reason_until_all_are_here() -> None:
+    job = Driver(wanted=2)
+    job.start(2)
+    job.feed(Scale(3))
+    job.hello("w2")
+    plan = job.job.durable.planned[0]
+    assert plan.reason.value == "scale_up"
+    for worker in ("w0", "w1", "w2"):
+        job.train(worker, plan)
+    job.hello("w3")
+    assert job.job.durable.planned[-1].reason.value == "join"
+
+
+def fill_rate(job: Driver) -> int:
+    """Blocks per step and source in the newest planned change."""
+    return job.job.durable.planned[-1].fill_blocks_per_step
+
+
+def test_fills_take_about_a_tenth_of_a_step_and_the_number_is_in_the_plan() -> None:
+    job = Driver(wanted=2, made_of=replace(MADE_OF, state_bytes=1 << 20))
+    job.start(2)
+    for worker in ("w0", "w1"):
+        job.beat(worker, telemetry=Telemetry(step_seconds=0.4))
+    job.hello("w2")
+    assert fill_rate(job) == int(0.1 * 0.4 * 250e6) >> 20
+
+
+def test_a_config_says_how_much_fills_move() -> None:
+    job = Driver(wanted=2, made_of=replace(MADE_OF, state_bytes=1000, fill_bytes_per_step=3500))
+    job.start(2)
+    job.hello("w2")
+    assert fill_rate(job) == 3
+
+
+def test_fills_move_more_when_the_clock_of_a_drain_runs() -> None:
+    made_of = replace(MADE_OF, blocks=1024, state_bytes=1 << 20, fill_bytes_per_step=1 << 20, mirrors=0)
+    job = Driver(wanted=2, made_of=made_of)
+    job.start(2)
+    for worker in ("w0", "w1"):
+        job.beat(worker, telemetry=Telemetry(step_seconds=1.0))
+    job.feed(DrainWorker("w0", 8.0))
+    assert fill_rate(job) == 512 // 4, "its half of the blocks in half of its grace"

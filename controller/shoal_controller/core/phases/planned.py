@@ -37,6 +37,8 @@ def begun_in(turn: Turn, generation: int) -> None:
             turn.keep(current=plan, planned=tuple(p for p in turn.durable.planned if p.base == generation))
             for other in void:
                 timeline.resized(turn, other.reason, "superseded")
+            if turn.durable.scaled_up and plan.world_size >= turn.durable.wanted:
+                turn.keep(scaled_up=False)
             _satisfied(turn, turn.job.wishes.get(generation), plan)
             checkpoints.opened(turn, generation)
             timeline.begun(turn, plan)
