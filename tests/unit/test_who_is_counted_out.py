@@ -1,0 +1,94 @@
+"""Whom a broken connection or a silence costs its place: the finer points, straight from the machine's functions.
+
+What a whole job makes of it is told by the simulation's scenarios (`feud`, `controller_cut_off`).
+"""
+
+from dataclasses import replace
+
+import pytest
+from shoal_controller.core.durable import Durable, Record, Standing
+from shoal_controller.core.events import Connected, Exited, Tick
+from shoal_controller.core.job import Attempt, Job
+from shoal_controller.core.machine import new_job, step
+from shoal_controller.core.phases import feuds
+from shoal_controller.core.spec import JobSpec, Phase
+from shoal_controller.core.turn import Turn
+from shoal_protos.description import Description
+from shoal_protos.messages import PROTOCOL_VERSION, Hello, Point, Status
+from shoal_protos.plan import Reason
+from worlds import BLOCKS, recovery
+
+MADE_OF = Description(4, BLOCKS, 4096, 8, 1, 0, 100, (), "SGD", {}, {}, False, False)
+IN_A_WORLD = Status(sequence=1, generation=1, point=Point.TRAINING, promised=1, step=3, committed_in=1)
+
+
+def job_of_three() -> Job:
+    """a, b, c: the oldest first; they train in generation 1."""
+    roster = {
+        worker: Record(worker, order, launched=True, incarnation=f"{worker}.1", address=f"{worker}:1")
+        for order, worker in enumerate("abc")
+    }
+    spec = JobSpec("job", 3, launcher="local")
+    durable = Durable(spec, 3, MADE_OF, Phase.RUNNING, number=1, current=recovery(1, "abc"), roster=roster)
+    return Job(durable, started=0.0)
+
+
+def broken(job: Job, *reports: tuple[str, str], now: float = 0.0) -> Job:
+    """A generation that broke because of these reports, with nobody lost."""
+    turn = Turn(job, now)
+    feuds.judge(turn, Attempt(2, Reason.KILL, "", now, now, reports=reports))
+    return turn.job
+
+
+def counted_out(job: Job) -> list[str]:
+    return [record.worker for record in job.durable.roster.values() if record.shunned]
+
+
+@pytest.mark.parametrize(
+    ("reports", "blamed"),
+    [
+        ([("a", "b"), ("b", "a")], "b"),  # a tie: the younger
+        ([("b", "a")], "a"),  # named more often
+        ([("a", "b")], "b"),
+    ],
+)
+def test_of_a_pair_that_broke_two_generations_the_one_named_most_goes_and_at_a_tie_the_younger(reports, blamed):
+    once = broken(job_of_three(), *reports)
+    assert counted_out(once) == []
+    assert counted_out(broken(once, *reports)) == [blamed]
+
+
+def test_two_generations_broken_by_different_pairs_count_nobody_out():
+    assert counted_out(broken(broken(job_of_three(), ("a", "b")), ("a", "c"))) == []
+
+
+def test_a_generation_in_which_someone_was_lost_blames_nobody():
+    job = job_of_three()
+    roster = {**job.durable.roster, "c": replace(job.durable.roster["c"], standing=Standing.DEAD)}
+    job = replace(job, durable=replace(job.durable, roster=roster))
+    assert counted_out(broken(broken(job, ("a", "b")), ("a", "b"))) == []
+
+
+def test_the_back_off_of_a_worker_that_is_counted_out_again_doubles():
+    job, waits, now = job_of_three(), [], 0.0
+    for _ in range(4):
+        job = broken(broken(job, ("a", "b"), now=now), ("a", "b"), now=now)
+        waits.append(job.avoided_until["b:1"] - now)
+        now += waits[-1] + 1.0
+        assert not feuds.avoided(Turn(job, now), "b")
+    assert waits == [10.0, 20.0, 40.0, 80.0]
+
+
+def test_a_death_that_the_launcher_confirms_counts_though_everybody_is_silent():
+    job, now = new_job(JobSpec("job", 3, launcher="local"), 0.0), 0.0
+    job = replace(job, durable=job_of_three().durable)
+    for number, worker in enumerate("abc"):
+        hello = Hello(PROTOCOL_VERSION, "job", worker, f"{worker}.1", f"{worker}:1", "host", 1, "", MADE_OF, IN_A_WORLD)
+        job, _ = step(job, Connected(number, hello), now)
+    for now in range(1, 60):  # the controller is cut off: it hears of nobody
+        job, _ = step(job, Tick(), float(now))
+    standings = [record.standing for record in job.durable.roster.values()]
+    assert standings == [Standing.HERE] * 3 and job.attempt is None
+    job, _ = step(job, Exited("b", -9, "killed by signal 9"), 60.0)
+    assert job.durable.roster["b"].standing is Standing.DEAD
+    assert job.attempt is not None and "worker b is lost" in job.attempt.why
