@@ -16,9 +16,9 @@ from shoal_controller.core.turn import Turn
 from shoal_protos.description import Description
 from shoal_protos.messages import PROTOCOL_VERSION, Hello, Point, Status
 from shoal_protos.plan import Reason
-from worlds import BLOCKS, recovery
+from worlds import BLOCKS, recovery, share_of
 
-MADE_OF = Description(4, BLOCKS, 4096, 8, 1, 0, 100, (), "SGD", {}, {}, False, False)
+MADE_OF = Description(3, BLOCKS, 4096, 8, 1, 0, 100, (), "SGD", {}, {}, False, False)
 IN_A_WORLD = Status(sequence=1, generation=1, point=Point.TRAINING, promised=1, step=3, committed_in=1)
 
 
@@ -83,7 +83,9 @@ def test_a_death_that_the_launcher_confirms_counts_though_everybody_is_silent():
     job, now = new_job(JobSpec("job", 3, launcher="local"), 0.0), 0.0
     job = replace(job, durable=job_of_three().durable)
     for number, worker in enumerate("abc"):
-        hello = Hello(PROTOCOL_VERSION, "job", worker, f"{worker}.1", f"{worker}:1", "host", 1, "", MADE_OF, IN_A_WORLD)
+        status = replace(IN_A_WORLD, holds=share_of(recovery(1, "abc"), worker))
+        address = f"{worker}:1"
+        hello = Hello(PROTOCOL_VERSION, "job", worker, f"{worker}.1", address, "host", 1, "", MADE_OF, status)
         job, _ = step(job, Connected(number, hello), now)
     for now in range(1, 60):  # the controller is cut off: it hears of nobody
         job, _ = step(job, Tick(), float(now))
