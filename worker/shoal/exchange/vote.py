@@ -98,7 +98,7 @@ def cast(gather: Gather, routes: Routes, ballot: Ballot, norms: Tensor | None) -
     `norms`: `(subtrees owned,)` float64 sums of squares of the reduced gradient, where the step needs the norm.
     """
     most = max(len(spans) for spans in routes.norm_spans) if norms is not None else 0
-    row = torch.zeros(TEXT_BYTES + 8 * most, dtype=torch.uint8)
+    row = torch.zeros(TEXT_BYTES + 8 * most, dtype=torch.uint8, device="cpu")
     text = as_bytes_tensor(json.dumps(asdict(ballot), separators=(",", ":")).encode())
     if text.numel() > TEXT_BYTES:
         raise UserError(
