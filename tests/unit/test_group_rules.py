@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+import shoal
 import torch
 from shoal.exchange.gloo import GlooGroup, build_gloo
 from shoal.exchange.group import Group
@@ -92,3 +95,15 @@ def test_whoever_asks_for_a_group_does_not_wait_for_it() -> None:
     assert told.done.wait(20)
     assert builders[0] is not threading.current_thread()
     groups.close()
+
+
+def test_nobody_waits_in_a_store_that_cannot_be_called_off() -> None:
+    """A TCPStore's client blocks for as long as its host is frozen; Shoal meets over a place of its own."""
+    source = Path(shoal.__file__).parent
+    names = {
+        node.attr if isinstance(node, ast.Attribute) else node.name if isinstance(node, ast.alias) else node.id
+        for file in source.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Attribute | ast.alias | ast.Name)
+    }
+    assert "PrefixStore" not in names and not [name for name in names if "TCPStore" in name or "FileStore" in name]

@@ -1,0 +1,53 @@
+"""The page of rules names tests and files that exist, and every rule that is switched off in the simulation."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs/rules.md").read_text()
+ROWS = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if line.startswith("| ")]
+RULES = [row for row in ROWS if row[0] != "rule"]
+SHORT = {"worker/": "worker/shoal/", "core/": "controller/shoal_controller/core/", "protos/": "protos/"}
+
+
+@cache
+def functions_of(file: str) -> set[str]:
+    """The functions of a test file."""
+    body = ast.parse((ROOT / file).read_text()).body
+    return {node.name for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
+def switched_off() -> set[str]:
+    """The rules of tests/simulation/mutations.py."""
+    for node in ast.parse((ROOT / "tests/simulation/mutations.py").read_text()).body:
+        if (
+            isinstance(node, ast.AnnAssign)
+            and isinstance(node.value, ast.Dict)
+            and "MUTATIONS" in ast.dump(node.target)
+        ):
+            return {str(ast.literal_eval(key)) for key in node.value.keys if key is not None}
+    raise AssertionError("MUTATIONS is not where it was")
+
+
+def test_every_test_that_the_page_names_exists() -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)(?:\[([^]`]*)\])?`", PAGE)
+    assert len(named) > 60
+    missing = [f"{file}::{name}" for file, name, _ in named if name not in functions_of(file)]
+    missing += [rule for *_, rule in named if rule and rule not in switched_off()]
+    assert missing == []
+
+
+def test_every_rule_says_where_it_lives_and_what_holds_it_or_why_nothing_does() -> None:
+    for rule, *cells in RULES:
+        where, held, tried = (cell.strip() for cell in cells) if len(cells) == 3 else ("", "", cells[-1])
+        assert (where and "::" in held and tried) or tried.startswith(("**needs", "**not built")), rule
+
+
+def test_every_file_that_the_page_names_exists() -> None:
+    for file in re.findall(r"`((?:worker|core|protos)/[\w/]+\.py)`", PAGE):
+        short = next(start for start in SHORT if file.startswith(start))
+        assert (ROOT / file.replace(short, SHORT[short], 1)).exists(), file
