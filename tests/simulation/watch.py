@@ -12,7 +12,7 @@ from shoal_controller.core.events import DrainWorker, Event
 from shoal_controller.core.job import Job
 from shoal_controller.core.spec import Phase
 from shoal_controller.core.view import view
-from shoal_protos.messages import Carry, Open, Prepare
+from shoal_protos.messages import Carry, Ending, Open, Prepare
 from shoal_protos.plan import Plan
 
 from .symbols import right
@@ -173,11 +173,11 @@ class Watch:
             self.violated("a job that was over went on", old.phase, durable.phase)
         self._counted_out(before, after)
         if durable.floor > old.floor:
-            self._gave_up(before, event, "the job started anew")
+            self._gave_up(before, after, event, "the job started anew")
             self.top = self.shown = 0
             self.began_at.clear()
         elif durable.phase is Phase.FAILED and old.phase is not Phase.FAILED and before.attempt is not None:
-            self._gave_up(before, event, "the job failed")
+            self._gave_up(before, after, event, "the job failed")
         shown = view(after, self.simulation.clock.now)
         if shown.step < self.shown:
             self.violated("the shown step went back", self.shown, shown.step)
@@ -203,7 +203,7 @@ class Watch:
         if 2 * len(silent) > len(here) and set(lost) & set(silent):
             self.violated("a worker was counted out though most were silent", *lost)
 
-    def _gave_up(self, before: Job, event: Event, what: str) -> None:
+    def _gave_up(self, before: Job, after: Job, event: Event, what: str) -> None:
         """Only where no process that lives has the blocks, `stall_seconds` are over, or an operator said so."""
         attempt = before.attempt
         now = self.simulation.clock.now
@@ -217,10 +217,12 @@ class Watch:
             self.violated("a leaving worker was let go with the last copies", sorted(freed))
         copies: set[int] = set()
         for worker in self.simulation.workers():
-            record = before.durable.roster.get(worker.membership.worker)
-            t = worker.training
+            name, t = worker.membership.worker, worker.training
+            record = before.durable.roster.get(name)
             if record is None or record.ending is not None or t.generation < before.durable.committed_in:
                 continue
+            if after.durable.roster[name].ending is Ending.FAILED:
+                continue  # its own last word is what the machine has just heard
             if t.step == self.top:
                 copies |= t.blocks.keys()
             elif t.step == self.top - 1:
