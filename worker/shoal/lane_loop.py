@@ -12,11 +12,14 @@ from shoal_protos.errors import UserError
 from shoal_protos.runs import Span
 from torch import Tensor
 
-from shoal.core.tree import are_siblings
+from shoal.core.tree import push
 from shoal.data.fetch import Fetcher
 from shoal.state import TrainingState
 
 MOST_REPORTS = 16
+
+Numbers = tuple[float, dict[str, float]]
+"""Of a subtree of lanes: the sum of their losses, and of what was reported in all of them, by name."""
 
 
 class LaneLoop:
@@ -37,17 +40,17 @@ class LaneLoop:
         self.in_flight = False
         self.lanes, self._index, self._micro = lanes, 0, 0
         self._lane_loss, self._lane_reports = 0.0, dict[str, float]()
-        self._sums: list[tuple[Span, float, dict[str, float]]] = []
+        self._sums: list[tuple[Span, Numbers]] = []
 
     def goes_on(self, lanes: tuple[int, ...]) -> bool:
-        """Whether the lanes finished and the one in flight are the first of `lanes`; if so, the step goes on with them.
+        """Whether the lanes finished and the one in flight are among `lanes`; if so, the step goes on with the others.
 
         Not once the step's last lane is done: its sums have been sent and changed in place.
         """
         begun = self.lanes[: self._index + 1] if self.in_flight or self._micro else self.lanes[: self._index]
-        if self.lanes_done or lanes[: len(begun)] != begun:
+        if self.lanes_done or not set(begun) <= set(lanes):
             return False
-        self.lanes = lanes
+        self.lanes = (*begun, *(lane for lane in lanes if lane not in begun))
         return True
 
     @property
@@ -120,23 +123,19 @@ class LaneLoop:
         self._index, self._micro = self._index + 1, 0
 
     def _push_numbers(self) -> None:
-        span = (self.lane, self.lane + 1)
-        self._sums.append((span, self._lane_loss, self._lane_reports))
-        while len(self._sums) > 1 and are_siblings(self._sums[-2][0], self._sums[-1][0], self._job_lanes):
-            (right, b_loss, b), (left, a_loss, a) = self._sums.pop(), self._sums.pop()
-            both = {name: a[name] + b[name] for name in a if name in b}
-            self._sums.append(((left[0], right[1]), a_loss + b_loss, both))
+        push(self._sums, self.lane, (self._lane_loss, self._lane_reports), self._job_lanes, _add_numbers)
 
     @property
     def losses(self) -> list[float]:
         """One per whole subtree of lanes."""
-        return [loss for _, loss, _ in self._sums]
+        return [loss for _, (loss, _) in self._sums]
 
     @property
     def reports(self) -> dict[str, list[float]]:
         """By name: one per whole subtree; names that some lane did not report are left out."""
-        names = set.intersection(*(set(numbers) for _, _, numbers in self._sums)) if self._sums else set()
-        return {name: [numbers[name] for _, _, numbers in self._sums] for name in sorted(names)}
+        each = [numbers for _, (_, numbers) in self._sums]
+        names = set.intersection(*map(set, each)) if each else set()
+        return {name: [numbers[name] for numbers in each] for name in sorted(names)}
 
     def report(self, numbers: dict[str, float]) -> None:
         """Adds to the lane's numbers: the mean over its micro-batches."""
@@ -156,3 +155,7 @@ class LaneLoop:
         """The user's loop is done with a void lane."""
         self.check_void(call)
         self._void = False
+
+
+def _add_numbers(kept: Numbers, new: Numbers) -> Numbers:
+    return kept[0] + new[0], {name: kept[1][name] + new[1][name] for name in kept[1] if name in new[1]}

@@ -8,9 +8,13 @@ summation", SIAM J. Sci. Comput. 14 (1993).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from bisect import insort
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 from shoal_protos.runs import Runs, Span
+
+Value = TypeVar("Value")
 
 
 def sibling(span: Span, leaves: int) -> Span | None:
@@ -30,6 +34,20 @@ def sibling(span: Span, leaves: int) -> Span | None:
 def are_siblings(left: Span, right: Span, leaves: int) -> bool:
     """Whether the two nodes, `left` before `right`, are added to each other."""
     return left[1] == right[0] and sibling(left, leaves) == right
+
+
+def push(
+    stack: list[tuple[Span, Value]], leaf: int, value: Value, leaves: int, add: Callable[[Value, Value], Value]
+) -> None:
+    """Adds a leaf's value to a stack of whole subtrees, which stay ascending: siblings are added as far as they go.
+
+    `add(kept, new)` gives their sum. Leaves may come in any order: a + b and b + a have the same bits.
+    """
+    span = (leaf, leaf + 1)
+    while (other := sibling(span, leaves)) is not None and other in (held := [kept for kept, _ in stack]):
+        value = add(stack.pop(held.index(other))[1], value)
+        span = (min(span[0], other[0]), max(span[1], other[1]))
+    insort(stack, (span, value), key=lambda entry: entry[0])
 
 
 def subtrees(held: Runs, leaves: int) -> list[Span]:

@@ -12,7 +12,7 @@ import torch
 from shoal_protos.runs import Span
 from torch import Tensor, nn
 
-from shoal.core.tree import are_siblings, fold
+from shoal.core.tree import fold, push
 from shoal.exchange.group import Group, Work
 from shoal.exchange.routes import BUFFERS, Routes
 
@@ -61,12 +61,10 @@ class ModuleBuffers:
         now = persistent_buffers(self._module)
         for name, value in now.items():
             self._changed[name] |= not torch.equal(value, self.committed[name])
-        self._stack.append(((lane, lane + 1), {name: now[name].float().clone() for name in self._floating}))
+        sums = {name: now[name].float().clone() for name in self._floating}
+        push(self._stack, lane, sums, self._lanes, _add_sums)
         if lane == 0:
             self._lane_0 = {name: value.clone() for name, value in now.items() if name not in self._floating}
-        while len(self._stack) > 1 and are_siblings(self._stack[-2][0], self._stack[-1][0], self._lanes):
-            (right, theirs), (left, mine) = self._stack.pop(), self._stack.pop()
-            self._stack.append(((left[0], right[1]), {name: mine[name] + theirs[name] for name in mine}))
 
     def exchange(self, group: Group, routes: Routes) -> None:
         """Leaves the buffers of the coming commit in `pending`, the same on every member."""
@@ -137,6 +135,10 @@ class ModuleBuffers:
 
 
 _NOTHING = torch.empty(0)
+
+
+def _add_sums(kept: dict[str, Tensor], new: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: kept[name] + new[name] for name in kept}
 
 
 def _as_bytes(value: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """The sums over this worker's lanes: one gradient copy per whole subtree of lanes that it has finished.
 
-A stack, as in pairwise summation: a finished lane is pushed, and two siblings on top are added at once. With k lanes in
-one aligned run that takes log2(k) + 1 copies, 2·log2(k) + 1 at most. Copies are pooled over the job's life.
+A stack, as in pairwise summation: a finished lane is pushed, and two siblings are added at once. With k lanes in one
+aligned run that takes log2(k) + 1 copies, 2·log2(k) + 1 at most when they come in order. Copies are pooled over the
+job's life.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 from shoal_protos.runs import Span
 
 from shoal.core.layout import Layout
-from shoal.core.tree import are_siblings
+from shoal.core.tree import push
 from shoal.zero.flat import Gradients
 
 
@@ -41,13 +42,13 @@ class LaneSums:
 
     def begin_push(self, lane: int) -> None:
         """The gradient of `lane` is being accumulated: `spans` says what its push will leave, `merge` makes it so."""
-        self._stack.append(((lane, lane + 1), self.live))
         self._chain = [self.live]
-        while len(self._stack) > 1 and are_siblings(self._stack[-2][0], self._stack[-1][0], self._lanes):
-            (right, _), (left, mine) = self._stack.pop(), self._stack.pop()
-            self._chain.append(mine)
-            self._stack.append(((left[0], right[1]), mine))
+        push(self._stack, lane, self.live, self._lanes, self._joined)
         self._merged = 0
+
+    def _joined(self, kept: Gradients, _: Gradients) -> Gradients:
+        self._chain.append(kept)
+        return kept
 
     def merge(self, bucket: int) -> None:
         """The lane's gradient of this bucket is final; buckets come in order."""

@@ -1,0 +1,77 @@
+"""Where a step stands when the world changes under it: lanes that stay are not trained again."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from shoal.core.tree import fold_numbers
+from shoal.lane_loop import LaneLoop
+
+
+def some_state():
+    """What the loop needs of a training state; the lanes that were pushed stand in `pushed`."""
+    pushed = []
+    sums = SimpleNamespace(
+        begin_lane=lambda: None, push=pushed.append, live=SimpleNamespace(put_back=lambda _: None), clear=lambda: None
+    )
+    buffers = SimpleNamespace(put_back=lambda: None, lane_done=lambda lane: None)
+    return SimpleNamespace(step=3, sums=sums, buffers=buffers, parameters=[], pushed=pushed)
+
+
+def some_loop(*lanes, micro_batches=1):
+    """Its batches are (step, lane, micro-batch)."""
+    loop = LaneLoop(4, micro_batches, SimpleNamespace(micro_batch=lambda *where: where))
+    loop.begin_step(lanes)
+    return loop
+
+
+def train(loop, state):
+    """One micro-batch of the lane at hand, whose loss is the lane's number and a half; returns what was fetched."""
+    batch = loop.next_batch(state)
+    loop.backward(torch.tensor(batch[1] + 0.5, requires_grad=True), state)
+    loop.report({"lane": batch[1]})
+    loop.end_micro_batch(state)
+    return batch
+
+
+@pytest.mark.parametrize("lanes", [(1, 2), (0, 2), (2, 3)])
+def test_the_lane_in_flight_is_not_trained_again_wherever_the_new_ones_lie(lanes):
+    loop, state = some_loop(2), some_state()
+    loop.next_batch(state)
+    assert loop.goes_on(lanes)
+    assert (loop.in_flight, loop.lane, loop.at_last_backward) == (True, 2, False)
+    loop.backward(torch.tensor(2.5, requires_grad=True), state)
+    loop.report({"lane": 2})
+    loop.end_micro_batch(state)
+    other = sum(lanes) - 2
+    assert train(loop, state) == (3, other, 0)
+    assert loop.lanes_done
+    ascending = some_loop(*lanes)
+    for _ in lanes:
+        train(ascending, some_state())
+    assert (loop.losses, loop.reports) == (ascending.losses, ascending.reports)
+
+
+def test_a_lane_that_another_worker_has_now_makes_the_step_begin_again():
+    loop, state = some_loop(1, 2), some_state()
+    train(loop, state)
+    loop.next_batch(state)
+    assert not loop.goes_on((2, 3))
+
+
+def test_finished_lanes_and_the_one_in_flight_stay():
+    loop, state = some_loop(1, 2, micro_batches=2), some_state()
+    for _ in range(3):
+        train(loop, state)
+    assert loop.goes_on((0, 1, 2, 3))
+    assert [train(loop, state) for _ in range(5)] == [
+        (3, 2, 1), (3, 0, 0), (3, 0, 1), (3, 3, 0), (3, 3, 1),
+    ]  # fmt: skip
+    assert loop.lanes_done
+    assert loop.losses == [fold_numbers([((lane, lane + 1), lane + 0.5) for lane in range(4)], 4)]
+
+
+def test_a_step_whose_last_lane_is_done_does_not_go_on():
+    loop, state = some_loop(1), some_state()
+    train(loop, state)
+    assert not loop.goes_on((1, 2))
