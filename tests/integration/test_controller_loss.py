@@ -78,6 +78,20 @@ def test_a_planned_change_begins_without_the_controller_that_has_planned_it() ->
         cluster.wait_undisturbed()
 
 
+def test_a_planned_change_that_another_controller_has_planned_gets_its_time() -> None:
+    with Cluster(workers=2, options=LONG, faults="w2@0:group:stop", pace=PACE) as cluster:
+        cluster.wait_step(2)
+        cluster.add()
+        until("w2 to be about to meet the others", lambda: state_of(cluster.pids["w2"]) == "T")
+        cluster.kill_controller()
+        cluster.start_controller()
+        cluster.wait_step(cluster.job()["step"] + 1)
+        cluster.cont("w2")
+        cluster.wait_state("w2", "active")
+        cluster.wait_undisturbed()
+        assert cluster.messages("dismissed") == []
+
+
 def test_a_worker_dies_while_no_controller_is_there() -> None:
     with Cluster(workers=3, options=LONG, pace=PACE) as cluster:
         cluster.wait_step(2)

@@ -88,7 +88,8 @@ def settle(turn: Turn, world: Plan) -> None:
 def _give_up_on_newcomers(turn: Turn, world: Plan) -> None:
     """A change that does not begin within `stall_seconds` goes on without its newcomers; nobody else waits for them."""
     plans = turn.durable.planned
-    if not plans or turn.now - turn.job.planned_at <= turn.spec.stall_seconds:
+    since = max(turn.job.planned_at, turn.job.started)  # what an earlier controller has planned gets its time anew
+    if not plans or turn.now - since <= turn.spec.stall_seconds:
         return
     members = {member.worker for member in world.members}
     why = f"generation {plans[-1].generation} did not begin within {turn.spec.stall_seconds:g} s (stall_seconds)"
