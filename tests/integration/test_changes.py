@@ -122,6 +122,20 @@ def began_at(cluster: Cluster, worker: str, generation: int) -> int:
     return int(found[1])
 
 
+def test_the_last_worker_of_a_paused_job_hands_over_to_a_newcomer() -> None:
+    with Cluster(workers=1, options=LONG, pace=PACE) as cluster:
+        cluster.wait_step(2)
+        cluster.pause()
+        cluster.wait_phase("paused")
+        cluster.terminate("w0")
+        cluster.wait_state("w0", "draining")
+        cluster.add()
+        assert cluster.wait_exit("w0") == 0
+        assert cluster.job()["phase"] == "paused"
+        cluster.resume()
+        cluster.wait_undisturbed()
+
+
 def test_below_its_least_number_of_workers_a_job_waits() -> None:
     with Cluster(workers=2, options=LONG, pace=PACE, spec={"workers": {"wanted": 2, "min": 2}}) as cluster:
         cluster.wait_step(2)

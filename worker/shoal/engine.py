@@ -261,20 +261,25 @@ class Engine:
 
     def _after_commit(self, world: World) -> None:
         """The hand-out, and all that the passed vote asks for."""
-        handed, state = self.boundaries, self.state
-        self.boundaries += 1
+        state = self.state
         state.forget_gradients()
         self.loop.begin_step(world.lanes)
         self.faults.at("hand_out", state.step)
-        hand_out(world.group, state.flats, lambda owner, receiver: world.routes.handed(handed, owner, receiver))
-        if self.resize.frozen_in_place:
-            state.current = state.everything
+        self._hand_out(world)
+        self.boundaries += 1
         assert state.record is not None
         self.meter.step_done(len(world.lanes))
         self._boundary(state.record, stepped=True)
         if self.rank == 0:
             for callback in self._callbacks:
                 callback(self)
+
+    def _hand_out(self, world: World) -> None:
+        """Owners hand out parameters to whoever has not updated them itself: then everybody has all."""
+        boundaries, state = self.boundaries, self.state
+        hand_out(world.group, state.flats, lambda owner, receiver: world.routes.handed(boundaries, owner, receiver))
+        if self.resize.frozen_in_place:
+            state.current = state.everything
 
     def _vote(self, world: World, ballot: Ballot, norms: Tensor | None) -> Record:
         self.faults.at("vote", ballot.step)
@@ -320,6 +325,8 @@ class Engine:
         for letter in letters:
             letter.wait()
         record = self._vote(world, self._ballot(self.state.step), None)
+        if not world.plan.steps and not self.boundaries:
+            self._hand_out(world)  # newcomers would wait for a step's
         self.boundaries += 1
         self._boundary(record, stepped=False)
         if all(wish.kind == "save" for wish in record.wishes) and self.world is world:
