@@ -1,0 +1,66 @@
+"""A job whose workers the controller starts itself: who is lost is replaced, what is lost begins anew.
+
+Everything else about losses is tried with forked workers, which start a hundred times faster.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from integration.cluster import Cluster, undisturbed
+
+TESTS = Path(__file__).resolve().parents[1]
+OPTIONS: dict[str, Any] = {"max_steps": 200}
+SCRIPT = f"""
+import json, os, sys
+sys.path.insert(0, {str(TESTS)!r})
+from integration.scripts import train
+folder, options = sys.argv[1:]
+train(result=os.path.join(folder, os.environ["SHOAL_WORKER_ID"]), **json.loads(options))
+"""
+
+
+@contextmanager
+def launched(workers: int, folder: Path) -> Iterator[Cluster]:
+    """A job with the local launcher, at work until the file `go` is there."""
+    script = folder / "train.py"
+    script.write_text(SCRIPT)
+    options = {**OPTIONS, "pace": 0.02, "until": str(folder / "go")}
+    command = [sys.executable, str(script), str(folder), json.dumps(options)]
+    with Cluster(workers=workers, options=OPTIONS, spec={"launcher": "local", "command": command}) as cluster:
+        yield cluster
+
+
+def test_who_is_killed_or_drained_is_replaced_by_the_launcher(tmp_path: Path) -> None:
+    with launched(2, tmp_path) as cluster:
+        cluster.wait_step(2)
+        cluster.kill("w0")
+        cluster.wait_state("w0", "lost")
+        cluster.wait_state("w2", "active")
+        cluster.drain("w1")
+        cluster.wait_state("w1", "left")
+        cluster.wait_state("w3", "active")
+        cluster.wait_world(2)
+        (tmp_path / "go").touch()
+        report = cluster.wait_undisturbed()
+        assert "done at step 200" in Path(cluster.workers()["w3"]["log"]).read_text()
+    assert {"start", "kill", "join", "drain"} <= {world["reason"] for world in report["generations"]}
+
+
+def test_blocks_of_which_no_copy_lives_begin_anew_and_end_with_the_same_bits(tmp_path: Path) -> None:
+    with launched(3, tmp_path) as cluster:
+        cluster.wait_step(2)
+        cluster.kill("w1", "w2")
+        cluster.until("the job to begin anew", lambda _: cluster.messages("anew"))
+        assert "every process that held them is dead; starting anew from step 0" in cluster.messages("anew")[0]
+        cluster.wait_world(3)
+        (tmp_path / "go").touch()
+        cluster.wait_done()
+        report = cluster.report()
+        assert report["fingerprint"] == undisturbed(OPTIONS)
+        assert sum(world["lost_steps"] for world in report["generations"]) >= 2
