@@ -69,6 +69,8 @@ class Task:
     model: Callable[[], nn.Module] = _model
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = optimizer_of
     scheduler: Callable[[torch.optim.Optimizer], Any] = _scheduler
+    prepare: Callable[[Engine], None] = lambda _: None
+    """Called before the loop."""
     in_loop: Callable[[Engine], None] = lambda _: None
     """Called before each micro-batch's forward."""
     step: Callable[[Engine], None] = Engine.step
@@ -89,11 +91,14 @@ def engine_of(task: Task, link: Link, faults: Faults) -> Engine:
     status = Status(sequence=0, generation=0, point=Point.REHEARSING, promised=0, step=-1, committed_in=0)
     link.introduce(_description(settled, state, optimizer, sampler.samples), status)
     _take_over(optimizer)
-    return Engine(settled, state, link, fetcher, faults)
+    engine = Engine(settled, state, link, fetcher, faults)
+    engine.resuming.look()
+    return engine
 
 
 def train(engine: Engine, task: Task, before: Callable[[], None]) -> None:
     """A user's loop. `before`: called before each micro-batch."""
+    task.prepare(engine)
     for batch in engine:
         before()
         task.in_loop(engine)
@@ -172,8 +177,17 @@ class Worker:
             except BaseException:
                 self.failure = traceback.format_exc()
             finally:
+                self._stop_saving()
                 self.link.abort_all()
                 self.crew.changed.notify_all()
+
+    def _stop_saving(self) -> None:
+        """A killed process writes nothing more; its thread here would wait for the others for ever."""
+        saver = self.engine.saving._saver if hasattr(self, "engine") else None
+        if saver is not None and self.killed:
+            saver._give_up = "its process is no more"
+            saver._verdict.set()
+            saver.close()
 
     def _live(self) -> None:
         """As the interpreter runs a script to its end and past it."""

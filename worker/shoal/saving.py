@@ -138,7 +138,7 @@ class Saving:
         if self._saver is None:
             return
         said = {m.incarnation: word for m, word in zip(world.plan.members, record.saving, strict=True)}
-        self._saver.heed(said)
+        self._saver.heed(said, planned=world.plan.recovery is None)
         self._hear(self._saver.take_outcome())
         asked, due = SAVE in record.wishes, stepped and self._is_due(record)
         if due:

@@ -99,6 +99,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._verdict = threading.Event()
         self._gone: frozenset[str] = frozenset()
+        """Whose parts may still come, though they take part in votes no more."""
         self._give_up = ""
         self._leader_heard = False
         self._frozen: FrozenEntry | None = None
@@ -138,19 +139,21 @@ class Saver:
         self._thread = threading.Thread(target=self._run, args=(save,), name="shoal-save", daemon=True)
         self._thread.start()
 
-    def heed(self, ballots: Mapping[str, str]) -> None:
-        """After a vote: what each present member (by incarnation) has said in it."""
+    def heed(self, ballots: Mapping[str, str], planned: bool = True) -> None:
+        """After a vote: what each present member (by incarnation) has said in it. `planned`: who is not present has
+        left by a planned change, and its process writes on; otherwise it is dead.
+        """
         save = self._save
         if save is None or self._status is Status.IDLE:
             return
         if save.lead is not None:
-            self._decide(save, ballots)
+            self._decide(save, ballots, planned)
         elif ballots.get(save.members[0].incarnation) == Status.WRITING:
             self._leader_heard = True
         elif self._status is not Status.WRITING:
             self._settle(save, ballots.get(save.members[0].incarnation))
 
-    def _decide(self, save: Save, ballots: Mapping[str, str]) -> None:
+    def _decide(self, save: Save, ballots: Mapping[str, str], planned: bool) -> None:
         """The leader: complete it, give it up, or wait for another vote."""
         if self._verdict.is_set():
             return
@@ -161,7 +164,7 @@ class Saver:
             self._give_up = f"{', '.join(failed)} could not write"
         elif Status.WRITING in said.values():
             return
-        self._gone = frozenset(others.keys() - said.keys())
+        self._gone = frozenset(others.keys() - said.keys()) if planned else frozenset()
         self._verdict.set()
 
     def _settle(self, save: Save, word: str | None) -> None:

@@ -1,0 +1,330 @@
+"""Checkpoints in worlds that change: real engines and the real job machine in one process, real files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from crew import Crew, Task, Worker, undisturbed
+from shoal.checkpoint.catalogue import checkpoints, saves
+from shoal.checkpoint.saver import Status
+from shoal.checkpoint.storage import LocalStorage
+from shoal.checkpoint.verify import verify
+from shoal_controller.core.events import DrainWorker, Save
+from shoal_protos.errors import Conflict
+
+STEPS = 14
+PLAIN = Task({"max_steps": STEPS})
+
+
+def task(place: Path, stage: int = 1, mirrors: int = 1, max_steps: int = STEPS, **checkpoint: Any) -> Task:
+    """A job that saves to a place."""
+    return Task(
+        {
+            "max_steps": max_steps,
+            "stage": stage,
+            "mirrors": mirrors,
+            "shoal": {"checkpoint": {"path": str(place), **checkpoint}},
+        }
+    )
+
+
+def whole(place: Path) -> list[int]:
+    """Steps of the whole checkpoints there, newest first; each of them is read."""
+    found = list(checkpoints(LocalStorage(place), lambda _: None))
+    for one in found:
+        verify(one.reader())
+    return [one.name.step for one in found]
+
+
+def saved(crew: Crew, step: int) -> None:
+    """Trains on, no faster than the disks write, until the controller knows of that checkpoint."""
+    while step not in [one.step for one in crew.job.durable.checkpoints]:
+        crew.until("the disks", lambda: all(_rests(worker) for worker in crew.members()))
+        assert crew.allowed < STEPS, crew.story()
+        crew.train_to(crew.allowed + 1)
+
+
+def _rests(worker: Worker) -> bool:
+    """Whether its step is done, and nothing is being written for it, as far as that does not wait for a vote."""
+    saver = worker.engine.saving._saver
+    assert saver is not None
+    if worker.engine.global_step < worker.crew.allowed or worker.seen[-1] != "forward":
+        return False
+    part = saver.outcome is not None and "write" in saver.outcome.seconds
+    return saver.status is not Status.WRITING or (saver.leads and part and not saver._verdict.is_set())
+
+
+def told(crew: Crew, kind: str) -> list[str]:
+    return [message for one, message in crew.events if one == kind]
+
+
+# ---- any world reads what any world wrote
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """By size of the world: a checkpoint of step 4."""
+    places = {}
+    for size in (1, 2, 3, 4):
+        place = places[size] = tmp_path_factory.mktemp(f"world{size}")
+        with Crew("abcd"[:size], task(place, every_steps=4)) as crew:
+            crew.train_to(5)
+            saved(crew, 4)
+    return places
+
+
+@pytest.mark.parametrize("after", [1, 2, 3, 4])
+@pytest.mark.parametrize("before", [1, 2, 3, 4])
+def test_a_world_of_any_size_goes_on_from_one_of_any_size(
+    written: dict[int, Path], before: int, after: int, tmp_path: Path
+) -> None:
+    resume = str(next(written[before].glob("step-000000000004-*")))
+    other = task(tmp_path, stage=(before + after) % 2, mirrors=after % 3, resume=resume)
+    with Crew("abcd"[:after], other) as crew:
+        assert crew.finish() == undisturbed(PLAIN)
+        assert f"a checkpoint of step 4 was found at {resume}" in told(crew, "checkpoint_found")
+        assert crew.job.durable.history[0].from_step == 4
+        assert crew.job.durable.history[0].generation > 1  # the next generation exceeds the manifest's
+
+
+def test_a_job_of_one_without_a_controller_goes_on_too(written: dict[int, Path], tmp_path: Path) -> None:
+    assert undisturbed(task(tmp_path, resume=str(written[3]))) == undisturbed(PLAIN)
+
+
+# ---- when
+
+
+def test_checkpoints_fall_due_by_steps_and_the_newest_stay(tmp_path: Path) -> None:
+    with Crew("ab", task(tmp_path, every_steps=3, keep=1, keep_every=6)) as crew:
+        for step in (3, 6, 9):
+            crew.train_to(step)
+            saved(crew, step)
+        assert whole(tmp_path) == [9, 6]
+        assert [one.step for one in crew.job.durable.checkpoints] == [9, 6]
+        assert crew.finish() == undisturbed(PLAIN)
+
+
+def test_a_script_asks_for_one_and_one_caller_is_enough(tmp_path: Path) -> None:
+    asked = []
+
+    def ask(engine: Any) -> None:
+        if engine.global_step == 3 and engine.link.worker == "b" and not asked:
+            asked.append(engine.save_checkpoint())
+
+    with Crew("abc", replace(task(tmp_path), in_loop=ask)) as crew:
+        crew.train_to(6)
+        saved(crew, 4)
+        assert asked == [None]
+        assert whole(tmp_path) == [4]
+        assert crew.finish() == undisturbed(PLAIN)
+
+
+def test_all_callers_of_one_step_get_one_checkpoint(tmp_path: Path) -> None:
+    def ask(engine: Any) -> None:
+        if engine.global_step == 3:
+            engine.save_checkpoint()
+
+    with Crew("abc", replace(task(tmp_path, every_steps=4), in_loop=ask)) as crew:
+        crew.train_to(4)
+        saved(crew, 4)
+        crew.train_to(7)
+        assert whole(tmp_path) == [4]
+        assert len(saves(LocalStorage(tmp_path))) == 1
+
+
+def test_an_operator_asks_for_one(tmp_path: Path) -> None:
+    with Crew("ab", task(tmp_path)) as crew:
+        crew.train_to(3)
+        crew.wish(Save())
+        saved(crew, 4)
+        assert told(crew, "checkpoint_saved")
+        assert crew.job.save_asked == 0
+
+
+def test_a_job_without_a_place_refuses_to_save() -> None:
+    with Crew("a", PLAIN) as crew:
+        crew.train_to(1)
+        with pytest.raises(Conflict, match=r"has nowhere to save to; set checkpoint\.path in its config\.$"):
+            crew.wish(Save())
+
+
+# ---- a save and a change of the world
+
+
+def test_an_asked_save_that_a_death_breaks_off_is_made_in_the_next_world(tmp_path: Path) -> None:
+    def ask(engine: Any) -> None:
+        if engine.global_step == 3 and engine.link.worker == "b":
+            engine.save_checkpoint()
+
+    with Crew("abc", replace(task(tmp_path), in_loop=ask)) as crew:
+        crew.train_to(3)
+        crew.plant("c", 4, "save")
+        while not crew.job.durable.checkpoints:
+            crew.until("the disks", lambda: all(_rests(worker) for worker in crew.members()))
+            crew.train_to(crew.allowed + 1)
+        (step,) = whole(tmp_path)
+        assert step > 4  # that of step 4 lacks c's part
+        assert len(crew.job.durable.history) > 1
+        assert crew.finish() == undisturbed(PLAIN)
+
+
+def test_a_leader_that_dies_as_it_saves_leaves_no_checkpoint_and_training_unharmed(tmp_path: Path) -> None:
+    with Crew("abc", task(tmp_path, every_steps=4)) as crew:
+        crew.train_to(3)
+        crew.plant("a", 4, "save")
+        crew.train_to(7)
+        assert whole(tmp_path) == []
+        crew.until("the disks", lambda: all(_rests(worker) for worker in crew.members()))
+        crew.train_to(8)
+        saved(crew, 8)
+        assert whole(tmp_path) == [8]
+        assert crew.finish() == undisturbed(PLAIN)
+
+
+# ---- blocks without a live copy
+
+
+def test_all_go_back_to_the_newest_checkpoint_when_a_block_has_no_copy_left(tmp_path: Path) -> None:
+    with Crew("abc", task(tmp_path, mirrors=0, every_steps=3)) as crew:
+        crew.train_to(3)
+        saved(crew, 3)
+        before = crew.allowed
+        crew.kill("b")
+        assert crew.finish() == undisturbed(PLAIN)
+        assert any("no living copy" in message for message in told(crew, "stalled"))
+        (restored,) = (resize for resize in crew.job.durable.history if resize.reason.value == "restore")
+        assert (restored.from_step, restored.lost_steps) == (3, before - 3)
+        assert restored.workers == 2 and restored.checkpoint_bytes > 0
+
+
+def test_every_worker_is_gone_and_others_go_on_from_the_checkpoint(tmp_path: Path) -> None:
+    with Crew("ab", task(tmp_path, every_steps=3)) as crew:
+        crew.train_to(3)
+        saved(crew, 3)
+        crew.kill("a")
+        crew.kill("b")
+        crew.until("the job to wait", lambda: crew.job.durable.current is None)
+        crew.add("c")
+        crew.add("d")
+        assert crew.finish() == undisturbed(PLAIN)
+        assert [resize.from_step for resize in crew.job.durable.history if resize.reason.value == "start"] == [0, 3]
+
+
+def test_a_worker_that_dies_while_all_go_back_does_not_stop_them(tmp_path: Path) -> None:
+    with Crew("abcd", task(tmp_path, mirrors=0, every_steps=3)) as crew:
+        crew.train_to(3)
+        saved(crew, 3)
+        crew.plant("c", 0, "restore")
+        crew.kill("b")
+        assert crew.finish() == undisturbed(PLAIN)
+        assert {member.worker for member in crew.job.durable.current.members} == {"a", "d"}
+
+
+# ---- damage
+
+
+def spoil(place: Path, step: int, name: str = "*.safetensors") -> None:
+    """Changes the last byte of the first file of that step's checkpoint."""
+    file = sorted(next(place.glob(f"step-{step:012d}-*")).glob(name))[0]
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+
+
+def test_a_checkpoint_with_a_changed_bit_is_named_and_the_one_before_is_used(tmp_path: Path) -> None:
+    with Crew("ab", task(tmp_path, every_steps=3)) as crew:
+        for step in (3, 6):
+            crew.train_to(step)
+            saved(crew, step)
+    spoil(tmp_path, 6)
+    with Crew("abc", task(tmp_path)) as crew:
+        assert crew.finish() == undisturbed(PLAIN)
+        assert any(
+            "step-000000000006" in message and "differs" in message for message in told(crew, "checkpoint_damaged")
+        )
+        assert crew.job.durable.history[0].from_step == 3
+
+
+def test_a_damaged_one_is_passed_over_too_when_blocks_are_lost(tmp_path: Path) -> None:
+    with Crew("abc", task(tmp_path, mirrors=0, every_steps=3)) as crew:
+        for step in (3, 6):
+            crew.train_to(step)
+            saved(crew, step)
+        spoil(tmp_path, 6)
+        crew.kill("b")
+        assert crew.finish() == undisturbed(PLAIN)
+        assert [resize.from_step for resize in crew.job.durable.history if resize.reason.value == "restore"] == [3]
+
+
+def test_a_job_whose_only_checkpoint_cannot_be_read_says_so_and_does_not_begin_anew(tmp_path: Path) -> None:
+    with Crew("a", task(tmp_path, every_steps=5)) as crew:
+        crew.train_to(5)
+        saved(crew, 5)
+    spoil(tmp_path, 5)
+    with Crew("ab", task(tmp_path)) as crew:
+        crew.allow()
+        crew.until("the end", lambda: crew.job.durable.phase.over)
+        assert crew.job.durable.phase.value == "failed"
+        assert "cannot be read whole, and there is no other checkpoint to go on from" in crew.job.durable.reason
+
+
+# ---- the last one leaves
+
+
+def test_the_last_worker_that_is_drained_saves_first_and_the_job_waits(tmp_path: Path) -> None:
+    with Crew("a", task(tmp_path)) as crew:
+        crew.train_to(4)
+        crew.wish(DrainWorker("a", 4.0))
+        crew.until("half of its grace", lambda: crew.job.parting)
+        crew.until("a world without steps", lambda: bool(crew.job.durable.planned))
+        crew.allow(5)
+        crew.until("the job to wait", lambda: crew.job.durable.current is None)
+        (step,) = whole(tmp_path)
+        assert step >= 4
+        assert crew.job.durable.phase.value == "waiting"
+        assert crew.job.durable.step == step  # not a step was lost
+        crew.add("b")
+        assert crew.finish() == undisturbed(PLAIN)
+        assert crew.job.durable.history[-1].from_step == step
+
+
+# ---- what belongs to the state
+
+
+class Count:
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, given: dict[str, int]) -> None:
+        self.steps = given["steps"]
+
+
+def test_what_a_script_registers_is_saved_restored_and_given_to_newcomers(tmp_path: Path) -> None:
+    counts: dict[str, Count] = {}
+
+    def count(engine: Any) -> None:
+        counts[engine.link.worker].steps = engine.global_step
+
+    def register(engine: Any) -> None:
+        counts[engine.link.worker] = Count()
+        engine.register_state("count", counts[engine.link.worker])
+
+    def registering(of: Task) -> Task:
+        return replace(of, prepare=register, in_loop=count)
+
+    with Crew("ab", registering(task(tmp_path, every_steps=4))) as crew:
+        crew.train_to(4)
+        saved(crew, 4)
+        crew.add("c")
+        crew.train_until("c to join", lambda: crew.workers["c"].engine.world is not None)
+        assert counts["c"].steps >= 4
+    with Crew("d", registering(task(tmp_path))) as crew:
+        crew.allow(4)
+        crew.until("its start", lambda: crew.workers["d"].engine.world is not None)
+        assert counts["d"].steps == 3  # counted before step 4, at whose end it was saved
