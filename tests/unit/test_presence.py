@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from shoal_controller.core.durable import Standing
-from shoal_controller.core.effects import Note, Send
-from shoal_controller.core.events import Connected, Said, Tick
+from shoal_controller.core.effects import Note, Probe, Send
+from shoal_controller.core.events import Connected, Disconnected, Said, Tick
 from shoal_controller.core.machine import new_job, step, view
 from shoal_controller.core.spec import JobSpec, State
 from shoal_protos.description import Description
@@ -94,3 +94,14 @@ def test_a_silent_majority_is_asked_and_suspected_but_not_counted_out():
     world.last(6.0, beating=(2,))
     assert world.happened == [(0.0, "joined"), (2.4, "ping"), (3.1, "suspected")]
     assert world.states == [State.SUSPECTED, State.SUSPECTED, State.STARTING]
+
+
+def test_whose_stream_broke_is_asked_for_with_every_tick_at_first_and_then_once_a_second():
+    world, probes = Silence(), []
+    world.job, effects = step(world.job, Disconnected(0, "its stream ended"), world.now)
+    for _ in range(32):  # four seconds
+        probes.append(sum(isinstance(effect, Probe) and effect.worker == "w0" for effect in effects))
+        world.now += TICK_SECONDS
+        world.job, effects = step(world.job, Tick(), world.now)
+    assert probes[:8] == [1] * 8
+    assert sum(probes[8:]) == 3

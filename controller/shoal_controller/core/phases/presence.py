@@ -29,6 +29,8 @@ ASK_AFTER = 1.5
 """Heartbeat intervals of silence before which nobody is asked."""
 PROBE_SECONDS = 1.0
 """How often the store of a worker without a stream is asked for."""
+QUICK_PROBE_SECONDS = 0.05
+"""Likewise in the first second: a dying process closes its stream a moment before its store's port."""
 
 
 def disconnected(turn: Turn, event: Disconnected) -> None:
@@ -195,10 +197,12 @@ def _count_out(turn: Turn, workers: list[WorkerId]) -> None:
 
 
 def _probe(turn: Turn, worker: WorkerId) -> None:
-    """Ask the worker's store at most once a second."""
-    record = turn.record(worker)
+    """Ask the worker's store, at first with every tick, then once a second."""
+    record, process = turn.record(worker), turn.process(worker)
+    cut_just_now = process is not None and process.cut is not None and turn.now - process.cut < PROBE_SECONDS
+    pause = QUICK_PROBE_SECONDS if cut_just_now else PROBE_SECONDS
     last = turn.job.probed.get(worker)
-    if record.address and (last is None or turn.now - last >= PROBE_SECONDS):
+    if record.address and (last is None or turn.now - last >= pause):
         turn.change(probed={**turn.job.probed, worker: turn.now})
         turn.do(Probe(worker, record.incarnation, record.address))
 
