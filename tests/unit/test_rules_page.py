@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/rules.md").read_text()
 ROWS = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if line.startswith("| ")]
 RULES = [row for row in ROWS if row[0] != "rule"]
+SCENARIOS = {file.stem for file in (ROOT / "tests/simulation/scenarios").glob("*.txt")}
 SHORT = {"worker/": "worker/shoal/", "core/": "controller/shoal_controller/core/", "protos/": "protos/"}
 
 
@@ -37,7 +38,8 @@ def test_every_test_that_the_page_names_exists() -> None:
     named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)(?:\[([^]`]*)\])?`", PAGE)
     assert len(named) > 60
     missing = [f"{file}::{name}" for file, name, _ in named if name not in functions_of(file)]
-    missing += [rule for *_, rule in named if rule and rule not in switched_off()]
+    known = {"test_rules.py": switched_off(), "test_scenarios.py": SCENARIOS}
+    missing += [case for file, _, case in named if case and case not in known[Path(file).name]]
     assert missing == []
 
 
