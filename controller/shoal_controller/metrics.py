@@ -22,11 +22,11 @@ COUNTERS = {
     "shoal_blocks_promoted_total": ("Blocks taken over without moving a byte.", ()),
     "shoal_checkpoint_bytes_total": ("Bytes of checkpoints written.", ()),
     "shoal_checkpoint_failures_total": ("Checkpoints that could not be written.", ()),
-    "shoal_checkpoints_skipped_total": ("Checkpoints passed over when reading: damaged or half written.", ()),
+    "shoal_checkpoints_skipped_total": ("Scheduled checkpoints left out: the one before was being written.", ()),
 }
 HISTOGRAMS = {
     "shoal_resize_seconds": ("From the cause of a change to the first step done.", ("phase",)),
-    "shoal_checkpoint_seconds": ("Duration of a checkpoint.", ("phase",)),
+    "shoal_checkpoint_seconds": ("Duration of a save: copy is what training waited for.", ("phase",)),
 }
 STORE_REQUESTS = "shoal_store_requests_seconds"
 

@@ -17,6 +17,7 @@ from shoal_controller.core.events import DrainWorker, Pause, Resume, Save
 from shoal_controller.core.spec import JobSpec, Phase, ResizeView, State, WorkerView
 from shoal_controller.shell import Shell
 from shoal_controller.store.open import open_store
+from shoal_protos.checkpoint import Sighting
 from small_machine import SmallMachine, Written
 
 ATTACKS = sorted((Path(__file__).parents[1] / "attacks" / "rest").glob("*.json"))
@@ -129,16 +130,17 @@ async def test_everything_that_a_spec_can_say_reaches_the_job(tmp_path):
 @asynchronous
 async def test_wishes_reach_the_job_with_their_defaults(tmp_path):
     wishes = []
-    machine = SmallMachine({kind: lambda _, event: wishes.append(event) or () for kind in (Pause, Resume, DrainWorker)})
+    kinds = (Pause, Resume, DrainWorker, Save)
+    machine = SmallMachine({kind: lambda _, event: wishes.append(event) or () for kind in kinds})
     async with serving(tmp_path, machine=machine) as api:
         await api.ask("POST", "/v1/jobs", 202, json=TRAIN)
         for path, body in [
             ("pause", None), ("resume", None), ("workers/w1/drain", None), ("workers/w1/drain", {}),
-            ("workers/w1/drain", {"grace_seconds": 0}),
+            ("workers/w1/drain", {"grace_seconds": 0}), ("checkpoints", None),
         ]:  # fmt: skip
             assert (await api.ask("POST", f"/v1/jobs/train/{path}", 202, json=body))["job"] == "train"
         drains = [DrainWorker("w1", 30.0), DrainWorker("w1", 30.0), DrainWorker("w1", 0.0)]
-        assert wishes == [Pause(), Resume(), *drains]
+        assert wishes == [Pause(), Resume(), *drains, Save()]
 
 
 WORKER = WorkerView(
@@ -161,6 +163,21 @@ async def test_workers_are_shown_as_the_interfaces_say(tmp_path):
                 "mirrored_blocks": 4, "step": 9, "step_seconds": 0.25, "memory_bytes": 1000, "log": "/logs/w0.log",
             }],
         }  # fmt: skip
+
+
+@asynchronous
+async def test_checkpoints_are_listed_newest_first(tmp_path):
+    found = (Sighting(3, 40, "/c/step-40", 99), Sighting(1, 20, "/c/step-20"))
+    shown = {"checkpoints": found, "last_checkpoint_step": 40}
+    async with serving(tmp_path, machine=SmallMachine(shown=shown)) as api:
+        await api.ask("POST", "/v1/jobs", 202, json=TRAIN)
+        assert await api.ask("GET", "/v1/jobs/train/checkpoints") == {
+            "checkpoints": [
+                {"step": 40, "generation": 3, "path": "/c/step-40", "bytes": 99},
+                {"step": 20, "generation": 1, "path": "/c/step-20", "bytes": 0},
+            ]
+        }
+        assert (await api.ask("GET", "/v1/jobs/train"))["last_checkpoint_step"] == 40
 
 
 @asynchronous

@@ -39,8 +39,13 @@ FLAGS = {
     "drain": "--url JOB WORKER",
     "pause": "--url JOB",
     "resume": "--url JOB",
+    "checkpoint": "--url JOB",
+    "checkpoints": "--url JOB",
     "events": "--follow --url JOB",
     "top": "--url",
+    "verify": "PATH",
+    "export": "--dtype --format PATH FILE",
+    "import": "FILE PATH",
 }
 """INTERFACES: people and scripts rely on these."""
 
@@ -242,7 +247,19 @@ def test_every_module_of_an_extra_is_known_by_its_import_name() -> None:
 
 def test_commands_that_talk_to_a_controller_are_coroutines_and_no_thread_is_needed() -> None:
     plain = [command.__name__ for command in main.COMMANDS if not inspect.iscoroutinefunction(command)]
-    assert plain == ["worker"]
+    assert plain == ["worker", "verify", "export", "import_"]
+
+
+def test_what_needs_torch_is_handed_over_with_its_arguments(tmp_path: Path) -> None:
+    done = shoal("verify", str(tmp_path))
+    assert (done.returncode, done.stderr) == (2, f"shoal: there is no checkpoint in {tmp_path}.\n")
+    done = shoal("export", str(tmp_path), "m.safetensors", "--dtype", "int1")
+    assert (done.returncode, done.stderr.partition(";")[0]) == (2, "shoal: --dtype is int1")
+    done = shoal("import", str(tmp_path / "m"), str(tmp_path))
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"shoal: {tmp_path / 'm'} cannot be read: No such file or directory.\n",
+    )
 
 
 @pytest.mark.parametrize("text", ['{"job": "j", "workers": {"wanted": 2}}', "job: j\nworkers:\n  wanted: 2\n"])

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Self
 
 from pydantic import BaseModel, ConfigDict
+from shoal_protos.checkpoint import Sighting
 
 from shoal_controller.core.spec import JobView, Phase, ResizeView, State, WorkerView
 from shoal_controller.ledger import JobEvent
@@ -114,6 +115,25 @@ class EventAnswer(Answer):
 
 class EventsAnswer(Answer):
     events: list[EventAnswer]
+
+
+class CheckpointAnswer(Answer):
+    """A whole checkpoint."""
+
+    step: int
+    """At which training goes on from it."""
+    generation: int
+    """In which it was saved."""
+    path: str
+    bytes: int
+
+    @classmethod
+    def of(cls, sighting: Sighting) -> Self:
+        return cls(step=sighting.step, generation=sighting.generation, path=sighting.path, bytes=sighting.bytes)
+
+
+class CheckpointsAnswer(Answer):
+    checkpoints: list[CheckpointAnswer]
 
 
 class MovedBytes(Answer):

@@ -26,12 +26,6 @@ BODIES: Mapping[str, tuple[str, type[BaseModel]]] = {
 DEFECT = "this is a defect of Shoal; the controller's log has the details"
 
 
-class NotSupportedYet(UserError):
-    """Something that is planned and not there."""
-
-    http_status = HTTPStatus.NOT_IMPLEMENTED
-
-
 class Unauthorized(UserError):
     """The request does not show the token."""
 

@@ -10,6 +10,8 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
 
 from shoal_controller.api.answers import (
+    CheckpointAnswer,
+    CheckpointsAnswer,
     EventAnswer,
     EventsAnswer,
     JobAnswer,
@@ -20,9 +22,8 @@ from shoal_controller.api.answers import (
     WorkersAnswer,
 )
 from shoal_controller.api.models import DrainBody, JobBody, ScaleBody
-from shoal_controller.api.problems import NotSupportedYet
 from shoal_controller.api.stream import EventStream, event_stream, wants_stream
-from shoal_controller.core.events import DrainWorker, Pause, Resume, Scale
+from shoal_controller.core.events import DrainWorker, Pause, Resume, Save, Scale
 from shoal_controller.shell import Shell
 
 ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": Problem}, "5XX": {"model": Problem}}
@@ -121,13 +122,14 @@ async def get_report(job: str, shell: AShell) -> ReportAnswer:
     return ReportAnswer.of(shell.view(job))
 
 
-@router.get("/jobs/{job}/checkpoints", status_code=501)
-async def list_checkpoints(job: str, shell: AShell) -> Problem:
-    """Not supported yet."""
-    raise NotSupportedYet(f"checkpoints are not supported yet; job {shell.view(job).job} has none")
+@router.get("/jobs/{job}/checkpoints")
+async def list_checkpoints(job: str, shell: AShell) -> CheckpointsAnswer:
+    """The job's whole checkpoints, newest first."""
+    return CheckpointsAnswer(checkpoints=[CheckpointAnswer.of(one) for one in shell.view(job).checkpoints])
 
 
-@router.post("/jobs/{job}/checkpoints", status_code=501)
-async def save_checkpoint(job: str, shell: AShell) -> Problem:
-    """Not supported yet."""
-    raise NotSupportedYet(f"checkpoints are not supported yet; job {shell.view(job).job} cannot save one")
+@router.post("/jobs/{job}/checkpoints", status_code=202)
+async def save_checkpoint(job: str, shell: AShell) -> JobAnswer:
+    """Save one after the next step; it is in the list once it is whole."""
+    await shell.submit(job, Save())
+    return JobAnswer.of(shell.view(job))

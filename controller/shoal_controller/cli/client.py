@@ -70,6 +70,9 @@ class Client:
     async def events(self, job: str, after: int = 0) -> list[Json]:
         return await self._list(f"/jobs/{quote(job, safe='')}/events?after={after}", "events")
 
+    async def checkpoints(self, job: str) -> list[Json]:
+        return await self._list(f"/jobs/{quote(job, safe='')}/checkpoints", "checkpoints")
+
     async def report(self, job: str) -> Json:
         return await self._ask("GET", f"/jobs/{quote(job, safe='')}/report")
 
@@ -114,6 +117,9 @@ class Client:
 
     async def resume(self, job: str) -> Json:
         return await self._ask("POST", f"/jobs/{quote(job, safe='')}/resume")
+
+    async def checkpoint(self, job: str) -> Json:
+        return await self._ask("POST", f"/jobs/{quote(job, safe='')}/checkpoints")
 
     async def drain(self, job: str, worker: str, grace_seconds: float | None = None) -> Json:
         body = {} if grace_seconds is None else {"grace_seconds": grace_seconds}

@@ -14,12 +14,16 @@ from typing import Any
 
 import typer
 
+from shoal_controller.cli.checkpoint import checkpoint
+from shoal_controller.cli.checkpoints import checkpoints
 from shoal_controller.cli.controller import controller
 from shoal_controller.cli.demo import demo
 from shoal_controller.cli.describe import describe
 from shoal_controller.cli.drain import drain
 from shoal_controller.cli.endings import WRONG_USE, Command, ending, say
 from shoal_controller.cli.events import events
+from shoal_controller.cli.export import export
+from shoal_controller.cli.import_ import import_
 from shoal_controller.cli.jobs import jobs
 from shoal_controller.cli.pause import pause
 from shoal_controller.cli.resume import resume
@@ -27,10 +31,12 @@ from shoal_controller.cli.run import run
 from shoal_controller.cli.scale import scale
 from shoal_controller.cli.submit import submit
 from shoal_controller.cli.top import top
+from shoal_controller.cli.verify import verify
 from shoal_controller.cli.worker import worker
 
 COMMANDS: tuple[Command, ...] = (
-    demo, run, controller, worker, submit, jobs, describe, scale, drain, pause, resume, events, top,
+    demo, run, controller, worker, submit, jobs, describe, scale, drain, pause, resume, checkpoint, checkpoints,
+    events, top, verify, export, import_,
 )  # fmt: skip
 
 HANDS_ON = (run, worker)
@@ -56,7 +62,7 @@ app = typer.Typer(
 )
 for _command in COMMANDS:
     _settings = {"allow_interspersed_args": False} if _command in HANDS_ON else {}
-    app.command(context_settings=_settings)(_ended(_command))
+    app.command(_command.__name__.rstrip("_"), context_settings=_settings)(_ended(_command))
 
 
 def main() -> None:

@@ -13,6 +13,13 @@ Url = Annotated[str, typer.Option("--url", envvar="SHOAL_URL", metavar="URL", he
 
 Job = Annotated[str, typer.Argument(metavar="JOB", help="The job's name.", show_default=False)]
 
+Place = Annotated[
+    str,
+    typer.Argument(
+        metavar="PATH", help="A folder or URL of checkpoints, or one checkpoint's own folder.", show_default=False
+    ),
+]
+
 Http = Annotated[
     str | None,
     typer.Option(

@@ -97,6 +97,15 @@ def jobs_table(jobs: Sequence[Json]) -> RenderableType:
     return table
 
 
+def checkpoints_table(checkpoints: Sequence[Json]) -> RenderableType:
+    if not checkpoints:
+        return "no checkpoints"
+    table = _table("step", "gen", "size", "path", numbers=("step", "gen", "size"))
+    for one in checkpoints:
+        table.add_row(str(one["step"]), str(one["generation"]), amount(one["bytes"] or None), escape(one["path"]))
+    return table
+
+
 def workers_table(workers: Sequence[Json]) -> RenderableType:
     if not workers:
         return "no workers"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from shoal_protos.messages import Point
+from shoal_protos.messages import Point, Status
 from shoal_protos.plan import Plan, WorkerId
 
 from shoal_controller.core.durable import Feud
@@ -33,12 +33,20 @@ def reports(turn: Turn, plan: Plan, building: bool) -> Reports:
             continue
         status = process.status
         if building:
-            speaks = status.promised == plan.generation and status.point in (Point.BUILDING, Point.READY)
+            built = status.promised == plan.generation and status.point in (Point.BUILDING, Point.READY)
+            peers = [peer for peer in status.broken if built and is_member(plan, peer)]
         else:
-            speaks = status.generation == plan.generation and status.point is Point.TRAINING
-        if speaks:
-            found += [(member.worker, peer) for peer in status.broken if is_member(plan, peer)]
+            peers = _broken_in_training(plan, status)
+        found += [(member.worker, peer) for peer in peers]
     return tuple(found)
+
+
+def _broken_in_training(plan: Plan, status: Status) -> list[WorkerId]:
+    """● A member that the planned change has not reached yet speaks of the world before: there it is stuck."""
+    if status.point is not Point.TRAINING:
+        return []
+    behind = 0 < status.generation < plan.generation
+    return [peer for peer in status.broken if behind or is_member(plan, peer)]
 
 
 def sentence(broken: Reports) -> str:

@@ -100,7 +100,15 @@ def start_anew(turn: Turn, why: str) -> None:
     step = found.step if found is not None else 0
     lost_steps = max(0, max(durable.step, known_step(turn)) - step)
     turn.keep(
-        phase=Phase.STALLED, reason=why, current=None, planned=(), floor=durable.number + 1, step=step, failures=0
+        phase=Phase.STALLED,
+        reason=why,
+        current=None,
+        planned=(),
+        floor=durable.number + 1,
+        step=step,
+        failures=0,
+        fingerprint="",
+        loss=None,
     )
     turn.change(attempt=None, wished=None, ready_since=None, step=step, parting=False)
     turn.note("anew", f"{why}; starting anew from step {step}, {lost_steps} steps are lost", lost_steps=lost_steps)

@@ -91,7 +91,10 @@ def _inventory(turn: Turn, worker: WorkerId, inventory: Inventory) -> None:
 
 
 def _result(turn: Turn, worker: WorkerId, result: Result) -> None:
-    """Digests, or why it failed."""
+    """Digests, or why it failed; from a worker that was told to end, or of a life that was given up, it is nothing."""
+    generation = turn.job.processes[worker].status.generation
+    if turn.record(worker).ending is not None or 0 < generation < turn.durable.floor:
+        return
     if result.failure:
         if result.everyone:
             ending.fail(turn, f"worker {worker}: {result.failure}")

@@ -1,0 +1,12 @@
+"""`shoal verify`: read checkpoints whole and compare every checksum."""
+
+from __future__ import annotations
+
+from shoal_controller.cli.options import Place
+
+
+def verify(path: Place) -> None:
+    """Read checkpoints whole and compare every checksum."""
+    from shoal_controller.cli.offline import become
+
+    become("verify", path)
