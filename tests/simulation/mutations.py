@@ -115,6 +115,11 @@ def _blames_in_any_case(turn: Turn, attempt: Any) -> None:
         turn.note("blamed", f"{reporter} and {peer}")
 
 
+def _hears_of_the_new_world_only(plan: Plan, status: Any) -> list[str]:
+    speaks = status.point is Point.TRAINING and status.generation == plan.generation
+    return [peer for peer in status.broken if speaks and is_member(plan, peer)]
+
+
 def _decides_at_once(turn: Turn, attempt: Any) -> list[str]:
     return []
 
@@ -155,6 +160,9 @@ MUTATIONS: dict[str, list[Patch]] = {
     "a lagging worker is told again": [(current, "due", lambda job, process: None)],
     "a generation in which someone was lost blames no pair": [(feuds, "judge", _blames_in_any_case)],
     "a newcomer is not waited for in a recovery": [(stopped, "_holds_nothing", lambda turn, worker: False)],
+    "a member that is stuck in the world before is heard": [
+        (feuds, "_broken_in_training", _hears_of_the_new_world_only)
+    ],
     "whether steps run is part of the plan": [(asking, "steps_run", lambda turn, members: True)],
     "a thawed worker is taken in where no steps run": [(running, "_could_rejoin", lambda turn, world, process: False)],
 }

@@ -154,6 +154,12 @@ class Script:
     def do_break(self, one: str, other: str) -> None:
         self.simulation.break_between(self.simulation.by_id(one), self.simulation.by_id(other))
 
+    def do_tear(self, one: str, other: str) -> None:
+        """Only one of two notices that their connection broke; the next group has connections of its own."""
+        worker, peer = self.simulation.by_id(one), self.simulation.by_id(other)
+        worker.awake(worker.training.peer_gone, worker.membership.generation, peer)
+        self.simulation.groups.severed.clear()
+
     def do_feud(self, one: str, other: str) -> None:
         """From now on no group that holds both can be built."""
         pair = [self.simulation.by_id(one), self.simulation.by_id(other)]

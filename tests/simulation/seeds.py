@@ -67,7 +67,8 @@ def settled(simulation: Simulation, begin: int) -> bool:
     in_it = all(process.membership.generation == world.generation for process in processes)
     staying = [rank for rank, member in enumerate(world.members) if not roster[member.worker].leaving]
     gone = len(staying) == world.world_size
-    busy = all(world.shares[rank].lanes for rank in staying)
+    trainers = sum(bool(world.shares[rank].lanes) for rank in staying)
+    busy = trainers == min(len(staying), world.lanes)
     return in_it and enough and gone and busy and not durable.planned and not world.fills
 
 

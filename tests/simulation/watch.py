@@ -48,6 +48,7 @@ class Watch:
         self.incarnations: dict[str, str] = {}
         self.commits = 0
         self.began_at: dict[int, int] = {}
+        self.floor = 0
 
     def violated(self, what: str, *about: object) -> None:
         words = " ".join(map(str, (what, *about)))
@@ -71,7 +72,7 @@ class Watch:
             self.violated("a block has wrong bits", worker, "step", step, wrong)
         generation = worker.membership.generation
         for later, begins in self.began_at.items():
-            if later > generation and step > begins + 1 and blocks:
+            if later > generation >= self.floor and step > begins + 1 and blocks:
                 self.violated(
                     "two worlds train", worker, "commits", step, "in", generation, "while", later, "has", begins
                 )
@@ -153,8 +154,13 @@ class Watch:
         if plan.reason.value == "start":
             if before.current is not None and self.top > 0 and before.committed_in >= max(before.floor, 1):
                 self.violated("a start took the place of a world that trained", plan.generation)
-            self.top = self.shown = 0
-            self.began_at.clear()
+            self._anew(plan.generation)
+
+    def _anew(self, floor: int) -> None:
+        """The job begins again at step 0; what was before counts no more."""
+        self.top = self.shown = 0
+        self.floor = floor
+        self.began_at.clear()
 
     def _living_copy(self, step: int) -> bool:
         """Whether all blocks of a step have a copy with somebody who is reachable."""
@@ -174,8 +180,7 @@ class Watch:
         self._counted_out(before, after)
         if durable.floor > old.floor:
             self._gave_up(before, after, event, "the job started anew")
-            self.top = self.shown = 0
-            self.began_at.clear()
+            self._anew(durable.floor)
         elif durable.phase is Phase.FAILED and old.phase is not Phase.FAILED and before.attempt is not None:
             self._gave_up(before, after, event, "the job failed")
         shown = view(after, self.simulation.clock.now)
@@ -219,7 +224,7 @@ class Watch:
         for worker in self.simulation.workers():
             name, t = worker.membership.worker, worker.training
             record = before.durable.roster.get(name)
-            if record is None or record.ending is not None or t.generation < before.durable.committed_in:
+            if record is None or record.ending is not None or t.over or t.generation < before.durable.committed_in:
                 continue
             if after.durable.roster[name].ending is Ending.FAILED:
                 continue  # its own last word is what the machine has just heard

@@ -29,6 +29,7 @@ from shoal_protos.messages import (
     Telemetry,
     Welcome,
 )
+from shoal_protos.runs import NO_BLOCKS
 
 
 def test_the_table_has_an_answer_to_every_event_in_every_phase() -> None:
@@ -361,3 +362,27 @@ def test_an_exit_that_was_asked_for_is_no_failure() -> None:
     job.feed(Exited("w0", 0, "exit status 0"))
     assert job.job.durable.failures == 0
     assert job.view.phase is Phase.SUCCEEDED
+
+
+def test_digests_of_a_life_that_was_given_up_say_nothing() -> None:
+    job = Driver(wanted=2, launcher="local")
+    job.start(2)
+    job.exit("w1")
+    job.beat("w0", holds=NO_BLOCKS)
+    job.stop("w0", job.statuses["w0"])
+    assert job.view.phase is Phase.STALLED
+    job.say("w0", Result(100, "cafe", 0.5))
+    assert job.view.fingerprint == ""
+    assert job.view.step == 0
+
+
+def test_a_member_that_is_stuck_in_the_world_before_is_heard() -> None:
+    job = Driver(wanted=3)
+    job.start(3)
+    job.hello("w3")
+    plan = job.job.durable.planned[0]
+    job.train("w0", plan)
+    assert job.view.generation == plan.generation
+    job.beat("w1", broken=("w2",))
+    assert job.view.phase is Phase.RESIZING
+    assert "worker w1 says that its connection to w2 broke" in job.view.reason
