@@ -176,12 +176,20 @@ def handed(worker: Worker) -> int:
 # ---- hyper-parameters and the optimizer
 
 
-def test_hyper_parameters_that_differ_fail_the_job_naming_group_and_key() -> None:
+@pytest.mark.parametrize("note", ["short", "long " * 10_000])
+def test_hyper_parameters_that_differ_fail_the_job_naming_group_and_key(note: str) -> None:
+    def with_a_note(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = optimizer_of(model)
+        for group in optimizer.param_groups:
+            group["a note of the script's"] = note
+        return optimizer
+
     def other_rate(engine: Engine) -> None:
         if engine.global_step == 2:
             engine.state.optimizer.param_groups[1]["lr"] = 0.5
 
-    with Crew("abc", TASK, {"c": replace(TASK, in_loop=other_rate)}) as crew:
+    task = replace(TASK, optimizer=with_a_note)
+    with Crew("abc", task, {"c": replace(task, in_loop=other_rate)}) as crew:
         crew.allow()
         crew.until("the end", lambda: crew.job.durable.phase.over)
         assert crew.job.durable.phase.value == "failed"

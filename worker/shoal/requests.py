@@ -15,8 +15,9 @@ from shoal_protos.errors import JobFailed, UserError
 from shoal_protos.messages import Result
 
 from shoal.exchange.group import Group
-from shoal.exchange.letters import as_bytes_tensor
-from shoal.exchange.vote import TEXT_BYTES, Record, Wish
+from shoal.exchange.letters import Letter, read_letter
+from shoal.exchange.routes import DIGESTS
+from shoal.exchange.vote import Record, Wish
 from shoal.export import export
 from shoal.fingerprint import fingerprint
 from shoal.initial_state import share_frozen
@@ -123,12 +124,15 @@ def refuse_other_hyper_parameters(group: Group, record: Record, optimizer: torch
     """Raises `JobFailed` naming group and key where members' hyper-parameters differ; all see it in the same vote."""
     if len(set(record.hypers)) <= 1:
         return
-    row = torch.zeros(4 * TEXT_BYTES, dtype=torch.uint8)
-    text = as_bytes_tensor(json.dumps(hyper_parameters(optimizer), default=repr).encode()[: row.numel()])
-    row[: text.numel()] = text
-    rows = [bytes(one.numpy().tobytes()).rstrip(b"\0") for one in group.all_gather(row)]
     rank = next(r for r, hyper in enumerate(record.hypers) if hyper != record.hypers[0])
-    difference = first_difference(json.loads(rows[rank]), json.loads(rows[0]))
+    mine = hyper_parameters(optimizer)
+    content = json.dumps(mine).encode()
+    others = [peer for peer in range(group.size) if peer != group.rank]
+    letters = [Letter(group, peer, DIGESTS, content) for peer in others] if group.rank in (0, rank) else []
+    told = {peer: json.loads(read_letter(group, peer, DIGESTS)) for peer in (0, rank) if peer != group.rank}
+    for letter in letters:
+        letter.wait()
+    difference = first_difference(told.get(rank, mine), told.get(0, mine))
     raise JobFailed(
         f"the hyper-parameters of rank {rank} differ from rank 0's at step {record.step}: {difference}. "
         "Set them by the scheduler or by what all workers know alike, such as engine.global_step."
