@@ -382,12 +382,12 @@ def _signal(pid: int, number: signal.Signals, group: bool = False) -> None:
         return
 
 
-def alone(options: Mapping[str, Any], script: str = TRAIN) -> Json:
+def alone(options: Mapping[str, Any], script: str = TRAIN, env: Mapping[str, str] | None = None) -> Json:
     """What a world of one without a controller ends with: the result that its script writes."""
     folder = Path(tempfile.mkdtemp(prefix="alone-"))
     try:
         log, result = folder / "log", folder / "result"
-        pid = fork(script, {**options, "result": str(result)}, {}, log)
+        pid = fork(script, {**options, "result": str(result)}, env or {}, log)
         until("the undisturbed run to end", lambda: pid in ended())
         assert ended()[pid] == 0, f"the undisturbed run failed:\n{log.read_text()}"
         return dict(json.loads(result.read_text()))

@@ -1,0 +1,165 @@
+"""Checkpoints with real processes: runs killed whole, blocks without a copy, jobs that begin from another job's."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import boto3
+import httpx
+import pytest
+from integration.cluster import Cluster, alone, undisturbed
+from moto.server import ThreadedMotoServer
+from shoal.checkpoint.catalogue import checkpoints
+from shoal.checkpoint.storage import LocalStorage
+from shoal.checkpoint.verify import verify
+
+STEPS = 60
+PACE = 0.01
+KILLS = 5
+
+
+def options(place: object, **checkpoint: Any) -> dict[str, Any]:
+    return {"max_steps": STEPS, "shoal": {"checkpoint": {"path": str(place), **checkpoint}}}
+
+
+def whole(place: Path) -> list[int]:
+    """Steps of the whole checkpoints, newest first; each of them is read."""
+    found = list(checkpoints(LocalStorage(place), lambda _: None))
+    for one in found:
+        verify(one.reader())
+    return [one.name.step for one in found]
+
+
+def ends_undisturbed(cluster: Cluster) -> None:
+    """The job ends, and with the bits of a run that saved nothing and was never disturbed."""
+    cluster.wait_done()
+    assert cluster.fingerprint == undisturbed({"max_steps": STEPS})
+
+
+def wait_saved(cluster: Cluster, step: int) -> int:
+    """Until a checkpoint of that step or a later one is known."""
+    return int(
+        cluster.until(
+            f"a checkpoint of step {step}",
+            lambda job: (job["last_checkpoint_step"] or 0) >= step and job["last_checkpoint_step"],
+        )
+    )
+
+
+@pytest.mark.timeout(180)
+def test_a_run_that_is_killed_whole_five_times_ends_in_the_undisturbed_fingerprint(tmp_path: Path) -> None:
+    chance = random.Random(7)
+    expected = undisturbed({"max_steps": STEPS})
+    with Cluster(workers=3, options=options(tmp_path, every_steps=2), pace=PACE) as cluster:
+        running, before = ["w0", "w1", "w2"], 0
+        for size in (2, 3, 1, 4, 3):
+            before = wait_saved(cluster, before + 1)
+            cluster.wait_step(before + chance.randint(0, 4))
+            cluster.kill(*running)
+            cluster.kill_controller()
+            cluster.start_controller()
+            cluster.scale(size)
+            running = cluster.add(size)
+        cluster.release()
+        cluster.wait_phase("succeeded")
+        report = cluster.report()
+        assert report["fingerprint"] == expected
+        assert [world["from_step"] > 0 for world in report["generations"] if world["reason"] == "start"][1:] == (
+            [True] * KILLS
+        )
+        assert whole(tmp_path)
+
+
+def test_all_go_back_when_two_die_at_once_that_held_the_only_copies(tmp_path: Path) -> None:
+    with Cluster(workers=4, options=options(tmp_path, every_steps=3), pace=PACE) as cluster:
+        step = wait_saved(cluster, 3)
+        cluster.kill("w1", "w2")
+        cluster.wait_world(2)
+        ends_undisturbed(cluster)
+        (restore,) = (world for world in cluster.report()["generations"] if world["reason"] == "restore")
+        assert restore["from_step"] >= step and restore["bytes"]["checkpoint"] > 0
+        assert 'shoal_repartition_bytes_total{job="job",source="checkpoint"}' in cluster.metrics()
+
+
+def test_a_checkpoint_is_asked_for_listed_and_counted(tmp_path: Path) -> None:
+    with Cluster(workers=2, options=options(tmp_path), pace=PACE) as cluster:
+        cluster.wait_step(2)
+        assert httpx.get(f"{cluster.url}/v1/jobs/job/checkpoints").json() == {"checkpoints": []}
+        assert httpx.post(f"{cluster.url}/v1/jobs/job/checkpoints").status_code == 202
+        step = wait_saved(cluster, 1)
+        (listed,) = httpx.get(f"{cluster.url}/v1/jobs/job/checkpoints").json()["checkpoints"]
+        assert (listed["step"], listed["generation"]) == (step, 1) and listed["bytes"] > 100_000
+        assert Path(listed["path"]).parent == tmp_path
+        figures = cluster.metrics()
+        assert f'shoal_checkpoint_last_step{{job="job"}} {float(step)}' in figures
+        for phase in ("copy", "write", "commit"):
+            assert f'shoal_checkpoint_seconds_count{{job="job",phase="{phase}"}} 1.0' in figures
+        assert f'shoal_checkpoint_bytes_total{{job="job"}} {float(listed["bytes"])}' in figures
+        ends_undisturbed(cluster)
+
+
+def test_a_job_begins_from_another_jobs_checkpoint_in_another_world(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    with Cluster(workers=3, options=options(first, every_steps=5), pace=PACE) as cluster:
+        step = wait_saved(cluster, 5)
+    other = {**options(second), "stage": 0, "mirrors": 2}
+    with Cluster(workers=2, options=other, spec={"resume": str(first)}) as cluster:
+        ends_undisturbed(cluster)
+        assert cluster.report()["generations"][0]["from_step"] >= step
+
+
+def test_the_last_worker_saves_when_it_is_terminated(tmp_path: Path) -> None:
+    with Cluster(workers=1, options=options(tmp_path), pace=PACE) as cluster:
+        cluster.wait_step(2)
+        cluster.drain("w0", grace_seconds=1.0)
+        cluster.wait_phase("waiting")
+        assert cluster.wait_exit("w0") == 0
+        (step,) = whole(tmp_path)
+        assert cluster.job()["step"] == step
+        cluster.add()
+        ends_undisturbed(cluster)
+
+
+def test_a_place_that_fails_is_told_and_training_is_unharmed(tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    with Cluster(workers=2, options=options(place, every_steps=2), pace=PACE) as cluster:
+        wait_saved(cluster, 2)
+        place.rename(tmp_path / "away")
+        place.write_text("in the way")
+        cluster.until("a failure", lambda _: cluster.messages("checkpoint_failed"))
+        assert any(
+            "a file of that name is in the way" in sentence for sentence in cluster.messages("checkpoint_failed")
+        )
+        assert "shoal_checkpoint_failures_total{" in cluster.metrics()
+        ends_undisturbed(cluster)
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The URL of an empty place in a real object store."""
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    where = {"AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_DEFAULT_REGION": "us-east-1"}
+    for name, value in {**where, "AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "secret"}.items():
+        monkeypatch.setenv(name, value)
+    resource = boto3.resource("s3")
+    resource.create_bucket(Bucket="ckpt")
+    yield "s3://ckpt/job"
+    resource.meta.client.close()
+    httpx.post(f"http://{host}:{port}/moto-api/reset")
+    server.stop()
+
+
+def test_a_job_saves_to_an_object_store_and_goes_on_from_it(s3: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    given = options(s3, every_steps=4) | {"max_steps": 10}
+    first = alone(given, env=environment)
+    assert first["step"] == 10
+    further = alone({**given, "max_steps": STEPS}, env=environment)
+    assert further["fingerprint"] == undisturbed({"max_steps": STEPS})
+    assert len(further["losses"]) < STEPS  # it did not begin at step 0
