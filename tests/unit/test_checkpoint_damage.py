@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from checkpoints import origin, fresh, save, train, trained
+from checkpoints import fresh, origin, save, train, trained
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from shoal.checkpoint.catalogue import Found, SaveName, look_into, resolve
