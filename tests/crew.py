@@ -154,6 +154,11 @@ class Worker:
     def alive(self) -> bool:
         return self.thread.is_alive()
 
+    @property
+    def planned(self) -> bool:
+        """Whether a fault that was planted for it has not struck yet."""
+        return bool(self.engine.faults._planted)
+
     def wait(self, until: Callable[[], bool]) -> None:
         """Gives the lock away, but not its random state. Raises `Killed` when its process is to be no more."""
         if not until():
@@ -329,6 +334,14 @@ class Crew:
         names = [member.worker for member in world.members] if world is not None else []
         living = [w for w in self.workers.values() if w.alive and not w.killed and w.link.worker in names]
         return living or [w for w in self.workers.values() if w.alive and not w.killed]
+
+    def at_rest(self) -> bool:
+        """All members are in one world, every block has its copies, and no change is under way."""
+        durable = self.job.durable
+        world = durable.current
+        if world is None or world.fills or durable.planned or self.job.attempt is not None:
+            return False
+        return all(worker.link.own.generation == world.generation for worker in self.members())
 
     def note(self, what: str) -> None:
         self.events.append(("crew", what))
