@@ -57,6 +57,8 @@ def test_a_run_that_is_killed_whole_five_times_ends_in_the_undisturbed_fingerpri
     with Cluster(workers=3, options=options(tmp_path, every_steps=2), pace=PACE) as cluster:
         running, before = ["w0", "w1", "w2"], 0
         for size in (2, 3, 1, 4, 3):
+            for worker in running:
+                cluster.wait_state(worker, "active")
             before = wait_saved(cluster, before + 1)
             cluster.wait_step(before + chance.randint(0, 4))
             cluster.kill(*running)
