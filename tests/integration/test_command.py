@@ -188,11 +188,14 @@ def test_a_job_is_described_scaled_paused_resumed_and_drained_by_the_command() -
         follower = [SHOAL, "events", "job", "--follow", "--url", cluster.url]
         with subprocess.Popen(follower, stdout=subprocess.PIPE, text=True) as followed:
             assert followed.stdout
-            until("the history", lambda: "was drained" in followed.stdout.readline())
-            cluster.cancel()
-            until("news", lambda: "cancelled" in followed.stdout.readline())
-            followed.send_signal(signal.SIGINT)
-            assert followed.wait(timeout=30) == 130
+            try:
+                until("the history", lambda: "was drained" in followed.stdout.readline())
+                cluster.cancel()
+                until("news", lambda: "cancelled" in followed.stdout.readline())
+                followed.send_signal(signal.SIGINT)
+                assert followed.wait(timeout=30) == 130
+            finally:
+                followed.kill()
 
 
 def test_a_store_that_another_controller_holds_is_refused_in_one_sentence(tmp_path: Path) -> None:

@@ -62,7 +62,9 @@ def _training(job: Json, members: int) -> bool:
 
 
 def _ranked(workers: dict[str, Json], rank: int) -> Json:
-    return next(worker for worker in workers.values() if worker["rank"] == rank and worker["state"] == "active")
+    """The member of that rank; empty when there is none (any more)."""
+    members = (worker for worker in workers.values() if worker["rank"] == rank and worker["state"] == "active")
+    return next(members, {})
 
 
 async def play(stage: Stage) -> None:
@@ -76,7 +78,10 @@ async def play(stage: Stage) -> None:
 async def kill_in_mid_step(stage: Stage) -> None:
     """kill -9 of one of three workers, half a step after a step was seen."""
     before, _ = await stage.members(3)
-    job, workers = await stage.until("its first steps", lambda job, _: job["step"] > max(before["step"], 1))
+    first = max(before["step"], 1)
+    job, workers = await stage.until(
+        "its first steps", lambda job, workers: job["step"] > first and bool(_ranked(workers, 1))
+    )
     victim = _ranked(workers, 1)
     await asyncio.sleep(victim["step_seconds"] / 2)
     os.kill(victim["pid"], signal.SIGKILL)
@@ -99,7 +104,9 @@ async def scale(stage: Stage, workers: int) -> None:
 
 async def drain(stage: Stage) -> None:
     """POST …/workers/…/drain, for the first of the world; the launcher fills its place."""
-    job, workers = await stage.members(4)
+    job, workers = await stage.until(
+        "4 workers train", lambda job, workers: _training(job, 4) and bool(_ranked(workers, 0))
+    )
     leaving = _ranked(workers, 0)["worker"]
     stage.tell(f"▶ POST /v1/jobs/{stage.job}/workers/{leaving}/drain")
     await stage.client.drain(stage.job, leaving)
