@@ -107,7 +107,7 @@ def test_what_a_plan_releases_is_freed_after_its_first_commit_and_leaves_the_inv
             assert engine.state.held.runs - keeps(worker) - filled(worker) <= told
             kept_until_then.append(engine.state.held.runs - keeps(worker) - filled(worker))
         elif point == "hand_out":
-            assert engine.state.held.runs == engine.world.replays(engine.boundaries - 1)
+            assert engine.state.held.runs == engine.world.replays(engine.boundaries)
         elif point == "forward" and engine.boundaries > 0:
             assert told == engine.state.held.runs
 
