@@ -67,6 +67,8 @@ class Telemetry:
     """The last step's canonical loss."""
     step_seconds: float = 0.0
     """The last step's wall time."""
+    step_seconds_median: float = 0.0
+    """Of this process's last thousand steps."""
     training_seconds: float = 0.0
     """All wall time in committed steps of this process."""
     samples: int = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import get_args
 
+import pytest
 from machine_driver import MADE_OF, NEW, Driver
 from shoal_controller.core.effects import Close, Persist, Send
 from shoal_controller.core.events import (
@@ -342,6 +343,32 @@ def test_the_figures_of_a_change_are_whole_when_all_members_have_told() -> None:
     assert (resize.pause_seconds, resize.promoted_blocks, resize.pause_bytes) == (1.3, 8, 2000)
     assert set(resize.phases) == {"detect", "prepare", "first_step"}
     assert any("paused training for 1.300 s, 8 blocks promoted" in note for note in job.notes)
+
+
+def test_a_controller_that_starts_again_does_not_tell_the_figures_of_a_change_twice() -> None:
+    job = Driver(wanted=2)
+    job.start(2)
+    told = Telemetry(changes=(Change(1, 0, 0.3, {"first_step": 0.2}, 0, 0, ""),))
+    for worker in ("w0", "w1"):
+        job.beat(worker, telemetry=told)
+    assert any("paused training" in note for note in job.notes)
+    job.restart()
+    for worker in ("w0", "w1"):
+        job.hello(worker)
+        job.beat(worker, telemetry=told)
+        assert not any("paused training" in note for note in job.notes)
+
+
+def test_the_runs_median_step_is_of_all_steps_and_is_kept_when_the_workers_are_gone() -> None:
+    job = Driver(wanted=2)
+    job.start(2)
+    job.beat("w0", telemetry=Telemetry(step_seconds=9.0, step_seconds_median=0.2))
+    job.beat("w1", telemetry=Telemetry(step_seconds=9.0, step_seconds_median=0.4))
+    assert job.view.step_seconds_median == pytest.approx(0.3)
+    for worker in ("w0", "w1"):
+        job.say(worker, Result(100, "cafe", 0.5))
+    job.restart()
+    assert job.view.step_seconds_median == pytest.approx(0.3)
 
 
 def test_every_opened_world_is_counted_with_its_reason() -> None:

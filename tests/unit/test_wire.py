@@ -96,7 +96,8 @@ saves = st.builds(
     copy_seconds=seconds, write_seconds=seconds, commit_seconds=seconds, why=texts,
 )  # fmt: skip
 telemetries = st.builds(
-    Telemetry, loss=losses, step_seconds=seconds, training_seconds=seconds, samples=numbers, fill_bytes=numbers,
+    Telemetry, loss=losses, step_seconds=seconds, step_seconds_median=seconds,
+    training_seconds=seconds, samples=numbers, fill_bytes=numbers,
     memory_bytes=st.dictionaries(names, numbers, max_size=3), changes=st.lists(changes, max_size=2).map(tuple),
     saves=st.lists(saves, max_size=2).map(tuple),
 )  # fmt: skip

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import resource
 import time
+from collections import deque
 from pathlib import Path
+from statistics import median
 
 from shoal_protos.checkpoint import Saved
 from shoal_protos.messages import Change, Telemetry
@@ -12,6 +14,7 @@ from shoal_protos.messages import Change, Telemetry
 from shoal.state import TrainingState
 
 LATEST_CHANGES = 8
+LATEST_STEPS = 1000
 
 
 class Meter:
@@ -22,6 +25,7 @@ class Meter:
         self._samples = 0
         self._fill_bytes = 0
         self._step_seconds = 0.0
+        self._latest_steps: deque[float] = deque(maxlen=LATEST_STEPS)
         self._training_seconds = 0.0
         self._step_began = time.monotonic()
         self._changes: list[Change] = []
@@ -30,6 +34,7 @@ class Meter:
         """A step is committed and handed out."""
         now = time.monotonic()
         self._step_seconds = now - self._step_began
+        self._latest_steps.append(self._step_seconds)
         self._training_seconds += self._step_seconds
         self._step_began = now
         self._samples += lanes * self._samples_per_lane
@@ -50,6 +55,7 @@ class Meter:
         return Telemetry(
             loss=loss,
             step_seconds=self._step_seconds,
+            step_seconds_median=median(tuple(self._latest_steps) or (0.0,)),
             training_seconds=self._training_seconds,
             samples=self._samples,
             fill_bytes=self._fill_bytes,

@@ -139,6 +139,8 @@ class Durable:
     fingerprint: str = ""
     loss: float | None = None
     """Of the last step, once the job has ended."""
+    step_seconds_median: float | None = None
+    """The run's, once the job has ended."""
     step: int = 0
     """The last step known when a generation opened or the job ended."""
     history: tuple[Resize, ...] = ()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from statistics import median
-
 from shoal_protos.messages import Ending, Point
 from shoal_protos.plan import Plan
 from shoal_protos.runs import NO_BLOCKS, every, union
@@ -11,7 +9,7 @@ from shoal_protos.runs import NO_BLOCKS, every, union
 from shoal_controller.core.durable import Record, Resize, Standing
 from shoal_controller.core.job import Job, Process
 from shoal_controller.core.phases import waiting
-from shoal_controller.core.phases.known import shown_step
+from shoal_controller.core.phases.known import shown_step, step_seconds_median
 from shoal_controller.core.spec import JobView, Phase, ResizeView, State, WorkerView
 
 
@@ -39,7 +37,7 @@ def view(job: Job, now: float) -> JobView:
         samples=sum(process.telemetry.samples for process in job.processes.values()),
         goodput_ratio=_goodput(job, members, now),
         fingerprint=durable.fingerprint,
-        step_seconds_median=_step_seconds(members),
+        step_seconds_median=step_seconds_median(job),
         resizes=tuple(_resize(job, resize) for resize in durable.history),
     )
 
@@ -94,11 +92,6 @@ def _goodput(job: Job, members: list[Process], now: float) -> float:
         return 0.0
     trained = max((process.telemetry.training_seconds for process in members), default=0.0)
     return min(1.0, trained / (now - job.first_commit))
-
-
-def _step_seconds(members: list[Process]) -> float | None:
-    seconds = [process.telemetry.step_seconds for process in members if process.telemetry.step_seconds > 0]
-    return median(seconds) if seconds else None
 
 
 def _unmirrored(world: Plan | None) -> int:

@@ -188,6 +188,7 @@ def _write_heartbeat(heartbeat: Heartbeat) -> pb.Heartbeat:
         telemetry=pb.Telemetry(
             loss=telemetry.loss,
             step_seconds=telemetry.step_seconds,
+            step_seconds_median=telemetry.step_seconds_median,
             training_seconds=telemetry.training_seconds,
             samples=telemetry.samples,
             fill_bytes=telemetry.fill_bytes,
@@ -204,6 +205,7 @@ def _read_heartbeat(message: pb.Heartbeat, blocks: int) -> Heartbeat:
     telemetry = Telemetry(
         loss=told.loss if told.HasField("loss") else None,
         step_seconds=bounds.seconds("telemetry.step_seconds", told.step_seconds),
+        step_seconds_median=bounds.seconds("telemetry.step_seconds_median", told.step_seconds_median),
         training_seconds=bounds.seconds("telemetry.training_seconds", told.training_seconds),
         samples=bounds.whole("telemetry.samples", told.samples),
         fill_bytes=bounds.whole("telemetry.fill_bytes", told.fill_bytes),

@@ -1,6 +1,8 @@
-"""How far the job is, as far as anyone has said."""
+"""How far the job is and how fast, as far as anyone has said."""
 
 from __future__ import annotations
+
+from statistics import median
 
 from shoal_controller.core.job import Job
 from shoal_controller.core.turn import Turn
@@ -34,3 +36,10 @@ def look(turn: Turn) -> None:
 def shown_step(job: Job) -> int:
     """What people are shown. It never goes back but to step 0, where the job starts anew."""
     return max(job.durable.step, job.step)
+
+
+def step_seconds_median(job: Job) -> float | None:
+    """Over the run's workers, the median of what each says of its last steps; what was kept once they are gone."""
+    told = (process.telemetry.step_seconds_median for process in job.processes.values())
+    seconds = [one for one in told if one > 0]
+    return median(seconds) if seconds else job.durable.step_seconds_median

@@ -12,6 +12,7 @@ from shoal_controller.core.durable import Leaving, Standing
 from shoal_controller.core.events import Said
 from shoal_controller.core.phases import checkpoints, ending, planned, population, timeline
 from shoal_controller.core.phases.current import tell
+from shoal_controller.core.phases.known import step_seconds_median
 from shoal_controller.core.turn import Turn
 
 
@@ -109,4 +110,9 @@ def _result(turn: Turn, worker: WorkerId, result: Result) -> None:
             f"with {known[:16]}…. Their states differ; this is a defect of Shoal, please report it.",
         )
     elif result.fingerprint:
-        turn.keep(fingerprint=result.fingerprint, loss=result.loss, step=max(turn.durable.step, result.step))
+        turn.keep(
+            fingerprint=result.fingerprint,
+            loss=result.loss,
+            step=max(turn.durable.step, result.step),
+            step_seconds_median=step_seconds_median(turn.job),
+        )

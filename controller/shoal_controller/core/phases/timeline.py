@@ -115,7 +115,7 @@ def fill_bytes(turn: Turn) -> int:
 def changes_told(turn: Turn, worker: WorkerId) -> None:
     """A member tells what the present generation's change cost it; the figures are whole when all have told."""
     world = turn.world
-    if world is None or worker in turn.job.changes:
+    if world is None or worker in turn.job.changes or _told_before(turn, world):
         return
     told = turn.job.processes[worker].telemetry.changes
     change = next((change for change in told if change.generation == world.generation), None)
@@ -125,6 +125,12 @@ def changes_told(turn: Turn, worker: WorkerId) -> None:
     turn.change(changes=changes)
     if all(member.worker in changes for member in world.members):
         _figures(turn, world, changes)
+
+
+def _told_before(turn: Turn, world: Plan) -> bool:
+    """A controller that has started again hears the figures of the present world once more."""
+    history = turn.durable.history
+    return bool(history and history[-1].generation == world.generation and history[-1].phases)
 
 
 def _figures(turn: Turn, world: Plan, changes: dict[WorkerId, Change]) -> None:
