@@ -24,13 +24,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import httpx
 from steps import PATIENCE_SECONDS, POLL_SECONDS, StepLog
 
 HERE = Path(__file__).resolve().parent
 Json = dict[str, Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Job:
 
 
 class Events:
-    """The job's history as it is streamed; `wait` returns the first event that fits, past or future."""
+    """The job's history as it is streamed. Whoever waits is content with an event of the past."""
 
     def __init__(self, url: str) -> None:
         self.all: list[Json] = []
@@ -75,21 +76,23 @@ class Events:
                         self.all.append(json.loads(line.removeprefix("data:")))
                         self._news.notify_all()
 
-    def wait(self, kind: str, since: float = 0.0, patience: float = PATIENCE_SECONDS, **fits: Any) -> Json:
-        """The first event of this kind after the time `since` whose fields are these."""
-
-        def found() -> Json | None:
-            for event in self.all:
-                if event["kind"] == kind and event["time"] >= since and fits.items() <= event.items():
-                    return event
-            return None
-
+    def until(self, what: str, seen: Callable[[list[Json]], T], patience: float = PATIENCE_SECONDS) -> T:
+        """The first true value of `seen(all events)`."""
+        deadline = time.monotonic() + patience
         with self._news:
-            if not self._news.wait_for(lambda: found() is not None, patience):
-                raise TimeoutError(f"waited {patience:.0f} s for the event {kind} {fits}")
-        event = found()
-        assert event is not None
-        return event
+            while not (value := seen(self.all)):
+                if not self._news.wait(max(0.0, deadline - time.monotonic())):
+                    raise TimeoutError(f"waited {patience:.0f} s for {what}")
+        return value
+
+    def wait(self, kind: str, since: float = 0.0, **fits: Any) -> Json:
+        """The first event of this kind at or after the time `since` whose fields are these."""
+        return self.until(
+            f"the event {kind} {fits or ''}",
+            lambda events: next(
+                (e for e in events if e["kind"] == kind and e["time"] >= since and fits.items() <= e.items()), {}
+            ),
+        )
 
 
 class Cluster:
