@@ -125,7 +125,7 @@ def longer(steps: Sequence[Step], generation: int) -> list[float]:
 def main() -> None:
     end_cleanly()
     parser = argparse.ArgumentParser(description="What planned changes cost.")
-    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
+    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=["1M", "10M", "40M"])
     parser.add_argument("--rounds", type=int, default=7, help="of each size (default 7)")
     given = parser.parse_args()
     changes, newcomers = [], []

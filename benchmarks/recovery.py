@@ -128,7 +128,7 @@ def rows(size: str, found: dict[str, list[Trial]]) -> list[list[str]]:
 def main() -> None:
     end_cleanly()
     parser = argparse.ArgumentParser(description="What a lost worker costs.")
-    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
+    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=["1M", "10M", "40M"])
     parser.add_argument("--trials", type=int, default=7, help="losses of each kind and size (default 7)")
     parser.add_argument("--restarts", type=int, default=3, help="restarts by torchrun for each size (default 3)")
     given = parser.parse_args()

@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import time
+from collections.abc import Mapping
 
 import model
 import shoal
@@ -18,15 +19,23 @@ STEPS = 1_000_000
 """No benchmark gets there: its cluster ends the workers."""
 
 
-def initialize(size: str, lanes: int, mirrors: int) -> shoal.Engine:
-    """The engine of all benchmarks."""
+def initialize(
+    size: str,
+    lanes: int,
+    mirrors: int,
+    micro_batch: int = model.MICRO_BATCH,
+    checkpoint: Mapping[str, object] | None = None,
+) -> shoal.Engine:
+    """The engine of all benchmarks. `checkpoint`: that section of the config; none: nothing is saved."""
     gpt = model.build(size)
     return shoal.initialize(
         model=gpt,
         config={
-            "train_micro_batch_size_per_gpu": model.MICRO_BATCH,
+            "train_micro_batch_size_per_gpu": micro_batch,
             "zero_optimization": {"stage": 1},
-            "shoal": {"lanes": lanes, "mirrors": mirrors, "max_steps": STEPS},
+            "shoal": {
+                "lanes": lanes, "mirrors": mirrors, "max_steps": STEPS, "checkpoint": dict(checkpoint or {}),
+            },
         },
         dataset=model.Windows(),
         optimizer=model.adamw(gpt),

@@ -1,0 +1,130 @@
+"""What a checkpoint costs, and how long it takes to go on from one: `python benchmarks/checkpoint.py [--size 85M]`.
+
+Four workers under a real controller, stage 1 with a mirror, AdamW; in the same processes the same model under FSDP2
+with torch.distributed.checkpoint (sharded.py). Per round `DCP save`, `DCP async_save` and Shoal take turns
+(checkpoint_rounds.py). A plain step is the median of three before and three after a save. Measured are:
+
+- stall: how long training stands still for the save, on the worker where it is longest: the call of `save`, of
+  `async_save` (with the `get_state_dict` that it needs), of Shoal's boundary at which the copy is made;
+- longest: the longest step from the save to its end, less a plain one;
+- cost: the sum over all these steps of (step - plain step); CPU, of all processes, likewise;
+- time to write: from the beginning of that call until the file is there that makes the checkpoint whole. Shoal's
+  leader hears in the votes that all have written, so it writes the manifest after one vote more;
+- bytes: what the checkpoint's folder takes on the disk, against parameters and both moments;
+- restore: in process, imports, model and groups not counted, from all to all, in a world of 3 and one of 2: DCP's
+  `get_state_dict`, `load` and `set_state_dict`; Shoal's `take_up` of a plan, which is looking at the place, reading,
+  verifying, and handing parameters to everyone. Shoal also restores the mirrors (`--mirrors 0`: without). Files are in
+  the page cache for both. The first round of everything is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+import model
+from cluster import Cluster, Job, end_cleanly
+from sharded import state_bytes
+from tables import show, spread, verdict
+
+WORKERS = 4
+SMALLER = (3, 2)
+PATIENCE_SECONDS = 3600.0
+
+Rounds = dict[str, list[dict[str, float]]]
+"""By way: the figures of each round."""
+
+TARGETS = (
+    ("stall", "DCP save", 0.1),
+    ("stall", "DCP async_save", 1.0),
+    ("cost", "DCP async_save", 0.5),
+)
+"""Figure, what it is compared with, and the greatest ratio."""
+MOST_BYTES = 1.01
+"""Of the state."""
+
+
+def measure(task: str, workers: int, given: argparse.Namespace, folder: Path) -> Rounds:
+    """One cluster's rounds."""
+    arguments = ("--task", task, "--folder", str(folder), "--rounds", str(given.rounds))
+    job = Job(
+        size=given.size, workers=workers, lanes=WORKERS, mirrors=given.mirrors, script="checkpoint_rounds.py",
+        arguments=arguments, spec={"workers": {"wanted": workers, "min": workers}},
+    )  # fmt: skip
+    with Cluster(job) as cluster:
+        result = Path(f"{cluster.steps.path}.json")
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not result.exists():
+            ended = [worker for worker, process in cluster.own.items() if process.poll() is not None]
+            if ended:
+                raise RuntimeError(f"{', '.join(ended)} ended")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no result after {PATIENCE_SECONDS:.0f} s")
+            time.sleep(0.1)
+        return dict(json.loads(result.read_text()))
+
+
+def values(rounds: Rounds, way: str, figure: str) -> list[float]:
+    return [one[figure] for one in rounds[way]]
+
+
+def save_row(rounds: Rounds, way: str, state: int) -> list[str]:
+    """One way's figures."""
+    seconds = [spread(values(rounds, way, figure)) for figure in ("step", "stall", "longest", "cost")]
+    work, write = (spread(values(rounds, way, figure), 2) for figure in ("processor", "write"))
+    return [way, *seconds, work, write, f"{median(values(rounds, way, 'bytes')) / state:.4f}"]
+
+
+def judged(rounds: Rounds, figure: str, way: str, other: str, target: float) -> list[str]:
+    """A ratio of medians, beside it the median of the ratios of neighbouring rounds."""
+    mine, theirs = values(rounds, way, figure), values(rounds, other, figure)
+    ratio = median(mine) / median(theirs)
+    neighbours = median(a / b for a, b in zip(mine, theirs, strict=True))
+    return [f"{figure} of {other}'s", f"{ratio:.3f}", f"{neighbours:.3f}", verdict(ratio, target)]
+
+
+def show_saves(rounds: Rounds, given: argparse.Namespace) -> None:
+    state = state_bytes(model.build(given.size))
+    head = ["", "step, s", "stall, s", "longest, s", "cost, s", "CPU, s", "to write, s", "bytes of state"]
+    title = f"Saving {given.size} parameters ({state / 1e6:.0f} MB of state), {WORKERS} workers, mirrors {given.mirrors}"
+    show(title, head, [save_row(rounds, way, state) for way in rounds])
+    rows = [judged(rounds, figure, "Shoal", other, target) for figure, other, target in TARGETS]
+    share = median(values(rounds, "Shoal", "bytes")) / state
+    rows.append(["bytes of the state", f"{share:.4f}", "–", verdict(share, MOST_BYTES)])
+    show("Shoal's saves", ["", "ratio", "neighbours", "target"], rows)
+
+
+def show_restores(found: dict[int, Rounds], given: argparse.Namespace) -> None:
+    rows = []
+    for workers, rounds in found.items():
+        for way in rounds:
+            ratio = judged(rounds, "seconds", way, "DCP load", 1.0)[1:] if way == "Shoal" else ["", "", ""]
+            seconds, work = (spread(values(rounds, way, figure), 2) for figure in ("seconds", "processor"))
+            rows.append([f"{WORKERS}→{workers}, {way}", seconds, work, *ratio])
+    head = ["", "restore, s", "CPU, s", "of DCP's", "neighbours", "target"]
+    show(f"Restoring {given.size} parameters, mirrors {given.mirrors}", head, rows)
+
+
+def main() -> None:
+    end_cleanly()
+    parser = argparse.ArgumentParser(description="What a checkpoint costs.")
+    parser.add_argument("--size", choices=list(model.SIZES), default="85M")
+    parser.add_argument("--rounds", type=int, default=7, help="of each way (default 7)")
+    parser.add_argument("--mirrors", type=int, default=1)
+    parser.add_argument("--place", type=Path, help="where checkpoints are written (default: the temporary folder)")
+    given = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="shoal-bench-checkpoints-", dir=given.place))
+    try:
+        show_saves(measure("save", WORKERS, given, folder), given)
+        show_restores({workers: measure("restore", workers, given, folder) for workers in SMALLER}, given)
+    finally:
+        shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()

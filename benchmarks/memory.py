@@ -1,0 +1,73 @@
+"""Bytes of tensors per worker against what the design allows: `python benchmarks/memory.py --sizes 1M 10M`.
+
+Four workers under a real controller, one lane or two each, with 0, 1 and 2 mirrors, ZeRO stage 1, AdamW in float32.
+Allowed: parameters + gradients + subtree stack + optimizer state × (1 + mirrors) / world, and 5% of that. The stack of
+an aligned run of k lanes is log2(k) gradient copies more. `most` has the bounded buffers of the exchange in it, and
+such activations as a line of Python holds; its excess is shown in MiB and judged by nobody.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import model
+from cluster import Cluster, Job, end_cleanly
+from tables import show, verdict
+
+WORKERS = 4
+MOST = 1.05
+STATE_PER_PARAMETER = 2
+"""AdamW's two moments; the parameters are float32, so there are no master weights."""
+MIB = 1 << 20
+PATIENCE_SECONDS = 300.0
+
+
+def measure(size: str, lanes: int, mirrors: int) -> list[dict[str, Any]]:
+    """What every worker said."""
+    os.environ["BENCH_WORKERS"] = str(WORKERS)
+    with Cluster(Job(size=size, workers=WORKERS, lanes=lanes, mirrors=mirrors, script="storages.py")) as cluster:
+        places = [Path(f"{cluster.steps.path}.{rank}.json") for rank in range(WORKERS)]
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not all(place.exists() for place in places):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no result after {PATIENCE_SECONDS:.0f} s")
+            time.sleep(0.1)
+        return [json.loads(place.read_text()) for place in places]
+
+
+def allowed(parameters: int, lanes: int, mirrors: int) -> float:
+    """Bytes by the design's formula."""
+    copies = 1 + math.log2(lanes)
+    return parameters * (1 + copies + STATE_PER_PARAMETER * (1 + mirrors) / WORKERS)
+
+
+def row(size: str, lanes: int, mirrors: int) -> list[str]:
+    found = measure(size, lanes, mirrors)
+    worst = max(found, key=lambda one: one["rest"])
+    formula = allowed(worst["parameters"], worst["lanes"], mirrors)
+    ratio = worst["rest"] / formula
+    excess = (max(one["most"] for one in found) - formula) / MIB
+    return [
+        size, str(worst["lanes"]), str(mirrors), f"{formula / MIB:.1f}", f"{worst['rest'] / MIB:.1f}", f"{ratio:.3f}",
+        verdict(ratio, MOST), f"{excess:.1f}",
+    ]  # fmt: skip
+
+
+def main() -> None:
+    end_cleanly()
+    parser = argparse.ArgumentParser(description="Bytes of tensors per worker.")
+    parser.add_argument("--sizes", nargs="+", choices=list(model.SIZES), default=["1M", "10M"])
+    sizes = parser.parse_args().sizes
+    rows = [row(size, lanes, mirrors) for size in sizes for lanes in (WORKERS, 2 * WORKERS) for mirrors in (0, 1, 2)]
+    head = ["model", "lanes each", "mirrors", "formula, MiB", "at rest, MiB", "ratio", "target", "most − formula, MiB"]
+    show(f"Tensor bytes of the worker that holds most, {WORKERS} workers", head, rows)
+
+
+if __name__ == "__main__":
+    main()
