@@ -10,6 +10,7 @@ import asyncio
 import gc
 import getpass
 import os
+import signal
 import socket
 import tempfile
 import threading
@@ -47,6 +48,11 @@ FILES_THAT_STAY = {
 """Tools' folders in the working directory, and the one that torch makes with a process's first optimizer."""
 
 GRACE_SECONDS = 3.0
+
+
+def pytest_configure() -> None:
+    """A run in the background of a shell ignores Ctrl-C, and the commands that tests start would inherit that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _threads() -> dict[str, str]:

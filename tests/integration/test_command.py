@@ -87,7 +87,8 @@ def running(folder: Path, options: dict[str, Any], *flags: str, grpc: int = 0, s
 
 
 def test_run_trains_a_script_to_its_end_and_reports(tmp_path: Path) -> None:
-    with running(tmp_path, OPTIONS, "--workers", "2", "--json", str(tmp_path / "report.json")) as command:
+    paced = {**OPTIONS, "pace": 0.05}  # so that its progress can be seen
+    with running(tmp_path, paced, "--workers", "2", "--json", str(tmp_path / "report.json")) as command:
         code, said, told = command.end()
     assert code == 0, told
     assert command.first_line.startswith("http=127.0.0.1:")

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from integration.cluster import Cluster, undisturbed
+from integration.cluster import Cluster, undisturbed, until
 
 TESTS = Path(__file__).resolve().parents[1]
 OPTIONS: dict[str, Any] = {"max_steps": 200}
@@ -48,7 +48,8 @@ def test_who_is_killed_or_drained_is_replaced_by_the_launcher(tmp_path: Path) ->
         cluster.wait_world(2)
         (tmp_path / "go").touch()
         report = cluster.wait_undisturbed()
-        assert "done at step 200" in Path(cluster.workers()["w3"]["log"]).read_text()
+        log = Path(cluster.workers()["w3"]["log"])
+        until("its last word", lambda: "done at step 200" in log.read_text())
     assert {"start", "kill", "join", "drain"} <= {world["reason"] for world in report["generations"]}
 
 
