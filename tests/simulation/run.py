@@ -9,6 +9,8 @@ import time
 import traceback
 from collections import Counter
 
+from shoal_protos.plan import Reason
+
 from .seeds import rage_and_calm, run
 from .simulation import Simulation
 from .watch import Violation
@@ -28,6 +30,12 @@ def attempt(task: tuple[int, dict[str, object]]) -> tuple[int, str, Counter[str]
     happened[f"ended {durable.phase.value}" if durable.phase.over else "still training"] += 1
     happened["faults"] += getattr(simulation, "faults", 0)
     happened["started anew"] += durable.floor > 0
+    happened["checkpoints"] += len(simulation.checkpoints.whole)
+    happened["from a checkpoint"] += sum(
+        bool(plan.recovery and plan.recovery.checkpoint) for plan in simulation.watch.opened.values()
+    )
+    happened["all went back"] += sum(plan.reason is Reason.RESTORE for plan in simulation.watch.opened.values())
+    happened["damaged"] += len(durable.spoilt)
     return seed, "", happened
 
 

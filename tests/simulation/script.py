@@ -182,6 +182,12 @@ class Script:
         else:
             host.start()
 
+    # ---- checkpoints
+
+    def do_damage(self) -> None:
+        """The newest checkpoint cannot be read from now on."""
+        self.simulation.checkpoints.damaged.add(max(self.simulation.checkpoints.whole).path)
+
     # ---- an operator
 
     def do_drain(self, worker: str) -> None:

@@ -73,7 +73,8 @@ def settled(simulation: Simulation, begin: int) -> bool:
 
 
 def over_for_a_reason(simulation: Simulation, phase: Phase, reason: str) -> bool:
-    if phase is Phase.SUCCEEDED or "no living copy" in reason:
+    needs = "no living copy", "cannot be read whole", "There is no other checkpoint"
+    if phase is Phase.SUCCEEDED or any(need in reason for need in needs):
         return True
     simulation.watch.violated("the job ended without need", phase.value, reason)
     return False

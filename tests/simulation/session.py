@@ -110,14 +110,14 @@ class Session:
 
     def _key(self) -> object:
         m, t = self.membership, self.worker.training
-        return m.generation, m.point, m.newest_heard, t.broken, t.done, t.ended, self.drains
+        return m.generation, m.point, m.newest_heard, t.broken, t.done, t.ended, self.drains, t.knows, t.damage
 
     def status(self) -> Status:
         m, t = self.membership, self.worker.training
         self.sequence += 1
         return Status(
             self.sequence, m.generation, m.point, m.newest_heard, t.step, t.committed_in, t.boundary, t.holds(),
-            t.current, tuple(sorted(t.broken)), t.done, t.ended, self.drains,
+            t.current, tuple(sorted(t.broken)), t.done, t.ended, self.drains, t.knows, t.damage,
         )  # fmt: skip
 
     # ---- hearing
@@ -183,6 +183,8 @@ class Session:
     def _ask(self, message: Ask) -> None:
         if message.kind is AskKind.STOP:
             self.worker.training.stop_asked = True
+        else:
+            self.worker.training.save_asked = True
 
     def _shutdown(self, message: Shutdown) -> None:
         worker = self.worker

@@ -8,6 +8,7 @@ from shoal_controller.core.spec import JobSpec
 from shoal_protos.description import Description
 from shoal_protos.plan import EVERYONE, Member
 
+from .checkpoints import Checkpoints
 from .clock import Clock
 from .controller import ControllerHost, Launcher
 from .network import Groups, Still, Stream, Weather
@@ -23,11 +24,11 @@ class Simulation:
     """See the module's text. `shape` fixes what a seed would draw: workers, blocks, launcher and so on."""
 
     def __init__(self, seed: int, **shape: object) -> None:
-        self.seed = seed
-        self.chance = chance = Still(seed) if shape.get("still") else Random(seed)
+        self.seed, self.still = seed, bool(shape.get("still"))
+        self.chance = chance = Still(seed) if self.still else Random(seed)
         self.clock = Clock()
         self.log: list[str] = []
-        self.weather = Weather(chance if shape.get("still") else Random(chance.random()))
+        self.weather = Weather(chance if self.still else Random(chance.random()))
         most = int(shape.get("workers", 6))  # type: ignore[call-overload]
         wanted = int(shape.get("wanted", chance.randint(2, most)))  # type: ignore[call-overload]
         self.blocks = int(shape.get("blocks", chance.choice((4, 8, 16, 64))))  # type: ignore[call-overload]
@@ -35,6 +36,8 @@ class Simulation:
         launcher = str(shape.get("launcher", chance.choice(("local", "none"))))
         mirrors = shape.get("mirrors", chance.choice((1, 1, 1, 2, 2, EVERYONE)))
         self.max_steps = int(shape.get("max_steps", chance.choice((20, 60, 10_000))))  # type: ignore[call-overload]
+        drawn = 0 if self.still else Random(f"{seed} saves").choice((0, 5))
+        every = int(shape.get("checkpoint_every", drawn))  # type: ignore[call-overload]
         self.step_seconds = float(shape.get("step_seconds", 0.15))  # type: ignore[arg-type]
         self.spec = JobSpec(
             "job", wanted, int(shape.get("min_workers", chance.choice((1, 1, 2)))), most, launcher,  # type: ignore
@@ -43,8 +46,9 @@ class Simulation:
         )  # fmt: skip
         self.description = Description(
             lanes, self.blocks, 4096, 1 << 16, mirrors, (1 << 16) * max(1, self.blocks // 8),  # type: ignore[arg-type]
-            self.max_steps, (), "AdamW", {}, {}, False, False,
+            self.max_steps, (), "AdamW", {}, {}, False, bool(every), keep=3,
         )  # fmt: skip
+        self.checkpoints = Checkpoints(self, every)
         self.worlds = Worlds()
         self.watch = Watch(self)
         self.groups = Groups(self)

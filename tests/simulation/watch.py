@@ -13,7 +13,7 @@ from shoal_controller.core.job import Job
 from shoal_controller.core.spec import Phase
 from shoal_controller.core.view import view
 from shoal_protos.messages import Carry, Ending, Open, Prepare
-from shoal_protos.plan import Plan
+from shoal_protos.plan import Plan, Reason
 
 from .symbols import right
 
@@ -154,11 +154,11 @@ class Watch:
         if plan.reason.value == "start":
             if before.current is not None and self.top > 0 and before.committed_in >= max(before.floor, 1):
                 self.violated("a start took the place of a world that trained", plan.generation)
-            self._anew(plan.generation)
+            self._anew(plan.generation, step)
 
-    def _anew(self, floor: int) -> None:
-        """The job begins again at step 0; what was before counts no more."""
-        self.top = self.shown = 0
+    def _anew(self, floor: int, step: int) -> None:
+        """The job begins again at step 0 or at a checkpoint's; what was before counts no more."""
+        self.top = self.shown = step
         self.floor = floor
         self.began_at.clear()
 
@@ -166,7 +166,8 @@ class Watch:
         """Whether all blocks of a step have a copy with somebody who is reachable."""
         found: set[int] = set()
         for worker in self.simulation.workers():
-            if not worker.frozen and not worker.cut and worker.training.step >= step:
+            here = not (worker.frozen or worker.cut or worker.training.over)  # a script that has raised tells nothing
+            if here and worker.training.step >= step:
                 found |= worker.training.blocks.keys()
         return len(found) == self.simulation.blocks
 
@@ -178,9 +179,13 @@ class Watch:
         if old.phase.over and durable.phase is not old.phase:
             self.violated("a job that was over went on", old.phase, durable.phase)
         self._counted_out(before, after)
+        went_back = after.attempt is not None and after.attempt.reason is Reason.RESTORE
+        if went_back and not (before.attempt is not None and before.attempt.reason is Reason.RESTORE):
+            self._gave_up(before, after, event, "all went back")
         if durable.floor > old.floor:
-            self._gave_up(before, after, event, "the job started anew")
-            self._anew(durable.floor)
+            if durable.current is None:
+                self._gave_up(before, after, event, "the job started anew")
+            self._anew(durable.floor, durable.step)
         elif durable.phase is Phase.FAILED and old.phase is not Phase.FAILED and before.attempt is not None:
             self._gave_up(before, after, event, "the job failed")
         shown = view(after, self.simulation.clock.now)

@@ -102,10 +102,10 @@ class SimWorker:
         self.session.process_ended()
         self.simulation.process_ended(self)
 
-    def fail(self, why: str) -> None:
+    def fail(self, why: str, everyone: bool = False) -> None:
         """The script raises: it is out of the training loop, tells why, and ends."""
         self.training.over = True
-        self.session.say(Result(self.training.step, failure=why))
+        self.session.say(Result(self.training.step, failure=why, everyone=everyone))
         self.after(0.05, self.end, 1, why)
 
     def start_over(self) -> None:
