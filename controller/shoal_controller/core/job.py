@@ -106,6 +106,7 @@ class Attempt:
     committed_in: int = 0
     """The generation in which the plan's step was committed, as far as the inventories tell."""
     planned_at: float = 0.0
+    """When its plan was sent."""
     answered: frozenset[WorkerId] = frozenset()
     """Whose inventories the planner was asked with."""
     back_from: int = 0

@@ -85,7 +85,7 @@ def _prepare(turn: Turn, attempt: Attempt) -> None:
     waiting = unanswered(turn, attempt)
     if waiting:
         _wait(turn, attempt, f"waiting for {_names(waiting)} to stop")
-        if _overdue(turn, attempt):
+        if _overdue(turn, attempt.since):
             _give_up(turn, waiting, "did not stop")
         return None
     if attempt.start:
@@ -95,7 +95,7 @@ def _prepare(turn: Turn, attempt: Attempt) -> None:
         unknown = [m.worker for m in world.members if not is_dead(turn, m.worker)]
         sentence = f"nobody of generation {world.generation} has answered, and {_names(unknown)} may be alive"
         _wait(turn, attempt, f"{sentence}: it might still train")
-        if _overdue(turn, attempt):
+        if _overdue(turn, attempt.since):
             for worker in unknown:
                 population.give_up(turn, worker, f"nothing was heard of it for {turn.spec.stall_seconds:g} s")
         return None
@@ -220,7 +220,7 @@ def _plan(turn: Turn, attempt: Attempt) -> None:
     if not waiting:
         return _open(turn, attempt, plan)
     _wait(turn, attempt, f"waiting for {_names(waiting)} to build generation {plan.generation}")
-    if _overdue(turn, attempt):
+    if _overdue(turn, attempt.planned_at):
         _give_up(turn, waiting, "did not get ready")
     return None
 
@@ -245,15 +245,17 @@ def _open(turn: Turn, attempt: Attempt, plan: Plan) -> None:
     """The new world may train. Stored first, then said."""
     before = max(turn.durable.step, known_step(turn)) if not attempt.start else attempt.back_from
     step = plan.recovery.step if plan.recovery is not None else 0
-    if plan.recovery is not None and plan.recovery.checkpoint:
+    shown = max(turn.durable.step, step)
+    if _goes_back(turn, plan, step):
         turn.keep(floor=plan.generation)  # whoever was not there when all went back changes nothing any more
         turn.change(step=step)
+        shown = step
     checkpoints.opened(turn, plan.generation)
     turn.keep(
         current=plan,
         planned=(),
         phase=Phase.RUNNING,
-        step=step,
+        step=shown,
         committed_in=max(turn.durable.committed_in, attempt.committed_in),
         reason="",
     )
@@ -262,6 +264,15 @@ def _open(turn: Turn, attempt: Attempt, plan: Plan) -> None:
     timeline.opened(turn, plan, max(0, before - step))
     for member in plan.members:
         tell(turn, member.worker)
+
+
+def _goes_back(turn: Turn, plan: Plan, step: int) -> bool:
+    """Whether steps that were shown are given up. A world may begin one step before them, where only those who had not
+    passed the last vote are left; one that begins earlier is of workers who had taken up a checkpoint when the
+    controller died.
+    """
+    from_checkpoint = plan.recovery is not None and bool(plan.recovery.checkpoint)
+    return from_checkpoint or (step < turn.durable.step and plan.reason is Reason.START) or step < turn.durable.step - 1
 
 
 # ---- waiting has an end
@@ -277,8 +288,9 @@ def _wait(turn: Turn, attempt: Attempt, sentence: str) -> None:
     turn.change(attempt=attempt)
 
 
-def _overdue(turn: Turn, attempt: Attempt) -> bool:
-    return turn.now - attempt.since > turn.spec.stall_seconds
+def _overdue(turn: Turn, since: float) -> bool:
+    """Every stage has its own time: a plan may be sent only after a long wait for blocks that seemed lost."""
+    return turn.now - since > turn.spec.stall_seconds
 
 
 def _give_up(turn: Turn, workers: list[WorkerId], what: str) -> None:

@@ -20,10 +20,12 @@ def settle(turn: Turn) -> None:
         return _end(turn)
     if _broken(turn, world):
         return None
+    _last_ones_grace(turn, world)
+    if turn.world is None:
+        return None  # the last ones have left
     planned.settle(turn, world)
     population.let_go(turn)
     _dismiss_the_stale(turn, world)
-    _last_ones_grace(turn, world)
     return None
 
 
