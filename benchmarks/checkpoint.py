@@ -91,8 +91,8 @@ def judged(rounds: Rounds, figure: str, way: str, other: str, target: float) -> 
 def show_saves(rounds: Rounds, given: argparse.Namespace) -> None:
     state = state_bytes(model.build(given.size))
     head = ["", "step, s", "stall, s", "longest, s", "cost, s", "CPU, s", "to write, s", "bytes of state"]
-    title = f"Saving {given.size} parameters ({state / 1e6:.0f} MB of state), {WORKERS} workers, mirrors {given.mirrors}"
-    show(title, head, [save_row(rounds, way, state) for way in rounds])
+    title = f"Saving {given.size} parameters ({state / 1e6:.0f} MB of state)"
+    show(f"{title}, {WORKERS} workers, mirrors {given.mirrors}", head, [save_row(rounds, way, state) for way in rounds])
     rows = [judged(rounds, figure, "Shoal", other, target) for figure, other, target in TARGETS]
     share = median(values(rounds, "Shoal", "bytes")) / state
     rows.append(["bytes of the state", f"{share:.4f}", "–", verdict(share, MOST_BYTES)])

@@ -49,11 +49,14 @@ def baseline(engine: shoal.Engine, size: str, sharded: bool) -> Callable[[], Non
 
 
 def elastic(engine: shoal.Engine, batches: Iterator[dict[str, torch.Tensor]]) -> None:
-    """One optimizer step of Shoal."""
-    before = engine.global_step
-    while engine.global_step == before:
-        engine.backward(engine.module(**next(batches)))
+    """One optimizer step of Shoal; the first one after the world has begun, which a batch may wait for."""
+    before = after = 0
+    while after == before:
+        batch = next(batches)
+        before = engine.global_step
+        engine.backward(engine.module(**batch))
         engine.step()
+        after = engine.global_step
 
 
 def measured(step: Callable[[], None]) -> tuple[float, float]:

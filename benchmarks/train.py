@@ -33,9 +33,7 @@ def initialize(
         config={
             "train_micro_batch_size_per_gpu": micro_batch,
             "zero_optimization": {"stage": 1},
-            "shoal": {
-                "lanes": lanes, "mirrors": mirrors, "max_steps": STEPS, "checkpoint": dict(checkpoint or {}),
-            },
+            "shoal": {"lanes": lanes, "mirrors": mirrors, "max_steps": STEPS, "checkpoint": checkpoint or {}},
         },
         dataset=model.Windows(),
         optimizer=model.adamw(gpt),
