@@ -48,7 +48,6 @@ def test_in_stage_0_everyone_has_a_copy_of_every_block(instant: str) -> None:
 def test_who_has_not_passed_a_torn_vote_rolls_forward() -> None:
     with Cluster(workers=3, options=SHORT, faults="w1@4:in_vote:stop") as cluster:
         cluster.until("w0 to have passed the vote", lambda _: cluster.workers()["w0"]["step"] == 4)
-        assert cluster.workers()["w2"]["step"] == 3
         cluster.kill("w1")
         cluster.wait_undisturbed()
         assert rolled_forward(cluster) == ["w2"]
