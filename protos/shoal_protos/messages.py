@@ -49,12 +49,11 @@ class Change:
     pause_seconds: float
     """From stopping (a planned change: from the passed vote) to the first lane or idle vote begun."""
     phases: Mapping[str, float]
-    """Seconds: prepare, plan, group, promote, open, first_step after a loss; group, fill, switch if planned."""
+    """Seconds: prepare, plan, group, promote, open, first_step after a loss; plan, group, fill, switch, first_step if
+    planned, where group and fill are spent while training goes on."""
     promoted_blocks: int
     pause_bytes: int
     """Bytes this worker received within the pause."""
-    waited_for: str = ""
-    """What this worker waited for longest, as a sentence."""
     checkpoint_bytes: int = 0
     """Bytes that it read from a checkpoint within the pause."""
 

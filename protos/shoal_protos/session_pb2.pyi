@@ -666,14 +666,12 @@ class Change(_message.Message):
     PHASES_FIELD_NUMBER: _builtins.int
     PROMOTED_BLOCKS_FIELD_NUMBER: _builtins.int
     PAUSE_BYTES_FIELD_NUMBER: _builtins.int
-    WAITED_FOR_FIELD_NUMBER: _builtins.int
     CHECKPOINT_BYTES_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     from_step: _builtins.int
     pause_seconds: _builtins.float
     promoted_blocks: _builtins.int
     pause_bytes: _builtins.int
-    waited_for: _builtins.str
     checkpoint_bytes: _builtins.int
     @_builtins.property
     def phases(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
@@ -686,12 +684,11 @@ class Change(_message.Message):
         phases: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         promoted_blocks: _builtins.int = ...,
         pause_bytes: _builtins.int = ...,
-        waited_for: _builtins.str = ...,
         checkpoint_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_bytes", b"checkpoint_bytes", "from_step", b"from_step", "generation", b"generation", "pause_bytes", b"pause_bytes", "pause_seconds", b"pause_seconds", "phases", b"phases", "promoted_blocks", b"promoted_blocks", "waited_for", b"waited_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_bytes", b"checkpoint_bytes", "from_step", b"from_step", "generation", b"generation", "pause_bytes", b"pause_bytes", "pause_seconds", b"pause_seconds", "phases", b"phases", "promoted_blocks", b"promoted_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -334,7 +334,7 @@ def test_the_figures_of_a_change_are_whole_when_all_members_have_told() -> None:
     world = job.job.durable.current
     for number, member in enumerate(world.members):
         phases = {"prepare": 0.1, "first_step": 0.2 + number}
-        told = Change(2, 1, 0.3 + number, phases, 4, 1000, "w9 to build")
+        told = Change(2, 1, 0.3 + number, phases, 4, 1000)
         job.beat(member.worker, telemetry=Telemetry(changes=(told,)))
     assert ("shoal_blocks_promoted_total", 8, {}) in job.metrics
     assert ("shoal_repartition_bytes_total", 2000, {"source": "peer"}) in job.metrics
@@ -348,7 +348,7 @@ def test_the_figures_of_a_change_are_whole_when_all_members_have_told() -> None:
 def test_a_controller_that_starts_again_does_not_tell_the_figures_of_a_change_twice() -> None:
     job = Driver(wanted=2)
     job.start(2)
-    told = Telemetry(changes=(Change(1, 0, 0.3, {"first_step": 0.2}, 0, 0, ""),))
+    told = Telemetry(changes=(Change(1, 0, 0.3, {"first_step": 0.2}, 0, 0),))
     for worker in ("w0", "w1"):
         job.beat(worker, telemetry=told)
     assert any("paused training" in note for note in job.notes)

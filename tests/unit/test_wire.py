@@ -88,7 +88,7 @@ descriptions = st.builds(
 )  # fmt: skip
 changes = st.builds(
     Change, generation=numbers, from_step=numbers, pause_seconds=seconds,
-    phases=st.dictionaries(names, seconds, max_size=3), promoted_blocks=numbers, pause_bytes=numbers, waited_for=texts,
+    phases=st.dictionaries(names, seconds, max_size=3), promoted_blocks=numbers, pause_bytes=numbers,
     checkpoint_bytes=numbers,
 )  # fmt: skip
 saves = st.builds(

@@ -7,6 +7,7 @@ to be done next, perhaps the same lane again. Knows the controller only through 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -223,7 +224,8 @@ class Engine:
             self.faults.at("fill", t)
         self.faults.at("exchange", t)
         reduction.finish(reduced=lambda: self.faults.at("mirror", t))
-        self.meter.filled(receive_slice(world.group, state.held, fills))
+        began = time.monotonic()
+        self.meter.filled(receive_slice(world.group, state.held, fills), time.monotonic() - began)
         state.buffers.exchange(world.group, world.routes)
         norms = (
             subtree_sums(state.sums.live.flats, world.plan.shares[world.rank].owned, state.layout)
@@ -321,7 +323,7 @@ class Engine:
             self.faults.at("after_last", self.state.step)
         fills = world.plan.fill_slice(self.boundaries)
         letters = send_slice(world.group, self.state.held, fills)
-        self.meter.filled(receive_slice(world.group, self.state.held, fills))
+        self.meter.filled(receive_slice(world.group, self.state.held, fills), 0.0)
         for letter in letters:
             letter.wait()
         record = self._vote(world, self._ballot(self.state.step), None)
@@ -334,6 +336,7 @@ class Engine:
 
     def _boundary(self, record: Record, stepped: bool) -> None:
         """After a passed vote: requests are carried out, a planned generation begins, the controller hears of it."""
+        self.meter.voted(stepped)
         if self.world is not None:
             self.saving.voted(record, self.world, stepped)
         self.requests.carry_out(record.wishes)

@@ -229,8 +229,7 @@ class Resize:
             engine.loop.begin_step(world.lanes)
         engine.state.pending = NO_BLOCKS
         change = self._clock.begun(plan.generation, engine.state.step, plan.recovery is not None)
-        engine.meter.changed(change)
-        engine.meter.resumed()
+        engine.meter.changed(change, planned=plan.recovery is None)
         log.info("world", generation=plan.generation, reason=str(plan.reason), rank=world.rank,
                  world_size=plan.world_size, lanes=list(world.lanes), step=engine.state.step)  # fmt: skip
         engine.saving.enter(world)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import time
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -24,11 +25,13 @@ class Meter:
         self._samples_per_lane = samples_per_lane
         self._samples = 0
         self._fill_bytes = 0
+        self._fill_seconds = 0.0
         self._step_seconds = 0.0
         self._latest_steps: deque[float] = deque(maxlen=LATEST_STEPS)
         self._training_seconds = 0.0
         self._step_began = time.monotonic()
         self._changes: list[Change] = []
+        self._change: Change | None = None
 
     def step_done(self, lanes: int) -> None:
         """A step is committed and handed out."""
@@ -39,16 +42,29 @@ class Meter:
         self._step_began = now
         self._samples += lanes * self._samples_per_lane
 
-    def resumed(self) -> None:
-        """A pause is over: the step's clock starts now."""
+    def filled(self, count: int, seconds: float) -> None:
+        """Bytes of state were received by a fill, and a step was so much longer for it."""
+        self._fill_bytes += count
+        self._fill_seconds += seconds
+
+    def changed(self, change: Change, planned: bool) -> None:
+        """A generation begins; what it cost is told after its first vote."""
+        self._tell({})
+        if planned:
+            change = replace(change, phases={**change.phases, "fill": self._fill_seconds})
+        self._fill_seconds = 0.0
+        self._change = change
         self._step_began = time.monotonic()
 
-    def filled(self, count: int) -> None:
-        """Bytes of state were received by a fill."""
-        self._fill_bytes += count
+    def voted(self, stepped: bool) -> None:
+        """A vote has passed, and all it asked for is done."""
+        self._tell({"first_step": self._step_seconds} if stepped else {})
 
-    def changed(self, change: Change) -> None:
-        self._changes = [*self._changes[-LATEST_CHANGES + 1 :], change]
+    def _tell(self, more: dict[str, float]) -> None:
+        if self._change is not None:
+            change = replace(self._change, phases={**self._change.phases, **more})
+            self._changes = [*self._changes[-LATEST_CHANGES + 1 :], change]
+            self._change = None
 
     def telemetry(self, loss: float | None, state: TrainingState, saves: tuple[Saved, ...]) -> Telemetry:
         parameters = sum(flat.numel() * flat.element_size() for flat in state.flats)

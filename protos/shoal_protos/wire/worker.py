@@ -224,7 +224,6 @@ def _write_change(change: Change) -> pb.Change:
         phases=dict(change.phases),
         promoted_blocks=change.promoted_blocks,
         pause_bytes=change.pause_bytes,
-        waited_for=bounds.readable(change.waited_for),
         checkpoint_bytes=change.checkpoint_bytes,
     )
 
@@ -241,7 +240,6 @@ def _read_change(message: pb.Change) -> Change:
         },
         promoted_blocks=bounds.whole("change.promoted_blocks", message.promoted_blocks),
         pause_bytes=bounds.whole("change.pause_bytes", message.pause_bytes),
-        waited_for=bounds.text("change.waited_for", message.waited_for),
         checkpoint_bytes=bounds.whole("change.checkpoint_bytes", message.checkpoint_bytes),
     )
 

@@ -194,7 +194,7 @@ def _send(turn: Turn, plan: Plan) -> None:
     step = plan.recovery.step if plan.recovery is not None else 0
     turn.note(
         "plan",
-        f"generation {plan.generation} is planned: {names}, from step {step}",
+        f"generation {plan.generation} is planned: {names}, from step {step}{_waited(turn, attempt, attempt.since)}",
         prepare_seconds=round(turn.now - attempt.since, 3),
     )
     for member in plan.members:
@@ -261,7 +261,7 @@ def _open(turn: Turn, attempt: Attempt, plan: Plan) -> None:
     )
     turn.change(attempt=None, ready_since=None, parting=False)
     planned.opened(turn, plan)
-    timeline.opened(turn, plan, max(0, before - step))
+    timeline.opened(turn, plan, max(0, before - step), _waited(turn, attempt, attempt.planned_at))
     for member in plan.members:
         tell(turn, member.worker)
 
@@ -286,6 +286,11 @@ def _wait(turn: Turn, attempt: Attempt, sentence: str) -> None:
         attempt = replace(attempt, told_of=sentence)
         turn.note("waiting", sentence)
     turn.change(attempt=attempt)
+
+
+def _waited(turn: Turn, attempt: Attempt, since: float) -> str:
+    """Whom the others waited for until now: the last sentence names the last."""
+    return f"; {attempt.waits_for}: {turn.now - since:.3f} s" if attempt.waits_for else ""
 
 
 def _overdue(turn: Turn, since: float) -> bool:

@@ -40,13 +40,13 @@ def begun(turn: Turn, plan: Plan) -> None:
     turn.note("begun", f"generation {plan.generation} has begun with {_names(plan)}", reason=plan.reason.value)
 
 
-def opened(turn: Turn, plan: Plan, lost_steps: int) -> None:
-    """A world made from inventories may train."""
+def opened(turn: Turn, plan: Plan, lost_steps: int, waited: str) -> None:
+    """A world made from inventories may train. `waited`: for whom, as the end of a sentence."""
     step = plan.recovery.step if plan.recovery is not None else 0
     _enter(turn, plan, step, lost_steps)
     turn.note(
         "open",
-        f"generation {plan.generation} is open with {_names(plan)}, from step {step}",
+        f"generation {plan.generation} is open with {_names(plan)}, from step {step}{waited}",
         reason=plan.reason.value,
         lost_steps=lost_steps,
         detect_seconds=round(turn.job.detect_seconds, 3),
@@ -162,11 +162,10 @@ def _figures(turn: Turn, world: Plan, changes: dict[WorkerId, Change]) -> None:
     turn.count("shoal_blocks_promoted_total", promoted)
     turn.count("shoal_repartition_bytes_total", moved, source="peer")
     turn.count("shoal_repartition_bytes_total", read, source="checkpoint")
-    waits = f"; longest wait of {slowest}: {change.waited_for}" if change.waited_for else ""
     turn.note(
         "resized",
         f"generation {world.generation} ({world.reason.value}) paused training for {change.pause_seconds:.3f} s, "
-        f"{promoted} blocks promoted, {moved} bytes moved in the pause{waits}",
+        f"{promoted} blocks promoted, {moved} bytes moved in the pause",
         slowest,
         pause_seconds=change.pause_seconds,
         phases=phases,
