@@ -102,6 +102,7 @@ def test_a_checkpoint_is_asked_for_listed_and_counted(tmp_path: Path) -> None:
             assert f'shoal_checkpoint_seconds_count{{job="job",phase="{phase}"}} 1.0' in figures
         assert f'shoal_checkpoint_bytes_total{{job="job"}} {float(listed["bytes"])}' in figures
         ends_undisturbed(cluster)
+        assert whole(tmp_path) == [step], "one was asked for"
 
 
 def test_a_job_begins_from_another_jobs_checkpoint_in_another_world(tmp_path: Path) -> None:

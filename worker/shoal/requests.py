@@ -67,11 +67,11 @@ class Requests:
         """What this worker brings into its next vote."""
         if self._engine.resize.frozen_in_place:  # a recovery on the way has brought them
             self._mine = [wish for wish in self._mine if wish.kind != "frozen"]
-        if not self._engine.saving.pending:
-            self._mine = [wish for wish in self._mine if wish.kind != "save"]
+        self._drop_saved()
         if self._engine.over and not self._engine.done:
             self.add(Wish("fingerprint"))
-        return tuple(self._mine)
+        save = self._engine.saving.pending
+        return tuple(save if save and wish.kind == "save" else wish for wish in self._mine)
 
     def heed_stop(self, record: Record) -> None:
         """A voted stop is part of the commit: whoever rolls forward with the record heeds it too."""
@@ -88,8 +88,13 @@ class Requests:
                     self._export(Path(wish.detail))
                 case "frozen":
                     self._frozen(wish)
-            if wish in self._mine and not (wish.kind == "save" and self._engine.saving.pending):
+            if wish in self._mine:
                 self._mine.remove(wish)
+        self._drop_saved()
+
+    def _drop_saved(self) -> None:
+        if not self._engine.saving.pending:
+            self._mine = [wish for wish in self._mine if wish.kind != "save"]
 
     def _fingerprint(self) -> None:
         engine = self._engine

@@ -93,9 +93,9 @@ class Saving:
         self._asked_at = self._engine.state.step + (0 if self._engine.over else 1)
 
     @property
-    def pending(self) -> bool:
-        """Whether what this worker asked for is still to be done."""
-        return self._asked_at is not None
+    def pending(self) -> Wish | None:
+        """What this worker asks for and is still to be done, as its ballot says it."""
+        return replace(SAVE, step=self._asked_at) if self._asked_at is not None else None
 
     def register(self, name: str, of: Any) -> None:
         """An object of the user's whose state is saved with the job's, and given to newcomers."""
@@ -140,7 +140,8 @@ class Saving:
         said = {m.incarnation: word for m, word in zip(world.plan.members, record.saving, strict=True)}
         self._saver.heed(said, planned=world.plan.recovery is None)
         self._hear(self._saver.take_outcome())
-        asked, due = SAVE in record.wishes, stepped and self._is_due(record)
+        asked = any(wish.kind == "save" and record.saved < wish.step for wish in record.wishes)
+        due = stepped and self._is_due(record)
         if due:
             self._clock = time.monotonic()
         if record.saved != record.step and (asked or due):
@@ -215,6 +216,8 @@ class Saving:
     def restored(self, step: int) -> None:
         """All have gone back to a checkpoint, or to the start: what was saved after it counts no more."""
         self.saved = step
+        if self._asked_at is not None:
+            self._asked_at = min(self._asked_at, step + 1)
 
     # ---- a save is over
 

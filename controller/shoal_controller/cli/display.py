@@ -100,7 +100,7 @@ class Lines:
         self._out.print(
             f"{job['job']} {job['phase']}: step {step_of(job)}, loss {number(job['loss'])}, "
             f"{number(samples_per_second, 3)} samples/s, world {workers['active']} of {workers['wanted']}, "
-            f"generation {job['generation']}; {job['reason']}",
+            f"generation {job['generation']}" + (f"; {job['reason']}" if job["reason"] else ""),
             markup=False,
         )
 

@@ -35,6 +35,8 @@ class Wish:
     """A path for an export; for `frozen` the newcomer's digest of its frozen parameters."""
     rank: int = -1
     """Whose wish it is, where that matters."""
+    step: int = -1
+    """Of a `save` in a vote: the first step at which a checkpoint fulfils it."""
 
 
 @dataclass(frozen=True, slots=True)
