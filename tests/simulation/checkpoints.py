@@ -1,37 +1,27 @@
-"""The place where simulated workers save: which checkpoints are whole, and which of them cannot be read.
+"""The place where simulated workers save: parts, whole checkpoints with the bits that were written, and damage.
 
-A save is whole once every owner of its world has written its part and the first of them lives to say so. Its bits are
-those that the reference has for its step, so a path says all. Whether one is damaged is drawn when it is made.
+What each worker does about a save is in saving.py. A checkpoint that is whole is looked at once: it has the bits of the
+undisturbed run. Whether it can be read is drawn then; like a flipped bit, nobody knows before it is read.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Collection
 from random import Random
 from typing import TYPE_CHECKING
 
-from shoal_protos.checkpoint import Sighting
+from shoal_protos.checkpoint import Sighting, superfluous
+from shoal_protos.runs import Runs
 
 from .network import Still
 
 if TYPE_CHECKING:
     from .simulation import Simulation
-    from .worker import SimWorker
-    from .world import World
 
-WRITE_SECONDS = 0.6
-DAMAGED = 0.1
-"""The part of checkpoints that cannot be read."""
+Part = dict[int, int]
+"""By block: its state and parameters, as one symbol."""
 
-
-@dataclass(eq=False)
-class Save:
-    """One save on its way."""
-
-    sighting: Sighting
-    missing: set[str]
-    """Incarnations of owners whose part is not written."""
-    told: list[SimWorker] = field(default_factory=list)
+KEEP = 3
 
 
 class Checkpoints:
@@ -39,41 +29,45 @@ class Checkpoints:
 
     def __init__(self, simulation: Simulation, every: int) -> None:
         self.simulation, self.every = simulation, every
-        self.chance: Random = Still(0) if simulation.still else Random(f"checkpoints of {simulation.seed}")
-        self.whole: list[Sighting] = []
+        chance = Random(f"checkpoints of {simulation.seed}")
+        self.damaging = chance.choice((0.0, 0.1, 0.5))
+        """The part of checkpoints that cannot be read."""
+        self.failing = chance.choice((0.0, 0.0, 0.1))
+        """The part of files that cannot be written."""
+        self.chance: Random = Still(0) if simulation.still else chance
+        self.parts: dict[str, dict[str, Part]] = {}
+        """By path and incarnation of the writer."""
+        self.there: dict[Sighting, Part] = {}
+        """The whole ones that were not deleted."""
         self.damaged: set[str] = set()
-        self._saves: dict[str, Save] = {}
+        self.made = 0
 
-    def boundary(self, worker: SimWorker, world: World, asked: bool) -> None:
-        """After a vote: all decide alike whether they save."""
-        step, generation = worker.training.step, world.plan.generation
-        if not self.every or step < 1 or not (asked or step % self.every == 0):
-            return
-        path = f"step {step} of generation {generation}"
-        save = self._saves.get(path)
-        if save is None:
-            owners = {world.plan.members[rank].incarnation for rank in {0, *world.owners}}
-            save = self._saves[path] = Save(Sighting(generation, step, path), owners)
-        if worker not in save.told:
-            save.told.append(worker)
-            worker.after(WRITE_SECONDS * self.chance.random(), self._written, worker, save)
+    def publish(self, sighting: Sighting, writers: Collection[str], in_use: str) -> bool:
+        """Makes it exist, if the writers' parts are all there; older ones may go."""
+        parts = self.parts.get(sighting.path, {})
+        whole = {block: value for writer in writers for block, value in parts.get(writer, {}).items()}
+        if not parts.keys() >= set(writers) or len(whole) < self.simulation.blocks:
+            return False
+        self.simulation.watch.saved(sighting, whole)
+        self.there[sighting] = whole
+        self.made += 1
+        if self.chance.random() < self.damaging:
+            self.damaged.add(sighting.path)
+        self.simulation.say("checkpoint", sighting.path, "is whole")
+        self._prune(in_use)
+        return True
 
-    def _written(self, worker: SimWorker, save: Save) -> None:
-        """A part is there; the last one makes the checkpoint, if its leader lives to write the manifest."""
-        save.missing.discard(worker.incarnation)
-        if not save.missing and save.sighting not in self.whole:
-            self.whole.append(save.sighting)
-            if self.chance.random() < DAMAGED:
-                self.damaged.add(save.sighting.path)
-            self.simulation.say("a checkpoint of", save.sighting.path, "is whole")
-        if save.sighting in self.whole:
-            for other in save.told:
-                other.awake(self._tell, other, save.sighting)
+    def _prune(self, in_use: str) -> None:
+        newest = sorted(self.there, reverse=True)
+        for place in superfluous([one.step for one in newest], KEEP, None):
+            if newest[place].path != in_use:
+                del self.there[newest[place]]
 
-    def _tell(self, worker: SimWorker, sighting: Sighting) -> None:
-        worker.training.knows = sighting
-        worker.session.changed()
+    def newest(self, spoilt: Collection[str], known: Runs) -> Sighting | None:
+        """What a worker finds that looks for the latest, of the generations that its job knows."""
+        found = (one for one in self.there if one.path not in spoilt and (not known or one.generation in known))
+        return max(found, default=None)
 
-    def newest(self, spoilt: set[str]) -> Sighting | None:
-        """What a worker finds that looks for the latest."""
-        return max((one for one in self.whole if one.path not in spoilt), default=None)
+    def read(self, path: str) -> Part | None:
+        """All that is in a checkpoint, damaged or not; None where there is none."""
+        return next((content for sighting, content in self.there.items() if sighting.path == path), None)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from random import Random
 from typing import TYPE_CHECKING
 
-from shoal_controller.core.events import DrainWorker, Pause, Resume, Scale
+from shoal_controller.core.events import DrainWorker, Pause, Resume, Save, Scale
 
 if TYPE_CHECKING:
     from .simulation import Simulation
@@ -24,10 +24,15 @@ class Faults:
         self.count = 0
         chosen = self.chance.sample(list(KINDS), self.chance.randint(2, len(KINDS)))
         self.kinds = [kind for kind in chosen for _ in range(KINDS[kind])]
+        self.saves = Random(f"wishes of {simulation.seed}")
+        """Apart from the rest, so that a job without checkpoints meets the same whether others have them or not."""
 
     def rage(self, seconds: float) -> None:
         self.until = self.clock.now + seconds
         self._next()
+        if self.simulation.checkpoints.every:
+            for wish in self.saves.choice(((), (self.save,), (self.leave,), (self.save, self.save, self.leave))):
+                self.clock.after(self.saves.uniform(0, seconds), wish)
 
     def _next(self) -> None:
         delay = self.chance.expovariate(1 / self.every)
@@ -163,6 +168,17 @@ class Faults:
         host = self.simulation.host
         host.wish(Pause())
         self._soon(lambda: host.wish(Resume()), 0.2, 4.0)
+
+    def save(self) -> None:
+        self.simulation.say("an operator asks for a checkpoint")
+        self.simulation.host.wish(Save())
+
+    def leave(self) -> None:
+        """All who are here are drained."""
+        self.simulation.say("an operator drains everybody")
+        for worker in self.simulation.workers():
+            if worker.membership.worker:
+                self.simulation.host.wish(DrainWorker(worker.membership.worker, 3.0))
 
     def come(self) -> None:
         """A worker comes by itself; now and then with an id that is taken."""

@@ -30,7 +30,7 @@ def attempt(task: tuple[int, dict[str, object]]) -> tuple[int, str, Counter[str]
     happened[f"ended {durable.phase.value}" if durable.phase.over else "still training"] += 1
     happened["faults"] += getattr(simulation, "faults", 0)
     happened["started anew"] += durable.floor > 0
-    happened["checkpoints"] += len(simulation.checkpoints.whole)
+    happened["checkpoints"] += simulation.checkpoints.made
     happened["from a checkpoint"] += sum(
         bool(plan.recovery and plan.recovery.checkpoint) for plan in simulation.watch.opened.values()
     )

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from shoal_controller.core.events import Cancel, DrainWorker, Pause, Resume, Scale
+from shoal_controller.core.events import Cancel, DrainWorker, Pause, Resume, Save, Scale
 from shoal_controller.core.view import view
 
 from .seeds import settled
@@ -186,7 +186,7 @@ class Script:
 
     def do_damage(self) -> None:
         """The newest checkpoint cannot be read from now on."""
-        self.simulation.checkpoints.damaged.add(max(self.simulation.checkpoints.whole).path)
+        self.simulation.checkpoints.damaged.add(max(self.simulation.checkpoints.there).path)
 
     # ---- an operator
 
@@ -204,6 +204,9 @@ class Script:
 
     def do_resume(self) -> None:
         self.simulation.host.wish(Resume())
+
+    def do_save(self) -> None:
+        self.simulation.host.wish(Save())
 
     def do_cancel(self) -> None:
         self.simulation.host.wish(Cancel())

@@ -69,7 +69,8 @@ def settled(simulation: Simulation, begin: int) -> bool:
     gone = len(staying) == world.world_size
     trainers = sum(bool(world.shares[rank].lanes) for rank in staying)
     busy = trainers == min(len(staying), world.lanes)
-    return in_it and enough and gone and busy and not durable.planned and not world.fills
+    still = not durable.planned and not world.fills and not simulation.host.job.save_asked
+    return in_it and enough and gone and busy and still
 
 
 def over_for_a_reason(simulation: Simulation, phase: Phase, reason: str) -> bool:

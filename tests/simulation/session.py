@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shoal_protos.messages import (
@@ -45,6 +46,7 @@ class Session:
         self.sequence = 0
         self._last_said: object = None
         self._beats = self._dials = 0
+        self._asked: set[int] = set()
         self.drains = False
         self.result: Result | None = None
         self.telemetry = Telemetry(step_seconds=worker.simulation.step_seconds)
@@ -101,7 +103,8 @@ class Session:
 
     def say_status(self, echo: int = 0) -> None:
         self._last_said = self._key()
-        self.say(Heartbeat(self.status(), self.telemetry, echo))
+        telemetry = replace(self.telemetry, saves=self.worker.training.saving.told)
+        self.say(Heartbeat(self.status(), telemetry, echo))
 
     def changed(self) -> None:
         """Any change but the step's is said at once."""
@@ -109,15 +112,15 @@ class Session:
             self.say_status()
 
     def _key(self) -> object:
-        m, t = self.membership, self.worker.training
-        return m.generation, m.point, m.newest_heard, t.broken, t.done, t.ended, self.drains, t.knows, t.damage
+        m, t, s = self.membership, self.worker.training, self.worker.training.saving
+        return m.generation, m.point, m.newest_heard, t.broken, t.done, t.ended, self.drains, s.knows, s.damage
 
     def status(self) -> Status:
-        m, t = self.membership, self.worker.training
+        m, t, s = self.membership, self.worker.training, self.worker.training.saving
         self.sequence += 1
         return Status(
             self.sequence, m.generation, m.point, m.newest_heard, t.step, t.committed_in, t.boundary, t.holds(),
-            t.current, tuple(sorted(t.broken)), t.done, t.ended, self.drains, t.knows, t.damage,
+            t.current, tuple(sorted(t.broken)), t.done, t.ended, self.drains, s.knows, s.damage,
         )  # fmt: skip
 
     # ---- hearing
@@ -136,9 +139,13 @@ class Session:
             self.changed()
 
     def _welcome(self, message: Welcome) -> None:
+        saving = self.worker.training.saving
         if self.membership.worker not in ("", message.worker):
             return  # meant for what this process was before it started over
         self.membership.worker = message.worker
+        if self.membership.is_newcomer:
+            saving.generations = message.known
+            saving.look()
         if not self.welcomed:
             self.welcomed = True
             self._beats += 1
@@ -183,8 +190,9 @@ class Session:
     def _ask(self, message: Ask) -> None:
         if message.kind is AskKind.STOP:
             self.worker.training.stop_asked = True
-        else:
-            self.worker.training.save_asked = True
+        elif message.number not in self._asked:
+            self._asked.add(message.number)
+            self.worker.training.saving.ask()
 
     def _shutdown(self, message: Shutdown) -> None:
         worker = self.worker
@@ -193,8 +201,13 @@ class Session:
             worker.simulation.watch.drained(worker, message.reason)
         if message.ending is Ending.START_OVER:
             worker.start_over()
+        elif message.ending is Ending.FAILED:
+            worker.end(1, message.ending.value)
+        elif seconds := worker.training.saving.closes_in():
+            worker.training.over = True
+            worker.after(seconds, worker.end, 0, message.ending.value)
         else:
-            worker.end(1 if message.ending is Ending.FAILED else 0, message.ending.value)
+            worker.end(0, message.ending.value)
 
     def _refusal(self, message: Refusal) -> None:
         if message.final:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shoal_protos.checkpoint import Damage, Sighting
 from shoal_protos.messages import Inventory, Point, Result
 from shoal_protos.plan import Plan, Reason
 from shoal_protos.runs import NO_BLOCKS, Runs
 
+from .saving import Ballot, Saving
 from .symbols import initial, right, updated
 from .world import World, runs_of
 
@@ -29,6 +29,7 @@ class Training:
         self.worker, self.simulation = worker, worker.simulation
         self.watch = worker.simulation.watch
         self.groups = worker.simulation.groups
+        self.saving = Saving(worker)
         self.forget()
 
     def forget(self) -> None:
@@ -46,11 +47,8 @@ class Training:
         self.built: set[int] = set()
         self.broken: frozenset[str] = frozenset()
         self.reported = 0
-        self.done = self.ended = self.stop_asked = self.stops = self.save_asked = self.saves = False
-        self.knows: Sighting | None = None
-        self.damage: Damage | None = None
-        self.spoilt: set[str] = set()
-        self.taken = ""
+        self.done = self.ended = self.stop_asked = self.stops = False
+        self.ballots: dict[SimWorker, Ballot] = {}
         self.idle = True
         self.over = False
 
@@ -84,7 +82,7 @@ class Training:
         self.worker.after(self.simulation.rehearsal_seconds(), self._rehearsed)
 
     def _rehearsed(self) -> None:
-        self.knows = self.simulation.checkpoints.newest(self.spoilt)
+        self.saving.look()
         self.membership.rehearsed()
         self.worker.session.changed()
 
@@ -178,8 +176,9 @@ class Training:
             self.pending = replays
         holds = world.plan.replays(self.rank, self.boundary) & self.holds() if self.membership.next else NO_BLOCKS
         number = self.membership.enter_vote(holds)
+        ballot = self.saving.ballot()
         for rank in range(world.size):
-            self.send(rank, "v", (number, self.stop_asked, self.save_asked))
+            self.send(rank, "v", (number, self.stop_asked, ballot))
         self.stage = "vote"
         self.worker.session.changed()
         return True
@@ -191,15 +190,14 @@ class Training:
         if len(votes) < world.size:
             return False
         self.stops = self.stops or any(stop for _, stop, _ in votes.values())
-        self.saves = any(save for _, _, save in votes.values())
+        self.ballots = {peer: ballot for peer, (_, _, ballot) in votes.items()}
         begins = self.membership.leave_vote([number for number, _, _ in votes.values()])
         deferred = self.membership.take_deferred()
         if begins is None and deferred is not None:
             self.worker.session.hear_plan(deferred)
         if self.idle:
             self.boundary += 1
-            if self.saves:
-                self._save(world)
+            self.saving.voted(self.ballots, world, stepped=False)
             return self._switch()
         self._commit(world)
         return True
@@ -238,12 +236,8 @@ class Training:
         self.boundary += 1
         now = self.generation, "", self.boundary
         self.box = {key: value for key, value in self.box.items() if (key[0], "", key[2]) >= now}
-        self._save(world)
+        self.saving.voted(self.ballots, world, stepped=True)
         return self._switch()
-
-    def _save(self, world: World) -> None:
-        self.simulation.checkpoints.boundary(self.worker, world, self.saves)
-        self.save_asked = False
 
     def _switch(self) -> bool:
         """After the hand-out: the planned generation begins that all have voted, or the next boundary."""
@@ -375,13 +369,15 @@ class Training:
         assert rank is not None
         self.world, self.rank, self.boundary = self.simulation.worlds.of(plan), rank, 0
         recovery, world = plan.recovery, self.world
+        self.saving.begins(plan)
         if recovery.checkpoint:
             if not self._take_up(plan):
                 return
         elif plan.reason is Reason.START:
-            if self.taken:
-                self.worker.fail(f"{self.taken} cannot be read whole", everyone=True)
+            if self.saving.taken:
+                self.worker.fail(f"{self.saving.taken} cannot be read whole", everyone=True)
                 return
+            self.saving.saved = -1
             self.blocks = {block: initial(block) for block in world.keeps[rank]}
             self.parameters = {block: initial(block) for block in range(plan.blocks)}
         elif not recovery.counted[rank]:
@@ -403,24 +399,21 @@ class Training:
 
     def _take_up(self, plan: Plan) -> bool:
         """Everything as it was at the checkpoint's step, if it can be read."""
-        recovery, checkpoints = plan.recovery, self.simulation.checkpoints
-        assert recovery is not None and self.world is not None
+        recovery, world = plan.recovery, self.world
+        assert recovery is not None and world is not None
         if self.ended and recovery.step < self.simulation.max_steps:
             self.worker.fail(f"the job goes back to step {recovery.step}, and this script has ended")
             return False
-        self.taken = recovery.checkpoint
-        if recovery.checkpoint in checkpoints.damaged and (self.rank == 0 or self.worker.chance.random() < 0.5):
-            self.spoilt.add(recovery.checkpoint)
-            self.damage = Damage(recovery.checkpoint, f"{recovery.checkpoint} is damaged.")
-            self.knows = checkpoints.newest(self.spoilt)
+        content = self.saving.take_up(recovery.checkpoint)
+        if content is None:
             self.stage = ""
             self.worker.session.changed()
             return False
         self.worker.say("takes up", recovery.checkpoint)
-        bits = right(recovery.step)
-        self.blocks = {block: bits[block] for block in self.world.keeps[self.rank]}
-        self.parameters = {block: bits[block] for block in self.world.owned[self.rank]}
+        self.blocks = {block: content[block] for block in world.keeps[self.rank]}
+        self.parameters = {block: content[block] for block in world.owned[self.rank]}
         self.committed_in, self.done, self.current = 0, False, False
+        self.saving.saved = recovery.step
         return True
 
     def _roll_forward(self, step: int, record: bytes) -> None:

@@ -12,6 +12,7 @@ from shoal_controller.core.events import DrainWorker, Event
 from shoal_controller.core.job import Job
 from shoal_controller.core.spec import Phase
 from shoal_controller.core.view import view
+from shoal_protos.checkpoint import Sighting
 from shoal_protos.messages import Carry, Ending, Open, Prepare
 from shoal_protos.plan import Plan, Reason
 
@@ -93,6 +94,13 @@ class Watch:
             self.violated("a generation begins at two steps", worker, plan.generation, at, step)
         if plan.recovery is not None and plan.generation not in self.opened:
             self.violated("a world trains before it was opened", worker, plan.generation)
+
+    def saved(self, sighting: Sighting, whole: dict[int, int]) -> None:
+        """A checkpoint that is whole has the bits of its step."""
+        expected = right(sighting.step)
+        wrong = [block for block in sorted(whole) if whole[block] != expected[block]]
+        if wrong:
+            self.violated("a checkpoint has wrong bits", sighting.path, wrong)
 
     def drained(self, worker: SimWorker, why: str) -> None:
         """A worker was let go by a world that trains without it: whatever copies it had are gone."""

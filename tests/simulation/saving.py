@@ -1,0 +1,238 @@
+"""Saving and taking up, as one simulated worker does it: worker/shoal/saving.py, resuming.py and checkpoint/saver.py.
+
+All decide alike by what the votes say: who asks, whose save is under way, which step is saved. The leader completes a
+save once nobody in the vote is writing any more; the others hear of it in a later vote. Writing goes on beside steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from shoal_protos.checkpoint import Damage, Saved, SaveOutcome, Sighting
+from shoal_protos.plan import Plan
+from shoal_protos.runs import NO_BLOCKS, Runs
+
+if TYPE_CHECKING:
+    from .checkpoints import Part
+    from .worker import SimWorker
+    from .world import World
+
+WRITE_SECONDS = 0.6
+COMMIT_SECONDS = 0.1
+PATIENCE_SECONDS = 2.0
+LOOK_SECONDS = 0.1
+
+
+class Word(StrEnum):
+    """What a ballot says of its member's part in a save."""
+
+    IDLE = ""
+    WRITING = "writing"
+    WRITTEN = "written"
+    FAILED = "failed"
+
+
+BUSY = Word.WRITING, Word.WRITTEN
+
+
+@dataclass(frozen=True, slots=True)
+class Ballot:
+    """What a member's vote says of saves."""
+
+    asks: bool
+    word: Word
+    saved: int
+
+
+@dataclass(eq=False, slots=True)
+class Save:
+    """One save as one member sees it. `writers[0]` leads."""
+
+    sighting: Sighting
+    writers: tuple[str, ...]
+    part: Part
+    leads: bool
+    in_use: str
+    written: bool = False
+    verdict: bool = False
+    gone: frozenset[str] = frozenset()
+    leader_heard: bool = False
+    failure: str = ""
+
+
+class Saving:
+    """See the module's text."""
+
+    def __init__(self, worker: SimWorker) -> None:
+        self.worker, self.place = worker, worker.simulation.checkpoints
+        self.word = Word.IDLE
+        self.saved = -1
+        self.asked_at: int | None = None
+        self.told: tuple[Saved, ...] = ()
+        self._save: Save | None = None
+        self._over: Save | None = None
+        """Over, and not heard of yet."""
+        # what it knows of checkpoints
+        self.knows: Sighting | None = None
+        self.damage: Damage | None = None
+        self.generations: Runs = NO_BLOCKS
+        self._spoilt: set[str] = set()
+        self.taken = ""
+        """The last checkpoint that it began to read: the initial state is gone from then on."""
+
+    def look(self) -> None:
+        """For the latest, at the start or after one that could not be read."""
+        self.knows = self.place.newest(self._spoilt, self.generations)
+
+    def ask(self) -> None:
+        training = self.worker.training
+        self.asked_at = training.step + (0 if training.done else 1)
+
+    # ---- in the vote
+
+    def ballot(self) -> Ballot:
+        word = self.word
+        self._hear()
+        return Ballot(self.asked_at is not None, word, self.saved)
+
+    def voted(self, ballots: dict[SimWorker, Ballot], world: World, stepped: bool) -> None:
+        """At the boundary after a vote; all have the same ballots."""
+        if not self.place.every:
+            return
+        step, said = self.worker.training.step, {peer.incarnation: ballot.word for peer, ballot in ballots.items()}
+        self._heed(said, world.plan.recovery is None)
+        self._hear()
+        saved = max(ballot.saved for ballot in ballots.values())
+        due = stepped and step % self.place.every == 0
+        asked = any(ballot.asks for ballot in ballots.values())
+        if saved != step and (asked or due) and not any(word in BUSY for word in said.values()):
+            self._begin(world)
+        if self.asked_at is not None and (saved >= self.asked_at or saved == step):
+            self.asked_at = None
+
+    def _heed(self, said: dict[str, Word], planned: bool) -> None:
+        save = self._save
+        if save is None or self.word is Word.IDLE:
+            return
+        leader = said.get(save.writers[0])
+        if save.leads:
+            self._decide(save, said, planned)
+        elif leader is Word.WRITING:
+            save.leader_heard = True
+        elif self.word is not Word.WRITING:
+            if leader is None or leader is Word.FAILED or not save.leader_heard:
+                save.failure = save.failure or "its leader is gone, or says that it failed"
+            self._save, self._over, self.word = None, save, Word.IDLE
+
+    def _decide(self, save: Save, said: dict[str, Word], planned: bool) -> None:
+        """The leader: complete it, give it up, or wait for another vote."""
+        if save.verdict:
+            return
+        others = {writer: said[writer] for writer in save.writers[1:] if writer in said}
+        if Word.FAILED in others.values():
+            save.failure = "another one could not write"
+        elif Word.WRITING in others.values():
+            return
+        save.gone = frozenset(save.writers[1:]) - others.keys() if planned else frozenset()
+        save.verdict = True
+        self._complete(save, PATIENCE_SECONDS)
+
+    # ---- a save begins, and is written
+
+    def _begin(self, world: World) -> None:
+        plan, training = world.plan, self.worker.training
+        writers = tuple(plan.members[rank].incarnation for rank in sorted({0, *world.owners}))
+        if self.worker.incarnation not in writers:
+            return
+        path = f"{training.step}-{plan.generation}-{training.boundary}"
+        part = {block: training.blocks[block] for block in world.owned[training.rank]}
+        in_use = plan.recovery.checkpoint if plan.recovery is not None else ""
+        sighting = Sighting(plan.generation, training.step, path)
+        self._save = save = Save(sighting, writers, part, training.rank == 0, in_use)
+        self.word, self._over = Word.WRITING, None
+        self.worker.after(WRITE_SECONDS * self.place.chance.random(), self._written, save)
+
+    def _written(self, save: Save) -> None:
+        if self.place.chance.random() < self.place.failing:
+            return self._fails(save, "the disk is full")
+        self.place.parts.setdefault(save.sighting.path, {})[self.worker.incarnation] = save.part
+        save.written = True
+        if save.leads:
+            self._complete(save, PATIENCE_SECONDS)
+        elif save is self._save:
+            self.word = Word.WRITTEN
+        return None
+
+    def _complete(self, save: Save, patience: float) -> None:
+        """The leader, once its part is written and the votes have decided: those who have left may still write."""
+        if not (save.written and save.verdict) or save is not self._save or self.word is Word.FAILED:
+            return
+        there = self.place.parts[save.sighting.path].keys()
+        if save.failure:
+            self._fails(save, save.failure)
+        elif save.gone <= there or patience <= 0:
+            self.worker.after(COMMIT_SECONDS * self.place.chance.random(), self._commit, save)
+        else:
+            self.worker.after(LOOK_SECONDS, self._complete, save, patience - LOOK_SECONDS)
+
+    def _commit(self, save: Save) -> None:
+        if save is self._save and self.word is Word.WRITING:
+            if self.place.publish(save.sighting, save.writers, save.in_use):
+                self.word, self._save, self._over = Word.IDLE, None, save
+            else:
+                self._fails(save, "a part is not there")
+
+    def _fails(self, save: Save, why: str) -> None:
+        save.failure = why
+        if save is self._save:
+            self.word = Word.FAILED
+            if save.leads:
+                self._save, self._over = None, save
+
+    def closes_in(self) -> float:
+        """How long a process that is to end still writes."""
+        save = self._save
+        if save is None or self.word not in BUSY:
+            return 0.0
+        if save.leads and not save.verdict:
+            save.gone, save.verdict = frozenset(save.writers[1:]), True
+            self._complete(save, PATIENCE_SECONDS)
+        return WRITE_SECONDS + COMMIT_SECONDS
+
+    # ---- a save is over
+
+    def _hear(self) -> None:
+        save, self._over = self._over, None
+        if save is None:
+            return
+        if not save.failure:
+            self.saved, self.knows = save.sighting.step, save.sighting
+            self.worker.session.changed()
+        elif save.sighting.generation == self.worker.training.generation:
+            self.asked_at = None
+        if save.leads:
+            outcome = SaveOutcome.FAILED if save.failure else SaveOutcome.DONE
+            number = self.told[-1].number + 1 if self.told else 1
+            self.told = (*self.told[-7:], Saved(number, save.sighting.step, outcome, why=save.failure))
+
+    # ---- taking up
+
+    def begins(self, plan: Plan) -> None:
+        """A plan is being carried out; what was said of another one's checkpoint is over."""
+        path = plan.recovery.checkpoint if plan.recovery is not None else ""
+        if self.damage is not None and self.damage.path != path:
+            self.damage = None
+
+    def take_up(self, path: str) -> Part | None:
+        """What is in a checkpoint, or None where it cannot be read: that is said, and another one is looked for."""
+        self.taken = path
+        content = self.place.read(path)
+        meets_it = self.worker.training.rank == 0 or self.place.chance.random() < 0.5  # the blocks with the flipped bit
+        if content is None or (path in self.place.damaged and meets_it):
+            self._spoilt.add(path)
+            self.damage = Damage(path, f"{path} {'is damaged' if content else 'is not there'}.")
+            self.look()
+            return None
+        return content
