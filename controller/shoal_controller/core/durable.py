@@ -150,6 +150,8 @@ class Durable:
     """The catalogue, newest first."""
     spoilt: tuple[str, ...] = ()
     """Paths of checkpoints that a worker could not read."""
+    saves_asked: int = 0
+    """How many checkpoints were asked for: the number of the last request."""
 
 
 def to_json(durable: Durable) -> str:

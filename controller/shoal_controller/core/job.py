@@ -160,6 +160,7 @@ class Job:
     detect_seconds: float = 0.0
     """From the cause of the present generation to its PREPARE."""
     next_ask: int = 1
+    """The number of the next ping."""
     save_asked: int = 0
     """The number of a request to save that is not known to be carried out; 0: none."""
     save_failed: int = -1

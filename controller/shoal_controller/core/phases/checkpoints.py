@@ -61,6 +61,13 @@ def _keep(turn: Turn, found: tuple[Sighting, ...]) -> None:
     turn.keep(checkpoints=tuple(newest))
 
 
+def ask(turn: Turn) -> None:
+    """Ask the world for one. Workers heed a number once, so none is given twice, in whichever controller's life."""
+    number = turn.durable.saves_asked + 1
+    turn.keep(saves_asked=number)
+    turn.change(save_asked=number)
+
+
 def damaged(turn: Turn, attempt: Attempt) -> str:
     """Why the checkpoint of the plan under way cannot be used: what a worker that was to read it says. Or empty."""
     plan = attempt.plan

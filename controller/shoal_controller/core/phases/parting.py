@@ -19,7 +19,7 @@ def settle(turn: Turn, world: Plan, members: list[WorkerId]) -> None:
     """Called while all members are leaving and no newcomer waits."""
     if not turn.job.parting:
         if all(_half_gone(turn, worker) for worker in members):
-            turn.change(parting=True)
+            turn.change(parting=True, save_failed=-1)
             turn.note(
                 "parting", f"nobody has come for whom {', '.join(members)} could stay: their state is being saved"
             )
@@ -28,14 +28,13 @@ def settle(turn: Turn, world: Plan, members: list[WorkerId]) -> None:
         return  # the change to a world without steps is under way
     step = known_step(turn)
     found = checkpoints.latest(turn.durable)
-    if found is not None and found.step == step and found.generation >= world.generation:
+    if found is not None and found.step == step:  # perhaps by an earlier world: no step is saved twice
         _part(turn, members, found.path)
     elif turn.job.save_failed == step and not turn.job.save_asked:
         turn.note("lost", f"the state of the last to leave ({', '.join(members)}) could not be saved: it is lost")
         _part(turn, members, "")
     elif not turn.job.save_asked:
-        number = turn.job.next_ask + 1
-        turn.change(next_ask=number, save_asked=number)
+        checkpoints.ask(turn)
         for worker in members:
             tell(turn, worker)
 

@@ -6,7 +6,7 @@ from shoal_protos.errors import Conflict, NotFound, UserError
 
 from shoal_controller.core.durable import Leaving, Record, Standing
 from shoal_controller.core.events import Cancel, DrainWorker, Pause, Resume, Save, Scale
-from shoal_controller.core.phases import ending, planned, population
+from shoal_controller.core.phases import checkpoints, ending, planned, population
 from shoal_controller.core.phases.current import is_member, tell
 from shoal_controller.core.spec import Phase
 from shoal_controller.core.turn import Turn
@@ -104,8 +104,7 @@ def save(turn: Turn, _: Save) -> None:
     connected = [process for process in members if process is not None and process.connection is not None]
     if not connected or world is None:
         raise Conflict(f"job {turn.spec.job} has no world that trains; nothing can be saved now.")
-    number = turn.job.next_ask + 1
-    turn.change(next_ask=number, save_asked=number)
+    checkpoints.ask(turn)
     tell(turn, connected[0].worker)
     turn.note("saving", "a checkpoint was asked for")
 
