@@ -11,7 +11,7 @@ from typing import Any
 import boto3
 import httpx
 import pytest
-from integration.cluster import Cluster, alone, undisturbed
+from integration.cluster import Cluster, alone, undisturbed, until
 from moto.server import ThreadedMotoServer
 from shoal.checkpoint.catalogue import checkpoints
 from shoal.checkpoint.storage import LocalStorage
@@ -88,12 +88,16 @@ def test_all_go_back_when_two_die_at_once_that_held_the_only_copies(tmp_path: Pa
 
 
 def test_a_checkpoint_is_asked_for_listed_and_counted(tmp_path: Path) -> None:
+    def listing() -> list[dict[str, Any]]:
+        return list(httpx.get(f"{cluster.url}/v1/jobs/job/checkpoints").json()["checkpoints"])
+
     with Cluster(workers=2, options=options(tmp_path), pace=PACE) as cluster:
         cluster.wait_step(2)
-        assert httpx.get(f"{cluster.url}/v1/jobs/job/checkpoints").json() == {"checkpoints": []}
+        assert listing() == []
         assert httpx.post(f"{cluster.url}/v1/jobs/job/checkpoints").status_code == 202
         step = wait_saved(cluster, 1)
-        (listed,) = httpx.get(f"{cluster.url}/v1/jobs/job/checkpoints").json()["checkpoints"]
+        until("its size", lambda: listing()[0]["bytes"])
+        (listed,) = listing()
         assert (listed["step"], listed["generation"]) == (step, 1) and listed["bytes"] > 100_000
         assert Path(listed["path"]).parent == tmp_path
         figures = cluster.metrics()

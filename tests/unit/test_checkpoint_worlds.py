@@ -107,19 +107,21 @@ def test_checkpoints_fall_due_by_steps_and_the_newest_stay(tmp_path: Path) -> No
         assert crew.finish() == undisturbed(PLAIN)
 
 
-def test_a_script_asks_for_one_and_one_caller_is_enough(tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", ["abc", "a"])
+def test_a_script_asks_for_one_and_one_caller_is_enough(workers: str, tmp_path: Path) -> None:
     asked = []
 
     def ask(engine: Any) -> None:
-        if engine.global_step == 3 and engine.link.worker == "b" and not asked:
+        if engine.global_step == 3 and engine.link.worker == workers[len(workers) // 2] and not asked:
             asked.append(engine.save_checkpoint())
 
-    with Crew("abc", replace(task(tmp_path), in_loop=ask)) as crew:
+    with Crew(workers, replace(task(tmp_path), in_loop=ask)) as crew:
         crew.train_to(6)
         saved(crew, 4)
         assert asked == [None]
         assert whole(tmp_path) == [4]
         assert crew.finish() == undisturbed(PLAIN)
+    assert whole(tmp_path) == [4], "it was asked for once"
 
 
 def test_all_callers_of_one_step_get_one_checkpoint(tmp_path: Path) -> None:
