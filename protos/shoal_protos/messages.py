@@ -80,6 +80,8 @@ class Telemetry:
     """The last few, newest last."""
     saves: tuple[Saved, ...] = ()
     """Those that this process led: the last few, newest last."""
+    passed_over: str = ""
+    """Why folders of newer saves than the checkpoint that it has found are none, a sentence for each."""
 
 
 @dataclass(frozen=True, slots=True)

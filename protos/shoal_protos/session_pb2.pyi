@@ -558,12 +558,14 @@ class Telemetry(_message.Message):
     CHANGES_FIELD_NUMBER: _builtins.int
     SAVES_FIELD_NUMBER: _builtins.int
     STEP_SECONDS_MEDIAN_FIELD_NUMBER: _builtins.int
+    PASSED_OVER_FIELD_NUMBER: _builtins.int
     loss: _builtins.float
     step_seconds: _builtins.float
     training_seconds: _builtins.float
     samples: _builtins.int
     fill_bytes: _builtins.int
     step_seconds_median: _builtins.float
+    passed_over: _builtins.str
     @_builtins.property
     def memory_bytes(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
     @_builtins.property
@@ -582,10 +584,11 @@ class Telemetry(_message.Message):
         changes: _abc.Iterable[Global___Change] | None = ...,
         saves: _abc.Iterable[Global___Saved] | None = ...,
         step_seconds_median: _builtins.float = ...,
+        passed_over: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "changes", b"changes", "fill_bytes", b"fill_bytes", "loss", b"loss", "memory_bytes", b"memory_bytes", "samples", b"samples", "saves", b"saves", "step_seconds", b"step_seconds", "step_seconds_median", b"step_seconds_median", "training_seconds", b"training_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "changes", b"changes", "fill_bytes", b"fill_bytes", "loss", b"loss", "memory_bytes", b"memory_bytes", "passed_over", b"passed_over", "samples", b"samples", "saves", b"saves", "step_seconds", b"step_seconds", "step_seconds_median", b"step_seconds_median", "training_seconds", b"training_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__loss: _TypeAlias = _typing.Literal["loss"]  # noqa: Y015
     _WhichOneofArgType__loss: _TypeAlias = _typing.Literal["_loss", b"_loss"]  # noqa: Y015

@@ -250,6 +250,24 @@ def test_a_checkpoint_with_a_changed_bit_is_named_and_the_one_before_is_used(tmp
         assert crew.job.durable.history[0].from_step == 3
 
 
+def test_what_is_no_checkpoint_at_the_start_is_said_once_and_the_one_before_is_used(tmp_path: Path) -> None:
+    with Crew("ab", task(tmp_path, every_steps=3)) as crew:
+        for step in (3, 6, 9):
+            crew.train_to(step)
+            saved(crew, step)
+    three, six, nine = sorted(tmp_path.glob("step-*"))
+    (six / "manifest.json").write_text("{")
+    (nine / "manifest.json").unlink()
+    with Crew("cd", task(tmp_path)) as crew:
+        assert crew.finish() == undisturbed(PLAIN)
+        assert told(crew, "checkpoint_passed_over") == [
+            f"{nine} is half-written: it has no manifest.json. Its save is under way, or was broken off. "
+            f"{six}/manifest.json is damaged: it is not JSON."
+        ]
+        assert crew.job.durable.history[0].from_step == 3
+        assert told(crew, "checkpoint_found") == [f"a checkpoint of step 3 was found at {three}"]
+
+
 def test_a_damaged_one_is_passed_over_too_when_blocks_are_lost(tmp_path: Path) -> None:
     with Crew("abc", task(tmp_path, mirrors=0, every_steps=3)) as crew:
         for step in (3, 6):

@@ -99,7 +99,7 @@ telemetries = st.builds(
     Telemetry, loss=losses, step_seconds=seconds, step_seconds_median=seconds,
     training_seconds=seconds, samples=numbers, fill_bytes=numbers,
     memory_bytes=st.dictionaries(names, numbers, max_size=3), changes=st.lists(changes, max_size=2).map(tuple),
-    saves=st.lists(saves, max_size=2).map(tuple),
+    saves=st.lists(saves, max_size=2).map(tuple), passed_over=texts,
 )  # fmt: skip
 from_worker = st.one_of(
     st.builds(

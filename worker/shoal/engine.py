@@ -352,7 +352,8 @@ class Engine:
             current=state.is_current and self.world is not None, done=self.done, ended=self.ended,
             checkpoint=self.resuming.sighting, damage=self.resuming.damage,
         )  # fmt: skip
-        self.link.publish(status, self.meter.telemetry(self.loss, state, self.saving.told))
+        passed_over = " ".join(self.resuming.passed_over)
+        self.link.publish(status, self.meter.telemetry(self.loss, state, self.saving.told, passed_over))
 
     # ---- what a script asks for
 

@@ -34,6 +34,8 @@ class Resuming:
         self._config = engine.config.checkpoint
         self.sighting: Sighting | None = None
         self.damage: Damage | None = None
+        self.passed_over: list[str] = []
+        """Why what is newer than the sighting is no checkpoint."""
         self._spoiled: set[str] = set()
         self._taken = ""
         """The last checkpoint that was begun to be read: the initial state is gone from then on."""
@@ -46,6 +48,7 @@ class Resuming:
         """
         asked, known = self._engine.link.resume
         resume = self._config.resume if asked is None else asked
+        self.passed_over = []
         found = resolve(self._config.path, resume, self._skip, known or None, self._spoiled)
         self.sighting = None
         if found is None:
@@ -57,7 +60,8 @@ class Resuming:
                  means="training goes on from it" if same else "its tensors are taken by name")  # fmt: skip
 
     def _skip(self, sentence: str) -> None:
-        log.warning("checkpoint_skipped", reason=sentence)
+        log.warning("checkpoint_passed_over", reason=sentence)
+        self.passed_over.append(sentence)
 
     def saved(self, sighting: Sighting) -> None:
         """A save that this worker took part in was completed."""

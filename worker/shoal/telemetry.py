@@ -66,7 +66,9 @@ class Meter:
             self._changes = [*self._changes[-LATEST_CHANGES + 1 :], change]
             self._change = None
 
-    def telemetry(self, loss: float | None, state: TrainingState, saves: tuple[Saved, ...]) -> Telemetry:
+    def telemetry(
+        self, loss: float | None, state: TrainingState, saves: tuple[Saved, ...], passed_over: str
+    ) -> Telemetry:
         parameters = sum(flat.numel() * flat.element_size() for flat in state.flats)
         return Telemetry(
             loss=loss,
@@ -83,6 +85,7 @@ class Meter:
             },
             changes=tuple(self._changes),
             saves=saves,
+            passed_over=passed_over,
         )
 
 

@@ -165,6 +165,8 @@ class Job:
     """The number of a request to save that is not known to be carried out; 0: none."""
     save_failed: int = -1
     """The step of the last save that failed."""
+    passed_over: str = ""
+    """What was last told of folders in the checkpoints' place that are none."""
     parting: bool = False
     """Only leaving members are left, and nobody has come: no steps run any more, and their state is to be saved."""
     step: int = 0

@@ -195,6 +195,7 @@ def _write_heartbeat(heartbeat: Heartbeat) -> pb.Heartbeat:
             memory_bytes=dict(telemetry.memory_bytes),
             changes=[_write_change(change) for change in telemetry.changes[-bounds.MAX_CHANGES :]],
             saves=[write_saved(saved) for saved in telemetry.saves[-bounds.MAX_CHANGES :]],
+            passed_over=bounds.readable(telemetry.passed_over),
         ),
         echo=heartbeat.echo,
     )
@@ -212,6 +213,7 @@ def _read_heartbeat(message: pb.Heartbeat, blocks: int) -> Heartbeat:
         memory_bytes=_read_bytes("telemetry.memory_bytes", told.memory_bytes),
         changes=tuple(map(_read_change, bounds.few("telemetry.changes", told.changes, bounds.MAX_CHANGES))),
         saves=tuple(map(read_saved, bounds.few("telemetry.saves", told.saves, bounds.MAX_CHANGES))),
+        passed_over=bounds.text("telemetry.passed_over", told.passed_over),
     )
     return Heartbeat(_read_status(message.status, blocks), telemetry, bounds.whole("heartbeat.echo", message.echo))
 

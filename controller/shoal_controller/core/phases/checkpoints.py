@@ -107,8 +107,12 @@ def opened(turn: Turn, generation: int) -> None:
 
 
 def told(turn: Turn, worker: WorkerId) -> None:
-    """Saves that a worker led and has not told of before in this controller's life."""
+    """Saves that a worker led and has not told of before; what it passed over at its start, once for all workers."""
     process = turn.job.processes[worker]
+    sentence = process.telemetry.passed_over
+    if sentence and sentence != turn.job.passed_over and turn.durable.current is None:
+        turn.change(passed_over=sentence)
+        turn.note("checkpoint_passed_over", sentence, worker)
     news = [saved for saved in process.telemetry.saves if saved.number > process.saves_told]
     if not news:
         return
