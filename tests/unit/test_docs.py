@@ -50,8 +50,8 @@ def test_every_page_is_reached_from_the_readme() -> None:
 
 
 def test_every_command_that_a_page_names_exists() -> None:
-    known = {command.__name__ for command in COMMANDS}
-    named = {name for page in PAGES for name in re.findall(r"`?shoal ([a-z]+) ?[a-z<`.-]", code_of(page))}
+    known = {command.__name__.rstrip("_") for command in COMMANDS}
+    named = {name for page in PAGES for name in re.findall(r"\bshoal ([a-z]+)\b(?!:)", code_of(page))}
     assert named - known == set()
 
 
