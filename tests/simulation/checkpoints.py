@@ -40,7 +40,8 @@ class Checkpoints:
         self.there: dict[Sighting, Part] = {}
         """The whole ones that were not deleted."""
         self.damaged: set[str] = set()
-        self.made = 0
+        self.made = self.failed = self.parted = 0
+        """Saves that were completed or given up, and last workers that left their state in one."""
 
     def publish(self, sighting: Sighting, writers: Collection[str], in_use: str) -> bool:
         """Makes it exist, if the writers' parts are all there; older ones may go."""

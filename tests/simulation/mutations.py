@@ -11,10 +11,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from shoal.core.membership import Membership
-from shoal_controller.core.durable import Feud
+from shoal_controller.core.durable import Durable, Feud
 from shoal_controller.core.phases import (
     admission,
     asking,
+    checkpoints,
     current,
     feuds,
     planned,
@@ -27,6 +28,7 @@ from shoal_controller.core.phases import (
 )
 from shoal_controller.core.phases.current import is_member
 from shoal_controller.core.turn import Turn
+from shoal_protos.checkpoint import Sighting
 from shoal_protos.messages import Point
 from shoal_protos.plan import Plan
 from shoal_protos.runs import Runs, every
@@ -124,6 +126,21 @@ def _decides_at_once(turn: Turn, attempt: Any) -> list[str]:
     return []
 
 
+def _oldest(durable: Durable) -> Sighting | None:
+    return min(durable.checkpoints, default=None)
+
+
+def _asks_by_the_number_of_a_ping(turn: Turn) -> None:
+    """Which begins anew in every controller's life."""
+    number = turn.job.next_ask + 1
+    turn.change(next_ask=number, save_asked=number)
+
+
+def _has_one_time_for_all_stages(turn: Turn, since: float) -> bool:
+    attempt = turn.job.attempt
+    return attempt is not None and turn.now - attempt.since > turn.spec.stall_seconds
+
+
 HEAR_PLANNED = Membership.hear_planned
 ENTER_VOTE = Membership.enter_vote
 EFFECTS_IN_ORDER = Turn.effects_in_order
@@ -164,6 +181,13 @@ MUTATIONS: dict[str, list[Patch]] = {
         (feuds, "_broken_in_training", _hears_of_the_new_world_only)
     ],
     "whether steps run is part of the plan": [(asking, "steps_run", lambda turn, members: True)],
+    "all go back to the newest checkpoint that anybody knows": [(checkpoints, "latest", _oldest)],
+    "a checkpoint that cannot be read is not named again": [(checkpoints, "damaged", lambda turn, attempt: "")],
+    "who was not there when all went back changes nothing any more": [
+        (recovery, "_goes_back", lambda turn, plan, step: False)
+    ],
+    "no two requests to save have one number": [(checkpoints, "ask", _asks_by_the_number_of_a_ping)],
+    "every stage of a recovery has its own time": [(recovery, "_overdue", _has_one_time_for_all_stages)],
     "a thawed worker is taken in where no steps run": [(running, "_could_rejoin", lambda turn, world, process: False)],
 }
 """By the rule, as a sentence that is false while it is switched off."""

@@ -36,6 +36,8 @@ def attempt(task: tuple[int, dict[str, object]]) -> tuple[int, str, Counter[str]
     )
     happened["all went back"] += sum(plan.reason is Reason.RESTORE for plan in simulation.watch.opened.values())
     happened["damaged"] += len(durable.spoilt)
+    happened["failed saves"] += simulation.checkpoints.failed
+    happened["last ones parted"] += simulation.checkpoints.parted
     return seed, "", happened
 
 

@@ -41,7 +41,8 @@ BUSY = Word.WRITING, Word.WRITTEN
 class Ballot:
     """What a member's vote says of saves."""
 
-    asks: bool
+    asks: int
+    """The first step at which a checkpoint is what it asks for; -1: it asks for none."""
     word: Word
     saved: int
 
@@ -69,7 +70,7 @@ class Saving:
         self.worker, self.place = worker, worker.simulation.checkpoints
         self.word = Word.IDLE
         self.saved = -1
-        self.asked_at: int | None = None
+        self._asked_at = -1
         self.told: tuple[Saved, ...] = ()
         self._save: Save | None = None
         self._over: Save | None = None
@@ -88,14 +89,18 @@ class Saving:
 
     def ask(self) -> None:
         training = self.worker.training
-        self.asked_at = training.step + (0 if training.done else 1)
+        self._asked_at = training.step + (0 if training.done else 1)
+
+    def restored(self, step: int) -> None:
+        """All have gone back to a checkpoint, or to the start: what was saved after it counts no more."""
+        self.saved, self._asked_at = step, min(self._asked_at, step + 1)
 
     # ---- in the vote
 
     def ballot(self) -> Ballot:
         word = self.word
         self._hear()
-        return Ballot(self.asked_at is not None, word, self.saved)
+        return Ballot(self._asked_at, word, self.saved)
 
     def voted(self, ballots: dict[SimWorker, Ballot], world: World, stepped: bool) -> None:
         """At the boundary after a vote; all have the same ballots."""
@@ -106,11 +111,11 @@ class Saving:
         self._hear()
         saved = max(ballot.saved for ballot in ballots.values())
         due = stepped and step % self.place.every == 0
-        asked = any(ballot.asks for ballot in ballots.values())
+        asked = any(ballot.asks > saved for ballot in ballots.values())
         if saved != step and (asked or due) and not any(word in BUSY for word in said.values()):
             self._begin(world)
-        if self.asked_at is not None and (saved >= self.asked_at or saved == step):
-            self.asked_at = None
+        if saved >= self._asked_at or saved == step:
+            self._asked_at = -1
 
     def _heed(self, said: dict[str, Word], planned: bool) -> None:
         save = self._save
@@ -190,6 +195,7 @@ class Saving:
             self.word = Word.FAILED
             if save.leads:
                 self._save, self._over = None, save
+                self.place.failed += 1
 
     def closes_in(self) -> float:
         """How long a process that is to end still writes."""
@@ -211,7 +217,7 @@ class Saving:
             self.saved, self.knows = save.sighting.step, save.sighting
             self.worker.session.changed()
         elif save.sighting.generation == self.worker.training.generation:
-            self.asked_at = None
+            self._asked_at = -1
         if save.leads:
             outcome = SaveOutcome.FAILED if save.failure else SaveOutcome.DONE
             number = self.told[-1].number + 1 if self.told else 1

@@ -37,6 +37,11 @@ NOTICED_BY: dict[str, str | int] = {
     "a member that is stuck in the world before is heard": "stuck_in_the_world_before",
     "whether steps run is part of the plan": "pause",
     "a thawed worker is taken in where no steps run": "below_min",
+    "all go back to the newest checkpoint that anybody knows": "damaged_checkpoint",
+    "a checkpoint that cannot be read is not named again": "damaged_checkpoint",
+    "who was not there when all went back changes nothing any more": "thawed_after_all_went_back",
+    "no two requests to save have one number": "saves_asked",
+    "every stage of a recovery has its own time": "checkpoint_after_a_long_wait",
     "a newcomer is not waited for in a recovery": "newcomer_freezes_in_a_recovery",
 }
 """The scenario, or the first of the seeds, that notices."""

@@ -24,6 +24,10 @@ def test_no_seed_breaks_an_invariant(part: int) -> None:
     assert not bad, f"{bad[:5]}\n\nthe event log of seed {bad[0][0]}:\n{replay_log(bad[0][0])}"
     assert happened["faults"] > count, "the seeds have drawn next to no faults"
     assert happened["still training"] > count / 4, "most jobs ended before their faults were over"
+    assert happened["checkpoints"] > count, "next to nothing was saved"
+    assert happened["from a checkpoint"] > count / 25, "next to no world began from a checkpoint"
+    assert happened["all went back"] > count / 50, "next to no world went back"
+    assert happened["damaged"] > count / 100, "next to no damaged checkpoint was met"
 
 
 def test_a_seed_gives_the_same_history_again() -> None:

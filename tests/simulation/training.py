@@ -377,7 +377,7 @@ class Training:
             if self.saving.taken:
                 self.worker.fail(f"{self.saving.taken} cannot be read whole", everyone=True)
                 return
-            self.saving.saved = -1
+            self.saving.restored(-1)
             self.blocks = {block: initial(block) for block in world.keeps[rank]}
             self.parameters = {block: initial(block) for block in range(plan.blocks)}
         elif not recovery.counted[rank]:
@@ -413,7 +413,7 @@ class Training:
         self.blocks = {block: content[block] for block in world.keeps[self.rank]}
         self.parameters = {block: content[block] for block in world.owned[self.rank]}
         self.committed_in, self.done, self.current = 0, False, False
-        self.saving.saved = recovery.step
+        self.saving.restored(recovery.step)
         return True
 
     def _roll_forward(self, step: int, record: bytes) -> None:

@@ -104,6 +104,7 @@ class Watch:
 
     def drained(self, worker: SimWorker, why: str) -> None:
         """A worker was let go by a world that trains without it: whatever copies it had are gone."""
+        self.simulation.checkpoints.parted += "its state is in" in why
         world = self.simulation.host.job.durable.current
         if world is None or not world.steps or "nobody was here" in why:
             return
@@ -141,6 +142,8 @@ class Watch:
         if after.number < before.number or after.committed_in < before.committed_in:
             self.violated("a number went back", before.number, after.number)
         self.stored_plans |= {planned.generation for planned in after.planned}
+        if after.floor > before.floor:
+            self._anew(after.floor, after.step)
         plan = after.current
         if plan is not None and plan is not before.current and plan.recovery is not None and plan != before.current:
             self._opens(before, plan)
@@ -187,19 +190,37 @@ class Watch:
         if old.phase.over and durable.phase is not old.phase:
             self.violated("a job that was over went on", old.phase, durable.phase)
         self._counted_out(before, after)
+        self._takes_the_newest(before, after)
         went_back = after.attempt is not None and after.attempt.reason is Reason.RESTORE
         if went_back and not (before.attempt is not None and before.attempt.reason is Reason.RESTORE):
             self._gave_up(before, after, event, "all went back")
         if durable.floor > old.floor:
             if durable.current is None:
                 self._gave_up(before, after, event, "the job started anew")
-            self._anew(durable.floor, durable.step)
+            self.shown = durable.step
         elif durable.phase is Phase.FAILED and old.phase is not Phase.FAILED and before.attempt is not None:
             self._gave_up(before, after, event, "the job failed")
         shown = view(after, self.simulation.clock.now)
         if shown.step < self.shown:
             self.violated("the shown step went back", self.shown, shown.step)
         self.shown = shown.step
+
+    def _takes_the_newest(self, before: Job, after: Job) -> None:
+        """Who begins without a living copy begins from the newest checkpoint that anybody has told of and can read."""
+        plan = after.attempt.plan if after.attempt is not None else None
+        if plan is None or plan.recovery is None or (before.attempt is not None and plan is before.attempt.plan):
+            return
+        durable, path = after.durable, plan.recovery.checkpoint
+        here = [process for name, process in after.processes.items() if durable.roster[name].serves]
+        known = {process.status.checkpoint for process in here} | set(durable.checkpoints)
+        sound = [one for one in known if one is not None and one.path not in durable.spoilt]
+        newest = max(sound, default=None)
+        if plan.reason in (Reason.START, Reason.RESTORE) and path != (newest.path if newest is not None else ""):
+            self.violated("not the newest checkpoint is taken", path, "but not", newest)
+        if path and plan.reason not in (Reason.START, Reason.RESTORE):
+            self.violated("a checkpoint is taken though blocks have living copies", path)
+        if path in durable.spoilt or (newest is not None and path and plan.recovery.step != newest.step):
+            self.violated("a checkpoint cannot be what the plan says", path, plan.recovery.step)
 
     def restarted(self, step: int) -> None:
         """A controller shows what it has written, until the members have said where they are."""

@@ -181,7 +181,10 @@ def dismiss_stale(turn: Turn, worker: WorkerId, generation: int, committed_in: i
     """A thawed worker whose world went on without it changes nothing any more."""
     record = turn.record(worker)
     how = Ending.DRAINED if record.leaving else Ending.REPLACED if record.launched else Ending.START_OVER
-    why = f"worker {worker} is of generation {generation}, and a step was committed in generation {committed_in}"
+    since = f"a step was committed in generation {committed_in}"
+    if committed_in <= generation:
+        since = f"the job began again from a checkpoint in generation {turn.durable.floor}"
+    why = f"worker {worker} is of generation {generation}, and {since}"
     population.dismiss(turn, worker, how, why)
     tell(turn, worker)
 
