@@ -1,15 +1,15 @@
 """Flow: the part of a placing that has to displace others, by the cheapest ways there are.
 
-A minimum-cost flow by phases: label the nodes with their distance from all parcels that still want a pair, then push
+A minimum-cost flow by phases: label the nodes with their distance from all demands that still want a pair, then push
 along shortest paths until none is left, until nobody wants anything. The graph is never written down (there may be a
 million pairs): `_arcs` says where one can go from a node, as things stand. Called by placing.py. Pure.
 
-    parcel -> pair                     its holders own and mirror: free
-    parcel -> site -> pair             the same where a block must not have two copies at a site
-    parcel -> with a worker -> pair    one of the two is a holder: one transfer
-    parcel -> any -> pair              two transfers
+    demand -> pair                     its holders own and mirror: free
+    demand -> site -> pair             the same where a block must not have two copies at a site
+    demand -> with a worker -> pair    one of the two is a holder: one transfer
+    demand -> any -> pair              two transfers
     pair -> sink                       there is room
-    pair -> parcel (or its site)       one of its parcels seeks another pair; what it cost is saved
+    pair -> demand (or its site)       one of its demands seeks another pair; what it cost is saved
     pair -> extra of its owner -> pair      the other gives up the block beyond its least
     extra -> more -> extra of another owner
 """
@@ -44,12 +44,12 @@ _ENDLESS = 1 << 62
 
 
 class Reach(Enum):
-    """Which pairs a parcel may seek."""
+    """Which pairs a demand may seek."""
 
     STAY = 0
     """The owner before, and a holder as mirror."""
     SHARE = 1
-    """Two holders; nobody gets more than a fair share of one parcel (see `Room.parts`)."""
+    """Two holders; nobody gets more than a fair share of one demand (see `Room.parts`)."""
     FREE = 2
     """Two holders."""
     ANY = 3
@@ -87,10 +87,10 @@ class Flow:
                     self._push(index, path)
 
     def _any_hope(self) -> bool:
-        """Spares a search of the whole graph that must fail: room is only with owners whom no parcel may have."""
+        """Spares a search of the whole graph that must fail: room is only with owners whom no demand may have."""
         placing = self._placing
         open_owners = {owner for owner in placing.room.workers if placing.is_open(owner)}
-        return self._anywhere or any(not open_owners.isdisjoint(parcel.holders) for parcel in placing.parcels)
+        return self._anywhere or any(not open_owners.isdisjoint(demand.holders) for demand in placing.demands)
 
     # ---- a phase
 
@@ -129,7 +129,7 @@ class Flow:
         return path[::-1]
 
     def _descend(self, index: int) -> list[Node]:
-        """A shortest path from a parcel to the sink; empty when there is none left. Never looks at a way twice."""
+        """A shortest path from a demand to the sink; empty when there is none left. Never looks at a way twice."""
         path: list[Node] = [(_PARCEL, index)]
         while path and path[-1] != _SINK:
             node = path[-1]
@@ -209,12 +209,12 @@ class Flow:
             yield from dict.fromkeys((self._site_of(index, mirror), 0) for _, mirror in pairs)
             return
         yield from ((pair, self._transfers(index, pair)) for pair in pairs)
-        parcel = self._placing.parcels[index]
-        if self._anywhere and parcel.owner == NOBODY:
+        demand = self._placing.demands[index]
+        if self._anywhere and demand.owner == NOBODY:
             if self._placing.room.mirrors[0] == NOBODY:
                 yield _ANY, 1
             else:
-                yield from (((_WITH, holder), 1) for holder in parcel.holders)
+                yield from (((_WITH, holder), 1) for holder in demand.holders)
                 yield _ANY, 2
 
     def _from_site(self, which: int) -> Iterator[tuple[Node, int]]:
@@ -226,11 +226,11 @@ class Flow:
                 yield pair, self._transfers(index, pair)
 
     def _pairs_in_reach(self, index: int) -> Iterator[Pair]:
-        """The pairs that a parcel may seek by itself."""
-        parcel, mirrors = self._placing.parcels[index], self._placing.room.mirrors
-        everyone = mirrors[0] == NOBODY or (parcel.owner != NOBODY and self._anywhere)
+        """The pairs that a demand may seek by itself."""
+        demand, mirrors = self._placing.demands[index], self._placing.room.mirrors
+        everyone = mirrors[0] == NOBODY or (demand.owner != NOBODY and self._anywhere)
         for owner in self._placing.owners_in_reach(index):
-            for mirror in mirrors if everyone else parcel.holders:
+            for mirror in mirrors if everyone else demand.holders:
                 yield owner, mirror
 
     def _pairs_of_hub(self, hub: Node) -> Iterator[Pair]:
@@ -247,7 +247,7 @@ class Flow:
 
     def _transfers(self, index: int, pair: Pair) -> int:
         owner, mirror = pair
-        holders = self._placing.parcels[index].holders
+        holders = self._placing.demands[index].holders
         return (owner not in holders) + (mirror != NOBODY and mirror not in holders)
 
     def _capacity(self, node: Node, to: Node) -> int:
@@ -264,7 +264,7 @@ class Flow:
         if to[0] in (_PARCEL, _SITE) and node[0] >= 0:
             return placing.placed[self._parcel_of(to)].get(node, 0)
         if to[0] == _SITE:
-            return placing.parcels[node[1]].count - placing.at_site[divmod(to[1], self._sites)]
+            return placing.demands[node[1]].count - placing.at_site[divmod(to[1], self._sites)]
         if node[0] == _PARCEL and to[0] >= 0:
             return placing.room_of_parcel(node[1], to)
         if node[0] == _EXTRA:

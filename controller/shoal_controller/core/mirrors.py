@@ -14,7 +14,7 @@ from functools import cache
 from math import floor
 
 from shoal_controller.core.lots import Lot, cut, lay
-from shoal_controller.core.placing import Pair, Parcel, Placing, Room
+from shoal_controller.core.placing import Pair, Demand, Placing, Room
 
 
 def share_mirrors(lots: Sequence[Lot], keepers: Sequence[int], mirrors: int, domains: Sequence[int]) -> list[Lot]:
@@ -58,8 +58,8 @@ def _more(lots: Sequence[Lot], spread: Spread, sites: Sequence[int]) -> list[Lot
     if not any(missing):
         return list(lots)
     among = frozenset(spread.keepers)
-    parcels = [
-        Parcel(
+    demands = [
+        Demand(
             count=len(lot.blocks),
             holders=(lot.owner, *sorted((lot.holders & among).difference(lot.keepers))),
             was=lot.owner,
@@ -69,7 +69,7 @@ def _more(lots: Sequence[Lot], spread: Spread, sites: Sequence[int]) -> list[Lot
         for lot in lots
     ]
     shared: list[Lot] = []
-    for lot, placed in zip(lots, Placing(parcels, _room(lots, spread, sites)).run(), strict=True):
+    for lot, placed in zip(lots, Placing(demands, _room(lots, spread, sites)).run(), strict=True):
         order = sorted(placed, key=lambda pair: (sites[pair[1]], pair))
         pieces = lay(len(lot.blocks), [(pair[1], placed[pair]) for pair in order])
         for (_, mirrors), blocks in zip(pieces, cut(lot.blocks, [count for count, _ in pieces]), strict=True):

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from shoal_controller.core.lots import NOBODY, Lot, cut
-from shoal_controller.core.placing import Parcel, Placing, Room
+from shoal_controller.core.placing import Demand, Placing, Room
 
 
 def share_owners(lots: Sequence[Lot], keepers: Sequence[int], mirrors: int, sites: Sequence[int]) -> list[Lot]:
@@ -21,8 +21,8 @@ def share_owners(lots: Sequence[Lot], keepers: Sequence[int], mirrors: int, site
     """
     among = frozenset(keepers)
     stays = _stays(lots, keepers)
-    parcels = [
-        Parcel(
+    demands = [
+        Demand(
             count=len(lot.blocks),
             holders=tuple(sorted(lot.holders & among)),
             was=lot.was if lot.was in among else NOBODY,
@@ -30,10 +30,10 @@ def share_owners(lots: Sequence[Lot], keepers: Sequence[int], mirrors: int, site
         )
         for lot, count in zip(lots, stays, strict=True)
     ]
-    blocks = sum(parcel.count for parcel in parcels)
+    blocks = sum(demand.count for demand in demands)
     room = _room_of_pairs(blocks, keepers, sites) if mirrors == 1 else _room_of_owners(blocks, keepers, mirrors, sites)
     shared: list[Lot] = []
-    for lot, placed in zip(lots, Placing(parcels, room).run(), strict=True):
+    for lot, placed in zip(lots, Placing(demands, room).run(), strict=True):
         pairs = sorted(placed, key=lambda pair: (pair[0] != lot.was, pair))
         for (owner, mirror), piece in zip(pairs, cut(lot.blocks, [placed[pair] for pair in pairs]), strict=True):
             shared.append(lot.decided(owner, () if mirror == NOBODY else (mirror,), piece))

@@ -1,6 +1,6 @@
 """Placing: gives alike blocks an owner and a mirror each, evenly, with as few transfers as can be.
 
-A *parcel* is a number of alike blocks; each of them wants a *pair* of an owner and a mirror, which costs one transfer
+A *demand* is a number of alike blocks; each of them wants a *pair* of an owner and a mirror, which costs one transfer
 for each of the two that does not hold the block. What is even is said by `Room`. That is a minimum-cost flow: here are
 its state and the simple part, flow.py has the rest. owners.py places all blocks so, and mirrors.py further mirrors of
 blocks whose owner is given. Knows nothing of plans. Pure.
@@ -22,7 +22,7 @@ Pair = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class Demand:
     """Alike blocks."""
 
     count: int
@@ -76,23 +76,23 @@ class Room:
 
 
 class Placing:
-    """One division of all parcels. `placed[parcel][pair]` is the outcome of `run`."""
+    """One division of all demands. `placed[demand][pair]` is the outcome of `run`."""
 
-    def __init__(self, parcels: Sequence[Parcel], room: Room) -> None:
-        self.parcels = parcels
+    def __init__(self, demands: Sequence[Demand], room: Room) -> None:
+        self.demands = demands
         self.room = room
-        self.placed: list[dict[Pair, int]] = [{} for _ in parcels]
-        self.wanted = [parcel.count * room.copies for parcel in parcels]
+        self.placed: list[dict[Pair, int]] = [{} for _ in demands]
+        self.wanted = [demand.count * room.copies for demand in demands]
         self.reach = Reach.STAY
         self.users: defaultdict[Pair, dict[int, None]] = defaultdict(dict)
-        """By pair: the parcels that it has blocks of."""
+        """By pair: the demands that it has blocks of."""
         self.load: defaultdict[Pair, int] = defaultdict(int)
         self.over: list[dict[Pair, None]] = [{} for _ in room.site]
         """By owner: its pairs with one more than their least."""
         self.rich: dict[int, None] = {}
         """Owners with one more than their extra pairs."""
         self.at_site: Counter[tuple[int, int]] = Counter()
-        """By parcel and site, where copies must lie apart."""
+        """By demand and site, where copies must lie apart."""
         self._short = list(room.below)
         self._open = list(room.workers)
         """Among them all owners that can take more, once nothing is taken back from any."""
@@ -101,7 +101,7 @@ class Placing:
 
     def run(self) -> list[dict[Pair, int]]:
         """What can stay stays, then what can be free is free, then the rest, the cheapest first."""
-        order = sorted(range(len(self.parcels)), key=lambda index: self.parcels[index].was == NOBODY)
+        order = sorted(range(len(self.demands)), key=lambda index: self.demands[index].was == NOBODY)
         for reach in Reach:
             if reach is Reach.SHARE and self.room.parts == 1:
                 continue
@@ -115,7 +115,7 @@ class Placing:
         return self.placed
 
     def place(self, index: int, pair: Pair, count: int) -> None:
-        """Gives (or, with a negative count, takes back) blocks of a parcel to a pair."""
+        """Gives (or, with a negative count, takes back) blocks of a demand to a pair."""
         owner, mirror = pair
         least, before = self.room.least(owner, mirror), self.load[pair]
         after = self.load[pair] = before + count
@@ -136,28 +136,28 @@ class Placing:
     # ---- without displacing anybody
 
     def _fill(self, index: int) -> None:
-        """Places as much of a parcel as fits within the present reach, one transfer away at most."""
-        parcel = self.parcels[index]
+        """Places as much of a demand as fits within the present reach, one transfer away at most."""
+        demand = self.demands[index]
         if self.reach is not Reach.ANY:
             for owner in self.owners_in_reach(index):
-                self._fill_pairs_of(index, owner, parcel.holders)
+                self._fill_pairs_of(index, owner, demand.holders)
             return
-        for owner in parcel.owners:
+        for owner in demand.owners:
             self._fill_pairs_of(index, owner, self.room.mirrors)
-        if parcel.owner == NOBODY and self.wanted[index]:
+        if demand.owner == NOBODY and self.wanted[index]:
             self._open = [owner for owner in self._open if self.is_open(owner)]
             for owner in self._open:
-                self._fill_pairs_of(index, owner, parcel.holders)
+                self._fill_pairs_of(index, owner, demand.holders)
 
     def owners_in_reach(self, index: int) -> tuple[int, ...]:
-        """Who may own this parcel without a transfer."""
-        parcel = self.parcels[index]
+        """Who may own this demand without a transfer."""
+        demand = self.demands[index]
         if self.reach is Reach.STAY:
-            return (parcel.was,) if parcel.was != NOBODY else ()
-        return parcel.owners
+            return (demand.was,) if demand.was != NOBODY else ()
+        return demand.owners
 
     def _fill_pairs_of(self, index: int, owner: int, mirrors: Sequence[int]) -> None:
-        """Places as much of a parcel as fits with this owner and these mirrors; who mirrors least comes first."""
+        """Places as much of a demand as fits with this owner and these mirrors; who mirrors least comes first."""
         for room in (self.room_below, self.room_beyond):
             if room == self.room_below and self._short[owner] <= 0:
                 continue
@@ -194,8 +194,8 @@ class Placing:
 
     def _force(self, index: int) -> None:
         """Where sites leave no even way, further mirrors go to those who mirror least."""
-        owner = self.parcels[index].owner
-        assert owner != NOBODY or not self.wanted[index], f"{self.wanted[index]} blocks of parcel {index} have no owner"
+        owner = self.demands[index].owner
+        assert owner != NOBODY or not self.wanted[index], f"{self.wanted[index]} blocks of demand {index} have no owner"
         while self.wanted[index]:
             mirrors = [mirror for mirror in self.room.mirrors if self.room_of_parcel(index, (owner, mirror)) > 0]
             self.place(index, (owner, min(mirrors, key=self._mirrored.__getitem__)), 1)
@@ -203,17 +203,17 @@ class Placing:
     # ---- room
 
     def room_of_parcel(self, index: int, pair: Pair) -> int:
-        """How many blocks of this parcel the pair may have, besides those that it has."""
-        parcel, (owner, mirror) = self.parcels[index], pair
-        most = parcel.count
+        """How many blocks of this demand the pair may have, besides those that it has."""
+        demand, (owner, mirror) = self.demands[index], pair
+        most = demand.count
         if mirror == NOBODY:
             if self.reach is Reach.STAY:
-                most = parcel.stays
-            elif self.reach is Reach.SHARE and owner != parcel.was:
-                most = -(-parcel.count // self.room.parts)
+                most = demand.stays
+            elif self.reach is Reach.SHARE and owner != demand.was:
+                most = -(-demand.count // self.room.parts)
         else:
             site = self.room.site[mirror]
-            if mirror == owner or site == self.room.site[owner] or site in parcel.barred:
+            if mirror == owner or site == self.room.site[owner] or site in demand.barred:
                 return 0
             if self.room.apart:
                 return most - self.at_site[index, site]
