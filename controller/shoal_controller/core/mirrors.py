@@ -14,7 +14,7 @@ from functools import cache
 from math import floor
 
 from shoal_controller.core.lots import Lot, cut, lay
-from shoal_controller.core.placing import Pair, Demand, Placing, Room
+from shoal_controller.core.placing import Demand, Pair, Placing, Room
 
 
 def share_mirrors(lots: Sequence[Lot], keepers: Sequence[int], mirrors: int, domains: Sequence[int]) -> list[Lot]:
