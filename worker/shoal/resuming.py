@@ -16,6 +16,7 @@ from shoal.checkpoint.catalogue import Found, at, resolve
 from shoal.checkpoint.errors import CheckpointDamaged
 from shoal.checkpoint.restore import fits, load_blocks, load_model, load_small_state
 from shoal.exchange.hand_out import hand_out
+from shoal.exchange.restored import share_states
 from shoal.initial_state import agree_on_the_start
 from shoal.logs import get_logger
 from shoal.world import World
@@ -89,12 +90,13 @@ class Resuming:
         return found.manifest.data_bytes
 
     def _restore(self, found: Found, world: World) -> int:
-        """Everything as it was at the checkpoint's step: own blocks are read, parameters are handed out."""
-        state, share, reader = self._engine.state, world.plan.shares[world.rank], found.reader()
+        """Everything as it was at the checkpoint's step: owners read their blocks and hand out what others need."""
+        state, owned, reader = self._engine.state, world.plan.shares[world.rank].owned, found.reader()
         self._warn_of_other_data(found)
         load_small_state(reader, state, state.registered)
-        load_blocks(reader, state, share.keeps, share.owned)
+        load_blocks(reader, state, owned, owned)
         self._engine.faults.at("restore", state.step)
+        share_states(world.group, world.plan, state.held, reader.blank_states)
         hand_out(world.group, state.flats, world.routes.stale)
         state.current = every(state.layout.blocks)
         log.info("restored", path=found.path, step=state.step, bytes=reader.bytes_read)

@@ -102,12 +102,19 @@ class Reader:
         """The optimizer states of blocks, by runs within one bucket: for `HeldBlocks.take`."""
         states: dict[Span, State] = {}
         ranges: list[_Range] = []
-        for run in _runs(self._parts(blocks)):
-            span = (run[0].blocks[0], run[-1].blocks[1])
-            states[span], found = self._state(span, run)
-            ranges += found
+        for span, run in self._spans(blocks):
+            states[span] = self._blank(span, run)
+            ranges += self._ranges(states[span], span, run)
         self._read(ranges)
         return states
+
+    def blank_states(self, blocks: Runs) -> dict[Span, State]:
+        """What `states` would return, not filled; any part of a run of states is within one run of the whole."""
+        return {span: self._blank(span, run) for span, run in self._spans(blocks)}
+
+    def _spans(self, blocks: Runs) -> Iterator[tuple[Span, list[_Part]]]:
+        for run in _runs(self._parts(blocks)):
+            yield (run[0].blocks[0], run[-1].blocks[1]), run
 
     def _parts(self, blocks: Runs) -> Iterator[_Part]:
         """What of which piece is wanted, in the order of blocks. Both are sorted, so one walk is enough."""
@@ -120,18 +127,21 @@ class Reader:
                     break
                 yield _Part((max(first, start), min(last, stop)), bucket, f"{self._folder}/{file.name}", piece)
 
-    def _state(self, run: Span, parts: list[_Part]) -> tuple[State, list[_Range]]:
-        """Empty tensors for a run, and the ranges that fill them."""
+    def _blank(self, span: Span, run: list[_Part]) -> State:
+        """Empty tensors for a run."""
+        elements = (span[1] - span[0]) * self.manifest.blocks.block_elements
+        return {
+            key: torch.empty(() if entry.scalar else (elements,), dtype=DTYPES[entry.dtype])
+            for key, entry in run[0].piece.state.items()
+        }
+
+    def _ranges(self, state: State, span: Span, run: list[_Part]) -> Iterator[_Range]:
+        """What fills them; a number that all blocks share is read once."""
         size = self.manifest.blocks.block_elements
-        state: State = {}
-        ranges = []
-        for key, entry in parts[0].piece.state.items():
-            shape = () if entry.scalar else ((run[1] - run[0]) * size,)
-            state[key] = torch.empty(shape, dtype=DTYPES[entry.dtype])
-            for part in parts[:1] if entry.scalar else parts:
-                first, stop = ((block - run[0]) * size for block in part.blocks)
-                ranges.append(part.range_of(key, state[key] if entry.scalar else state[key][first:stop]))
-        return state, ranges
+        for key, target in state.items():
+            for part in run if target.dim() else run[:1]:
+                first, stop = ((block - span[0]) * size for block in part.blocks)
+                yield part.range_of(key, target[first:stop] if target.dim() else target)
 
     # ---- tensors beside the blocks
 
