@@ -181,6 +181,7 @@ MUTATIONS: dict[str, list[Patch]] = {
         (feuds, "_broken_in_training", _hears_of_the_new_world_only)
     ],
     "whether steps run is part of the plan": [(asking, "steps_run", lambda turn, members: True)],
+    "silence for stall_seconds counts out though most are silent": [(presence, "_is_gone", lambda turn, worker: False)],
     "all go back to the newest checkpoint that anybody knows": [(checkpoints, "latest", _oldest)],
     "a checkpoint that cannot be read is not named again": [(checkpoints, "damaged", lambda turn, attempt: "")],
     "who was not there when all went back changes nothing any more": [

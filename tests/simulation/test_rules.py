@@ -37,6 +37,7 @@ NOTICED_BY: dict[str, str | int] = {
     "a member that is stuck in the world before is heard": "stuck_in_the_world_before",
     "whether steps run is part of the plan": "pause",
     "a thawed worker is taken in where no steps run": "below_min",
+    "silence for stall_seconds counts out though most are silent": "most_hosts_vanish",
     "all go back to the newest checkpoint that anybody knows": "damaged_checkpoint",
     "a checkpoint that cannot be read is not named again": "damaged_checkpoint",
     "who was not there when all went back changes nothing any more": "thawed_after_all_went_back",

@@ -239,7 +239,9 @@ class Watch:
         here = [record for record in old.values() if record.serves and record.incarnation]
         since = {record.worker: self.simulation.processes[record.incarnation].unreachable_since for record in here}
         silent = [worker for worker, at in since.items() if at < now - UNREACHABLE_SECONDS]
-        if 2 * len(silent) > len(here) and set(lost) & set(silent):
+        long = self.simulation.spec.stall_seconds - UNREACHABLE_SECONDS
+        gone = [worker for worker in silent if since[worker] < now - long]
+        if 2 * len(silent) > len(here) and set(lost) & set(silent) - set(gone):
             self.violated("a worker was counted out though most were silent", *lost)
 
     def _gave_up(self, before: Job, after: Job, event: Event, what: str) -> None:

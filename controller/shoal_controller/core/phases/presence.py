@@ -106,7 +106,8 @@ def watch(turn: Turn) -> None:
             if process is None or process.connection is None:
                 _probe(turn, worker)
     if not reconnecting(turn):
-        _count_out(turn, [worker for worker in _unanswering(turn) if not cut_off(turn.job, turn.now)])
+        doubted = cut_off(turn.job, turn.now)
+        _count_out(turn, [worker for worker in _unanswering(turn) if not doubted or _is_gone(turn, worker)])
 
 
 def _death_matters(turn: Turn, record: Record) -> bool:
@@ -142,6 +143,14 @@ def cut_off(job: Job, now: float) -> bool:
     quiet_seconds = 1.5 * durable.spec.heartbeat_seconds
     silent = [record for record in counting if now - heard(job, record.worker) > quiet_seconds]
     return 2 * len(silent) > len(counting)
+
+
+def _is_gone(turn: Turn, worker: WorkerId) -> bool:
+    """Whether it has been silent for `stall_seconds` while others are heard: hosts that vanish never refuse, and a wait
+    for most of a job's workers must end too. Where nobody is heard there is nobody to go on with.
+    """
+    others = any(turn.now - process.heard <= suspect_seconds(turn) for process in turn.serving())
+    return others and turn.now - heard(turn.job, worker) > turn.spec.stall_seconds
 
 
 def _counts(job: Job, record: Record) -> bool:
