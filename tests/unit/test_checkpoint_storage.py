@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from checkpoints import save, trained
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shoal.checkpoint.catalogue import checkpoints
 from shoal.checkpoint.errors import StorageFailed
 from shoal.checkpoint.storage import LocalStorage, Storage, Target, open_storage
+from shoal.host_memory import host_memory
 from shoal_protos.errors import UserError
 
 
@@ -147,3 +152,36 @@ def test_a_url_that_nothing_knows_gets_a_sentence(url: str, sentence: str) -> No
     with pytest.raises(UserError) as refusal:
         open_storage(url)
     assert str(refusal.value).startswith(sentence)
+
+
+@pytest.mark.parametrize("refuses", ["nothing", "the flag", "the write"])
+def test_a_file_is_the_same_whether_or_not_pages_go_past_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuses: str
+) -> None:
+    pages = memoryview(host_memory(4 << 20, torch.uint8).random_(0, 256).numpy().data)
+    chunks = [pages[: 1 << 20], pages[1 << 20 : 3 << 20], pages[:5], pages[3 << 20 :], pages[: 1 << 20]]
+    direct: list[bool] = []
+    write, control = os.write, fcntl.fcntl
+
+    def seen(file: int, content: memoryview) -> int:
+        direct.append(bool(control(file, fcntl.F_GETFL) & os.O_DIRECT))
+        if refuses == "the write" and direct[-1]:
+            raise OSError(errno.EINVAL, "not here")
+        return write(file, content)
+
+    def flags(file: int, command: int, value: int = 0) -> int:
+        if refuses == "the flag" and value & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "not here")
+        return int(control(file, command, value))
+
+    monkeypatch.setattr(os, "write", seen)
+    monkeypatch.setattr(fcntl, "fcntl", flags)
+    storage = LocalStorage(tmp_path)
+    assert storage.write("one", chunks) == sum(chunk.nbytes for chunk in chunks)
+    assert (tmp_path / "one").read_bytes() == b"".join(chunks)
+    expected = {
+        "nothing": [True, True, False, False, False],
+        "the flag": [False] * 5,
+        "the write": [True, False, False, False, False, False],
+    }
+    assert direct == expected[refuses]

@@ -35,6 +35,10 @@ CODES: dict[torch.dtype, str] = {
 
 DTYPES = {code: dtype for dtype, code in CODES.items()}
 LENGTH_BYTES = 8
+ALIGNMENT_BYTES = 64
+PAGE_BYTES = 4096
+LARGE_BYTES = 1 << 20
+"""Data of this size begins at a page, so that it may go to a disk as it lies in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,5 +68,6 @@ def header(regions: Sequence[Region], metadata: Mapping[str, str]) -> bytes:
             "data_offsets": [region.at, region.at + region.bytes],
         }
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-(LENGTH_BYTES + len(text)) % 64)
+    large = bool(regions) and regions[-1].at + regions[-1].bytes >= LARGE_BYTES
+    text += b" " * (-(LENGTH_BYTES + len(text)) % (PAGE_BYTES if large else ALIGNMENT_BYTES))
     return struct.pack("<Q", len(text)) + text

@@ -22,6 +22,7 @@ from shoal.checkpoint.manifest import DIGEST_BYTES, Manifest, PieceEntry, Tensor
 from shoal.checkpoint.snapshot import PARAMETERS
 from shoal.checkpoint.storage import Storage, Target
 from shoal.core.layout import Bucket
+from shoal.host_memory import host_memory
 from shoal.zero.flat import Flats
 from shoal.zero.held import State
 
@@ -131,8 +132,9 @@ class Reader:
         """Empty tensors for a run."""
         elements = (span[1] - span[0]) * self.manifest.blocks.block_elements
         return {
-            key: torch.empty(() if entry.scalar else (elements,), dtype=DTYPES[entry.dtype])
+            key: torch.empty((), dtype=dtype) if entry.scalar else host_memory(elements, dtype)
             for key, entry in run[0].piece.state.items()
+            for dtype in (DTYPES[entry.dtype],)
         }
 
     def _ranges(self, state: State, span: Span, run: list[_Part]) -> Iterator[_Range]:

@@ -32,8 +32,9 @@ from shoal.logs import get_logger
 PATIENCE_SECONDS = 30.0
 """For the part of a member that has left: its process ends once it has written it."""
 LOOK_SECONDS = 0.05
-NICE = 10
-"""The writing thread steps back for the training threads of the machine."""
+NICE = 15
+"""The writing thread steps back for the training threads of the machine: it takes what they leave idle, and a thirtieth
+of what they do not."""
 
 log = get_logger("shoal.checkpoint")
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from shoal.checkpoint.container import Region
 from shoal.core.layout import Bucket, Layout
+from shoal.host_memory import host_memory
 from shoal.zero.flat import Flats
 from shoal.zero.held import HeldBlocks, State
 
@@ -34,15 +35,20 @@ class Arena:
     def reserve(self, count: int) -> None:
         """Takes the memory and touches it: the first save would wait for the operating system to find the pages."""
         if self._memory.numel() < count:
-            self._memory = torch.empty(0, dtype=torch.uint8)
-            self._memory = torch.zeros(count, dtype=torch.uint8, pin_memory=self._pinned)
+            self._find(count)
+            self._memory.zero_()
 
     def take(self, count: int) -> Tensor:
         """`(count,)` uint8; what was taken before is void."""
         if self._memory.numel() < count:
-            self._memory = torch.empty(0, dtype=torch.uint8)
-            self._memory = torch.empty(count, dtype=torch.uint8, pin_memory=self._pinned)
+            self._find(count)
         return self._memory[:count]
+
+    def _find(self, count: int) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = (
+            torch.empty(count, dtype=torch.uint8, pin_memory=True) if self._pinned else host_memory(count, torch.uint8)
+        )
 
 
 @dataclass(frozen=True, slots=True)
