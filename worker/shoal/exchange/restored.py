@@ -1,7 +1,7 @@
 """What owners have read from a checkpoint goes on to the blocks' mirrors: read once, verified once.
 
-The inverse of a fill's letters in weight: both sides know the manifest, so tensors travel bare and land where they
-stay. Called by resuming.py before a restored world opens.
+Fills are letters that say what is in them; here both sides know the manifest, so tensors travel bare and land where
+they stay. Called by resuming.py before a restored world opens.
 """
 
 from __future__ import annotations
@@ -21,10 +21,8 @@ Blank = Callable[[Runs], Mapping[Span, State]]
 """The states of blocks as the checkpoint cuts them, on every member alike: tensors to be filled."""
 
 
-def share_states(group: Group, plan: Plan, held: HeldBlocks, blank: Blank) -> int:
-    """Every owner holds its blocks' states, and afterwards every mirror too; returns the bytes received. Raises
-    `WorldChanged`.
-    """
+def share_states(group: Group, plan: Plan, held: HeldBlocks, blank: Blank) -> None:
+    """Every owner holds its blocks' states, and afterwards every mirror too. Raises `WorldChanged`."""
     mine = plan.shares[group.rank]
     others = [(rank, share) for rank, share in enumerate(plan.shares) if rank != group.rank]
     arriving = {rank: blank(share.owned & mine.mirrored) for rank, share in others}
@@ -35,9 +33,7 @@ def share_states(group: Group, plan: Plan, held: HeldBlocks, blank: Blank) -> in
         works += [group.send(flat, rank, FILLED) for flat in _flats(cut)]
     for work in works:
         work.wait()
-    received = dict(chain.from_iterable(states.items() for states in arriving.values()))
-    held.take(received)
-    return sum(flat.numel() * flat.element_size() for flat in _flats(received))
+    held.take(dict(chain.from_iterable(states.items() for states in arriving.values())))
 
 
 def _flats(states: Mapping[Span, State]) -> Iterator[Tensor]:
