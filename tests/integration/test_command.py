@@ -96,7 +96,7 @@ def test_run_trains_a_script_to_its_end_and_reports(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["fingerprint"] == undisturbed(OPTIONS)
     assert (report["job"], report["steps"]) == ("train", 12)
-    assert [world["reason"] for world in report["generations"]] == ["start"]
+    assert [world["reason"] for world in report["generations"]] == ["start"], told
     assert f"fingerprint {report['fingerprint']}" in said
     assert "train running: step " in told
     assert (tmp_path / ".shoal/jobs/train/w0.log").exists()
