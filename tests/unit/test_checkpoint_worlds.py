@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from shoal.checkpoint.saver import Status
 from shoal.checkpoint.storage import LocalStorage
 from shoal.checkpoint.verify import verify
 from shoal_controller.core.events import DrainWorker, Save
-from shoal_protos.errors import Conflict
+from shoal_protos.errors import Conflict, UserError
 
 STEPS = 14
 PLAIN = Task({"max_steps": STEPS})
@@ -251,32 +253,51 @@ def test_a_checkpoint_with_a_changed_bit_is_named_and_the_one_before_is_used(tmp
 
 
 def test_what_is_no_checkpoint_at_the_start_is_said_once_and_the_one_before_is_used(tmp_path: Path) -> None:
-    with Crew("ab", task(tmp_path, every_steps=3)) as crew:
-        for step in (3, 6, 9):
+    with Crew("ab", task(tmp_path, every_steps=4)) as crew:
+        for step in (4, 8, 12):
             crew.train_to(step)
             saved(crew, step)
-    three, six, nine = sorted(tmp_path.glob("step-*"))
-    (six / "manifest.json").write_text("{")
-    (nine / "manifest.json").unlink()
+    four, eight, twelve = sorted(tmp_path.glob("step-*"))
+    (eight / "manifest.json").write_text("{")
+    (twelve / "manifest.json").unlink()
     with Crew("cd", task(tmp_path)) as crew:
         assert crew.finish() == undisturbed(PLAIN)
         assert told(crew, "checkpoint_passed_over") == [
-            f"{nine} is half-written: it has no manifest.json. Its save is under way, or was broken off. "
-            f"{six}/manifest.json is damaged: it is not JSON."
+            f"{twelve} is half-written: it has no manifest.json. Its save is under way, or was broken off. "
+            f"{eight}/manifest.json is damaged: it is not JSON."
         ]
-        assert crew.job.durable.history[0].from_step == 3
-        assert told(crew, "checkpoint_found") == [f"a checkpoint of step 3 was found at {three}"]
+        assert crew.job.durable.history[0].from_step == 4
+        assert told(crew, "checkpoint_found") == [f"a checkpoint of step 4 was found at {four}"]
 
 
-def test_a_damaged_one_is_passed_over_too_when_blocks_are_lost(tmp_path: Path) -> None:
+def remove(place: Path, step: int) -> None:
+    shutil.rmtree(next(place.glob(f"step-{step:012d}-*")))
+
+
+@pytest.mark.parametrize("harm", [spoil, remove])
+def test_one_that_is_damaged_or_gone_is_passed_over_too_when_blocks_are_lost(
+    harm: Callable[[Path, int], None], tmp_path: Path
+) -> None:
     with Crew("abc", task(tmp_path, mirrors=0, every_steps=3)) as crew:
         for step in (3, 6):
             crew.train_to(step)
             saved(crew, step)
-        spoil(tmp_path, 6)
+        harm(tmp_path, 6)
         crew.kill("b")
         assert crew.finish() == undisturbed(PLAIN)
         assert [resize.from_step for resize in crew.job.durable.history if resize.reason.value == "restore"] == [3]
+
+
+def test_a_process_that_has_trained_never_begins_at_step_0() -> None:
+    with Crew("ab", PLAIN) as crew:
+        crew.train_to(2)
+        for worker in crew.workers.values():
+            with pytest.raises(UserError, match="this process has trained before; start a new one"):
+                worker.engine.resuming.check_initial()
+        newcomer = crew.add("c")
+        crew.train_until("c to be in", lambda: newcomer.engine.world is not None)
+        with pytest.raises(UserError, match="this process has trained before"):
+            newcomer.engine.resuming.check_initial()
 
 
 def test_a_job_whose_only_checkpoint_cannot_be_read_says_so_and_does_not_begin_anew(tmp_path: Path) -> None:

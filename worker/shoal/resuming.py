@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shoal_protos.checkpoint import Damage, Sighting
-from shoal_protos.errors import JobFailed, UserError
+from shoal_protos.errors import JobFailed, NotFound, UserError
 from shoal_protos.runs import every
 
 from shoal.checkpoint.catalogue import Found, at, resolve
@@ -78,7 +78,10 @@ class Resuming:
             raise UserError(
                 f"the job goes back to step {recovery.step}, and this script has left its loop at step {state.step}."
             )
-        found = at(recovery.checkpoint, self._skip)
+        try:
+            found = at(recovery.checkpoint, self._skip)
+        except NotFound as error:
+            raise CheckpointDamaged(f"{recovery.checkpoint} is gone: {error}") from error
         self._taken = found.path
         state.forget_gradients()
         engine.done = False
@@ -124,12 +127,14 @@ class Resuming:
         self.look()
 
     def check_initial(self) -> None:
-        """Raises `JobFailed` where this process cannot begin at step 0 any more."""
+        """Raises where this process cannot begin at step 0 any more: `JobFailed` where no other can either."""
         if self._taken:
             raise JobFailed(
                 f"{self._taken} cannot be read whole, and there is no other checkpoint to go on from. To begin at step "
                 "0 remove it, or say `resume: false`."
             )
+        if not self._engine.state.initial:
+            raise UserError("the job begins at step 0, and this process has trained before; start a new one.")
 
     def begins(self, path: str) -> None:
         """A plan is being carried out; what was said of another one's checkpoint is over."""

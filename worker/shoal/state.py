@@ -68,6 +68,8 @@ class TrainingState:
         """Held blocks whose next gradient is in; set when a vote is entered with all that the commit reads."""
         self.current = NO_BLOCKS
         """Blocks whose parameters are those of `step`."""
+        self.initial = True
+        """Whether nothing but the script has made this process's state: it could begin at step 0."""
         self.registered: dict[str, Any] = {}
         """The user's own objects with `state_dict` and `load_state_dict`, by name."""
 
@@ -83,6 +85,7 @@ class TrainingState:
 
     def commit(self, record: Record, generation: int) -> None:
         """Applies the step whose vote has passed to all blocks with a pending gradient, and frees every other block."""
+        self.initial = False
         self.held.keep_only(self.pending)
         self.held.apply(self.sums.live.flats, self._clip(record.norm))
         self.optimizer.state.clear()  # what the user's object brought along lives in the held blocks now
@@ -159,6 +162,7 @@ class TrainingState:
 
     def load_small_state(self, content: bytes) -> bool:
         """Takes over another member's small state. True when this module's frozen parameters are the job's too."""
+        self.initial = False
         given: dict[str, Any] = torch.load(io.BytesIO(content), weights_only=False)
         self.step, self.committed_in, self.record = given["step"], given["committed_in"], given["record"]
         load_into(self.optimizer, given["hyper"])
