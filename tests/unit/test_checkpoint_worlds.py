@@ -254,12 +254,13 @@ def test_a_checkpoint_with_a_changed_bit_is_named_and_the_one_before_is_used(tmp
 
 def test_what_is_no_checkpoint_at_the_start_is_said_once_and_the_one_before_is_used(tmp_path: Path) -> None:
     with Crew("ab", task(tmp_path, every_steps=4)) as crew:
-        for step in (4, 8, 12):
+        for step in (4, 8):
             crew.train_to(step)
             saved(crew, step)
-    four, eight, twelve = sorted(tmp_path.glob("step-*"))
+    four, eight = sorted(tmp_path.glob("step-*"))
+    twelve = eight.with_name("step-000000000012-1-12-a_1")
+    twelve.mkdir()
     (eight / "manifest.json").write_text("{")
-    (twelve / "manifest.json").unlink()
     with Crew("cd", task(tmp_path)) as crew:
         assert crew.finish() == undisturbed(PLAIN)
         assert told(crew, "checkpoint_passed_over") == [
