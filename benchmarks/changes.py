@@ -2,8 +2,9 @@
 
     python benchmarks/changes.py --sizes 1M 10M 40M --rounds 7
 
-Four workers and eight lanes under a real controller with the local launcher. A round scales to five, drains one worker
-(the launcher starts another in its place) and scales back to four. `pause` is the run report's: the longest of any
+Three workers and four lanes under a real controller with the local launcher. A round scales to four, drains one worker
+(the launcher starts another in its place) and scales back to three: a newcomer shares the cores with three others, so
+that there are four processes in all. `pause` is the run report's: the longest of any
 member from the end of its hand-out to its first lane in the new world. `longer` is how much longer than its neighbours
 the one step was during which the change began, seen from outside. A newcomer's time runs from the start of its process
 to its first lane in a committed step.
@@ -23,7 +24,7 @@ from model import SIZES
 from steps import Step
 from tables import show, spread, verdict
 
-WORKERS, LANES = 4, 8
+WORKERS, LANES = 3, 4
 MOST_PAUSE_SECONDS = 0.1
 MOST_NEWCOMER_SECONDS = 6.0
 MOST_SLOWER = 1.1

@@ -13,8 +13,8 @@ with torch.distributed.checkpoint (sharded.py). Per round `DCP save`, `DCP async
 - bytes: what the checkpoint's folder takes on the disk, against parameters and both moments;
 - restore: in process, imports, model and groups not counted, from all to all, in a world of 3 and one of 2: DCP's
   `get_state_dict`, `load` and `set_state_dict`; Shoal's `take_up` of a plan, which is looking at the place, reading,
-  verifying (DCP verifies nothing), and handing parameters to everyone. Once without mirrors, as FSDP2 has none, and
-  once with them in place too. Files are in the page cache for both. The first round of everything is not counted.
+  verifying (DCP verifies nothing), and handing parameters to everyone. Mirrors are filled later, beside training; FSDP2
+  has none. Files are in the page cache for both. The first round of everything is not counted.
 """
 
 from __future__ import annotations
@@ -99,14 +99,13 @@ def show_saves(rounds: Rounds, given: argparse.Namespace) -> None:
     show("Shoal's saves", ["", "ratio", "neighbours", "target"], rows)
 
 
-def show_restores(found: dict[tuple[int, int], Rounds], size: str) -> None:
+def show_restores(found: dict[int, Rounds], size: str) -> None:
     rows = []
-    for (workers, mirrors), rounds in found.items():
+    for workers, rounds in found.items():
         for way in rounds:
             ratio = judged(rounds, "seconds", way, "DCP load", 1.0)[1:] if way == "Shoal" else ["", "", ""]
             seconds, work = (spread(values(rounds, way, figure), 2) for figure in ("seconds", "processor"))
-            named = f"{way}, mirrors {mirrors}" if way == "Shoal" else way
-            rows.append([f"{WORKERS}→{workers}, {named}", seconds, work, *ratio])
+            rows.append([f"{WORKERS}→{workers}, {way}", seconds, work, *ratio])
     head = ["", "restore, s", "CPU, s", "of DCP's", "neighbours", "target"]
     show(f"Restoring {size} parameters", head, rows)
 
@@ -122,8 +121,8 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="shoal-bench-checkpoints-", dir=given.place))
     try:
         show_saves(measure("save", WORKERS, given.mirrors, given, folder), given)
-        worlds = [(workers, mirrors) for workers in SMALLER for mirrors in sorted({0, given.mirrors})]
-        show_restores({world: measure("restore", *world, given, folder) for world in worlds}, given.size)
+        restores = {workers: measure("restore", workers, given.mirrors, given, folder) for workers in SMALLER}
+        show_restores(restores, given.size)
     finally:
         shutil.rmtree(folder)
 

@@ -84,8 +84,8 @@ def test_a_block_with_a_changed_bit_is_named_when_it_is_read(one: Found) -> None
         with pytest.raises(
             CheckpointDamaged, match=r"is damaged: the checksum of state exp_avg of block 4 in \S+ differs"
         ):
-            load_blocks(one.reader(), fresh(), every(12), every(12))
-        load_blocks(one.reader(), fresh(), every(12) - Runs(((4, 5),)), every(12))
+            load_blocks(one.reader(), fresh(), every(12))
+        load_blocks(one.reader(), fresh(), every(12) - Runs(((4, 5),)))
     finally:
         file.write_bytes(right)
 

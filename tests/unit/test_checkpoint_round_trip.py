@@ -45,7 +45,9 @@ def restored(storage: Storage, save_name: object, keeps: Runs, into: TrainingSta
     found = look_into(storage, save_name)  # type: ignore[arg-type]
     assert fits(found.manifest, into, (), found.path)
     load_small_state(found.reader(), into, {})
-    load_blocks(found.reader(), into, keeps, every(into.layout.blocks))
+    load_blocks(found.reader(), into, keeps)
+    found.reader().parameters(into.everything, into.flats)  # a hand-out's part
+    into.current = into.everything
     return into
 
 

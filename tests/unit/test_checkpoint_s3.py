@@ -48,7 +48,7 @@ def test_a_checkpoint_goes_to_the_object_store_and_comes_back(bucket: object) ->
     other = fresh(seed=1)
     assert fits(found.manifest, other, (), found.path)
     load_small_state(found.reader(), other, {})
-    load_blocks(found.reader(), other, every(12), every(12))
+    load_blocks(found.reader(), other, every(12))
     assert block_digests(other, every(12)) == block_digests(state, every(12))
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(other.flats, state.flats, strict=True))
     assert verify(found.reader()) > 0

@@ -16,7 +16,6 @@ from shoal.checkpoint.catalogue import Found, at, resolve
 from shoal.checkpoint.errors import CheckpointDamaged
 from shoal.checkpoint.restore import fits, load_blocks, load_model, load_small_state
 from shoal.exchange.hand_out import hand_out
-from shoal.exchange.restored import share_states
 from shoal.initial_state import agree_on_the_start
 from shoal.logs import get_logger
 from shoal.world import World
@@ -97,9 +96,8 @@ class Resuming:
         state, owned, reader = self._engine.state, world.plan.shares[world.rank].owned, found.reader()
         self._warn_of_other_data(found)
         load_small_state(reader, state, state.registered)
-        load_blocks(reader, state, owned, owned)
+        load_blocks(reader, state, owned)
         self._engine.faults.at("restore", state.step)
-        share_states(world.group, world.plan, state.held, reader.blank_states)
         hand_out(world.group, state.flats, world.routes.stale)
         state.current = every(state.layout.blocks)
         log.info("restored", path=found.path, step=state.step, bytes=reader.bytes_read)

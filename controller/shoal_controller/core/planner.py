@@ -78,15 +78,18 @@ class Wish:
 
 
 def plan_start(wish: Wish, candidates: Sequence[Candidate], step: int = 0, checkpoint: str = "") -> Plan:
-    """A start, or a restore from a checkpoint: all have all blocks at hand, so the target is reached at once.
+    """A start: all have all blocks at hand, so the target is reached at once.
 
-    With a checkpoint nothing that the members hold counts.
+    Or a restore from a checkpoint: nothing that the members hold counts. Each reads what it is to own, so that no block
+    is read twice, and mirrors are filled beside training.
     """
     everything = every(wish.terms.blocks)
     world = _compose(wish.terms, [replace(c, holds=everything) for c in _by_age(candidates)], before=None)
     size = len(world.here)
     if not checkpoint:
         return _plan(wish, world, Recovery(step, b"", (True,) * size, (NO_BLOCKS,) * size))
+    owners = [replace(c, holds=share.owned) for c, share in zip(world.here, world.shares, strict=True)]
+    world = _compose(wish.terms, owners, before=None)
     stale = tuple(everything - share.owned for share in world.shares)
     return _plan(wish, world, Recovery(step, b"", (False,) * size, stale, checkpoint))
 

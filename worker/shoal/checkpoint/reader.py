@@ -103,19 +103,12 @@ class Reader:
         """The optimizer states of blocks, by runs within one bucket: for `HeldBlocks.take`."""
         states: dict[Span, State] = {}
         ranges: list[_Range] = []
-        for span, run in self._spans(blocks):
+        for run in _runs(self._parts(blocks)):
+            span = (run[0].blocks[0], run[-1].blocks[1])
             states[span] = self._blank(span, run)
             ranges += self._ranges(states[span], span, run)
         self._read(ranges)
         return states
-
-    def blank_states(self, blocks: Runs) -> dict[Span, State]:
-        """What `states` would return, not filled; any part of a run of states is within one run of the whole."""
-        return {span: self._blank(span, run) for span, run in self._spans(blocks)}
-
-    def _spans(self, blocks: Runs) -> Iterator[tuple[Span, list[_Part]]]:
-        for run in _runs(self._parts(blocks)):
-            yield (run[0].blocks[0], run[-1].blocks[1]), run
 
     def _parts(self, blocks: Runs) -> Iterator[_Part]:
         """What of which piece is wanted, in the order of blocks. Both are sorted, so one walk is enough."""

@@ -78,12 +78,12 @@ def _load_frozen(reader: Reader, state: TrainingState) -> None:
         own[name].copy_(value)
 
 
-def load_blocks(reader: Reader, state: TrainingState, keeps: Runs, parameters: Runs) -> None:
-    """Holds `keeps` as the checkpoint has them, and nothing else; reads the parameters of the named blocks."""
+def load_blocks(reader: Reader, state: TrainingState, blocks: Runs) -> None:
+    """Holds these blocks as the checkpoint has them, and nothing else."""
     state.held.keep_only(NO_BLOCKS)
-    state.held.take(reader.states(keeps))
-    reader.parameters(parameters, state.flats)
-    state.current = parameters
+    state.held.take(reader.states(blocks))
+    reader.parameters(blocks, state.flats)
+    state.current = blocks
 
 
 def load_model(reader: Reader, state: TrainingState, allow: tuple[str, ...]) -> Match:
