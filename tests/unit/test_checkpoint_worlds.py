@@ -109,6 +109,14 @@ def test_checkpoints_fall_due_by_steps_and_the_newest_stay(tmp_path: Path) -> No
         assert crew.finish() == undisturbed(PLAIN)
 
 
+def test_checkpoints_fall_due_by_the_clock_of_rank_0(tmp_path: Path) -> None:
+    with Crew("ab", task(tmp_path, every_minutes=1e-6)) as crew:
+        crew.train_to(3)
+        crew.train_until("a checkpoint", lambda: bool(crew.job.durable.checkpoints))
+        assert crew.finish() == undisturbed(PLAIN)
+    assert whole(tmp_path)
+
+
 @pytest.mark.parametrize("workers", ["abc", "a"])
 def test_a_script_asks_for_one_and_one_caller_is_enough(workers: str, tmp_path: Path) -> None:
     asked = []

@@ -13,6 +13,7 @@ from shoal.host_memory import HUGE_PAGE_BYTES, host_memory
 def test_it_has_the_size_that_was_asked_for_and_keeps_what_is_put_in(elements: int) -> None:
     values = torch.arange(elements, dtype=torch.float32)
     memory = host_memory(elements, torch.float32)
+    assert not memory.any()
     memory.copy_(values)
     assert memory.untyped_storage().nbytes() == 4 * elements
     assert torch.equal(memory, values)

@@ -1,7 +1,8 @@
 """Host memory for what is large and lives long, in huge pages where the system gives them to those who ask.
 
 Such memory is found at a fifth of the cost, and digesting and copying it is a fifth to two fifths cheaper than in pages
-of 4 KiB, which makes checkpoints that much cheaper to take and to read. Elsewhere it is memory like any other.
+of 4 KiB, which makes checkpoints that much cheaper to take and to read. And a killed process is gone sooner: its port
+refuses connections, which proves its death, only when its memory is given back. Elsewhere it is memory like any other.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ HUGE_PAGE_BYTES = 2 << 20
 
 
 def host_memory(elements: int, dtype: torch.dtype) -> Tensor:
-    """`(elements,)` of any content, whose memory goes with the last tensor that uses it."""
+    """`(elements,)` zeros, whose memory goes with the last tensor that uses it."""
     count = elements * dtype.itemsize
     if count < HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(elements, dtype=dtype)
+        return torch.zeros(elements, dtype=dtype)
     region = mmap.mmap(-1, count + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     first = -torch.frombuffer(region, dtype=torch.uint8).data_ptr() % HUGE_PAGE_BYTES
     with contextlib.suppress(OSError):  # a kernel without huge pages; the last part of a page stays in small ones

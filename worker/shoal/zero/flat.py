@@ -14,6 +14,7 @@ from shoal_protos.errors import UserError
 from torch import Tensor, nn
 
 from shoal.core.layout import Bucket, Layout, Trainable, lay_out
+from shoal.host_memory import host_memory
 
 Flats = list[Tensor]
 """One flat tensor per bucket, in bucket order."""
@@ -68,7 +69,7 @@ def lay_out_model(pairs: Sequence[tuple[Trainable, nn.Parameter]]) -> tuple[Layo
 
 def empty_flats(layout: Layout) -> Flats:
     """Zeros in the layout's shape."""
-    return [torch.zeros(bucket.elements, dtype=bucket.dtype) for bucket in layout.buckets]
+    return [host_memory(bucket.elements, bucket.dtype) for bucket in layout.buckets]
 
 
 def views(bucket: Bucket, flat: Tensor) -> list[Tensor]:
