@@ -92,6 +92,20 @@ def test_a_world_of_any_size_goes_on_from_one_of_any_size(
         assert crew.job.durable.history[0].generation > 1  # the next generation exceeds the manifest's
 
 
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3)])
+@pytest.mark.parametrize(("stage", "other"), [(0, 1), (1, 0)])
+def test_another_world_goes_on_in_another_stage(
+    before: int, after: int, stage: int, other: int, tmp_path: Path
+) -> None:
+    with Crew("abc"[:before], task(tmp_path, stage=stage, every_steps=4)) as crew:
+        crew.train_to(5)
+        saved(crew, 4)
+    resume = str(next(tmp_path.glob("step-000000000004-*")))
+    with Crew("abc"[:after], task(tmp_path / "other", stage=other, resume=resume)) as crew:
+        assert crew.finish() == undisturbed(PLAIN)
+        assert crew.job.durable.history[0].from_step == 4
+
+
 def test_a_job_of_one_without_a_controller_goes_on_too(written: dict[int, Path], tmp_path: Path) -> None:
     assert undisturbed(task(tmp_path, resume=str(written[3]))) == undisturbed(PLAIN)
 
