@@ -7,6 +7,7 @@ normalization (buffers), a frozen parameter and an unused one; AdamW has two gro
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 from pathlib import Path
@@ -158,8 +159,9 @@ def train(result: str, **options: Any) -> None:
 
 def _write(result: str, ended: dict[str, Any]) -> None:
     file = Path(result)
-    file.with_suffix(".new").write_text(json.dumps(ended))
-    file.with_suffix(".new").replace(file)
+    beside = file.with_suffix(f".{os.getpid()}")  # workers that the launcher starts share the file
+    beside.write_text(json.dumps(ended))
+    beside.replace(file)
 
 
 def controller(**flags: str) -> None:
