@@ -20,10 +20,8 @@ with torch.distributed.checkpoint (sharded.py). Per round `DCP save`, `DCP async
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import tempfile
-import time
 from pathlib import Path
 from statistics import median
 
@@ -57,16 +55,7 @@ def measure(task: str, workers: int, mirrors: int, given: argparse.Namespace, fo
         arguments=arguments, spec={"workers": {"wanted": workers, "min": workers}},
     )  # fmt: skip
     with Cluster(job) as cluster:
-        result = Path(f"{cluster.steps.path}.json")
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while not result.exists():
-            ended = [worker for worker, process in cluster.own.items() if process.poll() is not None]
-            if ended:
-                raise RuntimeError(f"{', '.join(ended)} ended")
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"no result after {PATIENCE_SECONDS:.0f} s")
-            time.sleep(0.1)
-        return dict(json.loads(result.read_text()))
+        return dict(*cluster.results(".json", patience=PATIENCE_SECONDS))
 
 
 def values(rounds: Rounds, way: str, figure: str) -> list[float]:

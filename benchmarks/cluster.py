@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import httpx
-from steps import PATIENCE_SECONDS, POLL_SECONDS, StepLog
+from steps import PATIENCE_SECONDS, POLL_SECONDS, StepLog, until
 
 HERE = Path(__file__).resolve().parent
 Json = dict[str, Any]
@@ -201,13 +201,26 @@ class Cluster:
         Returns the members.
         """
         members = members or self.job.workers
-        found = _until("a settled world", lambda: self._settled(members))
+        found = until("a settled world", lambda: self._settled(members), pause=10 * POLL_SECONDS)
         generation = self.ask("GET", "")["generation"]
         for worker in found:
             self.steps.until(
                 f"{steps} steps of {worker} in generation {generation}", _steps_of(worker, generation, steps)
             )
         return found
+
+    def results(self, *endings: str, patience: float) -> list[Any]:
+        """What the script wrote, as JSON, beside the step log; raises when one of its processes ends before."""
+        places = [Path(f"{self.steps.path}{ending}") for ending in endings]
+
+        def there() -> bool:
+            ended = [worker for worker, process in self.own.items() if process.poll() is not None]
+            if ended:
+                raise RuntimeError(f"{', '.join(ended)} ended before there was a result")
+            return all(place.exists() for place in places)
+
+        until("a result", there, patience, pause=10 * POLL_SECONDS)
+        return [json.loads(place.read_text()) for place in places]
 
     def _settled(self, members: int) -> list[str]:
         job, workers = self.ask("GET", ""), self.workers()
@@ -229,15 +242,6 @@ def end_cleanly() -> None:
 
 def _steps_of(worker: str, generation: int, count: int) -> Callable[[list[Any]], bool]:
     return lambda steps: sum(s.worker == worker and s.generation >= generation for s in steps) >= count
-
-
-def _until(what: str, seen: Callable[[], list[str]]) -> list[str]:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not (value := seen()):
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"waited {PATIENCE_SECONDS:.0f} s for {what}")
-        time.sleep(10 * POLL_SECONDS)
-    return value
 
 
 def _signal(pid: int, number: signal.Signals) -> None:

@@ -9,11 +9,8 @@ such activations as a line of Python holds; its excess is shown in MiB and judge
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
-import time
-from pathlib import Path
 from typing import Any
 
 import model
@@ -32,13 +29,7 @@ def measure(size: str, lanes: int, mirrors: int) -> list[dict[str, Any]]:
     """What every worker said."""
     os.environ["BENCH_WORKERS"] = str(WORKERS)
     with Cluster(Job(size=size, workers=WORKERS, lanes=lanes, mirrors=mirrors, script="storages.py")) as cluster:
-        places = [Path(f"{cluster.steps.path}.{rank}.json") for rank in range(WORKERS)]
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while not all(place.exists() for place in places):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"no result after {PATIENCE_SECONDS:.0f} s")
-            time.sleep(0.1)
-        return [json.loads(place.read_text()) for place in places]
+        return cluster.results(*(f".{rank}.json" for rank in range(WORKERS)), patience=PATIENCE_SECONDS)
 
 
 def allowed(parameters: int, lanes: int, mirrors: int) -> float:

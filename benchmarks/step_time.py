@@ -9,9 +9,6 @@ not depend on how busy the machine is.
 from __future__ import annotations
 
 import argparse
-import json
-import time
-from pathlib import Path
 from statistics import median
 
 import model
@@ -29,13 +26,7 @@ Rounds = dict[str, list[tuple[float, float]]]
 def measure(size: str, mirrors: int) -> Rounds:
     """One cluster's rounds."""
     with Cluster(Job(size=size, workers=WORKERS, lanes=WORKERS, mirrors=mirrors, script="interleaved.py")) as cluster:
-        result = Path(f"{cluster.steps.path}.json")
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while not result.exists():
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"no result after {PATIENCE_SECONDS:.0f} s")
-            time.sleep(0.1)
-        return dict(json.loads(result.read_text()))
+        return dict(*cluster.results(".json", patience=PATIENCE_SECONDS))
 
 
 def row(mirrors: int, rounds: Rounds, way: str) -> list[str]:

@@ -32,6 +32,16 @@ class Step:
     lanes: int
 
 
+def until(what: str, seen: Callable[[], T], patience: float = PATIENCE_SECONDS, pause: float = POLL_SECONDS) -> T:
+    """The first true value of `seen()`. Looks again and again: what other processes do sends no event here."""
+    deadline = time.monotonic() + patience
+    while not (value := seen()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"waited {patience:.0f} s for {what}")
+        time.sleep(pause)
+    return value
+
+
 class StepLog:
     """Reads what has been appended since it last looked."""
 
@@ -53,12 +63,7 @@ class StepLog:
 
     def until(self, what: str, seen: Callable[[list[Step]], T], patience: float = PATIENCE_SECONDS) -> T:
         """The first true value of `seen(all lines)`."""
-        deadline = time.monotonic() + patience
-        while not (value := seen(self.look())):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"waited {patience:.0f} s for {what}")
-            time.sleep(POLL_SECONDS)
-        return value
+        return until(what, lambda: seen(self.look()), patience)
 
     def next_of(self, worker: str) -> Step:
         """The worker's next line from now on."""
