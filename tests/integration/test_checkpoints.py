@@ -8,11 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import boto3
 import httpx
 import pytest
 from integration.cluster import Cluster, alone, undisturbed, until
-from moto.server import ThreadedMotoServer
+from object_store import object_store
 from shoal.checkpoint.catalogue import checkpoints
 from shoal.checkpoint.storage import LocalStorage
 from shoal.checkpoint.verify import verify
@@ -148,18 +147,8 @@ def test_a_place_that_fails_is_told_and_training_is_unharmed(tmp_path: Path) -> 
 @pytest.fixture
 def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The URL of an empty place in a real object store."""
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    where = {"AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_DEFAULT_REGION": "us-east-1"}
-    for name, value in {**where, "AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "secret"}.items():
-        monkeypatch.setenv(name, value)
-    resource = boto3.resource("s3")
-    resource.create_bucket(Bucket="ckpt")
-    yield "s3://ckpt/job"
-    resource.meta.client.close()
-    httpx.post(f"http://{host}:{port}/moto-api/reset")
-    server.stop()
+    with object_store(monkeypatch):
+        yield "s3://ckpt/job"
 
 
 def test_a_job_saves_to_an_object_store_and_goes_on_from_it(s3: str) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import boto3
-import httpx
 import pytest
 import torch
 from checkpoints import fresh, save, train, trained
-from moto.server import ThreadedMotoServer
+from object_store import object_store
 from shoal.checkpoint.catalogue import checkpoints, look_into, resolve
 from shoal.checkpoint.errors import CheckpointDamaged, StorageFailed
 from shoal.checkpoint.restore import fits, load_blocks, load_small_state
@@ -24,19 +23,9 @@ URL = "s3://ckpt/jobs/demo"
 
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[boto3.resources.base.ServiceResource]:
-    """The server's bucket `ckpt`, through another library than Shoal's; the environment says where the server is."""
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    where = {"AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_DEFAULT_REGION": "us-east-1"}
-    for name, value in {**where, "AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "secret"}.items():
-        monkeypatch.setenv(name, value)
-    resource = boto3.resource("s3")
-    made = resource.create_bucket(Bucket="ckpt")
-    yield made
-    resource.meta.client.close()
-    httpx.post(f"http://{host}:{port}/moto-api/reset")  # its memory is this process's
-    server.stop()
+    """The server's bucket `ckpt`."""
+    with object_store(monkeypatch) as made:
+        yield made
 
 
 def test_a_checkpoint_goes_to_the_object_store_and_comes_back(bucket: object) -> None:
