@@ -9,6 +9,7 @@ optimizer steps after it from 0: optimizer step n reads the rate of count n - 1,
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
@@ -39,9 +40,9 @@ def per_group(value: float | tuple[float, ...], groups: int) -> Sequence[float]:
 class Formula(Section):
     """A schedule: its fields are the scheduler's `params`."""
 
+    @abstractmethod
     def rates(self, count: int, own: Sequence[float]) -> list[float]:
         """Each group's rate at a count. `own`: the rates that the groups were made with."""
-        raise NotImplementedError
 
     def momenta(self, count: int, groups: int) -> list[float] | None:  # noqa: ARG002
         """Each group's first beta at a count; None where the schedule leaves it alone."""
