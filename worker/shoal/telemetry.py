@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import resource
 import time
+from bisect import bisect_left, insort
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 
 from shoal_protos.checkpoint import Saved
 from shoal_protos.messages import Change, Telemetry
@@ -27,7 +27,9 @@ class Meter:
         self._fill_bytes = 0
         self._fill_seconds = 0.0
         self._step_seconds = 0.0
-        self._latest_steps: deque[float] = deque(maxlen=LATEST_STEPS)
+        self._latest_steps: deque[float] = deque()
+        self._in_order: list[float] = []
+        """The same, kept sorted: their median is told after every step."""
         self._training_seconds = 0.0
         self._step_began = time.monotonic()
         self._changes: list[Change] = []
@@ -38,6 +40,9 @@ class Meter:
         now = time.monotonic()
         self._step_seconds = now - self._step_began
         self._latest_steps.append(self._step_seconds)
+        insort(self._in_order, self._step_seconds)
+        if len(self._latest_steps) > LATEST_STEPS:
+            del self._in_order[bisect_left(self._in_order, self._latest_steps.popleft())]
         self._training_seconds += self._step_seconds
         self._step_began = now
         self._samples += lanes * self._samples_per_lane
@@ -60,6 +65,10 @@ class Meter:
         """A vote has passed, and all it asked for is done."""
         self._tell({"first_step": self._step_seconds} if stepped else {})
 
+    def _median(self) -> float:
+        count = len(self._in_order)
+        return (self._in_order[count // 2] + self._in_order[(count - 1) // 2]) / 2 if count else 0.0
+
     def _tell(self, more: dict[str, float]) -> None:
         if self._change is not None:
             change = replace(self._change, phases={**self._change.phases, **more})
@@ -73,7 +82,7 @@ class Meter:
         return Telemetry(
             loss=loss,
             step_seconds=self._step_seconds,
-            step_seconds_median=median(tuple(self._latest_steps) or (0.0,)),
+            step_seconds_median=self._median(),
             training_seconds=self._training_seconds,
             samples=self._samples,
             fill_bytes=self._fill_bytes,
