@@ -15,7 +15,7 @@ from checkpoints import save, trained
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shoal.checkpoint.catalogue import checkpoints
-from shoal.checkpoint.errors import StorageFailed
+from shoal.checkpoint.errors import StorageFailed, StorageFull
 from shoal.checkpoint.storage import LocalStorage, Storage, Target, open_storage
 from shoal.host_memory import host_memory
 from shoal_protos.errors import UserError
@@ -139,6 +139,15 @@ def test_a_full_disk_gets_a_sentence_and_no_rest_is_left_on_it(tmp_path: Path, s
         save(trained(1), storage)
     assert [file for file in tmp_path.rglob("*") if file.is_file()] == []
     assert list(checkpoints(storage, print)) == []
+
+
+def test_a_disk_without_room_is_told_from_other_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(file: int, content: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", no_room)
+    with pytest.raises(StorageFull, match=r"^cannot write f in \S+: no space left on device; free some space, keep"):
+        LocalStorage(tmp_path).write("f", [memoryview(b"content")])
 
 
 @pytest.mark.parametrize(

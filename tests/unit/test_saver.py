@@ -12,7 +12,7 @@ from checkpoints import origin, trained
 from shoal.checkpoint import saver as module
 from shoal.checkpoint.catalogue import SaveName, look_into, saves
 from shoal.checkpoint.draft import draft_of
-from shoal.checkpoint.errors import StorageFailed
+from shoal.checkpoint.errors import StorageFailed, StorageFull
 from shoal.checkpoint.manifest import MANIFEST
 from shoal.checkpoint.retention import Keep
 from shoal.checkpoint.saver import Lead, Save, Saver, Status
@@ -28,17 +28,20 @@ AUTHORS = tuple(Author(f"w{number}", f"i{number}") for number in range(3))
 
 
 class Gate(LocalStorage):
-    """A disk that writes data files once `open` is set, or fails."""
+    """A disk that writes data files once `open` is set, or fails; with `room`, it is full beyond so many files."""
 
     def __init__(self, root: Path, fails: bool = False) -> None:
         super().__init__(root)
         self.open, self.fails = threading.Event(), fails
+        self.room: int | None = None
 
     def write(self, name: str, chunks: Iterable[memoryview]) -> int:
         if name.endswith(".safetensors"):
             assert self.open.wait(10)
             if self.fails:
                 raise StorageFailed("the disk is full")
+        if self.room is not None and len(files(self._root)) >= self.room:
+            raise StorageFull(f"no room for {name}")
         return super().write(name, chunks)
 
 
@@ -97,6 +100,11 @@ def world(root: Path, failing: int = -1) -> Iterator[World]:
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.2)
+
+
+def files(root: Path) -> list[str]:
+    """All but the frozen parameters, which the next save writes no more."""
+    return sorted(path.name for path in root.rglob("*") if path.is_file() and not path.name.startswith("frozen-"))
 
 
 def whole(root: Path) -> list[int]:
@@ -235,3 +243,74 @@ def test_retention_follows_a_save(tmp_path: Path) -> None:
             three.finish()
             three.vote()
         assert whole(tmp_path) == [4, 3]
+
+
+def failed_save(three: World, *writers: int) -> None:
+    """To the end, whoever may write."""
+    three.begin()
+    three.write(*writers)
+    three.vote()
+    three.finish()
+    three.vote()
+    for saver in three.savers:
+        saver._join()
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_a_failed_save_leaves_nothing_on_the_disk(tmp_path: Path, failing: int) -> None:
+    with world(tmp_path, failing) as three:
+        failed_save(three, 0, 1, 2)
+        assert three.savers[0].outcome and three.savers[0].outcome.failure
+        assert files(tmp_path) == []
+        assert saves(LocalStorage(tmp_path)) == []
+
+
+def test_a_save_whose_manifest_finds_no_room_leaves_nothing_on_the_disk(tmp_path: Path) -> None:
+    with world(tmp_path) as three:
+        three.gates[0].room = 6  # three data files and what their writers say of them
+        failed_save(three, 0, 1, 2)
+        assert three.savers[0].outcome and "no room for" in three.savers[0].outcome.failure
+        assert files(tmp_path) == []
+
+
+def test_nobody_is_given_up_on_while_another_one_still_writes(tmp_path: Path) -> None:
+    with world(tmp_path, failing=1) as three:
+        three.begin()
+        three.write(0, 1)
+        assert three.vote() == [W, F, W]  # what w2 is about to write would be left behind
+        three.write(2)
+        three.vote()
+        three.finish()
+        assert three.vote() == [F, FREE, FREE]
+        assert files(tmp_path) == []
+
+
+@pytest.mark.parametrize("short_of_room", [0, 1])
+def test_a_save_without_room_deletes_what_older_ones_left_and_is_tried_once_more(
+    tmp_path: Path, short_of_room: int
+) -> None:
+    with world(tmp_path) as three:
+        rest = tmp_path / SaveName.of(1, 1, 1, "dead").folder
+        rest.mkdir()
+        for number in range(7):
+            (rest / f"{number}.safetensors").write_bytes(b"of a leader that was killed")
+        three.gates[short_of_room].room = 7
+        three.begin()
+        three.write(0, 1, 2)
+        three.vote()
+        three.finish()
+        assert three.vote() == [FREE, FREE, FREE]
+        assert whole(tmp_path) == [2]
+        assert not rest.exists()
+
+
+def test_what_a_leader_that_is_gone_has_completed_stays_whole(tmp_path: Path) -> None:
+    with world(tmp_path) as three:
+        three.begin()
+        three.write(0, 1, 2)
+        three.vote()
+        three.finish()
+        for saver in three.savers[1:]:  # it died after its manifest was there
+            saver.heed({"i1": str(three.savers[1].status), "i2": str(three.savers[2].status)})
+            saver._join()
+        assert whole(tmp_path) == [2]

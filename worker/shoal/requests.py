@@ -40,7 +40,9 @@ class Requests:
         self._failure: UserError | None = None
 
     def ask(self, wish: Wish) -> str | None:
-        """In the loop returns at once; after it blocks until carried out. A fingerprint's digest is returned then."""
+        """In the loop returns at once; after it blocks until carried out, and until a save under way has come to its
+        end. A fingerprint's digest is returned then.
+        """
         engine = self._engine
         if engine.ended:
             raise UserError(f"engine.{wish.kind} was called after the script's end.")
@@ -49,7 +51,7 @@ class Requests:
         self.add(wish)
         if not engine.over:
             return None
-        while wish in self._mine:
+        while wish in self._mine or engine.saving.busy:
             engine.guarded_vote()
         failure = self._failure or engine.saving.failure
         self._failure = engine.saving.failure = None

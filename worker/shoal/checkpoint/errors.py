@@ -3,7 +3,8 @@
     UserError
     └── CheckpointDamaged   what lies there is not what was written: half, changed, or of a newer version
     ShoalError
-    └── StorageFailed       the place cannot be read or written: full, forbidden, not there, out of reach
+    └── StorageFailed       the place cannot be read or written: forbidden, not there, out of reach
+        └── StorageFull     there is no room left
 
 A damaged checkpoint is skipped for the one before; a failed save is counted and training goes on.
 """
@@ -22,3 +23,7 @@ class StorageFailed(ShoalError):
 
     http_status = 503
     grpc_status = "UNAVAILABLE"
+
+
+class StorageFull(StorageFailed):
+    """There is no room left: what is deleted makes some."""

@@ -152,7 +152,7 @@ class Manifest(Entry):
         """The layout as it is used."""
         return self.layout.layout()
 
-    @property
+    @cached_property
     def tensors(self) -> dict[str, tuple[FileEntry, TensorEntry]]:
         """Every tensor beside the blocks with its file."""
         return {name: (file, entry) for file in self.files for name, entry in file.tensors.items()}

@@ -15,6 +15,7 @@ from shoal.checkpoint.catalogue import SaveName, look_into, saves
 from shoal.checkpoint.errors import CheckpointDamaged
 from shoal.checkpoint.manifest import MANIFEST
 from shoal.checkpoint.storage import Storage
+from shoal.checkpoint.writer import part_of
 
 FROZEN = "frozen-"
 """Beginning of the names of files that several checkpoints share."""
@@ -37,19 +38,41 @@ def superfluous(whole: Sequence[SaveName], keep: Keep, in_use: str) -> list[Save
 
 def prune(storage: Storage, done: SaveName, keep: Keep, in_use: str = "") -> list[SaveName]:
     """After the save `done`: deletes what may go; returns the checkpoints that went. Raises `StorageFailed`."""
-    whole, rests = [], []
-    for name in saves(storage):
-        has_manifest = MANIFEST in storage.list(name.folder)
-        if has_manifest:
-            whole.append(name)
-        elif name < done:
-            rests.append(name)
+    whole, rests = _sorted_out(storage, done)
     gone = superfluous(whole, keep, in_use)
     for name in [*gone, *rests]:
         delete(storage, name.folder)
     if gone:
         _delete_unused_frozen(storage)
     return gone
+
+
+def delete_rests(storage: Storage, before: SaveName) -> list[SaveName]:
+    """Deletes what saves older than this one left when they were broken off; returns them. Raises `StorageFailed`."""
+    _, rests = _sorted_out(storage, before)
+    for name in rests:
+        delete(storage, name.folder)
+    return rests
+
+
+def _sorted_out(storage: Storage, save: SaveName) -> tuple[list[SaveName], list[SaveName]]:
+    """Whole checkpoints, newest first, and rests of saves older than this one."""
+    whole, rests = [], []
+    for name in saves(storage):
+        if MANIFEST in storage.list(name.folder):
+            whole.append(name)
+        elif name < save:
+            rests.append(name)
+    return whole, rests
+
+
+def withdraw(storage: Storage, folder: str, file: str) -> None:
+    """Deletes what one writer wrote of a save that failed. A checkpoint that is whole all the same stays so."""
+    if MANIFEST in storage.list(folder):
+        return
+    for name in (part_of(file), file):
+        storage.remove(f"{folder}/{name}")
+    storage.remove_folder(folder)
 
 
 def delete(storage: Storage, folder: str) -> None:

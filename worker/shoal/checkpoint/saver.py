@@ -11,19 +11,20 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TypeVar
 
 from shoal_protos.errors import ShoalError
 from torch import Tensor
 
 from shoal.checkpoint.catalogue import SaveName
 from shoal.checkpoint.commit import commit
-from shoal.checkpoint.errors import CheckpointDamaged
+from shoal.checkpoint.errors import CheckpointDamaged, StorageFull
 from shoal.checkpoint.frozen import write_frozen
-from shoal.checkpoint.manifest import FrozenEntry, Manifest
-from shoal.checkpoint.retention import Keep, prune
+from shoal.checkpoint.manifest import FileEntry, FrozenEntry, Manifest
+from shoal.checkpoint.retention import Keep, delete, delete_rests, prune, withdraw
 from shoal.checkpoint.snapshot import Arena, Snapshot
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.writer import Author, part_of, write_snapshot
@@ -35,6 +36,8 @@ LOOK_SECONDS = 0.05
 NICE = 15
 """The writing thread steps back for the training threads of the machine: it takes what they leave idle, and a thirtieth
 of what they do not."""
+
+T = TypeVar("T")
 
 log = get_logger("shoal.checkpoint")
 
@@ -160,24 +163,26 @@ class Saver:
             return
         others = {author.incarnation: author for author in save.members[1:]}
         said = {incarnation: ballots[incarnation] for incarnation in others if incarnation in ballots}
+        if Status.WRITING in said.values():
+            return
         failed = [others[incarnation].worker for incarnation, word in said.items() if word == Status.FAILED]
         if failed:
             self._give_up = f"{', '.join(failed)} could not write"
-        elif Status.WRITING in said.values():
-            return
         self._gone = frozenset(others.keys() - said.keys()) if planned else frozenset()
         self._verdict.set()
 
     def _settle(self, save: Save, word: str | None) -> None:
-        """Another member: the leader is through, or gone."""
+        """Another member: the leader is through, or gone. One that is gone may have completed it all the same."""
         assert self.outcome is not None
         leader = save.members[0].worker
         if word is None:
             self.outcome.failure = f"{leader}, which led it, is gone"
-        elif not self._leader_heard and not self.outcome.failure:
-            self.outcome.failure = f"{leader}, which was to lead it, did not begin"
-        elif word == Status.FAILED and not self.outcome.failure:
-            self.outcome.failure = f"{leader}, which led it, says that it failed"
+        elif not self.outcome.failure and not (self._leader_heard and word != Status.FAILED):
+            said = "which led it, says that it failed" if self._leader_heard else "which was to lead it, did not begin"
+            self.outcome.failure = f"{leader}, {said}"
+            self._join()
+            self._thread = threading.Thread(target=self._withdraw, args=(save,), name="shoal-save", daemon=True)
+            self._thread.start()
         self._save, self._status = None, Status.IDLE
 
     def refuse(self, name: SaveName, why: str) -> None:
@@ -215,7 +220,7 @@ class Saver:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         try:
             began = time.monotonic()
-            entry = write_snapshot(self.storage, save.name.folder, save.name.step, save.author, save.snapshot)
+            entry = self._making_room(save, lambda: self._write(save))
             outcome.bytes, outcome.seconds["write"] = entry.bytes, time.monotonic() - began
             if save.lead is None:
                 self._status = Status.WRITTEN
@@ -223,18 +228,44 @@ class Saver:
             outcome.manifest = self._complete(save, save.lead, outcome)
             self._status = Status.IDLE
         except ShoalError as error:
-            self._fail(outcome, str(error))
+            self._fail(save, outcome, str(error))
         except Exception as error:  # whatever it is, training goes on and the failure is told
             log.exception("save_broke", checkpoint=outcome.path)
-            self._fail(outcome, f"{type(error).__name__}: {error}")
+            self._fail(save, outcome, f"{type(error).__name__}: {error}")
 
-    def _fail(self, outcome: Outcome, why: str) -> None:
+    def _write(self, save: Save) -> FileEntry:
+        return write_snapshot(self.storage, save.name.folder, save.name.step, save.author, save.snapshot)
+
+    def _making_room(self, save: Save, write: Callable[[], T]) -> T:
+        """Where there is no room for it, what older saves left goes, and it is tried once more."""
+        try:
+            return write()
+        except StorageFull as error:
+            rests = delete_rests(self.storage, save.name)
+            if not rests:
+                raise
+            log.warning("rests_deleted", checkpoint=save.name.folder, folders=len(rests), reason=str(error))
+            return write()
+
+    def _fail(self, save: Save, outcome: Outcome, why: str) -> None:
+        """What was written is given back before anybody hears of it: the next save may need the room."""
         outcome.failure = why
         log.error("save_failed", checkpoint=outcome.path, reason=why)
+        self._withdraw(save)
         self._status = Status.FAILED
 
+    def _withdraw(self, save: Save) -> None:
+        """The own part; the leader, once nobody writes any more, takes all that is there."""
+        try:
+            if save.lead is not None and self._verdict.is_set():
+                delete(self.storage, save.name.folder)
+            else:
+                withdraw(self.storage, save.name.folder, save.author.file(save.name.step))
+        except ShoalError as error:
+            log.error("failed_save_not_deleted", checkpoint=save.name.folder, reason=str(error))
+
     def _complete(self, save: Save, lead: Lead, outcome: Outcome) -> Manifest:
-        frozen = self._frozen_file(lead, save.author)
+        frozen = self._making_room(save, lambda: self._frozen_file(lead, save.author))
         self._verdict.wait()
         began = time.monotonic()
         if self._give_up:
@@ -242,7 +273,7 @@ class Saver:
         self._wait_for_parts(save)
         draft = lead.draft.model_copy(update={"frozen": frozen})
         files = [author.file(save.name.step) for author in save.members]
-        manifest = commit(self.storage, save.name.folder, draft, files, lead.buffers)
+        manifest = self._making_room(save, lambda: commit(self.storage, save.name.folder, draft, files, lead.buffers))
         outcome.seconds["commit"] = time.monotonic() - began
         log.info("saved", checkpoint=outcome.path, step=manifest.step, bytes=manifest.data_bytes)
         self._prune(save.name, lead.in_use)

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from shoal_protos.errors import ShoalError, UserError
 
-from shoal.checkpoint.errors import StorageFailed
+from shoal.checkpoint.errors import StorageFailed, StorageFull
 
 Target = tuple[int, memoryview]
 """Where a range begins in the file, and the memory that it fills."""
@@ -32,6 +32,7 @@ MOST_BUFFERS = 512
 """Ranges that one call of the operating system fills."""
 FETCH_BYTES = 256 << 20
 """What an object store's answers may take of memory before they are put in place."""
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Storage(Protocol):
@@ -91,14 +92,15 @@ def told(doing: str, url: str) -> Iterator[None]:
     except (FileNotFoundError, EOFError, ShoalError):
         raise
     except OSError as error:
-        raise StorageFailed(f"cannot {doing} in {url}: {_meaning(error)}.") from error
+        kind = StorageFull if error.errno in NO_ROOM else StorageFailed
+        raise kind(f"cannot {doing} in {url}: {_meaning(error)}.") from error
     except Exception as error:  # an object store's library has its own tree of errors
         raise StorageFailed(f"cannot {doing} in {url}: {type(error).__name__}: {error}") from error
 
 
 def _meaning(error: OSError) -> str:
     what = (error.strerror or str(error)).rstrip(".")
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    if error.errno in (*NO_ROOM, errno.EFBIG):
         return f"{what[0].lower()}{what[1:]}; free some space, keep fewer checkpoints, or choose another place"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return f"{what[0].lower()}{what[1:]}; give this user the right to write there, or choose another place"

@@ -33,7 +33,7 @@ NOT_BUILT_OPENING = """\
 ## Not supported yet
 
 These keys of DeepSpeed are refused unless they have one of the values shown, which leave the feature off. Stages 2
-and 3 of `zero_optimization.stage` and `shoal.checkpoint.path` are refused too.
+and 3 of `zero_optimization.stage` are refused too.
 
 """
 IGNORED_OPENING = """\
