@@ -40,6 +40,7 @@ class Server:
     grpc: str
     """`HOST:PORT` for workers."""
     shell: Shell
+    launcher: LocalLauncher
 
 
 @asynccontextmanager
@@ -67,7 +68,7 @@ async def running(settings: Settings) -> AsyncIterator[Server]:
         await web.start(app, shell.give_up)
         await sessions.serve()
         with _cancelled_when(shell.stopped):
-            yield Server(joined_address(http_host, web.port), grpc, shell)
+            yield Server(joined_address(http_host, web.port), grpc, shell, launcher)
 
 
 def _session_settings(settings: Settings) -> SessionSettings:

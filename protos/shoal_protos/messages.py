@@ -292,6 +292,10 @@ class Drain:
     """The world that it is said in; 0: none, or nothing depends on it."""
 
 
+NO_CONTROLLER = 75
+"""Exit status (`EX_TEMPFAIL`) of a launched worker that was in no world and found no controller: not a failure."""
+
+
 class Ending(StrEnum):
     """How a shutdown is meant."""
 

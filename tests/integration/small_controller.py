@@ -36,6 +36,7 @@ class SmallController:
         self._credentials = credentials
         self.address = ""
         self.heartbeat_seconds = NO_HEARTBEAT_SECONDS
+        self.reconnect_seconds = 10.0
         self.refusals: deque[Refusal] = deque()
         """Each answers one hello in place of the welcome."""
         self.metadata: dict[str, Any] = {}
@@ -123,7 +124,9 @@ class SmallController:
                 worker = message.worker or self._name()
                 self.metadata = dict(context.invocation_metadata() or ())
                 self._streams[worker] = context
-                await context.write(encode_controller(Welcome(worker, self.heartbeat_seconds, 10.0, 1800.0)))
+                await context.write(
+                    encode_controller(Welcome(worker, self.heartbeat_seconds, self.reconnect_seconds, 1800.0))
+                )
             with self._arrived:
                 self._heard.append((worker, message))
                 self._arrived.notify_all()

@@ -53,7 +53,7 @@ class Command:
         return dict(httpx.get(f"{self.rest}/jobs/{name}", trust_env=False).json())
 
     def workers(self, name: str = "train") -> list[dict[str, Any]]:
-        return list(httpx.get(f"{self.rest}/jobs/{name}/workers", trust_env=False).json()["workers"])
+        return list(httpx.get(f"{self.rest}/jobs/{name}/workers", trust_env=False).json().get("workers", []))
 
     def wait_step(self, step: int) -> None:
         until(f"step {step}", lambda: self.job().get("step", 0) >= step)
@@ -159,6 +159,28 @@ def test_the_second_ctrl_c_kills(tmp_path: Path) -> None:
     until("its workers to be gone", lambda: not any(psutil.pid_exists(pid) for pid in pids))
 
 
+def test_ctrl_c_while_workers_still_start_leaves_no_process_behind(tmp_path: Path) -> None:
+    script = "import signal, sys\nprint('starting', flush=True)\nsignal.pause()"
+    with running(tmp_path, LONG, "--workers", "2", script=script) as command:
+        until("both to be started", lambda: len(command.workers()) == 2 and all(w["pid"] for w in command.workers()))
+        pids = [worker["pid"] for worker in command.workers()]
+        command.process.send_signal(signal.SIGINT)
+        code, said, told = command.end()
+        assert [pid for pid in pids if psutil.pid_exists(pid)] == [], "gone as soon as the command is"
+    assert code == 130, told
+    assert "train cancelled" in said
+
+
+def test_a_worker_that_still_starts_when_its_job_fails_ends_with_it(tmp_path: Path) -> None:
+    script = "import os, signal, sys\nsignal.pause() if os.environ['SHOAL_WORKER_ID'] == 'w1' else sys.exit('no data')"
+    with running(tmp_path, OPTIONS, "--workers", "2", script=script) as command:
+        until("w1 to be started", lambda: command.workers()[1:] and command.workers()[1]["pid"])
+        [pid] = [worker["pid"] for worker in command.workers() if worker["worker"] == "w1"]
+        code, _, told = command.end()
+        assert not psutil.pid_exists(pid)
+    assert code == 1, told
+
+
 def said_by(cluster: Cluster, *arguments: str) -> str:
     """What a command that talks to the cluster's controller prints."""
     command = [SHOAL, *arguments, "--url", cluster.url]
@@ -208,11 +230,26 @@ def test_a_store_that_another_controller_holds_is_refused_in_one_sentence(tmp_pa
         first.process.send_signal(signal.SIGINT)
         code, _, _ = first.end()
     assert code == 130
-    assert done.returncode == 2
+    assert done.returncode == 3
     assert done.stdout == ""
     sentences = [line for line in done.stderr.splitlines() if line.startswith("shoal: ")]
     assert len(sentences) == 1
     assert ".shoal" in sentences[0]
+
+
+def test_sigterm_is_the_ordinary_end_of_a_controller_also_right_after_its_first_line(tmp_path: Path) -> None:
+    with started("controller", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", folder=tmp_path) as command:
+        command.process.send_signal(signal.SIGTERM)
+        assert command.end()[0] == 0
+
+
+def test_a_store_that_cannot_be_read_is_exit_3_and_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / ".shoal").mkdir()
+    (tmp_path / ".shoal/store.db").write_bytes(b"no database at all" * 1000)
+    ports = ["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0"]
+    done = subprocess.run([SHOAL, "controller", *ports], cwd=tmp_path, capture_output=True, text=True, timeout=30)
+    sentences = [line for line in done.stderr.splitlines() if line.startswith("shoal: ")]
+    assert (done.returncode, done.stdout, len(sentences)) == (3, "", 1), done.stderr
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from shoal.session.seam import Asked, Begun, Ended
 from shoal.session.settings import SessionSettings
 from shoal_protos.errors import UserError
 from shoal_protos.messages import (
+    NO_CONTROLLER,
     Ask,
     AskKind,
     Carry,
@@ -116,6 +117,45 @@ def test_a_worker_can_end_while_its_controller_hangs() -> None:
             link.failed(RuntimeError("enough"))
             with pytest.raises(UserError, match="the session with the controller failed: enough"):
                 introduced.result(PATIENCE_SECONDS)
+
+
+def test_a_launched_worker_in_no_world_ends_without_failing_when_its_controller_is_gone() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        link = ControllerLink(SessionSettings(controller=address, job="job", worker="a", launcher="local"))
+        with ThreadPoolExecutor(1) as training:
+            introduced = training.submit(link.introduce, DESCRIPTION, NEW)
+            assert select.select([listener], [], [], PATIENCE_SECONDS)[0]
+            link.out_of_reach(70.0)
+            assert link.dialogue.ending is None
+            link.out_of_reach(70.1)
+            with pytest.raises(SystemExit) as ended:
+                introduced.result(PATIENCE_SECONDS)
+            assert ended.value.code == NO_CONTROLLER
+
+
+def test_a_launched_worker_that_waits_to_join_ends_likewise_after_the_jobs_reconnect_seconds() -> None:
+    with SmallController() as controller:
+        controller.reconnect_seconds = 2.0
+        worker = Worker("a", controller, launcher="local")
+        worker.introduce()
+        worker.link.out_of_reach(62.0)
+        assert not worker.link.stopping
+        worker.link.out_of_reach(62.1)
+        assert worker.takes(Ended).status == NO_CONTROLLER
+        worker.close()
+
+
+@pytest.mark.parametrize(("launcher", "member"), [("local", True), ("", False)])
+def test_a_member_and_a_worker_that_nobody_launched_wait_for_their_controller(launcher: str, member: bool) -> None:
+    with SmallController() as controller:
+        worker = Worker("a", controller, launcher=launcher)
+        worker.introduce()
+        if member:
+            begin_a_world(controller, [worker])
+        worker.link.out_of_reach(1e6)
+        assert not worker.link.stopping
+        worker.close()
 
 
 # ---- loss

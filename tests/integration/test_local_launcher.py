@@ -296,6 +296,25 @@ def test_a_new_run_of_a_job_ends_what_the_run_before_left(tmp_path: Path) -> Non
     with_controller(tmp_path, scene)
 
 
+def test_what_does_not_end_with_its_job_is_killed_and_nothing_of_other_jobs(tmp_path: Path) -> None:
+    async def scene(controller: Controller) -> None:
+        gate = tmp_path / "gate"
+        os.mkfifo(gate)
+        kept = await controller.launcher.spawn("w0", JobSpec("other", 1, launcher="local", command=("sleep", "600")))
+        willing = await controller.launcher.spawn("w0", spec(f"read line < {gate}; exit 4"))
+        ending = asyncio.create_task(controller.launcher.end_all("demo", SECONDS), name="end")
+        gate.write_text("end\n")
+        await ending
+        assert (await controller.end()).code == 4, "it was given time to end by itself"
+        frozen = await controller.launcher.spawn("w1", spec(f"trap '' TERM; {SLEEPER}"))
+        await controller.launcher.end_all("demo", 0.0)
+        assert ended(frozen.pid) and ended(willing.pid) and not ended(kept.pid)
+        await controller.launcher.kill("w0", JobSpec("other", 1))
+        await until(partial(ended, kept.pid))
+
+    with_controller(tmp_path, scene)
+
+
 def test_closing_lets_workers_live(tmp_path: Path) -> None:
     async def scene(controller: Controller) -> None:
         spawned = await controller.launcher.spawn("w0", spec(SLEEPER))

@@ -22,7 +22,7 @@ from shoal_controller.cli.progress import Rate
 from shoal_controller.cli.run import name_of, own
 from shoal_controller.cli.submit import read_spec
 from shoal_controller.cli.tables import amount, seconds
-from shoal_protos.errors import JobFailed, UserError
+from shoal_protos.errors import JobFailed, StoreError, UserError
 
 SHOAL = str(Path(sys.executable).with_name("shoal"))
 HEAVY = ("asyncio", "fastapi", "grpc", "httpx", "pydantic", "rich", "torch", "uvicorn", "yaml")
@@ -144,7 +144,7 @@ def test_a_change_shows_the_job_as_the_controller_answered_it(controller: str) -
     ]
 
 
-@pytest.mark.parametrize(("status", "code"), [(404, 2), (409, 2), (400, 2), (403, 2), (503, 2), (500, 1)])
+@pytest.mark.parametrize(("status", "code"), [(404, 2), (409, 2), (400, 2), (403, 2), (503, 3), (500, 1)])
 def test_a_refusal_is_the_controllers_own_sentence(controller: str, status: int, code: int) -> None:
     Controller.status, Controller.kind = status, "application/problem+json"
     Controller.body = json.dumps({"title": "No", "status": status, "detail": "workers is 9; allowed are 1 to 8."})
@@ -212,6 +212,7 @@ def test_windows_is_refused_in_one_sentence(
         (UserError("a sentence"), 2),
         (JobFailed("a sentence"), 1),
         (endings.Unreachable("a sentence"), 3),
+        (StoreError("a sentence"), 3),
         (ModuleNotFoundError(name="fastapi.routing"), 2),
     ],
 )

@@ -14,6 +14,7 @@ from shoal_controller.core.events import (
 )
 from shoal_controller.core.spec import Phase, State
 from shoal_protos.messages import (
+    NO_CONTROLLER,
     Ending,
     Result,
     Telemetry,
@@ -72,6 +73,23 @@ def test_a_worker_killed_by_a_signal_after_it_trained_is_no_failure() -> None:
     job.exit("w1", -9)
     assert job.view.phase is Phase.RESIZING
     assert job.job.durable.failures == 0
+
+
+def test_a_worker_that_found_no_controller_is_replaced_and_no_failure() -> None:
+    job = Driver(wanted=1, launcher="local", max_restarts=0)
+    job.exit("w0", NO_CONTROLLER)
+    assert job.job.durable.failures == 0
+    assert job.spawned == ["w1"]
+
+
+def test_a_process_that_has_not_said_hello_is_killed_as_soon_as_its_job_is_over() -> None:
+    job = Driver(wanted=2, launcher="local")
+    job.start(2)
+    job.feed(Scale(3))
+    job.feed(Spawned("w2", 14, 1.0, "/logs/w2.log"))
+    job.say("w0", Result(3, failure="lr of group 0 differs", everyone=True))
+    assert job.view.phase is Phase.FAILED
+    assert [effect for effect in job.effects if isinstance(effect, Kill)] == [Kill("w2")]
 
 
 def test_a_failure_that_is_the_jobs_fails_it_at_once() -> None:

@@ -70,8 +70,8 @@ class Resize:
                     waiting = False
                 case Asked(kind, _):
                     engine.requests.add(Wish("stop" if kind is AskKind.STOP else "save"))
-                case Ended(ending, reason):
-                    waiting = self._end(ending, reason)
+                case Ended() as ended:
+                    waiting = self._end(ended)
 
     # ---- loss
 
@@ -235,12 +235,12 @@ class Resize:
         engine.saving.enter(world)
         engine.publish()
 
-    def _end(self, ending: Ending, reason: str) -> bool:
+    def _end(self, ended: Ended) -> bool:
         """Leaves, or starts over. True: wait for what comes next."""
         engine = self._engine
-        match ending:
+        match ended.ending:
             case Ending.START_OVER:
-                log.warning("starting_over", reason=reason)
+                log.warning("starting_over", reason=ended.reason)
                 engine.world, self._caught_up, self.begins = None, None, None
                 engine.state.give_up()
                 engine.loop.begin_step(())
@@ -249,11 +249,11 @@ class Resize:
                 return True
             case Ending.FAILED:
                 engine.leaving = True
-                raise JobFailed(reason)
+                raise JobFailed(ended.reason)
             case _:
                 engine.leaving = True
-                log.info("leaving", ending=str(ending), reason=reason)
-                raise SystemExit(0)
+                log.info("leaving", ending=str(ended.ending), reason=ended.reason)
+                raise SystemExit(ended.status)
 
 
 class _Clock:

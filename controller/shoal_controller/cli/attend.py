@@ -4,30 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import typer
-from shoal_protos.errors import NotFound
 
-from shoal_controller.cli.client import Client, Json
-from shoal_controller.cli.display import OVER, display, watch
+from shoal_controller.cli.client import Json
+from shoal_controller.cli.display import display, watch
 from shoal_controller.cli.endings import DONE, FAILED, INTERRUPTED
-from shoal_controller.cli.serve import Interrupts
+from shoal_controller.cli.serve import Here, Interrupts
 from shoal_controller.cli.tables import number, resizes_table, show
 
-GONE = ("lost", "left")
 
-
-async def attend(client: Client, job: str, revision: int, heard: Interrupts, report_file: Path | None) -> int:
+async def attend(here: Here, job: str, revision: int, heard: Interrupts, report_file: Path | None) -> int:
     """Until the job is over, or was killed by a second Ctrl-C. The exit status of `run`.
 
     What happened up to `revision` is not shown.
     """
+    client = here.client
     with display() as shown:
         watching = asyncio.create_task(watch(client, job, shown, revision), name=f"watch {job}")
         try:
@@ -35,7 +31,7 @@ async def attend(client: Client, job: str, revision: int, heard: Interrupts, rep
                 shown.tell("interrupted: the job is being ended; a second Ctrl-C kills its workers")
                 await client.stop(job)
                 if await interrupted_before(watching, heard.second):
-                    await kill_workers(client, job)
+                    await here.kill_workers(job)
             else:
                 await watching
         finally:
@@ -59,22 +55,6 @@ async def interrupted_before(watching: asyncio.Task[Any], signalled: asyncio.Eve
     with suppress(asyncio.CancelledError):
         await waiting
     return not watching.done()
-
-
-async def end(client: Client, job: str) -> None:
-    """End a job and its processes at once, where it is not over or never began."""
-    with suppress(NotFound):
-        if (await client.job(job))["phase"] not in OVER:
-            await client.stop(job)
-        await kill_workers(client, job)
-
-
-async def kill_workers(client: Client, job: str) -> None:
-    """SIGKILL to all of the job's local processes, with what they have started."""
-    for worker in await client.workers(job):
-        if worker["pid"] and worker["state"] not in GONE:
-            with suppress(ProcessLookupError):
-                os.killpg(worker["pid"], signal.SIGKILL)
 
 
 def write(file: Path, report: Json) -> None:

@@ -10,10 +10,10 @@ async def controller(http: Http = None, grpc: Grpc = None, store: Store = None) 
 
     Started again with the same store it goes on where the last one stopped; workers train on meanwhile.
     """
-    from shoal_controller.cli.endings import INTERRUPTED
+    from shoal_controller.cli.endings import DONE, INTERRUPTED
     from shoal_controller.cli.serve import interrupts, serving
 
-    async with serving(http, grpc, store, shown=False):
-        with interrupts() as heard:
+    with interrupts() as heard:
+        async with serving(http, grpc, store, shown=False):
             await heard.first.wait()
-    return INTERRUPTED
+    return DONE if heard.terminated else INTERRUPTED

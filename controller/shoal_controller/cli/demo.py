@@ -7,16 +7,18 @@ The acts are in acts.py, what is printed at the end in verdict.py; the training 
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from shoal_protos.errors import JobFailed
+from shoal_protos.errors import JobFailed, NotFound
 
 from shoal_controller.cli.options import Grpc, Http, Store
 
 if TYPE_CHECKING:
     from shoal_controller.cli.client import Client, Json
+    from shoal_controller.cli.serve import Here, Interrupts
 
 DISTURBED, UNDISTURBED = "disturbed", "undisturbed"
 STEPS = 120
@@ -45,14 +47,15 @@ async def demo(
     import tempfile
 
     from shoal_controller.cli.run import check_machine
-    from shoal_controller.cli.serve import serving
+    from shoal_controller.cli.serve import interrupts, serving
     from shoal_controller.cli.verdict import conclude
 
     check_machine()
     with tempfile.TemporaryDirectory(prefix="shoal-demo-") as folder:
         kept = store or f"embedded:{folder}"
-        async with serving(http or "127.0.0.1:0", grpc or "127.0.0.1:0", kept, shown=True) as client:
-            reports = await until_interrupted(client, script(text, steps))
+        with interrupts() as heard:
+            async with serving(http or "127.0.0.1:0", grpc or "127.0.0.1:0", kept, shown=True) as here:
+                reports = await until_interrupted(here, script(text, steps), heard)
     return conclude(*reports)
 
 
@@ -62,24 +65,32 @@ def script(text: Path | None, steps: int) -> list[str]:
     return [sys.executable, "-m", "shoal.demo.byte_gpt", "--steps", str(steps), *own]
 
 
-async def until_interrupted(client: Client, command: list[str]) -> tuple[Json, Json]:
+async def until_interrupted(here: Here, command: list[str], heard: Interrupts) -> tuple[Json, Json]:
     """The reports of both jobs; Ctrl-C and any failure end what still runs."""
     import asyncio
 
-    from shoal_controller.cli.attend import end, interrupted_before
-    from shoal_controller.cli.serve import interrupts
+    from shoal_controller.cli.attend import interrupted_before
 
-    with interrupts() as heard:
-        jobs = asyncio.create_task(both(client, command), name="demo")
-        try:
-            if await interrupted_before(jobs, heard.first):
-                raise KeyboardInterrupt
-            return await jobs
-        finally:
-            jobs.cancel()
-            await asyncio.wait({jobs})
-            for job in (DISTURBED, UNDISTURBED):
-                await end(client, job)
+    jobs = asyncio.create_task(both(here.client, command), name="demo")
+    try:
+        if await interrupted_before(jobs, heard.first):
+            raise KeyboardInterrupt
+        return await jobs
+    finally:
+        jobs.cancel()
+        await asyncio.wait({jobs})
+        for job in (DISTURBED, UNDISTURBED):
+            await end(here, job)
+
+
+async def end(here: Here, job: str) -> None:
+    """End a job and its processes at once, where it is not over or never began."""
+    from shoal_controller.cli.display import OVER
+
+    with suppress(NotFound):
+        if (await here.client.job(job))["phase"] not in OVER:
+            await here.client.stop(job)
+        await here.kill_workers(job)
 
 
 async def both(client: Client, command: list[str]) -> tuple[Json, Json]:

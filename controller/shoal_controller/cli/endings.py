@@ -36,9 +36,9 @@ def ending(command: Command, flags: dict[str, Any]) -> int:
         return INTERRUPTED
     except ModuleNotFoundError as error:
         return say(missing(error), WRONG_USE)
-    except (UserError, StoreError) as error:
+    except UserError as error:
         return say(str(error), WRONG_USE)
-    except Unreachable as error:
+    except (Unreachable, StoreError) as error:
         return say(str(error), UNREACHABLE)
     except ShoalError as error:
         return say(str(error), FAILED)

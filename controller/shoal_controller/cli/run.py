@@ -62,10 +62,10 @@ async def run(
     from shoal_controller.cli.attend import attend
     from shoal_controller.cli.serve import interrupts, serving
 
-    async with serving(http, grpc, store, shown=True) as client:
-        with interrupts() as heard:
-            revision = await take_up(client, spec)
-            return await attend(client, name, revision, heard, report)
+    with interrupts() as heard:
+        async with serving(http, grpc, store, shown=True) as here:
+            revision = await take_up(here.client, spec)
+            return await attend(here, name, revision, heard, report)
 
 
 def check_machine() -> None:

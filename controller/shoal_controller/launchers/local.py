@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,6 +27,12 @@ from shoal_controller.tasks import end_task, guarded
 
 REPORT_SECONDS = 5.0
 """How long the jobs may take to hear of an end when the launcher closes. What they do not hear stays on its page."""
+
+DEATH_SECONDS = 5.0
+"""How long the kernel may take to end a process that was killed."""
+
+LOOK_SECONDS = 0.02
+"""How often it is looked whether the last process of a job has ended."""
 
 log = structlog.get_logger("shoal.launcher")
 
@@ -47,7 +54,10 @@ class Surroundings:
     def of(self, worker: WorkerId, spec: JobSpec) -> dict[str, str]:
         """The environment of one worker. The spec's goes before the controller's, who it is before both."""
         defaults = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        identity = {"SHOAL_CONTROLLER": self.controller, "SHOAL_JOB": spec.job, "SHOAL_WORKER_ID": worker}
+        identity = {
+            "SHOAL_CONTROLLER": self.controller, "SHOAL_JOB": spec.job, "SHOAL_WORKER_ID": worker,
+            "SHOAL_LAUNCHER": "local",
+        }  # fmt: skip
         token = {} if self.token is None else {"SHOAL_TOKEN": self.token}
         return {**defaults, **self.environment, **spec.env, **identity, **token}
 
@@ -82,6 +92,25 @@ class LocalLauncher:
         """End the worker's process and its group at once; one that is gone already is no error."""
         if found := self._watched.get((spec.job, worker)):
             found[0].kill()
+
+    async def end_all(self, job: str, seconds: float) -> None:
+        """Return when no process of this job is left: those that have not ended by themselves in time are killed."""
+        if await self._none_left(job, seconds):
+            return
+        for (of, worker), (process, _) in self._watched.items():
+            if of == job:
+                log.warning("a worker is killed", job=job, worker=worker, pid=process.pid, why="its job is over")
+                process.kill()
+        await self._none_left(job, DEATH_SECONDS)
+
+    async def _none_left(self, job: str, seconds: float) -> bool:
+        """Whether the last process of a job ends within so many seconds."""
+        deadline = time.monotonic() + seconds
+        while left := any(of == job for of, _ in self._watched):
+            if time.monotonic() >= deadline:
+                break
+            await asyncio.sleep(LOOK_SECONDS)
+        return not left
 
     async def adopt(self, spec: JobSpec) -> Sequence[Spawned | Exited]:
         """What became of the processes that an earlier controller started for this job: one event for each.

@@ -15,7 +15,18 @@ from collections.abc import Callable
 
 from shoal_protos.description import Description
 from shoal_protos.errors import UserError
-from shoal_protos.messages import Ending, Hello, Inventory, Result, Shutdown, Status, Telemetry, ToController, ToWorker
+from shoal_protos.messages import (
+    NO_CONTROLLER,
+    Ending,
+    Hello,
+    Inventory,
+    Result,
+    Shutdown,
+    Status,
+    Telemetry,
+    ToController,
+    ToWorker,
+)
 from shoal_protos.plan import Plan
 from shoal_protos.runs import Runs
 
@@ -99,10 +110,10 @@ class ControllerLink:
         self._thread = SessionThread(self, self._settings, self._term)
         with self._spoken:
             self._spoken.wait_for(lambda: self.dialogue.welcomed or self.dialogue.ending is not None)
-            ending = self.dialogue.ending
+            ending, exit_status = self.dialogue.ending, self.dialogue.status
         if ending is not None:
             self.close()
-            raise UserError(ending.reason)
+            raise SystemExit(exit_status) if exit_status else UserError(ending.reason)
 
     def _open_place(self) -> MeetingPlace:
         host = self._settings.own_host()
@@ -253,16 +264,25 @@ class ControllerLink:
             self._spoken.notify_all()
 
     def out_of_reach(self, seconds: float) -> None:
-        """A worker whose script has ended waits only so long for a controller that is not there."""
+        """Who has nothing to lose waits only so long for a controller that is not there.
+
+        That is a worker whose script has ended, and one in no world that a launcher has started: the launcher may be
+        gone with the controller, and another one starts it again.
+        """
         if self.dialogue.script_has_ended and seconds > REPORT_SECONDS:
             self._end(Ending.DONE, f"no controller was there for {seconds:.0f} s, and the script had ended")
+        in_no_world = not any(self._membership.live)
+        if self._settings.launcher and in_no_world and seconds > self.dialogue.reconnect_seconds + REPORT_SECONDS:
+            why = f"no controller was there for {seconds:.0f} s, and this worker is in no world"
+            log.warning("leaving", reason=why, status=NO_CONTROLLER)
+            self._end(Ending.REPLACED, why, NO_CONTROLLER)
 
     def failed(self, error: Exception) -> None:
         """A thread of the session cannot go on; without it nothing would ever end a wait of the training thread."""
         self._end(Ending.FAILED, f"the session with the controller failed: {error}")
 
-    def _end(self, ending: Ending, reason: str) -> None:
-        self._carry_out(lambda: self.dialogue.end(Shutdown(ending, reason)))
+    def _end(self, ending: Ending, reason: str, status: int = 0) -> None:
+        self._carry_out(lambda: self.dialogue.end(Shutdown(ending, reason), status))
 
     def _carry_out(self, decide: Callable[[], list[Effect]]) -> None:
         """All of it under one hold of the lock, but for the aborts."""

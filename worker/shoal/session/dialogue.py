@@ -44,7 +44,7 @@ from shoal.core.membership import Membership
 from shoal.session.seam import Asked, Ended, Item, Opened, Resume, Stopped
 
 REMEMBERED_ASKS = 64
-HEARTBEAT_SECONDS = 1.0
+HEARTBEAT_SECONDS, RECONNECT_SECONDS = 1.0, 10.0
 """Until the welcome says otherwise."""
 
 
@@ -90,10 +90,13 @@ class Dialogue:
         self.membership = membership
         self.process, self.description = process, description
         self.heartbeat_seconds = HEARTBEAT_SECONDS
+        self.reconnect_seconds = RECONNECT_SECONDS
         self.resume: Resume = (None, NO_BLOCKS)
         self.welcomed = False
         self.ending: Shutdown | None = None
         """Set when the controller has said the last word."""
+        self.status = 0
+        """What this process then exits with, where it was told to end and has not failed."""
         self.refusal = ""
         """The sentence of a final refusal, or of the last one that said to try again."""
         self.broken: tuple[str, ...] = ()
@@ -281,7 +284,7 @@ class Dialogue:
 
     def _welcome(self, welcome: Welcome) -> None:
         self.membership.worker = welcome.worker
-        self.heartbeat_seconds = welcome.heartbeat_seconds
+        self.heartbeat_seconds, self.reconnect_seconds = welcome.heartbeat_seconds, welcome.reconnect_seconds
         self.resume = (json.loads(welcome.resume) if welcome.resume else None, welcome.known)
         self.welcomed = True
 
@@ -307,10 +310,10 @@ class Dialogue:
             self.broken = ()
         return [Build(plan, rank)]
 
-    def end(self, shutdown: Shutdown) -> list[Effect]:
+    def end(self, shutdown: Shutdown, status: int = 0) -> list[Effect]:
         """Nothing more is said or heard."""
-        self.ending = shutdown
-        return [Put(Ended(shutdown.ending, shutdown.reason)), Abort()]
+        self.ending, self.status = shutdown, status
+        return [Put(Ended(shutdown.ending, shutdown.reason, status)), Abort()]
 
 
 def _matter(status: Status) -> Status:

@@ -70,6 +70,8 @@ class Ended:
 
     ending: Ending
     reason: str
+    status: int = 0
+    """What the process exits with where it is neither to start over nor to fail."""
 
 
 Item = Stopped | Recover | Opened | Begun | Asked | Ended

@@ -17,6 +17,7 @@ VARIABLES = {
     "token": "SHOAL_TOKEN",
     "domain": "SHOAL_FAILURE_DOMAIN",
     "host": "SHOAL_HOST",
+    "launcher": "SHOAL_LAUNCHER",
     "tls_ca": "SHOAL_TLS_CA",
     "tls_certificate": "SHOAL_TLS_CERTIFICATE",
     "tls_key": "SHOAL_TLS_KEY",
@@ -42,6 +43,8 @@ class SessionSettings(BaseModel):
     host: str = ""
     """Where other workers reach this process. Default: loopback if the controller is there, else the address that
     the route to the controller starts from."""
+    launcher: str = ""
+    """What started this process, and would start another one in its place. Empty: it was started by hand."""
     tls_ca: Path | None = None
     """PEM file with the authority that signed the controller's certificate. With it the channel speaks TLS."""
     tls_certificate: Path | None = None

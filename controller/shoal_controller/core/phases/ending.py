@@ -26,6 +26,14 @@ def finish(turn: Turn, phase: Phase, reason: str) -> None:
     turn.change(attempt=None, ended=turn.now)
     turn.note(phase.value, reason)
     tell_all(turn)
+    _kill_the_unheard(turn)
+
+
+def _kill_the_unheard(turn: Turn) -> None:
+    """A process that has not said hello cannot be told that the job is over, and holds nothing."""
+    for record in turn.durable.roster.values():
+        if record.launched and not record.incarnation and record.standing is not Standing.DEAD:
+            turn.do(Kill(record.worker))
 
 
 def fail(turn: Turn, reason: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shoal_protos.messages import Ping
+from shoal_protos.messages import NO_CONTROLLER, Ping
 from shoal_protos.plan import WorkerId
 
 from shoal_controller.core.durable import Record, Standing
@@ -78,6 +78,8 @@ def exited(turn: Turn, event: Exited) -> None:
     died_by_signal = event.code is not None and event.code < 0
     if died_by_signal and population.has_trained(turn, event.worker):
         return confirm(turn, event.worker, event.why)
+    if event.code == NO_CONTROLLER:
+        return confirm(turn, event.worker, f"{event.why}: it was in no world and found no controller")
     tail = f"\n{event.log_tail.strip()}" if event.log_tail.strip() else ""
     where = f" (log: {record.log})" if record.log else ""
     population.failed(turn, event.worker, f"{record.why or event.why}{where}{tail}")
