@@ -1,20 +1,29 @@
 """Module buffers (running means and the like) that are the same in every world.
 
 Every lane starts from the step's buffers. Afterwards the persistent floating-point buffers that some lane changed are
-the canonical mean over lanes in fp32, other changed ones lane 0's value; unchanged ones are left alone, because the
-mean of equal values is not always the value. Every member has the new ones before it votes; they are the module's at
-the commit. Non-persistent buffers are the module's own.
+the canonical mean over lanes, taken in the wider of float32 and their own dtype, other changed ones lane 0's value;
+unchanged ones are left alone, because the mean of equal values is not always the value. Every member has the new ones
+before it votes; they are the module's at the commit. Non-persistent buffers are the module's own.
+
+Large buffers mostly are constants (masks, tables), so they are not read in every lane: a tensor's version counter tells
+whether it was written. Writes through `.data` are not counted; see `_look_closely`.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+from shoal_protos.errors import UserError
 from shoal_protos.runs import Span
 from torch import Tensor, nn
 
 from shoal.core.tree import fold, push
 from shoal.exchange.group import Group, Work
 from shoal.exchange.routes import BUFFERS, Routes
+
+LARGE_ELEMENTS = 1 << 14
+"""Above it, a buffer that was not written is not read either."""
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
@@ -29,20 +38,50 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class _LaneSum:
+    """Of a subtree of lanes: the sums of the buffers that one of them changed, by name; the others kept their value."""
+
+    lanes: int
+    changed: dict[str, Tensor]
+
+    def of(self, name: str, unchanged: Tensor) -> Tensor:
+        """The sum of one buffer. `unchanged`: the value that it had before, in the dtype of the sum."""
+        sum_of_changed = self.changed.get(name)
+        return sum_of_changed if sum_of_changed is not None else _sum_of_equals(unchanged, self.lanes)
+
+
+def _sum_of_equals(value: Tensor, count: int) -> Tensor:
+    """`count` equal leaves, added in the tree's shape: the left child is the largest power of two below `count`."""
+    if count == 1:
+        return value
+    left = 1 << (count - 1).bit_length() - 1
+    return _sum_of_equals(value, left) + _sum_of_equals(value, count - left)
+
+
 class ModuleBuffers:
     """The step's buffers (`committed`), what the lanes made of them, and what the next commit brings (`pending`)."""
 
     def __init__(self, module: nn.Module, lanes: int) -> None:
         self._module, self._lanes = module, lanes
         self.committed = {name: buffer.clone() for name, buffer in persistent_buffers(module).items()}
-        self._floating = [name for name, value in self.committed.items() if value.is_floating_point()]
+        self._sum_dtypes = {
+            name: torch.promote_types(value.dtype, torch.float32)
+            for name, value in self.committed.items()
+            if value.is_floating_point()
+        }
         self.pending: dict[str, Tensor] = {}
+        self._unwritten: dict[str, tuple[Tensor, int]] = {}
+        """By name: the tensor that had the committed value, and its version counter then."""
+        self._uncounted: set[str] = set()
+        """Buffers whose writes the version counter does not tell."""
+        self._looked = 0
         self.clear()
 
     def clear(self) -> None:
         """Forget what this step's lanes have made."""
         self._changed = dict.fromkeys(self.committed, False)
-        self._stack: list[tuple[Span, dict[str, Tensor]]] = []
+        self._stack: list[tuple[Span, _LaneSum]] = []
         self._lane_0: dict[str, Tensor] = {}
 
     @torch.no_grad()
@@ -51,20 +90,66 @@ class ModuleBuffers:
         if not self.committed:
             return  # most models have none, and looking for them walks the whole module
         for name, buffer in persistent_buffers(self._module).items():
-            buffer.copy_(self.committed[name])
+            if not self._looked or not self._is_unwritten(name, buffer):
+                buffer.copy_(self.committed[name])
+                self._note_equal(name, buffer)
 
     @torch.no_grad()
     def lane_done(self, lane: int) -> None:
-        """Takes in what this lane made of the buffers."""
+        """Takes in what this lane made of the buffers. Raises `UserError` for a write that cannot be noticed."""
         if not self.committed:
             return
         now = persistent_buffers(self._module)
-        for name, value in now.items():
-            self._changed[name] |= not torch.equal(value, self.committed[name])
-        sums = {name: now[name].float().clone() for name in self._floating}
-        push(self._stack, lane, sums, self._lanes, _add_sums)
+        self._look_closely(now)
+        changed = [name for name, value in now.items() if self._has_changed(name, value)]
+        for name in changed:
+            self._changed[name] = True
+        sums = {n: now[n].to(self._sum_dtypes[n], copy=True) for n in changed if n in self._sum_dtypes}
+        push(self._stack, lane, _LaneSum(1, sums), self._lanes, self._add)
         if lane == 0:
-            self._lane_0 = {name: value.clone() for name, value in now.items() if name not in self._floating}
+            self._lane_0 = {name: now[name].clone() for name in changed if name not in self._sum_dtypes}
+
+    def _has_changed(self, name: str, value: Tensor) -> bool:
+        if self._is_unwritten(name, value):
+            return False
+        if not torch.equal(value, self.committed[name]):
+            return True
+        self._note_equal(name, value)
+        return False
+
+    def _note_equal(self, name: str, buffer: Tensor) -> None:
+        if buffer.numel() > LARGE_ELEMENTS and name not in self._uncounted:
+            self._unwritten[name] = (buffer, buffer._version)
+
+    def _is_unwritten(self, name: str, buffer: Tensor) -> bool:
+        """Whether a large buffer has the committed value, as far as its version counter tells."""
+        before, version = self._unwritten.get(name, (None, -1))
+        return before is buffer and version == buffer._version
+
+    def _look_closely(self, now: dict[str, Tensor]) -> None:
+        """One large buffer a lane, in turn; in the first lane all of them: was it written past its version counter?"""
+        large = [name for name, value in now.items() if value.numel() > LARGE_ELEMENTS and name not in self._uncounted]
+        first, self._looked = not self._looked, self._looked + 1
+        for name in large if first else large[self._looked % len(large) :][:1] if large else ():
+            if not self._is_unwritten(name, now[name]) or torch.equal(now[name], self.committed[name]):
+                continue
+            if not first:
+                raise UserError(
+                    f'buffer "{name}" was changed through `.data` (or numpy), and not from the first micro-batch on: '
+                    "such writes cannot be noticed in every lane. Write it under torch.no_grad() without `.data`, or "
+                    "register it with persistent=False."
+                )
+            self._uncounted.add(name)
+            del self._unwritten[name]
+
+    def _add(self, kept: _LaneSum, new: _LaneSum) -> _LaneSum:
+        wide = {n: self._wide(n) for n in kept.changed.keys() | new.changed.keys()}
+        sums = {name: kept.of(name, value) + new.of(name, value) for name, value in wide.items()}
+        return _LaneSum(kept.lanes + new.lanes, sums)
+
+    def _wide(self, name: str) -> Tensor:
+        """The committed value in the dtype of the sum."""
+        return self.committed[name].to(self._sum_dtypes[name])
 
     def exchange(self, group: Group, routes: Routes) -> None:
         """Leaves the buffers of the coming commit in `pending`, the same on every member."""
@@ -74,19 +159,24 @@ class ModuleBuffers:
         flags = torch.tensor([self._changed[name] for name in self.committed], dtype=torch.uint8)
         anywhere = group.all_gather(flags).amax(dim=0).tolist()
         changed = [name for name, flag in zip(self.committed, anywhere, strict=True) if flag]
-        self._average(group, routes, [name for name in changed if name in self._floating])
-        self._copy_lane_0(group, routes, [name for name in changed if name not in self._floating])
+        for dtype in (torch.float32, torch.float64):
+            names = [name for name in changed if self._sum_dtypes.get(name) is dtype]
+            if names:
+                self._average(group, routes, names)
+        self._copy_lane_0(group, routes, [name for name in changed if name not in self._sum_dtypes])
 
     def _average(self, group: Group, routes: Routes, names: list[str]) -> None:
-        if not names:
-            return
+        """The canonical mean of buffers that are summed in one dtype."""
+        dtype = self._sum_dtypes[names[0]]
         spans = [(span, rank) for rank in range(group.size) for span in routes.lane_spans[rank]]
         length = sum(self.committed[name].numel() for name in names)
-        mine = torch.stack([torch.cat([sums[n].reshape(-1) for n in names]) for _, sums in self._stack] or [_NOTHING])
+        wide = {name: self._wide(name) for name in names}
+        rows = [torch.cat([sums.of(n, wide[n]).reshape(-1) for n in names]) for _, sums in self._stack]
+        mine = torch.stack(rows or [torch.empty(0, dtype=dtype)])
         received, works = {group.rank: mine}, list[Work]()
         for peer in routes.others:
             if routes.lane_spans[peer]:
-                received[peer] = torch.empty(len(routes.lane_spans[peer]), length)
+                received[peer] = torch.empty(len(routes.lane_spans[peer]), length, dtype=dtype)
                 works.append(group.receive(received[peer], peer, BUFFERS))
             if self._stack:
                 works.append(group.send(mine, peer, BUFFERS))
@@ -108,7 +198,7 @@ class ModuleBuffers:
         works: list[Work] = []
         for name in names:
             if group.rank == first:
-                value = self._lane_0[name].contiguous()
+                value = self._lane_0.get(name, self.committed[name]).contiguous()
                 works += [group.send(_as_bytes(value), peer, BUFFERS) for peer in routes.others]
             else:
                 value = torch.empty_like(self.committed[name]).contiguous()
@@ -120,25 +210,23 @@ class ModuleBuffers:
     @torch.no_grad()
     def commit(self) -> None:
         """The pending buffers are the step's, and the module's."""
-        self.committed.update({name: value.clone() for name, value in self.pending.items()})
+        self._take_over(self.pending)
         self.pending = {}
-        self.put_back()
 
     def refresh(self) -> None:
         """The step's buffers are what the module has now: another member's initial ones."""
         self.committed = {name: buffer.clone() for name, buffer in persistent_buffers(self._module).items()}
+        self._unwritten = {}
 
     def load(self, values: dict[str, Tensor]) -> None:
         """Takes over another member's committed buffers."""
-        self.committed.update({name: value.clone() for name, value in values.items()})
+        self._take_over(values)
+
+    def _take_over(self, values: dict[str, Tensor]) -> None:
+        for name, value in values.items():
+            self.committed[name] = value.clone()
+            self._unwritten.pop(name, None)
         self.put_back()
-
-
-_NOTHING = torch.empty(0)
-
-
-def _add_sums(kept: dict[str, Tensor], new: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: kept[name] + new[name] for name in kept}
 
 
 def _as_bytes(value: Tensor) -> Tensor:

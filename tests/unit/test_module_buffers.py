@@ -1,0 +1,142 @@
+"""Buffers of a step: the mean over lanes against a dumb twin, and how little is read of those that do not change."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from crew import Crew, Task, undisturbed
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from shoal.exchange import module_buffers
+from shoal.exchange.module_buffers import LARGE_ELEMENTS, ModuleBuffers
+from shoal.exchange.solo import SoloGroup
+from shoal_protos.errors import UserError
+from torch import Tensor, nn
+
+
+def module_with(**buffers: Tensor) -> nn.Module:
+    module = nn.Module()
+    for name, value in buffers.items():
+        module.register_buffer(name, value)
+    return module
+
+
+def exchanged(buffers: ModuleBuffers, lanes: int) -> dict[str, Tensor]:
+    """What a world of one commits."""
+    routes = SimpleNamespace(lane_spans=(((0, lanes),),), others=())
+    buffers.exchange(SoloGroup(), cast(Any, routes))
+    return buffers.pending
+
+
+def tree_sum(values: list[Tensor]) -> Tensor:
+    """Level by level, neighbours are added; an odd one passes up."""
+    while len(values) > 1:
+        pairs = [a + b for a, b in zip(values[::2], values[1::2], strict=False)]
+        values = pairs + values[2 * len(pairs) :]
+    return values[0]
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=9), st.randoms(use_true_random=False))
+@settings(max_examples=200, deadline=None)
+def test_the_mean_is_that_of_all_lanes_whichever_of_them_changed_a_buffer(changes: list[bool], random: Any) -> None:
+    lanes, start = len(changes), torch.tensor([0.1, 3e7])
+    module = module_with(value=start.clone())
+    buffers = ModuleBuffers(module, lanes)
+    after = [start + torch.tensor([1 + random.random(), 1.0]) if change else start for change in changes]
+    for lane in random.sample(range(lanes), lanes):
+        buffers.put_back()
+        module.get_buffer("value").copy_(after[lane])
+        buffers.lane_done(lane)
+    pending = exchanged(buffers, lanes)
+    assert pending.keys() == ({"value"} if any(changes) else set())
+    if any(changes):
+        assert pending["value"].tolist() == (tree_sum(after) / lanes).tolist()
+
+
+def test_a_float64_buffer_keeps_its_bits_in_the_mean() -> None:
+    """In float32 a counter at 2^24 would stay there."""
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Task().model()
+            self.register_buffer("count", torch.tensor(16_777_216.0, dtype=torch.float64))
+            self.register_buffer("narrow", torch.tensor(1.0, dtype=torch.float16))
+
+        def forward(self, **batch: Tensor) -> Any:
+            self.get_buffer("count").add_(1)
+            self.get_buffer("narrow").mul_(1.5)
+            return self.inner(**batch)
+
+    task = Task({"max_steps": 6}, model=Counting)
+    with Crew("ab", task) as crew:
+        assert crew.finish() == undisturbed(task)
+        committed = crew.workers["a"].engine.state.buffers.committed
+    assert committed["count"].item() == 16_777_222
+    assert (
+        committed["narrow"].dtype == torch.float16 and committed["narrow"].item() == torch.tensor(1.5**6).half().item()
+    )
+
+
+def test_large_buffers_that_nobody_writes_are_not_read_in_every_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+    masks = {f"mask_{i}": torch.ones(LARGE_ELEMENTS + 1) for i in range(12)}
+    buffers = ModuleBuffers(module_with(**masks, mean=torch.zeros(4)), 4)
+    compared: list[int] = []
+
+    def equal(a: Tensor, b: Tensor) -> bool:
+        compared.append(a.numel())
+        return torch.equal(a, b)
+
+    monkeypatch.setattr(module_buffers, "torch", SimpleNamespace(**{**vars(torch), "equal": equal}))
+    for lane in range(4):
+        buffers.put_back()
+        buffers.lane_done(lane)
+    large = [count for count in compared if count > LARGE_ELEMENTS]
+    assert len(large) == 12 + 3, "all in the first lane, then one a lane"
+    assert exchanged(buffers, 4) == {}
+
+
+def test_a_large_buffer_that_is_written_is_noticed_in_its_lane() -> None:
+    module = module_with(table=torch.zeros(LARGE_ELEMENTS + 1))
+    buffers = ModuleBuffers(module, 4)
+    for lane in range(4):
+        buffers.put_back()
+        assert not module.get_buffer("table").any()
+        if lane == 3:
+            module.get_buffer("table")[5] = 4.0
+        buffers.lane_done(lane)
+    assert exchanged(buffers, 4)["table"][5] == 1.0
+
+
+def test_a_large_buffer_that_is_written_past_its_version_counter_is_compared_in_every_lane() -> None:
+    module = module_with(table=torch.zeros(LARGE_ELEMENTS + 1), other=torch.zeros(LARGE_ELEMENTS + 1))
+    buffers = ModuleBuffers(module, 4)
+    for lane in range(4):
+        buffers.put_back()
+        module.get_buffer("table").data[5] += lane + 1
+        buffers.lane_done(lane)
+    assert exchanged(buffers, 4)["table"][5] == 2.5
+    buffers.commit()
+    assert module.get_buffer("table")[5] == 2.5
+
+
+def test_a_lane_that_became_void_leaves_nothing_in_a_buffer_written_past_its_version_counter() -> None:
+    module = module_with(table=torch.zeros(LARGE_ELEMENTS + 1))
+    buffers = ModuleBuffers(module, 1)
+    buffers.put_back()
+    module.get_buffer("table").data[5] = 7.0
+    buffers.put_back()
+    assert module.get_buffer("table")[5] == 0.0
+
+
+def test_a_write_past_the_version_counter_that_begins_later_is_refused_by_the_buffers_name() -> None:
+    module = module_with(table=torch.zeros(LARGE_ELEMENTS + 1))
+    buffers = ModuleBuffers(module, 2)
+    buffers.put_back()
+    buffers.lane_done(0)
+    module.get_buffer("table").data[5] = 7.0
+    with pytest.raises(UserError, match=r'buffer "table" was changed through `.data`'):
+        buffers.lane_done(1)
