@@ -16,7 +16,7 @@ from shoal_protos.messages import Result
 
 from shoal.engine import Engine
 from shoal.failure import told
-from shoal.logs import get_logger
+from shoal.logs import get_logger, say
 
 log = get_logger("shoal")
 
@@ -34,7 +34,7 @@ class _Ending:
         """Remembers the exception that ends the script; one of ours is told in its one sentence."""
         self._failure = error
         if isinstance(error, ShoalError):
-            sys.stderr.write(f"shoal: {error}\n")
+            say(str(error))
         else:
             self._hook(kind, error, trace)
 
@@ -76,7 +76,7 @@ class _Ending:
         except SystemExit:
             return
         except JobFailed as error:
-            sys.stderr.write(f"shoal: {error}\n")
+            say(str(error))
 
 
 def serve_at_exit(engine: Engine) -> None:

@@ -1,29 +1,45 @@
 """The training side's log: standard error, one line an entry, whatever the user's script does with its own logging.
 
-Standard output belongs to the script; a library does not configure other people's structlog.
+Standard output belongs to the script; a library does not configure other people's structlog. Where a line cannot be
+written (a full disk, a pipe that nobody reads) it is lost: no training process fails for the sake of its log.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 
 import structlog
 
 
 class _StandardError:
-    """Writes to what is standard error at the time, also when that is replaced."""
+    """Writes to what is standard error at the time, also when that is replaced, where it can be written."""
 
     def write(self, text: str) -> int:
-        return sys.stderr.write(text)
+        with contextlib.suppress(OSError, ValueError):  # full or broken; closed
+            if sys.stderr is not None:
+                sys.stderr.write(text)
+        return len(text)
 
     def flush(self) -> None:
-        sys.stderr.flush()
+        with contextlib.suppress(OSError, ValueError):
+            if sys.stderr is not None:
+                sys.stderr.flush()
+
+
+STANDARD_ERROR = _StandardError()
+
+
+def say(sentence: str) -> None:
+    """A line for whoever started the script, without time and level."""
+    STANDARD_ERROR.write(f"shoal: {sentence}\n")
+    STANDARD_ERROR.flush()
 
 
 def get_logger(name: str) -> structlog.typing.FilteringBoundLogger:
     """A logger whose entries carry `name`."""
     log: structlog.typing.FilteringBoundLogger = structlog.wrap_logger(
-        structlog.PrintLogger(_StandardError()),  # type: ignore[arg-type]
+        structlog.PrintLogger(STANDARD_ERROR),  # type: ignore[arg-type]
         processors=[
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper("iso", utc=True),
