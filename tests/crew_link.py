@@ -58,6 +58,10 @@ class CrewLink:
         return "job"
 
     @property
+    def run(self) -> str:
+        return self.dialogue.run
+
+    @property
     def resume(self) -> Resume:
         return self.dialogue.resume
 

@@ -19,25 +19,29 @@ from shoal_protos.messages import (
     Status,
     Telemetry,
     ToWorker,
+    Welcome,
 )
 from shoal_protos.plan import Plan
 from shoal_protos.runs import NO_BLOCKS, every
 
 MADE_OF = Description(8, 8, 4096, 1 << 15, 1, 0, 100, (), "AdamW", {}, {}, False, False)
 NEW = Status(0, 0, Point.WAITING, 0, -1, 0)
+RUN = "run-1"
 
 
 class Driver:
     """One job. `said` and `done` are the messages and other effects of the last event."""
 
     def __init__(self, wanted: int = 2, made_of: Description = MADE_OF, **spec: Any) -> None:
-        self.spec = JobSpec("job", wanted, **spec)
+        self.spec = JobSpec("job", wanted, **{"run": RUN, **spec})
         self.made_of = made_of
         self.job = new_job(self.spec, 0.0)
         self.now = 0.0
         self.effects: list[Effect] = []
         self.connections: dict[str, int] = {}
         self.statuses: dict[str, Status] = {}
+        self.welcomed: set[str] = set()
+        """Who knows the run."""
         self.sequence = 0
         self._next = 0
         self.feed(Started())
@@ -69,12 +73,19 @@ class Driver:
     def hello(self, worker: str, **fields: Any) -> list[Effect]:
         status = fields.pop("status", self.statuses.get(worker, NEW))
         hello = Hello(
-            PROTOCOL_VERSION, "job", worker, f"inc-{worker}", f"{worker}:1", "host", 7, "", self.made_of, status
-        )
+            PROTOCOL_VERSION, "job", worker, f"inc-{worker}", f"{worker}:1", "host", 7, "", self.made_of, status,
+            run=RUN if worker in self.welcomed else "",
+        )  # fmt: skip
         self._next += 1
         self.connections[worker] = self._next
         self.statuses[worker] = status
-        return self.feed(Connected(self._next, replace(hello, **fields)))
+        effects = self.feed(Connected(self._next, replace(hello, **fields)))
+        self.welcomed |= {
+            effect.message.worker
+            for effect in effects
+            if isinstance(effect, Send) and isinstance(effect.message, Welcome)
+        }
+        return effects
 
     def beat(self, worker: str, telemetry: Telemetry | None = None, **fields: Any) -> list[Effect]:
         self.sequence += 1

@@ -12,6 +12,7 @@ import itertools
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 from functools import partial
 
 import structlog
@@ -96,7 +97,8 @@ class Shell:
         return self._of(job).view()
 
     async def create(self, spec: JobSpec) -> JobView:
-        """A new job, durable when this returns. One of that name that is over is replaced; its events stay."""
+        """A new run of a job, durable when this returns. One of that name that is over is replaced; its events stay."""
+        spec = replace(spec, run=secrets.token_hex(8))
         async with self._creating:
             before = self._runners.get(spec.job)
             if before is not None and not before.view().phase.over:

@@ -7,7 +7,7 @@ when training is to begin from it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 
@@ -22,6 +22,8 @@ class Sighting:
     path: str
     """Path or URL; all workers reach the same place by it."""
     bytes: int = 0
+    run: str = field(default="", compare=False)
+    """Which run of the job saved it; empty: not known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,6 +141,8 @@ class Hello:
     status: Status
     next_generation: int = 0
     """Generations must exceed this (a checkpoint's manifest knew that many)."""
+    run: str = ""
+    """The run that it belongs to: told by its launcher or by its first welcome. Empty: it has been in none yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +235,8 @@ class Welcome:
     """The job's `resume` as JSON, which overrides the config's; empty: the job says nothing."""
     known: Runs = NO_BLOCKS
     """The generations that this job's store has opened; empty: none yet, any checkpoint may be the latest."""
+    run: str = ""
+    """The job's run, which every later hello names."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -216,6 +216,7 @@ class Hello(_message.Message):
     DESCRIPTION_FIELD_NUMBER: _builtins.int
     STATUS_FIELD_NUMBER: _builtins.int
     NEXT_GENERATION_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """Keeps this number in every version, so that a version that differs can always be named."""
     job: _builtins.str
@@ -226,6 +227,7 @@ class Hello(_message.Message):
     pid: _builtins.int
     domain: _builtins.str
     next_generation: _builtins.int
+    run: _builtins.str
     @_builtins.property
     def description(self) -> Global___Description: ...
     @_builtins.property
@@ -244,10 +246,11 @@ class Hello(_message.Message):
         description: Global___Description | None = ...,
         status: Global___Status | None = ...,
         next_generation: _builtins.int = ...,
+        run: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "description", b"description", "domain", b"domain", "host", b"host", "incarnation", b"incarnation", "job", b"job", "next_generation", b"next_generation", "pid", b"pid", "status", b"status", "version", b"version", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "description", b"description", "domain", b"domain", "host", b"host", "incarnation", b"incarnation", "job", b"job", "next_generation", b"next_generation", "pid", b"pid", "run", b"run", "status", b"status", "version", b"version", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -483,10 +486,12 @@ class Sighting(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     PATH_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     step: _builtins.int
     path: _builtins.str
     bytes: _builtins.int
+    run: _builtins.str
     def __init__(
         self,
         *,
@@ -494,10 +499,11 @@ class Sighting(_message.Message):
         step: _builtins.int = ...,
         path: _builtins.str = ...,
         bytes: _builtins.int = ...,
+        run: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "generation", b"generation", "path", b"path", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "generation", b"generation", "path", b"path", "run", b"run", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -897,12 +903,14 @@ class Welcome(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
     KNOWN_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     heartbeat_seconds: _builtins.float
     reconnect_seconds: _builtins.float
     stall_seconds: _builtins.float
     generation: _builtins.int
     resume: _builtins.str
+    run: _builtins.str
     @_builtins.property
     def known(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -915,10 +923,11 @@ class Welcome(_message.Message):
         generation: _builtins.int = ...,
         resume: _builtins.str = ...,
         known: _abc.Iterable[_builtins.int] | None = ...,
+        run: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "heartbeat_seconds", b"heartbeat_seconds", "known", b"known", "reconnect_seconds", b"reconnect_seconds", "resume", b"resume", "stall_seconds", b"stall_seconds", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "heartbeat_seconds", b"heartbeat_seconds", "known", b"known", "reconnect_seconds", b"reconnect_seconds", "resume", b"resume", "run", b"run", "stall_seconds", b"stall_seconds", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

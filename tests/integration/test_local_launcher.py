@@ -26,7 +26,7 @@ SLEEPER = "echo began; exec sleep 600"
 
 
 def spec(script: str, **env: str) -> JobSpec:
-    return JobSpec("demo", wanted=1, launcher="local", command=("/bin/sh", "-c", script), env=env)
+    return JobSpec("demo", wanted=1, launcher="local", command=("/bin/sh", "-c", script), env=env, run="run-1")
 
 
 class Controller:
@@ -100,8 +100,9 @@ def test_a_worker_is_told_who_it_is_and_writes_to_its_log(tmp_path: Path) -> Non
         lines = written(spawned.log).splitlines()
         told = dict(line.partition("=")[::2] for line in lines if "=" in line)
         expected = {
-            "SHOAL_CONTROLLER": "127.0.0.1:7071", "SHOAL_JOB": "demo", "SHOAL_WORKER_ID": "w0", "SHOAL_TOKEN": "secret",
-            "OMP_NUM_THREADS": "3", "PYTHONUNBUFFERED": "1", "MINE": "yes", "PATH": os.environ["PATH"],
+            "SHOAL_CONTROLLER": "127.0.0.1:7071", "SHOAL_JOB": "demo", "SHOAL_RUN": "run-1", "SHOAL_WORKER_ID": "w0",
+            "SHOAL_TOKEN": "secret", "OMP_NUM_THREADS": "3", "PYTHONUNBUFFERED": "1", "MINE": "yes",
+            "PATH": os.environ["PATH"],
         }  # fmt: skip
         assert {key: told.get(key) for key in expected} == expected
         assert lines[-2:] == ["to-stderr", "/dev/null"]

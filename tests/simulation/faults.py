@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from shoal_controller.core.events import DrainWorker, Pause, Resume, Save, Scale
 
+from .liars import Liars
+
 if TYPE_CHECKING:
     from .simulation import Simulation
     from .worker import SimWorker
@@ -26,10 +28,12 @@ class Faults:
         self.kinds = [kind for kind in chosen for _ in range(KINDS[kind])]
         self.saves = Random(f"wishes of {simulation.seed}")
         """Apart from the rest, so that a job without checkpoints meets the same whether others have them or not."""
+        self.liars = Liars(simulation)
 
     def rage(self, seconds: float) -> None:
         self.until = self.clock.now + seconds
         self._next()
+        self.liars.rage(seconds)
         if self.simulation.checkpoints.every:
             for wish in self.saves.choice(((), (self.save,), (self.leave,), (self.save, self.save, self.leave))):
                 self.clock.after(self.saves.uniform(0, seconds), wish)

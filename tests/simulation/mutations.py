@@ -16,6 +16,7 @@ from shoal_controller.core.phases import (
     admission,
     asking,
     checkpoints,
+    claims,
     current,
     feuds,
     planned,
@@ -148,6 +149,7 @@ IDENTITY = admission._identity
 BEGUN_IN = planned.begun_in
 
 MUTATIONS: dict[str, list[Patch]] = {
+    "a worker of another run is turned away": [(claims, "other_run", lambda spec, hello: "")],
     "a planned generation begins when all votes name it": [(Membership, "leave_vote", _minimum_begins)],
     "what a member voted it keeps until that vote is over": [(Membership, "hear_planned", _hears_in_a_vote)],
     "a newcomer keeps every planned generation": [(Membership, "hear_planned", _keeps_only_the_newest)],

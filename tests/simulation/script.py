@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from shoal_controller.core.events import Cancel, DrainWorker, Pause, Resume, Save, Scale
 from shoal_controller.core.view import view
 
+from .liars import Liars
 from .seeds import settled
 from .simulation import Simulation
 from .watch import Violation
@@ -121,6 +122,10 @@ class Script:
 
     def do_come(self, claimed: str = "") -> None:
         self.simulation.start_process(claimed)
+
+    def do_old(self, claimed: str = "") -> None:
+        """A worker of an earlier run of this job's name, which came further."""
+        Liars(self.simulation).come_from_an_earlier_run(claimed)
 
     def do_kill(self, worker: str, *at: str) -> None:
         self._at(worker, at).end(-9, "killed")

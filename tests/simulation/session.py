@@ -43,6 +43,9 @@ class Session:
         self.spec = worker.simulation.spec
         self.stream: Stream | None = None
         self.welcomed = False
+        self.run = worker.simulation.spec.run if worker.launched else ""
+        self.claims: Status | None = None
+        """Of a liar: what it says of itself instead of the truth."""
         self.sequence = 0
         self._last_said: object = None
         self._beats = self._dials = 0
@@ -81,7 +84,7 @@ class Session:
             claimed, host = self.membership.worker or worker.asked_id, f"host{worker.pid}"
             hello = Hello(
                 1, "job", claimed, worker.incarnation, worker.address, host, worker.pid,
-                f"domain{worker.pid % 3}", worker.simulation.description, self.status(),
+                f"domain{worker.pid % 3}", worker.simulation.description, self.status(), run=self.run,
             )  # fmt: skip
             self.stream.up(self.stream.host.connected, self.stream, hello)
         self.dial_after(RECONNECT_SECONDS * (1 + worker.chance.random()))
@@ -118,6 +121,8 @@ class Session:
     def status(self) -> Status:
         m, t, s = self.membership, self.worker.training, self.worker.training.saving
         self.sequence += 1
+        if self.claims is not None:
+            return replace(self.claims, sequence=self.sequence)
         return Status(
             self.sequence, m.generation, m.point, m.newest_heard, t.step, t.committed_in, t.boundary, t.holds(),
             t.current, tuple(sorted(t.broken)), t.done, t.ended, self.drains, s.knows, s.damage,
@@ -142,7 +147,7 @@ class Session:
         saving = self.worker.training.saving
         if self.membership.worker not in ("", message.worker):
             return  # meant for what this process was before it started over
-        self.membership.worker = message.worker
+        self.membership.worker, self.run = message.worker, message.run
         if self.membership.is_newcomer:
             saving.generations = message.known
             saving.look()

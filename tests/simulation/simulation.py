@@ -42,7 +42,7 @@ class Simulation:
         self.spec = JobSpec(
             "job", wanted, int(shape.get("min_workers", chance.choice((1, 1, 2)))), most, launcher,  # type: ignore
             heartbeat_seconds=0.3, reconnect_seconds=2.0, stall_seconds=float(shape.get("stall_seconds", 12.0)),  # type: ignore
-            max_restarts=int(shape.get("max_restarts", 10_000)),  # type: ignore[call-overload]
+            max_restarts=int(shape.get("max_restarts", 10_000)), run="run-1",  # type: ignore[call-overload]
         )  # fmt: skip
         self.description = Description(
             lanes, self.blocks, 4096, 1 << 16, mirrors, (1 << 16) * max(1, self.blocks // 8),  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ from .script import play
 SCENARIOS = Path(__file__).with_name("scenarios")
 
 NOTICED_BY: dict[str, str | int] = {
+    "a worker of another run is turned away": "old_run",
     "a planned generation begins when all votes name it": 0,
     "what a member voted it keeps until that vote is over": 51,
     "a newcomer keeps every planned generation": 47,

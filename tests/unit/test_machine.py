@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import get_args
 
 import pytest
-from machine_driver import MADE_OF, NEW, Driver
+from machine_driver import MADE_OF, NEW, RUN, Driver
 from shoal_controller.core.effects import Close, Persist, Send
 from shoal_controller.core.events import (
     Cancel,
@@ -44,7 +44,7 @@ def test_the_table_has_an_answer_to_every_event_in_every_phase() -> None:
 def test_a_job_starts_when_all_wanted_workers_are_ready() -> None:
     job = Driver(wanted=2)
     job.hello("w0")
-    assert job.said("w0") == [Welcome("w0", 1.0, 10.0, 1800.0)]
+    assert job.said("w0") == [Welcome("w0", 1.0, 10.0, 1800.0, run=RUN)]
     assert job.view.reason.startswith("1 of 2 workers ready, 0 more are starting")
     job.hello("w1")
     assert job.said("w1")[-1] == Prepare(1)
@@ -163,7 +163,7 @@ def test_lanes_of_the_spec_must_be_those_of_the_config() -> None:
 
 def test_a_worker_of_a_world_that_the_store_does_not_know_is_refused() -> None:
     job = Driver()
-    job.hello("w0", status=replace(NEW, generation=3, point=Point.TRAINING, step=9))
+    job.hello("w0", status=replace(NEW, generation=3, point=Point.TRAINING, step=9), run=RUN)
     assert "generation 3, and the store of this controller knows none after 0" in refusal(job)
 
 

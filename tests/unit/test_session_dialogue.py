@@ -53,6 +53,17 @@ def dialogue_of(worker: str = "a") -> Dialogue:
     return dialogue
 
 
+def test_every_hello_after_the_welcome_names_the_run_and_one_of_a_launched_process_from_the_first() -> None:
+    dialogue = dialogue_of()
+    assert dialogue.hello().run == ""
+    dialogue.hear(replace(WELCOME, run="run-1"))
+    assert dialogue.hello().run == "run-1"
+    dialogue.start_over("a.2")
+    assert dialogue.hello().run == "run-1"
+    launched = Process("job", "host", 1, "rack", "127.0.0.1:1", run="run-2")
+    assert Dialogue(Membership("a", "a.1"), launched, DESCRIPTION, NEW).hello().run == "run-2"
+
+
 def inventory(answers: int) -> Inventory:
     return Inventory(answers, 0, 0, 0, b"", NO_BLOCKS, NO_BLOCKS, NO_BLOCKS)
 

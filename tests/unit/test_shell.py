@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 from contextlib import aclosing
+from dataclasses import replace
 
 import pytest
 from asynchronous import asynchronous
@@ -84,6 +85,20 @@ async def test_a_refused_wish_raises_its_sentence_and_changes_nothing(tmp_path):
 
 
 @asynchronous
+async def test_a_run_has_a_name_of_its_own_that_a_restart_keeps_and_a_new_run_of_the_job_does_not_have(tmp_path):
+    async with running(tmp_path) as world:
+        await world.shell.create(SPEC)
+        first = world.shell._runners["train"].spec.run
+        assert len(first) == 16
+    async with running(tmp_path) as world:
+        runner = world.shell._runners["train"]
+        assert runner.spec.run == runner._job.spec.run == first
+        await world.shell.delete("train")
+        await world.shell.create(SPEC)
+        assert world.shell._runners["train"].spec.run not in ("", first)
+
+
+@asynchronous
 async def test_jobs_go_on_after_a_restart_where_they_were(tmp_path):
     async with running(tmp_path) as world:
         await world.shell.create(SPEC)
@@ -94,7 +109,7 @@ async def test_jobs_go_on_after_a_restart_where_they_were(tmp_path):
         assert [(view.job, view.wanted, view.phase) for view in world.shell.jobs()] == [
             ("other", 1, "cancelled"), ("train", 5, "waiting"),
         ]  # fmt: skip
-        assert world.shell._runners["train"].spec == SPEC
+        assert replace(world.shell._runners["train"].spec, run="") == SPEC
         await world.shell.submit("train", Scale(6))
         assert world.heard() == ("Started", "Scale")
         assert [event.message for event in await world.shell.events("train")] == ["scaled to 5", "scaled to 6"]

@@ -55,7 +55,8 @@ class Resuming:
             return
         same = fits(found.manifest, self._engine.state, self._config.allow, found.path)
         step = found.manifest.step if same else 0
-        self.sighting = Sighting(found.manifest.generation, step, found.path, found.manifest.data_bytes)
+        manifest = found.manifest
+        self.sighting = Sighting(manifest.generation, step, found.path, manifest.data_bytes, manifest.run)
         log.info("checkpoint_found", path=found.path, step=found.manifest.step,
                  means="training goes on from it" if same else "its tensors are taken by name")  # fmt: skip
 

@@ -200,7 +200,8 @@ class Saving:
         if self._origin is None:
             engine = self._engine
             layout = LayoutEntry.of(engine.state.layout, tied_names(engine.module))
-            self._origin = Origin(engine.link.job, layout, self.data_position, agreement(engine.config), identity())
+            link, position = engine.link, self.data_position
+            self._origin = Origin(link.job, link.run, layout, position, agreement(engine.config), identity())
         return self._origin
 
     def enter(self, world: World) -> None:
@@ -227,7 +228,8 @@ class Saving:
         if not outcome.failure:
             self.saved = outcome.name.step
             size = outcome.manifest.data_bytes if outcome.manifest is not None else 0
-            self._engine.resuming.saved(Sighting(outcome.name.generation, outcome.name.step, outcome.path, size))
+            name, run = outcome.name, self._engine.link.run
+            self._engine.resuming.saved(Sighting(name.generation, name.step, outcome.path, size, run))
         elif self.pending and self._generation == self._engine.generation:
             self._asked_at = None
             self.failure = UserError(f"the checkpoint of step {outcome.name.step} failed: {outcome.failure}")

@@ -16,7 +16,7 @@ from shoal_controller.core.spec import JobSpec
 MOST_WORKERS = 4096
 MOST_LANES = 65_536
 LONGEST_SECONDS = 7 * 24 * 3600.0
-SET_BY_SHOAL = {"SHOAL_CONTROLLER", "SHOAL_JOB", "SHOAL_WORKER_ID", "SHOAL_TOKEN"}
+SET_BY_SHOAL = {"SHOAL_CONTROLLER", "SHOAL_JOB", "SHOAL_RUN", "SHOAL_WORKER_ID", "SHOAL_TOKEN"}
 
 Workers = Annotated[int, Field(ge=1, le=MOST_WORKERS)]
 Seconds = Annotated[float, Field(gt=0, le=LONGEST_SECONDS, allow_inf_nan=False)]

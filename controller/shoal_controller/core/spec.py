@@ -59,6 +59,8 @@ class JobSpec:
     stall_seconds: float = 1800.0
     max_restarts: int = 3
     resume: str | int | bool | None = None
+    run: str = ""
+    """Which run of the job this is: random, given by the shell when the job is made, and kept as long as it lives."""
 
 
 @dataclass(frozen=True, slots=True)

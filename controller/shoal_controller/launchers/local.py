@@ -55,8 +55,8 @@ class Surroundings:
         """The environment of one worker. The spec's goes before the controller's, who it is before both."""
         defaults = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         identity = {
-            "SHOAL_CONTROLLER": self.controller, "SHOAL_JOB": spec.job, "SHOAL_WORKER_ID": worker,
-            "SHOAL_LAUNCHER": "local",
+            "SHOAL_CONTROLLER": self.controller, "SHOAL_JOB": spec.job, "SHOAL_RUN": spec.run,
+            "SHOAL_WORKER_ID": worker, "SHOAL_LAUNCHER": "local",
         }  # fmt: skip
         token = {} if self.token is None else {"SHOAL_TOKEN": self.token}
         return {**defaults, **self.environment, **spec.env, **identity, **token}

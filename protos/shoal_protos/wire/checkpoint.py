@@ -15,7 +15,13 @@ OUTCOME_NUMBERS = {outcome: number for number, outcome in OUTCOMES.items()}
 
 
 def write_sighting(sighting: Sighting) -> pb.Sighting:
-    return pb.Sighting(generation=sighting.generation, step=sighting.step, path=sighting.path, bytes=sighting.bytes)
+    return pb.Sighting(
+        generation=sighting.generation,
+        step=sighting.step,
+        path=sighting.path,
+        bytes=sighting.bytes,
+        run=sighting.run,
+    )
 
 
 def read_sighting(message: pb.Sighting) -> Sighting:
@@ -24,6 +30,7 @@ def read_sighting(message: pb.Sighting) -> Sighting:
         step=bounds.whole("checkpoint.step", message.step),
         path=bounds.label("checkpoint.path", message.path),
         bytes=bounds.whole("checkpoint.bytes", message.bytes),
+        run=message.run and bounds.name("checkpoint.run", message.run),
     )
 
 

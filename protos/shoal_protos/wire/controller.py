@@ -103,6 +103,7 @@ def _write_welcome(welcome: Welcome) -> pb.Welcome:
         generation=welcome.generation,
         resume=welcome.resume,
         known=welcome.known.encode(),
+        run=welcome.run,
     )
 
 
@@ -117,6 +118,7 @@ def _read_welcome(message: pb.Welcome) -> Welcome:
         known=bounds.runs(
             "welcome.known", bounds.few("welcome.known", message.known, bounds.MAX_ENTRIES), bounds.MAX_NUMBER
         ),
+        run=message.run and bounds.name("welcome.run", message.run),
     )
 
 

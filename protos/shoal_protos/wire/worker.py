@@ -110,6 +110,7 @@ def _write_hello(hello: Hello) -> pb.Hello:
         description=write_description(hello.description),
         status=_write_status(hello.status),
         next_generation=hello.next_generation,
+        run=hello.run,
     )
 
 
@@ -134,6 +135,7 @@ def _read_hello(message: pb.Hello) -> Hello:
         description=description,
         status=_read_status(message.status, description.blocks),
         next_generation=bounds.whole("hello.next_generation", message.next_generation),
+        run=message.run and bounds.name("hello.run", message.run),
     )
 
 

@@ -28,6 +28,7 @@ class Origin:
     """What does not change in a job's life."""
 
     job: str
+    run: str
     layout: LayoutEntry
     data: DataPosition
     config: Mapping[str, str]
@@ -46,6 +47,7 @@ def draft_of(
     manifest = Manifest(
         kind="training",
         job=origin.job,
+        run=origin.run,
         step=state.step,
         generation=generation,
         last_step=state.last_step,

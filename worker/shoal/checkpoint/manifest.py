@@ -35,6 +35,7 @@ NO_CHECKSUM = "0" * 2 * DIGEST_BYTES
 
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}$")]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+RunName = Annotated[str, Field(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,127})?$")]
 
 
 class StateEntry(Entry):
@@ -122,6 +123,8 @@ class Manifest(Entry):
     kind: Literal["training", "model"]
     """`model`: parameters only, imported from elsewhere; training begins with them at step 0."""
     job: Name
+    run: RunName = ""
+    """The uid of the job's run that saved it; empty: not known."""
     step: Count
     generation: Count
     last_step: Count

@@ -36,7 +36,7 @@ class AloneLink:
     worker = "w0"
 
     def __init__(self) -> None:
-        self.incarnation = secrets.token_hex(8)
+        self.incarnation = self.run = secrets.token_hex(8)
         self._checkpoint: Sighting | None = None
         self._number = 0
         self._membership = Membership(self.worker, self.incarnation)

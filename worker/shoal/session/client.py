@@ -81,6 +81,10 @@ class ControllerLink:
         return self._settings.job
 
     @property
+    def run(self) -> str:
+        return self.dialogue.run
+
+    @property
     def resume(self) -> Resume:
         return self.dialogue.resume
 
@@ -103,7 +107,12 @@ class ControllerLink:
         self._place = self._open_place()
         hostname = socket.gethostname()
         process = Process(
-            self._settings.job, hostname, os.getpid(), self._settings.domain or hostname, self._place.address
+            self._settings.job,
+            hostname,
+            os.getpid(),
+            self._settings.domain or hostname,
+            self._place.address,
+            self._settings.run,
         )
         self._dialogue = Dialogue(self._membership, process, description, status)
         self._term = install(harmless=lambda: self.dialogue.welcomed)

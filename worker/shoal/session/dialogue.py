@@ -58,6 +58,8 @@ class Process:
     domain: str
     address: str
     """Of its own meeting place."""
+    run: str = ""
+    """Of the job, as its launcher told it; empty: the first welcome does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,8 @@ class Dialogue:
         self.heartbeat_seconds = HEARTBEAT_SECONDS
         self.reconnect_seconds = RECONNECT_SECONDS
         self.resume: Resume = (None, NO_BLOCKS)
+        self.run = process.run
+        """The run of the job that this process belongs to, once a launcher or the controller has told it."""
         self.welcomed = False
         self.ending: Shutdown | None = None
         """Set when the controller has said the last word."""
@@ -135,6 +139,7 @@ class Dialogue:
             description=self.description,
             status=self._standing(),
             next_generation=self._status.checkpoint.generation if self._status.checkpoint is not None else 0,
+            run=self.run,
         )
 
     @property
@@ -286,6 +291,7 @@ class Dialogue:
         self.membership.worker = welcome.worker
         self.heartbeat_seconds, self.reconnect_seconds = welcome.heartbeat_seconds, welcome.reconnect_seconds
         self.resume = (json.loads(welcome.resume) if welcome.resume else None, welcome.known)
+        self.run = welcome.run
         self.welcomed = True
 
     def _prepare(self, generation: int) -> list[Effect]:

@@ -99,6 +99,10 @@ class Link(Protocol):
         """The job's name; empty where there is no controller."""
 
     @property
+    def run(self) -> str:
+        """The uid of the job's run, once welcomed; without a controller this process is a run of its own."""
+
+    @property
     def resume(self) -> Resume:
         """What the job says, once welcomed."""
 

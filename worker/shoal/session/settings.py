@@ -13,6 +13,7 @@ from shoal_protos.errors import UserError
 VARIABLES = {
     "controller": "SHOAL_CONTROLLER",
     "job": "SHOAL_JOB",
+    "run": "SHOAL_RUN",
     "worker": "SHOAL_WORKER_ID",
     "token": "SHOAL_TOKEN",
     "domain": "SHOAL_FAILURE_DOMAIN",
@@ -34,6 +35,8 @@ class SessionSettings(BaseModel):
     """`HOST:PORT` of the controller's gRPC side. Empty: the script trains alone, as a world of one."""
     job: str = ""
     """The job that this process works for. Needed with a controller."""
+    run: str = ""
+    """The run of the job that a launcher started this process for. Empty: the controller's welcome tells it."""
     worker: str = ""
     """This worker's id, as a launcher chose it. Empty: the controller gives one."""
     token: SecretStr | None = None

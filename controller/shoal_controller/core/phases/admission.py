@@ -17,7 +17,7 @@ from shoal_controller.core.durable import Durable, Record, Standing
 from shoal_controller.core.effects import Close, Probe, Send
 from shoal_controller.core.events import Connected
 from shoal_controller.core.job import Process
-from shoal_controller.core.phases import ending, statuses
+from shoal_controller.core.phases import claims, ending, statuses
 from shoal_controller.core.phases.current import tell
 from shoal_controller.core.phases.roster import forget_the_oldest, unused_id
 from shoal_controller.core.turn import Turn
@@ -26,6 +26,8 @@ from shoal_controller.core.turn import Turn
 def connected(turn: Turn, event: Connected) -> None:
     """Answered by Welcome and what is current, or by Refusal."""
     hello = event.hello
+    if claims.turned_away(turn, event):
+        return None
     sentence = _impossible(turn, hello)
     if sentence is not None:
         return _refuse(turn, event, Refusal(sentence))
@@ -36,7 +38,7 @@ def connected(turn: Turn, event: Connected) -> None:
     spec = turn.spec
     welcome = Welcome(
         worker, spec.heartbeat_seconds, spec.reconnect_seconds, spec.stall_seconds, turn.durable.number,
-        resume="" if spec.resume is None else json.dumps(spec.resume), known=turn.durable.opened,
+        resume="" if spec.resume is None else json.dumps(spec.resume), known=turn.durable.opened, run=spec.run,
     )  # fmt: skip
     turn.do(Send(event.connection, welcome))
     statuses.stated(turn, worker, hello.status)

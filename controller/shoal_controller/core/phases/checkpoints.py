@@ -43,9 +43,11 @@ def seen(turn: Turn, worker: WorkerId, status: Status) -> None:
     _keep(turn, (*turn.durable.checkpoints, sighting))
     turn.keep(number=max(turn.durable.number, sighting.generation))
     what = "saved" if status.generation else "found"
+    foreign = sighting.run and sighting.run != turn.spec.run
+    whose = f"; run {sighting.run} has saved it, this is run {turn.spec.run}" if foreign else ""
     turn.note(
-        f"checkpoint_{what}", f"a checkpoint of step {sighting.step} was {what} at {sighting.path}", worker,
-        step=sighting.step, path=sighting.path,
+        f"checkpoint_{what}", f"a checkpoint of step {sighting.step} was {what} at {sighting.path}{whose}", worker,
+        step=sighting.step, path=sighting.path, run=sighting.run,
     )  # fmt: skip
     if status.generation:
         turn.change(save_asked=0)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from shoal_controller.core.durable import Standing
 from shoal_controller.core.effects import Close, Kill, Send
 from shoal_controller.core.events import Connected, Disconnected, Exited, Said
+from shoal_controller.core.phases import claims
 from shoal_controller.core.phases.current import shutdown_of_all, tell_all
 from shoal_controller.core.spec import Phase
 from shoal_controller.core.turn import Turn
@@ -49,7 +50,9 @@ def succeed(turn: Turn) -> None:
 
 
 def connected(turn: Turn, event: Connected) -> None:
-    """A worker comes back to a job that is over: it is told how it ended."""
+    """A worker comes back to a job that is over: it is told how it ended, if that was its own run."""
+    if claims.turned_away(turn, event):
+        return
     turn.do(Send(event.connection, shutdown_of_all(turn.durable)))
     turn.do(Close(event.connection))
 

@@ -1,0 +1,47 @@
+"""Workers that say what is not so: of an earlier run of the job's name, or broken. Nothing of it may be believed.
+
+Drawn apart from the other faults, so that a seed without liars goes as it did before there were any.
+"""
+
+from __future__ import annotations
+
+from random import Random
+from typing import TYPE_CHECKING
+
+from shoal_protos.messages import Point, Status
+from shoal_protos.runs import every
+
+if TYPE_CHECKING:
+    from .simulation import Simulation
+    from .worker import SimWorker
+
+OLD_RUN = "run-0"
+SHARE_OF_SEEDS = 0.3
+
+
+class Liars:
+    """See the module's text."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self.simulation = simulation
+        self.chance = Random(f"lies of {simulation.seed}")
+
+    def rage(self, seconds: float) -> None:
+        if self.chance.random() < SHARE_OF_SEEDS:
+            for _ in range(self.chance.randint(1, 4)):
+                self.simulation.clock.after(self.chance.uniform(0, seconds), self._come)
+
+    def _come(self) -> None:
+        taken = [worker.membership.worker for worker in self.simulation.workers()]
+        self.come_from_an_earlier_run(self.chance.choice(("", "w900", *taken)), self.chance.randint(-2, 2))
+
+    def come_from_an_earlier_run(self, claimed: str, ahead: int = 0) -> SimWorker:
+        """It was frozen while its run was cancelled and submitted again; generations begin at 1 in every run."""
+        simulation = self.simulation
+        generation = max(1, simulation.host.job.durable.number + ahead)
+        worker = simulation.start_process(claimed)
+        worker.session.run = OLD_RUN
+        worker.session.claims = Status(
+            0, generation, Point.TRAINING, generation, 5000, generation, 5000, every(simulation.blocks), True,
+        )  # fmt: skip
+        return worker
