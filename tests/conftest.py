@@ -19,6 +19,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import shoal  # noqa: F401  (before gRPC: it makes forks of this process safe)
 
 THREADS_THAT_STAY = (
     "pytest_timeout",  # watches this very test

@@ -6,6 +6,10 @@ reads them, so that a broken one is answered by a sentence and not by gRPC's own
 
 from __future__ import annotations
 
+FORK_SAFE = {"GRPC_ENABLE_FORK_SUPPORT": "0"}
+"""In a worker's environment before gRPC is imported, which reads it then. gRPC's own fork handlers crash children that
+are forked beside a busy stream, such as a DataLoader's workers."""
+
 METHOD = "/shoal.v1.Sessions/Session"
 """The one bidirectional stream; see session.proto."""
 

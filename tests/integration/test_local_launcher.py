@@ -115,6 +115,7 @@ def test_one_thread_is_the_default_and_the_controllers_own_environment_goes_befo
     assert Surroundings("h:1").of("w0", job)["OMP_NUM_THREADS"] == "1"
     assert Surroundings("h:1", None, {"OMP_NUM_THREADS": "2"}).of("w0", job)["OMP_NUM_THREADS"] == "2"
     assert "SHOAL_TOKEN" not in Surroundings("h:1").of("w0", job)
+    assert Surroundings("h:1").of("w0", job)["GRPC_ENABLE_FORK_SUPPORT"] == "0"
 
 
 def test_a_worker_leads_a_session_of_its_own_and_a_kill_ends_all_of_its_group(tmp_path: Path) -> None:

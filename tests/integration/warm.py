@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from shoal_protos.channel import FORK_SAFE
+
 TESTS = Path(__file__).resolve().parents[1]
 WARM_MODULES = (
     "torch", "torch.distributed", "torch._dynamo", "shoal.engine", "shoal.starting", "shoal_controller.server",
@@ -35,7 +37,8 @@ class Warm:
     """The tests' end: forks processes, knows how they ended."""
 
     def __init__(self) -> None:
-        env = os.environ | ONE_THREAD | {"PYTHONPATH": str(TESTS), "PYTHONUNBUFFERED": "1"}
+        env = {name: value for name, value in os.environ.items() if name not in FORK_SAFE}  # Shoal sets it
+        env |= ONE_THREAD | {"PYTHONPATH": str(TESTS), "PYTHONUNBUFFERED": "1"}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "integration.warm"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env
         )

@@ -8,6 +8,11 @@ import sys
 import time
 import traceback
 from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from site import addsitedir
 
 from shoal_protos.plan import Reason
 
@@ -15,8 +20,14 @@ from .seeds import rage_and_calm, run
 from .simulation import Simulation
 from .watch import Violation
 
+ROOT = str(Path(__file__).resolve().parents[2])
+"""Where fresh processes find this package."""
 
-def attempt(task: tuple[int, dict[str, object]]) -> tuple[int, str, Counter[str]]:
+Task = tuple[int, dict[str, object]]
+Outcome = tuple[int, str, Counter[str]]
+
+
+def attempt(task: Task) -> Outcome:
     """One seed: its number, the violation (empty: none), and what happened."""
     seed, shape = task
     try:
@@ -41,27 +52,30 @@ def attempt(task: tuple[int, dict[str, object]]) -> tuple[int, str, Counter[str]
     return seed, "", happened
 
 
+@contextmanager
+def children(processes: int) -> Iterator[ProcessPoolExecutor]:
+    """Fresh processes that run seeds. Whoever waits for one that has died gets `BrokenProcessPool` at once."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, spawn, initializer=addsitedir, initargs=(ROOT,)) as pool:
+        list(pool.map(abs, range(processes)))  # all are there when it is handed out
+        yield pool
+
+
 def many(
-    first: int, count: int, processes: int, shape: dict[str, object]
+    pool: ProcessPoolExecutor, first: int, count: int, shape: dict[str, object]
 ) -> tuple[list[tuple[int, str]], Counter[str]]:
     """The violations of `count` seeds, and what happened in all of them."""
-    tasks = [(seed, shape) for seed in range(first, first + count)]
+    return gather(pool.map(attempt, tasks(first, count, shape), chunksize=8))
+
+
+def tasks(first: int, count: int, shape: dict[str, object]) -> list[Task]:
+    return [(seed, shape) for seed in range(first, first + count)]
+
+
+def gather(outcomes: Iterable[Outcome]) -> tuple[list[tuple[int, str]], Counter[str]]:
     bad: list[tuple[int, str]] = []
     total: Counter[str] = Counter()
-    if processes == 1:
-        results = map(attempt, tasks)
-        return _gather(results, bad, total)
-    with multiprocessing.get_context("fork").Pool(processes) as pool:
-        gathered = _gather(pool.imap_unordered(attempt, tasks, chunksize=8), bad, total)
-        pool.close()
-        pool.join()
-    return gathered
-
-
-def _gather(
-    results: object, bad: list[tuple[int, str]], total: Counter[str]
-) -> tuple[list[tuple[int, str]], Counter[str]]:
-    for seed, violation, happened in results:  # type: ignore[attr-defined]
+    for seed, violation, happened in outcomes:
         total.update(happened)
         if violation:
             bad.append((seed, violation))
@@ -81,7 +95,8 @@ def main() -> int:
     if given.replay is not None:
         return replay(given.replay, shape)
     began = time.perf_counter()
-    bad, total = many(given.first, given.seeds, given.processes, shape)
+    with children(given.processes) as pool:
+        bad, total = many(pool, given.first, given.seeds, shape)
     for seed, violation in sorted(bad)[:20]:
         print(f"seed {seed}: {violation[:300]}")
     print(f"{len(bad)} of {given.seeds} seeds broke an invariant; {time.perf_counter() - began:.0f} s; {dict(total)}")

@@ -6,21 +6,31 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 
 import pytest
 
-from .run import many, replay_log
+from .run import attempt, children, gather, many, replay_log, tasks
 
 SEEDS = int(os.environ.get("SHOAL_SIMULATION_SEEDS", "2000"))
 PARTS = 8
 PROCESSES = 2
 
 
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ProcessPoolExecutor]:
+    """Started before the first test, so that nobody takes it for something left behind."""
+    with children(PROCESSES) as pool:
+        yield pool
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("part", range(PARTS))
-def test_no_seed_breaks_an_invariant(part: int) -> None:
+def test_no_seed_breaks_an_invariant(pool: ProcessPoolExecutor, part: int) -> None:
     count = SEEDS // PARTS
-    bad, happened = many(part * count, count, PROCESSES, {})
+    bad, happened = many(pool, part * count, count, {})
     assert not bad, f"{bad[:5]}\n\nthe event log of seed {bad[0][0]}:\n{replay_log(bad[0][0])}"
     assert happened["faults"] > count, "the seeds have drawn next to no faults"
     assert happened["still training"] > count / 4, "most jobs ended before their faults were over"
@@ -35,5 +45,10 @@ def test_a_seed_gives_the_same_history_again() -> None:
 
 
 def test_a_large_world_holds_too() -> None:
-    bad, _ = many(0, 8, 1, {"workers": 12, "blocks": 256})
+    bad, _ = gather(map(attempt, tasks(0, 8, {"workers": 12, "blocks": 256})))
     assert not bad, f"{bad}\n\n{replay_log(bad[0][0], workers=12, blocks=256)}"
+
+
+def test_a_child_that_dies_ends_the_run_at_once() -> None:
+    with children(2) as pool, pytest.raises(BrokenProcessPool):
+        list(pool.map(os._exit, [9]))

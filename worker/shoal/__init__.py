@@ -6,13 +6,18 @@ names below are loaded when first used.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
+from shoal_protos.channel import FORK_SAFE
 from shoal_protos.errors import JobFailed, PeerError, ShoalError, UserError
 
 if TYPE_CHECKING:
     from shoal.engine import Engine
     from shoal.starting import initialize
+
+for _name, _value in FORK_SAFE.items():  # before gRPC, whichever module of Shoal is imported first
+    os.environ.setdefault(_name, _value)
 
 __all__ = ["Engine", "JobFailed", "PeerError", "ShoalError", "UserError", "initialize"]
 

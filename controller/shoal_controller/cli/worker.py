@@ -7,6 +7,7 @@ import shutil
 from typing import Annotated
 
 import typer
+from shoal_protos.channel import FORK_SAFE
 from shoal_protos.errors import UserError
 
 
@@ -29,4 +30,4 @@ def worker(
     program = shutil.which(command[0])
     if program is None:
         raise UserError(f"there is no program {command[0]!r} to run as a worker; expected a command after `--`")
-    os.execve(program, command, os.environ | {"SHOAL_CONTROLLER": controller, "SHOAL_JOB": job})
+    os.execve(program, command, FORK_SAFE | os.environ | {"SHOAL_CONTROLLER": controller, "SHOAL_JOB": job})

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 import structlog
+from shoal_protos.channel import FORK_SAFE
 from shoal_protos.errors import ShoalError, StoreError, UserError
 from shoal_protos.plan import WorkerId
 
@@ -53,7 +54,7 @@ class Surroundings:
 
     def of(self, worker: WorkerId, spec: JobSpec) -> dict[str, str]:
         """The environment of one worker. The spec's goes before the controller's, who it is before both."""
-        defaults = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        defaults = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **FORK_SAFE}
         identity = {
             "SHOAL_CONTROLLER": self.controller, "SHOAL_JOB": spec.job, "SHOAL_RUN": spec.run,
             "SHOAL_WORKER_ID": worker, "SHOAL_LAUNCHER": "local",

@@ -1,0 +1,61 @@
+"""Workers fork: data loaders do. Neither the children nor whoever watches the worker may be harmed by it."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from integration.cluster import Cluster, ended, fork, until
+from integration.forking import train_and_evaluate
+from integration.small_controller import SmallController
+from shoal_protos.messages import Heartbeat
+
+WORKER = Path(__file__).resolve().parents[2] / "worker"
+FIRST_IMPORTS = sorted(
+    ".".join(file.relative_to(WORKER).with_suffix("").parts)
+    for file in WORKER.rglob("*.py")
+    if re.search(r"^(import|from) grpc", file.read_text(), re.MULTILINE)
+)
+FORKS = 500
+
+
+@pytest.mark.parametrize("module", FIRST_IMPORTS)
+def test_grpcs_fork_handlers_are_off_whichever_module_is_imported_first(module: str) -> None:
+    looks = f"""
+import builtins, os
+real = builtins.__import__
+def look(name, *rest, **more):
+    if name == "grpc":
+        print(os.environ.get("GRPC_ENABLE_FORK_SUPPORT"), flush=True)
+        os._exit(0)
+    return real(name, *rest, **more)
+builtins.__import__ = look
+import {module}
+"""
+    bare = {"PYTHONPATH": ":".join(filter(None, sys.path))}
+    seen = subprocess.run([sys.executable, "-c", looks], env=bare, capture_output=True, text=True, timeout=60)
+    assert seen.stdout.strip() == "0", seen.stderr
+
+
+def test_no_child_of_500_that_are_forked_beside_a_talking_session_dies(tmp_path: Path) -> None:
+    result = tmp_path / "ends"
+    with SmallController() as controller:
+        controller.heartbeat_seconds = 0.001
+        arguments = {"controller": controller.address, "count": FORKS, "result": str(result)}
+        pid = fork("integration.forking:fork_beside_a_session", arguments, {}, tmp_path / "log")
+        controller.hears(Heartbeat)
+        until("the forks to be done", lambda: pid in ended())
+    assert json.loads(result.read_text()) == {"0": FORKS}, (tmp_path / "log").read_text()
+
+
+def test_a_data_loader_with_workers_in_the_loop_harms_no_worker_and_no_bit() -> None:
+    script = f"{train_and_evaluate.__module__}:{train_and_evaluate.__name__}"
+    with Cluster(workers=2, options={"max_steps": 12}, script=script) as cluster:
+        cluster.wait_undisturbed()
+        assert cluster.reasons() == ["start"]
+        assert [cluster.wait_exit(worker) for worker in ("w0", "w1")] == [0, 0]
+        assert cluster.result("w0")["seen"] == 8 * 12
