@@ -6,6 +6,8 @@ import io
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TextIO
 
 import pytest
@@ -13,6 +15,10 @@ from crew import Crew, Task, undisturbed
 from shoal.logs import get_logger, say
 
 TASK = Task({"max_steps": 6})
+
+
+def full() -> TextIO:
+    return Path("/dev/full").open("w", buffering=1)
 
 
 def closed() -> TextIO:
@@ -27,23 +33,28 @@ def unread_pipe() -> TextIO:
     return os.fdopen(writer, "w", buffering=1)
 
 
-@pytest.fixture(params=["full", "closed", "pipe", "none"])
-def unwritable(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Standard error as it is when a disk is full, when it was closed, when nobody reads it, when there is none."""
-    made = {"full": lambda: open("/dev/full", "w", buffering=1), "closed": closed, "pipe": unread_pipe}  # noqa: PTH123, SIM115
-    stream = made[request.param]() if request.param in made else None
-    monkeypatch.setattr(sys, "stderr", stream)
-    yield
+MADE = {"full": full, "closed": closed, "pipe": unread_pipe, "none": lambda: None}
+"""Standard error as it is when a disk is full, when it was closed, when nobody reads it, when there is none."""
+
+
+@contextmanager
+def standard_error(kind: str) -> Iterator[None]:
+    """For the body of a test: pytest puts its own one back between a fixture and the test."""
+    stream = MADE[kind]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stderr", stream)
+        yield
     if stream is not None:
-        try:
+        with suppress(OSError):
             stream.close()
-        except OSError:
-            assert stream.closed
+        assert stream.closed
 
 
-def test_a_line_that_cannot_be_written_is_lost(unwritable: None) -> None:
-    get_logger("shoal.world").info("world", generation=2, rank=0)
-    say("a sentence")
+@pytest.mark.parametrize("kind", MADE)
+def test_a_line_that_cannot_be_written_is_lost(kind: str) -> None:
+    with standard_error(kind):
+        get_logger("shoal.world").info("world", generation=2, rank=0)
+        say("a sentence")
 
 
 def test_what_can_be_written_is(capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,9 +65,8 @@ def test_what_can_be_written_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert said[1:] == ["shoal: a sentence"]
 
 
-@pytest.mark.parametrize("unwritable", ["full"], indirect=True)
-def test_a_kill_costs_no_survivor_whose_standard_error_is_full(unwritable: None) -> None:
-    with Crew("abc", TASK) as crew:
+def test_a_kill_costs_no_survivor_whose_standard_error_is_full() -> None:
+    with standard_error("full"), Crew("abc", TASK) as crew:
         crew.train_to(2)
         crew.kill("b")
         assert crew.finish() == undisturbed(TASK)
