@@ -117,6 +117,9 @@ class Status:
     """The newest whole checkpoint that it knows of: found at its start, or saved since."""
     damage: Damage | None = None
     """The checkpoint of the plan that it is carrying out cannot be read."""
+    highest_saved: int = 0
+    """The highest generation of any save, whole or not, that lay in `checkpoint.path` at its start. The next one
+    exceeds it, whichever checkpoint training begins from: saves are ordered by their generation."""
 
 
 # ---- worker → controller

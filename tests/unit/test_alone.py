@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from shoal.exchange.group import WorldChanged
@@ -35,6 +37,14 @@ def test_a_script_alone_goes_through_a_start_like_any_worker() -> None:
     voted = link.enter_vote(every(5))
     assert voted == 1 and link.leave_vote([voted]) is None
     assert link.take(0.0) is None and not link.stopping
+
+
+def test_the_first_generation_comes_after_all_that_were_saved_though_none_of_them_is_taken_up() -> None:
+    link = AloneLink()
+    link.introduce(DESCRIPTION, NEW)
+    link.publish(replace(NEW, highest_saved=7), Telemetry())
+    link.rehearsed()
+    assert link.take() == Stopped(8)
 
 
 def test_a_group_of_one_gathers_its_own_row_until_it_is_over() -> None:

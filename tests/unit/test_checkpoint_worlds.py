@@ -110,6 +110,26 @@ def test_a_job_of_one_without_a_controller_goes_on_too(written: dict[int, Path],
     assert undisturbed(task(tmp_path, resume=str(written[3]))) == undisturbed(PLAIN)
 
 
+@pytest.mark.parametrize("workers", ["ab", "a"])
+@pytest.mark.parametrize("resume", [4, False])
+def test_what_is_saved_after_going_back_is_newer_than_all_that_was_saved_before(
+    resume: int | bool, workers: str, tmp_path: Path
+) -> None:
+    with Crew(workers, task(tmp_path, every_steps=4, keep=2)) as crew:
+        for step in (4, 8):
+            crew.train_to(step)
+            saved(crew, step)
+        assert whole(tmp_path) == [8, 4]
+    with Crew(workers, task(tmp_path, every_steps=6, keep=2, resume=resume)) as crew:
+        crew.train_to(6)
+        saved(crew, 6)
+        assert whole(tmp_path)[0] == 6
+        assert crew.job.durable.history[0].from_step == int(resume)
+    with Crew(workers, task(tmp_path)) as crew:
+        assert crew.finish() == undisturbed(PLAIN)
+        assert crew.job.durable.history[0].from_step == 6
+
+
 # ---- when
 
 

@@ -114,6 +114,13 @@ def test_a_number_exceeds_every_hello_and_the_manifest_of_a_checkpoint() -> None
     assert job.said("w0")[-1] == Prepare(42)
 
 
+def test_a_number_exceeds_all_saves_in_the_folder_but_no_name_there_takes_the_numbers_to_their_end() -> None:
+    job = Driver(wanted=2)
+    job.hello("w0", status=replace(NEW, highest_saved=41))
+    job.hello("w1", status=replace(NEW, highest_saved=10**17))
+    assert job.said("w1")[-1] == Prepare(42)
+
+
 # ---- who may take part
 
 

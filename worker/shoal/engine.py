@@ -351,6 +351,7 @@ class Engine:
             step=state.step, committed_in=state.committed_in, boundaries=self.boundaries, holds=state.held.runs,
             current=state.is_current and self.world is not None, done=self.done, ended=self.ended,
             checkpoint=self.resuming.sighting, damage=self.resuming.damage,
+            highest_saved=self.resuming.highest_saved,
         )  # fmt: skip
         passed_over = " ".join(self.resuming.passed_over)
         self.link.publish(status, self.meter.telemetry(self.loss, state, self.saving.told, passed_over))

@@ -12,7 +12,7 @@ from shoal_protos.checkpoint import Damage, Sighting
 from shoal_protos.errors import JobFailed, NotFound, UserError
 from shoal_protos.runs import every
 
-from shoal.checkpoint.catalogue import Found, at, resolve
+from shoal.checkpoint.catalogue import Found, at, highest_generation, resolve
 from shoal.checkpoint.errors import CheckpointDamaged
 from shoal.checkpoint.restore import fits, load_blocks, load_model, load_small_state
 from shoal.exchange.hand_out import hand_out
@@ -34,6 +34,8 @@ class Resuming:
         self._config = engine.config.checkpoint
         self.sighting: Sighting | None = None
         self.damage: Damage | None = None
+        self.highest_saved = 0
+        """The highest generation of any save in `checkpoint.path` when it was last looked into."""
         self.passed_over: list[str] = []
         """Why what is newer than the sighting is no checkpoint."""
         self._spoiled: set[str] = set()
@@ -49,6 +51,7 @@ class Resuming:
         asked, known = self._engine.link.resume
         resume = self._config.resume if asked is None else asked
         self.passed_over = []
+        self.highest_saved = highest_generation(self._config.path) if self._config.path is not None else 0
         found = resolve(self._config.path, resume, self._skip, known or None, self._spoiled)
         self.sighting = None
         if found is None:

@@ -159,6 +159,7 @@ def _write_status(status: Status) -> pb.Status:
         drain=status.drain,
         checkpoint=write_sighting(status.checkpoint) if status.checkpoint is not None else None,
         damage=write_damage(status.damage) if status.damage is not None else None,
+        highest_saved=status.highest_saved,
     )
 
 
@@ -180,6 +181,7 @@ def _read_status(message: pb.Status, blocks: int) -> Status:
         drain=message.drain,
         checkpoint=read_sighting(message.checkpoint) if message.HasField("checkpoint") else None,
         damage=read_damage(message.damage) if message.HasField("damage") else None,
+        highest_saved=bounds.whole("status.highest_saved", message.highest_saved),
     )
 
 

@@ -75,6 +75,11 @@ def saves(storage: Storage) -> list[SaveName]:
     return sorted((name for name in names if name is not None), reverse=True)
 
 
+def highest_generation(path: str) -> int:
+    """Of all saves there, whole or not; 0 where there is none."""
+    return max((name.generation for name in saves(open_storage(path))), default=0)
+
+
 def look_into(storage: Storage, name: SaveName) -> Found:
     """Raises `CheckpointDamaged` where the folder holds no whole checkpoint."""
     where = f"{storage.url}/{name.folder}"

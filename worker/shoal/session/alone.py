@@ -38,6 +38,7 @@ class AloneLink:
     def __init__(self) -> None:
         self.incarnation = self.run = secrets.token_hex(8)
         self._checkpoint: Sighting | None = None
+        self._highest_saved = 0
         self._number = 0
         self._membership = Membership(self.worker, self.incarnation)
         self._inbox = Inbox()
@@ -53,9 +54,9 @@ class AloneLink:
         self._stop()
 
     def _stop(self) -> None:
-        """A new number: of the first generation, or of the next after a checkpoint's."""
+        """A new number: of the first generation, or of the next after all that were saved."""
         known = self._checkpoint.generation if self._checkpoint is not None else 0
-        self._number = 1 + max(self._number, known)
+        self._number = 1 + max(self._number, known, self._highest_saved)
         self._membership.hear_prepare(self._number)
         self._inbox.put(Stopped(self._number))
 
@@ -126,7 +127,7 @@ class AloneLink:
         spoilt = status.damage.path if status.damage is not None else ""
         again = bool(spoilt) and self._checkpoint is not None and self._checkpoint.path == spoilt
         if not self._membership.generation:
-            self._checkpoint = status.checkpoint
+            self._checkpoint, self._highest_saved = status.checkpoint, status.highest_saved
         if again:
             self._stop()
 

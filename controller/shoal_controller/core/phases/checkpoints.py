@@ -20,6 +20,8 @@ from shoal_controller.core.turn import Turn
 
 REMEMBERED = 512
 """Checkpoints in the catalogue, and paths that cannot be read."""
+GREATEST_LEAP = 1 << 20
+"""Generations that a checkpoint may be ahead of the store; no folder's name takes the numbers to their end."""
 MOST_SPANS = 1_000
 """Of the generations that were opened; the oldest gaps are forgotten beyond it."""
 
@@ -30,7 +32,8 @@ def latest(durable: Durable) -> Sighting | None:
 
 
 def seen(turn: Turn, worker: WorkerId, status: Status) -> None:
-    """A worker says which one it knows of."""
+    """A worker says which one it knows of, and which number the next generation must exceed."""
+    _exceed(turn, status.highest_saved)
     sighting = status.checkpoint
     if sighting is None or sighting.path in turn.durable.spoilt:
         return
@@ -41,7 +44,7 @@ def seen(turn: Turn, worker: WorkerId, status: Status) -> None:
             _keep(turn, (*others, replace(known, bytes=sighting.bytes)))
         return
     _keep(turn, (*turn.durable.checkpoints, sighting))
-    turn.keep(number=max(turn.durable.number, sighting.generation))
+    _exceed(turn, sighting.generation)
     what = "saved" if status.generation else "found"
     foreign = sighting.run and sighting.run != turn.spec.run
     whose = f"; run {sighting.run} has saved it, this is run {turn.spec.run}" if foreign else ""
@@ -51,6 +54,12 @@ def seen(turn: Turn, worker: WorkerId, status: Status) -> None:
     )  # fmt: skip
     if status.generation:
         turn.change(save_asked=0)
+
+
+def _exceed(turn: Turn, generation: int) -> None:
+    """The next generation comes after this one: what it saves is newer than all that lies there."""
+    if turn.durable.number < generation <= turn.durable.number + GREATEST_LEAP:
+        turn.keep(number=generation)
 
 
 def _keep(turn: Turn, found: tuple[Sighting, ...]) -> None:
