@@ -167,6 +167,7 @@ class Engine:
         if not self.loop.in_flight:
             self.loop.check_void("engine.backward")
             return
+        self.loop.check_backward(self.state)
         self.faults.at("backward", self.state.step + 1)
         if self.world is None or not self.loop.at_last_backward:
             self.loop.backward(loss, self.state)
@@ -199,7 +200,7 @@ class Engine:
             self.loop.forget_void("engine.step")
             return
         if self.loop.rehearsing:
-            self.loop.in_flight = False
+            self.loop.end_rehearsal_batch(self.state)
             return
         self.loop.end_micro_batch(self.state)
         if self.loop.lanes_done:

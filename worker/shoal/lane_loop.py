@@ -14,7 +14,9 @@ from torch import Tensor
 
 from shoal.core.tree import push
 from shoal.data.fetch import Fetcher
+from shoal.loop_guards import CallOrder, check_loss
 from shoal.state import TrainingState
+from shoal.zero.flat import drop_gradients
 
 MOST_REPORTS = 16
 
@@ -32,12 +34,14 @@ class LaneLoop:
         self.in_flight = False
         """The user's loop has a batch whose lane counts."""
         self._void = False
+        self._order = CallOrder()
         self.begin_step(())
 
     def begin_step(self, lanes: tuple[int, ...]) -> None:
         """From the first lane."""
         self._void = self._void or self.in_flight
         self.in_flight = False
+        self._order.reset()
         self.lanes, self._index, self._micro = lanes, 0, 0
         self._lane_loss, self._lane_reports = 0.0, dict[str, float]()
         self._sums: list[tuple[Span, Numbers]] = []
@@ -74,7 +78,9 @@ class LaneLoop:
     # ---- a micro-batch
 
     def next_batch(self, state: TrainingState) -> Any:
-        """The next micro-batch of this step."""
+        """The next micro-batch of this step. Raises `UserError` where the loop has not ended the one before."""
+        self._order.begin(self._where(state))
+        drop_gradients(state.parameters)
         if self._micro == 0:
             state.sums.begin_lane()
             state.buffers.put_back()
@@ -89,12 +95,14 @@ class LaneLoop:
 
     def rehearsal_batch(self, state: TrainingState) -> Any:
         """Lane 0 of step 0: of the right shape for the model, whatever comes of it."""
+        self._order.begin("in the warm-up")
         self.rehearsing = self.in_flight = True
         state.sums.begin_lane()
         return self._fetcher.micro_batch(0, 0, 0)
 
     def end_rehearsal(self, state: TrainingState) -> None:
         """Throws the rehearsal's gradients, buffers and losses away."""
+        self._order.check_ended("in the warm-up")
         self.rehearsing, self.rehearsed, self.in_flight = False, True, False
         state.sums.clear()
         state.buffers.put_back()
@@ -102,16 +110,37 @@ class LaneLoop:
 
     def backward(self, loss: Tensor, state: TrainingState) -> None:
         """Accumulates into the live gradient copy."""
-        if loss.numel() != 1:
-            raise UserError(
-                f"engine.backward got a loss of shape {tuple(loss.shape)}; expected the mean over the micro-batch."
-            )
+        check_loss(loss)
         state.sums.live.put_back(state.parameters)
+        self._order.backward_begins(self._where(state))
         (loss / self._micro_batches).backward()
+        self._order.backward_ends()
         self._lane_loss += float(loss.detach().double()) / self._micro_batches
 
+    def check_backward(self, state: TrainingState) -> None:
+        """Raises `UserError` where this micro-batch has its gradient already."""
+        self._order.check_backward(self._where(state))
+
+    def _where(self, state: TrainingState) -> str:
+        if self.rehearsing:
+            return "in the warm-up"
+        part = f", micro-batch {self._micro}" if self._micro_batches > 1 else ""
+        return f"step {state.step + 1}, lane {self.lane}{part}"
+
+    def end_rehearsal_batch(self, state: TrainingState) -> None:
+        """The user's loop is done with the warm-up's batch."""
+        self._order.check_step(self._where(state))
+        self._order.reset()
+        self.in_flight = False
+
     def end_micro_batch(self, state: TrainingState) -> None:
-        """After the lane's last micro-batch its gradient joins the subtree sums."""
+        """After the lane's last micro-batch its gradient joins the subtree sums. Raises `UserError` without one.
+
+        The script's hands are taken off the gradients: what it does with them from here would change finished sums.
+        """
+        self._order.check_step(self._where(state))
+        self._order.reset()
+        drop_gradients(state.parameters)
         self.in_flight = False
         self._micro += 1
         if self._micro < self._micro_batches:
@@ -149,7 +178,10 @@ class LaneLoop:
     def check_void(self, call: str) -> None:
         """Raises `UserError` when the call stands where no batch was yielded."""
         if not self._void:
-            raise UserError(f"{call} was called without a micro-batch; call it once for each batch that engine yields.")
+            raise UserError(
+                f"{call} was called without a micro-batch; call it once for each batch that this engine yields "
+                "(networks that train each other, as in a GAN, belong into one module with one engine)."
+            )
 
     def forget_void(self, call: str) -> None:
         """The user's loop is done with a void lane."""

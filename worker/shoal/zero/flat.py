@@ -92,24 +92,38 @@ def adopt(layout: Layout, parameters: Sequence[nn.Parameter]) -> Flats:
     return flats
 
 
+def drop_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    """Makes `.grad` None, as `zero_grad()` does: a script finds nothing that it could change."""
+    for parameter in parameters:
+        parameter.grad = None
+
+
 class Gradients:
     """One copy of all gradients: flats, and the views that become the parameters' `.grad`."""
 
     def __init__(self, layout: Layout) -> None:
         self.flats = empty_flats(layout)
         self._views = all_views(layout, self.flats)
+        self._names = [slot.parameter.name for bucket in layout.buckets for slot in bucket.slots]
 
     def zero(self) -> None:
         torch._foreach_zero_(self.flats)
 
     def put_back(self, parameters: Sequence[nn.Parameter]) -> None:
         """Makes `.grad` these views again: `zero_grad()` drops them, and backward would then steal a first gradient
-        (−0.0 where an accumulated one is +0.0). Raises `UserError` where `requires_grad` was changed since the start.
+        (−0.0 where an accumulated one is +0.0). Raises `UserError` where `requires_grad` was changed since the start,
+        and where there are gradients that are not the engine's.
         """
-        for parameter, view in zip(parameters, self._views, strict=True):
+        for name, parameter, view in zip(self._names, parameters, self._views, strict=True):
             if not parameter.requires_grad:
                 raise UserError(
-                    "requires_grad of a trained parameter was changed after shoal.initialize (a parameter of shape "
-                    f"{tuple(parameter.shape)}); freeze parameters before it, the layout is fixed from then on."
+                    f'parameter "{name}" was frozen after shoal.initialize; freeze parameters before it, '
+                    "the layout is fixed from then on."
+                )
+            if parameter.grad is not None and parameter.grad is not view and bool(parameter.grad.any()):
+                raise UserError(
+                    f'parameter "{name}" has a gradient that engine.backward did not make. Call engine.backward(loss) '
+                    "in place of loss.backward(), once for the sum of all losses; drop what other backward passes "
+                    "leave with optimizer.zero_grad()."
                 )
             parameter.grad = view

@@ -1,0 +1,194 @@
+"""What a loop may call and when: each call out of order is one sentence, and changes nothing before it is told.
+
+Worlds of one, and where bits matter of two and four (crew.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from crew import ONE_AT_A_TIME, Crew, Task, engine_of, undisturbed
+from shoal.engine import Engine
+from shoal.faults import Faults
+from shoal.session.alone import AloneLink
+from shoal_protos.errors import UserError
+from torch import Tensor
+
+OPTIONS = {"max_steps": 2, "micro_batches_per_lane": 2}
+Body = Callable[[Engine, Any], None]
+
+
+def run(body: Body) -> str:
+    """A loop with this body in a world of one; its fingerprint."""
+    with ONE_AT_A_TIME:
+        engine = engine_of(Task(OPTIONS), AloneLink(), Faults([]))
+        for batch in engine:
+            body(engine, batch)
+        return str(engine.fingerprint())
+
+
+def plain(engine: Engine, batch: Any) -> None:
+    engine.backward(engine.module(**batch))
+    engine.step()
+
+
+def backward_by_the_script(engine: Engine, batch: Any) -> None:
+    engine.module(**batch).backward()
+    engine.step()
+
+
+def both_backwards(engine: Engine, batch: Any) -> None:
+    loss = engine.module(**batch)
+    loss.backward(retain_graph=True)
+    engine.backward(loss)
+    engine.step()
+
+
+def backward_twice(engine: Engine, batch: Any) -> None:
+    for half in (engine.module(**batch), engine.module(**batch)):
+        engine.backward(half * 0.5)
+    engine.step()
+
+
+def step_twice(engine: Engine, batch: Any) -> None:
+    plain(engine, batch)
+    engine.step()
+
+
+def no_step(engine: Engine, batch: Any) -> None:
+    engine.backward(engine.module(**batch))
+
+
+def nothing_at_all(engine: Engine, batch: Any) -> None:
+    del engine, batch
+
+
+def a_number(engine: Engine, batch: Any) -> None:
+    engine.backward(engine.module(**batch).item())  # type: ignore[arg-type]
+
+
+def without_a_graph(engine: Engine, batch: Any) -> None:
+    with torch.no_grad():
+        engine.backward(engine.module(**batch))
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        (backward_by_the_script, "engine.step was called without engine.backward (step 1, lane 0, micro-batch 0)"),
+        (both_backwards, "a gradient that engine.backward did not make"),
+        (backward_twice, "engine.backward was called twice for one micro-batch (step 1, lane 0, micro-batch 0)"),
+        (step_twice, "engine.step was called without a micro-batch"),
+        (no_step, "the loop went on to its next batch without engine.step (step 1, lane 0, micro-batch 0)"),
+        (nothing_at_all, "the loop went on to its next batch without engine.step (step 1, lane 0, micro-batch 0)"),
+        (a_number, "engine.backward got a float; expected the loss as a tensor with its graph"),
+        (without_a_graph, "engine.backward got a loss without a graph"),
+    ],
+)  # fmt: skip
+def test_a_call_out_of_order_is_one_sentence(body: Body, sentence: str) -> None:
+    with pytest.raises(UserError) as refused:
+        run(body)
+    assert sentence in str(refused.value)
+
+
+@pytest.mark.parametrize("body", [backward_by_the_script, backward_twice, step_twice, a_number, without_a_graph])
+def test_a_script_that_swallows_the_sentence_gets_the_right_bits_or_another_one(body: Body) -> None:
+    """A refusal comes before anything is changed."""
+
+    def stubborn(engine: Engine, batch: Any) -> None:
+        try:
+            body(engine, batch)
+        except UserError:
+            return
+
+    try:
+        assert run(stubborn) == run(plain)
+    except UserError as refused:
+        assert "without engine.step" in str(refused)
+
+
+def test_a_second_backward_that_is_refused_and_swallowed_counts_nothing_twice() -> None:
+    def stubborn(engine: Engine, batch: Any) -> None:
+        plain_loss, other = engine.module(**batch), engine.module(**batch)
+        engine.backward(plain_loss)
+        with pytest.raises(UserError, match="called twice"):
+            engine.backward(other)
+        engine.step()
+
+    def twice_forward(engine: Engine, batch: Any) -> None:
+        loss, _ = engine.module(**batch), engine.module(**batch)
+        engine.backward(loss)
+        engine.step()
+
+    assert run(stubborn) == run(twice_forward)
+
+
+class Torn(torch.autograd.Function):
+    """The identity, whose backward fails."""
+
+    @staticmethod
+    def forward(_: Any, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:
+        del gradient
+        raise ArithmeticError("no gradient")
+
+
+@pytest.mark.parametrize("batch_number", [1, 4, 8])
+def test_an_error_of_backward_that_the_script_swallows_ends_it_in_one_sentence(batch_number: int) -> None:
+    """In the middle of a lane, at its end, and in the step's last backward, whose buckets have begun to leave."""
+    count = 0
+
+    def body(engine: Engine, batch: Any) -> None:
+        nonlocal count
+        count += 1
+        loss = engine.module(**batch)
+        try:
+            engine.backward(Torn.apply(loss) if count == batch_number else loss)
+        except ArithmeticError:
+            return
+        engine.step()
+
+    with pytest.raises(UserError, match=r"engine.backward raised an error .* and the script went on"):
+        run(body)
+
+
+# ---- what is made right
+
+
+def zero_grad_in_place(engine: Engine) -> None:
+    engine.module.zero_grad(set_to_none=False)
+
+
+def step_and_zero_grad(engine: Engine) -> None:
+    engine.step()
+    zero_grad_in_place(engine)
+
+
+def step_and_look_at_gradients(engine: Engine) -> None:
+    engine.step()
+    engine.module.head.weight.square().sum().backward()
+
+
+@pytest.mark.parametrize("workers", ["", "ab", "abcd"])
+@pytest.mark.parametrize(
+    "task",
+    [
+        Task(OPTIONS, in_loop=zero_grad_in_place),
+        Task(OPTIONS, step=step_and_zero_grad),
+        Task(OPTIONS, step=step_and_look_at_gradients),
+    ],
+    ids=["zeroed before", "zeroed after", "made after"],
+)
+def test_what_a_loop_does_to_gradients_around_a_micro_batch_changes_no_sum(task: Task, workers: str) -> None:
+    right = undisturbed(Task(OPTIONS))
+    if not workers:
+        assert undisturbed(task) == right
+        return
+    with Crew(workers, task) as crew:
+        assert crew.finish() == right
