@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from shoal_controller.core.effects import Count, Effect, Kill, Note, Observe, Persist, Send, Spawn
+from shoal_controller.core.effects import Effect, Kill, Note, Persist, Send, Spawn
 from shoal_controller.core.events import Connected, Disconnected, Event, Exited, Probed, Said, Started, Tick
+from shoal_controller.core.figures import series_key
 from shoal_controller.core.machine import from_json, new_job, restore, step, to_json, view
 from shoal_controller.core.spec import JobSpec, JobView
 from shoal_protos.description import Description
@@ -61,6 +62,9 @@ class Driver:
             effects += self.feed(Tick())
         self.effects = effects
         return effects
+
+    def tick(self) -> list[Effect]:
+        return self.feed(Tick())
 
     def restart(self) -> None:
         """Another controller, with what is in the store."""
@@ -179,9 +183,14 @@ class Driver:
     def notes(self) -> list[str]:
         return [effect.message for effect in self.of(Note)]
 
-    @property
-    def metrics(self) -> list[tuple[str, float, dict[str, str]]]:
-        return [(effect.metric, effect.value, dict(effect.labels)) for effect in self.of(Count, Observe)]
+    def counted(self, metric: str, **labels: str) -> float:
+        """What a counter shows."""
+        return self.view.figures.counters.get(series_key(metric, labels), 0.0)
+
+    def observed(self, metric: str, **labels: str) -> tuple[int, float]:
+        """How many observations a histogram shows, and their sum."""
+        series = self.view.figures.histograms.get(series_key(metric, labels))
+        return (sum(series.buckets), series.total) if series is not None else (0, 0.0)
 
     @property
     def persisted(self) -> bool:

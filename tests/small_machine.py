@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
 
@@ -74,7 +74,7 @@ class SmallMachine:
 
 
 class Written:
-    """Senders, prober, launcher and meter in one: `log` has what they were asked, in order."""
+    """Senders, prober and launcher in one: `log` has what they were asked, in order."""
 
     def __init__(self) -> None:
         self.log: list[tuple[object, ...]] = []
@@ -84,7 +84,7 @@ class Written:
         self._news = asyncio.Event()
 
     def outside(self) -> Outside:
-        return Outside(self, self.probe, {"local": self}, self)
+        return Outside(self, self.probe, {"local": self})
 
     def _write(self, *what: object) -> None:
         self.log.append(what)
@@ -116,12 +116,6 @@ class Written:
 
     async def adopt(self, spec: JobSpec) -> Sequence[Spawned | Exited]:
         return self.adopted
-
-    def count(self, job: str, metric: str, value: float, labels: Mapping[str, str]) -> None:
-        self._write("count", job, metric, value, dict(labels))
-
-    def observe(self, job: str, metric: str, value: float, labels: Mapping[str, str]) -> None:
-        self._write("observe", job, metric, value, dict(labels))
 
 
 class World:

@@ -1,43 +1,28 @@
-"""Everything that Prometheus can ask: counters and histograms fed by effects, gauges read from the jobs when asked.
+"""Everything that Prometheus can ask, read from the jobs when it asks: what they have counted, and where they are.
 
-The names are fixed by INTERFACES.md and frozen in a test. Every figure of a job has the label `job`, of a worker also
-`worker`. Made by `server.py`; the shell knows it as its `Meter`, the store as the listener for its requests.
+The names are frozen in a test. Every figure of a job has the label `job_name` (Prometheus overwrites `job`), of a
+worker also `worker`. A job counts for itself (`core/figures.py`), so its counters last as long as the job: none goes
+down when a controller is started again, and all are gone when the job is forgotten. Made by `server.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from itertools import accumulate
 
-import structlog
-from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from shoal_controller.core.spec import JobView, State, WorkerView
+from shoal_controller.core.figures import COUNTERS, HISTOGRAMS, HistogramKind, Observed, series_key, series_of
+from shoal_controller.core.spec import JobView, Phase, State, WorkerView
 
-COUNTERS = {
-    "shoal_job_lost_steps_total": ("Committed steps gone back.", ()),
-    "shoal_resizes_total": ("Changes of the world.", ("reason", "outcome")),
-    "shoal_repartition_bytes_total": ("Bytes of state that moved.", ("source",)),
-    "shoal_blocks_promoted_total": ("Blocks taken over without moving a byte.", ()),
-    "shoal_checkpoint_bytes_total": ("Bytes of checkpoints written.", ()),
-    "shoal_checkpoint_failures_total": ("Checkpoints that could not be written.", ()),
-    "shoal_checkpoints_skipped_total": ("Scheduled checkpoints left out: the one before was being written.", ()),
-}
-HISTOGRAMS = {
-    "shoal_resize_seconds": ("From the cause of a change to the first step done.", ("phase",)),
-    "shoal_checkpoint_seconds": ("Duration of a save: copy is what training waited for.", ("phase",)),
-}
-STORE_REQUESTS = "shoal_store_requests_seconds"
-
-RESIZE_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 1, 2, 3, 5, 10, 30, 60, 120, 300, 600)
-CHECKPOINT_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
+STORE_REQUESTS = "shoal_store_request_duration_seconds"
 STORE_BUCKETS = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10)
-BUCKETS = {"shoal_resize_seconds": RESIZE_BUCKETS, "shoal_checkpoint_seconds": CHECKPOINT_BUCKETS}
 
 GONE = (State.LOST, State.LEFT)
-
-log = structlog.get_logger("shoal.metrics")
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # no series beside those that are named
 
@@ -46,15 +31,31 @@ WorkerFigure = Callable[[WorkerView], float | None]
 
 JOB_GAUGES: Mapping[str, tuple[str, JobFigure]] = {
     "shoal_job_step": ("Committed steps.", lambda view: view.step),
+    "shoal_job_max_steps": ("Step at which the job ends.", lambda view: view.max_steps),
     "shoal_job_loss": ("Loss of the last step.", lambda view: view.loss),
     "shoal_job_generation": ("Number of the world.", lambda view: view.generation),
     "shoal_job_lanes": ("Lanes of the job.", lambda view: view.lanes),
+    "shoal_job_workers_wanted": ("Workers that the job is to have.", lambda view: view.wanted),
+    "shoal_job_workers_min": ("Workers below which no step runs.", lambda view: view.min_workers),
+    "shoal_job_workers_max": ("Workers that the job can use.", lambda view: view.max_workers),
     "shoal_job_goodput_ratio": (
-        "Seconds in committed steps per second since the first one.",
+        "Share of wall time since the first step that was spent in committed steps.",
         lambda view: view.goodput_ratio,
+    ),
+    "shoal_job_start_seconds": (
+        "Time from the job's submission to its first committed step.",
+        lambda view: view.figures.first_commit and view.figures.first_commit - view.figures.created,
+    ),
+    "shoal_job_last_step_timestamp_seconds": (
+        "Unix time at which the last step was committed.",
+        lambda view: view.last_commit,
     ),
     "shoal_blocks_unmirrored": ("Blocks with fewer copies than wanted.", lambda view: view.unmirrored_blocks),
     "shoal_checkpoint_last_step": ("Step of the last complete checkpoint.", lambda view: view.last_checkpoint_step),
+    "shoal_checkpoint_last_timestamp_seconds": (
+        "Unix time at which the last complete checkpoint became known.",
+        lambda view: view.figures.last_checkpoint,
+    ),
 }
 WORKER_GAUGES: Mapping[str, tuple[str, WorkerFigure]] = {
     "shoal_worker_step_seconds": ("Wall time of the last step.", lambda worker: worker.step_seconds),
@@ -62,7 +63,18 @@ WORKER_GAUGES: Mapping[str, tuple[str, WorkerFigure]] = {
         "Seconds since the last heartbeat.",
         lambda worker: worker.heartbeat_age_seconds,
     ),
+    "shoal_worker_lanes": ("Lanes that a worker trains.", lambda worker: len(worker.lanes)),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Where figures are read."""
+
+    jobs: Callable[[], Sequence[JobView]]
+    leads: Callable[[], bool]
+    sessions: Callable[[], Mapping[str, int]]
+    """Streams of workers by state."""
 
 
 class Metrics:
@@ -70,42 +82,18 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._counters = {
-            name: Counter(name, text, ("job", *labels), registry=self._registry)
-            for name, (text, labels) in COUNTERS.items()
-        }
-        self._histograms = {
-            name: Histogram(name, text, ("job", *labels), registry=self._registry, buckets=BUCKETS[name])
-            for name, (text, labels) in HISTOGRAMS.items()
-        }
         self._store = Histogram(
             STORE_REQUESTS, "Duration of requests to the store.", ("request",), registry=self._registry,
             buckets=STORE_BUCKETS,
         )  # fmt: skip
 
-    def show(self, jobs: Callable[[], Sequence[JobView]], leads: Callable[[], bool]) -> None:
-        """Say where the gauges are read when Prometheus asks. Once."""
-        self._registry.register(_Views(jobs, leads))
+    def show(self, sources: Sources) -> None:
+        """Say where the figures are read when Prometheus asks. Once."""
+        self._registry.register(_Views(sources))
 
     def scrape(self) -> bytes:
         """Everything, in the text format."""
         return generate_latest(self._registry)
-
-    # ---- what the shell and the store tell
-
-    def count(self, job: str, metric: str, value: float, labels: Mapping[str, str]) -> None:
-        """Add to a counter. A figure that is not known here is a defect, and no reason to stop a job."""
-        try:
-            self._counters[metric].labels(job=job, **labels).inc(value)
-        except (KeyError, ValueError) as error:
-            log.error("a figure cannot be counted", metric=metric, value=value, labels=dict(labels), error=str(error))
-
-    def observe(self, job: str, metric: str, value: float, labels: Mapping[str, str]) -> None:
-        """One observation of a histogram."""
-        try:
-            self._histograms[metric].labels(job=job, **labels).observe(value)
-        except (KeyError, ValueError) as error:
-            log.error("a figure cannot be observed", metric=metric, value=value, labels=dict(labels), error=str(error))
 
     def timed(self, request: str, seconds: float) -> None:
         """How long the store took."""
@@ -113,40 +101,71 @@ class Metrics:
 
 
 class _Views(Collector):
-    """The gauges, made anew from the jobs' views with every scrape."""
+    """The figures of the jobs, made anew from their views with every scrape."""
 
-    def __init__(self, jobs: Callable[[], Sequence[JobView]], leads: Callable[[], bool]) -> None:
-        self._jobs = jobs
-        self._leads = leads
+    def __init__(self, sources: Sources) -> None:
+        self._sources = sources
 
     def describe(self) -> Iterable[Metric]:
-        return _families((), leads=False)
+        return _families((), leads=False, sessions={})
 
     def collect(self) -> Iterable[Metric]:
-        return _families(self._jobs(), self._leads())
+        sources = self._sources
+        return _families(sources.jobs(), sources.leads(), sources.sessions())
 
 
-def _families(jobs: Sequence[JobView], leads: bool) -> Iterator[Metric]:
+def _families(jobs: Sequence[JobView], leads: bool, sessions: Mapping[str, int]) -> Iterator[Metric]:
+    yield from _counted(jobs)
     for name, (text, job_figure) in JOB_GAUGES.items():
-        yield _gauge(name, text, ("job",), (((view.job,), job_figure(view)) for view in jobs))
+        yield _gauge(name, text, ("job_name",), (((view.job,), job_figure(view)) for view in jobs))
     for name, (text, worker_figure) in WORKER_GAUGES.items():
         figures = ((who, worker_figure(worker)) for who, worker in _present(jobs))
-        yield _gauge(name, text, ("job", "worker"), figures)
+        yield _gauge(name, text, ("job_name", "worker"), figures)
     yield _gauge(
-        "shoal_worker_memory_bytes", "Memory of a worker.", ("job", "worker", "kind"),
+        "shoal_worker_memory_bytes", "Memory of a worker.", ("job_name", "worker", "kind"),
         (((*who, kind), size) for who, worker in _present(jobs) for kind, size in worker.memory_bytes.items()),
     )  # fmt: skip
     counts = (
         ((view.job, state), sum(worker.state is state for worker in view.workers)) for view in jobs for state in State
     )
-    yield _gauge("shoal_job_workers", "Workers of a job.", ("job", "state"), counts)
-    samples = CounterMetricFamily("shoal_job_samples_total", "Samples in committed steps.", labels=("job",))
+    yield _gauge("shoal_job_workers", "Workers of a job.", ("job_name", "state"), counts)
+    phases = (((view.job, phase), view.phase is phase) for view in jobs for phase in Phase)
+    yield _gauge("shoal_job_phase", "Whether the job is in this phase.", ("job_name", "phase"), phases)
+    open_sessions = (((state,), number) for state, number in sessions.items())
+    yield _gauge("shoal_sessions", "Streams of workers.", ("state",), open_sessions)
+    yield _gauge("shoal_leader", "Whether this controller decides.", (), [((), leads)])
+    yield _gauge("shoal_build_info", "Always 1; the label tells the version.", ("version",), [((version("shoal"),), 1)])
+
+
+def _counted(jobs: Sequence[JobView]) -> Iterator[Metric]:
+    """Counters and histograms: all series of every job, from its start on."""
+    for name, counter in COUNTERS.items():
+        family = CounterMetricFamily(name, counter.text, labels=("job_name", *counter.labels))
+        for view in jobs:
+            for labels in series_of(counter.labels):
+                count = view.figures.counters.get(series_key(name, labels), 0.0)
+                family.add_metric((view.job, *labels.values()), count)
+        yield family
+    samples = CounterMetricFamily("shoal_job_samples_total", "Samples in committed steps.", labels=("job_name",))
     for view in jobs:
-        samples.add_metric((view.job,), view.samples)
+        if view.samples is not None:
+            samples.add_metric((view.job,), view.samples)
     yield samples
-    leader = GaugeMetricFamily("shoal_leader", "Whether this controller decides.")
-    leader.add_metric((), leads)
-    yield leader
+    for name, histogram in HISTOGRAMS.items():
+        observed = HistogramMetricFamily(name, histogram.text, labels=("job_name", *histogram.labels))
+        for view in jobs:
+            for labels in series_of(histogram.labels):
+                series = view.figures.histograms.get(series_key(name, labels))
+                if series is not None or not labels:  # with labels there are too many that nothing ever falls into
+                    observed.add_metric((view.job, *labels.values()), *_buckets(histogram, series))
+        yield observed
+
+
+def _buckets(kind: HistogramKind, series: Observed | None) -> tuple[list[tuple[str, float]], float]:
+    """A series as Prometheus takes it: cumulative counts by upper bound, and the sum."""
+    counts = series.buckets if series is not None else (0,) * (len(kind.bounds) + 1)
+    ends = (*(str(bound) for bound in kind.bounds), "+Inf")
+    return list(zip(ends, accumulate(counts), strict=True)), series.total if series is not None else 0.0
 
 
 def _gauge(

@@ -15,7 +15,7 @@ import structlog
 from shoal_protos.errors import Conflict, ShoalError, StoreError, UserError
 from shoal_protos.messages import Ending, Shutdown
 
-from shoal_controller.core.effects import Close, Count, Effect, Kill, Note, Observe, Persist, Probe, Send, Spawn
+from shoal_controller.core.effects import Close, Effect, Kill, Note, Persist, Probe, Send, Spawn
 from shoal_controller.core.events import (
     Connected,
     Disconnected,
@@ -213,16 +213,12 @@ class Runner:
         if events:
             await self.ledger.write(events)
 
-    def _act(self, effect: Send | Close | Probe | Spawn | Kill | Count | Observe) -> None:
+    def _act(self, effect: Send | Close | Probe | Spawn | Kill) -> None:
         match effect:
             case Send(connection, message):
                 self._life.outside.senders.send(connection, message)
             case Close(connection):
                 self._life.outside.senders.close(connection)
-            case Count(metric, value, labels):
-                self._life.outside.meter.count(self.spec.job, metric, value, labels)
-            case Observe(metric, value, labels):
-                self._life.outside.meter.observe(self.spec.job, metric, value, labels)
             case Probe() | Spawn() | Kill():
                 self._errands.run(effect)
 

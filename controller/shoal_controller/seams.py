@@ -1,4 +1,4 @@
-"""What the shell needs from others: the machine that decides, who sends to workers, who starts processes, who counts.
+"""What the shell needs from others: the machine that decides, who sends to workers, who starts processes.
 
 `server.py` hands implementations to `Shell.connect`; `sessions/`, `launchers/` and `metrics.py` provide them, tests
 bring small ones. The shell itself knows only these shapes. Whatever happens outside comes back by `Shell.submit`.
@@ -69,31 +69,11 @@ class Launcher(Protocol):
         """Let go of everything of this controller's; the workers live on."""
 
 
-class Meter(Protocol):
-    """Where `Count` and `Observe` effects go (`metrics.py`)."""
-
-    def count(self, job: str, metric: str, value: float, labels: Mapping[str, str]) -> None:
-        """Add to a counter."""
-
-    def observe(self, job: str, metric: str, value: float, labels: Mapping[str, str]) -> None:
-        """One observation of a histogram."""
-
-
 class Prober(Protocol):
     """Asks an address whether its process still lives (`probes.py`)."""
 
     def __call__(self, address: str) -> Awaitable[bool]:
         """True where the host refuses the port."""
-
-
-class _Unmeasured:
-    """A meter for shells without metrics."""
-
-    def count(self, job: str, metric: str, value: float, labels: Mapping[str, str]) -> None:
-        """Counts nothing."""
-
-    def observe(self, job: str, metric: str, value: float, labels: Mapping[str, str]) -> None:
-        """Observes nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,4 +84,3 @@ class Outside:
     prober: Prober
     launchers: Mapping[str, Launcher] = field(default_factory=dict)
     """By the spec's `launcher`; `none` has none."""
-    meter: Meter = field(default_factory=_Unmeasured)

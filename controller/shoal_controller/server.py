@@ -21,7 +21,7 @@ from shoal_controller.api.guard import is_here
 from shoal_controller.api.web import Web
 from shoal_controller.launchers.local import LocalLauncher, Surroundings
 from shoal_controller.machinery import CoreMachine
-from shoal_controller.metrics import Metrics
+from shoal_controller.metrics import Metrics, Sources
 from shoal_controller.probes import refuses
 from shoal_controller.seams import Outside
 from shoal_controller.sessions.service import SessionService
@@ -60,8 +60,8 @@ async def running(settings: Settings) -> AsyncIterator[Server]:
         grpc = joined_address(split_address(settings.grpc)[0], sessions.bind(settings.grpc))
         launcher = LocalLauncher(_folder(settings), _surroundings(settings, grpc), shell.submit)
         ends.push_async_callback(launcher.close)
-        shell.connect(Outside(sessions, refuses, {"local": launcher}, metrics))
-        metrics.show(shell.jobs, lambda: not shell.stopped.done())
+        shell.connect(Outside(sessions, refuses, {"local": launcher}))
+        metrics.show(Sources(shell.jobs, lambda: not shell.stopped.done(), sessions.states))
         ends.push_async_callback(shell.stop)
         await shell.start()
         app = build_app(shell, metrics.scrape, _api_settings(settings))

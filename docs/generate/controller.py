@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 from shoal_controller.api.models import JobBody, WorkersBody
 from shoal_controller.api.routes import router
-from shoal_controller.metrics import Metrics
+from shoal_controller.metrics import Metrics, Sources
 from shoal_controller.settings import Settings
 
 PAGE = Path(__file__).resolve().parents[1] / "controller.md"
@@ -48,7 +48,7 @@ Lists are `{"jobs": […]}` and the like; changes answer 202; errors are `applic
 METRICS = """\
 ## Metrics
 
-At `/metrics`, for Prometheus. What belongs to a job has the label `job`.
+At `/metrics`, for Prometheus. What belongs to a job has the label `job_name`.
 """
 
 
@@ -91,7 +91,7 @@ def routes() -> Iterator[str]:
 def metrics() -> Iterator[str]:
     yield from header("metric", "type", "meaning")
     shown = Metrics()
-    shown.show(lambda: (), lambda: True)
+    shown.show(Sources(lambda: (), lambda: True, dict))
     exposed = shown.scrape().decode()
     types = dict(re.findall(r"^# TYPE (\S+) (\S+)$", exposed, flags=re.MULTILINE))
     for name, text in sorted(re.findall(r"^# HELP (\S+) (.*)$", exposed, flags=re.MULTILINE)):

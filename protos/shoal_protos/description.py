@@ -50,6 +50,8 @@ class Description:
     """How many of the newest checkpoints stay."""
     keep_every: int = 0
     """Checkpoints of every so many steps stay; 0: none for that."""
+    samples_per_step: int = 0
+    """The global batch."""
 
 
 def first_difference(worker: str, theirs: Description, jobs: Description) -> str | None:

@@ -70,8 +70,6 @@ class Telemetry:
     """Of this process's last thousand steps."""
     training_seconds: float = 0.0
     """All wall time in committed steps of this process."""
-    samples: int = 0
-    """Samples that this process has read in committed steps."""
     fill_bytes: int = 0
     """Bytes received by fills in this process's life."""
     memory_bytes: Mapping[str, int] = field(default_factory=dict)

@@ -561,7 +561,6 @@ class Telemetry(_message.Message):
     LOSS_FIELD_NUMBER: _builtins.int
     STEP_SECONDS_FIELD_NUMBER: _builtins.int
     TRAINING_SECONDS_FIELD_NUMBER: _builtins.int
-    SAMPLES_FIELD_NUMBER: _builtins.int
     FILL_BYTES_FIELD_NUMBER: _builtins.int
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     CHANGES_FIELD_NUMBER: _builtins.int
@@ -571,7 +570,6 @@ class Telemetry(_message.Message):
     loss: _builtins.float
     step_seconds: _builtins.float
     training_seconds: _builtins.float
-    samples: _builtins.int
     fill_bytes: _builtins.int
     step_seconds_median: _builtins.float
     passed_over: _builtins.str
@@ -587,7 +585,6 @@ class Telemetry(_message.Message):
         loss: _builtins.float | None = ...,
         step_seconds: _builtins.float = ...,
         training_seconds: _builtins.float = ...,
-        samples: _builtins.int = ...,
         fill_bytes: _builtins.int = ...,
         memory_bytes: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         changes: _abc.Iterable[Global___Change] | None = ...,
@@ -597,7 +594,7 @@ class Telemetry(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "changes", b"changes", "fill_bytes", b"fill_bytes", "loss", b"loss", "memory_bytes", b"memory_bytes", "passed_over", b"passed_over", "samples", b"samples", "saves", b"saves", "step_seconds", b"step_seconds", "step_seconds_median", b"step_seconds_median", "training_seconds", b"training_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "changes", b"changes", "fill_bytes", b"fill_bytes", "loss", b"loss", "memory_bytes", b"memory_bytes", "passed_over", b"passed_over", "saves", b"saves", "step_seconds", b"step_seconds", "step_seconds_median", b"step_seconds_median", "training_seconds", b"training_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__loss: _TypeAlias = _typing.Literal["loss"]  # noqa: Y015
     _WhichOneofArgType__loss: _TypeAlias = _typing.Literal["_loss", b"_loss"]  # noqa: Y015
@@ -765,6 +762,7 @@ class Description(_message.Message):
     CAN_CHECKPOINT_FIELD_NUMBER: _builtins.int
     KEEP_FIELD_NUMBER: _builtins.int
     KEEP_EVERY_FIELD_NUMBER: _builtins.int
+    SAMPLES_PER_STEP_FIELD_NUMBER: _builtins.int
     lanes: _builtins.int
     blocks: _builtins.int
     block_elements: _builtins.int
@@ -777,6 +775,7 @@ class Description(_message.Message):
     can_checkpoint: _builtins.bool
     keep: _builtins.int
     keep_every: _builtins.int
+    samples_per_step: _builtins.int
     @_builtins.property
     def parameters(self) -> _containers.RepeatedCompositeFieldContainer[Global___Parameter]: ...
     @_builtins.property
@@ -801,10 +800,11 @@ class Description(_message.Message):
         can_checkpoint: _builtins.bool = ...,
         keep: _builtins.int = ...,
         keep_every: _builtins.int = ...,
+        samples_per_step: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_elements", b"block_elements", "blocks", b"blocks", "can_checkpoint", b"can_checkpoint", "config", b"config", "fill_bytes_per_step", b"fill_bytes_per_step", "keep", b"keep", "keep_every", b"keep_every", "lanes", b"lanes", "max_steps", b"max_steps", "mirrors", b"mirrors", "mixed_numerics", b"mixed_numerics", "numerics", b"numerics", "optimizer", b"optimizer", "parameters", b"parameters", "state_bytes", b"state_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_elements", b"block_elements", "blocks", b"blocks", "can_checkpoint", b"can_checkpoint", "config", b"config", "fill_bytes_per_step", b"fill_bytes_per_step", "keep", b"keep", "keep_every", b"keep_every", "lanes", b"lanes", "max_steps", b"max_steps", "mirrors", b"mirrors", "mixed_numerics", b"mixed_numerics", "numerics", b"numerics", "optimizer", b"optimizer", "parameters", b"parameters", "samples_per_step", b"samples_per_step", "state_bytes", b"state_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

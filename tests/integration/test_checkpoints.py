@@ -83,7 +83,7 @@ def test_all_go_back_when_two_die_at_once_that_held_the_only_copies(tmp_path: Pa
         ends_undisturbed(cluster)
         (restore,) = (world for world in cluster.report()["generations"] if world["reason"] == "restore")
         assert restore["from_step"] >= step and restore["bytes"]["checkpoint"] > 0
-        assert 'shoal_repartition_bytes_total{job="job",source="checkpoint"}' in cluster.metrics()
+        assert 'shoal_repartition_bytes_total{job_name="job",source="checkpoint"}' in cluster.metrics()
 
 
 def test_a_checkpoint_is_asked_for_listed_and_counted(tmp_path: Path) -> None:
@@ -100,10 +100,10 @@ def test_a_checkpoint_is_asked_for_listed_and_counted(tmp_path: Path) -> None:
         assert (listed["step"], listed["generation"]) == (step, 1) and listed["bytes"] > 100_000
         assert Path(listed["path"]).parent == tmp_path
         figures = cluster.metrics()
-        assert f'shoal_checkpoint_last_step{{job="job"}} {float(step)}' in figures
+        assert f'shoal_checkpoint_last_step{{job_name="job"}} {float(step)}' in figures
         for phase in ("copy", "write", "commit"):
-            assert f'shoal_checkpoint_seconds_count{{job="job",phase="{phase}"}} 1.0' in figures
-        assert f'shoal_checkpoint_bytes_total{{job="job"}} {float(listed["bytes"])}' in figures
+            assert f'shoal_checkpoint_seconds_count{{job_name="job",phase="{phase}"}} 1.0' in figures
+        assert f'shoal_checkpoint_bytes_total{{job_name="job"}} {float(listed["bytes"])}' in figures
         ends_undisturbed(cluster)
         assert whole(tmp_path) == [step], "one was asked for"
 

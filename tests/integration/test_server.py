@@ -82,7 +82,7 @@ async def test_a_controller_answers_on_ports_of_its_choice_and_ends_without_a_tr
             for sample in family.samples
         }
         assert samples["shoal_leader"] == 1
-        assert samples["shoal_store_requests_seconds_count"] > 0
+        assert samples["shoal_store_request_duration_seconds_count"] > 0
         assert samples["shoal_job_generation"] == 0
 
 

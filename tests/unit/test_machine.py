@@ -343,9 +343,10 @@ def test_the_figures_of_a_change_are_whole_when_all_members_have_told() -> None:
         phases = {"prepare": 0.1, "first_step": 0.2 + number}
         told = Change(2, 1, 0.3 + number, phases, 4, 1000)
         job.beat(member.worker, telemetry=Telemetry(changes=(told,)))
-    assert ("shoal_blocks_promoted_total", 8, {}) in job.metrics
-    assert ("shoal_repartition_bytes_total", 2000, {"source": "peer"}) in job.metrics
-    assert ("shoal_resize_seconds", 1.2, {"phase": "first_step"}) in job.metrics
+    assert job.counted("shoal_blocks_promoted_total") == 8
+    assert job.counted("shoal_repartition_bytes_total", source="peer") == 2000
+    assert job.observed("shoal_resize_seconds", phase="first_step") == (1, 1.2)
+    assert job.observed("shoal_resize_pause_seconds", reason="kill") == (1, 1.3)
     resize = job.view.resizes[-1]
     assert (resize.pause_seconds, resize.promoted_blocks, resize.pause_bytes) == (1.3, 8, 2000)
     assert set(resize.phases) == {"detect", "prepare", "first_step"}
@@ -386,7 +387,7 @@ def test_every_opened_world_is_counted_with_its_reason() -> None:
         job.stop(worker, NEW)
     for worker in ("w0", "w1"):
         job.beat(worker, point=Point.READY, promised=1)
-    assert ("shoal_resizes_total", 1, {"reason": "start", "outcome": "done"}) in job.metrics
+    assert job.counted("shoal_resizes_total", reason="start", outcome="done") == 1
 
 
 def test_an_exit_that_was_asked_for_is_no_failure() -> None:

@@ -1,13 +1,13 @@
-"""The figures: every name of INTERFACES.md, fed by effects and views, and nothing that is not known stops a job."""
+"""The figures: their names and labels, all of them there from a job's start and gone with it."""
 
 import re
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 from shoal_controller import core as core_package
-from shoal_controller import logs
+from shoal_controller.core.figures import COUNTERS, HISTOGRAMS, Figures, series_of
 from shoal_controller.core.spec import JobSpec, JobView, Phase, State, WorkerView
-from shoal_controller.metrics import COUNTERS, HISTOGRAMS, Metrics
+from shoal_controller.metrics import Metrics, Sources
 from small_machine import SmallMachine
 
 FROZEN = Path(__file__).parent / "frozen" / "metrics.txt"
@@ -29,7 +29,7 @@ def worker(name="w0", **fields) -> WorkerView:
 
 def metrics_of(*views: JobView, leads: bool = True) -> Metrics:
     metrics = Metrics()
-    metrics.show(lambda: views, lambda: leads)
+    metrics.show(Sources(lambda: views, lambda: leads, lambda: {"open": 2}))
     return metrics
 
 
@@ -43,14 +43,20 @@ def scraped(metrics: Metrics) -> dict[str, float]:
     return samples
 
 
+def all_observed() -> Figures:
+    figures = Figures(first_commit=4.0, last_checkpoint=5.0)
+    for name, kind in HISTOGRAMS.items():
+        for labels in series_of(kind.labels):
+            figures = figures.observed(name, 0.25, labels)
+    return figures
+
+
 def test_the_figures_are_the_frozen_ones_with_their_labels_and_kinds() -> None:
-    metrics = metrics_of(view(workers=(worker(),), loss=1.0, last_checkpoint_step=1))
-    for name, family in metrics._counters.items():
-        labels = {label: "x" for label in family._labelnames if label != "job"}
-        metrics.count("train", name, 1, labels)
-    for name, family in metrics._histograms.items():
-        labels = {label: "x" for label in family._labelnames if label != "job"}
-        metrics.observe("train", name, 1, labels)
+    known = view(
+        workers=(worker(),), loss=1.0, last_checkpoint_step=1, max_steps=5, max_workers=4, samples=1, last_commit=1.0,
+        figures=all_observed(),
+    )  # fmt: skip
+    metrics = metrics_of(known)
     metrics.timed("get", 0.1)
     lines = []
     for family in text_string_to_metric_families(metrics.scrape().decode()):
@@ -67,41 +73,67 @@ def test_the_core_counts_and_observes_only_what_is_known_here() -> None:
     assert named <= {*COUNTERS, *HISTOGRAMS}
 
 
-def test_what_effects_count_and_observe_is_shown_by_job() -> None:
-    metrics = metrics_of()
-    metrics.count("train", "shoal_resizes_total", 1, {"reason": "kill", "outcome": "done"})
-    metrics.count("train", "shoal_resizes_total", 2, {"reason": "kill", "outcome": "done"})
-    metrics.observe("train", "shoal_resize_seconds", 0.25, {"phase": "plan"})
+def test_every_counter_of_a_job_exists_as_zero_from_its_start() -> None:
+    samples = scraped(metrics_of(view(samples=0)))
+    for name, kind in COUNTERS.items():
+        for labels in series_of(kind.labels):
+            pairs = sorted({"job_name": "train", **labels}.items())
+            assert samples[f"{name}{{{','.join(f'{label}={value}' for label, value in pairs)}}}"] == 0
+    assert samples["shoal_job_samples_total{job_name=train}"] == 0
+    assert samples["shoal_step_seconds_count{job_name=train}"] == 0
+
+
+def test_what_a_job_has_counted_is_shown_by_job() -> None:
+    figures = Figures()
+    for _ in range(3):
+        figures = figures.counted("shoal_resizes_total", 1, {"reason": "kill", "outcome": "done"})
+    figures = figures.observed("shoal_resize_seconds", 0.25, {"phase": "plan"})
+    figures = figures.observed("shoal_resize_seconds", 700.0, {"phase": "plan"}, times=2)
+    metrics = metrics_of(view(figures=figures))
     metrics.timed("transact", 0.002)
     samples = scraped(metrics)
-    assert samples["shoal_resizes_total{job=train,outcome=done,reason=kill}"] == 3
-    assert samples["shoal_resize_seconds_sum{job=train,phase=plan}"] == 0.25
-    assert samples["shoal_resize_seconds_bucket{job=train,le=0.3,phase=plan}"] == 1
-    assert samples["shoal_resize_seconds_bucket{job=train,le=0.2,phase=plan}"] == 0
-    assert samples["shoal_store_requests_seconds_count{request=transact}"] == 1
+    assert samples["shoal_resizes_total{job_name=train,outcome=done,reason=kill}"] == 3
+    assert samples["shoal_resize_seconds_sum{job_name=train,phase=plan}"] == 1400.25
+    assert samples["shoal_resize_seconds_count{job_name=train,phase=plan}"] == 3
+    assert samples["shoal_resize_seconds_bucket{job_name=train,le=0.3,phase=plan}"] == 1
+    assert samples["shoal_resize_seconds_bucket{job_name=train,le=0.2,phase=plan}"] == 0
+    assert samples["shoal_resize_seconds_bucket{job_name=train,le=600.0,phase=plan}"] == 1
+    assert samples["shoal_store_request_duration_seconds_count{request=transact}"] == 1
+
+
+def test_the_series_of_a_job_that_is_forgotten_go() -> None:
+    views = [view(figures=all_observed(), workers=(worker(),))]
+    metrics = Metrics()
+    metrics.show(Sources(lambda: views, lambda: True, dict))
+    assert "job_name=train" in str(scraped(metrics))
+    views.clear()
+    assert "job_name=train" not in str(scraped(metrics))
 
 
 def test_gauges_are_read_from_the_jobs_when_asked() -> None:
     views = [view(step=7, loss=2.5, samples=56, goodput_ratio=0.9, unmirrored_blocks=2, generation=4)]
     metrics = Metrics()
-    metrics.show(lambda: views, lambda: True)
+    metrics.show(Sources(lambda: views, lambda: True, lambda: {"open": 2, "ending": 0}))
     samples = scraped(metrics)
-    assert samples["shoal_job_step{job=train}"] == 7
-    assert samples["shoal_job_loss{job=train}"] == 2.5
-    assert samples["shoal_job_samples_total{job=train}"] == 56
-    assert samples["shoal_job_goodput_ratio{job=train}"] == 0.9
-    assert samples["shoal_blocks_unmirrored{job=train}"] == 2
-    assert samples["shoal_job_generation{job=train}"] == 4
-    assert samples["shoal_job_lanes{job=train}"] == 8
+    assert samples["shoal_job_step{job_name=train}"] == 7
+    assert samples["shoal_job_loss{job_name=train}"] == 2.5
+    assert samples["shoal_job_samples_total{job_name=train}"] == 56
+    assert samples["shoal_job_goodput_ratio{job_name=train}"] == 0.9
+    assert samples["shoal_blocks_unmirrored{job_name=train}"] == 2
+    assert samples["shoal_job_generation{job_name=train}"] == 4
+    assert samples["shoal_job_lanes{job_name=train}"] == 8
     assert samples["shoal_leader"] == 1
+    assert samples["shoal_sessions{state=open}"] == 2
+    phases = {phase: samples[f"shoal_job_phase{{job_name=train,phase={phase}}}"] for phase in Phase}
+    assert phases == {phase: float(phase is views[0].phase) for phase in Phase}
     views[0] = view(step=8)
-    assert scraped(metrics)["shoal_job_step{job=train}"] == 8
+    assert scraped(metrics)["shoal_job_step{job_name=train}"] == 8
 
 
 def test_what_is_not_known_yet_is_left_out_not_zero() -> None:
     samples = scraped(metrics_of(view(loss=None, last_checkpoint_step=None)))
-    assert "shoal_job_loss{job=train}" not in samples
-    assert "shoal_checkpoint_last_step{job=train}" not in samples
+    assert "shoal_job_loss{job_name=train}" not in samples
+    assert "shoal_checkpoint_last_step{job_name=train}" not in samples
 
 
 def test_workers_are_counted_by_state_and_those_gone_show_no_figures() -> None:
@@ -111,30 +143,14 @@ def test_workers_are_counted_by_state_and_those_gone_show_no_figures() -> None:
         worker("w2", state=State.READY, heartbeat_age_seconds=None),
     )
     samples = scraped(metrics_of(view(workers=workers)))
-    counts = {state: samples[f"shoal_job_workers{{job=train,state={state}}}"] for state in State}
+    counts = {state: samples[f"shoal_job_workers{{job_name=train,state={state}}}"] for state in State}
     assert counts == {state: float(state in ("active", "lost", "ready")) for state in State}
-    assert samples["shoal_worker_memory_bytes{job=train,kind=rss,worker=w0}"] == 100
-    assert samples["shoal_worker_step_seconds{job=train,worker=w0}"] == 0.5
-    assert samples["shoal_worker_last_heartbeat_seconds{job=train,worker=w0}"] == 0.25
+    assert samples["shoal_worker_memory_bytes{job_name=train,kind=rss,worker=w0}"] == 100
+    assert samples["shoal_worker_step_seconds{job_name=train,worker=w0}"] == 0.5
+    assert samples["shoal_worker_last_heartbeat_seconds{job_name=train,worker=w0}"] == 0.25
     assert not [name for name in samples if "worker=w1" in name]
-    assert "shoal_worker_last_heartbeat_seconds{job=train,worker=w2}" not in samples
+    assert "shoal_worker_last_heartbeat_seconds{job_name=train,worker=w2}" not in samples
 
 
 def test_a_controller_that_has_stopped_does_not_lead() -> None:
     assert scraped(metrics_of(leads=False))["shoal_leader"] == 0
-
-
-def test_a_figure_that_is_not_known_is_logged_and_stops_nothing(capsys) -> None:
-    logs.configure("error")
-    metrics = metrics_of(view(phase=Phase.RUNNING))
-    metrics.count("train", "shoal_nonsense_total", 1, {})
-    metrics.count("train", "shoal_resizes_total", 1, {"reason": "kill"})
-    metrics.count("train", "shoal_job_lost_steps_total", -1, {})
-    metrics.observe("train", "shoal_nonsense_seconds", 1, {})
-    assert capsys.readouterr().err.count("a figure cannot be") == 4
-
-
-def test_two_controllers_in_one_process_do_not_share_figures() -> None:
-    one, other = metrics_of(), metrics_of()
-    one.count("train", "shoal_blocks_promoted_total", 5, {})
-    assert not [name for name in scraped(other) if "promoted" in name and "job=train" in name]

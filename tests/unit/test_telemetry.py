@@ -13,10 +13,10 @@ from shoal.telemetry import LATEST_STEPS, Meter
 def test_the_median_step_is_that_of_the_latest_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     now, chance = 0.0, Random(1)
     monkeypatch.setattr(shoal.telemetry.time, "monotonic", lambda: now)
-    meter, took = Meter(1), []
+    meter, took = Meter(), []
     for _ in range(LATEST_STEPS + 500):
         before = now
         now += chance.choice((0.1, 0.2, chance.random()))
         took.append(now - before)
-        meter.step_done(lanes=1)
+        meter.step_done()
         assert meter._median() == pytest.approx(median(took[-LATEST_STEPS:]))

@@ -85,6 +85,7 @@ descriptions = st.builds(
     parameters=st.lists(parameters, max_size=3).map(tuple), optimizer=labels,
     config=st.dictionaries(labels, texts, max_size=3), numerics=st.dictionaries(labels, texts, max_size=3),
     mixed_numerics=st.booleans(), can_checkpoint=st.booleans(), keep=numbers, keep_every=numbers,
+    samples_per_step=numbers,
 )  # fmt: skip
 changes = st.builds(
     Change, generation=numbers, from_step=numbers, pause_seconds=seconds,
@@ -97,7 +98,7 @@ saves = st.builds(
 )  # fmt: skip
 telemetries = st.builds(
     Telemetry, loss=losses, step_seconds=seconds, step_seconds_median=seconds,
-    training_seconds=seconds, samples=numbers, fill_bytes=numbers,
+    training_seconds=seconds, fill_bytes=numbers,
     memory_bytes=st.dictionaries(names, numbers, max_size=3), changes=st.lists(changes, max_size=2).map(tuple),
     saves=st.lists(saves, max_size=2).map(tuple), passed_over=texts,
 )  # fmt: skip

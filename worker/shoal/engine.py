@@ -60,7 +60,7 @@ class Engine:
         self.loop = LaneLoop(config.lanes, config.micro_batches_per_lane, fetcher)
         self.requests = Requests(self)
         self.resize = Resize(self)
-        self.meter = Meter(config.train_batch_size // config.lanes)
+        self.meter = Meter()
         self.evaluation = Evaluation(self)
         self.saving = Saving(self)
         self.resuming = Resuming(self)
@@ -271,7 +271,7 @@ class Engine:
         self._hand_out(world)
         self.boundaries += 1
         assert state.record is not None
-        self.meter.step_done(len(world.lanes))
+        self.meter.step_done()
         self._boundary(state.record, stepped=True)
         if self.rank == 0:
             for callback in self._callbacks:

@@ -136,7 +136,7 @@ class Resize:
         generation = engine.world.plan.generation if engine.world else engine.state.committed_in
         engine.commit(passed, generation)
         log.info("rolled_forward", step=passed.step, committed_in=generation)
-        engine.meter.step_done(len(engine.world.lanes) if engine.world else 0)
+        engine.meter.step_done()
 
     def _share_small_state(self, world: World) -> None:
         """Members whose state does not count get it from the lowest rank whose does."""

@@ -19,11 +19,9 @@ LATEST_STEPS = 1000
 
 
 class Meter:
-    """Counts what this worker has done since it started. `samples_per_lane`: samples of one lane of one step."""
+    """Counts what this worker has done since it started."""
 
-    def __init__(self, samples_per_lane: int) -> None:
-        self._samples_per_lane = samples_per_lane
-        self._samples = 0
+    def __init__(self) -> None:
         self._fill_bytes = 0
         self._fill_seconds = 0.0
         self._step_seconds = 0.0
@@ -35,7 +33,7 @@ class Meter:
         self._changes: list[Change] = []
         self._change: Change | None = None
 
-    def step_done(self, lanes: int) -> None:
+    def step_done(self) -> None:
         """A step is committed and handed out."""
         now = time.monotonic()
         self._step_seconds = now - self._step_began
@@ -45,7 +43,6 @@ class Meter:
             del self._in_order[bisect_left(self._in_order, self._latest_steps.popleft())]
         self._training_seconds += self._step_seconds
         self._step_began = now
-        self._samples += lanes * self._samples_per_lane
 
     def filled(self, count: int, seconds: float) -> None:
         """Bytes of state were received by a fill, and a step was so much longer for it."""
@@ -84,7 +81,6 @@ class Meter:
             step_seconds=self._step_seconds,
             step_seconds_median=self._median(),
             training_seconds=self._training_seconds,
-            samples=self._samples,
             fill_bytes=self._fill_bytes,
             memory_bytes={
                 "parameters": parameters,

@@ -80,7 +80,7 @@ class Client:
         """How many samples the job has read in committed steps: the metric, 0 where there is none yet."""
         answer = await self._send(self._http.build_request("GET", f"{self.url}/metrics"))
         for line in answer.text.splitlines():
-            if line.startswith("shoal_job_samples_total{") and f'job="{job}"' in line:
+            if line.startswith("shoal_job_samples_total{") and f'job_name="{job}"' in line:
                 return float(line.rpartition(" ")[2])
         return 0.0
 

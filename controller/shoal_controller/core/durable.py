@@ -18,6 +18,7 @@ from shoal_protos.plan import Plan, Reason, WorkerId
 from shoal_protos.runs import NO_BLOCKS, Runs
 
 from shoal_controller.core.codec import plain, restored
+from shoal_controller.core.figures import Figures
 from shoal_controller.core.spec import JobSpec, Phase
 
 HISTORY = 200
@@ -144,6 +145,7 @@ class Durable:
     step: int = 0
     """The last step known when a generation opened or the job ended."""
     history: tuple[Resize, ...] = ()
+    figures: Figures = field(default_factory=Figures)
     opened: Runs = NO_BLOCKS
     """The generations that have begun: `latest` takes checkpoints of these."""
     checkpoints: tuple[Sighting, ...] = ()

@@ -66,22 +66,4 @@ class Note:
     """Figures, JSON-able."""
 
 
-@dataclass(frozen=True, slots=True)
-class Count:
-    """Add to a counter of metrics.py."""
-
-    metric: str
-    value: float
-    labels: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Observe:
-    """One observation of a histogram of metrics.py."""
-
-    metric: str
-    value: float
-    labels: Mapping[str, str] = field(default_factory=dict)
-
-
-Effect = Persist | Send | Close | Probe | Spawn | Kill | Note | Count | Observe
+Effect = Persist | Send | Close | Probe | Spawn | Kill | Note

@@ -15,6 +15,7 @@ from shoal_protos.plan import Plan, Reason, WorkerId
 from shoal_protos.runs import NO_BLOCKS, Runs
 
 from shoal_controller.core.durable import Durable
+from shoal_controller.core.figures import Figures
 from shoal_controller.core.spec import JobSpec
 
 
@@ -46,6 +47,8 @@ class Process:
     """None: it is not silent."""
     trains: bool = False
     """Whether all its parameters were right once: as a member it gets every hand-out from then on."""
+    pace_before: tuple[int, float] | None = None
+    """Its step and its seconds in steps, as of the heartbeat before the last one."""
     told: tuple[str, int, float] = ("", 0, 0.0)
     """What it was last told: kind, number, when."""
     saves_told: int = 0
@@ -173,8 +176,10 @@ class Job:
     """The last step that all members were seen to have committed."""
     step_kept: float = 0.0
     """When that step was last written."""
-    first_commit: float | None = None
-    """When a step was first known to be committed."""
+    figures: Figures = field(default_factory=Figures)
+    """What is counted; steps are ahead of `durable.figures`, all else is written at once."""
+    figures_known: bool = True
+    """Whether the steps are as many as before: after a restart, once every member has told or a world has opened."""
 
     @property
     def spec(self) -> JobSpec:
@@ -183,9 +188,11 @@ class Job:
 
 def new_job(spec: JobSpec, now: float) -> Job:
     """A job that was just submitted. Its first event is `Started`."""
-    return Job(Durable(spec, wanted=spec.wanted), started=now)
+    figures = Figures(created=now)
+    return Job(Durable(spec, wanted=spec.wanted, figures=figures), started=now, figures=figures)
 
 
 def restore(durable: Durable, now: float) -> Job:
     """The job of an earlier controller. Its first event is `Started`."""
-    return Job(durable, started=now)
+    known = durable.current is None or durable.phase.over
+    return Job(durable, started=now, figures=durable.figures, figures_known=known)

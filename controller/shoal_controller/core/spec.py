@@ -8,6 +8,8 @@ from enum import StrEnum
 
 from shoal_protos.checkpoint import Sighting
 
+from shoal_controller.core.figures import Figures
+
 
 class Phase(StrEnum):
     WAITING = "waiting"
@@ -82,8 +84,12 @@ class JobView:
     reason: str
     workers: tuple[WorkerView, ...] = ()
     unmirrored_blocks: int = 0
-    samples: int = 0
+    figures: Figures = field(default_factory=Figures)
+    """What is counted, as it is in the store."""
+    samples: int | None = None
+    """In committed steps; None: not known yet."""
     goodput_ratio: float = 0.0
+    last_commit: float | None = None
     fingerprint: str = ""
     step_seconds_median: float | None = None
     resizes: tuple[ResizeView, ...] = ()

@@ -14,7 +14,8 @@ from shoal_protos.messages import ToWorker
 from shoal_protos.plan import Plan, WorkerId
 
 from shoal_controller.core.durable import Durable, Record
-from shoal_controller.core.effects import Count, Effect, Note, Observe, Persist, Send
+from shoal_controller.core.effects import Effect, Note, Persist, Send
+from shoal_controller.core.figures import Figures
 from shoal_controller.core.job import Job, Process
 from shoal_controller.core.spec import JobSpec
 
@@ -88,6 +89,21 @@ class Turn:
             self.change(processes=self._own_processes)
         self._own_processes[worker] = replace(self._own_processes[worker], **fields)
 
+    # ---- what is counted
+
+    def count(self, metric: str, value: float = 1, **labels: str) -> None:
+        """Add to a counter of `figures.COUNTERS`."""
+        self.keep_figures(self.job.figures.counted(metric, value, labels))
+
+    def observe(self, metric: str, value: float, **labels: str) -> None:
+        """One observation of a histogram of `figures.HISTOGRAMS`."""
+        self.keep_figures(self.job.figures.observed(metric, value, labels))
+
+    def keep_figures(self, figures: Figures) -> None:
+        """Durable, so that nothing that was shown goes down in another controller's life."""
+        self.change(figures=figures)
+        self.keep(figures=figures)
+
     # ---- effects
 
     def do(self, effect: Effect) -> None:
@@ -101,12 +117,6 @@ class Turn:
 
     def note(self, kind: str, message: str, worker: WorkerId = "", **data: object) -> None:
         self.do(Note(kind, message, worker, data))
-
-    def count(self, metric: str, value: float = 1, **labels: str) -> None:
-        self.do(Count(metric, value, labels))
-
-    def observe(self, metric: str, value: float, **labels: str) -> None:
-        self.do(Observe(metric, value, labels))
 
     def effects_in_order(self) -> list[Effect]:
         """[Note: stored first] One write, before everything else of this turn.

@@ -34,8 +34,10 @@ def view(job: Job, now: float) -> JobView:
         reason="; ".join(filter(None, (reason(job, now), exactness(job)))),
         workers=tuple(_worker(job, record, now) for record in durable.roster.values()),
         unmirrored_blocks=_unmirrored(durable.current),
-        samples=sum(process.telemetry.samples for process in job.processes.values()),
-        goodput_ratio=_goodput(job, members, now),
+        figures=durable.figures,
+        samples=_samples(job),
+        goodput_ratio=_goodput(job, now),
+        last_commit=job.figures.last_commit,
         fingerprint=durable.fingerprint,
         step_seconds_median=step_seconds_median(job),
         resizes=tuple(_resize(job, resize) for resize in durable.history),
@@ -87,11 +89,23 @@ def _loss(job: Job, members: list[Process]) -> float | None:
     return max(told)[1] if told else job.durable.loss
 
 
-def _goodput(job: Job, members: list[Process], now: float) -> float:
-    if job.first_commit is None or now <= job.first_commit:
+def _samples(job: Job) -> int | None:
+    """In committed steps. None: a controller that was started again has not heard yet how many they are."""
+    if not job.figures_known:
+        return None
+    description = job.durable.description
+    per_step = description.samples_per_step if description is not None else 0
+    return per_step * min(job.figures.steps, job.durable.figures.steps_bound)
+
+
+def _goodput(job: Job, now: float) -> float:
+    """Of the time since the first step began, the share that went into committed steps. It ends with the job."""
+    figures = job.figures
+    if figures.training_began is None or figures.last_commit is None:
         return 0.0
-    trained = max((process.telemetry.training_seconds for process in members), default=0.0)
-    return min(1.0, trained / (now - job.first_commit))
+    end = figures.last_commit if job.durable.phase.over else max(now, figures.last_commit)
+    wall = end - figures.training_began
+    return min(1.0, figures.trained_seconds / wall) if wall > 0 else 0.0
 
 
 def _unmirrored(world: Plan | None) -> int:

@@ -138,6 +138,13 @@ class SessionService:
             late = sorted(task.get_name() for task in self._ending)
             log.error("streams did not end in time", seconds=STOP_SECONDS, tasks=late)
 
+    def states(self) -> dict[str, int]:
+        """How many streams there are, by state."""
+        streams = [stream.dialogue for stream in self._streams.values()]
+        greeting = sum(dialogue.hello is None and not dialogue.over for dialogue in streams)
+        ending = sum(dialogue.over for dialogue in streams)
+        return {"greeting": greeting, "open": len(streams) - greeting - ending, "ending": ending}
+
     # ---- what the shell asks
 
     def send(self, connection: int, message: ToWorker) -> None:

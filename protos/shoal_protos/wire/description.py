@@ -30,6 +30,7 @@ def write_description(description: Description) -> pb.Description:
         can_checkpoint=description.can_checkpoint,
         keep=description.keep,
         keep_every=description.keep_every,
+        samples_per_step=description.samples_per_step,
     )
 
 
@@ -51,6 +52,7 @@ def read_description(message: pb.Description) -> Description:
         can_checkpoint=message.can_checkpoint,
         keep=bounds.whole("description.keep", message.keep),
         keep_every=bounds.whole("description.keep_every", message.keep_every),
+        samples_per_step=bounds.whole("description.samples_per_step", message.samples_per_step),
     )
 
 

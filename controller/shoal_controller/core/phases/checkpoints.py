@@ -45,6 +45,7 @@ def seen(turn: Turn, worker: WorkerId, status: Status) -> None:
         return
     _keep(turn, (*turn.durable.checkpoints, sighting))
     _exceed(turn, sighting.generation)
+    turn.keep_figures(replace(turn.job.figures, last_checkpoint=turn.now))
     what = "saved" if status.generation else "found"
     foreign = sighting.run and sighting.run != turn.spec.run
     whose = f"; run {sighting.run} has saved it, this is run {turn.spec.run}" if foreign else ""

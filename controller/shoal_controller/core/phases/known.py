@@ -5,10 +5,8 @@ from __future__ import annotations
 from statistics import median
 
 from shoal_controller.core.job import Job
+from shoal_controller.core.phases import step_figures
 from shoal_controller.core.turn import Turn
-
-KEEP_SECONDS = 10.0
-"""How often the step is written where nothing else is: what a controller shows after a restart, until workers speak."""
 
 
 def known_step(turn: Turn) -> int:
@@ -19,7 +17,7 @@ def known_step(turn: Turn) -> int:
 
 
 def look(turn: Turn) -> None:
-    """Notice the step that every member has committed, and remember it now and then."""
+    """Notice the step that every member has committed, and count it."""
     job, world = turn.job, turn.world
     if world is None:
         return
@@ -28,9 +26,9 @@ def look(turn: Turn) -> None:
     step = max(job.step, min(steps))
     if step != job.step:
         turn.change(step=step)
-    if step > job.durable.step and turn.now - job.step_kept >= KEEP_SECONDS:
-        turn.keep(step=step)
-        turn.change(step_kept=turn.now)
+    step_figures.passed(turn, step)
+    if min(steps) >= 0 and not turn.job.figures_known:
+        turn.change(figures_known=True)
 
 
 def shown_step(job: Job) -> int:

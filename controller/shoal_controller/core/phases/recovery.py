@@ -14,7 +14,17 @@ from shoal_protos.runs import NO_BLOCKS
 
 from shoal_controller.core.durable import Standing
 from shoal_controller.core.job import Attempt, Stage
-from shoal_controller.core.phases import asking, checkpoints, ending, feuds, planned, population, stalled, timeline
+from shoal_controller.core.phases import (
+    asking,
+    checkpoints,
+    ending,
+    feuds,
+    planned,
+    population,
+    stalled,
+    step_figures,
+    timeline,
+)
 from shoal_controller.core.phases.current import answered, tell
 from shoal_controller.core.phases.known import known_step
 from shoal_controller.core.phases.stopped import asked, is_dead, quorum, unanswered
@@ -252,6 +262,7 @@ def _open(turn: Turn, attempt: Attempt, plan: Plan) -> None:
     if _goes_back(turn, plan, step):
         turn.keep(floor=plan.generation)  # whoever was not there when all went back changes nothing any more
         turn.change(step=step)
+        step_figures.gone_back(turn, step)
         shown = step
     checkpoints.opened(turn, plan.generation)
     turn.keep(

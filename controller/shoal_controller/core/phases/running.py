@@ -6,7 +6,7 @@ from shoal_protos.messages import Point
 from shoal_protos.plan import Plan, WorkerId
 
 from shoal_controller.core.job import Process
-from shoal_controller.core.phases import ending, feuds, parting, planned, population, presence, recovery
+from shoal_controller.core.phases import ending, feuds, parting, planned, population, presence, recovery, step_figures
 from shoal_controller.core.phases.current import is_member
 from shoal_controller.core.phases.known import known_step
 from shoal_controller.core.spec import Phase
@@ -46,6 +46,7 @@ def _at_its_end(turn: Turn, world: Plan) -> bool:
 
 def _end(turn: Turn) -> None:
     turn.keep(step=max(turn.durable.step, known_step(turn)))
+    step_figures.passed(turn, turn.durable.step)
     if turn.durable.stopping:
         return ending.finish(turn, Phase.CANCELLED, f"cancelled at step {turn.durable.step}")
     return ending.succeed(turn)

@@ -14,7 +14,7 @@ from shoal_protos.runs import NO_BLOCKS, Runs
 from shoal_controller.core.durable import Record, Standing
 from shoal_controller.core.effects import Kill
 from shoal_controller.core.job import Attempt
-from shoal_controller.core.phases import checkpoints, ending, timeline
+from shoal_controller.core.phases import checkpoints, ending, step_figures, timeline
 from shoal_controller.core.phases.current import tell
 from shoal_controller.core.phases.known import known_step
 from shoal_controller.core.spec import Phase
@@ -112,6 +112,7 @@ def start_anew(turn: Turn, why: str) -> None:
     )
     turn.change(attempt=None, wished=None, ready_since=None, step=step, parting=False)
     turn.note("anew", f"{why}; starting anew from step {step}, {lost_steps} steps are lost", lost_steps=lost_steps)
+    step_figures.gone_back(turn, step)
     timeline.gone_back(turn, lost_steps)
     for record in tuple(turn.durable.roster.values()):
         process = turn.process(record.worker)

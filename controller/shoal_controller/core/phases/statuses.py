@@ -23,7 +23,9 @@ def said(turn: Turn, event: Said) -> bool:
         return False
     message = event.message
     if isinstance(message, Heartbeat):
-        before = turn.job.processes[worker].status
+        known = turn.job.processes[worker]
+        before = known.status
+        turn.see(worker, pace_before=(before.step, known.telemetry.training_seconds))
         lively(turn, worker, telemetry=message.telemetry)
         timeline.changes_told(turn, worker)
         checkpoints.told(turn, worker)

@@ -8,6 +8,7 @@ from shoal_protos.messages import Change
 from shoal_protos.plan import Plan, Reason, WorkerId
 
 from shoal_controller.core.durable import HISTORY, Resize
+from shoal_controller.core.figures import CHANGE_PHASES
 from shoal_controller.core.phases.known import known_step
 from shoal_controller.core.turn import Turn
 
@@ -53,6 +54,7 @@ def opened(turn: Turn, plan: Plan, lost_steps: int, waited: str) -> None:
     )
     if lost_steps:
         turn.count("shoal_job_lost_steps_total", lost_steps)
+    turn.change(figures_known=True)
 
 
 def gone_back(turn: Turn, steps: int) -> None:
@@ -69,8 +71,6 @@ def resized(turn: Turn, reason: Reason, outcome: str) -> None:
 
 def committed(turn: Turn, worker: WorkerId) -> None:
     """The first step of a generation was committed."""
-    if turn.job.first_commit is None:
-        turn.change(first_commit=turn.now)
     turn.note("trains", f"the first step of generation {turn.durable.committed_in} is committed", worker)
 
 
@@ -157,8 +157,10 @@ def _figures(turn: Turn, world: Plan, changes: dict[WorkerId, Change]) -> None:
         for resize in turn.durable.history
     )
     turn.keep(history=history)
-    for phase, seconds in phases.items():
-        turn.observe("shoal_resize_seconds", seconds, phase=phase)
+    for phase in CHANGE_PHASES:
+        if phase in phases:
+            turn.observe("shoal_resize_seconds", phases[phase], phase=phase)
+    turn.observe("shoal_resize_pause_seconds", change.pause_seconds, reason=world.reason.value)
     turn.count("shoal_blocks_promoted_total", promoted)
     turn.count("shoal_repartition_bytes_total", moved, source="peer")
     turn.count("shoal_repartition_bytes_total", read, source="checkpoint")

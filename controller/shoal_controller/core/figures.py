@@ -1,0 +1,130 @@
+"""What is counted of a job for Prometheus: part of its durable state, so that no counter goes down over a restart.
+
+`COUNTERS` and `HISTOGRAMS` name every counted figure with the values of its labels, so each exists as 0 from the job's
+start. `Turn.count` and `Turn.observe` write here; `metrics.py` shows it. Gauges are read from `JobView` and are not
+here. Pure.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import product
+
+from shoal_protos.plan import Reason
+
+SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+"""Upper bounds of buckets, from a switch between two steps to a restart of machines."""
+
+Labels = Mapping[str, tuple[str, ...]]
+"""By name: the values that a label can have."""
+
+
+@dataclass(frozen=True, slots=True)
+class CounterKind:
+    """A counter of a job."""
+
+    text: str
+    labels: Labels = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class HistogramKind:
+    """A histogram of a job. `bounds`: the buckets' upper ends, ascending."""
+
+    text: str
+    bounds: tuple[float, ...] = SECONDS
+    labels: Labels = field(default_factory=dict)
+
+
+REASONS = tuple(reason.value for reason in Reason)
+CHANGE_PHASES = ("detect", "prepare", "plan", "group", "promote", "open", "first_step", "fill", "switch")
+
+COUNTERS: Mapping[str, CounterKind] = {
+    "shoal_job_lost_steps_total": CounterKind("Committed steps that the job went back."),
+    "shoal_resizes_total": CounterKind(
+        "Changes of the world.", {"reason": REASONS, "outcome": ("done", "superseded", "failed")}
+    ),
+    "shoal_repartition_bytes_total": CounterKind("Bytes of state that moved.", {"source": ("peer", "checkpoint")}),
+    "shoal_blocks_promoted_total": CounterKind("Blocks taken over without moving a byte."),
+    "shoal_checkpoint_bytes_total": CounterKind("Bytes of checkpoints written."),
+    "shoal_checkpoint_failures_total": CounterKind("Checkpoints that could not be written."),
+    "shoal_checkpoints_skipped_total": CounterKind("Scheduled checkpoints skipped: the one before was being written."),
+}
+HISTOGRAMS: Mapping[str, HistogramKind] = {
+    "shoal_resize_seconds": HistogramKind(
+        "From the cause of a change to the first step done.", labels={"phase": CHANGE_PHASES}
+    ),
+    "shoal_resize_pause_seconds": HistogramKind(
+        "Time that a change stopped training for, from the first worker that stops to the first lane begun.",
+        labels={"reason": REASONS},
+    ),
+    "shoal_step_seconds": HistogramKind("Wall time of a committed step."),
+    "shoal_checkpoint_seconds": HistogramKind(
+        "Duration of a save: copy is what training waited for.",
+        (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0),
+        {"phase": ("copy", "write", "commit")},
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """One series of a histogram: how many observations fell into each bucket (the last one is without end)."""
+
+    buckets: tuple[int, ...]
+    total: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """The counted figures of one job. A series that is missing is 0. Times are seconds since the epoch."""
+
+    created: float = 0.0
+    counters: Mapping[str, float] = field(default_factory=dict)
+    """By `series_key`."""
+    histograms: Mapping[str, Observed] = field(default_factory=dict)
+    """By `series_key`."""
+    step: int = 0
+    """Up to which step the job's steps are counted; it goes back with the job."""
+    steps: int = 0
+    """Steps committed, those that the job went back and made again included."""
+    steps_bound: int = 0
+    """Never more steps than this are shown; written before they are, so that no later life shows fewer."""
+    trained_seconds: float = 0.0
+    """Time spent in those steps."""
+    training_began: float | None = None
+    """When the first step began."""
+    first_commit: float | None = None
+    last_commit: float | None = None
+    last_checkpoint: float | None = None
+    """When the newest checkpoint became known."""
+
+    def counted(self, metric: str, value: float, labels: Mapping[str, str]) -> Figures:
+        key = _checked_key(metric, COUNTERS[metric].labels, labels)
+        return replace(self, counters={**self.counters, key: self.counters.get(key, 0.0) + value})
+
+    def observed(self, metric: str, value: float, labels: Mapping[str, str], times: int = 1) -> Figures:
+        kind = HISTOGRAMS[metric]
+        key = _checked_key(metric, kind.labels, labels)
+        before = self.histograms.get(key) or Observed((0,) * (len(kind.bounds) + 1))
+        place = bisect_left(kind.bounds, value)
+        buckets = tuple(count + times * (number == place) for number, count in enumerate(before.buckets))
+        return replace(self, histograms={**self.histograms, key: Observed(buckets, before.total + times * value)})
+
+
+def series_of(labels: Labels) -> Iterator[dict[str, str]]:
+    """Every combination of a figure's labels."""
+    return (dict(zip(labels, values, strict=True)) for values in product(*labels.values()))
+
+
+def series_key(metric: str, labels: Mapping[str, str]) -> str:
+    """The name of one series in `Figures`."""
+    return "|".join([metric, *(f"{name}={labels[name]}" for name in sorted(labels))])
+
+
+def _checked_key(metric: str, allowed: Labels, labels: Mapping[str, str]) -> str:
+    assert labels.keys() == allowed.keys(), f"{metric} has the labels {sorted(allowed)}, not {sorted(labels)}"
+    assert all(value in allowed[name] for name, value in labels.items()), f"{metric} has no series {dict(labels)}"
+    return series_key(metric, labels)
