@@ -57,7 +57,7 @@ def test_a_job_starts_with_min_workers_ten_seconds_after_the_first() -> None:
     job.hello("w0")
     job.hello("w1")
     job.wait(9.5)
-    assert job.view.reason == "2 of 3 workers ready, 0 more are starting; waiting since 10 s"
+    assert job.view.reason == "2 of 3 workers ready, 0 more are starting; waiting for 10 s"
     assert job.view.phase is Phase.WAITING
     job.wait(0.5)
     assert job.view.phase is Phase.STARTING
@@ -68,7 +68,7 @@ def test_a_job_below_min_workers_says_what_it_waits_for() -> None:
     job.hello("w0")
     job.hello("w1", status=replace(NEW, point=Point.REHEARSING))
     job.wait(12)
-    assert job.view.reason == "1 of 3 workers ready, min_workers is 3, 1 more are starting; waiting since 12 s"
+    assert job.view.reason == "1 of 3 workers ready, min_workers is 3, 1 more are starting; waiting for 12 s"
 
 
 def test_a_world_opens_when_all_are_ready_and_is_stored_before_it_is_said() -> None:

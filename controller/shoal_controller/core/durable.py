@@ -137,6 +137,8 @@ class Durable:
     """By the two workers' ids, `a|b`."""
     avoided: Mapping[str, int] = field(default_factory=dict)
     """By address: how often a worker there was counted out for its connection."""
+    last_refusal: str = ""
+    """Why the last worker that came was turned away, until a world opens."""
     fingerprint: str = ""
     loss: float | None = None
     """Of the last step, once the job has ended."""

@@ -58,7 +58,7 @@ def reason(job: Job, now: float) -> str:
     if durable.phase.over or durable.phase is Phase.STALLED:
         return durable.reason
     if job.attempt is not None:
-        waits = f"; {job.attempt.waits_for} since {now - job.attempt.since:.0f} s" if job.attempt.waits_for else ""
+        waits = f"; {job.attempt.waits_for} for {now - job.attempt.since:.0f} s" if job.attempt.waits_for else ""
         return f"{job.attempt.why}{waits}"
     if durable.current is None:
         return waiting.sentence(job, now)
@@ -67,7 +67,9 @@ def reason(job: Job, now: float) -> str:
     if not durable.current.steps:
         if durable.paused:
             return "paused by an operator"
-        return f"{durable.current.world_size} workers active, min_workers is {spec.min_workers}"
+        active = durable.current.world_size
+        active_workers = f"{active} worker{'s' * (active != 1)} active"
+        return f"{active_workers}, min_workers is {spec.min_workers}{waiting.trouble(durable)}"
     return ""
 
 

@@ -86,6 +86,7 @@ def _refuse(turn: Turn, event: Connected, refusal: Refusal) -> None:
     turn.do(Send(event.connection, refusal))
     turn.do(Close(event.connection))
     turn.note("refused", refusal.sentence, hello.worker, host=hello.host, pid=hello.pid)
+    turn.keep(last_refusal=refusal.sentence)
     record = turn.durable.roster.get(hello.worker)
     if record is not None and record.incarnation in ("", hello.incarnation):
         turn.mark(record.worker, why=refusal.sentence)

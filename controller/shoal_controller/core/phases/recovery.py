@@ -272,6 +272,7 @@ def _open(turn: Turn, attempt: Attempt, plan: Plan) -> None:
         step=shown,
         committed_in=max(turn.durable.committed_in, attempt.committed_in),
         reason="",
+        last_refusal="",
     )
     turn.change(attempt=None, ready_since=None, parting=False)
     planned.opened(turn, plan)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from shoal_protos.messages import Point
+from shoal_protos.messages import Ending, Point
 from shoal_protos.plan import WorkerId
 
+from shoal_controller.core.durable import Durable
 from shoal_controller.core.job import Job, Process
 from shoal_controller.core.phases import feuds, planned, population, recovery
 from shoal_controller.core.turn import Turn
@@ -55,6 +56,18 @@ def sentence(job: Job, now: float) -> str:
     serving = [process for process in job.processes.values() if durable.roster[process.worker].serves]
     ready = sum(is_ready(job, process) for process in serving)
     coming = sum(record.serves for record in durable.roster.values()) - ready
-    since = f"; waiting since {now - job.ready_since:.0f} s" if job.ready_since is not None else ""
+    since = f"; waiting for {now - job.ready_since:.0f} s" if job.ready_since is not None else ""
     short = f", min_workers is {durable.spec.min_workers}" if ready < durable.spec.min_workers else ""
-    return f"{ready} of {durable.wanted} workers ready{short}, {coming} more are starting{since}"
+    paused = "paused by an operator; " if durable.paused else ""
+    return (
+        f"{paused}{ready} of {durable.wanted} workers ready{short}, {coming} more are starting{since}{trouble(durable)}"
+    )
+
+
+def trouble(durable: Durable) -> str:
+    """Why workers that came are not there: the last refusal and the last failure, as the end of a sentence."""
+    failed = [record for record in durable.roster.values() if record.ending is Ending.FAILED]
+    newest = max(failed, key=lambda record: record.order, default=None)
+    said = [f"; the last worker that came was refused: {durable.last_refusal}"] if durable.last_refusal else []
+    said += [f"; worker {newest.worker} failed: {newest.why.strip()}"] if newest is not None else []
+    return "".join(said)
