@@ -58,7 +58,7 @@ def reason(job: Job, now: float) -> str:
     if durable.phase.over or durable.phase is Phase.STALLED:
         return durable.reason
     if job.attempt is not None:
-        waits = f"; {job.attempt.waits_for} for {now - job.attempt.since:.0f} s" if job.attempt.waits_for else ""
+        waits = f"; {job.attempt.waits_for} ({now - job.attempt.since:.0f} s so far)" if job.attempt.waits_for else ""
         return f"{job.attempt.why}{waits}"
     if durable.current is None:
         return waiting.sentence(job, now)
