@@ -31,10 +31,11 @@ from shoal.ending import _Ending
 from shoal.engine import Engine
 from shoal.faults import Fault, Faults
 from shoal.numerics import make_exact
+from shoal.optim.take_over import take_over
 from shoal.session.alone import AloneLink
 from shoal.session.seam import Link
-from shoal.starting import _description, _take_over
-from shoal.state import Limits, TrainingState
+from shoal.starting import _description
+from shoal.state import NEWCOMER, Limits, TrainingState
 from shoal_controller.core.effects import Note, Probe, Send
 from shoal_controller.core.events import Connected, Disconnected, Event, Probed, Said, Started, Tick
 from shoal_controller.core.job import Job
@@ -90,7 +91,7 @@ def engine_of(task: Task, link: Link, faults: Faults) -> Engine:
     fetcher = Fetcher(Samples(40), None, sampler, settled.seed, torch.device("cpu"))
     status = Status(sequence=0, generation=0, point=Point.REHEARSING, promised=0, step=-1, committed_in=0)
     link.introduce(_description(settled, state, optimizer, sampler.samples), status)
-    _take_over(optimizer)
+    take_over(optimizer, state.scheduler, lambda: state.step > NEWCOMER)
     engine = Engine(settled, state, link, fetcher, faults)
     engine.resuming.look()
     return engine

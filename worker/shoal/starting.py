@@ -21,11 +21,13 @@ from shoal.data.fetch import Fetcher, samples_of
 from shoal.ending import serve_at_exit
 from shoal.engine import Engine
 from shoal.faults import Faults
+from shoal.given import check_given
 from shoal.numerics import identity, make_exact
 from shoal.optim.build import build_optimizer, build_scheduler
 from shoal.optim.elementwise import check_optimizer
+from shoal.optim.take_over import take_over
 from shoal.session.open import open_link
-from shoal.state import Limits, TrainingState
+from shoal.state import NEWCOMER, Limits, TrainingState
 from shoal.zero.held import probe_state_bytes
 
 
@@ -43,6 +45,7 @@ def initialize(
     any map-style dataset. `optimizer`, `scheduler`: objects over the model's parameters, where the config names none.
     Raises `UserError` with one sentence for anything that cannot work.
     """
+    check_given(model, optimizer, scheduler)
     settled = load_config(config)
     make_exact(settled.exact, settled.torch_threads)
     sampler = Sampler(
@@ -58,7 +61,7 @@ def initialize(
     link.introduce(_description(settled, state, optimizer, sampler.samples), status)
     engine = Engine(settled, state, link, fetcher, Faults.parse(fault_text, link.worker))
     engine.resuming.look()
-    _take_over(optimizer)
+    take_over(optimizer, scheduler, lambda: state.step > NEWCOMER)
     serve_at_exit(engine)
     return engine
 
@@ -73,9 +76,6 @@ def _optimizer(
     if optimizer is None:
         raise UserError("there is no optimizer; name one in the config (optimizer.type) or give shoal.initialize one.")
     check_optimizer(optimizer, config.elementwise)
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise UserError(f'module "{name}" makes sparse gradients, which have no blocks; build it sparse=False.')
     return optimizer
 
 
@@ -87,17 +87,6 @@ def _scheduler(
     if config.scheduler is not None:
         return build_scheduler(config.scheduler, optimizer, last_step)
     return scheduler
-
-
-def _take_over(optimizer: torch.optim.Optimizer) -> None:
-    """From here the engine calls the optimizer; a step by the user's hand would change parameters beside the blocks."""
-
-    def step(*_: object, **__: object) -> None:
-        raise UserError("the engine calls the optimizer; remove optimizer.step() from the loop and call engine.step().")
-
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    optimizer.step = step  # type: ignore[assignment, method-assign]
-    optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def _description(

@@ -18,12 +18,13 @@ from shoal_protos.errors import UserError
 from shoal_protos.messages import Inventory
 from shoal_protos.runs import NO_BLOCKS, Runs, every
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.core.layout import Layout
 from shoal.exchange.module_buffers import ModuleBuffers
 from shoal.exchange.vote import Record
 from shoal.optim.hyper import hyper_parameters, load_into
+from shoal.optim.take_over import advance
 from shoal.zero.flat import adopt, lay_out_model, trainable
 from shoal.zero.held import HeldBlocks
 from shoal.zero.lane_sums import LaneSums
@@ -92,18 +93,13 @@ class TrainingState:
         self.buffers.commit()
         self.step, self.committed_in, self.record = record.step, generation, record
         self.current, self.pending = self.held.runs, NO_BLOCKS
-        self._step_scheduler(record.loss)
+        if self.scheduler is not None:
+            advance(self.scheduler, record.loss)
 
     def _clip(self, norm: float | None) -> float:
         if norm is None or not self.clipping:
             return 1.0
         return min(1.0, self.clipping / (norm + 1e-6))
-
-    def _step_scheduler(self, loss: float | None) -> None:
-        if isinstance(self.scheduler, ReduceLROnPlateau):
-            self.scheduler.step(loss if loss is not None else 0.0)
-        elif self.scheduler is not None:
-            self.scheduler.step()
 
     def forget_gradients(self) -> None:
         """The step's sums are void: it is run again, or done."""
