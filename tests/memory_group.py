@@ -49,6 +49,7 @@ class Posted:
     def __init__(self, group: MemoryGroup, peer: int, tensor: Tensor | None) -> None:
         self._group, self._peer, self._tensor = group, peer, tensor
         self.done = tensor is None
+        group.unwaited.add(self)
 
     def land(self, message: Tensor) -> None:
         assert self._tensor is not None
@@ -58,6 +59,7 @@ class Posted:
 
     def wait(self) -> None:
         self._group.await_(self._peer, lambda: self.done)
+        self._group.unwaited.discard(self)
 
 
 class MemoryGroup:
@@ -67,6 +69,8 @@ class MemoryGroup:
         self.wire, self.rank, self.size = wire, rank, wire.size
         self._wait = wait
         self._broken: set[int] = set()
+        self.unwaited: set[Posted] = set()
+        """What was posted and not waited for."""
 
     @property
     def broken_peers(self) -> tuple[int, ...]:

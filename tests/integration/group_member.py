@@ -71,6 +71,11 @@ class Member:
         self.groups[generation].receive(self.buffer, source, 5).wait()
         return self.mean()
 
+    def post(self, generation: int, source: int) -> str:
+        """A receive that nobody waits for."""
+        self.groups[generation].receive(self.buffer, source, 5)
+        return "posted"
+
     def send(self, generation: int, to: int) -> str:
         self.groups[generation].send(torch.full((1000,), 7.0), to, 5).wait()
         return "sent"

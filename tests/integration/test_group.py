@@ -162,6 +162,36 @@ def test_an_abort_wakes_everybody_though_one_peer_is_dead_and_one_is_frozen() ->
         assert results([members[rank].start("gather", generation=2, number=rank) for rank in (0, 1)]) == [[0, 1]] * 2
 
 
+def test_an_abort_closes_the_connections_to_all_peers_though_the_first_one_is_dead() -> None:
+    """A peer's receive raises, and what a frozen one sends after it thaws lands nowhere."""
+    with party(4) as members:
+        members.build(1)
+        members[1].kill()
+        members[3].signal(signal.SIGSTOP)
+        blocked = members[2].start("receive", generation=1, source=0)
+        receiving = members[0].start("receive", generation=1, source=3)
+        late = members[3].start("send", generation=1, to=0)
+        assert members[0].ask("abort", generation=1) == "aborted"
+        assert receiving.result(PATIENCE_SECONDS) == CHANGED
+        assert blocked.result(PATIENCE_SECONDS) == CHANGED
+        members[0].ask("fill", value=1.0)
+        members[3].signal(signal.SIGCONT)
+        assert late.result(PATIENCE_SECONDS) == CHANGED
+        assert members[0].ask("mean") == 1.0
+
+
+def test_a_group_that_is_closed_with_operations_in_flight_is_gone_at_once() -> None:
+    """Destroyed without an abort it would wait for them, for its time-out of a day."""
+    with party(2) as members:
+        members.build(1)
+        blocked = members[1].start("receive", generation=1, source=0)
+        assert members[0].ask("post", generation=1, source=1) == "posted"
+        assert members[0].ask("close", generation=1) == "closed"
+        assert blocked.result(PATIENCE_SECONDS) == CHANGED
+        assert members[1].ask("close", generation=1) == "closed"
+        members.build(2)
+
+
 def test_one_abort_wakes_the_peers_too() -> None:
     with party(3) as members:
         members.build(1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from crew import Crew, Task, Worker, undisturbed
 from shoal.engine import Engine
+from shoal.faults import Fault
 from shoal_controller.core.events import DrainWorker, Pause, Resume
 from shoal_protos.messages import Point
 from shoal_protos.plan import Plan
@@ -60,6 +61,42 @@ def test_who_has_not_passed_a_vote_that_another_has_rolls_forward_in_the_generat
         assert ahead.pending == NO_BLOCKS and ahead.committed_in == 1
         assert committed_in == {"a": 1, "c": 1}
         assert "roll_forward" in crew.workers[behind].seen
+        assert crew.finish() == undisturbed(TASK)
+
+
+def test_a_step_that_is_rolled_forward_was_committed_in_the_generation_of_its_vote() -> None:
+    """Also where it is the first one of that generation, so that the step before was of another."""
+    opened: list[int] = []
+    committed_in: dict[str, int] = {}
+
+    def look(worker: Worker, point: str, _: int) -> None:
+        if point == "opened" and worker.name == "b" and not opened:
+            opened.append(worker.link.own.promised)
+            worker.engine.faults._planted.append(Fault("b", 4, "in_vote", "kill"))
+        elif point == "promote" and opened:
+            committed_in[worker.name] = worker.engine.state.committed_in
+
+    with Crew("abcd", TASK) as crew:
+        crew.train_to(3)
+        crew.watchers.append(look)
+        crew.kill("d")
+        crew.train_to(6)
+        told = {name: crew.workers[name].link.inventories[-1] for name in "ac"}
+        assert opened == [2]
+        assert sorted((one.step, one.committed_in) for one in told.values()) == [(3, 1), (4, 2)]
+        rolled = min(told, key=lambda name: told[name].step)
+        assert "roll_forward" in crew.workers[rolled].seen
+        assert committed_in["a"] == committed_in["c"] == 2
+        assert crew.finish() == undisturbed(TASK)
+
+
+def test_a_member_that_has_not_all_gradients_yet_has_none_to_roll_forward_with() -> None:
+    with Crew("abc", TASK) as crew:
+        crew.train_to(3)
+        crew.plant("b", 4, "exchange")
+        crew.train_to(6)
+        told = [crew.workers[name].link.inventories[-1] for name in "ac"]
+        assert [(one.step, one.pending) for one in told] == [(3, NO_BLOCKS)] * 2
         assert crew.finish() == undisturbed(TASK)
 
 

@@ -76,6 +76,22 @@ def test_the_norm_has_the_same_bits_at_1_2_and_4_threads_however_large_a_block_i
     assert found[0] == found[1] == found[2]
 
 
+def test_the_norm_sums_rows_of_4096_elements_and_then_pairs() -> None:
+    """Rows of another length give other bits, and so another fingerprint of every run that clips."""
+    blocks, block = 4, 16_384
+    layout = Layout(block, (Bucket(0, 0, torch.float32, (), 0, blocks, block * blocks),))
+    gradient = torch.randn(block * blocks, generator=torch.Generator().manual_seed(0))
+
+    def summed(row: int) -> float:
+        sums = [float(part.pow(2).sum().double()) for part in gradient.view(-1, row)]
+        while len(sums) > 1:
+            sums = [left + right for left, right in zip(sums[::2], sums[1::2], strict=True)]
+        return sums[0]
+
+    assert subtree_sums([gradient], every(blocks), layout).tolist() == [summed(4096)]
+    assert len({summed(row) for row in (2048, 4096, 8192, 16_384)}) == 4
+
+
 def test_a_fused_kernel_on_the_blocks_of_two_holders_gives_the_bits_of_the_whole_tensor() -> None:
     """On slices that are cut elsewhere, one update in some hundreds of a slice's last elements comes out otherwise."""
     generator, size = torch.Generator().manual_seed(0), 256 * 4096
@@ -162,6 +178,27 @@ def test_nothing_that_a_commit_or_hand_out_writes_is_touched_or_posted_before_th
         crew.watchers.append(look)
         crew.finish()
     assert looked == 3 * 6
+
+
+@pytest.mark.parametrize("options", [{}, {"shoal": {"fill_bytes_per_step": 100_000}}], ids=["plain", "fills"])
+def test_who_enters_a_vote_has_waited_for_all_that_it_posted(options: dict[str, Any]) -> None:
+    looked, filled = 0, 0
+
+    def look(worker: Worker, point: str, _: int) -> None:
+        nonlocal looked, filled
+        world = worker.engine.world
+        if point == "vote" and world is not None:
+            assert not world.group.unwaited
+            looked += 1
+            filled += bool(world.plan.fill_slice(worker.engine.boundaries))
+
+    with Crew("abc", Task({"max_steps": 12, **options})) as crew:
+        crew.watchers.append(look)
+        crew.train_to(2)
+        crew.kill("b")
+        crew.finish()
+    assert looked > 20
+    assert filled
 
 
 def handed(worker: Worker) -> int:
