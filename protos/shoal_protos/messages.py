@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from shoal_protos.activity import Activity
 from shoal_protos.checkpoint import Damage, Saved, Sighting
 from shoal_protos.description import Description
 from shoal_protos.plan import Plan, WorkerId
@@ -154,6 +155,10 @@ class Heartbeat:
     telemetry: Telemetry
     echo: int = 0
     """The number of the last ping."""
+    activity: Activity = field(default_factory=Activity)
+    """What the training thread does."""
+    builds: tuple[Activity, ...] = ()
+    """Of the groups that are being built, or kept for plans that may begin."""
 
 
 @dataclass(frozen=True, slots=True)

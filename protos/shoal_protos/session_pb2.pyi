@@ -263,25 +263,71 @@ class Heartbeat(_message.Message):
     STATUS_FIELD_NUMBER: _builtins.int
     TELEMETRY_FIELD_NUMBER: _builtins.int
     ECHO_FIELD_NUMBER: _builtins.int
+    ACTIVITY_FIELD_NUMBER: _builtins.int
+    BUILDS_FIELD_NUMBER: _builtins.int
     echo: _builtins.int
     @_builtins.property
     def status(self) -> Global___Status: ...
     @_builtins.property
     def telemetry(self) -> Global___Telemetry: ...
+    @_builtins.property
+    def activity(self) -> Global___Activity: ...
+    @_builtins.property
+    def builds(self) -> _containers.RepeatedCompositeFieldContainer[Global___Activity]: ...
     def __init__(
         self,
         *,
         status: Global___Status | None = ...,
         telemetry: Global___Telemetry | None = ...,
         echo: _builtins.int = ...,
+        activity: Global___Activity | None = ...,
+        builds: _abc.Iterable[Global___Activity] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status", "telemetry", b"telemetry"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "status", b"status", "telemetry", b"telemetry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["echo", b"echo", "status", b"status", "telemetry", b"telemetry"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "builds", b"builds", "echo", b"echo", "status", b"status", "telemetry", b"telemetry"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
+
+@_typing.final
+class Activity(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GENERATION_FIELD_NUMBER: _builtins.int
+    BOUNDARY_FIELD_NUMBER: _builtins.int
+    PHASE_FIELD_NUMBER: _builtins.int
+    BUCKET_FIELD_NUMBER: _builtins.int
+    WAITS_FOR_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    SLOWEST_PIECE_SECONDS_FIELD_NUMBER: _builtins.int
+    generation: _builtins.int
+    boundary: _builtins.int
+    phase: _builtins.int
+    bucket: _builtins.int
+    seconds: _builtins.float
+    slowest_piece_seconds: _builtins.float
+    @_builtins.property
+    def waits_for(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        generation: _builtins.int = ...,
+        boundary: _builtins.int = ...,
+        phase: _builtins.int = ...,
+        bucket: _builtins.int = ...,
+        waits_for: _abc.Iterable[_builtins.str] | None = ...,
+        seconds: _builtins.float = ...,
+        slowest_piece_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boundary", b"boundary", "bucket", b"bucket", "generation", b"generation", "phase", b"phase", "seconds", b"seconds", "slowest_piece_seconds", b"slowest_piece_seconds", "waits_for", b"waits_for"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Activity: _TypeAlias = Activity  # noqa: Y015
 
 @_typing.final
 class Ready(_message.Message):

@@ -45,7 +45,7 @@ class Member:
 
     def come_to(self, generation: int, address: str, size: int) -> str:
         """Say at the meeting that we are here, and go no further."""
-        self.visit = Rendezvous(address, f"g{generation}", size, Stop())
+        self.visit = Rendezvous(Meeting(generation, size - 1, (address,) * size, 0), Stop())
         return "came"
 
     def call_off(self, generation: int) -> str:

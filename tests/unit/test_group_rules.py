@@ -15,6 +15,7 @@ from shoal.exchange.gloo import GlooGroup, build_gloo
 from shoal.exchange.group import Group
 from shoal.exchange.meeting import Meeting, Stop
 from shoal.exchange.meeting_place import MeetingPlace
+from shoal.exchange.progress import Progress
 from shoal.session.groups import Building, Groups
 from worlds import recovery
 
@@ -51,7 +52,7 @@ class Recorded:
 
 def test_no_wait_of_an_exchange_has_a_limit_because_its_expiry_would_close_the_group() -> None:
     gloo = Recorded()
-    group = GlooGroup(gloo, 0, 3)
+    group = GlooGroup(gloo, 0, 3, Progress())
     group.send(torch.zeros(4), 1, 0).wait()
     group.receive(torch.zeros(4), 2, 0).wait()
     group.all_gather(torch.zeros(2, dtype=torch.uint8))
@@ -85,7 +86,7 @@ def test_whoever_asks_for_a_group_does_not_wait_for_it() -> None:
     def transport(meeting: Meeting, stop: Stop) -> Group:
         builders.append(threading.current_thread())
         go.wait(5)
-        return GlooGroup(Recorded(), meeting.rank, meeting.size)
+        return GlooGroup(Recorded(), meeting.rank, meeting.size, meeting.progress)
 
     groups = Groups(transport, lock, told)
     with lock:

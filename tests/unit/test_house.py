@@ -33,7 +33,7 @@ ENTRY_MODULES = {
 
 NO_IO = {"asyncio", "os", "random", "secrets", "socket", "sqlite3", "subprocess", "threading", "time"}
 PURE_VOCABULARY = {
-    f"shoal_protos.{name}" for name in ("checkpoint", "description", "errors", "messages", "plan", "runs")
+    f"shoal_protos.{name}" for name in ("activity", "checkpoint", "description", "errors", "messages", "plan", "runs")
 }
 
 AGAINST_FOREIGN_CODE = {"tests/integration/test_right_bits.py"}

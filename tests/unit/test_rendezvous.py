@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 from shoal.exchange.group import WorldChanged
-from shoal.exchange.meeting import Stop
+from shoal.exchange.meeting import Meeting, Stop
 from shoal.exchange.meeting_place import HEAD, MOST_VALUE_BYTES, MeetingPlace, entry, reachable, split_address
 from shoal.exchange.rendezvous import Rendezvous
 
@@ -32,9 +32,9 @@ def away() -> Iterator[Callable[..., Future[object]]]:
 
 
 def test_every_guest_gets_what_was_posted_before_and_after_it_came(place: MeetingPlace) -> None:
-    first = Rendezvous(place.address, "g1", 2, Stop())
+    first = Rendezvous(Meeting(1, 0, (place.address,) * 2, 0), Stop())
     first.set("early", b"\x00\xff")
-    second = Rendezvous(place.address, "g1", 2, Stop())
+    second = Rendezvous(Meeting(1, 0, (place.address,) * 2, 0), Stop())
     first.set("late", b"later")
     assert (second.get("early"), second.get("late"), first.get("late")) == (b"\x00\xff", b"later", b"later")
     for guest in (first, second):
@@ -43,12 +43,12 @@ def test_every_guest_gets_what_was_posted_before_and_after_it_came(place: Meetin
 
 
 def test_all_are_here_only_when_all_are_here(place: MeetingPlace, away: Callable[..., Future[object]]) -> None:
-    guests = [Rendezvous(place.address, "g1", 3, Stop()) for _ in range(2)]
+    guests = [Rendezvous(Meeting(1, 0, (place.address,) * 3, 0), Stop()) for _ in range(2)]
     waiting = [away(guest.wait_for_all) for guest in guests]
     guests[0].set("said", b"")
     guests[1].set("heard", b"")
     assert not any(wait.done() for wait in waiting)
-    guests.append(Rendezvous(place.address, "g1", 3, Stop()))
+    guests.append(Rendezvous(Meeting(1, 0, (place.address,) * 3, 0), Stop()))
     for wait in waiting:
         wait.result(PATIENCE_SECONDS)
     for guest in guests:
@@ -56,15 +56,15 @@ def test_all_are_here_only_when_all_are_here(place: MeetingPlace, away: Callable
 
 
 def test_meetings_do_not_hear_each_other_and_leave_nothing_behind(place: MeetingPlace) -> None:
-    other = Rendezvous(place.address, "g2", 1, Stop())
+    other = Rendezvous(Meeting(2, 0, (place.address,) * 1, 0), Stop())
     other.set("key", b"other")
-    first = Rendezvous(place.address, "g1", 1, Stop())
+    first = Rendezvous(Meeting(1, 0, (place.address,) * 1, 0), Stop())
     first.set("key", b"first")
     assert first.get("key") == b"first"
     first.close()
     deadline, seen = threading.Event(), b"first"
     while seen == b"first":  # until the place has noticed that it left
-        again = Rendezvous(place.address, "g1", 1, Stop())
+        again = Rendezvous(Meeting(1, 0, (place.address,) * 1, 0), Stop())
         again.set("key", b"again")
         seen = again.get("key")
         again.close()
@@ -75,7 +75,7 @@ def test_meetings_do_not_hear_each_other_and_leave_nothing_behind(place: Meeting
 
 def test_a_wait_ends_when_it_is_called_off(place: MeetingPlace, away: Callable[..., Future[object]]) -> None:
     stop = Stop()
-    guest = Rendezvous(place.address, "g1", 2, stop)
+    guest = Rendezvous(Meeting(1, 0, (place.address,) * 2, 0), stop)
     waiting = away(guest.wait_for_all)
     stop.set()
     with pytest.raises(WorldChanged, match="called off"):
@@ -90,7 +90,7 @@ def test_a_meeting_that_was_called_off_before_is_not_entered(place: MeetingPlace
     stop = Stop()
     stop.set()
     with pytest.raises(WorldChanged, match="called off"):
-        Rendezvous(place.address, "g1", 2, stop)
+        Rendezvous(Meeting(1, 0, (place.address,) * 2, 0), stop)
 
 
 def test_connecting_to_a_host_that_does_not_answer_is_called_off_too(away: Callable[..., Future[object]]) -> None:
@@ -101,7 +101,7 @@ def test_connecting_to_a_host_that_does_not_answer_is_called_off_too(away: Calla
             caller.connect_ex(full.getsockname())
         stop, tried = Stop(), threading.Event()
         stop.calls_off(tried.set)
-        connecting = away(Rendezvous, f"127.0.0.1:{full.getsockname()[1]}", "g1", 2, stop)
+        connecting = away(Rendezvous, Meeting(1, 0, (f"127.0.0.1:{full.getsockname()[1]}",) * 2, 0), stop)
         stop.set()
         with pytest.raises(WorldChanged, match="called off"):
             connecting.result(PATIENCE_SECONDS)
@@ -112,7 +112,7 @@ def test_connecting_to_a_host_that_does_not_answer_is_called_off_too(away: Calla
 
 def test_a_meeting_place_that_dies_and_one_that_is_dead_are_out_of_reach(away: Callable[..., Future[object]]) -> None:
     place = MeetingPlace("127.0.0.1")
-    guest = Rendezvous(place.address, "g1", 2, Stop())
+    guest = Rendezvous(Meeting(1, 0, (place.address,) * 2, 0), Stop())
     waiting = away(guest.wait_for_all)
     assert reachable(place.address)
     place.close()
@@ -121,7 +121,7 @@ def test_a_meeting_place_that_dies_and_one_that_is_dead_are_out_of_reach(away: C
     guest.close()
     assert not reachable(place.address)
     with pytest.raises(WorldChanged, match=r"out of reach: .*refused"):
-        Rendezvous(place.address, "g1", 2, Stop())
+        Rendezvous(Meeting(1, 0, (place.address,) * 2, 0), Stop())
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_a_meeting_place_that_dies_and_one_that_is_dead_are_out_of_reach(away: C
     ids=["nothing", "http", "noise", "no size", "too long", "no text"],
 )
 def test_garbage_on_the_port_harms_no_meeting(place: MeetingPlace, noise: bytes) -> None:
-    guest = Rendezvous(place.address, "g7", 1, Stop())
+    guest = Rendezvous(Meeting(7, 0, (place.address,) * 1, 0), Stop())
     with socket.create_connection(split_address(place.address)) as stranger:
         stranger.sendall(noise)
         stranger.shutdown(socket.SHUT_WR)
@@ -158,7 +158,7 @@ def _received(stranger: socket.socket) -> bytes:
 
 def test_what_answers_at_the_address_may_be_no_meeting_place(away: Callable[..., Future[object]]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        guest = Rendezvous(f"127.0.0.1:{listener.getsockname()[1]}", "g1", 2, Stop())
+        guest = Rendezvous(Meeting(1, 0, (f"127.0.0.1:{listener.getsockname()[1]}",) * 2, 0), Stop())
         connection, _ = listener.accept()
         connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
         with pytest.raises(WorldChanged, match="no meeting place"):

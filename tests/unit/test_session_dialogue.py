@@ -9,6 +9,7 @@ from shoal.core.membership import Membership
 from shoal.session.dialogue import Abort, Build, Dialogue, Process, Put
 from shoal.session.inbox import MOST_ASKED, Inbox
 from shoal.session.seam import Asked, Ended, Opened, Stopped
+from shoal_protos.activity import Activity, StepPhase
 from shoal_protos.description import Description
 from shoal_protos.errors import PeerError
 from shoal_protos.messages import (
@@ -306,3 +307,30 @@ def test_the_inbox_is_bounded() -> None:
     for number in range(MOST_ASKED + 5):
         inbox.put(Asked(AskKind.SAVE, number))
     assert inbox.take(0) == Asked(AskKind.SAVE, 5)
+
+
+# ---- what the training thread does
+
+
+def test_a_heartbeat_tells_what_the_training_thread_does_and_which_groups_are_being_built() -> None:
+    dialogue = member_of(1, "ab")
+    dialogue.hear(Carry(planned(2, 1, "abC")))
+    trains, builds = Activity(1, 3, StepPhase.VOTE, 0, ("b",), 2.5), Activity(2, waits_for=("c",), seconds=1.0)
+    dialogue.activities = {1: trains, 2: builds}
+    dialogue.beat()
+    [heartbeat] = [message for message in dialogue.outgoing() if isinstance(message, Heartbeat)]
+    assert (heartbeat.activity, heartbeat.builds) == (trains, (builds,))
+
+
+def test_while_a_world_is_made_anew_the_training_thread_is_in_its_group_as_soon_as_that_is_built() -> None:
+    dialogue = member_of(1, "ab")
+    dialogue.hear(Prepare(2))
+    dialogue.answer(inventory(2))
+    dialogue.hear(Carry(recovery(2, "ab")))
+    told = []
+    for activity in (Activity(2, waits_for=("b",)), Activity(2, 0, StepPhase.CATCHING_UP, 0, ("b",))):
+        dialogue.activities = {2: activity}
+        dialogue.beat()
+        [heartbeat] = [message for message in dialogue.outgoing() if isinstance(message, Heartbeat)]
+        told.append((heartbeat.activity == activity, heartbeat.builds == (activity,)))
+    assert told == [(False, True), (True, False)]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from shoal_protos.activity import StepPhase
 from shoal_protos.errors import UserError
 from shoal_protos.messages import Result, Status
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from shoal.config.training import TrainingConfig
 from shoal.data.fetch import Fetcher
 from shoal.evaluation import Evaluation
 from shoal.exchange.canonical import CanonicalReduction
-from shoal.exchange.fills import receive_slice, send_slice
+from shoal.exchange.fills import receive_slice, send_slice, wait_for
 from shoal.exchange.group import WorldChanged
 from shoal.exchange.hand_out import hand_out
 from shoal.exchange.norm import subtree_sums
@@ -203,8 +204,14 @@ class Engine:
             self.loop.end_rehearsal_batch(self.state)
             return
         self.loop.end_micro_batch(self.state)
+        self.step_on()
         if self.loop.lanes_done:
             self.guarded(self._optimizer_step)
+
+    def step_on(self) -> None:
+        """The user's code has come further, as far as anyone watches it."""
+        if self.world is not None:
+            self.world.group.progress.step_on()
 
     def guarded(self, action: Callable[[], None]) -> None:
         try:
@@ -227,14 +234,14 @@ class Engine:
         reduction.finish(reduced=lambda: self.faults.at("mirror", t))
         began = time.monotonic()
         self.meter.filled(receive_slice(world.group, state.held, fills), time.monotonic() - began)
+        world.group.progress.reach(StepPhase.BUFFERS)
         state.buffers.exchange(world.group, world.routes)
         norms = (
             subtree_sums(state.sums.live.flats, world.plan.shares[world.rank].owned, state.layout)
             if state.clipping
             else None
         )
-        for letter in letters:
-            letter.wait()
+        wait_for(letters, world.group)
         state.pending = world.replays(self.boundaries)
         record = self._vote(world, self._ballot(t), norms)  # past this line the step is committed
         self.faults.at("optimizer", t)
@@ -285,6 +292,7 @@ class Engine:
             state.current = state.everything
 
     def _vote(self, world: World, ballot: Ballot, norms: Tensor | None) -> Record:
+        world.group.progress.reach(StepPhase.VOTE)
         self.faults.at("vote", ballot.step)
         record = cast(gather_of(self.faults, world.group, ballot, world.plan.generation), world.routes, ballot, norms)
         refuse_other_hyper_parameters(world.group, record, self.state.optimizer)
@@ -325,8 +333,7 @@ class Engine:
         fills = world.plan.fill_slice(self.boundaries)
         letters = send_slice(world.group, self.state.held, fills)
         self.meter.filled(receive_slice(world.group, self.state.held, fills), 0.0)
-        for letter in letters:
-            letter.wait()
+        wait_for(letters, world.group)
         record = self._vote(world, self._ballot(self.state.step), None)
         if not world.plan.steps and not self.boundaries:
             self._hand_out(world)  # newcomers would wait for a step's
@@ -338,6 +345,8 @@ class Engine:
     def _boundary(self, record: Record, stepped: bool) -> None:
         """After a passed vote: requests are carried out, a planned generation begins, the controller hears of it."""
         self.meter.voted(stepped)
+        if self.world is not None:
+            self.world.group.progress.begin_boundary(self.boundaries)
         if self.world is not None:
             self.saving.voted(record, self.world, stepped)
         self.requests.carry_out(record.wishes)

@@ -55,6 +55,7 @@ class Evaluation:
             numbers = list(range(lane, len(dataset), config.lanes))
             for at in range(0, len(numbers), config.micro_batch_size):
                 yield loop.collated(dataset, numbers[at : at + config.micro_batch_size])
+                self._engine.step_on()
             self._lane_over()
 
     def report(self, numbers: dict[str, float]) -> None:

@@ -11,6 +11,7 @@ import time
 from typing import TYPE_CHECKING
 
 import torch
+from shoal_protos.activity import StepPhase
 from shoal_protos.errors import JobFailed
 from shoal_protos.messages import AskKind, Change, Ending
 from shoal_protos.plan import Plan, Reason
@@ -89,6 +90,7 @@ class Resize:
         """Roll forward if need be, promote, hand out what is stale; then READY."""
         assert plan.recovery is not None
         self._engine.resuming.begins(plan.recovery.checkpoint)
+        group.progress.reach(StepPhase.CATCHING_UP)
         try:
             world = self._world(plan, group)
             self._catch_up(world)
@@ -224,6 +226,7 @@ class Resize:
         )
         engine.link.begin(plan, world.group)
         engine.world, engine.boundaries, self._caught_up = world, 0, None
+        world.group.progress.begin_boundary(0)
         if not (at_same_step and engine.loop.goes_on(world.lanes)):
             engine.state.forget_gradients()
             engine.loop.begin_step(world.lanes)

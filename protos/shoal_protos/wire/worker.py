@@ -24,6 +24,7 @@ from shoal_protos.messages import (
     ToController,
 )
 from shoal_protos.wire import bounds
+from shoal_protos.wire.activity import read_activity, write_activity
 from shoal_protos.wire.checkpoint import (
     read_damage,
     read_saved,
@@ -201,6 +202,8 @@ def _write_heartbeat(heartbeat: Heartbeat) -> pb.Heartbeat:
             passed_over=bounds.readable(telemetry.passed_over),
         ),
         echo=heartbeat.echo,
+        activity=write_activity(heartbeat.activity),
+        builds=map(write_activity, heartbeat.builds[-bounds.MAX_BUILDS :]),
     )
 
 
@@ -217,7 +220,13 @@ def _read_heartbeat(message: pb.Heartbeat, blocks: int) -> Heartbeat:
         saves=tuple(map(read_saved, bounds.few("telemetry.saves", told.saves, bounds.MAX_CHANGES))),
         passed_over=bounds.text("telemetry.passed_over", told.passed_over),
     )
-    return Heartbeat(_read_status(message.status, blocks), telemetry, bounds.whole("heartbeat.echo", message.echo))
+    return Heartbeat(
+        _read_status(message.status, blocks),
+        telemetry,
+        bounds.whole("heartbeat.echo", message.echo),
+        read_activity(message.activity),
+        tuple(map(read_activity, bounds.few("heartbeat.builds", message.builds, bounds.MAX_BUILDS))),
+    )
 
 
 def _write_change(change: Change) -> pb.Change:

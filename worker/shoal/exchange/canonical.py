@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+from shoal_protos.activity import StepPhase
 from torch import Tensor
 
 from shoal.core.tree import fold
@@ -97,17 +98,20 @@ class CanonicalReduction:
         """
         if self._broken:
             raise WorldChanged("the group broke while the last backward ran")
-        buckets = len(self._flight)
+        buckets, progress = len(self._flight), self._group.progress
         for bucket in range(buckets):
             self._post_up_to(bucket + 1 + AHEAD)
             while self._sent < min(buckets, bucket + 1 + AHEAD):
                 self._send(self._sent)
+            progress.reach(StepPhase.REDUCTION, 2 * bucket)
             self._reduce(bucket)
             reduced()
+            progress.reach(StepPhase.REDUCTION, 2 * bucket + 1)
             self._mirror(bucket)
             self._flight[bucket].packed.clear()
             if len(self._mirror_arrivals) > AHEAD:
                 self._settle(1)
+        progress.reach(StepPhase.REDUCTION, 2 * buckets)
         self._settle(len(self._mirror_arrivals))
 
     def _settle(self, buckets: int) -> None:

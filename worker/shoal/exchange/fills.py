@@ -8,6 +8,7 @@ is self-describing (safetensors), because an optimizer makes its state when it f
 from __future__ import annotations
 
 from safetensors.torch import load, save
+from shoal_protos.activity import StepPhase
 from shoal_protos.plan import Fill
 from shoal_protos.runs import Span
 
@@ -28,6 +29,7 @@ def send_slice(group: Group, held: HeldBlocks, fills: tuple[Fill, ...]) -> list[
 
 def receive_slice(group: Group, held: HeldBlocks, fills: tuple[Fill, ...]) -> int:
     """Takes in this member's part of a slice; returns its bytes."""
+    group.progress.reach(StepPhase.FILLS)
     taken = 0
     for fill in fills:
         if fill.target == group.rank:
@@ -35,6 +37,13 @@ def receive_slice(group: Group, held: HeldBlocks, fills: tuple[Fill, ...]) -> in
             held.take(read_states(content))
             taken += len(content)
     return taken
+
+
+def wait_for(letters: list[Letter], group: Group) -> None:
+    """Until this member's part of a slice has left."""
+    group.progress.reach(StepPhase.SENDS)
+    for letter in letters:
+        letter.wait()
 
 
 def write_states(states: dict[Span, State]) -> bytes:

@@ -11,6 +11,7 @@ for an operation that is half-way through is not woken by any of it: [Note: lost
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol, cast
 
@@ -21,6 +22,7 @@ from torch import Tensor
 from shoal.exchange.group import GATHER_TAG, RESERVED_TAGS, Group, WorldChanged
 from shoal.exchange.meeting import Meeting, Stop
 from shoal.exchange.meeting_place import split_address
+from shoal.exchange.progress import Progress
 from shoal.exchange.rendezvous import Rendezvous
 from shoal.exchange.solo import SoloGroup
 from shoal.exchange.waiters import Waiters
@@ -31,6 +33,10 @@ FOREVER = timedelta(days=1)
 A_MOMENT = timedelta(milliseconds=1)
 OWN_CLOSURE = "Application timeout"
 """What gloo says of pairs that this process itself has closed."""
+PIECE_BYTES = 1 << 20
+"""A longer message travels in pieces of this size, so that a slow connection is seen to be alive."""
+FIRST_LOOK_SECONDS, LONGEST_LOOK_SECONDS = 1.0, 60.0
+"""How long a peer is waited for before its connection is looked at, and between two looks."""
 
 
 class _GlooWork(Protocol):
@@ -51,8 +57,8 @@ def build_gloo(meeting: Meeting, stop: Stop) -> Group:
     30 s later: the caller does not wait for it.
     """
     if meeting.size == 1:
-        return SoloGroup()
-    guest = Rendezvous(meeting.addresses[meeting.builder], f"g{meeting.generation}", meeting.size, stop)
+        return SoloGroup(meeting.progress)
+    guest = Rendezvous(meeting, stop)
     try:
         guest.wait_for_all()
         gloo = _connected(guest, meeting)
@@ -60,7 +66,7 @@ def build_gloo(meeting: Meeting, stop: Stop) -> Group:
         raise WorldChanged(f"the group of generation {meeting.generation} could not be built: {error}") from None
     finally:
         guest.close()
-    group = GlooGroup(gloo, meeting.rank, meeting.size)
+    group = GlooGroup(gloo, meeting.rank, meeting.size, meeting.progress)
     if stop.is_set:
         group.abort()
         group.close()
@@ -78,13 +84,13 @@ def _connected(guest: Rendezvous, meeting: Meeting) -> _Gloo:
 
 
 class _Posted:
-    """A posted operation. Keeps its tensor alive until it is done or the group is closed."""
+    """A posted message. Keeps its tensor alive until it is done or the group is closed."""
 
-    __slots__ = ("_group", "_tensor", "peer", "work")
+    __slots__ = ("_group", "_tensor", "peer", "works")
 
-    def __init__(self, group: GlooGroup, work: _GlooWork, tensor: Tensor, peer: int) -> None:
+    def __init__(self, group: GlooGroup, works: Sequence[_GlooWork], tensor: Tensor, peer: int) -> None:
         self._group, self.peer = group, peer
-        self.work: _GlooWork | None = work
+        self.works = works
         self._tensor: Tensor | None = tensor
 
     def wait(self) -> None:
@@ -92,21 +98,45 @@ class _Posted:
         self.forget()
 
     def forget(self) -> None:
-        """Let go of gloo's work and of the tensor."""
-        self.work = self._tensor = None
+        """Let go of gloo's works and of the tensor."""
+        self.works, self._tensor = (), None
+
+
+class _Connection:
+    """To one peer. A look posts a receive that nobody sends to, so each takes the place of the one before, and they
+    become ever rarer in the life of a group: what gloo remembers of each is never given back before its end.
+    """
+
+    def __init__(self, receive: Callable[[Tensor], _GlooWork | None]) -> None:
+        self._receive = receive
+        self._pause = FIRST_LOOK_SECONDS
+        self._look: object = None
+
+    def pause(self) -> float:
+        return self._pause
+
+    def look(self) -> str | None:
+        """gloo refuses to post on a closed connection."""
+        self._pause = min(2 * self._pause, LONGEST_LOOK_SECONDS)
+        never_sent = torch.zeros(1)
+        try:
+            self._look = self._receive(never_sent), never_sent
+        except RuntimeError as error:
+            return str(error)
+        return None
 
 
 class GlooGroup:
     """A `Group` of two or more over gloo."""
 
-    def __init__(self, gloo: _Gloo, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, gloo: _Gloo, rank: int, size: int, progress: Progress) -> None:
+        self.rank, self.size, self.progress = rank, size, progress
         self.in_flight: set[_Posted] = set()
         self._gloo: _Gloo | None = gloo
         self._order = [(rank + distance) % size for distance in range(1, size)]
         self._closing = threading.Lock()
-        self._waiters = Waiters()
-        self._looks: list[object] = []
+        self._waiters = Waiters(progress.piece_done)
+        self._looks: dict[int, _Connection] = {}
         self._aborted = False
         self._broken: set[int] = set()
 
@@ -137,32 +167,33 @@ class GlooGroup:
         if gloo is None:
             raise WorldChanged("the group is closed")
         try:
-            work = getattr(gloo, kind)([tensor], peer, tag)
+            post = getattr(gloo, kind)
+            works = [post([piece], peer, tag) for piece in _pieces(tensor)]
         except RuntimeError as error:
             failure = str(error)
         else:
-            posted = _Posted(self, work, tensor, peer)
+            posted = _Posted(self, works, tensor, peer)
             self.in_flight.add(posted)
             return posted
         raise self.failed(peer, failure)
 
     def settle(self, posted: _Posted) -> None:
         """Returns when it is done. Raises `WorldChanged`."""
-        work = posted.work
-        failure = self._waiters.wait((work,), lambda: self._look(posted.peer)) if work else "the operation is over"
+        peer = posted.peer
+        self.progress.wait_for(peer)
+        failure = self._waiters.wait(posted.works, self._connection(peer)) if posted.works else "the operation is over"
         if failure is not None:
-            raise self.failed(posted.peer, failure)
+            raise self.failed(peer, failure)
+        self.progress.go_on()
         self.in_flight.discard(posted)
 
-    def _look(self, peer: int) -> str | None:
-        """Why nothing can come from a peer any more: gloo refuses to post on a closed connection."""
-        never_sent = torch.zeros(1)
-        try:
-            if self._gloo is not None:
-                self._looks.append((self._gloo.recv([never_sent], peer, ABORT_TAG), never_sent))
-        except RuntimeError as error:
-            return str(error)
-        return None
+    def _connection(self, peer: int) -> _Connection:
+        if peer not in self._looks:
+            self._looks[peer] = _Connection(lambda tensor: self._never_receive(tensor, peer))
+        return self._looks[peer]
+
+    def _never_receive(self, tensor: Tensor, peer: int) -> _GlooWork | None:
+        return self._gloo.recv([tensor], peer, ABORT_TAG) if self._gloo is not None else None
 
     def failed(self, peer: int, failure: str) -> WorldChanged:
         """Remembers whose connection broke, and says so."""
@@ -191,6 +222,12 @@ class GlooGroup:
             for posted in self.in_flight:
                 posted.forget()
             self.in_flight.clear()
+
+
+def _pieces(tensor: Tensor) -> Sequence[Tensor]:
+    if tensor.nbytes <= PIECE_BYTES:
+        return (tensor,)
+    return cast(Sequence[Tensor], tensor.view(-1).split(PIECE_BYTES // tensor.element_size()))
 
 
 def _times_out(gloo: _Gloo, peer: int) -> bool:

@@ -11,6 +11,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from shoal.exchange.progress import Progress
+
 RESERVED_TAGS = 1 << 20
 """Tags from here on belong to the group itself."""
 GATHER_TAG = RESERVED_TAGS + 1
@@ -33,6 +35,8 @@ class Group(Protocol):
 
     rank: int
     size: int
+    progress: Progress
+    """Where the thread that is inside it stands; who steps on says so."""
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Work:
         """Posts a send of a contiguous CPU tensor."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from shoal_protos.activity import StepPhase
 from torch import Tensor
 
 from shoal.exchange.group import Group, Work
@@ -37,8 +38,10 @@ def hand_out(group: Group, parameters: Flats, ranges_of: RangesOf) -> int:
                 message = pack([flat], to[peer][bucket])
                 posted.append((group.send(message, peer, HANDED), message))
         waiting.append(posted)
+        group.progress.reach(StepPhase.HAND_OUT, bucket)
         if len(waiting) > AHEAD:
             _wait(waiting.pop(0))
+    group.progress.reach(StepPhase.HAND_OUT, len(parameters))
     for posted in waiting:
         _wait(posted)
     return sum(

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shoal_protos.plan import Plan
 
 from shoal.exchange.group import Group
+from shoal.exchange.progress import Progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +26,13 @@ class Meeting:
     """By rank: `HOST:PORT` of each member's meeting place; gloo listens on the same host."""
     builder: int
     """The rank at whose place the group is built."""
+    progress: Progress = field(default_factory=Progress, compare=False)
+    """Whom the building waits for; the group that comes of it goes on with it."""
 
     @classmethod
-    def of(cls, plan: Plan, rank: int) -> Meeting:
+    def of(cls, plan: Plan, rank: int, progress: Progress) -> Meeting:
         addresses = tuple(member.address for member in plan.members)
-        return cls(plan.generation, rank, addresses, plan.builder)
+        return cls(plan.generation, rank, addresses, plan.builder, progress)
 
     @property
     def size(self) -> int:

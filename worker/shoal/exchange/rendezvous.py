@@ -13,9 +13,11 @@ from datetime import timedelta
 from torch._C._distributed_c10d import Store
 
 from shoal.exchange.group import WorldChanged
-from shoal.exchange.meeting import Stop
+from shoal.exchange.meeting import Meeting, Stop
 from shoal.exchange.meeting_place import ALL, HEAD, MOST_KEY_BYTES, MOST_VALUE_BYTES, entry, split_address
 
+HERE = "here/"
+"""Before a rank: its guest has come."""
 CONNECT_SECONDS = 5.0
 """To reach the meeting place of a process that was alive when the plan was made."""
 
@@ -26,11 +28,14 @@ class Rendezvous(Store):
     A reference must be kept as long as gloo uses it: C++ holds only its own half.
     """
 
-    def __init__(self, address: str, meeting: str, size: int, stop: Stop) -> None:
+    def __init__(self, meeting: Meeting, stop: Stop) -> None:
         super().__init__()
-        self._address, self._stop = address, stop
+        self._meeting, self._stop = meeting, stop
+        self._address = meeting.addresses[meeting.builder]
+        self._progress = meeting.progress
         self._entries: dict[str, bytes] = {}
-        host, port = split_address(address)
+        host, port = split_address(self._address)
+        self._progress.wait_for(meeting.builder)
         self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         self._stream = self._socket.makefile("rb")
         stop.calls_off(self._shut_down)
@@ -45,7 +50,8 @@ class Rendezvous(Store):
         if stop.is_set:  # the way out was tried before there was a connection
             self.close()
             raise self._lost("")
-        self._say(meeting, str(size).encode())
+        self._say(f"g{meeting.generation}", str(meeting.size).encode())
+        self._say(f"{HERE}{meeting.rank}", b"")
 
     def close(self) -> None:
         """Leaves the meeting."""
@@ -59,7 +65,11 @@ class Rendezvous(Store):
 
     def wait_for_all(self) -> None:
         """Until everybody is here: whoever dies before is not waited for in gloo, which cannot be called off."""
-        self._read_until(ALL)
+        ranks = [rank for rank in range(self._meeting.size) if rank != self._meeting.rank]
+        self._progress.wait_for(*ranks)
+        while ALL not in self._entries:
+            self._read_entry()
+            self._progress.still_waits_for([rank for rank in ranks if f"{HERE}{rank}" not in self._entries])
 
     # ---- what gloo asks
 
@@ -67,7 +77,11 @@ class Rendezvous(Store):
         self._say(key, value.encode() if isinstance(value, str) else value)
 
     def get(self, key: str) -> bytes:
+        """gloo reads the address of a member, by whose rank the key ends, and connects to it."""
         self._read_until(key)
+        rank = key.rpartition("/")[2]
+        if rank.isdigit():
+            self._progress.wait_for(int(rank))
         return self._entries[key]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
@@ -89,11 +103,14 @@ class Rendezvous(Store):
 
     def _read_until(self, key: str) -> None:
         while key not in self._entries:
-            name, size = HEAD.unpack(self._read(HEAD.size))
-            if name > MOST_KEY_BYTES or size > MOST_VALUE_BYTES:
-                raise self._lost("what answers there is no meeting place")
-            posted = self._read(name).decode(errors="replace")
-            self._entries[posted] = self._read(size)
+            self._read_entry()
+
+    def _read_entry(self) -> None:
+        name, size = HEAD.unpack(self._read(HEAD.size))
+        if name > MOST_KEY_BYTES or size > MOST_VALUE_BYTES:
+            raise self._lost("what answers there is no meeting place")
+        posted = self._read(name).decode(errors="replace")
+        self._entries[posted] = self._read(size)
 
     def _read(self, count: int) -> bytes:
         try:

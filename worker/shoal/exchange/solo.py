@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from shoal.exchange.group import Work, WorldChanged
+from shoal.exchange.progress import Progress
 
 
 class SoloGroup:
@@ -18,7 +19,8 @@ class SoloGroup:
     size = 1
     broken_peers: tuple[int, ...] = ()
 
-    def __init__(self) -> None:
+    def __init__(self, progress: Progress | None = None) -> None:
+        self.progress = progress or Progress()
         self._over = ""
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Work:

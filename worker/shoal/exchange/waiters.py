@@ -14,14 +14,21 @@ from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
-FIRST_LOOK_SECONDS, LONGEST_LOOK_SECONDS = 1.0, 60.0
-"""How long is waited before the connection is looked at, and between two looks."""
-
 
 class Waitable(Protocol):
     """What gloo gives for a posted operation."""
 
     def wait(self) -> bool: ...
+
+
+class Connection(Protocol):
+    """To the peer that is waited for."""
+
+    def pause(self) -> float:
+        """Seconds to wait before it is looked at."""
+
+    def look(self) -> str | None:
+        """What is wrong with it, if anything is."""
 
 
 Answers = SimpleQueue[str | None]
@@ -31,23 +38,24 @@ _Asked = SimpleQueue[tuple[Sequence[Waitable], Answers] | None]
 
 
 class Waiters:
-    """As many threads as there are waits at once: one, as a rule."""
+    """As many threads as there are waits at once: one, as a rule. `done` is called after each operation."""
 
-    def __init__(self) -> None:
+    def __init__(self, done: Callable[[], None]) -> None:
+        self._done = done
         self._idle: list[_Asked] = []
         self._waiting: set[Answers] = set()
         self._over: str | None = None
         """Why no wait is worth while any more."""
 
-    def wait(self, works: Sequence[Waitable], look: Callable[[], str | None]) -> str | None:
-        """None when all are done, else why not. `look` says what is wrong with the connection, if anything is."""
+    def wait(self, works: Sequence[Waitable], connection: Connection) -> str | None:
+        """None when all are done, else why not."""
         answers: Answers = SimpleQueue()
         self._waiting.add(answers)
         try:
             if self._over is not None:
                 return self._over
             self._one().put((works, answers))
-            return _first(answers, look)
+            return _first(answers, connection)
         finally:
             self._waiting.discard(answers)
 
@@ -76,7 +84,7 @@ class Waiters:
     def _serve(self, asked: _Asked) -> None:
         while (task := asked.get()) is not None:
             works, answers = task
-            answer = _outcome(works)
+            answer = _outcome(works, self._done)
             del task, works
             self._idle.append(asked)
             answers.put(answer)
@@ -84,23 +92,22 @@ class Waiters:
                 return
 
 
-def _first(answers: Answers, look: Callable[[], str | None]) -> str | None:
-    pause = FIRST_LOOK_SECONDS
+def _first(answers: Answers, connection: Connection) -> str | None:
     while True:
         try:
-            return answers.get(timeout=pause)
+            return answers.get(timeout=connection.pause())
         except Empty:
-            wrong = look()
+            wrong = connection.look()
             if wrong is not None:
                 return wrong
-            pause = min(2 * pause, LONGEST_LOOK_SECONDS)
 
 
-def _outcome(works: Sequence[Waitable]) -> str | None:
+def _outcome(works: Sequence[Waitable], done: Callable[[], None]) -> str | None:
     """In a frame of its own: what an exception's traceback keeps alive keeps gloo's sockets alive."""
     try:
         for work in works:
             work.wait()
+            done()
     except RuntimeError as error:
         return str(error)
     return None

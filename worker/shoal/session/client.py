@@ -256,6 +256,8 @@ class ControllerLink:
         with self._lock:
             if beat:
                 self.dialogue.beat()
+            if self.dialogue.due:
+                self.dialogue.activities = self._groups.activities()
             return self.dialogue.outgoing()
 
     def hear(self, message: ToWorker) -> None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from shoal_protos.activity import Activity, StepPhase
 from shoal_protos.description import Description
 from shoal_protos.messages import (
     PROTOCOL_VERSION,
@@ -105,6 +107,8 @@ class Dialogue:
         """The sentence of a final refusal, or of the last one that said to try again."""
         self.broken: tuple[str, ...] = ()
         """Peers to whom the current group's connection broke."""
+        self.activities: Mapping[int, Activity] = {}
+        """By generation, as its driver last saw it: what this process does in its groups."""
         self._status, self._telemetry = status, Telemetry()
         self._held_back: Status | None = None
         """What is said meanwhile, from a world's beginning until the training thread says where it stands in it."""
@@ -158,13 +162,22 @@ class Dialogue:
 
     def _message(self, kind: type[ToController]) -> ToController | None:
         if kind is Heartbeat:
-            return Heartbeat(self._standing(), self._telemetry, self._echo)
+            return self._heartbeat()
         if kind is Ready:
             is_ready = self.membership.point is Point.READY
             return Ready(self.membership.promised, self._standing()) if is_ready else None
         if kind is Request:
             return Request(RequestKind.DRAIN, generation=self.membership.generation)
         return self._inventory if kind is Inventory else self._result
+
+    def _heartbeat(self) -> Heartbeat:
+        """The training thread is in the group of the world, or of the one that takes its place."""
+        told = dict(self.activities)
+        coming = (self.membership.recovery, self.membership.begins)
+        inside = [plan.generation for plan in coming if plan is not None and plan.generation in told]
+        inside = [number for number in inside if told[number].phase > StepPhase.BUILT or told[number].boundary]
+        activity = told.pop(next(iter(inside), self.membership.generation), Activity(self.membership.generation))
+        return Heartbeat(self._standing(), self._telemetry, self._echo, activity, tuple(told.values()))
 
     def _standing(self) -> Status:
         """The status now, with the next number."""

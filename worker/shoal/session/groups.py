@@ -13,12 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from shoal_protos.activity import Activity, StepPhase
 from shoal_protos.plan import Plan
 
 from shoal.exchange.group import Group, WorldChanged
 from shoal.exchange.letters import read_letter
 from shoal.exchange.meeting import Meeting, Stop, Transport
 from shoal.exchange.meeting_place import reachable
+from shoal.exchange.progress import Progress
 from shoal.exchange.routes import FIRST_MESSAGE
 from shoal.logs import get_logger
 
@@ -39,9 +41,18 @@ class Building:
     newcomer: bool
     """It waits in the group for the first message."""
     stop: Stop = field(default_factory=Stop)
+    progress: Progress = field(init=False)
+    """Whom it waits for; then the group's."""
     group: Group | None = None
     seconds: float = 0.0
     """What building took."""
+
+    def __post_init__(self) -> None:
+        self.progress = Progress(self.plan.generation)
+
+    def activity(self) -> Activity:
+        """What this process does in it."""
+        return self.progress.activity(lambda rank: self.plan.members[rank].worker)
 
     def abort(self) -> None:
         """Every operation in it, and its building, ends now."""
@@ -78,6 +89,10 @@ class Groups:
         """The building of a generation, where it is wanted."""
         return self._wanted.get(generation)
 
+    def activities(self) -> dict[int, Activity]:
+        """What this process does in each group that is wanted, by generation. Under the lock."""
+        return {generation: building.activity() for generation, building in self._wanted.items()}
+
     # ---- under the lock
 
     def build(self, plan: Plan, rank: int, newcomer: bool) -> None:
@@ -108,7 +123,7 @@ class Groups:
         self._wanted = {n: building for n, building in self._wanted.items() if building not in mine}
         over = self.call_off(set())
         for building in mine:
-            building.plan = plan
+            building.plan, building.progress.generation = plan, plan.generation
             self._wanted[plan.generation] = building
         return over
 
@@ -155,13 +170,15 @@ class Groups:
     def _build_and_join(self, building: Building) -> None:
         began = time.monotonic()
         try:
-            group = self._transport(Meeting.of(building.plan, building.rank), building.stop)
+            meeting = Meeting.of(building.plan, building.rank, building.progress)
+            group = self._transport(meeting, building.stop)
         except WorldChanged as error:
             self._look_around(building, str(error))
             return
         with self._lock:
             wanted = not building.stop.is_set
             if wanted:
+                building.progress.reach(StepPhase.BUILT)
                 building.group, building.seconds = group, time.monotonic() - began
                 self._told.built(building)
         if not wanted:

@@ -1,0 +1,144 @@
+"""How far a thread has come in a group and for whom it waits: what heartbeats tell, and that telling costs nothing."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from shoal.exchange import gloo, progress
+from shoal.exchange.gloo import PIECE_BYTES, GlooGroup
+from shoal.exchange.meeting import Meeting, Stop
+from shoal.exchange.meeting_place import MeetingPlace
+from shoal.exchange.progress import Progress
+from shoal.exchange.rendezvous import Rendezvous
+from shoal_protos.activity import MOST_NAMED, StepPhase
+
+
+class Time:
+    """A clock that a test moves."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(progress.time, "monotonic", lambda: self.now)
+
+
+def name(rank: int) -> str:
+    return f"w{rank}"
+
+
+def test_positions_only_grow_through_the_building_of_a_group_and_the_steps_in_it() -> None:
+    seen = Progress(7)
+    positions = [seen.activity(name).position]
+    for move in (
+        lambda: seen.reach(StepPhase.BUILT), lambda: seen.reach(StepPhase.CATCHING_UP),
+        lambda: seen.reach(StepPhase.HAND_OUT, 3), lambda: seen.begin_boundary(0), seen.step_on, seen.step_on,
+        lambda: seen.reach(StepPhase.REDUCTION, 1), lambda: seen.reach(StepPhase.VOTE),
+        lambda: seen.reach(StepPhase.HAND_OUT), lambda: seen.begin_boundary(1),
+    ):  # fmt: skip
+        move()
+        positions.append(seen.activity(name).position)
+    assert positions == sorted(set(positions))
+
+
+def test_a_wait_begins_anew_when_a_piece_is_complete(monkeypatch) -> None:
+    time, seen = Time(monkeypatch), Progress()
+    seen.wait_for(2)
+    time.now += 5
+    assert (seen.activity(name).waits_for, seen.activity(name).seconds) == (("w2",), 5.0)
+    seen.piece_done()
+    time.now += 1
+    assert seen.activity(name).seconds == 1.0
+    seen.go_on()
+    assert seen.activity(name).waits_for == ()
+
+
+def test_the_first_piece_of_a_message_tells_nothing_of_the_connection_because_its_sender_may_have_been_busy(
+    monkeypatch,
+) -> None:
+    time, seen = Time(monkeypatch), Progress()
+    for seconds in (60.0, 2.0, 3.0):
+        seen.wait_for(1)
+        time.now += seconds
+        seen.piece_done()
+        time.now += seconds
+        seen.piece_done()
+        seen.go_on()
+    assert seen.activity(name).slowest_piece_seconds == 60.0
+    again = Progress()
+    again.wait_for(1)
+    time.now += 60.0
+    again.piece_done()
+    assert again.activity(name).slowest_piece_seconds == 0.0
+
+
+def test_a_heartbeat_names_only_so_many_peers() -> None:
+    seen = Progress()
+    seen.wait_for(*range(1000))
+    assert len(seen.activity(name).waits_for) == MOST_NAMED
+
+
+# ---- in a group
+
+
+class Posted:
+    """torch's process group, and its works, which are done at once; `posts` has what was posted."""
+
+    def __init__(self) -> None:
+        self.posts: list[tuple[str, int]] = []
+        self.kept: list[weakref.ref[torch.Tensor]] = []
+
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Posted:
+        self.posts.append(("send", tensors[0].nbytes))
+        return self
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Posted:
+        self.posts.append(("recv", tensors[0].nbytes))
+        self.kept.append(weakref.ref(tensors[0]))
+        return self
+
+    def wait(self, *limit: object) -> bool:
+        return True
+
+
+def test_a_long_message_travels_in_pieces_so_that_a_slow_connection_is_seen_to_be_alive() -> None:
+    posted = Posted()
+    group = GlooGroup(posted, 0, 2, Progress())
+    group.send(torch.zeros(PIECE_BYTES // 4 * 2 + 1), 1, 0).wait()
+    group.receive(torch.zeros(3, PIECE_BYTES // 8), 1, 0).wait()
+    group.close()
+    assert posted.posts == [
+        ("send", PIECE_BYTES), ("send", PIECE_BYTES), ("send", 4), ("recv", PIECE_BYTES), ("recv", PIECE_BYTES // 2),
+    ]  # fmt: skip
+
+
+def test_of_all_looks_at_a_peer_only_the_last_is_kept_and_they_become_rarer() -> None:
+    posted = Posted()
+    group = GlooGroup(posted, 0, 2, Progress())
+    pauses = []
+    for _ in range(9):
+        connection = group._connection(1)
+        pauses.append(connection.pause())
+        assert connection.look() is None
+    gc.collect()
+    assert len([one for one in posted.kept if one() is not None]) == 1
+    assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, gloo.LONGEST_LOOK_SECONDS, 60.0, 60.0]
+    group.close()
+
+
+def test_who_builds_a_group_waits_for_those_who_have_not_come() -> None:
+    place = MeetingPlace("127.0.0.1")
+    mine = Progress(4)
+    stop = Stop()
+    with ThreadPoolExecutor(1) as threads:
+        guest = Rendezvous(Meeting(4, 0, (place.address,) * 3, 0, mine), stop)
+        waiting = threads.submit(guest.wait_for_all)
+        other = Rendezvous(Meeting(4, 2, (place.address,) * 3, 0), Stop())
+        while mine.activity(name).waits_for != ("w1",):
+            assert not waiting.done()
+        last = Rendezvous(Meeting(4, 1, (place.address,) * 3, 0), Stop())
+        waiting.result(20)
+    for one in (guest, other, last):
+        one.close()
+    place.close()
