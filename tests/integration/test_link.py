@@ -10,7 +10,6 @@ import select
 import signal
 import socket
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +28,6 @@ from shoal.exchange.routes import FIRST_MESSAGE
 from shoal.session.client import ControllerLink
 from shoal.session.seam import Asked, Begun, Ended
 from shoal.session.settings import SessionSettings
-from shoal_protos.activity import StepPhase
 from shoal_protos.errors import UserError
 from shoal_protos.messages import (
     NO_CONTROLLER,
@@ -464,41 +462,3 @@ def test_a_forked_child_dies_of_sigterm_and_drains_nobody() -> None:
         controller.says("a", Ping(1))
         assert not controller.hears(Heartbeat, lambda said: said.echo == 1).status.drain
         worker.close()
-
-
-# ---- what the training thread does
-
-
-def beats(controller: SmallController, worker: str, matching: Callable[[Heartbeat], Any]) -> Heartbeat:
-    """Asks until it says so."""
-    for number in range(1, 10_000):
-        controller.says(worker, Ping(number))
-        beat = controller.hears(Heartbeat, lambda beat, number=number: beat.echo == number, by=worker)
-        if matching(beat):
-            return beat
-    raise AssertionError(f"{worker} said {beat} at last")
-
-
-def test_a_heartbeat_says_for_whom_the_training_thread_waits_and_then_that_it_waits_no_more() -> None:
-    with workers("ab") as (controller, (a, b)):
-        begin_a_world(controller, [a, b])
-        waits = a.does(a.gathers)
-        beat = beats(controller, "a", lambda beat: beat.activity.waits_for)
-        assert (beat.activity.generation, beat.activity.waits_for) == (1, ("b",))
-        b.does(b.gathers).result(PATIENCE_SECONDS)
-        waits.result(PATIENCE_SECONDS)
-        assert beats(controller, "a", lambda beat: not beat.activity.waits_for).activity.generation == 1
-
-
-def test_a_heartbeat_says_for_whom_a_group_that_is_being_built_waits() -> None:
-    with workers("abc") as (controller, (a, b, c)):
-        begin_a_world(controller, [a, b])
-        change = at(planned(2, 1, "abC"), [a, b, c])
-        controller.says("a", Carry(change))
-        beats(controller, "a", lambda beat: [build.waits_for for build in beat.builds] == [("b", "c")])
-        controller.says("b", Carry(change))
-        beats(controller, "a", lambda beat: [build.waits_for for build in beat.builds] == [("c",)])
-        controller.says("c", Carry(change))
-        built = beats(controller, "a", lambda beat: [build.phase for build in beat.builds] == [StepPhase.BUILT])
-        assert built.builds[0].waits_for == ()
-        beats(controller, "c", lambda beat: [build.waits_for for build in beat.builds] == [("a",)])
