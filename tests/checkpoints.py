@@ -97,11 +97,12 @@ def save(
     owners: Sequence[Runs] | None = None,
     generation: int = 1,
     registered: States | None = None,
+    run: str = "",
 ) -> tuple[SaveName, Manifest]:
     """A whole save by as many writers as there are owners."""
     owners = owners or halves(state)
     authors = [Author(f"w{number}", f"{generation:08x}") for number in range(len(owners))]
-    name = SaveName.of(state.step, generation, state.step, authors[0].incarnation)
+    name = SaveName.of(state.step, generation, state.step, authors[0].incarnation, run)
     draft, beside = draft_of(state, origin(state), generation, registered or {})
     files = []
     for number, (author, owned) in enumerate(zip(authors, owners, strict=True)):

@@ -9,10 +9,11 @@ import pytest
 from checkpoints import fresh, origin, save, train, trained
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from shoal.checkpoint.catalogue import Found, SaveName, look_into, resolve
+from shoal.checkpoint.catalogue import Found, Own, SaveName, look_into, resolve
 from shoal.checkpoint.commit import commit
 from shoal.checkpoint.draft import draft_of
 from shoal.checkpoint.errors import CheckpointDamaged
+from shoal.checkpoint.lineage import gone_on
 from shoal.checkpoint.manifest import MANIFEST, Manifest
 from shoal.checkpoint.restore import load_blocks
 from shoal.checkpoint.snapshot import Arena, take_snapshot
@@ -101,7 +102,7 @@ def two(tmp_path: Path) -> tuple[LocalStorage, list[SaveName]]:
 
 def latest(storage: LocalStorage, generations: set[int] | None = None) -> tuple[int | None, list[str]]:
     said: list[str] = []
-    found = resolve(storage.url, "latest", said.append, generations)
+    found = resolve(storage.url, "latest", said.append, Own("", generations) if generations is not None else None)
     return (found.manifest.step if found else None), said
 
 
@@ -110,6 +111,21 @@ Two = tuple[LocalStorage, list[SaveName]]
 
 def test_the_latest_is_the_newest(two: Two) -> None:
     assert latest(two[0]) == (4, [])
+
+
+def test_what_was_given_up_is_never_the_latest_though_what_came_after_cannot_be_read(tmp_path: Path) -> None:
+    storage, state = LocalStorage(tmp_path / "c"), trained(2)
+    save(state, storage)
+    save(train(state, 2), storage)  # step 4, then all go back to step 2 and save step 3
+    state = train(trained(2), 1)
+    state.lineage = gone_on("", 1, 2, (), began=2)
+    newest, _ = save(state, storage, generation=2)
+    said: list[str] = []
+    found = resolve(storage.url, "latest", said.append, spoiled=[f"{storage.url}/{newest.folder}"])
+    assert found is not None and found.manifest.step == 2
+    assert [sentence.partition(" was ")[2] for sentence in said] == [
+        "given up: training went back behind it, and on without it."
+    ]
 
 
 def test_one_without_a_manifest_is_skipped_for_the_one_before(two: Two) -> None:

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shoal.checkpoint.catalogue import SaveName, checkpoints, look_into, saves
 from shoal.checkpoint.errors import StorageFailed
+from shoal.checkpoint.lineage import gone_on
 from shoal.checkpoint.manifest import MANIFEST
-from shoal.checkpoint.retention import Keep, delete, prune, superfluous
+from shoal.checkpoint.retention import Keep, Ours, delete, prune, superfluous
 from shoal.checkpoint.storage import LocalStorage
 from shoal.checkpoint.verify import verify
 
@@ -57,6 +58,38 @@ def test_after_a_save_what_may_go_is_gone_whole(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("step-*"))) == 4
     for found in checkpoints(storage, print):
         verify(found.reader())
+
+
+def test_what_another_run_saved_in_the_same_place_is_left_alone(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    state = trained(1)
+    theirs = [save(state, storage, run="theirs")[0], save(train(state, 1), storage, run="theirs")[0]]
+    (tmp_path / theirs[0].folder / MANIFEST).unlink()  # it may be under way
+    ours = [save(train(state, 1), storage, run="ours")[0] for _ in range(3)]
+    assert prune(storage, ours[-1], Keep(1, None), Ours("ours")) == [ours[1], ours[0]]
+    assert saves(storage) == [ours[2], theirs[1], theirs[0]]
+
+
+def test_what_the_runs_saved_that_training_has_gone_on_from_is_deleted_like_ones_own(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    state = trained(1)
+    before = save(state, storage, run="before")[0]
+    now = save(train(state, 1), storage, run="now", generation=2)[0]
+    lineage = gone_on("before", 1, 1, (), began=2)
+    assert prune(storage, now, Keep(1, None), Ours("now", lineage)) == [before]
+
+
+@given(st.integers(1, 4), st.integers(0, 8), st.integers(1, 8))
+def test_saves_that_were_given_up_take_no_place_of_the_newest_few(newest: int, back: int, further: int) -> None:
+    """Steps 1 to 8 in generation 1; then all go back, and save further steps in generation 2."""
+    lineage = gone_on("", 1, back, (), began=2)
+    branch = [SaveName.of(back + n, 2, n, "x") for n in range(1, further + 1)]
+    whole = sorted([*names(list(range(1, 9))), *branch], reverse=True)
+    gone = superfluous(whole, Keep(newest, None), "", lineage)
+    sound = [name for name in whole if name.generation == 2 or name.step <= back]
+    assert set(sound[:newest]).isdisjoint(gone)
+    assert all(name in gone for name in whole if name < sound[:newest][-1]) or len(sound) < newest
+    assert branch[-1] not in gone
 
 
 def test_the_rest_of_an_older_save_goes_and_a_newer_one_is_left_alone(tmp_path: Path) -> None:

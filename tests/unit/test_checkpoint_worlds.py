@@ -130,6 +130,23 @@ def test_what_is_saved_after_going_back_is_newer_than_all_that_was_saved_before(
         assert crew.job.durable.history[0].from_step == 6
 
 
+def test_two_runs_in_one_place_delete_only_their_own(tmp_path: Path) -> None:
+    def wait_for_the_disk(engine: Any) -> None:
+        saver = engine.saving._saver
+        if saver._verdict.is_set():
+            saver._join()
+
+    alone = replace(task(tmp_path, every_steps=7, keep=1, resume=False), in_loop=wait_for_the_disk)
+    for runs in (1, 2):
+        assert undisturbed(alone) == undisturbed(PLAIN)
+        assert whole(tmp_path) == [14] * runs
+    third = replace(task(tmp_path, max_steps=STEPS + 14, every_steps=7, keep=1), in_loop=wait_for_the_disk)
+    undisturbed(third)  # goes on from the newest, which is in use then
+    assert whole(tmp_path) == [28, 14, 14]
+    undisturbed(replace(third, options={**third.options, "max_steps": STEPS + 21}))
+    assert whole(tmp_path) == [35, 28, 14], "the run that it went on from has made room, the other has not"
+
+
 # ---- when
 
 

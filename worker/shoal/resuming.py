@@ -12,8 +12,9 @@ from shoal_protos.checkpoint import Damage, Sighting
 from shoal_protos.errors import JobFailed, NotFound, UserError
 from shoal_protos.runs import every
 
-from shoal.checkpoint.catalogue import Found, at, highest_generation, resolve
+from shoal.checkpoint.catalogue import Found, Own, at, highest_generation, resolve
 from shoal.checkpoint.errors import CheckpointDamaged
+from shoal.checkpoint.lineage import Lineage, gone_on
 from shoal.checkpoint.restore import fits, load_blocks, load_model, load_small_state
 from shoal.exchange.hand_out import hand_out
 from shoal.initial_state import agree_on_the_start
@@ -52,7 +53,8 @@ class Resuming:
         resume = self._config.resume if asked is None else asked
         self.passed_over = []
         self.highest_saved = highest_generation(self._config.path) if self._config.path is not None else 0
-        found = resolve(self._config.path, resume, self._skip, known or None, self._spoiled)
+        own = Own(self._engine.link.run, known) if known else None
+        found = resolve(self._config.path, resume, self._skip, own, self._spoiled)
         self.sighting = None
         if found is None:
             return
@@ -100,12 +102,20 @@ class Resuming:
         state, owned, reader = self._engine.state, world.plan.shares[world.rank].owned, found.reader()
         self._warn_of_other_data(found)
         load_small_state(reader, state, state.registered)
+        state.lineage = self._lineage(found, world.plan.generation)
         load_blocks(reader, state, owned)
         self._engine.faults.at("restore", state.step)
         hand_out(world.group, state.flats, world.routes.stale)
         state.current = every(state.layout.blocks)
         log.info("restored", path=found.path, step=state.step, bytes=reader.bytes_read)
         return reader.bytes_read
+
+    def _lineage(self, found: Found, began: int) -> Lineage:
+        """Another job's saves are never this one's to delete, though it goes on from one of them."""
+        manifest = found.manifest
+        if manifest.job != self._engine.link.job:
+            return ()
+        return gone_on(manifest.run, manifest.generation, manifest.step, manifest.lineage, began)
 
     def _warn_of_other_data(self, found: Found) -> None:
         """Other lanes, batches or seeds than the checkpoint's: training goes on, with other samples."""

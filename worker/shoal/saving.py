@@ -21,7 +21,7 @@ from shoal.checkpoint.layout_entry import LayoutEntry
 from shoal.checkpoint.manifest import DataPosition
 from shoal.checkpoint.named import tied_names
 from shoal.checkpoint.plain import encode
-from shoal.checkpoint.retention import Keep
+from shoal.checkpoint.retention import Keep, Ours
 from shoal.checkpoint.saver import Lead, Outcome, Save, Saver, Status
 from shoal.checkpoint.snapshot import take_snapshot
 from shoal.checkpoint.storage import open_storage
@@ -169,7 +169,8 @@ class Saving:
         """Copies what this member owns; writing goes on beside training."""
         engine, plan = self._engine, world.plan
         began = self._clock = time.monotonic()
-        name = SaveName.of(engine.state.step, plan.generation, engine.boundaries, plan.members[0].incarnation)
+        leader, run = plan.members[0].incarnation, engine.link.run
+        name = SaveName.of(engine.state.step, plan.generation, engine.boundaries, leader, run)
         self._generation = plan.generation
         authors = {
             rank: Author(member.worker, member.incarnation)
@@ -190,7 +191,7 @@ class Saving:
             lead = Lead(draft, engine.state.buffers.committed.copy(), frozen_parameters(engine.module), _in_use(world))
         owned, state = plan.shares[world.rank].owned, engine.state
         snapshot = take_snapshot(state.layout, state.flats, state.held, owned, beside, saver.ready())
-        save = Save(name, authors[world.rank], tuple(authors.values()), snapshot, lead)
+        save = Save(name, authors[world.rank], tuple(authors.values()), snapshot, lead, Ours(run, state.lineage))
         saver.begin(save, copy_seconds=time.monotonic() - began)
         return None
 

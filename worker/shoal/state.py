@@ -20,6 +20,7 @@ from shoal_protos.runs import NO_BLOCKS, Runs, every
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from shoal.checkpoint.lineage import Branch, Lineage
 from shoal.core.layout import Layout
 from shoal.exchange.module_buffers import ModuleBuffers
 from shoal.exchange.vote import Record
@@ -71,6 +72,8 @@ class TrainingState:
         """Blocks whose parameters are those of `step`."""
         self.initial = True
         """Whether nothing but the script has made this process's state: it could begin at step 0."""
+        self.lineage: Lineage = ()
+        """The checkpoints that training has gone on from."""
         self.registered: dict[str, Any] = {}
         """The user's own objects with `state_dict` and `load_state_dict`, by name."""
 
@@ -128,7 +131,7 @@ class TrainingState:
         self.held.keep_only(NO_BLOCKS)
         self.held.hold(keeps)
         self.step, self.committed_in, self.record = 0, 0, None
-        self.current = self.everything
+        self.lineage, self.current = (), self.everything
         self.buffers.put_back()
 
     def give_up(self) -> None:
@@ -149,6 +152,7 @@ class TrainingState:
             "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
             "buffers": self.buffers.committed,
             "last_step": self.last_step,
+            "lineage": [branch.model_dump() for branch in self.lineage],
             "frozen": frozen_digest(self.module),
             "registered": {name: of.state_dict() for name, of in self.registered.items()},
         }
@@ -166,6 +170,7 @@ class TrainingState:
             self.scheduler.load_state_dict(given["scheduler"])
         self.buffers.load(given["buffers"])
         self.last_step = given["last_step"]
+        self.lineage = tuple(Branch(**branch) for branch in given["lineage"])
         check_registered(self.registered, given["registered"], "another worker of this job")
         for name, of in self.registered.items():
             of.load_state_dict(given["registered"][name])

@@ -14,11 +14,14 @@ from dataclasses import dataclass
 from shoal_protos.errors import NotFound
 
 from shoal.checkpoint.errors import CheckpointDamaged
+from shoal.checkpoint.lineage import Branch, is_given_up
 from shoal.checkpoint.manifest import LARGEST_MANIFEST, MANIFEST, Manifest, parse, safe_name
 from shoal.checkpoint.reader import Reader
 from shoal.checkpoint.storage import Storage, open_storage
 
-FOLDER = re.compile(r"step-(?P<step>\d{12,18})-(?P<generation>\d{1,18})-(?P<save>\d{1,18})-[A-Za-z0-9_]{1,64}")
+FOLDER = re.compile(
+    r"step-(?P<step>\d{12,18})-(?P<generation>\d{1,18})-(?P<save>\d{1,18})(-(?P<run>[A-Za-z0-9_]{1,64}))?-[A-Za-z0-9_]{1,64}"
+)
 
 Skipped = Callable[[str], None]
 """Hears a sentence for every folder that is no checkpoint."""
@@ -33,12 +36,15 @@ class SaveName:
     save: int
     """Votes passed in the generation: tells two saves of one step apart."""
     folder: str
+    run: str = ""
+    """The uid of the job's run, as a part of a name: nobody need open a manifest to tell whose it is."""
 
     @classmethod
-    def of(cls, step: int, generation: int, save: int, incarnation: str) -> SaveName:
+    def of(cls, step: int, generation: int, save: int, incarnation: str, run: str = "") -> SaveName:
         """`incarnation`: of the worker that writes the manifest, so that no other job's folder is met."""
-        folder = f"step-{step:012d}-{generation}-{save}-{safe_name(incarnation)}"
-        return cls(generation, step, save, folder)
+        mark = f"-{_mark(run)}" if run else ""
+        folder = f"step-{step:012d}-{generation}-{save}{mark}-{safe_name(incarnation)}"
+        return cls(generation, step, save, folder, _mark(run))
 
     @classmethod
     def parse(cls, folder: str) -> SaveName | None:
@@ -46,10 +52,18 @@ class SaveName:
         match = FOLDER.fullmatch(folder)
         if match is None:
             return None
-        return cls(int(match["generation"]), int(match["step"]), int(match["save"]), folder)
+        return cls(int(match["generation"]), int(match["step"]), int(match["save"]), folder, match["run"] or "")
+
+    def is_of(self, runs: Collection[str]) -> bool:
+        """Whether one of these runs made it. What no run is named in is of `""`."""
+        return self.run in {_mark(run) for run in runs}
 
     def __str__(self) -> str:
         return f"checkpoint of step {self.step}, generation {self.generation} ({self.folder})"
+
+
+def _mark(run: str) -> str:
+    return safe_name(run) if run else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,29 +121,52 @@ def _check_sizes(there: Mapping[str, int | None], written: Mapping[str, int], wh
             raise CheckpointDamaged(f"{where} is damaged: {file} {found}; it was written with {size}.")
 
 
-def checkpoints(storage: Storage, skipped: Skipped, generations: Collection[int] | None = None) -> Iterator[Found]:
-    """The whole ones, newest first; of these generations alone where they are given."""
+@dataclass(frozen=True, slots=True)
+class Own:
+    """What a store knows of its job's saves: the run, and the generations that it has begun."""
+
+    run: str
+    generations: Collection[int]
+
+
+def checkpoints(storage: Storage, skipped: Skipped, own: Own | None = None) -> Iterator[Found]:
+    """The whole ones, newest first; those of one job's alone where its store knows them."""
     for name in saves(storage):
-        if generations is not None and name.generation not in generations:
-            skipped(f"{storage.url}/{name.folder} is of generation {name.generation}, which this job did not have.")
+        where = f"{storage.url}/{name.folder}"
+        if own is not None and not name.is_of((own.run, "")):
             continue
-        try:
-            yield look_into(storage, name)
-        except CheckpointDamaged as error:
-            skipped(str(error))
+        if own is not None and name.generation not in own.generations:
+            skipped(f"{where} is of generation {name.generation}, which this job did not have.")
+        else:
+            try:
+                yield look_into(storage, name)
+            except CheckpointDamaged as error:
+                skipped(str(error))
+
+
+def _latest(found: Iterator[Found], skipped: Skipped, spoiled: Collection[str]) -> Found | None:
+    """The newest that can be read, and that no newer one, readable or not, has given up."""
+    lineage: list[Branch] = []
+    for one in found:
+        if is_given_up(one.name.generation, one.name.step, lineage):
+            skipped(f"{one.path} was given up: training went back behind it, and on without it.")
+        elif one.path not in spoiled:
+            return one
+        lineage += one.manifest.lineage
+    return None
 
 
 def resolve(
     path: str | None,
     resume: int | str | bool,
     skipped: Skipped,
-    generations: Collection[int] | None = None,
+    own: Own | None = None,
     spoiled: Collection[str] = (),
 ) -> Found | None:
     """The checkpoint that `resume` means: "latest", a step, a path or URL, or False; None where there is nothing.
 
     `path`: where this job keeps its own. A step or a path that is not there is an error (`NotFound`), and one that is
-    named is taken whatever its generation. `spoiled`: paths that cannot be read; the latest is one of others.
+    named is taken whoever saved it. `spoiled`: paths that cannot be read; the latest is one of others.
     """
     if resume is False:
         return None
@@ -141,7 +178,7 @@ def resolve(
         raise NotFound(f"resume is step {resume}, and no `shoal.checkpoint.path` says where checkpoints are.")
     storage = open_storage(path)
     if resume == "latest":
-        return next((f for f in checkpoints(storage, skipped, generations) if f.path not in spoiled), None)
+        return _latest(checkpoints(storage, skipped, own), skipped, spoiled)
     for found in checkpoints(storage, skipped):
         if found.name.step == resume:
             return found

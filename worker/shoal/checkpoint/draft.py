@@ -48,6 +48,7 @@ def draft_of(
         kind="training",
         job=origin.job,
         run=origin.run,
+        lineage=state.lineage,
         step=state.step,
         generation=generation,
         last_step=state.last_step,

@@ -23,6 +23,7 @@ class Entry(BaseModel):
 
 Count = Annotated[int, Field(ge=0, le=1 << 53)]
 Name = Annotated[str, Field(max_length=4_096)]
+RunName = Annotated[str, Field(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,127})?$")]
 Shape = Annotated[tuple[Count, ...], Field(max_length=64)]
 Code = Literal[
     "F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL",

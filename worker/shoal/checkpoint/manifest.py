@@ -21,7 +21,8 @@ from shoal_protos.runs import Span
 
 from shoal.checkpoint.container import DTYPES
 from shoal.checkpoint.errors import CheckpointDamaged
-from shoal.checkpoint.layout_entry import Code, Count, Entry, LayoutEntry, Name, Shape
+from shoal.checkpoint.layout_entry import Code, Count, Entry, LayoutEntry, Name, RunName, Shape
+from shoal.checkpoint.lineage import MOST_BRANCHES, Branch
 from shoal.checkpoint.plain import Json
 from shoal.core.layout import Layout
 
@@ -35,7 +36,6 @@ NO_CHECKSUM = "0" * 2 * DIGEST_BYTES
 
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}$")]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-RunName = Annotated[str, Field(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,127})?$")]
 
 
 class StateEntry(Entry):
@@ -125,6 +125,8 @@ class Manifest(Entry):
     job: Name
     run: RunName = ""
     """The uid of the job's run that saved it; empty: not known."""
+    lineage: Annotated[tuple[Branch, ...], Field(max_length=MOST_BRANCHES)] = ()
+    """What that run had gone on from, newest first."""
     step: Count
     generation: Count
     last_step: Count

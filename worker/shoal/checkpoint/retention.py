@@ -1,7 +1,8 @@
 """Which checkpoints may go, and how one goes: the manifest first, so that what is left of it never looks like one.
 
-The newest few stay, every n-th step's stays, and the one in use stays. Rests of older saves that were broken off go
-too. Called by the worker that has just completed a save; a kill at any instant leaves whole checkpoints and rests.
+The newest few stay, every n-th step's stays, and the one in use stays; another run's are not touched. Rests of older
+saves that were broken off go too. Called by the worker that has just completed a save; a kill at any instant leaves
+whole checkpoints and rests.
 """
 
 from __future__ import annotations
@@ -9,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shoal_protos import checkpoint
-
 from shoal.checkpoint.catalogue import SaveName, look_into, saves
 from shoal.checkpoint.errors import CheckpointDamaged
+from shoal.checkpoint.lineage import Lineage, is_given_up
 from shoal.checkpoint.manifest import MANIFEST
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.writer import part_of
@@ -30,16 +30,38 @@ class Keep:
     """Checkpoints of every so many steps stay for good."""
 
 
-def superfluous(whole: Sequence[SaveName], keep: Keep, in_use: str) -> list[SaveName]:
-    """Of the whole ones, newest first, those that may go. `in_use`: a folder's name, or empty."""
-    places = checkpoint.superfluous([name.step for name in whole], keep.newest, keep.every)
-    return [whole[place] for place in places if whole[place].folder != in_use]
+@dataclass(frozen=True, slots=True)
+class Ours:
+    """Whose saves in a folder a run may delete: its own, and those of the runs that it has gone on from."""
+
+    run: str = ""
+    lineage: Lineage = ()
+
+    @property
+    def runs(self) -> set[str]:
+        return {self.run, *(branch.run for branch in self.lineage)}
 
 
-def prune(storage: Storage, done: SaveName, keep: Keep, in_use: str = "") -> list[SaveName]:
-    """After the save `done`: deletes what may go; returns the checkpoints that went. Raises `StorageFailed`."""
-    whole, rests = _sorted_out(storage, done)
-    gone = superfluous(whole, keep, in_use)
+def superfluous(whole: Sequence[SaveName], keep: Keep, in_use: str, lineage: Lineage = ()) -> list[SaveName]:
+    """Of the whole ones, newest first, those that may go. `in_use`: a folder's name, or empty.
+
+    What was given up does not count as one of the newest few; it goes when those are newer than it.
+    """
+    gone, counted = [], 0
+    for name in whole:
+        for_good = keep.every and name.step % keep.every == 0
+        if counted >= keep.newest and not for_good and name.folder != in_use:
+            gone.append(name)
+        counted += not is_given_up(name.generation, name.step, lineage)
+    return gone
+
+
+def prune(storage: Storage, done: SaveName, keep: Keep, ours: Ours = Ours(), in_use: str = "") -> list[SaveName]:
+    """After the save `done`: deletes what may go, and never `done`; returns the checkpoints that went. Raises
+    `StorageFailed`.
+    """
+    whole, rests = _sorted_out(storage, done, ours)
+    gone = [name for name in superfluous(whole, keep, in_use, ours.lineage) if name != done]
     for name in [*gone, *rests]:
         delete(storage, name.folder)
     if gone:
@@ -47,18 +69,20 @@ def prune(storage: Storage, done: SaveName, keep: Keep, in_use: str = "") -> lis
     return gone
 
 
-def delete_rests(storage: Storage, before: SaveName) -> list[SaveName]:
+def delete_rests(storage: Storage, before: SaveName, ours: Ours = Ours()) -> list[SaveName]:
     """Deletes what saves older than this one left when they were broken off; returns them. Raises `StorageFailed`."""
-    _, rests = _sorted_out(storage, before)
+    _, rests = _sorted_out(storage, before, ours)
     for name in rests:
         delete(storage, name.folder)
     return rests
 
 
-def _sorted_out(storage: Storage, save: SaveName) -> tuple[list[SaveName], list[SaveName]]:
-    """Whole checkpoints, newest first, and rests of saves older than this one."""
-    whole, rests = [], []
+def _sorted_out(storage: Storage, save: SaveName, ours: Ours) -> tuple[list[SaveName], list[SaveName]]:
+    """Our whole checkpoints, newest first, and rests of our saves older than this one."""
+    whole, rests, runs = [], [], ours.runs
     for name in saves(storage):
+        if not name.is_of(runs):
+            continue
         if MANIFEST in storage.list(name.folder):
             whole.append(name)
         elif name < save:

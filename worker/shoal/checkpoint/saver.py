@@ -24,7 +24,7 @@ from shoal.checkpoint.commit import commit
 from shoal.checkpoint.errors import CheckpointDamaged, StorageFull
 from shoal.checkpoint.frozen import write_frozen
 from shoal.checkpoint.manifest import FileEntry, FrozenEntry, Manifest
-from shoal.checkpoint.retention import Keep, delete, delete_rests, prune, withdraw
+from shoal.checkpoint.retention import Keep, Ours, delete, delete_rests, prune, withdraw
 from shoal.checkpoint.snapshot import Arena, Snapshot
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.writer import Author, part_of, write_snapshot
@@ -72,6 +72,8 @@ class Save:
     members: tuple[Author, ...]
     snapshot: Snapshot
     lead: Lead | None
+    ours: Ours = field(default_factory=Ours)
+    """Whose other saves in the place may be deleted."""
 
 
 @dataclass(slots=True)
@@ -241,7 +243,7 @@ class Saver:
         try:
             return write()
         except StorageFull as error:
-            rests = delete_rests(self.storage, save.name)
+            rests = delete_rests(self.storage, save.name, save.ours)
             if not rests:
                 raise
             log.warning("rests_deleted", checkpoint=save.name.folder, folders=len(rests), reason=str(error))
@@ -276,7 +278,7 @@ class Saver:
         manifest = self._making_room(save, lambda: commit(self.storage, save.name.folder, draft, files, lead.buffers))
         outcome.seconds["commit"] = time.monotonic() - began
         log.info("saved", checkpoint=outcome.path, step=manifest.step, bytes=manifest.data_bytes)
-        self._prune(save.name, lead.in_use)
+        self._prune(save.name, save.ours, lead.in_use)
         return manifest
 
     def _frozen_file(self, lead: Lead, author: Author) -> FrozenEntry | None:
@@ -286,10 +288,10 @@ class Saver:
             self._frozen = write_frozen(self.storage, lead.frozen, author.incarnation)
         return self._frozen
 
-    def _prune(self, done: SaveName, in_use: str) -> None:
+    def _prune(self, done: SaveName, ours: Ours, in_use: str) -> None:
         """What cannot be deleted does not make the save a failed one."""
         try:
-            for gone in prune(self.storage, done, self._keep, in_use):
+            for gone in prune(self.storage, done, self._keep, ours, in_use):
                 log.info("checkpoint_deleted", step=gone.step, folder=gone.folder)
         except ShoalError as error:
             log.error("checkpoints_not_deleted", reason=str(error))
