@@ -3,6 +3,7 @@
 #   make demo       a training job is killed, scaled and drained, and ends with the bits of an undisturbed one
 #   make test       everything that must hold: lint, types, import contracts, generated code, all tests
 #   make simulate   more of the simulation: make simulate SEEDS=20000, or SEED=17 to replay one
+#   make mutants    break every rule of docs/rules.md in a copy, and report what no test notices
 #   make protos     generate the code for protos/shoal_protos/session.proto again
 #   make docs       write the generated pages of docs/ again: phases, controller, configuration
 #   make format     put all files into the form that `make lint` asks for
@@ -14,7 +15,7 @@ READY := $(VENV)/.ready
 
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types imports generated pytest simulate protos docs format clean
+.PHONY: help setup demo test lint types imports generated pytest simulate mutants protos docs format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -51,6 +52,9 @@ pytest: $(READY)
 
 simulate: $(READY)
 	$(BIN)/python -m tests.simulation.run $(if $(SEED),--replay $(SEED),--seeds $(or $(SEEDS),20000)) $(ARGS)
+
+mutants: $(READY)
+	$(BIN)/python -m tests.mutants.run $(if $(RULE),--rule "$(RULE)") $(ARGS)
 
 protos: $(READY)
 	$(BIN)/python protos/generate.py
