@@ -12,10 +12,11 @@ PYTHON ?= $(shell for v in python3.11 python3.12 python3.13 python3; do $$v -c "
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+PACKAGES := nftables iproute2
 
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types imports generated pytest simulate mutants protos docs format clean
+.PHONY: help setup packages demo test lint types imports generated pytest simulate mutants protos docs format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -47,7 +48,13 @@ imports: $(READY)
 generated: $(READY)
 	$(BIN)/python protos/generate.py --check
 
-pytest: $(READY)
+# Network namespaces of the tests; only root can install them, and only root can use them.
+packages:
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! { command -v nft && command -v ip; } >/dev/null; then \
+		apt-get update -qq && apt-get install -y -qq --no-install-recommends $(PACKAGES) >/dev/null; \
+	fi
+
+pytest: $(READY) packages
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(ARGS)
 
 simulate: $(READY)

@@ -52,7 +52,7 @@ def test_neighbours_have_nothing_in_common() -> None:
     assert len(seen) == 21
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_cuda_has_the_same_numbers_too() -> None:
     seed_everything(0, 3, 1, 2)
     first = torch.rand(4, device="cuda")
