@@ -3,6 +3,7 @@
 #   make demo       a training job is killed, scaled and drained, and ends with the bits of an undisturbed one
 #   make test       everything that must hold: lint, types, import contracts, generated code, all tests
 #   make simulate   more of the simulation: make simulate SEEDS=20000, or SEED=17 to replay one
+#   make faults     an hour of mixed faults on real jobs, each of which must end with the undisturbed bits
 #   make mutants    break every rule of docs/rules.md in a copy, and report what no test notices
 #   make protos     generate the code for protos/shoal_protos/session.proto again
 #   make docs       write the generated pages of docs/ again: phases, controller, configuration
@@ -16,7 +17,7 @@ PACKAGES := nftables iproute2
 
 
 .DEFAULT_GOAL := help
-.PHONY: help setup packages demo test lint types imports generated pytest simulate mutants protos docs format clean
+.PHONY: help setup packages demo test lint types imports generated pytest simulate faults mutants protos docs format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -59,6 +60,9 @@ pytest: $(READY) packages
 
 simulate: $(READY)
 	$(BIN)/python -m tests.simulation.run $(if $(SEED),--replay $(SEED),--seeds $(or $(SEEDS),20000)) $(ARGS)
+
+faults: $(READY) packages
+	$(BIN)/python -m tests.faults.run --minutes $(or $(MINUTES),60) $(ARGS)
 
 mutants: $(READY)
 	$(BIN)/python -m tests.mutants.run $(if $(RULE),--rule "$(RULE)") $(ARGS)

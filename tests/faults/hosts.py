@@ -1,0 +1,128 @@
+"""Hosts as network namespaces on one bridge, whose links can be cut one way or both. Needs root, `ip` and `nft`.
+
+    with Hosts(4) as hosts:
+        hosts.cut(1, 2)          # packets from host 1 to host 2 are dropped
+        hosts.heal()
+
+Host 0 is the controller's, and this process is there while the context lasts. Packets are dropped and nothing is
+refused, as by a broken switch. Where namespaces cannot be had, `Loopback` stands in: every process on this host, and no
+links to cut.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Self
+
+SUBNET = "10.77"
+CLONE_NEWNET = 0x40000000
+
+
+class Loopback:
+    """All processes on 127.0.0.1."""
+
+    has_links = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing was made."""
+
+    def address(self, host: int) -> str:
+        return "127.0.0.1"
+
+    def command(self, host: int) -> list[str]:
+        """What a command is started with on a host."""
+        return []
+
+    def heal(self) -> None:
+        """No link was cut."""
+
+
+class Hosts:
+    """See the module's text. `count` hosts beside the controller's."""
+
+    has_links = True
+
+    def __init__(self, count: int) -> None:
+        self._name = f"shoal{os.getpid() % 100_000}"
+        self._net = f"{SUBNET}.{os.getpid() % 250}"
+        self._hosts = range(count + 1)
+        self._home = os.open("/proc/self/ns/net", os.O_RDONLY)
+
+    @staticmethod
+    def can_be_had() -> bool:
+        return os.geteuid() == 0 and all(map(shutil.which, ("ip", "nft")))
+
+    def __enter__(self) -> Self:
+        try:
+            self._make()
+            with Path(f"/run/netns/{self._space(0)}").open() as space:
+                _enter(space.fileno())
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _enter(self._home)
+        for host in self._hosts:
+            subprocess.run(["ip", "netns", "del", self._space(host)], check=False, stderr=subprocess.DEVNULL)
+
+    def address(self, host: int) -> str:
+        return f"{self._net}.{host + 1}"
+
+    def command(self, host: int) -> list[str]:
+        """What a command is started with on a host."""
+        return ["ip", "netns", "exec", self._space(host)]
+
+    def cut(self, source: int, target: int) -> None:
+        """Packets from one host to another are dropped where they arrive."""
+        _run(f"{self._at(target)} nft add rule inet cuts arriving ip saddr {self.address(source)} drop")
+
+    def heal(self) -> None:
+        """All links are whole."""
+        for host in self._hosts:
+            _run(f"{self._at(host)} nft flush chain inet cuts arriving")
+
+    def _make(self) -> None:
+        for host in self._hosts:
+            _run(f"ip netns add {self._space(host)}")
+            _run(f"{self._at(host)} ip link set lo up")
+            _run(f"{self._at(host)} nft add table inet cuts")
+            hook = "{ type filter hook input priority 0 ; }"
+            subprocess.run(
+                [*self.command(host), "nft", f"add chain inet cuts arriving {hook}"], check=True, capture_output=True
+            )
+        switch = self._at(0)
+        _run(f"{switch} ip link add switch type bridge")
+        _run(f"{switch} ip addr add {self.address(0)}/24 dev switch")
+        _run(f"{switch} ip link set switch up")
+        for host in self._hosts[1:]:
+            _run(f"{switch} ip link add port{host} type veth peer name wire netns {self._space(host)}")
+            _run(f"{switch} ip link set port{host} master switch up")
+            _run(f"{self._at(host)} ip addr add {self.address(host)}/24 dev wire")
+            _run(f"{self._at(host)} ip link set wire up")
+
+    def _space(self, host: int) -> str:
+        return f"{self._name}-{host}"
+
+    def _at(self, host: int) -> str:
+        return " ".join(self.command(host))
+
+
+def _enter(space: int) -> None:
+    """This thread, and what it starts, live in that network namespace from here on."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(space, CLONE_NEWNET) != 0:
+        raise OSError(ctypes.get_errno(), "setns")
+
+
+def _run(command: str) -> None:
+    done = subprocess.run(command.split(), check=False, capture_output=True, text=True)
+    assert done.returncode == 0, f"{command}: {done.stderr.strip()}"
