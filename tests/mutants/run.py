@@ -51,9 +51,12 @@ def copied_tree() -> Iterator[Path]:
 
 def verdict(mutant: Mutant) -> str:
     """`noticed`, or what is wrong."""
-    tests = mutant.tests or mutant.row().held
+    try:
+        tests, broken = mutant.tests or mutant.row().held, mutant.broken_text()
+    except ValueError as error:
+        return f"does not fit: {error}"
     with copied_tree() as tree:
-        (tree / mutant.file).write_text(mutant.broken_text())
+        (tree / mutant.file).write_text(broken)
         packages = os.pathsep.join(str(tree / name) for name in ("controller", "worker", "protos"))
         run = subprocess.run(
             [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", *tests],
