@@ -1,8 +1,8 @@
 """The life of one job: a short loop that feeds its events to the machine and carries the effects out in order.
 
-One task per job takes events from a bounded inbox, first come, first served; ticks stand in the same line, so time
-never overtakes what was heard before. Made by `shell.py`. What is slow (starting processes, probing) is done by
-`errands.py` beside the loop and comes back as an event.
+One task per job takes events from a bounded inbox, first come, first served. A tick comes after all that lies there by
+then, so time never overtakes what was heard: the machine counts on that when it counts silence. Made by `shell.py`.
+What is slow (starting processes, probing) is done by `errands.py` beside the loop and comes back as an event.
 """
 
 from __future__ import annotations
@@ -164,8 +164,17 @@ class Runner:
             if letter is not None:
                 await self._answer(letter)
             elif self._halted is None:
-                self._tick_waits = False
-                await self._handle(Tick())
+                await self._tick()
+
+    async def _tick(self) -> None:
+        """● After all that lies in the inbox: whoever was heard while the job was busy is not silent."""
+        self._tick_waits = False
+        for _ in range(self._inbox.qsize()):
+            letter = self._inbox.get_nowait()
+            if letter is not None:
+                await self._answer(letter)
+        if self._halted is None:
+            await self._handle(Tick())
 
     async def _answer(self, letter: _Letter) -> None:
         """Handle it, unless the job has been halted, and tell whoever submitted it."""

@@ -45,6 +45,9 @@ class ControllerHost:
         self.alive = False
         self.crash_after: int | None = None
         self.streams: dict[int, Stream] = {}
+        self.late = 0.0
+        """Seconds by which every tick is late; whatever comes meanwhile lies in the inbox."""
+        self._inbox: list[Event] = []
         self._next_stream = 0
 
     # ---- its life
@@ -62,15 +65,16 @@ class ControllerHost:
         self.job = restore(durable, self.clock.now)
         self.simulation.say("controller starts, life", self.life)
         self.simulation.watch.restarted(durable.step)
-        self.feed(Started())
+        self._handle(Started())
         for event in self.simulation.launcher.adopted(durable):
-            self.feed(event)
-        self.clock.after(TICK_SECONDS, self._tick, self.life)
+            self._handle(event)
+        self.clock.after(TICK_SECONDS + self.late, self._tick, self.life)
 
     def crash(self) -> None:
         if not self.alive:
             return
         self.alive = False
+        self._inbox.clear()
         self.crash_after = None
         self.simulation.say("controller dies")
         for stream in self.streams.values():
@@ -78,8 +82,9 @@ class ControllerHost:
 
     def _tick(self, life: int) -> None:
         if self.alive and self.life == life:
-            self.feed(Tick())
-            self.clock.after(TICK_SECONDS, self._tick, life)
+            self._empty_inbox()
+            self._handle(Tick())
+            self.clock.after(TICK_SECONDS + self.late, self._tick, life)
 
     # ---- events
 
@@ -102,15 +107,28 @@ class ControllerHost:
 
     def wish(self, event: Event) -> None:
         """An operator's wish; the impossible is refused and changes nothing."""
+        self._empty_inbox()
         before = self.job
         try:
-            self.feed(event)
+            self._handle(event)
         except UserError as error:
             self.simulation.say("refused:", error)
             if self.job is not before:
                 self.simulation.watch.violated("a refused wish changed the job", "the controller")
 
     def feed(self, event: Event) -> None:
+        """What comes from outside."""
+        if not self.alive:
+            return
+        self._inbox.append(event)
+        if not self.late:
+            self._empty_inbox()
+
+    def _empty_inbox(self) -> None:
+        while self._inbox:
+            self._handle(self._inbox.pop(0))
+
+    def _handle(self, event: Event) -> None:
         if not self.alive:
             return
         before = self.job

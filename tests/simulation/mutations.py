@@ -12,6 +12,7 @@ from typing import Any
 
 from shoal.core.membership import Membership
 from shoal_controller.core.durable import Durable, Feud
+from shoal_controller.core.job import Listened
 from shoal_controller.core.phases import (
     admission,
     asking,
@@ -24,6 +25,7 @@ from shoal_controller.core.phases import (
     presence,
     recovery,
     running,
+    silence,
     stalled,
     stopped,
 )
@@ -144,9 +146,23 @@ def _has_one_time_for_all_stages(turn: Turn, since: float) -> bool:
 
 HEAR_PLANNED = Membership.hear_planned
 ENTER_VOTE = Membership.enter_vote
+COUNT = silence.count
 EFFECTS_IN_ORDER = Turn.effects_in_order
 IDENTITY = admission._identity
 BEGUN_IN = planned.begun_in
+
+
+def _counts_by_the_clock(turn: Turn) -> None:
+    job = turn.job
+    passed = turn.now - (job.started if job.ticked is None else job.ticked)
+    running, uncut = job.listened
+    turn.change(ticked=turn.now, listened=Listened(running + passed, uncut if silence.cut_off(job) else uncut + passed))
+
+
+def _counts_cuts(turn: Turn) -> None:
+    COUNT(turn)
+    turn.change(listened=Listened(turn.job.listened.running, turn.job.listened.running))
+
 
 MUTATIONS: dict[str, list[Patch]] = {
     "a worker of another run is turned away": [(claims, "other_run", lambda spec, hello: "")],
@@ -169,8 +185,10 @@ MUTATIONS: dict[str, list[Patch]] = {
     "who is one step behind rolls forward": [(asking, "worth", _worth_one_behind_is_nothing)],
     "what is durable is written before anything is said": [(Turn, "effects_in_order", _says_before_it_stores)],
     "a second process with a living member's id is refused": [(admission, "_identity", _gives_ids_twice)],
-    "most are silent: nobody is counted out": [(presence, "cut_off", lambda job, now: False)],
-    "within reconnect_seconds nobody is counted out": [(presence, "reconnecting", lambda turn: False)],
+    "most are silent: nobody is counted out": [(silence, "cut_off", lambda job: False)],
+    "within reconnect_seconds nobody is counted out": [(silence, "reconnecting", lambda turn: False)],
+    "silence is counted in the controller's own running time": [(silence, "count", _counts_by_the_clock)],
+    "the time of a cut is nobody's silence": [(silence, "count", _counts_cuts)],
     "a stale worker is dismissed only after a commit": [(running, "_dismiss_the_stale", _dismisses_early)],
     "a plan is void once another generation is current": [(planned, "begun_in", _keeps_void_plans)],
     "the same pair is counted out only after two generations": [(feuds, "judge", _one_break_is_enough)],
@@ -183,7 +201,7 @@ MUTATIONS: dict[str, list[Patch]] = {
         (feuds, "_broken_in_training", _hears_of_the_new_world_only)
     ],
     "whether steps run is part of the plan": [(asking, "steps_run", lambda turn, members: True)],
-    "silence for stall_seconds counts out though most are silent": [(presence, "_is_gone", lambda turn, worker: False)],
+    "silence for stall_seconds counts out though most are silent": [(presence, "_gone_for_good", lambda turn: [])],
     "all go back to the newest checkpoint that anybody knows": [(checkpoints, "latest", _oldest)],
     "a checkpoint that cannot be read is not named again": [(checkpoints, "damaged", lambda turn, attempt: "")],
     "who was not there when all went back changes nothing any more": [

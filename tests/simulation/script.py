@@ -184,6 +184,8 @@ class Script:
             self._wait("the controller's death", lambda: not host.alive)
         elif what == "dies":
             host.crash()
+        elif what == "late":  # by SECONDS with every tick
+            host.late = float(words[0])
         else:
             host.start()
 

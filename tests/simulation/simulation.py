@@ -57,6 +57,8 @@ class Simulation:
         self.feuds: set[frozenset[int]] = set()
         self.launcher = Launcher(self)
         self.host = ControllerHost(self)
+        if not self.still:
+            self.host.late = Random(f"{seed} late").choice((0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.6, 1.5))
 
     # ---- the log
 

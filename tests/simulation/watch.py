@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 UNREACHABLE_SECONDS = 0.9
 """After so long a silence must have been seen."""
 
+WELL_SECONDS = 3.0
+"""Whoever could be reached for so long has been heard."""
+
 
 class Violation(Exception):
     """An invariant is broken: the first word is the invariant, the log tells how."""
@@ -236,6 +239,9 @@ class Watch:
         now = self.simulation.clock.now
         if now - after.started < self.simulation.spec.reconnect_seconds:
             self.violated("a worker was counted out though the controller had just started", *lost)
+        well = [worker for worker in lost if self._beats(before, worker)]
+        if well:
+            self.violated("a worker that beats was counted out", *well)
         here = [record for record in old.values() if record.serves and record.incarnation]
         since = {record.worker: self.simulation.processes[record.incarnation].unreachable_since for record in here}
         silent = [worker for worker, at in since.items() if at < now - UNREACHABLE_SECONDS]
@@ -243,6 +249,14 @@ class Watch:
         gone = [worker for worker in silent if since[worker] < now - long]
         if 2 * len(silent) > len(here) and set(lost) & set(silent) - set(gone):
             self.violated("a worker was counted out though most were silent", *lost)
+
+    def _beats(self, job: Job, worker: str) -> bool:
+        """Whether it has been well for a while, and has a stream."""
+        process = self.simulation.processes[job.durable.roster[worker].incarnation]
+        now, known = self.simulation.clock.now, job.processes.get(worker)
+        reachable = process.alive and process.unreachable_since > now
+        long = process.reachable_since < now - WELL_SECONDS - 2 * self.simulation.host.late
+        return reachable and long and known is not None and known.connection is not None
 
     def _gave_up(self, before: Job, after: Job, event: Event, what: str) -> None:
         """Only where no process that lives has the blocks, `stall_seconds` are over, or an operator said so."""

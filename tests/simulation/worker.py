@@ -33,6 +33,7 @@ class SimWorker:
         self.membership = Membership("", self.incarnation)
         self.alive, self.frozen, self.cut = True, False, False
         self._silent_at = NEVER
+        self.reachable_since = self.clock.now
         self.died_at: float | None = None
         self.lost_after = 0.0
         self.exit_code: int | None = None
@@ -73,6 +74,8 @@ class SimWorker:
         """The network between it and the controller."""
         if cut and not self.cut and not self.frozen:
             self._silent_at = self.clock.now
+        if self.cut and not cut:
+            self.reachable_since = self.clock.now
         self.cut = cut
 
     def freeze(self) -> None:
@@ -83,6 +86,7 @@ class SimWorker:
 
     def thaw(self) -> None:
         self.frozen = False
+        self.reachable_since = self.clock.now
         self.say("thaws", self.where())
         backlog, self._backlog = self._backlog, []
         for call, args in backlog:

@@ -22,7 +22,7 @@ class Silence:
     def __init__(self, **spec):
         spec = {"heartbeat_seconds": 1.0, "reconnect_seconds": 0.5, **spec}
         self.job, self.now, self.sequence = new_job(JobSpec("job", 3, **spec), 0.0), 0.0, 0
-        self.happened = []
+        self.happened, self.told = [], []
         for number, worker in enumerate(("w0", "w1", "w2")):
             hello = Hello(
                 PROTOCOL_VERSION, "job", worker, f"{worker}.1", "127.0.0.1:9", "host", 1, "", MADE_OF, REHEARSING
@@ -35,6 +35,8 @@ class Silence:
         for effect in effects:
             if isinstance(effect, Note) and effect.worker == "w0":
                 self.happened.append((round(self.now, 1), effect.kind))
+            elif isinstance(effect, Note) and effect.kind in ("silent", "heard"):
+                self.told.append(effect.message)
             elif isinstance(effect, Send) and effect.connection == 0 and isinstance(effect.message, Ping):
                 self.happened.append((round(self.now, 1), "ping"))
 
@@ -89,11 +91,46 @@ def test_healthy_workers_are_not_asked():
     assert world.happened == [(0.0, "joined")]
 
 
-def test_a_silent_majority_is_asked_and_suspected_but_not_counted_out():
-    world = Silence()
+def test_a_silent_majority_is_neither_suspected_nor_counted_out_and_the_job_says_why_it_waits():
+    world = Silence(stall_seconds=100.0)
     world.last(6.0, beating=(2,))
-    assert world.happened == [(0.0, "joined"), (2.4, "ping"), (3.1, "suspected")]
-    assert world.states == [State.SUSPECTED, State.SUSPECTED, State.STARTING]
+    assert world.happened == [(0.0, "joined")]
+    assert world.states == [State.STARTING] * 3
+    says = "2 of 3 workers are silent (w0 for 6 s, w1 for 6 s); nobody is counted out, because the controller may be"
+    assert says in view(world.job, world.now).reason
+    assert "Waiting for up to 94 s more" in view(world.job, world.now).reason
+    assert len(world.told) == 1 and world.told[0].startswith("2 of 3 workers are silent (w0 for 3 s, w1 for 3 s)")
+
+
+def test_as_most_are_heard_again_the_time_of_the_cut_is_nobodys_silence():
+    world = Silence()
+    world.last(20.0, beating=())
+    world.last(1.25, beating=(1, 2))
+    world.last(1.0, beating=(0, 1, 2))
+    assert world.happened == [(0.0, "joined"), (21.2, "ping")]
+    assert world.told[1:] == ["at least half of the workers are heard again, or known to be dead"]
+    assert "silent" not in view(world.job, world.now).reason
+
+
+def test_a_controller_that_was_stopped_counts_nobody_out_for_its_own_absence():
+    world = Silence()
+    world.last(1.0, beating=(0, 1, 2))
+    world.now += 60.0
+    world.feed(Tick())
+    world.last(1.0, beating=(0, 1, 2))
+    assert world.happened == [(0.0, "joined")]
+
+
+def test_a_controller_whose_every_tick_is_late_still_counts_a_frozen_worker_out():
+    world = Silence()
+    for _ in range(4):
+        world.now += 7.0
+        world.beat(1, 2)
+        world.feed(Tick())
+    assert [kind for _, kind in world.happened] == ["joined", "ping", "suspected", "lost"]
+    assert [record.standing for record in world.job.durable.roster.values()] == [
+        Standing.LOST, Standing.HERE, Standing.HERE,
+    ]  # fmt: skip
 
 
 def test_whose_stream_broke_is_asked_for_with_every_tick_at_first_and_then_once_a_second():

@@ -244,6 +244,23 @@ async def test_a_tick_never_overtakes_what_was_heard_before_it(tmp_path):
         assert order == ["save"] * 5 + ["tick", "save"]
 
 
+@asynchronous
+async def test_a_tick_that_comes_late_is_handled_after_all_that_was_heard_meanwhile(tmp_path):
+    order, ticked = [], asyncio.Event()
+    machine = SmallMachine(
+        {Tick: lambda *_: ticked.set() or order.append("tick") or (), Save: lambda *_: order.append("save") or ()}
+    )
+    async with running(tmp_path, machine) as world:
+        await world.shell.create(SPEC)
+        await world.shell.submit("train", Save())
+        order.clear()
+        ticked.clear()
+        saves = [asyncio.ensure_future(world.shell.submit("train", Save())) for _ in range(5)]
+        world.shell._runners["train"].tick()  # it stands in line before them: the loop has not come to them yet
+        await asyncio.gather(*saves, ticked.wait())
+        assert order[:6] == ["save"] * 5 + ["tick"]
+
+
 # ---- names
 
 

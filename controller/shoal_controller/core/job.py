@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from shoal_protos.messages import Change, Inventory, Status, Telemetry
 from shoal_protos.plan import Plan, Reason, WorkerId
@@ -19,11 +20,24 @@ from shoal_controller.core.figures import Figures
 from shoal_controller.core.spec import JobSpec
 
 
+class Listened(NamedTuple):
+    """How long this controller has listened; see `phases/silence.py`."""
+
+    running: float = 0.0
+    """Seconds of its own running time."""
+    uncut: float = 0.0
+    """The same without the time in which most workers were silent."""
+
+
+NEVER_LISTENED = Listened()
+
+
 @dataclass(frozen=True, slots=True)
 class Pinged:
     """A worker that had fallen silent was asked directly."""
 
     at: float
+    """In seconds, as `Listened.uncut`."""
     suspected: bool = False
     """It has missed its heartbeats since, and people were told."""
 
@@ -38,6 +52,8 @@ class Process:
     status: Status
     heard: float
     """When anything was last heard of it."""
+    heard_at: Listened = NEVER_LISTENED
+    """What `Job.listened` was then."""
     cut: float | None = None
     """When its stream broke."""
     telemetry: Telemetry = field(default_factory=Telemetry)
@@ -131,6 +147,12 @@ class Job:
     durable: Durable
     started: float
     """When this controller's life began."""
+    ticked: float | None = None
+    """When the last tick came."""
+    listened: Listened = NEVER_LISTENED
+    """In this life, up to the last tick."""
+    doubted: bool = False
+    """Most workers are silent, and people were told."""
     processes: Mapping[WorkerId, Process] = field(default_factory=dict)
     connections: Mapping[int, WorkerId] = field(default_factory=dict)
     probed: Mapping[WorkerId, float] = field(default_factory=dict)

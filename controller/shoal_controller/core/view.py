@@ -8,7 +8,7 @@ from shoal_protos.runs import NO_BLOCKS, every, union
 
 from shoal_controller.core.durable import Record, Resize, Standing
 from shoal_controller.core.job import Job, Process
-from shoal_controller.core.phases import waiting
+from shoal_controller.core.phases import silence, waiting
 from shoal_controller.core.phases.known import shown_step, step_seconds_median
 from shoal_controller.core.spec import JobView, Phase, ResizeView, State, WorkerView
 
@@ -31,7 +31,7 @@ def view(job: Job, now: float) -> JobView:
         loss=_loss(job, members),
         last_checkpoint_step=durable.checkpoints[0].step if durable.checkpoints else None,
         checkpoints=durable.checkpoints,
-        reason="; ".join(filter(None, (reason(job, now), exactness(job)))),
+        reason="; ".join(filter(None, (reason(job, now), silence.doubt(job, now), exactness(job)))),
         workers=tuple(_worker(job, record, now) for record in durable.roster.values()),
         unmirrored_blocks=_unmirrored(durable.current),
         figures=durable.figures,

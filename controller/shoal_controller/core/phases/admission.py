@@ -143,11 +143,18 @@ def _take_in(turn: Turn, worker: WorkerId, event: Connected) -> None:
     if before is not None and before.connection not in (None, event.connection):
         turn.do(Close(before.connection))
     connections = {number: owner for number, owner in turn.job.connections.items() if owner != worker}
-    process = Process(worker, event.connection, hello.status, turn.now)
+    process = Process(worker, event.connection, hello.status, turn.now, turn.job.listened)
     if before is not None:
         kept = hello.status if hello.status.sequence >= before.status.sequence else before.status
         process = replace(
-            before, connection=event.connection, status=kept, heard=turn.now, cut=None, pinged=None, told=("", 0, 0.0)
+            before,
+            connection=event.connection,
+            status=kept,
+            heard=turn.now,
+            heard_at=turn.job.listened,
+            cut=None,
+            pinged=None,
+            told=("", 0, 0.0),
         )
     turn.change(
         connections={**connections, event.connection: worker},

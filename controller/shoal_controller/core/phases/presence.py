@@ -14,8 +14,8 @@ from shoal_protos.plan import WorkerId
 from shoal_controller.core.durable import Record, Standing
 from shoal_controller.core.effects import Probe
 from shoal_controller.core.events import Disconnected, Exited, Probed, Spawned
-from shoal_controller.core.job import Job, Pinged, Process
-from shoal_controller.core.phases import population
+from shoal_controller.core.job import Pinged, Process
+from shoal_controller.core.phases import population, silence
 from shoal_controller.core.phases.current import is_member
 from shoal_controller.core.turn import Turn
 
@@ -107,9 +107,10 @@ def watch(turn: Turn) -> None:
             process = turn.process(worker)
             if process is None or process.connection is None:
                 _probe(turn, worker)
-    if not reconnecting(turn):
-        doubted = cut_off(turn.job, turn.now)
-        _count_out(turn, [worker for worker in _unanswering(turn) if not doubted or _is_gone(turn, worker)])
+    silence.count(turn)
+    if not silence.reconnecting(turn):
+        silence.tell(turn)
+        _count_out(turn, _gone_for_good(turn) if silence.cut_off(turn.job) else _unanswering(turn))
 
 
 def _death_matters(turn: Turn, record: Record) -> bool:
@@ -120,16 +121,6 @@ def _death_matters(turn: Turn, record: Record) -> bool:
     return record.ending is None or any(is_member(plan, record.worker) for plan in worlds)
 
 
-def reconnecting(turn: Turn) -> bool:
-    """● Within `reconnect_seconds` of a controller's start nobody is counted out."""
-    return turn.now - turn.job.started < turn.spec.reconnect_seconds
-
-
-def heard(job: Job, worker: WorkerId) -> float:
-    process = job.processes.get(worker)
-    return process.heard if process is not None else job.started
-
-
 def suspect_seconds(turn: Turn) -> float:
     return turn.spec.heartbeat_seconds * turn.spec.suspect_after
 
@@ -138,30 +129,15 @@ def ask_seconds(turn: Turn) -> float:
     return turn.spec.heartbeat_seconds * max(ASK_AFTER, turn.spec.suspect_after - ASK_AHEAD)
 
 
-def cut_off(job: Job, now: float) -> bool:
-    """● Whether more than half of the job's workers that are not confirmed dead are silent: it is us, not them."""
-    durable = job.durable
-    counting = [record for record in durable.roster.values() if _counts(job, record)]
-    quiet_seconds = 1.5 * durable.spec.heartbeat_seconds
-    silent = [record for record in counting if now - heard(job, record.worker) > quiet_seconds]
-    return 2 * len(silent) > len(counting)
-
-
-def _is_gone(turn: Turn, worker: WorkerId) -> bool:
-    """Whether it has been silent for `stall_seconds` while others are heard: hosts that vanish never refuse, and a wait
-    for most of a job's workers must end too. Where nobody is heard there is nobody to go on with.
+def _gone_for_good(turn: Turn) -> list[WorkerId]:
+    """While most are silent: who has been so for `stall_seconds`, and others are heard. Hosts that vanish never refuse,
+    and a wait for most of a job's workers must end too. Where nobody is heard there is nobody to go on with.
     """
-    others = any(turn.now - process.heard <= suspect_seconds(turn) for process in turn.serving())
-    return others and turn.now - heard(turn.job, worker) > turn.spec.stall_seconds
-
-
-def _counts(job: Job, record: Record) -> bool:
-    """Whether a worker is one of the job's for the rule of the silent majority: one that is stale is not any more."""
-    if record.ending is not None or record.standing is Standing.DEAD or not record.incarnation:
-        return False
-    process = job.processes.get(record.worker)
-    stale = process is not None and 0 < process.status.generation < job.durable.committed_in
-    return record.standing is Standing.HERE or not stale
+    quiet = silence.silent(turn.job)
+    if all(process.worker in quiet for process in turn.serving()):
+        return []
+    due = turn.now - turn.spec.stall_seconds
+    return [worker for worker in quiet if turn.record(worker).serves and silence.last_heard(turn.job, worker) < due]
 
 
 def _unanswering(turn: Turn) -> list[WorkerId]:
@@ -170,7 +146,7 @@ def _unanswering(turn: Turn) -> list[WorkerId]:
     for worker, record in turn.durable.roster.items():
         if not record.serves or not record.incarnation:
             continue
-        seconds = turn.now - heard(turn.job, worker)
+        seconds = silence.silence(turn.job, worker)
         process = turn.process(worker)
         if process is None or process.connection is None:
             if seconds > suspect_seconds(turn):
@@ -184,7 +160,7 @@ def _unanswering(turn: Turn) -> list[WorkerId]:
 
 
 def _ask(turn: Turn, worker: WorkerId) -> None:
-    turn.see(worker, pinged=Pinged(turn.now))
+    turn.see(worker, pinged=Pinged(turn.job.listened.uncut))
     turn.say(worker, Ping(turn.job.next_ask, turn.durable.number))
     turn.change(next_ask=turn.job.next_ask + 1)
 
@@ -192,17 +168,17 @@ def _ask(turn: Turn, worker: WorkerId) -> None:
 def _suspect(turn: Turn, process: Process, pinged: Pinged) -> bool:
     """It has missed its heartbeats: says so, once. Whether its time to answer is over too."""
     if not pinged.suspected:
-        silence, asked = turn.now - process.heard, turn.now - pinged.at
-        what = f"worker {process.worker} has been silent for {silence:.1f} s, and does not answer since {asked:.1f} s"
+        seconds, asked = silence.silence(turn.job, process.worker), turn.job.listened.uncut - pinged.at
+        what = f"worker {process.worker} has been silent for {seconds:.1f} s, and has not answered for {asked:.1f} s"
         turn.note("suspected", what, process.worker)
         turn.see(process.worker, pinged=replace(pinged, suspected=True))
-    return turn.now - pinged.at >= PING_SECONDS
+    return turn.job.listened.uncut - pinged.at >= PING_SECONDS
 
 
 def _count_out(turn: Turn, workers: list[WorkerId]) -> None:
     for worker in workers:
-        silence = turn.now - heard(turn.job, worker)
-        why = f"silent for {silence:.1f} s and no answer to a ping (suspected after {suspect_seconds(turn):g} s)"
+        seconds = turn.now - silence.last_heard(turn.job, worker)
+        why = f"silent for {seconds:.1f} s and no answer to a ping (suspected after {suspect_seconds(turn):g} s)"
         turn.mark(worker, standing=Standing.LOST, why=why)
         turn.note("lost", f"worker {worker} on {turn.record(worker).host} is counted out: {why}", worker)
 

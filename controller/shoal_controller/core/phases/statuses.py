@@ -46,7 +46,7 @@ def said(turn: Turn, event: Said) -> bool:
 
 def lively(turn: Turn, worker: WorkerId, **seen: Telemetry) -> None:
     """Something was heard: the process lives, whatever was thought of it."""
-    turn.see(worker, heard=turn.now, pinged=None, **seen)
+    turn.see(worker, heard=turn.now, heard_at=turn.job.listened, pinged=None, **seen)
     record = turn.record(worker)
     if record.standing is not Standing.HERE and record.ending is None:
         turn.note("returned", f"worker {worker} is back; it was counted out: {record.why}", worker)
