@@ -11,13 +11,11 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from shoal_protos.errors import StoreError
 
 from shoal_controller import logs
 from shoal_controller.api.app import ApiSettings, build_app
-from shoal_controller.api.guard import is_here
 from shoal_controller.api.web import Web
 from shoal_controller.launchers.local import LocalLauncher, Surroundings
 from shoal_controller.machinery import CoreMachine
@@ -26,7 +24,7 @@ from shoal_controller.probes import refuses
 from shoal_controller.seams import Outside
 from shoal_controller.sessions.service import SessionService
 from shoal_controller.sessions.settings import SessionSettings
-from shoal_controller.settings import Settings, inherited_environment, joined_address, split_address
+from shoal_controller.settings import Settings, inherited_environment, is_here, joined_address, split_address
 from shoal_controller.shell import Shell
 from shoal_controller.store.open import open_store
 
@@ -58,9 +56,10 @@ async def running(settings: Settings) -> AsyncIterator[Server]:
         sessions = SessionService(shell, _session_settings(settings))
         ends.push_async_callback(sessions.stop)
         grpc = joined_address(split_address(settings.grpc)[0], sessions.bind(settings.grpc))
-        launcher = LocalLauncher(_folder(settings), _surroundings(settings, grpc), shell.submit)
+        launcher = LocalLauncher(settings.folder, _surroundings(settings, grpc), shell.submit)
         ends.push_async_callback(launcher.close)
-        shell.connect(Outside(sessions, refuses, {"local": launcher}))
+        launchers = {"local": launcher} if "local" in settings.allowed_launchers else {}
+        shell.connect(Outside(sessions, refuses, launchers))
         metrics.show(Sources(shell.jobs, lambda: not shell.stopped.done(), sessions.states))
         ends.push_async_callback(shell.stop)
         await shell.start()
@@ -80,7 +79,8 @@ def _session_settings(settings: Settings) -> SessionSettings:
 
 def _api_settings(settings: Settings) -> ApiSettings:
     token = None if settings.token is None else settings.token.get_secret_value()
-    return ApiSettings(settings.default_workers, token, is_here(split_address(settings.http)[0]))
+    here_only = is_here(split_address(settings.http)[0])
+    return ApiSettings(settings.default_workers, token, here_only, settings.allowed_launchers)
 
 
 def _surroundings(settings: Settings, grpc: str) -> Surroundings:
@@ -89,11 +89,6 @@ def _surroundings(settings: Settings, grpc: str) -> Surroundings:
     near = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     token = None if settings.token is None else settings.token.get_secret_value()
     return Surroundings(joined_address(near, port), token, inherited_environment())
-
-
-def _folder(settings: Settings) -> Path:
-    """Where logs of local workers go: beside the store."""
-    return Path(settings.store.partition(":")[2]).resolve()
 
 
 @contextmanager

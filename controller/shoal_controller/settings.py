@@ -5,12 +5,13 @@ Nothing inside reads the environment. What is wrong with a setting is said in on
 
 from __future__ import annotations
 
+import ipaddress
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, SecretStr, ValidationError, field_validator
+from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from shoal_protos.errors import UserError
 
@@ -33,8 +34,16 @@ class Settings(BaseSettings):
     """Where workers connect to, `HOST:PORT`; port 0 picks a free one."""
     store: str = "embedded:.shoal"
     """Where state is kept: `embedded:DIR`."""
+    data: Path | None = None
+    """Folder of workers' logs and process records, and of the token that `run` and `demo` make. Default: the embedded
+    store's, else `.shoal`."""
     token: SecretStr | None = None
-    """Requests and workers must show it. Default: none is asked for."""
+    """Operators' bearer token: REST asks for it; workers show it, or one of their job's that `shoal token` derives from
+    it. Default: none is asked for; `run` and `demo` make one."""
+    open: bool = False
+    """Serve addresses beyond this machine although nobody has to show a token or a certificate. Default false."""
+    launchers: str = "local,none"
+    """Which launchers jobs may name, separated by commas: what may start processes."""
     grpc_certificate: Path | None = None
     """PEM file of the gRPC port's certificate chain; with key and client_ca the port speaks mutual TLS only."""
     grpc_key: Path | None = None
@@ -66,6 +75,37 @@ class Settings(BaseSettings):
             raise ValueError("SHOAL_TOKEN has characters that no HTTP header can carry; use printable ones")
         return token if token is not None and token.get_secret_value() else None
 
+    @field_validator("launchers")
+    @classmethod
+    def _launchers_that_exist(cls, launchers: str) -> str:
+        for name in launchers.split(","):
+            if name.strip() not in ("local", "none"):
+                raise ValueError(f"SHOAL_LAUNCHERS names {name.strip()!r}; allowed are local and none")
+        return launchers
+
+    @model_validator(mode="after")
+    def _nobody_comes_in_unasked(self) -> Settings:
+        """● What is reached from elsewhere asks for a token (gRPC: or certificates), unless it is to be open."""
+        if self.open or self.token is not None:
+            return self
+        doors = [("http", self.http)] + ([] if self.grpc_client_ca else [("grpc", self.grpc)])
+        for name, address in doors:
+            if not is_here(split_address(address)[0]):
+                raise ValueError(
+                    f"--{name} {address} is reached from other machines and nobody would have to show a token: set "
+                    "SHOAL_TOKEN (gRPC: or certificates), listen on 127.0.0.1, or say --open to let everybody in"
+                )
+        return self
+
+    @property
+    def allowed_launchers(self) -> frozenset[str]:
+        return frozenset(name.strip() for name in self.launchers.split(","))
+
+    @property
+    def folder(self) -> Path:
+        """Where logs, process records and the token are."""
+        return data_folder(self.store, self.data)
+
     @property
     def default_workers(self) -> int:
         """Workers wanted by a job that does not say: one per CUDA device."""
@@ -90,6 +130,23 @@ def joined_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def data_folder(store: str | None, data: Path | None) -> Path:
+    """See `Settings.data`."""
+    kind, _, folder = (store or Settings.model_fields["store"].default).partition(":")
+    return (data or Path(folder if kind == "embedded" and folder else ".shoal")).resolve()
+
+
+def is_here(host: str) -> bool:
+    """Whether an address is reached from this machine only."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 def inherited_environment() -> Mapping[str, str]:
-    """The controller's own environment, which local workers inherit."""
-    return dict(os.environ)
+    """The controller's own environment, which local workers inherit, without what is the controller's alone."""
+    own = {f"SHOAL_{name.upper()}" for name in Settings.model_fields} | {"SHOAL_URL"}
+    return {name: value for name, value in os.environ.items() if name not in own}

@@ -34,6 +34,20 @@ SETTINGS = """\
 
 Environment variables; a flag of the command wins.
 """
+DOOR = """\
+## Who may do what
+
+Whoever may submit a job runs commands as the controller's user. So what is reached from other machines asks for a
+token; REST behind a proxy that speaks TLS, since the token travels as it is. The operators' token (`SHOAL_TOKEN`) opens
+everything; `shoal token JOB` derives one from it that opens the sessions of that job's workers only, and a launcher
+gives its workers such a one. It is no wall between a script and the user who runs it: local workers are processes of
+the controller's user, who can read that user's files. `SHOAL_LAUNCHERS=none` keeps a controller from starting any.
+
+`shoal run` and `shoal demo` make a token where `SHOAL_TOKEN` is unset, in `token` of their data folder. The commands
+look there: in `$SHOAL_DATA`, else in `.shoal` of the current folder, and only for a controller of this machine.
+
+Requests that a browser sends for a page of another site are refused.
+"""
 JOB = """\
 ## A job's specification
 
@@ -54,7 +68,7 @@ At `/metrics`, for Prometheus. What belongs to a job has the label `job_name`.
 
 def page() -> str:
     """The whole page."""
-    parts = [OPENING, SETTINGS, *settings(), "", JOB, *job(), "", REST, *routes(), "", METRICS, *metrics(), ""]
+    parts = [OPENING, SETTINGS, *settings(), "", DOOR, JOB, *job(), "", REST, *routes(), "", METRICS, *metrics(), ""]
     return "\n".join(parts)
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import httpx
 import psutil
 import pytest
 from integration.cluster import Cluster, free_port, undisturbed, until
+from shoal_controller.tokens import token_of_job
 
 SHOAL = str(Path(sys.executable).with_name("shoal"))
 TESTS = Path(__file__).resolve().parents[1]
@@ -49,11 +51,16 @@ class Command:
         addresses = dict(part.split("=") for part in self.first_line.split())
         return f"http://{addresses['http']}/v1"
 
+    def get(self, path: str) -> Any:
+        token = self.folder / ".shoal/token"
+        headers = {"authorization": f"Bearer {token.read_text().strip()}"} if token.exists() else {}
+        return httpx.get(f"{self.rest}{path}", trust_env=False, headers=headers).json()
+
     def job(self, name: str = "train") -> dict[str, Any]:
-        return dict(httpx.get(f"{self.rest}/jobs/{name}", trust_env=False).json())
+        return dict(self.get(f"/jobs/{name}"))
 
     def workers(self, name: str = "train") -> list[dict[str, Any]]:
-        return list(httpx.get(f"{self.rest}/jobs/{name}/workers", trust_env=False).json().get("workers", []))
+        return list(self.get(f"/jobs/{name}/workers").get("workers", []))
 
     def wait_step(self, step: int) -> None:
         until(f"step {step}", lambda: self.job().get("step", 0) >= step)
@@ -124,6 +131,22 @@ def test_run_again_after_kill_9_goes_on_with_the_same_workers(tmp_path: Path) ->
     assert code == 0, told
     assert "job train goes on at step " in told
     assert json.loads((tmp_path / "report.json").read_text())["fingerprint"] == undisturbed(options)
+
+
+def test_run_makes_itself_a_token_and_its_workers_get_one_that_commands_nothing(tmp_path: Path) -> None:
+    script = "import os, signal\nprint(os.environ['SHOAL_TOKEN'], flush=True)\nsignal.pause()"
+    with running(tmp_path, LONG, "--workers", "1", script=script) as command:
+        log = tmp_path / ".shoal/jobs/train/w0.log"
+        shown = until("its worker's token", lambda: log.exists() and log.read_text().strip())
+        own = (tmp_path / ".shoal/token").read_text().strip()
+        assert stat.S_IMODE((tmp_path / ".shoal/token").stat().st_mode) == 0o600
+        assert shown == token_of_job(own, "train")
+        answers = [
+            httpx.delete(f"{command.rest}/jobs/train", trust_env=False, headers=headers).status_code
+            for headers in ({}, {"authorization": f"Bearer {shown}"}, {"authorization": f"Bearer {own}"})
+        ]
+        assert answers == [401, 401, 202]
+        assert command.end()[0] == 1
 
 
 def test_a_failing_script_is_exit_1_with_its_last_words(tmp_path: Path) -> None:

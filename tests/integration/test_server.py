@@ -127,7 +127,7 @@ async def test_a_port_in_use_is_refused_and_everything_let_go(tmp_path, free_por
 @asynchronous
 async def test_an_address_of_another_machine_is_refused(tmp_path, http):
     with pytest.raises(UserError, match=f"cannot listen for REST on {http}: .*; give another --http HOST:PORT"):
-        async with running(settings(tmp_path, http=http)):
+        async with running(settings(tmp_path, http=http, token="secret")):
             raise AssertionError("it started")
 
 

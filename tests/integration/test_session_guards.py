@@ -13,6 +13,7 @@ from certificates import authority, certificate
 from integration.session_port import HELLO, SECONDS, WELCOME, Port, Worker, hears_only, on_port
 from pydantic import SecretStr, ValidationError
 from shoal_controller.sessions.settings import SessionSettings
+from shoal_controller.tokens import token_of_job
 from shoal_protos.channel import MAX_MESSAGE_BYTES, METHOD
 from shoal_protos.errors import UserError
 from shoal_protos.messages import (
@@ -60,16 +61,29 @@ def test_noise_on_the_raw_socket_harms_nothing() -> None:
 
 def test_only_who_shows_the_token_is_heard() -> None:
     async def scene(port: Port) -> None:
-        for token, found in ((None, "no token"), ("guess", "another token"), ("", "another token")):
+        forged = token_of_job("guess", "demo")
+        for token, found in ((None, "no token"), ("guess", "another token"), ("", "another token"),
+                             (forged, "another token")):  # fmt: skip
             async with port.worker(token) as worker:
                 await worker.say(HELLO)
-                sentence = f"the worker showed {found}; set SHOAL_TOKEN to this controller's token"
+                sentence = f"the worker showed {found}; set SHOAL_TOKEN to what `shoal token JOB` prints there"
                 await hears_only(worker, Refusal(sentence))
                 assert await worker.code() is grpc.StatusCode.PERMISSION_DENIED
         assert port.jobs.heard.empty()
-        async with port.worker("secret") as worker:
+        for token in ("secret", token_of_job("secret", "demo")):
+            async with port.worker(token) as worker:
+                await worker.say(HELLO)
+                assert await worker.hear() == WELCOME
+
+    on_port(scene, token=SecretStr("secret"))
+
+
+def test_a_token_for_the_workers_of_one_job_opens_no_other() -> None:
+    async def scene(port: Port) -> None:
+        async with port.worker(token_of_job("secret", "other")) as worker:
             await worker.say(HELLO)
-            assert await worker.hear() == WELCOME
+            await hears_only(worker, Refusal("the worker shows a token of job other and says hello to job demo"))
+        assert port.jobs.heard.empty()
 
     on_port(scene, token=SecretStr("secret"))
 

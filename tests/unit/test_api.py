@@ -18,6 +18,7 @@ from shoal_controller.core.events import DrainWorker, Pause, Resume, Save
 from shoal_controller.core.spec import JobSpec, Phase, ResizeView, State, WorkerView
 from shoal_controller.shell import Shell
 from shoal_controller.store.open import open_store
+from shoal_controller.tokens import token_of_job
 from shoal_protos.checkpoint import Sighting
 from small_machine import SmallMachine, Written
 
@@ -367,6 +368,7 @@ async def test_the_documentation_is_served(tmp_path):
         ("Bearer nope", "another token"),
         ("Basic c2VjcmV0", "another token"),
         ("Bearer sécret", "another token"),
+        (f"Bearer {token_of_job('secret', 'demo')}", "a token for workers, which is not one for operators"),
     ],
 )
 @asynchronous
@@ -378,7 +380,7 @@ async def test_without_the_token_only_health_and_documentation_answer(tmp_path, 
             assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
             assert answer.json()["detail"] == (
                 f"the request shows {found}; send the header `Authorization: Bearer TOKEN` "
-                "with the controller's SHOAL_TOKEN"
+                "with the controller's SHOAL_TOKEN (`shoal run` keeps its own in .shoal/token where it was started)"
             )
         for path in ("/healthz", "/readyz", "/docs", "/openapi.json"):
             assert (await api.client.get(path, headers=headers)).status_code == 200
@@ -402,6 +404,67 @@ async def test_this_machine_has_several_names(tmp_path, host):
 async def test_a_port_that_is_open_to_others_answers_to_any_name(tmp_path):
     async with serving(tmp_path, ApiSettings(2, here_only=False)) as api:
         assert await api.ask("GET", "/v1/jobs", headers={"host": "node7.cluster"}) == {"jobs": []}
+
+
+ELSEWHERE = {"origin": "https://example.org"}
+FOREIGN = [
+    ELSEWHERE,
+    {"origin": "null"},
+    {"origin": "http://127.0.0.1:3000"},
+    {"origin": "http://127.0.0.1:7070.example.org"},
+    {"origin": "http://example.org@127.0.0.1:7070"},
+    {"sec-fetch-site": "cross-site"},
+    {"sec-fetch-site": "same-site"},
+]
+
+
+@pytest.mark.parametrize("headers", FOREIGN)
+@pytest.mark.parametrize("door", [ApiSettings(2), ApiSettings(2, token="secret"), ApiSettings(2, here_only=False)])
+@asynchronous
+async def test_what_a_browser_sends_for_another_sites_page_is_refused(tmp_path, headers, door):
+    async with serving(tmp_path, door) as api:
+        given = headers | {"host": "127.0.0.1:7070", "authorization": "Bearer secret"}
+        for method, path in (("POST", "/v1/jobs/demo/pause"), ("GET", "/v1/jobs"), ("GET", "/metrics")):
+            answer = await api.client.request(method, path, headers=given)
+            assert answer.status_code == 403
+            assert answer.json()["detail"] == (
+                f"the request comes from a web page of {headers.get('origin', 'another site')}; "
+                "a controller answers to programs and to its own pages only"
+            )
+
+
+@asynchronous
+async def test_a_name_that_anybody_can_give_this_address_makes_no_page_its_own(tmp_path):
+    rebound = {"origin": "http://example.org:7070", "host": "example.org:7070"}
+    async with serving(tmp_path, ApiSettings(2, here_only=False)) as api:
+        assert (await api.client.post("/v1/jobs/demo/pause", headers=rebound)).status_code == 403
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"origin": "http://127.0.0.1:7070", "host": "127.0.0.1:7070", "sec-fetch-site": "same-origin"},
+        {"origin": "http://[::1]:7070", "host": "[::1]:7070"},
+        {"sec-fetch-site": "none"},
+        {},
+    ],
+)
+@asynchronous
+async def test_its_own_pages_and_programs_are_answered(tmp_path, headers):
+    async with serving(tmp_path) as api:
+        assert await api.ask("GET", "/v1/jobs", headers=headers) == {"jobs": []}
+
+
+@asynchronous
+async def test_a_launcher_that_is_not_allowed_starts_nothing(tmp_path):
+    async with serving(tmp_path, ApiSettings(2, launchers=frozenset({"none"}))) as api:
+        body = {"job": "demo", "launcher": "local", "command": ["id"]}
+        answer = await api.client.post("/v1/jobs", json=body)
+        assert (answer.status_code, answer.json()["detail"]) == (
+            403,
+            "launcher is local; this controller allows none (its SHOAL_LAUNCHERS)",
+        )
+        assert await api.ask("GET", "/v1/jobs") == {"jobs": []}
 
 
 @asynchronous

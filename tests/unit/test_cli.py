@@ -17,20 +17,22 @@ from typing import Any, ClassVar
 import pytest
 import typer
 from shoal_controller.cli import endings, main
+from shoal_controller.cli.client import Client
 from shoal_controller.cli.endings import ending
 from shoal_controller.cli.progress import Rate
 from shoal_controller.cli.run import name_of, own
 from shoal_controller.cli.submit import read_spec
 from shoal_controller.cli.tables import amount, seconds
+from shoal_controller.tokens import made_token, token_of_job
 from shoal_protos.errors import JobFailed, StoreError, UserError
 
 SHOAL = str(Path(sys.executable).with_name("shoal"))
 HEAVY = ("asyncio", "fastapi", "grpc", "httpx", "pydantic", "rich", "torch", "uvicorn", "yaml")
 
 FLAGS = {
-    "demo": "--grpc --http --steps --store --text",
-    "run": "--grpc --http --job --json --max-workers --min-workers --store --workers SCRIPT ARGUMENTS",
-    "controller": "--grpc --http --store",
+    "demo": "--data --grpc --http --steps --store --text",
+    "run": "--data --grpc --http --job --json --max-workers --min-workers --store --workers SCRIPT ARGUMENTS",
+    "controller": "--data --grpc --http --open --store",
     "worker": "--controller --job COMMAND",
     "submit": "--url FILE",
     "jobs": "--url",
@@ -43,6 +45,7 @@ FLAGS = {
     "checkpoints": "--url JOB",
     "events": "--follow --url JOB",
     "top": "--url",
+    "token": "JOB",
     "verify": "PATH",
     "export": "--dtype --format PATH FILE",
     "import": "FILE PATH",
@@ -50,9 +53,11 @@ FLAGS = {
 """INTERFACES: people and scripts rely on these."""
 
 
-def shoal(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def shoal(
+    *arguments: str, env: dict[str, str] | None = None, folder: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     given = {key: value for key, value in os.environ.items() if not key.startswith("SHOAL_")} | (env or {})
-    return subprocess.run([SHOAL, *arguments], capture_output=True, text=True, timeout=30, env=given)
+    return subprocess.run([SHOAL, *arguments], capture_output=True, text=True, timeout=30, env=given, cwd=folder)
 
 
 def test_the_commands_and_their_flags_are_these() -> None:
@@ -142,6 +147,30 @@ def test_a_change_shows_the_job_as_the_controller_answered_it(controller: str) -
         "j running: step 7/100, loss 1.25, generation 3, workers 2 of 3 (1 to lanes), lanes 8",
         "  2 workers train [8 lanes]; w3 is starting",
     ]
+
+
+def test_the_token_of_this_folder_is_shown_to_this_machine_only(controller: str, tmp_path: Path) -> None:
+    token = made_token(tmp_path / ".shoal")
+    for env in ({}, {"SHOAL_DATA": str(tmp_path / ".shoal")}):
+        folder = None if env else tmp_path
+        assert shoal("jobs", "--url", controller, env=env, folder=folder).returncode == 3
+    assert [heard[3] for heard in Controller.heard] == [f"Bearer {token}"] * 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        patch.delenv("SHOAL_TOKEN", raising=False)
+        for url, shown in (("http://127.0.0.1:1", f"Bearer {token}"), ("http://example.org", None)):
+            assert Client(url)._http.headers.get("authorization") == shown
+
+
+def test_a_token_for_workers_is_derived_from_the_operators(tmp_path: Path) -> None:
+    done = shoal("token", "train", env={"SHOAL_TOKEN": "secret"})
+    assert (done.returncode, done.stdout) == (0, token_of_job("secret", "train") + "\n")
+    kept = made_token(tmp_path / ".shoal")
+    assert shoal("token", "train", folder=tmp_path).stdout == token_of_job(kept, "train") + "\n"
+    (tmp_path / "empty").mkdir()
+    done = shoal("token", "train", folder=tmp_path / "empty")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("shoal: there is no operators' token to derive one from: set SHOAL_TOKEN")
 
 
 @pytest.mark.parametrize(("status", "code"), [(404, 2), (409, 2), (400, 2), (403, 2), (503, 3), (500, 1)])
@@ -248,7 +277,7 @@ def test_every_module_of_an_extra_is_known_by_its_import_name() -> None:
 
 def test_commands_that_talk_to_a_controller_are_coroutines_and_no_thread_is_needed() -> None:
     plain = [command.__name__ for command in main.COMMANDS if not inspect.iscoroutinefunction(command)]
-    assert plain == ["worker", "verify", "export", "import_"]
+    assert plain == ["worker", "token", "verify", "export", "import_"]
 
 
 def test_what_needs_torch_is_handed_over_with_its_arguments(tmp_path: Path) -> None:

@@ -2,17 +2,18 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 import structlog
 from shoal_controller import logs
-from shoal_controller.settings import Settings, joined_address, split_address
+from shoal_controller.settings import Settings, inherited_environment, joined_address, split_address
 from shoal_protos.errors import UserError
 
 
 @pytest.fixture(autouse=True)
 def bare(monkeypatch):
-    for name in ("HTTP", "GRPC", "STORE", "TOKEN", "LOG_LEVEL"):
+    for name in ("HTTP", "GRPC", "STORE", "DATA", "TOKEN", "OPEN", "LAUNCHERS", "LOG_LEVEL"):
         monkeypatch.delenv(f"SHOAL_{name}", raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
@@ -51,14 +52,66 @@ ADDRESS = "is no address; expected HOST:PORT, such as 127.0.0.1:7070 (port 0: a 
         ({"grpc": "h:７"}, f"'h:７' {ADDRESS}"),
         ({"log_level": "loud"}, 'log_level is "loud"; allowed are debug, info, warning, error'),
         ({"token": "a\nb"}, "SHOAL_TOKEN has characters that no HTTP header can carry; use printable ones"),
-        ({"htpp": "x"}, "htpp is not a key of the settings (did you mean http?); allowed are http, grpc, store, token, "
-                        "grpc_certificate, grpc_key, grpc_client_ca, log_level, visible_devices"),
+        ({"htpp": "x"}, "htpp is not a key of the settings (did you mean http?); allowed are http, grpc, store, data, "
+                        "token, open, launchers, grpc_certificate, grpc_key, grpc_client_ca, log_level, "
+                        "visible_devices"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said_in_one_sentence(given, sentence):
     with pytest.raises(UserError) as refusal:
         Settings(**given)
     assert str(refusal.value) == sentence
+
+
+OPEN_DOOR = (
+    "is reached from other machines and nobody would have to show a token: set SHOAL_TOKEN (gRPC: or certificates), "
+    "listen on 127.0.0.1, or say --open to let everybody in"
+)
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:7070", "[::]:0", "10.0.0.7:1", "node7:7070", "128.0.0.1:1"])
+@pytest.mark.parametrize("door", ["http", "grpc"])
+def test_what_is_reached_from_elsewhere_asks_for_a_token_or_is_open_on_purpose(door, address):
+    with pytest.raises(UserError) as refusal:
+        Settings(**{door: address})
+    assert str(refusal.value) == f"--{door} {address} {OPEN_DOOR}"
+    Settings(**{door: address}, token="secret")
+    Settings(**{door: address}, open=True)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:7070", "127.8.8.8:0", "[::1]:1", "localhost:7070"])
+def test_what_is_reached_from_this_machine_only_needs_no_token(address):
+    assert Settings(http=address, grpc=address).token is None
+
+
+def test_certificates_guard_the_workers_port_and_not_rest(tmp_path):
+    certificates = {"grpc_certificate": tmp_path / "c", "grpc_key": tmp_path / "k", "grpc_client_ca": tmp_path / "a"}
+    Settings(grpc="0.0.0.0:7071", **certificates)
+    with pytest.raises(UserError, match=r"--http 0\.0\.0\.0:7070 is reached from other machines"):
+        Settings(http="0.0.0.0:7070", **certificates)
+
+
+def test_which_launchers_are_allowed_is_a_list():
+    assert Settings().allowed_launchers == {"local", "none"}
+    assert Settings(launchers="none").allowed_launchers == {"none"}
+    with pytest.raises(UserError, match="SHOAL_LAUNCHERS names 'slurm'; allowed are local and none"):
+        Settings(launchers="local, slurm")
+
+
+def test_logs_and_the_token_lie_beside_an_embedded_store_unless_said_otherwise(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert Settings().folder == tmp_path / ".shoal"
+    assert Settings(store="embedded:/var/shoal").folder == Path("/var/shoal")
+    assert Settings(store="embedded:/var/shoal", data=tmp_path / "data").folder == tmp_path / "data"
+
+
+def test_workers_inherit_the_environment_without_what_is_the_controllers_alone(monkeypatch):
+    for name in ("SHOAL_TOKEN", "SHOAL_STORE", "SHOAL_GRPC_KEY", "SHOAL_URL", "SHOAL_DATA"):
+        monkeypatch.setenv(name, "the controller's")
+    monkeypatch.setenv("SHOAL_FAULT", "w1@3:vote:kill")
+    inherited = inherited_environment()
+    assert "the controller's" not in inherited.values()
+    assert inherited["SHOAL_FAULT"] == "w1@3:vote:kill"
 
 
 @pytest.mark.parametrize(("devices", "workers"), [("0,1,2", 3), ("", 2), ("-1", 2), ("GPU-1, GPU-2", 2), ("0", 1)])

@@ -31,13 +31,15 @@ class ApiSettings:
     """Requests must show it."""
     here_only: bool = True
     """The port is reached from this machine only."""
+    launchers: frozenset[str] = frozenset({"local", "none"})
+    """Those that jobs may name."""
 
 
 def build_app(shell: Shell, scrape: Callable[[], bytes], settings: ApiSettings) -> ASGIApp:
     """The whole API, guarded."""
     app = FastAPI(title="Shoal", version=version("shoal"), redoc_url=None)
     app.state.shell = shell
-    app.state.default_workers = settings.default_workers
+    app.state.settings = settings
     problems.install(app)
     app.include_router(router)
 

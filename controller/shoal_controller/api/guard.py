@@ -1,13 +1,14 @@
-"""What stands before every request: no foreign host names, no huge bodies, and no exception that reaches the server.
+"""What stands before every request: no foreign pages, no huge bodies, and no exception that reaches the server.
 
-Without a token, a controller that listens on this machine only answers only requests that name this machine: a web
-page elsewhere cannot get a browser to start a job here (DNS rebinding).
+A web page elsewhere cannot get a browser to start a job here: what a browser sends for another site's page is refused,
+and without a token a controller that listens on this machine only answers only requests that name this machine, one
+that listens elsewhere believes no page under a name that anybody can give it (DNS rebinding).
 """
 
 from __future__ import annotations
 
-import hmac
 import ipaddress
+from urllib.parse import urlsplit
 
 import structlog
 from shoal_protos.errors import Refused, ShoalError
@@ -16,6 +17,8 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shoal_controller.api.problems import DEFECT, TooLarge, Unauthorized, problem
+from shoal_controller.settings import is_here
+from shoal_controller.tokens import is_for_workers, is_same
 
 MOST_BODY_BYTES = 256 * 1024
 
@@ -63,28 +66,51 @@ class Guard:
                 f"the request names the host {headers.get('host', '')!r}; a controller without a token answers only "
                 "to localhost. Set SHOAL_TOKEN to let others in."
             )
-        if self._token is None or path in OPEN_PATHS:
+        if path in OPEN_PATHS:
             return
-        given = headers.get("authorization", "")
-        if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
-            found = "another token" if given else "no token"
-            raise Unauthorized(f"the request shows {found}; send the header `Authorization: Bearer TOKEN` "
-                               "with the controller's SHOAL_TOKEN")  # fmt: skip
+        self._check_page(headers)
+        if self._token is not None:
+            _check_token(headers.get("authorization", ""), self._token)
+
+    def _check_page(self, headers: Headers) -> None:
+        """● Only browsers send these headers, and always for a page of another site."""
+        origin, host = headers.get("origin"), headers.get("host", "")
+        own = origin is None or (urlsplit(origin).netloc == host and (self._token is not None or _is_literal(host)))
+        if not own or headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+            raise Refused(
+                f"the request comes from a web page of {origin or 'another site'}; a controller answers to programs "
+                "and to its own pages only"
+            )
 
 
-def is_here(host: str) -> bool:
-    """Whether an address is reached from this machine only."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+def _check_token(given: str, token: str) -> None:
+    if is_same(given, f"Bearer {token}"):
+        return
+    found = "another token" if given else "no token"
+    if is_for_workers(given.removeprefix("Bearer ")):
+        found = "a token for workers, which is not one for operators"
+    raise Unauthorized(
+        f"the request shows {found}; send the header `Authorization: Bearer TOKEN` with the controller's SHOAL_TOKEN "
+        "(`shoal run` keeps its own in .shoal/token where it was started)"
+    )
+
+
+def _name_in(host: str) -> str:
+    """The host header without its port."""
+    return host.partition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
 
 
 def _names_this_machine(host: str) -> bool:
-    name = host.partition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
-    return is_here(name)
+    return is_here(_name_in(host))
+
+
+def _is_literal(host: str) -> bool:
+    """Whether the host is a number or this very machine, which no foreign name server can make its own."""
+    try:
+        ipaddress.ip_address(_name_in(host))
+    except ValueError:
+        return _names_this_machine(host)
+    return True
 
 
 def _limited(scope: Scope, receive: Receive) -> Receive:

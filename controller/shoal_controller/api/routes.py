@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
+from shoal_protos.errors import Refused
 
 from shoal_controller.api.answers import (
     CheckpointAnswer,
@@ -50,7 +51,13 @@ async def list_jobs(shell: AShell) -> JobsAnswer:
 @router.post("/jobs", status_code=202)
 async def create_job(body: JobBody, shell: AShell, request: Request, response: Response) -> JobAnswer:
     """Start a job. One of the same name that is over is replaced."""
-    view = await shell.create(body.spec(request.app.state.default_workers))
+    settings = request.app.state.settings
+    if body.launcher not in settings.launchers:
+        raise Refused(
+            f"launcher is {body.launcher}; this controller allows {', '.join(sorted(settings.launchers))} "
+            "(its SHOAL_LAUNCHERS)"
+        )
+    view = await shell.create(body.spec(settings.default_workers))
     response.headers["Location"] = f"/v1/jobs/{view.job}"
     return JobAnswer.of(view)
 

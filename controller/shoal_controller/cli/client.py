@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import quote, urlsplit
@@ -18,6 +19,7 @@ import httpx
 from shoal_protos.errors import Conflict, NotFound, Refused, ShoalError, StoreError, UserError
 
 from shoal_controller.cli.endings import Unreachable
+from shoal_controller.tokens import kept_token
 
 Json = dict[str, Any]
 """A job, a worker, an event, a report: as INTERFACES.md has them."""
@@ -30,16 +32,23 @@ FOLLOW_SECONDS = 60.0
 ERRORS: dict[int, type[ShoalError]] = {401: Refused, 403: Refused, 404: NotFound, 409: Conflict, 503: StoreError}
 
 
+def local_folder() -> Path:
+    """Where a controller that was started in this folder keeps its token."""
+    return Path(os.environ.get("SHOAL_DATA") or ".shoal")
+
+
 class Client:
     """One controller, by the URL of its REST API. An async context manager."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, token: str | None = None) -> None:
+        """`token`: the operators'. Default: SHOAL_TOKEN, else what `shoal run` keeps in this folder."""
         self.url = url.rstrip("/")
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UserError(f"the controller's URL is {url!r}; expected something like http://127.0.0.1:7070")
-        token = os.environ.get("SHOAL_TOKEN", "")
         here = parts.hostname == "localhost" or parts.hostname.startswith("127.")
+        if token is None:
+            token = os.environ.get("SHOAL_TOKEN") or (kept_token(local_folder()) if here else "")
         self._http = httpx.AsyncClient(
             base_url=f"{self.url}/v1",
             timeout=ANSWER_SECONDS,

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from shoal_controller.cli.options import Grpc, Http, Store
+from typing import Annotated
+
+import typer
+
+from shoal_controller.cli.options import Data, Grpc, Http, Store
+
+Open = typer.Option("--open", envvar="SHOAL_OPEN", help="Listen beyond this machine though nobody has to show a token.")
 
 
-async def controller(http: Http = None, grpc: Grpc = None, store: Store = None) -> int:
+async def controller(
+    http: Http = None,
+    grpc: Grpc = None,
+    store: Store = None,
+    data: Data = None,
+    open_to_all: Annotated[bool, Open] = False,
+) -> int:
     """Serve jobs and their workers.
 
     Started again with the same store it goes on where the last one stopped; workers train on meanwhile.
     """
     from shoal_controller.cli.endings import DONE, INTERRUPTED
-    from shoal_controller.cli.serve import interrupts, serving
+    from shoal_controller.cli.serve import Places, interrupts, serving
 
     with interrupts() as heard:
-        async with serving(http, grpc, store, shown=False):
+        async with serving(Places(http, grpc, store, data, open_to_all), own=False):
             await heard.first.wait()
     return DONE if heard.terminated else INTERRUPTED

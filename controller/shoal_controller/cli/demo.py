@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from shoal_protos.errors import JobFailed, NotFound
 
-from shoal_controller.cli.options import Grpc, Http, Store
+from shoal_controller.cli.options import Data, Grpc, Http, Store
 
 if TYPE_CHECKING:
     from shoal_controller.cli.client import Client, Json
@@ -37,6 +37,7 @@ async def demo(
     http: Http = None,
     grpc: Grpc = None,
     store: Store = None,
+    data: Data = None,
 ) -> int:
     """Disturb a job, compare its bits.
 
@@ -47,14 +48,14 @@ async def demo(
     import tempfile
 
     from shoal_controller.cli.run import check_machine
-    from shoal_controller.cli.serve import interrupts, serving
+    from shoal_controller.cli.serve import Places, interrupts, serving
     from shoal_controller.cli.verdict import conclude
 
     check_machine()
     with tempfile.TemporaryDirectory(prefix="shoal-demo-") as folder:
-        kept = store or f"embedded:{folder}"
+        places = Places(http or "127.0.0.1:0", grpc or "127.0.0.1:0", store or f"embedded:{folder}", data)
         with interrupts() as heard:
-            async with serving(http or "127.0.0.1:0", grpc or "127.0.0.1:0", kept, shown=True) as here:
+            async with serving(places, own=True) as here:
                 reports = await until_interrupted(here, script(text, steps), heard)
     return conclude(*reports)
 

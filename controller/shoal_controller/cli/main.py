@@ -30,13 +30,14 @@ from shoal_controller.cli.resume import resume
 from shoal_controller.cli.run import run
 from shoal_controller.cli.scale import scale
 from shoal_controller.cli.submit import submit
+from shoal_controller.cli.token import token
 from shoal_controller.cli.top import top
 from shoal_controller.cli.verify import verify
 from shoal_controller.cli.worker import worker
 
 COMMANDS: tuple[Command, ...] = (
     demo, run, controller, worker, submit, jobs, describe, scale, drain, pause, resume, checkpoint, checkpoints,
-    events, top, verify, export, import_,
+    events, top, token, verify, export, import_,
 )  # fmt: skip
 
 HANDS_ON = (run, worker)

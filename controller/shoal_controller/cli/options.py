@@ -44,6 +44,17 @@ Store = Annotated[
         "--store", envvar="SHOAL_STORE", metavar="STORE", help="Where state is kept: embedded:DIR (embedded:.shoal)."
     ),
 ]
+Data = Annotated[
+    Path | None,
+    typer.Option(
+        "--data",
+        envvar="SHOAL_DATA",
+        metavar="DIR",
+        file_okay=False,
+        help="Where logs, process records and the token are kept (the embedded store's folder).",
+        show_default=False,
+    ),
+]
 ReportFile = Annotated[
     Path | None,
     typer.Option(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from shoal_protos.errors import NotFound, UserError
 
-from shoal_controller.cli.options import Grpc, Http, ReportFile, Store
+from shoal_controller.cli.options import Data, Grpc, Http, ReportFile, Store
 
 if TYPE_CHECKING:
     from shoal_controller.cli.client import Client
@@ -44,6 +44,7 @@ async def run(
     http: Http = None,
     grpc: Grpc = None,
     store: Store = None,
+    data: Data = None,
 ) -> int:
     """Train a script on this machine.
 
@@ -60,10 +61,10 @@ async def run(
         "command": [sys.executable, str(script.resolve()), *own(arguments or [])],
     }
     from shoal_controller.cli.attend import attend
-    from shoal_controller.cli.serve import interrupts, serving
+    from shoal_controller.cli.serve import Places, interrupts, serving
 
     with interrupts() as heard:
-        async with serving(http, grpc, store, shown=True) as here:
+        async with serving(Places(http, grpc, store, data), own=True) as here:
             revision = await take_up(here.client, spec)
             return await attend(here, name, revision, heard, report)
 

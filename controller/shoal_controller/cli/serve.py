@@ -9,6 +9,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -17,6 +18,7 @@ from shoal_controller.cli.client import Client
 
 if TYPE_CHECKING:
     from shoal_controller.server import Server
+    from shoal_controller.settings import Settings
 
 LINGER_SECONDS = 10.0
 """How long the workers of a job that is over may take to end by themselves."""
@@ -39,23 +41,41 @@ class Here:
         await asyncio.gather(*(self.server.launcher.end_all(job, LINGER_SECONDS) for job in over))
 
 
+@dataclass(frozen=True, slots=True)
+class Places:
+    """The flags with which a controller is started; None: the setting's default."""
+
+    http: str | None
+    grpc: str | None
+    store: str | None
+    data: Path | None
+    open: bool = False
+
+    def settings(self, own: bool) -> Settings:
+        """`own`: a command's own controller, which makes its token and shows a display instead of its log."""
+        from shoal_controller.settings import Settings, data_folder
+        from shoal_controller.tokens import made_token
+
+        given: dict[str, object] = {"http": self.http, "grpc": self.grpc, "store": self.store, "data": self.data}
+        given["open"] = self.open or None
+        if own and not os.environ.get("SHOAL_TOKEN"):
+            given["token"] = made_token(data_folder(self.store, self.data))
+        if own and not os.environ.get("SHOAL_LOG_LEVEL"):
+            given["log_level"] = "warning"
+        return Settings(**{name: value for name, value in given.items() if value is not None})
+
+
 @asynccontextmanager
-async def serving(http: str | None, grpc: str | None, store: str | None, shown: bool) -> AsyncIterator[Here]:
-    """A running controller. Its addresses are the first line on standard output.
-
-    `shown`: standard error has a live display, so the log keeps to warnings unless SHOAL_LOG_LEVEL says otherwise.
-    """
+async def serving(places: Places, own: bool) -> AsyncIterator[Here]:
+    """A running controller. Its addresses are the first line on standard output."""
     from shoal_controller.server import running
-    from shoal_controller.settings import Settings
 
-    given = {"http": http, "grpc": grpc, "store": store, "log_level": "warning" if shown else None}
-    if os.environ.get("SHOAL_LOG_LEVEL"):
-        del given["log_level"]
-    settings = Settings(**{name: value for name, value in given.items() if value is not None})
+    settings = places.settings(own)
     async with running(settings) as server:
         typer.echo(f"http={server.http} grpc={server.grpc}")
         sys.stdout.flush()
-        async with Client(f"http://{server.http}") as client:
+        token = settings.token.get_secret_value() if settings.token is not None else ""
+        async with Client(f"http://{server.http}", token) as client:
             here = Here(client, server)
             try:
                 yield here

@@ -25,6 +25,7 @@ from shoal_controller.core.spec import JobSpec
 from shoal_controller.launchers.page import Page, Pages, boot_id
 from shoal_controller.launchers.process import Process
 from shoal_controller.tasks import end_task, guarded
+from shoal_controller.tokens import token_of_job
 
 REPORT_SECONDS = 5.0
 """How long the jobs may take to hear of an end when the launcher closes. What they do not hear stays on its page."""
@@ -48,7 +49,8 @@ class Surroundings:
 
     controller: str
     """`HOST:PORT` of the gRPC side, as a worker reaches it."""
-    token: str | None = None
+    secret: str | None = None
+    """The operators' token, from which a worker's is derived."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """The controller's own, which workers inherit."""
 
@@ -59,7 +61,7 @@ class Surroundings:
             "SHOAL_CONTROLLER": self.controller, "SHOAL_JOB": spec.job, "SHOAL_RUN": spec.run,
             "SHOAL_WORKER_ID": worker, "SHOAL_LAUNCHER": "local",
         }  # fmt: skip
-        token = {} if self.token is None else {"SHOAL_TOKEN": self.token}
+        token = {} if self.secret is None else {"SHOAL_TOKEN": token_of_job(self.secret, spec.job)}
         return {**defaults, **self.environment, **spec.env, **identity, **token}
 
 

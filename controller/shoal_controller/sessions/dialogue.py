@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from shoal_protos.errors import ShoalError, UserError
+from shoal_protos.errors import Refused, ShoalError, UserError
 from shoal_protos.messages import Hello, Refusal
 from shoal_protos.wire import decode_worker, encode_controller
 
@@ -24,6 +24,8 @@ class Dialogue:
     def __init__(self, connection: int) -> None:
         self.connection = connection
         self.hello: Hello | None = None
+        self.only_job: str | None = None
+        """The only job that the worker's token opens; None: any."""
         self.outbox: deque[bytes] = deque()
         self.closing = False
         """Nothing more is said; the stream ends when the outbox is empty."""
@@ -41,6 +43,8 @@ class Dialogue:
             message = decode_worker(data)
             if not isinstance(message, Hello):
                 raise UserError(f"a stream must begin with a hello; this one began with {_kind(message)}")
+            if self.only_job not in (None, message.job):
+                raise Refused(f"the worker shows a token of job {self.only_job} and says hello to job {message.job}")
             self.hello = message
             return Connected(self.connection, message)
         message = decode_worker(data, self.hello.description.blocks)

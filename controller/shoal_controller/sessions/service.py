@@ -214,7 +214,7 @@ class SessionService:
     async def _hear(self, stream: Stream, data: bytes) -> None:
         dialogue = stream.dialogue
         if dialogue.hello is None:
-            self._settings.check_token(_metadata(stream.context).get("authorization"))
+            dialogue.only_job = self._settings.opened_by(_metadata(stream.context).get("authorization"))
         event = dialogue.hear(data)
         assert dialogue.hello is not None
         await self._submit(dialogue.hello.job, event)

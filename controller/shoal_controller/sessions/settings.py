@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-import hmac
 from pathlib import Path
 
 import grpc
 from pydantic import BaseModel, ConfigDict, SecretStr, model_validator
 from shoal_protos.errors import Refused, UserError
+
+from shoal_controller.tokens import is_same, job_of_token
 
 
 class SessionSettings(BaseModel):
@@ -19,7 +20,7 @@ class SessionSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     token: SecretStr | None = None
-    """Workers must show it as `authorization: Bearer TOKEN`."""
+    """The operators' token: workers must show it, or one of their job's that is derived from it."""
     certificate: Path | None = None
     """PEM file with the controller's certificate chain. With it, and the next two, the port speaks mutual TLS only."""
     key: Path | None = None
@@ -43,14 +44,20 @@ class SessionSettings(BaseModel):
         pair = (_read("key", self.key), _read("certificate", self.certificate))
         return grpc.ssl_server_credentials([pair], _read("client_ca", self.client_ca), require_client_auth=True)
 
-    def check_token(self, authorization: str | bytes | None) -> None:
-        """Raises `Refused` unless the header shows the token. Takes as long for a near miss as for nonsense."""
+    def opened_by(self, authorization: str | bytes | None) -> str | None:
+        """The only job that the shown token opens, None: any. Raises `Refused` for another token, or none."""
         if self.token is None:
-            return
-        shown = authorization.encode() if isinstance(authorization, str) else authorization or b""
-        if not hmac.compare_digest(shown, b"Bearer " + self.token.get_secret_value().encode()):
+            return None
+        shown = authorization.decode(errors="replace") if isinstance(authorization, bytes) else authorization or ""
+        kind, _, token = shown.partition(" ")
+        secret = self.token.get_secret_value()
+        if kind == "Bearer" and is_same(token, secret):
+            return None
+        job = job_of_token(secret, token) if kind == "Bearer" else None
+        if job is None:
             found = "another token" if shown else "no token"
-            raise Refused(f"the worker showed {found}; set SHOAL_TOKEN to this controller's token")
+            raise Refused(f"the worker showed {found}; set SHOAL_TOKEN to what `shoal token JOB` prints there")
+        return job
 
 
 def _read(what: str, path: Path) -> bytes:
