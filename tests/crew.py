@@ -74,7 +74,7 @@ class Task:
     """Called before the loop."""
     in_loop: Callable[[Engine], None] = lambda _: None
     """Called before each micro-batch's forward."""
-    step: Callable[[Engine], None] = Engine.step
+    step: Callable[[Engine], object] = Engine.step
     """What the loop does at a micro-batch's end."""
 
 

@@ -180,6 +180,7 @@ def train_plainly(result: str, **options: Any) -> None:
     from safetensors.torch import save_model
     from shoal.core.sampler import Sampler
     from shoal.data.fetch import Fetcher
+    from shoal.data.seeds import seed_everything
 
     model = model_of(options)
     optimizer = optimizer_of(model, **options.get("optimizer", {}))
@@ -194,7 +195,9 @@ def train_plainly(result: str, **options: Any) -> None:
         optimizer.zero_grad()
         total = 0.0
         for lane, micro in places:
-            loss = model(**fetcher.micro_batch(step, lane, micro)) / len(places)
+            batch = fetcher.micro_batch(step, lane, micro)
+            seed_everything(11, step, lane, micro, purpose="forward")
+            loss = model(**batch) / len(places)
             loss.backward()
             total += loss.item()
         model.unused.grad = torch.zeros_like(model.unused)

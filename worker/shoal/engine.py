@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from shoal.config.training import TrainingConfig
 from shoal.data.fetch import Fetcher
+from shoal.data.forward_seed import ForwardSeed
 from shoal.evaluation import Evaluation
 from shoal.exchange.canonical import CanonicalReduction
 from shoal.exchange.fills import receive_slice, send_slice, wait_for
@@ -59,6 +60,7 @@ class Engine:
         self.world: World | None = None
         self.boundaries = 0
         self.loop = LaneLoop(config.lanes, config.micro_batches_per_lane, fetcher)
+        self.forward_seed = ForwardSeed(state.module, config.seed)
         self.requests = Requests(self)
         self.resize = Resize(self)
         self.meter = Meter()
@@ -123,11 +125,20 @@ class Engine:
         arrived).
         """
         record = self.state.record
-        return {**record.reports, **record.evaluations} if record else {}
+        return {**record.reports, **record.evaluations, **self.evaluation.since_the_step} if record else {}
 
     # ---- the loop
 
     def __iter__(self) -> Iterator[Any]:
+        self.left_loop = False
+        try:
+            yield from self._batches()
+            self.evaluation.settle()
+        finally:
+            self.left_loop = True
+            self.forward_seed.disarm()
+
+    def _batches(self) -> Iterator[Any]:
         while not self.over:
             self._check_whole()
             if self.world is None:
@@ -137,10 +148,11 @@ class Engine:
                 self.resize.take_part()
             elif self.world.lanes:
                 self.faults.at("forward", self.state.step + 1)
-                yield self.loop.next_batch(self.state)
+                batch = self.loop.next_batch(self.state)
+                self.forward_seed.arm(self.state.step, *self.loop.place)
+                yield batch
             else:
                 self.guarded(self._standby_step if self.world.plan.steps else self.vote_without_step)
-        self.left_loop = True
 
     @property
     def over(self) -> bool:
@@ -152,7 +164,9 @@ class Engine:
         if self.loop.rehearsed:
             return
         if not self.link.alone:
-            yield self.loop.rehearsal_batch(self.state)
+            batch = self.loop.rehearsal_batch(self.state)
+            self.forward_seed.arm(0, 0, 0)
+            yield batch
         self.loop.end_rehearsal(self.state)
         self.publish()  # what it knows of checkpoints, before anyone counts on it
         self.link.rehearsed()
@@ -195,18 +209,23 @@ class Engine:
         assert self.world is not None
         return CanonicalReduction(self.world.group, self.world.routes, self.state.sums, self.boundaries)
 
-    def step(self) -> None:
-        """Ends a micro-batch; after the last one of this worker's last lane it makes the optimizer step."""
+    def step(self) -> bool:
+        """Ends a micro-batch; after the last one of this worker's last lane it makes the optimizer step.
+
+        Returns whether an optimizer step was committed.
+        """
         if not self.loop.in_flight:
             self.loop.forget_void("engine.step")
-            return
+            return False
         if self.loop.rehearsing:
             self.loop.end_rehearsal_batch(self.state)
-            return
+            return False
+        before = self.state.step
         self.loop.end_micro_batch(self.state)
         self.step_on()
         if self.loop.lanes_done:
             self.guarded(self._optimizer_step)
+        return self.state.step > before  # also where others had passed the vote, and this worker caught up
 
     def step_on(self) -> None:
         """The user's code has come further, as far as anyone watches it."""
@@ -258,6 +277,7 @@ class Engine:
             self._torn, self.leaving = told(error), True
             self.link.result(Result(max(0, self.state.step), failure=self._torn))
             raise
+        self.evaluation.committed()
         self.requests.heed_stop(record)
 
     def _check_whole(self) -> None:
@@ -311,7 +331,7 @@ class Engine:
             hyper=digest(hyper_parameters(self.state.optimizer)).hex(),
             losses=self.loop.losses if trained else (),
             reports=self.loop.reports if trained else {},
-            evaluations=self.evaluation.take(),
+            evaluations=self.evaluation.sums(),
             wishes=self.requests.wishes() + (self.saving.scheduled() if trained else ()),
             saving=word,
             saved=self.saving.saved,
@@ -335,6 +355,7 @@ class Engine:
         self.meter.filled(receive_slice(world.group, self.state.held, fills), 0.0)
         wait_for(letters, world.group)
         record = self._vote(world, self._ballot(self.state.step), None)
+        self.evaluation.voted(record.evaluations)
         if not world.plan.steps and not self.boundaries:
             self._hand_out(world)  # newcomers would wait for a step's
         self.boundaries += 1
@@ -381,7 +402,10 @@ class Engine:
         self._callbacks.append(callback)
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Evaluation over `engine.shard(dataset)` between micro-batches: no gradients, eval mode, all put back."""
+        """Evaluation over `engine.shard(dataset)` between two micro-batches: no gradients, eval mode, all put back.
+
+        Also at the top of the loop's body, and after the loop. Raises `UserError` between a forward and `step`.
+        """
         return self.evaluation.running()
 
     def shard(self, dataset: Any) -> Iterator[Any]:

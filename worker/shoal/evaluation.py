@@ -1,7 +1,7 @@
-"""Evaluation at a step boundary: each member over the lanes it holds, waiting for nobody.
+"""Evaluation between two micro-batches: each member over the lanes it holds, waiting for nobody.
 
-The sums travel with the next vote, with the count of lanes that arrived. Nothing that training reads is changed: mode,
-random state and buffers are put back.
+The sums travel with the next vote that passes, with the count of lanes that arrived; after the last step with one that
+is cast for them. Nothing that training reads is changed: modes, random state and buffers are put back.
 """
 
 from __future__ import annotations
@@ -12,11 +12,36 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from shoal_protos.errors import UserError
+from torch import nn
 
 from shoal.data.seeds import RandomState
 
 if TYPE_CHECKING:
     from shoal.engine import Engine
+
+
+@contextmanager
+def _untouched(module: nn.Module) -> Iterator[None]:
+    """Afterwards modes, buffers and random state are what they were."""
+    random, modes = RandomState.save(), [(part, part.training) for part in module.modules()]
+    buffers = [(part, dict(part._buffers)) for part in module.modules()]
+    values = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
+        for part, named in buffers:
+            part._buffers = named
+        with torch.no_grad():
+            for buffer, before in values:
+                if not torch.equal(buffer, before):
+                    buffer.copy_(before)
+        random.restore()
+
+
+Sums = dict[str, list[float]]
+"""By name: a sum, and of how many."""
 
 
 class Evaluation:
@@ -25,26 +50,31 @@ class Evaluation:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.active = False
-        self._lane: dict[str, list[float]] = {}
-        self._arrived: dict[str, list[float]] = {}
+        self.since_the_step: dict[str, float] = {}
+        """Results that arrived by votes without a step since the last committed one."""
+        self._lane: Sums = {}
+        self._arrived: Sums = {}
+        self._in_vote: Sums = {}
+        """What a vote carries now, or has carried that did not pass."""
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Eval mode without gradients. Raises `UserError` in the middle of a micro-batch."""
         engine = self._engine
-        if engine.loop.in_flight:
-            raise UserError("engine.evaluating was entered before engine.step; evaluate between two micro-batches.")
-        random, was_training = RandomState.save(), engine.module.training
+        if engine.loop.in_flight and (engine.forward_seed.begun or engine.loop.has_gradient):
+            raise UserError(
+                "engine.evaluating was entered between a micro-batch's forward and engine.step; evaluate before the "
+                "forward or after engine.step."
+            )
         self.active = True
-        engine.module.eval()
         try:
-            with torch.no_grad():
+            with _untouched(engine.module), engine.forward_seed.away(), torch.no_grad():
+                engine.module.eval()
                 yield
         finally:
-            self.active = False
-            engine.module.train(was_training)
-            engine.state.buffers.put_back()
-            random.restore()
+            self.active, self._lane = False, {}
+        if engine.over and engine.left_loop:
+            self.settle()
 
     def shard(self, dataset: Any) -> Iterator[Any]:
         """Micro-batches of the samples `i` with `i % lanes` held here, lane by lane; a lane's last may be short."""
@@ -53,10 +83,12 @@ class Evaluation:
         config, loop = self._engine.config, self._engine.loop
         for lane in self._engine.lanes:
             numbers = list(range(lane, len(dataset), config.lanes))
-            for at in range(0, len(numbers), config.micro_batch_size):
-                yield loop.collated(dataset, numbers[at : at + config.micro_batch_size])
-                self._engine.step_on()
-            self._lane_over()
+            try:
+                for at in range(0, len(numbers), config.micro_batch_size):
+                    yield loop.collated(dataset, numbers[at : at + config.micro_batch_size])
+                    self._engine.step_on()
+            finally:
+                self._lane_over()
 
     def report(self, numbers: dict[str, float]) -> None:
         """One micro-batch's numbers."""
@@ -72,7 +104,27 @@ class Evaluation:
             kept[1] += 1
         self._lane = {}
 
-    def take(self) -> dict[str, list[float]]:
-        """What the next vote carries: by name the sum of the lanes' means, and how many lanes."""
-        arrived, self._arrived = self._arrived, {}
-        return arrived
+    # ---- in the vote
+
+    def sums(self) -> Sums:
+        """What a vote carries: by name the sum of the lanes' means, and how many lanes."""
+        for name, (total, count) in self._arrived.items():
+            kept = self._in_vote.setdefault(name, [0.0, 0.0])
+            kept[0] += total
+            kept[1] += count
+        self._arrived = {}
+        return self._in_vote
+
+    def committed(self) -> None:
+        """A step's vote has passed, here or where this worker's ballot was read: its record has the results."""
+        self._in_vote, self.since_the_step = {}, {}
+
+    def voted(self, results: dict[str, float]) -> None:
+        """A vote without a step has passed."""
+        self._in_vote = {}
+        self.since_the_step.update(results)
+
+    def settle(self) -> None:
+        """After the last step no vote of a step comes: waits for one that carries what is left."""
+        while self._arrived or self._in_vote:
+            self._engine.guarded_vote()

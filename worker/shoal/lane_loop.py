@@ -62,6 +62,11 @@ class LaneLoop:
         return self.lanes[self._index]
 
     @property
+    def place(self) -> tuple[int, int]:
+        """Lane and micro-batch at hand."""
+        return self.lane, self._micro
+
+    @property
     def lanes_done(self) -> bool:
         return self._index >= len(self.lanes)
 
@@ -116,6 +121,11 @@ class LaneLoop:
         (loss / self._micro_batches).backward()
         self._order.backward_ends()
         self._lane_loss += float(loss.detach().double()) / self._micro_batches
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether the micro-batch at hand has begun its backward."""
+        return self._order.has_gradient
 
     def check_backward(self, state: TrainingState) -> None:
         """Raises `UserError` where this micro-batch has its gradient already."""

@@ -47,6 +47,11 @@ class CallOrder:
                 "in place of engine.backward and engine.step."
             )
 
+    @property
+    def has_gradient(self) -> bool:
+        """Whether `engine.backward` has begun."""
+        return self._at in (_At.BEGUN, _At.GRADIENT)
+
     def check_backward(self, where: str) -> None:
         """Raises `UserError` where this micro-batch has its gradient."""
         self._refuse_half_made(where)

@@ -21,9 +21,12 @@ def _has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def seed_everything(seed: int, step: int, lane: int, micro: int) -> None:
-    """Seed all generators for one micro-batch. CUDA's also where CUDA is not yet initialised: it takes it up then."""
-    place = f"{seed} {step} {lane} {micro}".encode()
+def seed_everything(seed: int, step: int, lane: int, micro: int, *, purpose: str = "") -> None:
+    """Seed all generators for one micro-batch, or for one purpose in it.
+
+    CUDA's also where CUDA is not yet initialised: it takes it up then.
+    """
+    place = f"{seed} {step} {lane} {micro} {purpose}".rstrip().encode()
     digest = hashlib.blake2b(place, digest_size=32, person=b"shoal.seeds").digest()
     words = [int.from_bytes(digest[at : at + 8], "little") for at in range(0, 32, 8)]
     torch.default_generator.manual_seed(words[0])

@@ -1,0 +1,113 @@
+"""Evaluation between two micro-batches: where it may stand, what it leaves alone, and where its numbers arrive."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from crew import Crew, Task, engine_of, undisturbed
+from integration.scripts import Samples
+from shoal.engine import Engine
+from shoal.faults import Faults
+from shoal.session.alone import AloneLink
+from shoal_protos.errors import UserError
+
+DATA = Samples(24)
+OPTIONS: dict[str, Any] = {"max_steps": 4, "dropout": 0.3, "micro_batches_per_lane": 2}
+"""Batch normalization, dropout, and two micro-batches a lane: the second one reads what the first made of buffers."""
+
+
+def evaluate(engine: Engine) -> None:
+    with engine.evaluating():
+        assert not engine.module.training
+        for batch in engine.shard(DATA):
+            torch.rand(5)
+            engine.module.get_submodule("norm").train()
+            engine.report(validation=engine.module(**batch))
+
+
+def alone(options: dict[str, Any]) -> Engine:
+    return engine_of(Task(options), AloneLink(), Faults([]))
+
+
+def test_at_the_top_of_the_loop_it_changes_no_bit() -> None:
+    """Though it draws, and puts one part into training mode, so that buffers move."""
+    with Crew("ab", Task(OPTIONS, in_loop=evaluate)) as crew:
+        assert crew.finish() == undisturbed(Task(OPTIONS))
+
+
+def test_after_a_micro_batch_it_changes_no_bit_in_the_middle_of_a_lane_either() -> None:
+    def step(engine: Engine) -> None:
+        engine.step()
+        evaluate(engine)
+
+    assert undisturbed(Task(OPTIONS, step=step)) == undisturbed(Task(OPTIONS))
+
+
+def test_between_forward_and_step_it_is_refused() -> None:
+    engine = alone(OPTIONS)
+    loop = iter(engine)
+    engine.module(**next(loop))
+    with pytest.raises(UserError, match=r"between a micro-batch's forward and engine\.step"), engine.evaluating():
+        pass
+
+
+def test_its_modes_are_put_back_part_by_part() -> None:
+    """A part that the script keeps in eval mode stays there."""
+    engine = alone(OPTIONS)
+    engine.module.get_submodule("norm").eval()
+    with engine.evaluating():
+        pass
+    assert engine.module.training and not engine.module.get_submodule("norm").training
+
+
+def test_its_last_numbers_arrive_though_no_step_follows() -> None:
+    """Of an evaluation in the loop's last iteration, and of one after the loop; one that is left early counts too."""
+    engine = alone({**OPTIONS, "max_steps": 1})
+    for batch in engine:
+        engine.backward(engine.module(**batch))
+        if engine.step():
+            evaluate(engine)
+    last = engine.reports["validation"]
+    assert last > 0
+    with engine.evaluating():
+        for _ in engine.shard(DATA):
+            engine.report(accuracy=0.5)
+            break
+    assert engine.reports == {"validation": last, "accuracy": 0.5}
+
+
+def test_after_the_loop_all_lanes_numbers_are_in_one_mean() -> None:
+    def step(engine: Engine) -> None:
+        if engine.step() and engine.over:
+            with engine.evaluating():
+                for _ in engine.shard(DATA):
+                    engine.report(lane=float(engine.rank))
+
+    with Crew("ab", Task({"max_steps": 2}, step=step)) as crew:
+        crew.finish()
+        told = [worker.engine.reports["lane"] for worker in crew.workers.values()]
+    assert told == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("point", ["vote"])
+def test_the_sums_that_a_failed_vote_carried_are_not_lost(point: str) -> None:
+    """Whoever survives gives its sums to the next vote; those of a vote that passed anywhere are in its record."""
+    told: dict[int, dict[str, float]] = {}
+
+    def watch(engine: Engine) -> None:
+        told[engine.global_step] = engine.reports
+
+    def step(engine: Engine) -> None:
+        if engine.step() and engine.global_step == 2:
+            with engine.evaluating():
+                for _ in engine.shard(DATA):
+                    engine.report(seen=1.0)
+
+    task = Task({"max_steps": 5, "micro_batches_per_lane": 1}, step=step, prepare=lambda engine: engine.on_step(watch))
+    with Crew("abc", task) as crew:
+        crew.train_to(2)
+        crew.plant("c", 3, point)
+        crew.finish()
+    assert [step for step, numbers in told.items() if "seen" in numbers] == [3], told

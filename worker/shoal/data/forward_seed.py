@@ -1,0 +1,112 @@
+"""The seed of a micro-batch's forward: what the loop's body draws before it changes no bit.
+
+The loop gets its batch under the micro-batch's own seed. A body that draws on one worker only (an evaluation on rank 0)
+would shift the model's random numbers there; so the generators are seeded anew when the first forward of a micro-batch
+begins, and for the same reason when the first one without gradients does. Later forwards go on from there.
+
+A hook on every part of the module, because scripts call parts too; it is there from the yield to the first forward,
+so that a forward itself runs as if there were none. Called by the engine; evaluation.py takes it away meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+from weakref import ReferenceType, WeakKeyDictionary, ref
+
+import torch
+import torch._dynamo
+from torch import nn
+
+from shoal.data.seeds import seed_everything
+
+HOOK = "shoal.forward_seed"
+"""Its name among a module's hooks."""
+
+_OWNERS: WeakKeyDictionary[nn.Module, ReferenceType[ForwardSeed]] = WeakKeyDictionary()
+
+
+class ForwardSeed:
+    """Of one engine's module, parts and all."""
+
+    def __init__(self, module: nn.Module, seed: int) -> None:
+        self._seed = seed
+        self._place = (0, 0, 0)
+        self._parts = list(module.modules())
+        self._entrances = {module, getattr(module, "_orig_mod", module)}
+        self._waiting: list[nn.Module] = []
+        """The parts that have the hook now."""
+        self._seeded_without_gradients = False
+        self.begun = False
+        """Whether a forward of the micro-batch at hand has begun, as far as hooks tell."""
+        for part in self._parts:
+            _OWNERS[part] = ref(self)
+
+    def arm(self, step: int, lane: int, micro: int) -> None:
+        """The loop gets this micro-batch."""
+        self._place, self._seeded_without_gradients, self.begun = (step, lane, micro), False, False
+        self._wait_at(self._parts)
+
+    def disarm(self) -> None:
+        """The micro-batch is over."""
+        self._wait_at([])
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """Within it forwards are none of the micro-batch's."""
+        waiting = self._waiting
+        self._wait_at([])
+        try:
+            yield
+        finally:
+            self._wait_at(waiting)
+
+    def _wait_at(self, parts: list[nn.Module]) -> None:
+        for part in self._waiting:
+            _hooks_of(part).pop(HOOK, None)
+        self._waiting = parts
+        for part in parts:
+            hooks = _hooks_of(part)
+            hooks[HOOK] = begin_forward
+            if len(hooks) > 1:
+                hooks.move_to_end(HOOK, last=False)  # hooks of the script may draw
+
+    def begin(self, part: nn.Module) -> None:
+        """A forward of `part` begins. Without gradients the first one with them is still to come: it is waited for
+        where it most likely begins.
+        """
+        if torch.is_grad_enabled():
+            self._wait_at([])
+            self.begun = True
+            seed_everything(self._seed, *self._place, purpose="forward")
+        elif not self._seeded_without_gradients:
+            if _is_compiled(part):
+                self._wait_at([other for other in self._parts if other in self._entrances or other is part])
+            self._seeded_without_gradients = True
+            seed_everything(self._seed, *self._place, purpose="forward without gradients")
+
+
+@torch.compiler.disable(  # type: ignore[untyped-decorator]
+    reason="shoal seeds the random numbers before a forward: compile the module rather than a function that calls it, "
+    "or leave fullgraph out"
+)
+def begin_forward(part: nn.Module, _: object) -> None:
+    """The hook, which compilers call and do not trace. A function, because modules are copied and pickled with their
+    hooks.
+    """
+    owner = _OWNERS[part]() if part in _OWNERS else None
+    if owner is None:
+        _hooks_of(part).pop(HOOK, None)  # a copy, made while the hook was there
+    else:
+        owner.begin(part)
+
+
+def _is_compiled(part: nn.Module) -> bool:
+    """Whether this call enters a compiled module; the compiler looks at the hooks of all parts then."""
+    return part._compiled_call_impl is not None or torch._dynamo.eval_frame._is_in_optimized_module()
+
+
+def _hooks_of(part: nn.Module) -> OrderedDict[str, Any]:
+    return cast("OrderedDict[str, Any]", part._forward_pre_hooks)
