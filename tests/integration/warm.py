@@ -38,7 +38,8 @@ class Warm:
 
     def __init__(self) -> None:
         env = {name: value for name, value in os.environ.items() if name not in FORK_SAFE}  # Shoal sets it
-        env |= ONE_THREAD | {"PYTHONPATH": str(TESTS), "PYTHONUNBUFFERED": "1"}
+        path = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
+        env |= ONE_THREAD | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "integration.warm"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env
         )
