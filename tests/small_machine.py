@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 
 from shoal_controller import logs
 from shoal_controller.core.effects import Effect, Note, Persist
-from shoal_controller.core.events import Cancel, Event, Exited, Scale, Spawned, Tick
+from shoal_controller.core.events import Cancel, Event, Scale, Spawned, Tick
 from shoal_controller.core.spec import JobSpec, JobView, Phase
 from shoal_controller.seams import Outside
 from shoal_controller.shell import Shell
@@ -28,6 +28,8 @@ class SmallJob:
     phase: Phase = Phase.WAITING
     heard: tuple[str, ...] = ()
     """Events by name, ticks left out; not durable."""
+    step: int | None = None
+    """As it was written apart from the state."""
 
 
 @dataclass
@@ -42,10 +44,11 @@ class SmallMachine:
     def new_job(self, spec: JobSpec, now: float) -> SmallJob:
         return SmallJob(spec, spec.wanted)
 
-    def restore(self, durable: str, now: float) -> SmallJob:
+    def restore(self, durable: str, step: int | None, now: float) -> SmallJob:
         known = json.loads(durable)
         spec = known.pop("spec")
-        return SmallJob(JobSpec(**spec | {"command": tuple(spec["command"])}), known["wanted"], Phase(known["phase"]))
+        spec = JobSpec(**spec | {"command": tuple(spec["command"])})
+        return SmallJob(spec, known["wanted"], Phase(known["phase"]), step=step)
 
     def durable(self, job: SmallJob) -> str:
         return json.dumps({"spec": asdict(job.spec), "wanted": job.wanted, "phase": job.phase})
@@ -79,8 +82,10 @@ class Written:
     def __init__(self) -> None:
         self.log: list[tuple[object, ...]] = []
         self.refused: dict[str, bool] = {}
-        self.adopted: list[Spawned | Exited] = []
+        self.adopted: list[Event] = []
         self.spawns: Callable[[str], Spawned] = lambda worker: Spawned(worker, 100, 1.0, f"/logs/{worker}")
+        self.slow: asyncio.Event | None = None
+        """What every start waits for."""
         self._news = asyncio.Event()
 
     def outside(self) -> Outside:
@@ -109,12 +114,15 @@ class Written:
 
     async def spawn(self, worker: str, spec: JobSpec) -> Spawned:
         self._write("spawn", worker, spec.job)
+        if self.slow is not None:
+            await self.slow.wait()
         return self.spawns(worker)
 
     async def kill(self, worker: str, spec: JobSpec) -> None:
         self._write("kill", worker, spec.job)
 
-    async def adopt(self, spec: JobSpec) -> Sequence[Spawned | Exited]:
+    async def adopt(self, workers: Sequence[str], spec: JobSpec) -> Sequence[Event]:
+        self._write("adopt", *workers)
         return self.adopted
 
 

@@ -1,33 +1,43 @@
-"""Errands of one job: starting and ending processes, and probes; slow work that must not hold up the job's loop.
+"""Errands of one job: finding, starting and ending processes, and probes; slow work that must not hold up its loop.
 
-Processes are started and ended in the order of the effects, by one task; probes run beside each other, one per
-process. What comes of an errand goes back as an event. Made by `runner.py`.
+Processes are found and started in the order of the effects, by one task. Ends are not behind starts: each has a task of
+its own, which waits for what is being found and for the start of the very worker that it ends, and for nothing else.
+Probes run beside each other, one per process. What comes of an errand goes back as an event. Made by `runner.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any
 
 import structlog
 from shoal_protos.errors import StoreError
+from shoal_protos.plan import WorkerId
 
-from shoal_controller.core.effects import Kill, Probe, Spawn
-from shoal_controller.core.events import Event, Exited, Probed
+from shoal_controller.core.effects import Adopt, Kill, Probe, Spawn
+from shoal_controller.core.events import Event, Exited, NeverStarted, Probed
 from shoal_controller.core.spec import JobSpec
 from shoal_controller.seams import Launcher, Outside
 from shoal_controller.tasks import end_task, guarded
 
 LAUNCHES = 4096
-"""Processes that may wait to be started or ended; more is a defect."""
+"""Processes that may wait to be started; more is a defect."""
 
 LAUNCH_SECONDS = 60.0
 """How long a launcher may take for one process."""
+
+ADOPT_TIMES = 3
+"""How often the launcher is asked what became of an earlier life's processes, if it fails."""
+
+ADOPT_PAUSE_SECONDS = 2.0
 
 log = structlog.get_logger("shoal.errands")
 
 Submit = Callable[[Event], Awaitable[None]]
 Alarm = Callable[[BaseException], None]
+Tasks = dict[object, asyncio.Task[None]]
 
 
 class Errands:
@@ -37,76 +47,117 @@ class Errands:
         self._spec = spec
         self._outside = outside
         self._submit = submit
-        self._launches: asyncio.Queue[Spawn | Kill] = asyncio.Queue(LAUNCHES)
-        self._probes: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._launches: asyncio.Queue[Adopt | Spawn] = asyncio.Queue(LAUNCHES)
+        self._starting: dict[WorkerId, asyncio.Event] = {}
+        """Workers whose start is asked for and not over."""
+        self._unwanted: set[WorkerId] = set()
+        """Those of them that are to be ended before their start has begun."""
+        self._adopted = asyncio.Event()
+        """Not set while the launcher is being asked what it finds."""
+        self._adopted.set()
+        self._kills: Tasks = {}
+        self._probes: Tasks = {}
         self._launching: asyncio.Task[None] | None = None
         self._alarm: Alarm | None = None
 
     def start(self, alarm: Alarm) -> None:
-        """Adopt what an earlier life has started, then launch as told. `alarm` hears when that ends unexpectedly."""
+        """Launch as told. `alarm` hears when that ends unexpectedly."""
         self._alarm = alarm
         self._launching = guarded(f"launches of {self._spec.job}", self._launch(), alarm)
 
     async def stop(self) -> None:
         """End them all; processes live on."""
-        tasks = [*self._probes.values(), *([self._launching] if self._launching else [])]
+        tasks = [*self._probes.values(), *self._kills.values(), *([self._launching] if self._launching else [])]
         await asyncio.gather(*(end_task(task) for task in tasks))
 
-    def run(self, errand: Probe | Spawn | Kill) -> None:
+    def run(self, errand: Probe | Adopt | Spawn | Kill) -> None:
         """Have it done; never waits."""
-        if not isinstance(errand, Probe):
-            self._launches.put_nowait(errand)
-            return
-        who = (errand.worker, errand.incarnation)
-        if who not in self._probes and self._alarm is not None:
-            probe = guarded(f"probe of {errand.worker} of {self._spec.job}", self._probe(errand), self._alarm)
-            self._probes[who] = probe
-            probe.add_done_callback(lambda _: self._probes.pop(who, None))
+        match errand:
+            case Probe(worker, incarnation):
+                self._beside(self._probes, (worker, incarnation), f"probe of {worker}", partial(self._probe, errand))
+            case Kill(worker):
+                if worker in self._starting:
+                    self._unwanted.add(worker)
+                self._beside(self._kills, worker, f"end of {worker}", partial(self._kill, worker))
+            case Spawn(worker):
+                self._starting[worker] = asyncio.Event()
+                self._launches.put_nowait(errand)
+            case Adopt():
+                self._adopted.clear()
+                self._launches.put_nowait(errand)
+
+    def _beside(self, tasks: Tasks, who: object, what: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """In a task of its own, unless the same is under way."""
+        if who not in tasks and self._alarm is not None:
+            tasks[who] = guarded(f"{what} of {self._spec.job}", work(), self._alarm)
+            tasks[who].add_done_callback(lambda _: tasks.pop(who, None))
 
     async def _probe(self, probe: Probe) -> None:
         refused = await self._outside.prober(probe.address)
         await self._report(Probed(probe.worker, probe.incarnation, refused))
 
     async def _launch(self) -> None:
-        launcher = self._outside.launchers.get(self._spec.launcher)
-        if launcher is not None:
-            for event in await self._adopted(launcher):
-                await self._report(event)
         while True:
             errand = await self._launches.get()
             if isinstance(errand, Spawn):
-                await self._report(await self._spawned(launcher, errand))
-            elif launcher is not None:
-                await self._kill(launcher, errand)
+                await self._start(errand.worker)
+            else:
+                await self._adopt(errand)
 
-    async def _adopted(self, launcher: Launcher) -> Sequence[Event]:
+    @property
+    def _launcher(self) -> Launcher | None:
+        return self._outside.launchers.get(self._spec.launcher)
+
+    async def _adopt(self, adopt: Adopt) -> None:
+        if self._launcher is not None:
+            for event in await self._found(self._launcher, adopt):
+                await self._report(event)
+        self._adopted.set()
+
+    async def _found(self, launcher: Launcher, adopt: Adopt) -> Sequence[Event]:
         """What became of an earlier life's processes; where that cannot be told, their streams will."""
-        try:
-            async with asyncio.timeout(LAUNCH_SECONDS):
-                return await launcher.adopt(self._spec)
-        except Exception as error:
-            log.error("workers could not be adopted", job=self._spec.job, error=str(error), exc_info=error)
-            return ()
+        for pause in (*[ADOPT_PAUSE_SECONDS] * (ADOPT_TIMES - 1), 0.0):
+            try:
+                async with asyncio.timeout(LAUNCH_SECONDS):
+                    return await launcher.adopt(adopt.workers, self._spec)
+            except Exception as error:
+                log.error("workers could not be adopted", job=self._spec.job, error=str(error), exc_info=error)
+            await asyncio.sleep(pause)
+        return ()
 
-    async def _spawned(self, launcher: Launcher | None, errand: Spawn) -> Event:
+    async def _start(self, worker: WorkerId) -> None:
+        if worker in self._unwanted:
+            await self._report(NeverStarted(worker))
+        else:
+            await self._report(await self._spawned(self._launcher, worker))
+        self._unwanted.discard(worker)
+        self._starting.pop(worker).set()
+
+    async def _spawned(self, launcher: Launcher | None, worker: WorkerId) -> Event:
         """The process, or why there is none."""
         if launcher is None:
-            return Exited(errand.worker, None, f"this controller has no launcher {self._spec.launcher!r}")
+            return Exited(worker, None, f"this controller has no launcher {self._spec.launcher!r}")
         try:
             async with asyncio.timeout(LAUNCH_SECONDS):
-                return await launcher.spawn(errand.worker, self._spec)
+                return await launcher.spawn(worker, self._spec)
         except TimeoutError:
-            return Exited(errand.worker, None, f"its launcher had not started it after {LAUNCH_SECONDS:g} s")
+            return Exited(worker, None, f"its launcher had not started it after {LAUNCH_SECONDS:g} s")
         except Exception as error:
-            log.error("a worker could not be started", job=self._spec.job, worker=errand.worker, exc_info=error)
-            return Exited(errand.worker, None, f"it could not be started: {error}")
+            log.error("a worker could not be started", job=self._spec.job, worker=worker, exc_info=error)
+            return Exited(worker, None, f"it could not be started: {error}")
 
-    async def _kill(self, launcher: Launcher, errand: Kill) -> None:
+    async def _kill(self, worker: WorkerId) -> None:
+        """End its process. One whose start is asked for is not started, or ended as soon as it was."""
+        if self._launcher is None:
+            return
+        await self._adopted.wait()
+        if worker in self._starting:
+            await self._starting[worker].wait()
         try:
             async with asyncio.timeout(LAUNCH_SECONDS):
-                await launcher.kill(errand.worker, self._spec)
+                await self._launcher.kill(worker, self._spec)
         except Exception as error:
-            log.error("a worker could not be ended", job=self._spec.job, worker=errand.worker, exc_info=error)
+            log.error("a worker could not be ended", job=self._spec.job, worker=worker, exc_info=error)
 
     async def _report(self, event: Event) -> None:
         """A job that is ending or too busy hears of it when it asks again."""

@@ -67,6 +67,8 @@ class Head:
     last_event: int = 0
     broken: str = ""
     """Why the job cannot go on, where the machine itself failed."""
+    step: int | None = None
+    """The step that people are shown, where it is newer than the durable state's."""
 
     def encoded(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -102,6 +104,11 @@ class Ledger:
         return self._head.broken
 
     @property
+    def step(self) -> int | None:
+        """The step that was written since the durable state was."""
+        return self._head.step
+
+    @property
     def _name(self) -> str:
         return self._head.spec.job
 
@@ -117,6 +124,10 @@ class Ledger:
             await self._write(self._head, events[:EVENTS_PER_TRANSACTION], None)
             events = events[EVENTS_PER_TRANSACTION:]
         await self._write(replace(self._head, broken=broken or self.broken), events, durable)
+
+    async def write_step(self, step: int) -> None:
+        """Make the step that people are shown durable: with the head, which every transaction writes."""
+        await self._write(replace(self._head, step=step), (), None)
 
     async def forget(self) -> None:
         """Remove the job and all that is kept of it; its events first, so that no half of them is left for another."""
@@ -138,6 +149,7 @@ class Ledger:
         ]
         operations += [Delete(_event_key(self._name, number)) for number in range(head.first_event, first)]
         if durable is not None:
+            head = replace(head, step=None)
             operations.append(Put(f"/durable/{self._name}", packed(durable)))
         head = replace(head, writes=head.writes + 1, first_event=first, last_event=last)
         self.modified = await self._commit(head, operations)

@@ -20,8 +20,8 @@ class CoreMachine:
     def new_job(self, spec: JobSpec, now: float) -> Job:
         return jobs.new_job(spec, now)
 
-    def restore(self, durable: str, now: float) -> Job:
-        return jobs.restore(state.from_json(durable), now)
+    def restore(self, durable: str, step: int | None, now: float) -> Job:
+        return jobs.restore(state.from_json(durable), now, step)
 
     def step(self, job: Job, event: Event, now: float) -> tuple[Job, Sequence[Effect]]:
         return machine.step(job, event, now)

@@ -15,7 +15,7 @@ import structlog
 from shoal_protos.errors import Conflict, ShoalError, StoreError, UserError
 from shoal_protos.messages import Ending, Shutdown
 
-from shoal_controller.core.effects import Close, Effect, Kill, Note, Persist, Probe, Send, Spawn
+from shoal_controller.core.effects import Adopt, Close, Effect, Kill, Note, Persist, Probe, Progress, Send, Spawn
 from shoal_controller.core.events import (
     Connected,
     Disconnected,
@@ -75,6 +75,8 @@ class Runner:
         self._tick_waits = False
         self._connections: set[int] = set()
         self._job: Job = None
+        self._carried_out: Job = None
+        """The job as it is in the store: what people see, so that nothing they have seen is forgotten."""
         self._broken = ""
         self._shown = _unseen(spec)
         self._errands = Errands(spec, life.outside, self.submit)
@@ -85,7 +87,7 @@ class Runner:
         """What people see now; of a job whose machine failed: what they saw last, and why it failed."""
         if self._broken:
             return replace(self._shown, phase=Phase.FAILED, reason=self._broken)
-        self._shown = self._life.machine.view(self._job, self._life.clock())
+        self._shown = self._life.machine.view(self._carried_out, self._life.clock())
         return self._shown
 
     @property
@@ -98,6 +100,7 @@ class Runner:
         """A new job: durable when this returns."""
         self._job = self._life.machine.new_job(self.spec, self._life.clock())
         await self.ledger.renew(self.spec, self._life.machine.durable(self._job))
+        self._carried_out = self._job
         self._start()
 
     def restore(self, durable: Callable[[], str]) -> None:
@@ -105,7 +108,8 @@ class Runner:
         self._broken = self.ledger.broken
         try:
             if not self._broken:
-                self._job = self._life.machine.restore(durable(), self._life.clock())
+                self._job = self._life.machine.restore(durable(), self.ledger.step, self._life.clock())
+                self._carried_out = self._job
                 self.view()
         except Exception as error:
             self._note_break(error)
@@ -199,6 +203,7 @@ class Runner:
         try:
             self._job, effects = self._life.machine.step(self._job, event, self._life.clock())
             await self._carry_out(effects)
+            self._carried_out = self._job
         except StoreError as error:
             if not isinstance(error, Unfit):
                 raise
@@ -217,22 +222,25 @@ class Runner:
             if isinstance(effect, Persist) and lasting:
                 await self.ledger.write(events, self._life.machine.durable(self._job))
                 events, lasting = [], False
+            elif isinstance(effect, Progress):
+                await self.ledger.write_step(effect.step)
             elif not isinstance(effect, Note | Persist):
                 self._act(effect)
         if events:
             await self.ledger.write(events)
 
-    def _act(self, effect: Send | Close | Probe | Spawn | Kill) -> None:
+    def _act(self, effect: Send | Close | Probe | Adopt | Spawn | Kill) -> None:
         match effect:
             case Send(connection, message):
                 self._life.outside.senders.send(connection, message)
             case Close(connection):
                 self._life.outside.senders.close(connection)
-            case Probe() | Spawn() | Kill():
+            case Probe() | Adopt() | Spawn() | Kill():
                 self._errands.run(effect)
 
     def _events(self, notes: Sequence[Note]) -> list[JobEvent]:
-        generation, now = self.view().generation, self._life.clock()
+        now = self._life.clock()
+        generation = self._life.machine.view(self._job, now).generation
         for note in notes:
             log.info(note.message, job=self.spec.job, kind=note.kind, generation=generation, worker=note.worker or None)
         return [JobEvent(now, note.kind, generation, note.worker, note.message, dict(note.data)) for note in notes]

@@ -14,7 +14,7 @@ from shoal_protos.messages import ToWorker
 from shoal_protos.plan import WorkerId
 
 from shoal_controller.core.effects import Effect
-from shoal_controller.core.events import Event, Exited, Spawned
+from shoal_controller.core.events import Event, NeverStarted, Spawned
 from shoal_controller.core.spec import JobSpec, JobView
 
 Job = Any
@@ -27,8 +27,8 @@ class Machine(Protocol):
     def new_job(self, spec: JobSpec, now: float) -> Job:
         """A job that nothing has happened to."""
 
-    def restore(self, durable: str, now: float) -> Job:
-        """The job as an earlier life left it."""
+    def restore(self, durable: str, step: int | None, now: float) -> Job:
+        """The job as an earlier life left it. `step`: of the last `Progress` since the last `Persist`."""
 
     def step(self, job: Job, event: Event, now: float) -> tuple[Job, Sequence[Effect]]:
         """What an event makes of it. A `UserError` refuses an operator's wish, and nothing has changed."""
@@ -62,8 +62,11 @@ class Launcher(Protocol):
     async def kill(self, worker: WorkerId, spec: JobSpec) -> None:
         """End the worker's process at once; one that is gone already is no error."""
 
-    async def adopt(self, spec: JobSpec) -> Sequence[Spawned | Exited]:
-        """What became of the processes that an earlier controller started for this job: one event for each."""
+    async def adopt(self, workers: Sequence[WorkerId], spec: JobSpec) -> Sequence[Spawned | NeverStarted]:
+        """What became of the processes that an earlier controller started for this job, and of `workers` in any case.
+
+        One event for each that lives or never was; ends are reported as all ends are.
+        """
 
     async def close(self) -> None:
         """Let go of everything of this controller's; the workers live on."""

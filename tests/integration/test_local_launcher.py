@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from shoal_controller.core.events import Exited, Spawned
+from shoal_controller.core.events import Exited, NeverStarted, Spawned
 from shoal_controller.core.spec import JobSpec
 from shoal_controller.launchers.local import LocalLauncher, Surroundings
 from shoal_controller.tokens import token_of_job
@@ -199,8 +199,9 @@ def test_a_page_lives_from_the_start_until_the_job_has_heard_of_the_end(tmp_path
         await controller.launcher.close()
         assert controller.pages() == ["w0.json"]
         later = Controller(tmp_path)
-        [event] = await later.launcher.adopt(spec(SLEEPER))
-        assert event == Exited("w0", -15, f"its process {spawned.pid} was killed by SIGTERM", "began")
+        assert await later.launcher.adopt((), spec(SLEEPER)) == []
+        assert await later.end() == Exited("w0", -15, f"its process {spawned.pid} was killed by SIGTERM", "began")
+        await later.launcher.close()
         assert controller.pages() == []
         controller.refusal = NotFound("there is no job demo")
         await controller.launcher.spawn("w1", spec("true"))
@@ -237,9 +238,9 @@ def test_a_later_controller_adopts_what_lives_and_tells_what_has_died(tmp_path: 
         spawned_by_a_controller_that_died(tmp_path, SLEEPER, "echo boom; exit 7", SLEEPER)
         pages = {name: json.loads((tmp_path / "jobs/demo" / name).read_text()) for name in controller.pages()}
         await until(partial(ended, pages["w1.json"]["pid"]))
-        first, second, third = await controller.launcher.adopt(spec(SLEEPER))
+        first, third = await controller.launcher.adopt((), spec(SLEEPER))
         unknown = "ended while no controller watched it, or as an earlier one's; its exit status is not known"
-        assert second == Exited("w1", None, f"its process {pages['w1.json']['pid']} {unknown}", "boom")
+        assert await controller.end() == Exited("w1", None, f"its process {pages['w1.json']['pid']} {unknown}", "boom")
         for page, event in ((pages["w0.json"], first), (pages["w2.json"], third)):
             log = str(tmp_path / f"jobs/demo/{page['worker']}.log")
             assert event == Spawned(page["worker"], page["pid"], page["started_at"], log)
@@ -264,12 +265,28 @@ def test_a_pid_that_was_given_to_another_process_is_not_adopted(tmp_path: Path) 
         for wrong in ({"started_at": bystander.started_at - 1}, {"boot": "another"}, {"pid": 1 << 22}):
             page.write_text(json.dumps(right | wrong))
             later = Controller(tmp_path)
-            [event] = await later.launcher.adopt(spec(SLEEPER))
-            assert isinstance(event, Exited) and event.worker == "w0"
+            assert await later.launcher.adopt((), spec(SLEEPER)) == []
+            assert (await later.end()).worker == "w0"
             await later.launcher.kill("w0", spec(SLEEPER))
             assert not ended(bystander.pid)
         await controller.launcher.kill("w0", spec(SLEEPER))
         await controller.end()
+
+    with_controller(tmp_path, scene)
+
+
+def test_a_worker_without_a_page_is_found_by_its_log_or_was_never_started(tmp_path: Path) -> None:
+    async def scene(controller: Controller) -> None:
+        spawned = await controller.launcher.spawn("w0", spec(f"({SLEEPER}) & {SLEEPER}"))
+        await until(partial(written, spawned.log))
+        await controller.launcher.close()
+        (tmp_path / "jobs/demo/w0.json").unlink()  # as if its controller had died before it wrote one
+        later = Controller(tmp_path)
+        assert await later.launcher.adopt(("w0", "w1"), spec("")) == [spawned, NeverStarted("w1")]
+        assert later.pages() == ["w0.json"]
+        await later.launcher.kill("w0", spec(""))
+        assert (await later.end()).code == -9
+        await later.launcher.close()
 
     with_controller(tmp_path, scene)
 
@@ -281,7 +298,7 @@ def test_a_page_that_cannot_be_read_is_dropped(tmp_path: Path) -> None:
         (folder / "w0.json").write_text("{")
         (folder / "w1.json").write_text('{"worker": "w1"}')
         (folder / "w2.json").write_text("[]")
-        assert await controller.launcher.adopt(spec("")) == []
+        assert await controller.launcher.adopt((), spec("")) == []
         assert controller.pages() == []
 
     with_controller(tmp_path, scene)
@@ -289,9 +306,9 @@ def test_a_page_that_cannot_be_read_is_dropped(tmp_path: Path) -> None:
 
 def test_a_new_run_of_a_job_ends_what_the_run_before_left(tmp_path: Path) -> None:
     async def scene(controller: Controller) -> None:
-        assert await controller.launcher.adopt(spec(SLEEPER)) == []
+        assert await controller.launcher.adopt((), spec(SLEEPER)) == []
         old = await controller.launcher.spawn("w0", spec(SLEEPER))
-        assert await controller.launcher.adopt(spec(SLEEPER)) == ()
+        assert await controller.launcher.adopt((), spec(SLEEPER)) == ()
         assert not psutil.pid_exists(old.pid)
         new = await controller.launcher.spawn("w0", spec("echo new"))
         assert await controller.end() == Exited("w0", 0, f"its process {new.pid} ended with status 0", "new")
@@ -325,7 +342,7 @@ def test_closing_lets_workers_live(tmp_path: Path) -> None:
         await controller.launcher.close()
         assert psutil.Process(spawned.pid).is_running()
         later = Controller(tmp_path)
-        assert await later.launcher.adopt(spec(SLEEPER)) == [spawned]
+        assert await later.launcher.adopt((), spec(SLEEPER)) == [spawned]
         await later.launcher.kill("w0", spec(SLEEPER))
         assert (await later.end()).code == -9
         await later.launcher.close()

@@ -6,15 +6,17 @@ goes through its JSON text whenever a controller starts.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shoal_controller.core.durable import Durable, from_json, to_json
-from shoal_controller.core.effects import Close, Effect, Kill, Note, Persist, Probe, Send, Spawn
+from shoal_controller.core.effects import Adopt, Close, Effect, Kill, Note, Persist, Probe, Progress, Send, Spawn
 from shoal_controller.core.events import (
     Connected,
     Disconnected,
     Event,
     Exited,
+    NeverStarted,
     Probed,
     Said,
     Spawned,
@@ -44,6 +46,8 @@ class ControllerHost:
         self.life = 0
         self.alive = False
         self.crash_after: int | None = None
+        self.crash_before: type | None = None
+        """The kind of effect that it does not live to carry out."""
         self.streams: dict[int, Stream] = {}
         self.late = 0.0
         """Seconds by which every tick is late; whatever comes meanwhile lies in the inbox."""
@@ -64,10 +68,8 @@ class ControllerHost:
             self.simulation.watch.violated("the store's text gives back something else", "the controller")
         self.job = restore(durable, self.clock.now)
         self.simulation.say("controller starts, life", self.life)
-        self.simulation.watch.restarted(durable.step)
+        self.simulation.promises.begins(self.life)
         self._handle(Started())
-        for event in self.simulation.launcher.adopted(durable):
-            self._handle(event)
         self.clock.after(TICK_SECONDS + self.late, self._tick, self.life)
 
     def crash(self) -> None:
@@ -75,7 +77,7 @@ class ControllerHost:
             return
         self.alive = False
         self._inbox.clear()
-        self.crash_after = None
+        self.crash_after = self.crash_before = None
         self.simulation.say("controller dies")
         for stream in self.streams.values():
             stream.break_off()
@@ -108,13 +110,16 @@ class ControllerHost:
     def wish(self, event: Event) -> None:
         """An operator's wish; the impossible is refused and changes nothing."""
         self._empty_inbox()
-        before = self.job
+        before, life = self.job, self.life
         try:
             self._handle(event)
         except UserError as error:
             self.simulation.say("refused:", error)
             if self.job is not before:
                 self.simulation.watch.violated("a refused wish changed the job", "the controller")
+        else:
+            if self.alive and self.life == life:
+                self.simulation.promises.accepted(event, self.job)
 
     def feed(self, event: Event) -> None:
         """What comes from outside."""
@@ -135,12 +140,17 @@ class ControllerHost:
         self.job, effects = step(self.job, event, self.clock.now)
         self.simulation.watch.stepped(before, event, self.job)
         for effect in effects:
-            if self.crash_after is not None:
-                self.crash_after -= 1
-                if self.crash_after < 0:
-                    self.crash()
-                    return
+            if self._dies_at(effect):
+                self.crash()
+                return
             self._act(effect)
+        self.simulation.watch.shows(self.job)
+
+    def _dies_at(self, effect: Effect) -> bool:
+        if self.crash_after is not None:
+            self.crash_after -= 1
+            return self.crash_after < 0
+        return self.crash_before is not None and isinstance(effect, self.crash_before)
 
     def _act(self, effect: Effect) -> None:
         simulation = self.simulation
@@ -152,6 +162,9 @@ class ControllerHost:
         elif isinstance(effect, Persist):
             simulation.watch.stored(self.stored, self.job.durable)
             self.stored = self.job.durable
+            simulation.promises.stored(self.stored)
+        elif isinstance(effect, Progress):
+            self.stored = replace(self.stored, step=effect.step)
         elif isinstance(effect, Note):
             simulation.say("controller:", effect.kind, "|", effect.message)
         elif isinstance(effect, Close):
@@ -161,6 +174,8 @@ class ControllerHost:
         elif isinstance(effect, Spawn):
             simulation.watch.spawns(self.stored, effect.worker)
             simulation.launcher.spawn(effect.worker)
+        elif isinstance(effect, Adopt):
+            self.clock.after(0.02, simulation.launcher.adopt, effect.workers, self.life)
         elif isinstance(effect, Kill):
             simulation.launcher.kill(effect.worker)
         elif isinstance(effect, Probe):
@@ -172,40 +187,55 @@ class ControllerHost:
 
 
 class Launcher:
-    """Local processes: it starts them, sees them end while a controller lives, and adopts them after a restart."""
+    """Local processes: it starts them, sees them end while a controller lives, and finds them again after a restart.
+
+    It is a part of the controller's process: what it was asked for and has not done is lost with that one.
+    """
 
     def __init__(self, simulation: Simulation) -> None:
         self.simulation, self.clock, self.chance = simulation, simulation.clock, simulation.chance
         self.started: dict[str, SimWorker] = {}
 
-    def spawn(self, worker: str) -> None:
-        self.clock.after(0.05 + 0.2 * self.chance.random(), self._spawned, worker)
+    @property
+    def _life(self) -> int:
+        """0: no controller is there."""
+        host = self.simulation.host
+        return host.life if host.alive else 0
 
-    def _spawned(self, worker: str) -> None:
-        process = self.simulation.start_process(worker, launched=True)
-        self.started[worker] = process
-        self._tell(Spawned(worker, process.pid, self.clock.now, f"{worker}.log"))
+    def spawn(self, worker: str) -> None:
+        self.clock.after(0.05 + 0.2 * self.chance.random(), self._spawned, worker, self._life)
+
+    def _spawned(self, worker: str, life: int) -> None:
+        if life == self._life:
+            process = self.simulation.start_process(worker, launched=True)
+            self.started[worker] = process
+            self._tell(Spawned(worker, process.pid, self.clock.now, f"{worker}.log"))
 
     def kill(self, worker: str) -> None:
+        self.clock.after(0.01, self._kill, worker, self._life)
+
+    def _kill(self, worker: str, life: int) -> None:
         process = self.started.get(worker)
-        if process is not None:
-            self.clock.after(0.01, process.end, -9, "killed by the launcher")
+        if process is not None and life == self._life:
+            process.end(-9, "killed by the launcher")
 
     def ended(self, process: SimWorker) -> None:
         for worker, started in self.started.items():
             if started is process:
                 self.clock.after(0.02 + 0.1 * self.chance.random(), self._tell, self._exit(worker, process))
 
-    def adopted(self, durable: Durable) -> list[Event]:
-        """What became of the processes that an earlier controller started."""
-        events: list[Event] = []
+    def adopt(self, workers: tuple[str, ...], life: int) -> None:
+        """Tell what became of the processes that an earlier controller started."""
+        if life != self._life:
+            return
+        roster = self.simulation.host.stored.roster
         for worker, process in self.started.items():
-            if worker in durable.roster:
-                if process.alive:
-                    events.append(Spawned(worker, process.pid, 0.0, f"{worker}.log"))
-                else:
-                    events.append(self._exit(worker, process))
-        return events
+            if worker in roster:
+                lives = Spawned(worker, process.pid, 0.0, f"{worker}.log")
+                self._tell(lives if process.alive else self._exit(worker, process))
+        for worker in workers:
+            if worker not in self.started:
+                self._tell(NeverStarted(worker))
 
     def _exit(self, worker: str, process: SimWorker) -> Exited:
         return Exited(worker, process.exit_code, f"exit status {process.exit_code}")

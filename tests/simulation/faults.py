@@ -6,6 +6,7 @@ from collections.abc import Callable
 from random import Random
 from typing import TYPE_CHECKING
 
+from shoal_controller.core.effects import Adopt, Kill, Persist, Progress, Send, Spawn
 from shoal_controller.core.events import DrainWorker, Pause, Resume, Save, Scale
 
 from .liars import Liars
@@ -57,9 +58,9 @@ class Faults:
         simulation.groups.look_again()
         for worker in simulation.workers():
             worker.set_cut(False)
-            if worker.frozen:
+            if worker.frozen and not worker.hangs:
                 worker.thaw()
-        simulation.host.crash_after = None
+        simulation.host.crash_after = simulation.host.crash_before = None
         simulation.host.start()
         if simulation.host.job.durable.paused:
             simulation.host.wish(Resume())
@@ -124,13 +125,18 @@ class Faults:
             worker.session.stream.break_off()
 
     def crash(self) -> None:
+        """At once, or between two effects: after so many, or before the next one of a kind."""
         host = self.simulation.host
-        if self.chance.random() < 0.5:
+        how = self.chance.random()
+        if how < 0.4:
             host.crash_after = self.chance.randint(0, 6)
+        elif how < 0.7:
+            host.crash_before = self.chance.choice(EFFECTS)
         else:
             host.crash()
-        self._soon(host.crash, 0.2, 0.2)
-        self._soon(host.start, 0.3, 5.0)
+        within = 1.0 if host.crash_before is not None else 0.2
+        self._soon(host.crash, within, within)
+        self._soon(host.start, within + 0.1, 5.0)
 
     def break_between(self) -> None:
         workers = [worker for worker in self.simulation.workers() if not worker.frozen]
@@ -191,6 +197,9 @@ class Faults:
             claimed = taken.membership.worker if taken is not None and self.chance.random() < 0.3 else ""
             self.simulation.start_process(claimed)
 
+
+EFFECTS = (Spawn, Spawn, Kill, Kill, Adopt, Persist, Progress, Send)
+"""Those that a controller may die before."""
 
 KINDS = {
     "kill": 4,

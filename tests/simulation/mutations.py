@@ -11,7 +11,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from shoal.core.membership import Membership
-from shoal_controller.core.durable import Durable, Feud
+from shoal_controller.core import machine
+from shoal_controller.core.durable import Durable, Feud, SaveRequest
+from shoal_controller.core.effects import Progress
+from shoal_controller.core.events import NeverStarted
 from shoal_controller.core.job import Listened
 from shoal_controller.core.phases import (
     admission,
@@ -30,13 +33,15 @@ from shoal_controller.core.phases import (
     stopped,
 )
 from shoal_controller.core.phases.current import is_member
+from shoal_controller.core.spec import Phase
 from shoal_controller.core.turn import Turn
 from shoal_protos.checkpoint import Sighting
 from shoal_protos.messages import Point
 from shoal_protos.plan import Plan
 from shoal_protos.runs import Runs, every
 
-Patch = tuple[Any, str, Any]
+Patch = tuple[Any, Any, Any]
+"""Where, the name there (of a table: its key), what instead."""
 
 
 def _minimum_begins(self: Membership, voted: list[int]) -> Plan | None:
@@ -136,7 +141,8 @@ def _oldest(durable: Durable) -> Sighting | None:
 def _asks_by_the_number_of_a_ping(turn: Turn) -> None:
     """Which begins anew in every controller's life."""
     number = turn.job.next_ask + 1
-    turn.change(next_ask=number, save_asked=number)
+    turn.change(next_ask=number)
+    turn.keep(save=SaveRequest(number, 0))
 
 
 def _has_one_time_for_all_stages(turn: Turn, since: float) -> bool:
@@ -144,6 +150,28 @@ def _has_one_time_for_all_stages(turn: Turn, since: float) -> bool:
     return attempt is not None and turn.now - attempt.since > turn.spec.stall_seconds
 
 
+def _forgets(**fields: Any) -> Any:
+    """A life of the controller that begins without these fields of the durable state."""
+
+    def restarted(turn: Turn) -> None:
+        turn.keep(**fields)
+        POPULATION_RESTARTED(turn)
+
+    return restarted
+
+
+def _gives_no_grace(turn: Turn) -> None:
+    """A drain's grace is over when a controller is started again."""
+    POPULATION_RESTARTED(turn)
+    for record in tuple(turn.durable.roster.values()):
+        turn.mark(record.worker, leaves_at=turn.now)
+
+
+def _shows_what_is_not_written(self: Turn) -> list[Any]:
+    return [effect for effect in EFFECTS_IN_ORDER(self) if not isinstance(effect, Progress)]
+
+
+POPULATION_RESTARTED = population.restarted
 HEAR_PLANNED = Membership.hear_planned
 ENTER_VOTE = Membership.enter_vote
 COUNT = silence.count
@@ -208,6 +236,14 @@ MUTATIONS: dict[str, list[Patch]] = {
         (recovery, "_goes_back", lambda turn, plan, step: False)
     ],
     "no two requests to save have one number": [(checkpoints, "ask", _asks_by_the_number_of_a_ping)],
+    "a drain's grace goes on over a controller's restart": [(population, "restarted", _gives_no_grace)],
+    "a save that was accepted is made over a controller's restart": [(population, "restarted", _forgets(save=None))],
+    "what was told to end is killed over a controller's restart": [(population, "restarted", _forgets(dismissed={}))],
+    "a worker that no controller has started is started by the next": [
+        (machine.TABLE, (Phase.WAITING, NeverStarted), lambda turn, event: None),
+        (machine.TABLE, (Phase.RUNNING, NeverStarted), lambda turn, event: None),
+    ],
+    "the shown step is written before it is shown": [(Turn, "effects_in_order", _shows_what_is_not_written)],
     "every stage of a recovery has its own time": [(recovery, "_overdue", _has_one_time_for_all_stages)],
     "a thawed worker is taken in where no steps run": [(running, "_could_rejoin", lambda turn, world, process: False)],
 }
@@ -217,11 +253,19 @@ MUTATIONS: dict[str, list[Patch]] = {
 @contextmanager
 def mutated(rule: str) -> Iterator[None]:
     """Switch a rule off."""
-    kept = [(where, name, getattr(where, name)) for where, name, _ in MUTATIONS[rule]]
-    for where, name, instead in MUTATIONS[rule]:
-        setattr(where, name, instead)
+    kept = [(where, name, _put(where, name, instead)) for where, name, instead in MUTATIONS[rule]]
     try:
         yield
     finally:
         for where, name, before in kept:
-            setattr(where, name, before)
+            _put(where, name, before)
+
+
+def _put(where: Any, name: Any, value: Any) -> Any:
+    """Into a table, or an attribute. Gives back what was there."""
+    if isinstance(where, dict):
+        before, where[name] = where[name], value
+        return before
+    before = getattr(where, name)
+    setattr(where, name, value)
+    return before

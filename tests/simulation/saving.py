@@ -196,6 +196,7 @@ class Saving:
             if save.leads:
                 self._save, self._over = None, save
                 self.place.failed += 1
+                self.worker.simulation.promises.saved(save.sighting.step)
 
     def closes_in(self) -> float:
         """How long a process that is to end still writes."""

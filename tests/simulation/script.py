@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from shoal_controller.core import effects
 from shoal_controller.core.events import Cancel, DrainWorker, Pause, Resume, Save, Scale
 from shoal_controller.core.view import view
 
@@ -186,6 +187,8 @@ class Script:
             host.crash()
         elif what == "late":  # by SECONDS with every tick
             host.late = float(words[0])
+        elif what == "will":  # die before the next effect of a kind
+            host.crash_before = getattr(effects, words[-1])
         else:
             host.start()
 

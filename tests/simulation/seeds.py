@@ -55,6 +55,8 @@ def _keep_enough(simulation: Simulation) -> None:
 def settled(simulation: Simulation, begin: int) -> bool:
     """Everyone who lives is in one world that commits steps; or the job is over."""
     durable = simulation.host.job.durable
+    if durable.phase.over and not simulation.promises.kept():
+        return False
     if durable.phase.over:
         return over_for_a_reason(simulation, durable.phase, durable.reason)
     world = durable.current
@@ -69,8 +71,8 @@ def settled(simulation: Simulation, begin: int) -> bool:
     gone = len(staying) == world.world_size
     trainers = sum(bool(world.shares[rank].lanes) for rank in staying)
     busy = trainers == min(len(staying), world.lanes)
-    still = not durable.planned and not world.fills and not simulation.host.job.save_asked
-    return in_it and enough and gone and busy and still
+    still = not durable.planned and not world.fills and durable.save is None
+    return in_it and enough and gone and busy and still and simulation.promises.kept()
 
 
 def over_for_a_reason(simulation: Simulation, phase: Phase, reason: str) -> bool:

@@ -12,6 +12,7 @@ from .checkpoints import Checkpoints
 from .clock import Clock
 from .controller import ControllerHost, Launcher
 from .network import Groups, Still, Stream, Weather
+from .promises import Promises
 from .watch import Watch
 from .worker import SimWorker
 from .world import Worlds
@@ -55,6 +56,9 @@ class Simulation:
         self.processes: dict[str, SimWorker] = {}
         self.incarnations = 0
         self.feuds: set[frozenset[int]] = set()
+        self.stubborn = not self.still and Random(f"{seed} ends").random() < 0.1
+        """Whether some processes do not end when they are told to."""
+        self.promises = Promises(self)
         self.launcher = Launcher(self)
         self.host = ControllerHost(self)
         if not self.still:

@@ -46,6 +46,11 @@ NOTICED_BY: dict[str, str | int] = {
     "who was not there when all went back changes nothing any more": "thawed_after_all_went_back",
     "no two requests to save have one number": "saves_asked",
     "every stage of a recovery has its own time": "checkpoint_after_a_long_wait",
+    "a drain's grace goes on over a controller's restart": "grace_over_a_restart",
+    "a save that was accepted is made over a controller's restart": "save_over_a_restart",
+    "what was told to end is killed over a controller's restart": 280,
+    "a worker that no controller has started is started by the next": "never_started",
+    "the shown step is written before it is shown": 0,
     "a newcomer is not waited for in a recovery": "newcomer_freezes_in_a_recovery",
 }
 """The scenario, or the first of the seeds, that notices."""

@@ -11,7 +11,6 @@ from shoal_controller.core.durable import Durable, Standing
 from shoal_controller.core.events import DrainWorker, Event
 from shoal_controller.core.job import Job
 from shoal_controller.core.spec import Phase
-from shoal_controller.core.view import view
 from shoal_protos.checkpoint import Sighting
 from shoal_protos.messages import Carry, Ending, Open, Prepare
 from shoal_protos.plan import Plan, Reason
@@ -104,10 +103,12 @@ class Watch:
         wrong = [block for block in sorted(whole) if whole[block] != expected[block]]
         if wrong:
             self.violated("a checkpoint has wrong bits", sighting.path, wrong)
+        self.simulation.promises.saved(sighting.step)
 
     def drained(self, worker: SimWorker, why: str) -> None:
         """A worker was let go by a world that trains without it: whatever copies it had are gone."""
         self.simulation.checkpoints.parted += "its state is in" in why
+        self.simulation.promises.parts(worker, why)
         world = self.simulation.host.job.durable.current
         if world is None or not world.steps or "nobody was here" in why:
             return
@@ -173,6 +174,7 @@ class Watch:
     def _anew(self, floor: int, step: int) -> None:
         """The job begins again at step 0 or at a checkpoint's; what was before counts no more."""
         self.top = self.shown = step
+        self.simulation.promises.went_back(step)
         self.floor = floor
         self.began_at.clear()
 
@@ -200,13 +202,8 @@ class Watch:
         if durable.floor > old.floor:
             if durable.current is None:
                 self._gave_up(before, after, event, "the job started anew")
-            self.shown = durable.step
         elif durable.phase is Phase.FAILED and old.phase is not Phase.FAILED and before.attempt is not None:
             self._gave_up(before, after, event, "the job failed")
-        shown = view(after, self.simulation.clock.now)
-        if shown.step < self.shown:
-            self.violated("the shown step went back", self.shown, shown.step)
-        self.shown = shown.step
 
     def _takes_the_newest(self, before: Job, after: Job) -> None:
         """Who begins without a living copy begins from the newest checkpoint that anybody has told of and can read."""
@@ -225,9 +222,11 @@ class Watch:
         if path in durable.spoilt or (newest is not None and path and plan.recovery.step != newest.step):
             self.violated("a checkpoint cannot be what the plan says", path, plan.recovery.step)
 
-    def restarted(self, step: int) -> None:
-        """A controller shows what it has written, until the members have said where they are."""
-        self.shown = step
+    def shows(self, job: Job) -> None:
+        """What people see, in whichever controller's life: the step never goes back, but with the job itself."""
+        if job.durable.step < self.shown:
+            self.violated("the shown step went back", self.shown, job.durable.step)
+        self.shown = job.durable.step
 
     def _counted_out(self, before: Job, after: Job) -> None:
         """● Silence counts nobody out while most are unreachable, nor before all have had time to come back."""

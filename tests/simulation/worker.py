@@ -37,6 +37,8 @@ class SimWorker:
         self.died_at: float | None = None
         self.lost_after = 0.0
         self.exit_code: int | None = None
+        self.hangs = False
+        self.stubborn = launched and simulation.stubborn and self.chance.random() < 0.3
         self._backlog: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
         self.training = Training(self)
         self.session = Session(self)
@@ -97,6 +99,9 @@ class SimWorker:
         """The process is gone. Part of what it had sent is gone too."""
         if not self.alive:
             return
+        if self.stubborn and code != -9:
+            self.hang()
+            return
         self.say("ends with", code, why, self.where())
         self.alive, self.frozen, self.exit_code = False, False, code
         self.died_at = self.clock.now
@@ -105,6 +110,11 @@ class SimWorker:
         self.training.close_groups()
         self.session.process_ended()
         self.simulation.process_ended(self)
+
+    def hang(self) -> None:
+        """It was to end and does not: a driver, a script that waits for ever in its last lines."""
+        self.training.over = self.hangs = True
+        self.freeze()
 
     def fail(self, why: str, everyone: bool = False) -> None:
         """The script raises: it is out of the training loop, tells why, and ends."""

@@ -204,7 +204,7 @@ def test_an_operator_asks_for_one(tmp_path: Path) -> None:
         crew.wish(Save())
         saved(crew, 4)
         assert told(crew, "checkpoint_saved")
-        assert crew.job.save_asked == 0
+        assert crew.job.durable.save is None
 
 
 def test_a_job_without_a_place_refuses_to_save() -> None:
@@ -379,7 +379,7 @@ def test_the_last_worker_that_is_drained_saves_first_and_the_job_waits(tmp_path:
     with Crew("a", task(tmp_path)) as crew:
         crew.train_to(4)
         crew.wish(DrainWorker("a", 4.0))
-        crew.until("half of its grace", lambda: crew.job.parting)
+        crew.until("half of its grace", lambda: crew.job.durable.parting)
         crew.until("a world without steps", lambda: bool(crew.job.durable.planned))
         crew.allow(5)
         crew.until("the job to wait", lambda: crew.job.durable.current is None)

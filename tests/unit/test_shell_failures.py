@@ -4,8 +4,19 @@ import asyncio
 
 import pytest
 from asynchronous import asynchronous
-from shoal_controller.core.effects import Kill, Persist, Probe, Spawn
-from shoal_controller.core.events import Connected, Exited, Probed, Save, Scale, Spawned, Started, Tick
+from shoal_controller.core.effects import Adopt, Kill, Persist, Probe, Spawn
+from shoal_controller.core.events import (
+    Connected,
+    Exited,
+    NeverStarted,
+    Pause,
+    Probed,
+    Save,
+    Scale,
+    Spawned,
+    Started,
+    Tick,
+)
 from shoal_controller.core.spec import JobSpec, Phase, State, WorkerView
 from shoal_controller.store.open import open_store
 from shoal_controller.store.store import MAX_VALUE_BYTES, Put
@@ -50,28 +61,59 @@ async def test_a_process_that_cannot_be_started_has_exited(tmp_path, launcher, s
 
 @asynchronous
 async def test_a_process_is_ended_after_it_was_started_never_before(tmp_path):
-    async with running(tmp_path, SmallMachine({Save: [Spawn("w0"), Kill("w0"), Spawn("w1")]})) as world:
+    async with running(tmp_path, SmallMachine({Save: [Spawn("w0")], Pause: [Kill("w0")]})) as world:
+        world.written.slow = asyncio.Event()
         await world.shell.create(SPEC)
         await world.shell.submit("train", Save())
-        await world.written.until("spawn", "w1", "train")
-        assert world.written.log == [("spawn", "w0", "train"), ("kill", "w0", "train"), ("spawn", "w1", "train")]
+        await world.written.until("spawn", "w0", "train")
+        await world.shell.submit("train", Pause())
+        world.written.slow.set()
+        await world.written.until("kill", "w0", "train")
+        assert world.written.log == [("spawn", "w0", "train"), ("kill", "w0", "train")]
 
 
 @asynchronous
-async def test_what_an_earlier_life_started_is_adopted_after_started(tmp_path):
+async def test_a_process_that_is_to_end_before_it_was_started_is_never_started(tmp_path):
+    heard = asyncio.Queue()
+    machine = SmallMachine(
+        {Save: [Spawn("w0"), Kill("w0")], NeverStarted: lambda _, event: heard.put_nowait(event) or ()}
+    )
+    async with running(tmp_path, machine) as world:
+        await world.shell.create(SPEC)
+        await world.shell.submit("train", Save())
+        await world.written.until("kill", "w0", "train")
+        assert world.written.log == [("kill", "w0", "train")]
+        assert await asyncio.wait_for(heard.get(), 5) == NeverStarted("w0")
+
+
+@asynchronous
+async def test_the_end_of_a_process_does_not_wait_for_the_starts_of_others(tmp_path):
+    machine = SmallMachine({Save: [Spawn("w0"), Spawn("w1")], Pause: [Kill("w7")]})
+    async with running(tmp_path, machine) as world:
+        world.written.slow = asyncio.Event()
+        await world.shell.create(SPEC)
+        await world.shell.submit("train", Save())
+        await world.written.until("spawn", "w0", "train")
+        await world.shell.submit("train", Pause())
+        await world.written.until("kill", "w7", "train")
+        assert ("spawn", "w1", "train") not in world.written.log
+        world.written.slow.set()
+
+
+@asynchronous
+async def test_what_an_earlier_life_started_is_adopted_before_anything_is_started_or_ended(tmp_path):
     async with running(tmp_path) as world:
         await world.shell.create(SPEC)
     heard = asyncio.Queue()
-    store = await open_store(f"embedded:{tmp_path}")
-    world = World(store, SmallMachine({Spawned: lambda job, _: heard.put_nowait(job.heard) or ()}))
-    world.written.adopted = [
-        Exited("w0", None, "gone while no controller was there"),
-        Spawned("w1", 7, 2.0, "/logs/w1"),
-    ]
-    await world.shell.start()
-    assert await asyncio.wait_for(heard.get(), 5) == ("Started", "Exited", "Spawned")
-    await world.shell.stop()
-    await store.close()
+    begin = [Adopt(("w0", "w1", "w2")), Spawn("w3"), Kill("w1")]
+    async with running(
+        tmp_path, SmallMachine({Started: begin, Spawned: lambda _, event: heard.put_nowait(event) or ()})
+    ) as world:
+        world.written.adopted = [Spawned("w1", 7, 2.0, "/logs/w1")]
+        assert await asyncio.wait_for(heard.get(), 5) == Spawned("w1", 7, 2.0, "/logs/w1")
+        await world.written.until("spawn", "w3", "train")
+        await world.written.until("kill", "w1", "train")
+        assert world.written.log[0] == ("adopt", "w0", "w1", "w2")
 
 
 @asynchronous

@@ -73,7 +73,7 @@ def test_the_back_off_of_a_worker_that_is_counted_out_again_doubles():
     job, waits, now = job_of_three(), [], 0.0
     for _ in range(4):
         job = broken(broken(job, ("a", "b"), now=now), ("a", "b"), now=now)
-        waits.append(job.avoided_until["b:1"] - now)
+        waits.append(job.durable.avoided_until["b:1"] - now)
         now += waits[-1] + 1.0
         assert not feuds.avoided(Turn(job, now), "b")
     assert waits == [10.0, 20.0, 40.0, 80.0]

@@ -1,7 +1,9 @@
 """What a job must remember over a controller's death, and its text in the store.
 
-Everything that decides who may train, which numbers were given away and what an operator wished is here; what workers
-hold and where they stand is asked anew (`job.py`). It changes with the world, not with the steps. Pure.
+Everything that decides who may train, which numbers were given away, what an operator asked for and which deadlines run
+is here; what workers hold and where they stand is asked anew (`job.py`). It changes with the world; of the steps only
+the one that people are shown is kept, by a small write of its own (`effects.Progress`). Times are the machine's `now`:
+seconds since the epoch by the controller's clock, so they mean the same in another life. Pure.
 """
 
 from __future__ import annotations
@@ -64,6 +66,8 @@ class Record:
     standing: Standing = Standing.HERE
     leaving: Leaving = Leaving.NO
     grace_seconds: float = 30.0
+    leaves_at: float = 0.0
+    """When the grace of a leaving worker is over."""
     ending: Ending | None = None
     """It was told to end in this way: it changes nothing any more."""
     shunned: bool = False
@@ -84,6 +88,15 @@ class Feud:
     times: int
     named: Mapping[WorkerId, int]
     """How often each was named by the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """A checkpoint that was asked for and is not known to be made."""
+
+    number: int
+    step: int
+    """The step known when it was asked for: a checkpoint of this step or a later one answers it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +150,8 @@ class Durable:
     """By the two workers' ids, `a|b`."""
     avoided: Mapping[str, int] = field(default_factory=dict)
     """By address: how often a worker there was counted out for its connection."""
+    avoided_until: Mapping[str, float] = field(default_factory=dict)
+    """By address: until when it is left out."""
     last_refusal: str = ""
     """Why the last worker that came was turned away, until a world opens."""
     fingerprint: str = ""
@@ -145,7 +160,7 @@ class Durable:
     step_seconds_median: float | None = None
     """The run's, once the job has ended."""
     step: int = 0
-    """The last step known when a generation opened or the job ended."""
+    """What people are shown: a step that all members were seen to have committed, at most `SHOW_SECONDS` old."""
     history: tuple[Resize, ...] = ()
     figures: Figures = field(default_factory=Figures)
     opened: Runs = NO_BLOCKS
@@ -156,6 +171,16 @@ class Durable:
     """Paths of checkpoints that a worker could not read."""
     saves_asked: int = 0
     """How many checkpoints were asked for: the number of the last request."""
+    save: SaveRequest | None = None
+    """The last request, until it is answered."""
+    parting: bool = False
+    """Only leaving members are left, and nobody has come: no steps run any more, and their state is to be saved."""
+    dismissed: Mapping[WorkerId, float] = field(default_factory=dict)
+    """When processes of the launcher's were told to end that have not ended yet."""
+    spawn_after: float = 0.0
+    """No process is started before this time: the back-off after failures."""
+    ended_at: float | None = None
+    """When the job was over, or its workers were asked to stop."""
 
 
 def to_json(durable: Durable) -> str:

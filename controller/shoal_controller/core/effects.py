@@ -1,6 +1,7 @@
 """What a job wants done: the outputs of `machine.step`, carried out by the shell strictly in order.
 
-`Persist` is durable before anything after it goes out, so a generation is in the store before anyone hears of it.
+`Persist` is durable before anything after it goes out, so a generation is in the store before anyone hears of it;
+likewise `Progress`, so what people are shown never goes back when a controller is started again.
 """
 
 from __future__ import annotations
@@ -15,6 +16,13 @@ from shoal_protos.plan import WorkerId
 @dataclass(frozen=True, slots=True)
 class Persist:
     """Write the job's durable state (`durable.to_json(job.durable)`) before going on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Write the step that people are shown, and nothing else: a small write, because it comes every second."""
+
+    step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +50,15 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True)
+class Adopt:
+    """Find the processes that an earlier life of the controller has started: answered by `Spawned` or `Exited` for each
+    that the launcher knows, and by `Spawned`, `Exited` or `NeverStarted` for each of `workers`.
+    """
+
+    workers: tuple[WorkerId, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Spawn:
     """Start a process for this worker: answered by `Spawned` or `Exited`."""
 
@@ -66,4 +83,4 @@ class Note:
     """Figures, JSON-able."""
 
 
-Effect = Persist | Send | Close | Probe | Spawn | Kill | Note
+Effect = Persist | Progress | Send | Close | Probe | Adopt | Spawn | Kill | Note

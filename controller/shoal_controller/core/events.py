@@ -68,6 +68,13 @@ class Spawned:
 
 
 @dataclass(frozen=True, slots=True)
+class NeverStarted:
+    """No process of this worker is there, and none has ended: an earlier controller died before it started one."""
+
+    worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
 class Exited:
     """The launcher saw the worker's process end, or could not start it: its death is confirmed."""
 
@@ -113,6 +120,6 @@ class Save:
 
 
 Event = (
-    Started | Tick | Connected | Said | Disconnected | Probed | Spawned | Exited
+    Started | Tick | Connected | Said | Disconnected | Probed | Spawned | NeverStarted | Exited
     | Scale | DrainWorker | Pause | Resume | Cancel | Save
 )  # fmt: skip

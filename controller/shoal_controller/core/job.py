@@ -1,13 +1,20 @@
 """A job as the machine sees it: what is durable, and what is only known while this controller lives.
 
-`Job` is replaced whole by `machine.step`. Everything but `durable` is forgotten when the controller dies and comes back
-with the workers' hellos. Pure.
+`Job` is replaced whole by `machine.step`. [Note: what a restart changes] Besides numbers, nothing. Every promise and
+every deadline that others count on is in `durable`; the rest of `Job` is forgotten when the controller dies, because
+
+- it is asked anew: what workers are, hold and have measured comes back with their hellos and heartbeats
+  (`processes`, `connections`, `changes`), what became of launched ones with the launcher's answer to `Adopt`
+  (`spawned`); what was wished is seen to be fulfilled or is planned again (`wished`, `wishes`);
+- it gives *us* time to hear: whoever could not reach a controller that was away gets all of it again (`started`,
+  `ready_since`, `planned_at`, `spawned`, `probed`, and what was told to end in `durable.dismissed`);
+- or it belongs to a number: a change under way is begun again with the next one (`attempt`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -67,8 +74,8 @@ class Process:
     """Its step and its seconds in steps, as of the heartbeat before the last one."""
     told: tuple[str, int, float] = ("", 0, 0.0)
     """What it was last told: kind, number, when."""
-    saves_told: int = 0
-    """The number of the last save that it has told of."""
+    saves_told: int | None = None
+    """The number of the last save that it has told of; None: it has said no heartbeat in this controller's life."""
     fill_bytes_before: int = 0
     """Bytes it had received by fills before the present generation."""
 
@@ -168,40 +175,28 @@ class Job:
     """The step known when a worker last failed."""
     planned_at: float = 0.0
     """When the newest planned change was made."""
-    dismissed: Mapping[WorkerId, float] = field(default_factory=dict)
-    """When processes of the launcher's were told to end, that have not ended yet."""
-    spawn_after: float = 0.0
-    """No process is started before this time: the back-off after failures."""
     spawned: Mapping[WorkerId, float] = field(default_factory=dict)
     """When processes were asked for that have not said hello."""
-    drain_ends: Mapping[WorkerId, float] = field(default_factory=dict)
-    """When the grace of leaving workers is over."""
-    avoided_until: Mapping[str, float] = field(default_factory=dict)
-    """By address."""
-    ended: float | None = None
-    """When the job was over, or its workers were asked to stop."""
+    reaped: float = 0.0
+    """When the processes of a job that is over were last killed."""
     changes: Mapping[WorkerId, Change] = field(default_factory=dict)
     """What the present generation's change cost its members."""
     detect_seconds: float = 0.0
     """From the cause of the present generation to its PREPARE."""
     next_ask: int = 1
     """The number of the next ping."""
-    save_asked: int = 0
-    """The number of a request to save that is not known to be carried out; 0: none."""
     save_failed: int = -1
     """The step of the last save that failed."""
     passed_over: str = ""
     """What was last told of folders in the checkpoints' place that are none."""
-    parting: bool = False
-    """Only leaving members are left, and nobody has come: no steps run any more, and their state is to be saved."""
-    step: int = 0
-    """The last step that all members were seen to have committed."""
     step_kept: float = 0.0
-    """When that step was last written."""
+    """When the step that people are shown was last written."""
     figures: Figures = field(default_factory=Figures)
     """What is counted; steps are ahead of `durable.figures`, all else is written at once."""
     figures_known: bool = True
     """Whether the steps are as many as before: after a restart, once every member has told or a world has opened."""
+    figures_kept: float = 0.0
+    """When the counted steps were last written."""
 
     @property
     def spec(self) -> JobSpec:
@@ -214,7 +209,9 @@ def new_job(spec: JobSpec, now: float) -> Job:
     return Job(Durable(spec, wanted=spec.wanted, figures=figures), started=now, figures=figures)
 
 
-def restore(durable: Durable, now: float) -> Job:
-    """The job of an earlier controller. Its first event is `Started`."""
+def restore(durable: Durable, now: float, step: int | None = None) -> Job:
+    """The job of an earlier controller. Its first event is `Started`. `step`: what `Progress` has written since."""
+    if step is not None:
+        durable = replace(durable, step=step)
     known = durable.current is None or durable.phase.over
     return Job(durable, started=now, figures=durable.figures, figures_known=known)

@@ -23,6 +23,7 @@ from shoal_controller.core.events import (
     DrainWorker,
     Event,
     Exited,
+    NeverStarted,
     Pause,
     Probed,
     Resume,
@@ -36,6 +37,7 @@ from shoal_controller.core.events import (
 from shoal_controller.core.job import Job, new_job, restore
 from shoal_controller.core.phases import (
     admission,
+    checkpoints,
     ending,
     feuds,
     known,
@@ -55,14 +57,16 @@ __all__ = ["Durable", "Job", "from_json", "new_job", "restore", "step", "to_json
 
 
 def started(turn: Turn, _: Started) -> None:
-    """A controller's life begins: what is only known by time begins anew."""
+    """A controller's life begins. [Note: what a restart changes] in `job.py`."""
     population.restarted(turn)
     feuds.restarted(turn)
+    checkpoints.restarted(turn)
 
 
 def ticked(turn: Turn, _: Tick) -> None:
     presence.watch(turn)
     feuds.forget(turn)
+    feuds.forgive(turn)
     known.look(turn)
     if turn.durable.stopping:
         wishes.stop_overdue(turn)
@@ -83,6 +87,7 @@ ALIVE: dict[type, Handler] = {
     Disconnected: presence.disconnected,
     Probed: presence.probed,
     Spawned: presence.spawned,
+    NeverStarted: population.never_started,
     Exited: presence.exited,
     Scale: wishes.scale,
     DrainWorker: wishes.drain,
@@ -92,13 +97,14 @@ ALIVE: dict[type, Handler] = {
     Save: wishes.save,
 }
 OVER: dict[type, Handler] = {
-    Started: nothing,
+    Started: ending.restarted,
     Tick: nothing,
     Connected: ending.connected,
     Said: ending.said,
     Disconnected: ending.disconnected,
     Probed: nothing,
     Spawned: presence.spawned,
+    NeverStarted: ending.never_started,
     Exited: ending.exited,
     Scale: wishes.refuse,
     DrainWorker: wishes.refuse,

@@ -14,7 +14,7 @@ from shoal_protos.messages import ToWorker
 from shoal_protos.plan import Plan, WorkerId
 
 from shoal_controller.core.durable import Durable, Record
-from shoal_controller.core.effects import Effect, Note, Persist, Send
+from shoal_controller.core.effects import Effect, Note, Persist, Progress, Send
 from shoal_controller.core.figures import Figures
 from shoal_controller.core.job import Job, Process
 from shoal_controller.core.spec import JobSpec
@@ -124,6 +124,9 @@ class Turn:
         So a number is in the store before anyone hears of it, a world before it is opened, a worker before it is
         started; and a controller that dies between two effects has only left something unsaid, which it will say again.
         """
-        if self.job.durable == self.before.durable:
+        before, after = self.before.durable, self.job.durable
+        if after == before:
             return self.effects
+        if after == replace(before, step=after.step):
+            return [Progress(after.step), *self.effects]
         return [Persist(), *self.effects]

@@ -9,7 +9,7 @@ from shoal_protos.runs import NO_BLOCKS, every, union
 from shoal_controller.core.durable import Record, Resize, Standing
 from shoal_controller.core.job import Job, Process
 from shoal_controller.core.phases import silence, waiting
-from shoal_controller.core.phases.known import shown_step, step_seconds_median
+from shoal_controller.core.phases.known import step_seconds_median
 from shoal_controller.core.spec import JobView, Phase, ResizeView, State, WorkerView
 
 
@@ -26,7 +26,7 @@ def view(job: Job, now: float) -> JobView:
         min_workers=spec.min_workers,
         max_workers=spec.max_workers or (description.lanes if description is not None else spec.lanes),
         lanes=description.lanes if description is not None else spec.lanes,
-        step=shown_step(job),
+        step=durable.step,
         max_steps=description.max_steps if description is not None else None,
         loss=_loss(job, members),
         last_checkpoint_step=durable.checkpoints[0].step if durable.checkpoints else None,

@@ -20,7 +20,7 @@ from shoal_protos.channel import FORK_SAFE
 from shoal_protos.errors import ShoalError, StoreError, UserError
 from shoal_protos.plan import WorkerId
 
-from shoal_controller.core.events import Exited, Spawned
+from shoal_controller.core.events import Exited, NeverStarted, Spawned
 from shoal_controller.core.spec import JobSpec
 from shoal_controller.launchers.page import Page, Pages, boot_id
 from shoal_controller.launchers.process import Process
@@ -35,6 +35,8 @@ DEATH_SECONDS = 5.0
 
 LOOK_SECONDS = 0.02
 """How often it is looked whether the last process of a job has ended."""
+CLEAR_SECONDS = 30.0
+"""How long a new run of a job waits for the killed processes of the one before."""
 
 log = structlog.get_logger("shoal.launcher")
 
@@ -115,17 +117,21 @@ class LocalLauncher:
             await asyncio.sleep(LOOK_SECONDS)
         return not left
 
-    async def adopt(self, spec: JobSpec) -> Sequence[Spawned | Exited]:
-        """What became of the processes that an earlier controller started for this job: one event for each.
+    async def adopt(self, workers: Sequence[WorkerId], spec: JobSpec) -> Sequence[Spawned | NeverStarted]:
+        """What became of the processes that an earlier controller started for this job, and of `workers` in any case.
 
-        Asked again in one controller's life, the job is a new run of that name: what the old run left is ended.
+        One event for each that lives or never was; what has ended is reported as every end is. Asked again in one
+        controller's life, the job is a new run of that name: what the old run left is ended.
         """
         pages = self._pages(spec.job)
         if spec.job in self._adopted:
-            self._clear(spec.job, pages)
+            await self._clear(spec.job, pages)
             return ()
         self._adopted.add(spec.job)
-        return [self._found(spec.job, pages, page) for page in pages]
+        found = list(pages)
+        events = [self._found(spec.job, pages, page) for page in found]
+        unrecorded = [worker for worker in workers if worker not in {page.worker for page in found}]
+        return [*filter(None, events), *(self._unrecorded(spec.job, pages, worker) for worker in unrecorded)]
 
     async def close(self) -> None:
         """Let go of everything of this controller's; the workers live on."""
@@ -155,21 +161,31 @@ class LocalLauncher:
             raise
         return process, page
 
-    def _found(self, job: str, pages: Pages, page: Page) -> Spawned | Exited:
-        """One process of an earlier life: watched from now on, or what is known of its end."""
+    def _found(self, job: str, pages: Pages, page: Page) -> Spawned | None:
+        """One process of an earlier life: watched from now on, or what is known of its end is reported."""
         alive = None if page.ended or page.boot != self._boot else Process.find(page.pid, page.started_at)
         if alive is None:
-            pages.remove(page.worker)
-            return self._exited(pages, page.end(page.code))
+            self._report_later(job, page.end(page.code))
+            return None
         self._watch(job, alive, page)
         return Spawned(page.worker, page.pid, page.started_at, str(pages.log(page.worker)))
 
-    def _clear(self, job: str, pages: Pages) -> None:
-        """End what an earlier run of this name left, and report none of it."""
-        for name in [name for name in self._watched if name[0] == job]:
-            process, _ = self._forget(name)
+    def _unrecorded(self, job: str, pages: Pages, worker: WorkerId) -> Spawned | NeverStarted:
+        """A worker without a page: the controller died before it wrote one, or before there was a process at all."""
+        process = Process.writing_to(pages.log(worker))
+        if process is None:
+            return NeverStarted(worker)
+        page = Page(worker, process.pid, process.started_at, self._boot, 0)
+        pages.write(page)
+        self._watch(job, process, page)
+        return Spawned(worker, process.pid, process.started_at, str(pages.log(worker)))
+
+    async def _clear(self, job: str, pages: Pages) -> None:
+        """End what an earlier run of this name left, and report none of it. The others' work goes on meanwhile."""
+        ending = [self._forget(name)[0] for name in list(self._watched) if name[0] == job]
+        for process in ending:
             process.kill()
-            process.end()
+        await asyncio.gather(*(_ended(process) for process in ending))
         for page in pages:
             pages.remove(page.worker)
 
@@ -186,10 +202,12 @@ class LocalLauncher:
 
     def _end(self, name: Name) -> None:
         """The kernel says that a process has ended."""
-        job, worker = name
+        job, _ = name
         process, page = self._forget(name)
-        ended = page.end(process.end())
-        report = guarded(f"end of {worker} of {job}", self._report(job, ended), _heard)
+        self._report_later(job, page.end(process.end()))
+
+    def _report_later(self, job: str, ended: Page) -> None:
+        report = guarded(f"end of {ended.worker} of {job}", self._report(job, ended), _heard)
         self._reports.add(report)
         report.add_done_callback(self._reports.discard)
 
@@ -211,6 +229,23 @@ class LocalLauncher:
 
     def _exited(self, pages: Pages, page: Page) -> Exited:
         return Exited(page.worker, page.code, _why(page), pages.tail(page))
+
+
+async def _ended(process: Process) -> None:
+    """Returns when a process that was killed has ended. One that cannot (a driver, a network file system) is left."""
+    loop, readable = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(process.descriptor, readable.set)
+    try:
+        async with asyncio.timeout(CLEAR_SECONDS):
+            await readable.wait()
+    except TimeoutError:
+        log.error("a process does not end", pid=process.pid, seconds=CLEAR_SECONDS)
+    finally:
+        loop.remove_reader(process.descriptor)
+    if readable.is_set():
+        process.end()
+    else:
+        process.release()
 
 
 def _why(page: Page) -> str:

@@ -65,6 +65,17 @@ class Process:
             return None
         return cls(pid, started_at, descriptor)
 
+    @classmethod
+    def writing_to(cls, log: Path) -> Process | None:
+        """The leader of a session whose output goes to this log, None where there is none."""
+        for folder in Path("/proc").iterdir():
+            if folder.name.isdecimal() and _writes_to(folder, log):
+                pid = int(folder.name)
+                started_at = start_time(pid)
+                if started_at is not None:
+                    return cls.find(pid, started_at)
+        return None
+
     def kill(self) -> None:
         """SIGKILL to it and to all that it started and left in its group."""
         if start_time(self.pid) == self.started_at:
@@ -89,6 +100,15 @@ class Process:
     def release(self) -> None:
         """Watch it no longer."""
         os.close(self.descriptor)
+
+
+def _writes_to(folder: Path, log: Path) -> bool:
+    """Of a process that may be gone before it is looked at, or be another user's."""
+    try:
+        leads = os.getsid(int(folder.name)) == int(folder.name)
+        return leads and (folder / "fd" / "1").readlink() == log
+    except OSError:
+        return False
 
 
 def _has_ended(descriptor: int) -> bool:

@@ -148,7 +148,7 @@ def _candidate(turn: Turn, worker: WorkerId, trains: bool) -> Candidate:
 
 def steps_run(turn: Turn, members: int) -> bool:
     """Not while the job is paused, is being saved for the last time, or has fewer members than it needs."""
-    return not turn.durable.paused and not turn.job.parting and members >= turn.spec.min_workers
+    return not turn.durable.paused and not turn.durable.parting and members >= turn.spec.min_workers
 
 
 def _wish(
@@ -174,7 +174,7 @@ def fill_rate(turn: Turn, description: Description, candidates: list[Candidate])
     rate = max(1, int(wanted // max(1, description.state_bytes)))
     for candidate in candidates:
         if candidate.leaving:
-            grace = turn.job.drain_ends.get(candidate.member.worker, turn.now) - turn.now
+            grace = turn.record(candidate.member.worker).leaves_at - turn.now
             boundaries = max(1, int(grace / 2 / step_seconds)) if step_seconds else 1
             rate = max(rate, ceil(len(candidate.holds) / boundaries))
     return rate

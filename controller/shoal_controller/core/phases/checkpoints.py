@@ -14,8 +14,9 @@ from shoal_protos.messages import Status
 from shoal_protos.plan import WorkerId
 from shoal_protos.runs import Runs
 
-from shoal_controller.core.durable import Durable
+from shoal_controller.core.durable import Durable, SaveRequest
 from shoal_controller.core.job import Attempt
+from shoal_controller.core.phases.known import known_step
 from shoal_controller.core.turn import Turn
 
 REMEMBERED = 512
@@ -54,7 +55,7 @@ def seen(turn: Turn, worker: WorkerId, status: Status) -> None:
         step=sighting.step, path=sighting.path, run=sighting.run,
     )  # fmt: skip
     if status.generation:
-        turn.change(save_asked=0)
+        _answered(turn, sighting.step)
 
 
 def _exceed(turn: Turn, generation: int) -> None:
@@ -76,8 +77,30 @@ def _keep(turn: Turn, found: tuple[Sighting, ...]) -> None:
 def ask(turn: Turn) -> None:
     """Ask the world for one. Workers heed a number once, so none is given twice, in whichever controller's life."""
     number = turn.durable.saves_asked + 1
-    turn.keep(saves_asked=number)
-    turn.change(save_asked=number)
+    turn.keep(saves_asked=number, save=SaveRequest(number, known_step(turn)))
+
+
+def restarted(turn: Turn) -> None:
+    """What was asked for is asked for again, by a number of its own: it may have failed while nobody was there to hear
+    of it.
+    """
+    if turn.durable.save is not None:
+        number = turn.durable.saves_asked + 1
+        turn.keep(saves_asked=number, save=replace(turn.durable.save, number=number))
+
+
+def _answered(turn: Turn, step: int) -> None:
+    """A save of that step was made, or failed: what was asked for before is done."""
+    request = turn.durable.save
+    if request is not None and step >= request.step:
+        turn.keep(save=None)
+
+
+def went_back(turn: Turn, step: int) -> None:
+    """All begin at an earlier step: a checkpoint of that one or a later one is what was asked for."""
+    request = turn.durable.save
+    if request is not None and request.step > step:
+        turn.keep(save=replace(request, step=step))
 
 
 def damaged(turn: Turn, attempt: Attempt) -> str:
@@ -125,12 +148,14 @@ def told(turn: Turn, worker: WorkerId) -> None:
     if sentence and sentence != turn.job.passed_over and turn.durable.current is None:
         turn.change(passed_over=sentence)
         turn.note("checkpoint_passed_over", sentence, worker)
-    news = [saved for saved in process.telemetry.saves if saved.number > process.saves_told]
-    if not news:
-        return
-    turn.see(worker, saves_told=news[-1].number)
+    before = process.saves_told
+    news = [saved for saved in process.telemetry.saves if before is None or saved.number > before]
+    if before is None or news:
+        turn.see(worker, saves_told=news[-1].number if news else 0)
     for saved in news:
         _figures(turn, worker, saved)
+        if saved.outcome is SaveOutcome.FAILED and before is not None:  # else perhaps before it was asked for
+            _answered(turn, saved.step)
 
 
 def _figures(turn: Turn, worker: WorkerId, saved: Saved) -> None:
@@ -142,7 +167,7 @@ def _figures(turn: Turn, worker: WorkerId, saved: Saved) -> None:
         case SaveOutcome.FAILED:
             turn.count("shoal_checkpoint_failures_total")
             turn.note("checkpoint_failed", f"the checkpoint of step {saved.step} failed: {saved.why}", worker)
-            turn.change(save_asked=0, save_failed=saved.step)
+            turn.change(save_failed=saved.step)
         case SaveOutcome.SKIPPED:
             turn.count("shoal_checkpoints_skipped_total")
             turn.note("checkpoint_skipped", f"no checkpoint of step {saved.step}: {saved.why}", worker)

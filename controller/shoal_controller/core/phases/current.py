@@ -130,8 +130,8 @@ def _of_world(job: Job, process: Process) -> ToWorker | None:
             return Carry(plan)
     if durable.stopping and member and not status.done:
         return Ask(AskKind.STOP, STOP_REQUEST, world.generation)
-    if job.save_asked and process.worker == _first_member(job, world):
-        return Ask(AskKind.SAVE, job.save_asked, world.generation)
+    if durable.save is not None and process.worker == _first_member(job, world):
+        return Ask(AskKind.SAVE, durable.save.number, world.generation)
     return None
 
 

@@ -5,11 +5,11 @@ Over means over: an event that comes later changes nothing, but whoever asks is 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from shoal_protos.plan import WorkerId
 
-from shoal_controller.core.durable import Standing
-from shoal_controller.core.effects import Close, Kill, Send
-from shoal_controller.core.events import Connected, Disconnected, Exited, Said
+from shoal_controller.core.durable import Record, Standing
+from shoal_controller.core.effects import Adopt, Close, Kill, Send
+from shoal_controller.core.events import Connected, Disconnected, Exited, NeverStarted, Said, Started
 from shoal_controller.core.phases import claims
 from shoal_controller.core.phases.current import shutdown_of_all, tell_all
 from shoal_controller.core.spec import Phase
@@ -17,14 +17,16 @@ from shoal_controller.core.turn import Turn
 
 LINGER_SECONDS = 10.0
 """How long processes have to end by themselves before they are killed."""
+STOP_STEPS = 2
+"""A cancelled job's workers stop after the step that they are in: they have so many steps' time, if that is more."""
 
 
 def finish(turn: Turn, phase: Phase, reason: str) -> None:
     """The job is over."""
     if turn.durable.phase.over:
         return
-    turn.keep(phase=phase, reason=reason, planned=())
-    turn.change(attempt=None, ended=turn.now)
+    turn.keep(phase=phase, reason=reason, planned=(), save=None, ended_at=turn.now)
+    turn.change(attempt=None, reaped=turn.now)
     turn.note(phase.value, reason)
     tell_all(turn)
     _kill_the_unheard(turn)
@@ -46,7 +48,21 @@ def succeed(turn: Turn) -> None:
     finish(turn, Phase.SUCCEEDED, f"done at step {durable.step}, fingerprint {durable.fingerprint or 'not given'}")
 
 
+def stop_seconds(turn: Turn) -> float:
+    """How long workers that were asked to stop may take."""
+    step_seconds = max((process.telemetry.step_seconds for process in turn.serving()), default=0.0)
+    return max(LINGER_SECONDS, STOP_STEPS * step_seconds)
+
+
 # ---- events of a job that is over
+
+
+def restarted(turn: Turn, _: Started) -> None:
+    """What a controller's life begins with: whoever has not ended gets the time that it had to hear of the end anew."""
+    turn.change(reaped=turn.now)
+    lingering = tuple(record.worker for record in turn.durable.roster.values() if _lingers(turn, record))
+    if lingering:
+        turn.do(Adopt(lingering))
 
 
 def connected(turn: Turn, event: Connected) -> None:
@@ -74,18 +90,27 @@ def disconnected(turn: Turn, event: Disconnected) -> None:
 
 
 def exited(turn: Turn, event: Exited) -> None:
-    if event.worker in turn.durable.roster:
-        turn.mark(event.worker, standing=Standing.DEAD)
-        others = {worker: at for worker, at in turn.job.dismissed.items() if worker != event.worker}
-        turn.change(dismissed=others)
+    _is_gone(turn, event.worker)
+
+
+def never_started(turn: Turn, event: NeverStarted) -> None:
+    _is_gone(turn, event.worker)
+
+
+def _is_gone(turn: Turn, worker: WorkerId) -> None:
+    if worker in turn.durable.roster:
+        turn.mark(worker, standing=Standing.DEAD)
+        turn.keep(dismissed={name: at for name, at in turn.durable.dismissed.items() if name != worker})
 
 
 def reap(turn: Turn) -> None:
     """Kill what has not ended by itself."""
-    if turn.job.ended is None:
-        turn.change(ended=turn.now)
-    elif turn.now - turn.job.ended >= LINGER_SECONDS:
+    if turn.now - turn.job.reaped >= LINGER_SECONDS:
         for record in turn.durable.roster.values():
-            if record.launched and (record.standing is not Standing.DEAD or record.worker in turn.job.dismissed):
+            if _lingers(turn, record):
                 turn.do(Kill(record.worker))
-        turn.job = replace(turn.job, ended=turn.now)
+        turn.change(reaped=turn.now)
+
+
+def _lingers(turn: Turn, record: Record) -> bool:
+    return record.launched and (record.standing is not Standing.DEAD or record.worker in turn.durable.dismissed)

@@ -89,7 +89,7 @@ def _count_out(turn: Turn, pair: str, feud: Feud) -> None:
         avoided={**turn.durable.avoided, record.address: times},
     )
     if again:
-        turn.change(avoided_until={**turn.job.avoided_until, record.address: turn.now + backoff})
+        turn.keep(avoided_until={**turn.durable.avoided_until, record.address: turn.now + backoff})
     turn.note("lost", f"worker {blamed} is counted out for {backoff:g} s: {why}", blamed)
 
 
@@ -109,14 +109,32 @@ def forget(turn: Turn) -> None:
         turn.keep(feuds=alive)
 
 
+def forgive(turn: Turn) -> None:
+    """Back-offs that have been over for as long as they lasted, of addresses where nobody is any more."""
+    durable = turn.durable
+    if not durable.avoided:
+        return
+    here = {record.address for record in durable.roster.values() if record.ending is None}
+    kept = {
+        address: times
+        for address, times in durable.avoided.items()
+        if address in here or turn.now < durable.avoided_until.get(address, 0.0) + _backoff(times)
+    }
+    if len(kept) != len(durable.avoided):
+        turn.keep(avoided=kept, avoided_until={a: at for a, at in durable.avoided_until.items() if a in kept})
+
+
 def restarted(turn: Turn) -> None:
-    """A controller does not know how much of a back-off is over: it begins anew."""
-    until = {address: turn.now + _backoff(times) for address, times in turn.durable.avoided.items()}
-    turn.change(avoided_until=until)
+    """A back-off goes on over a controller's restart. A clock that was set back makes none longer than it was."""
+    times = turn.durable.avoided
+    until = {
+        address: min(at, turn.now + _backoff(times[address])) for address, at in turn.durable.avoided_until.items()
+    }
+    turn.keep(avoided_until=until)
 
 
 def avoided(turn: Turn, worker: WorkerId) -> bool:
-    return turn.now < turn.job.avoided_until.get(turn.record(worker).address, 0.0)
+    return turn.now < turn.durable.avoided_until.get(turn.record(worker).address, 0.0)
 
 
 def quarrels(turn: Turn, worker: WorkerId) -> bool:

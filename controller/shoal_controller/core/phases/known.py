@@ -8,6 +8,11 @@ from shoal_controller.core.job import Job
 from shoal_controller.core.phases import step_figures
 from shoal_controller.core.turn import Turn
 
+SHOW_SECONDS = 1.0
+"""How often the step that people are shown is written and shown, where nothing else is written: workers say theirs with
+their heartbeats.
+"""
+
 
 def known_step(turn: Turn) -> int:
     """The highest step that any worker is known to have committed in this life of the job."""
@@ -17,23 +22,21 @@ def known_step(turn: Turn) -> int:
 
 
 def look(turn: Turn) -> None:
-    """Notice the step that every member has committed, and count it."""
+    """Notice the step that every member has committed, and count it. It is written before it is shown."""
     job, world = turn.job, turn.world
     if world is None:
         return
     processes = (job.processes.get(member.worker) for member in world.members)
     steps = [p.status.step if p is not None and p.status.generation == world.generation else -1 for p in processes]
-    step = max(job.step, min(steps))
-    if step != job.step:
-        turn.change(step=step)
+    step = min(steps)
+    if step < 0:
+        return
     step_figures.passed(turn, step)
-    if min(steps) >= 0 and not turn.job.figures_known:
+    if not turn.job.figures_known:
         turn.change(figures_known=True)
-
-
-def shown_step(job: Job) -> int:
-    """What people are shown. It never goes back but to step 0, where the job starts anew."""
-    return max(job.durable.step, job.step)
+    if step > turn.durable.step and turn.now - job.step_kept >= SHOW_SECONDS:
+        turn.keep(step=step)
+        turn.change(step_kept=turn.now)
 
 
 def step_seconds_median(job: Job) -> float | None:

@@ -17,9 +17,10 @@ from shoal_controller.core.turn import Turn
 
 def settle(turn: Turn, world: Plan, members: list[WorkerId]) -> None:
     """Called while all members are leaving and no newcomer waits."""
-    if not turn.job.parting:
+    if not turn.durable.parting:
         if all(_half_gone(turn, worker) for worker in members):
-            turn.change(parting=True, save_failed=-1)
+            turn.keep(parting=True)
+            turn.change(save_failed=-1)
             turn.note(
                 "parting", f"nobody has come for whom {', '.join(members)} could stay: their state is being saved"
             )
@@ -30,18 +31,18 @@ def settle(turn: Turn, world: Plan, members: list[WorkerId]) -> None:
     found = checkpoints.latest(turn.durable)
     if found is not None and found.step == step:  # perhaps by an earlier world: no step is saved twice
         _part(turn, members, found.path)
-    elif turn.job.save_failed == step and not turn.job.save_asked:
+    elif turn.job.save_failed == step and turn.durable.save is None:
         turn.note("lost", f"the state of the last to leave ({', '.join(members)}) could not be saved: it is lost")
         _part(turn, members, "")
-    elif not turn.job.save_asked:
+    elif turn.durable.save is None:
         checkpoints.ask(turn)
         for worker in members:
             tell(turn, worker)
 
 
 def _half_gone(turn: Turn, worker: WorkerId) -> bool:
-    grace = turn.record(worker).grace_seconds
-    return turn.now >= turn.job.drain_ends.get(worker, turn.now) - grace / 2
+    record = turn.record(worker)
+    return turn.now >= record.leaves_at - record.grace_seconds / 2
 
 
 def _all_in(turn: Turn, world: Plan) -> bool:

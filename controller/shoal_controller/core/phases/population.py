@@ -10,7 +10,8 @@ from shoal_protos.messages import Drain, Ending, Point
 from shoal_protos.plan import WorkerId
 
 from shoal_controller.core.durable import Leaving, Record, Standing
-from shoal_controller.core.effects import Kill, Spawn
+from shoal_controller.core.effects import Adopt, Kill, Spawn
+from shoal_controller.core.events import NeverStarted
 from shoal_controller.core.phases import ending
 from shoal_controller.core.phases.current import is_member, tell
 from shoal_controller.core.phases.known import known_step
@@ -40,7 +41,7 @@ def settle(turn: Turn) -> None:
     here = staying(turn)
     for record in reversed(here[turn.durable.wanted :]):
         drain(turn, record.worker, Leaving.SCALE_DOWN, SCALE_DOWN_GRACE)
-    if turn.now >= turn.job.spawn_after:
+    if turn.now >= turn.durable.spawn_after:
         for _ in range(turn.durable.wanted - len(here)):
             _spawn(turn)
     _give_up_the_unheard(turn)
@@ -49,17 +50,22 @@ def settle(turn: Turn) -> None:
 
 def _kill_the_lingering(turn: Turn) -> None:
     """Whoever was told to end, or has said that it failed, and is still there."""
-    for worker, at in tuple(turn.job.dismissed.items()):
-        if turn.now - at > LINGER_SECONDS:
+    for worker, at in turn.durable.dismissed.items():
+        if turn.now - max(at, turn.job.started) > LINGER_SECONDS:
             turn.note("killed", f"worker {worker} should have ended and has not within {LINGER_SECONDS:g} s", worker)
-            turn.change(dismissed={**turn.job.dismissed, worker: turn.now})
+            expect_end(turn, worker)
             turn.do(Kill(worker))
+
+
+def expect_end(turn: Turn, worker: WorkerId) -> None:
+    """A process of the launcher's is to end by itself, or it is killed."""
+    turn.keep(dismissed={**turn.durable.dismissed, worker: turn.now})
 
 
 def has_ended(turn: Turn, worker: WorkerId) -> None:
     """Its process is gone: nobody waits for that any more."""
-    if worker in turn.job.dismissed:
-        turn.change(dismissed={name: at for name, at in turn.job.dismissed.items() if name != worker})
+    if worker in turn.durable.dismissed:
+        turn.keep(dismissed={name: at for name, at in turn.durable.dismissed.items() if name != worker})
 
 
 def _spawn(turn: Turn) -> None:
@@ -82,9 +88,29 @@ def _give_up_the_unheard(turn: Turn) -> None:
 
 
 def restarted(turn: Turn) -> None:
-    """After a controller's restart: what was asked for and never heard of, and who leaves, get their time anew."""
-    unheard = (r.worker for r in turn.durable.roster.values() if r.serves and r.launched and not r.incarnation)
+    """After a controller's restart: what was asked for and never heard of gets its time anew, and the launcher says
+    what became of it. Deadlines go on; a clock that was set back makes none longer than it was.
+    """
+    unheard = [r.worker for r in turn.durable.roster.values() if r.serves and r.launched and not r.incarnation]
     turn.change(spawned=dict.fromkeys(unheard, turn.now))
+    turn.keep(spawn_after=min(turn.durable.spawn_after, turn.now + LONGEST_BACKOFF))
+    for record in tuple(turn.durable.roster.values()):
+        if record.leaving:
+            turn.mark(record.worker, leaves_at=min(record.leaves_at, turn.now + record.grace_seconds))
+    if launches(turn):
+        turn.do(Adopt((*unheard, *turn.durable.dismissed)))
+
+
+def never_started(turn: Turn, event: NeverStarted) -> None:
+    """An earlier controller died before it started this worker: it is started now, by the id that it was given."""
+    record = turn.durable.roster.get(event.worker)
+    if record is None or record.incarnation or not record.serves:
+        return has_ended(turn, event.worker)
+    turn.change(spawned={**turn.job.spawned, event.worker: turn.now})
+    what = f"worker {event.worker} is being started again: the controller ended before it did"
+    turn.note("starting", what, event.worker)
+    turn.do(Spawn(event.worker))
+    return None
 
 
 # ---- failures
@@ -104,12 +130,12 @@ def failed(turn: Turn, worker: WorkerId, why: str) -> None:
     turn.mark(worker, standing=Standing.DEAD, ending=Ending.FAILED, why=why)
     turn.note("failed", f"worker {worker} failed: {why}", worker)
     if record.launched:
-        turn.change(dismissed={**turn.job.dismissed, worker: turn.now})
+        expect_end(turn, worker)
     failures = turn.durable.failures + 1
-    turn.keep(failures=failures)
+    backoff = 0.0 if failures == 1 else min(2.0 ** (failures - 2), LONGEST_BACKOFF)
+    turn.keep(failures=failures, spawn_after=turn.now + backoff)
     turn.change(
         failed_at=max(known_step(turn), 0),
-        spawn_after=turn.now + (0.0 if failures == 1 else min(2.0 ** (failures - 2), LONGEST_BACKOFF)),
         spawned={name: at for name, at in turn.job.spawned.items() if name != worker},
     )
     if failures > turn.spec.max_restarts:
@@ -125,8 +151,7 @@ def drain(turn: Turn, worker: WorkerId, why: Leaving, grace_seconds: float) -> N
     record = turn.record(worker)
     if record.leaving or not record.serves:
         return
-    turn.mark(worker, leaving=why, grace_seconds=grace_seconds)
-    turn.change(drain_ends={**turn.job.drain_ends, worker: turn.now + grace_seconds})
+    turn.mark(worker, leaving=why, grace_seconds=grace_seconds, leaves_at=turn.now + grace_seconds)
     words = "drained" if why is Leaving.DRAIN else "let go, the job is scaled down"
     turn.note("draining", f"worker {worker} is being {words} (grace {grace_seconds:g} s)", worker)
     turn.say(worker, Drain(grace_seconds, turn.durable.number))
@@ -174,7 +199,7 @@ def dismiss(turn: Turn, worker: WorkerId, how: Ending, why: str) -> None:
     process = turn.process(worker)
     record = turn.record(worker)
     if record.launched:
-        turn.change(dismissed={**turn.job.dismissed, worker: turn.now})
+        expect_end(turn, worker)
     if record.launched and (process is None or not record.incarnation):
         turn.do(Kill(worker))
         turn.change(spawned={name: at for name, at in turn.job.spawned.items() if name != worker})
@@ -185,6 +210,8 @@ def give_up(turn: Turn, worker: WorkerId, why: str) -> None:
     record = turn.record(worker)
     how = Ending.REPLACED if record.launched else Ending.START_OVER
     turn.mark(worker, standing=Standing.DEAD, ending=how, why=why)
+    if record.launched:
+        expect_end(turn, worker)
     turn.note("lost", f"worker {worker} is given up: {why}", worker)
 
 

@@ -261,8 +261,8 @@ def _open(turn: Turn, attempt: Attempt, plan: Plan) -> None:
     shown = max(turn.durable.step, step)
     if _goes_back(turn, plan, step):
         turn.keep(floor=plan.generation)  # whoever was not there when all went back changes nothing any more
-        turn.change(step=step)
         step_figures.gone_back(turn, step)
+        checkpoints.went_back(turn, step)
         shown = step
     checkpoints.opened(turn, plan.generation)
     turn.keep(
@@ -270,11 +270,12 @@ def _open(turn: Turn, attempt: Attempt, plan: Plan) -> None:
         planned=(),
         phase=Phase.RUNNING,
         step=shown,
+        parting=False,
         committed_in=max(turn.durable.committed_in, attempt.committed_in),
         reason="",
         last_refusal="",
     )
-    turn.change(attempt=None, ready_since=None, parting=False)
+    turn.change(attempt=None, ready_since=None)
     planned.opened(turn, plan)
     timeline.opened(turn, plan, max(0, before - step), _waited(turn, attempt, attempt.planned_at))
     for member in plan.members:

@@ -31,5 +31,8 @@ def forget_the_oldest(turn: Turn) -> None:
     ]
     for worker in gone[: max(0, len(gone) - REMEMBERED)]:
         turn.keep(roster={name: record for name, record in turn.durable.roster.items() if name != worker})
-        turn.change(dismissed={name: at for name, at in turn.job.dismissed.items() if name != worker})
-        turn.change(processes={name: one for name, one in turn.job.processes.items() if name != worker})
+        turn.keep(dismissed={name: at for name, at in turn.durable.dismissed.items() if name != worker})
+        turn.change(
+            processes={name: one for name, one in turn.job.processes.items() if name != worker},
+            probed={name: at for name, at in turn.job.probed.items() if name != worker},
+        )

@@ -128,10 +128,10 @@ def _last_ones_grace(turn: Turn, world: Plan) -> None:
     """Nobody has come for whom the last leaving workers stayed: their grace is over, the state goes with them."""
     members = [member.worker for member in world.members]
     if not all(turn.record(worker).leaving for worker in members) or planned.waiting_newcomers(turn, world):
-        return turn.change(parting=False) if turn.job.parting else None
+        return turn.keep(parting=False) if turn.durable.parting else None
     if turn.durable.description is not None and turn.durable.description.can_checkpoint:
         return parting.settle(turn, world, members)
-    if all(turn.now >= turn.job.drain_ends.get(worker, turn.now) for worker in members):
+    if all(turn.now >= turn.record(worker).leaves_at for worker in members):
         turn.note("lost", f"the last to leave ({', '.join(members)}) have nobody to leave their state to: it is lost")
         for worker in members:
             population.dismiss_last(turn, worker)

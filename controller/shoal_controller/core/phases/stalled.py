@@ -14,7 +14,7 @@ from shoal_protos.runs import NO_BLOCKS, Runs
 from shoal_controller.core.durable import Record, Standing
 from shoal_controller.core.effects import Kill
 from shoal_controller.core.job import Attempt
-from shoal_controller.core.phases import checkpoints, ending, step_figures, timeline
+from shoal_controller.core.phases import checkpoints, ending, population, step_figures, timeline
 from shoal_controller.core.phases.current import tell
 from shoal_controller.core.phases.known import known_step
 from shoal_controller.core.spec import Phase
@@ -109,8 +109,10 @@ def start_anew(turn: Turn, why: str) -> None:
         failures=0,
         fingerprint="",
         loss=None,
+        parting=False,
     )
-    turn.change(attempt=None, wished=None, ready_since=None, step=step, parting=False)
+    checkpoints.went_back(turn, step)
+    turn.change(attempt=None, wished=None, ready_since=None)
     turn.note("anew", f"{why}; starting anew from step {step}, {lost_steps} steps are lost", lost_steps=lost_steps)
     step_figures.gone_back(turn, step)
     timeline.gone_back(turn, lost_steps)
@@ -123,4 +125,5 @@ def start_anew(turn: Turn, why: str) -> None:
         turn.mark(record.worker, ending=how, why=why)
         tell(turn, record.worker)
         if record.launched and record.standing is not Standing.DEAD:
+            population.expect_end(turn, record.worker)
             turn.do(Kill(record.worker))

@@ -54,12 +54,12 @@ def gone_back(turn: Turn, step: int) -> None:
 def _write_ahead(turn: Turn, steps: int) -> None:
     """Now and then the figures are written, with a bound on how many steps are shown until they are written again."""
     figures, written = turn.job.figures, turn.durable.figures
-    due = turn.now - turn.job.step_kept >= KEEP_SECONDS
+    due = turn.now - turn.job.figures_kept >= KEEP_SECONDS
     if due or figures.steps > written.steps_bound:
         ahead = max(FEWEST_AHEAD, 2 * (figures.steps - written.steps), steps)
         turn.keep_figures(replace(figures, steps_bound=figures.steps + ahead))
         turn.keep(step=max(turn.durable.step, figures.step))
-        turn.change(step_kept=turn.now)
+        turn.change(figures_kept=turn.now, step_kept=turn.now)
 
 
 def _step_seconds(job: Job) -> float:

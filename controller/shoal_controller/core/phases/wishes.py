@@ -88,8 +88,7 @@ def cancel(turn: Turn, _: Cancel) -> None:
     turn.note("cancelling", "the job is being cancelled")
     if turn.world is None or turn.durable.phase is not Phase.RUNNING:
         return ending.finish(turn, Phase.CANCELLED, "cancelled before it had a world that trains")
-    turn.keep(stopping=True)
-    turn.change(ended=turn.now)
+    turn.keep(stopping=True, ended_at=turn.now)
     for member in turn.world.members:
         tell(turn, member.worker)
     return None
@@ -116,8 +115,7 @@ def refuse(turn: Turn, _: Wish) -> None:
 
 def stop_overdue(turn: Turn) -> None:
     """A cancelled job whose workers do not stop by themselves."""
-    since = turn.job.ended if turn.job.ended is not None else turn.now
-    if turn.job.ended is None:
-        turn.change(ended=since)
-    if turn.now - since > ending.LINGER_SECONDS:
-        ending.finish(turn, Phase.CANCELLED, f"cancelled; workers did not stop within {ending.LINGER_SECONDS:g} s")
+    since = max(turn.durable.ended_at or 0.0, turn.job.started)  # nobody could be asked while no controller was there
+    seconds = ending.stop_seconds(turn)
+    if turn.now - since > seconds:
+        ending.finish(turn, Phase.CANCELLED, f"cancelled; workers did not stop within {seconds:g} s")

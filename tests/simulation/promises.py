@@ -1,0 +1,89 @@
+"""What a controller has promised, and must keep over every death: starts, ends, a drain's grace, saves.
+
+The promises are noted where they are made, apart from what the machine itself remembers of them; `kept` is asked once
+everything is well again, and what can be late is looked at while the faults still rage.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shoal_controller.core.durable import Durable
+from shoal_controller.core.events import Event, Save
+from shoal_controller.core.job import Job
+
+if TYPE_CHECKING:
+    from .simulation import Simulation
+    from .worker import SimWorker
+
+START_SECONDS = 2.0
+"""After so long in one life a controller has started whatever an earlier one was about to."""
+
+
+class Promises:
+    """See the module's text."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self.simulation = simulation
+        self._graces: dict[str, tuple[float, float]] = {}
+        """Of every worker that was told to leave: when, and how much time it has."""
+        self._saves: list[int] = []
+        """The steps at which saves were asked for and accepted, that were not answered yet."""
+
+    # ---- promised
+
+    def accepted(self, event: Event, job: Job) -> None:
+        """An operator was answered 202."""
+        if isinstance(event, Save) and job.durable.save is not None:
+            self._saves.append(job.durable.save.step)
+
+    def stored(self, durable: Durable) -> None:
+        for record in durable.roster.values():
+            if record.leaving and record.worker not in self._graces:
+                self._graces[record.worker] = self.simulation.clock.now, record.grace_seconds
+
+    # ---- kept
+
+    def begins(self, life: int) -> None:
+        """A controller has started: it owes a process to whoever an earlier one was about to start."""
+        roster = self.simulation.host.stored.roster.values()
+        owed = [record.worker for record in roster if record.launched and record.serves and not record.incarnation]
+        if owed:
+            self.simulation.clock.after(START_SECONDS + 4 * self.simulation.host.late, self._look, owed, life)
+
+    def _look(self, owed: list[str], life: int) -> None:
+        host = self.simulation.host
+        if not host.alive or host.life != life or host.job.durable.phase.over:
+            return
+        roster = host.job.durable.roster
+        forgotten = [name for name in owed if roster[name].serves and name not in self.simulation.launcher.started]
+        if forgotten:
+            self.simulation.watch.violated("workers are being started by nobody", *forgotten)
+
+    def parts(self, worker: SimWorker, why: str) -> None:
+        """A worker is let go. One that is the last has half of its grace at least, or all, where nothing is saved."""
+        if "nobody was here" not in why:
+            return
+        at, grace = self._graces[worker.membership.worker]
+        least = grace / 2 if self.simulation.checkpoints.every else grace
+        if self.simulation.clock.now < at + least:
+            self.simulation.watch.violated("a grace was cut short", worker, f"{self.simulation.clock.now - at:.3f} s")
+
+    def saved(self, step: int) -> None:
+        """A save of that step was made, or given up and told of: it answers what was asked for before."""
+        self._saves = [asked for asked in self._saves if asked > step]
+
+    def went_back(self, step: int) -> None:
+        self._saves = [min(asked, step) for asked in self._saves]
+
+    def kept(self) -> bool:
+        """Whether nothing is owed any more."""
+        durable = self.simulation.host.job.durable
+        saved = durable.phase.over or not self._saves
+        return saved and not any(self._is_to_end(durable, name) for name in self.simulation.launcher.started)
+
+    def _is_to_end(self, durable: Durable, name: str) -> bool:
+        """Whether a process lives that was told to end."""
+        record = durable.roster.get(name)
+        told = durable.phase.over or record is None or record.ending is not None
+        return told and self.simulation.launcher.started[name].alive

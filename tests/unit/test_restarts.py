@@ -1,0 +1,209 @@
+"""What a controller's restart changes, besides numbers: nothing. Each promise and each deadline is held over one."""
+
+from dataclasses import replace
+
+from machine_driver import MADE_OF, Driver
+from shoal_controller.core.effects import Adopt, Kill, Note, Persist, Progress, Spawn
+from shoal_controller.core.events import Cancel, DrainWorker, Exited, NeverStarted, Save, Tick
+from shoal_controller.core.phases.population import LINGER_SECONDS
+from shoal_controller.core.spec import Phase
+from shoal_protos.checkpoint import Saved, SaveOutcome, Sighting
+from shoal_protos.messages import Ask, AskKind, Ending, Request, RequestKind, Result, Telemetry
+
+SAVING = replace(MADE_OF, can_checkpoint=True)
+LAUNCHED = {"launcher": "local", "command": ("train",)}
+
+
+def restarted(job: Driver) -> None:
+    """Another controller, to which all that were connected come back."""
+    statuses = {worker: job.statuses[worker] for worker in job.connections}
+    job.restart()
+    for worker, status in statuses.items():
+        job.hello(worker, status=status)
+
+
+def asks(job: Driver, worker: str) -> list[Ask]:
+    return [message for message in job.said(worker) if isinstance(message, Ask)]
+
+
+def training(workers: int = 2, **spec: object) -> Driver:
+    job = Driver(wanted=workers, **spec)
+    job.start(workers)
+    job.wait(1)
+    return job
+
+
+# ---- leaving
+
+
+def test_a_drains_grace_goes_on() -> None:
+    job = training(workers=1, made_of=SAVING)
+    job.feed(DrainWorker("w0", 100.0))
+    job.wait(30)
+    restarted(job)
+    job.wait(10)
+    assert job.job.durable.roster["w0"].ending is None and not job.job.durable.parting
+    job.wait(12)
+    assert job.job.durable.parting, "half of its grace is over"
+
+
+def test_a_grace_is_no_longer_than_it_was_though_the_clock_was_set_back() -> None:
+    job = training(workers=1)
+    job.now += 1e6
+    job.say("w0", Request(RequestKind.DRAIN, 30.0))
+    job.now -= 1e6
+    restarted(job)
+    job.wait(20)
+    assert job.job.durable.roster["w0"].ending is None
+    job.wait(20)
+    assert job.job.durable.roster["w0"].ending is Ending.DRAINED
+
+
+def test_the_last_ones_state_is_saved_though_the_controller_dies_while_no_steps_run_any_more() -> None:
+    job = training(workers=1, made_of=SAVING)
+    job.feed(DrainWorker("w0", 10.0))
+    job.wait(6)
+    assert job.job.durable.parting
+    restarted(job)
+    job.wait(1)
+    assert job.job.durable.parting
+    [stands] = [plan for plan in job.job.durable.planned if not plan.steps]
+    assert stands.members[0].worker == "w0"
+
+
+# ---- saves
+
+
+def test_a_save_that_was_accepted_is_asked_for_again_by_a_number_of_its_own() -> None:
+    job = training(made_of=SAVING)
+    job.feed(Save())
+    [first] = asks(job, "w0")
+    restarted(job)
+    job.beat("w0")
+    job.wait(1)
+    assert job.job.durable.save is not None
+    effects = job.hello("w0")
+    again = [
+        effect.message for effect in effects if getattr(effect, "message", None) and isinstance(effect.message, Ask)
+    ]
+    assert [ask.kind for ask in again] == [AskKind.SAVE] and again[0].number > first.number
+
+
+def test_only_a_save_of_that_step_or_a_later_one_answers_what_was_asked_for() -> None:
+    job = training(made_of=SAVING)
+    before = job.statuses["w0"].step
+    job.beat("w0", step=before + 5)
+    job.beat("w1", step=before + 5)
+    job.feed(Save())
+    job.beat("w0", checkpoint=Sighting(1, before, "earlier"))
+    assert job.job.durable.save is not None
+    job.beat("w0", checkpoint=Sighting(1, before + 6, "later"))
+    assert job.job.durable.save is None
+
+
+def test_a_failure_that_may_have_been_before_the_request_does_not_answer_it_after_a_restart() -> None:
+    job = training(made_of=SAVING)
+    failed = Saved(1, job.statuses["w0"].step, SaveOutcome.FAILED, why="the disk is full")
+    job.beat("w0", Telemetry(saves=(failed,)))
+    job.feed(Save())
+    restarted(job)
+    job.beat("w0", Telemetry(saves=(failed,)))
+    assert job.job.durable.save is not None
+    job.beat("w0", Telemetry(saves=(failed, replace(failed, number=2))))
+    assert job.job.durable.save is None
+
+
+# ---- processes
+
+
+def test_a_process_that_failed_and_does_not_end_is_killed_by_the_next_controller() -> None:
+    job = training(**LAUNCHED)
+    job.say("w0", Result(3, failure="boom"))
+    job.connections.pop("w0")
+    job.restart()
+    assert not [effect for effect in job.wait(LINGER_SECONDS - 1, beating=False) if effect == Kill("w0")]
+    assert Kill("w0") in job.wait(2, beating=False)
+
+
+def test_the_back_off_after_failures_goes_on() -> None:
+    job = Driver(wanted=1, launcher="local", command=("train",), max_restarts=9)
+    for number in range(5):
+        job.feed(Exited(f"w{number}", 1, "boom"))
+        job.now = max(job.now, job.job.durable.spawn_after)
+        job.feed(Tick())
+    job.feed(Exited("w5", 1, "boom"))
+    seconds = job.job.durable.spawn_after - job.now
+    assert seconds > 4
+    job.restart()
+    assert Spawn("w6") not in job.wait(seconds - 1)
+    assert Spawn("w6") in job.wait(2)
+
+
+def test_whoever_was_being_started_is_asked_about_and_started_if_it_never_was() -> None:
+    job = Driver(wanted=2, **LAUNCHED)
+    job.hello("w1")
+    job.restart()
+    assert Adopt(("w0",)) in job.effects
+    effects = job.feed(NeverStarted("w0"))
+    assert Spawn("w0") in effects and [e.worker for e in effects if isinstance(e, Note)] == ["w0"]
+
+
+def test_one_that_was_to_end_and_was_never_started_is_not_waited_for() -> None:
+    job = Driver(wanted=1, **LAUNCHED)
+    job.feed(DrainWorker("w0", 0.0))
+    job.feed(Tick())
+    assert "w0" in job.job.durable.dismissed
+    job.restart()
+    assert Spawn("w0") not in job.feed(NeverStarted("w0"))
+    assert "w0" not in job.job.durable.dismissed
+
+
+def test_a_job_that_is_over_asks_for_those_that_have_not_ended() -> None:
+    job = training(**LAUNCHED)
+    job.feed(Exited("w1", 0, "ended"))
+    job.feed(Cancel())
+    job.wait(60)
+    assert job.job.durable.phase is Phase.CANCELLED
+    job.restart()
+    assert Adopt(("w0", "w2")) in job.effects
+    job.feed(NeverStarted("w2"))
+    effects = job.wait(30, beating=False)
+    assert Kill("w0") in effects and Kill("w2") not in effects
+
+
+# ---- what people see
+
+
+def test_the_shown_step_is_written_before_it_is_shown_and_never_goes_back() -> None:
+    job, whole = training(), 0
+    for step in range(2, 40):
+        for worker in ("w0", "w1"):
+            job.beat(worker, step=step)
+        job.now += 0.25
+        effects = job.feed(Tick())
+        written = [effect.step for effect in effects if isinstance(effect, Progress)]
+        assert written in ([], [job.view.step])
+        whole += effects.count(Persist())
+    assert whole <= 3, "a step alone is a small write"
+    shown = job.view.step
+    assert shown >= 39 - 4, "it is shown every second"
+    restarted(job)
+    assert job.view.step == shown
+
+
+# ---- the end
+
+
+def test_workers_have_two_steps_to_stop_in_when_a_job_is_cancelled() -> None:
+    job = training()
+    for worker in ("w0", "w1"):
+        job.beat(worker, Telemetry(step_seconds=20.0))
+    job.feed(Cancel())
+    for _ in range(70):
+        job.now += 0.5
+        for worker in ("w0", "w1"):
+            job.beat(worker, Telemetry(step_seconds=20.0))
+        job.feed(Tick())
+    assert job.job.durable.phase is Phase.RUNNING
+    job.wait(6)
+    assert job.job.durable.phase is Phase.CANCELLED
