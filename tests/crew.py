@@ -76,6 +76,8 @@ class Task:
     """Called before each micro-batch's forward."""
     step: Callable[[Engine], object] = Engine.step
     """What the loop does at a micro-batch's end."""
+    body: Callable[[Engine, Any], None] | None = None
+    """All that the loop does with a batch, in place of forward, backward and `step`."""
 
 
 def engine_of(task: Task, link: Link, faults: Faults) -> Engine:
@@ -103,6 +105,9 @@ def train(engine: Engine, task: Task, before: Callable[[], None]) -> None:
     for batch in engine:
         before()
         task.in_loop(engine)
+        if task.body is not None:
+            task.body(engine, batch)
+            continue
         loss = engine.module(**batch)
         engine.backward(loss)
         task.step(engine)

@@ -14,7 +14,7 @@ def some_state():
     sums = SimpleNamespace(
         begin_lane=lambda: None, push=pushed.append, live=SimpleNamespace(put_back=lambda _: None), clear=lambda: None
     )
-    buffers = SimpleNamespace(put_back=lambda: None, lane_done=lambda lane: None)
+    buffers = SimpleNamespace(put_back=lambda: None, begin_micro_batch=lambda: None, lane_done=lambda lane: None)
     return SimpleNamespace(step=3, sums=sums, buffers=buffers, parameters=[], pushed=pushed)
 
 
@@ -29,7 +29,7 @@ def train(loop, state):
     """One micro-batch of the lane at hand, whose loss is the lane's number and a half; returns what was fetched."""
     batch = loop.next_batch(state)
     loop.backward(torch.tensor(batch[1] + 0.5, requires_grad=True), state)
-    loop.report({"lane": batch[1]})
+    loop.numbers.report({"lane": batch[1]})
     loop.end_micro_batch(state)
     return batch
 
@@ -41,7 +41,7 @@ def test_the_lane_in_flight_is_not_trained_again_wherever_the_new_ones_lie(lanes
     assert loop.goes_on(lanes)
     assert (loop.in_flight, loop.lane, loop.at_last_backward) == (True, 2, False)
     loop.backward(torch.tensor(2.5, requires_grad=True), state)
-    loop.report({"lane": 2})
+    loop.numbers.report({"lane": 2})
     loop.end_micro_batch(state)
     other = sum(lanes) - 2
     assert train(loop, state) == (3, other, 0)
@@ -49,7 +49,7 @@ def test_the_lane_in_flight_is_not_trained_again_wherever_the_new_ones_lie(lanes
     ascending = some_loop(*lanes)
     for _ in lanes:
         train(ascending, some_state())
-    assert (loop.losses, loop.reports) == (ascending.losses, ascending.reports)
+    assert (loop.numbers.losses, loop.numbers.reports) == (ascending.numbers.losses, ascending.numbers.reports)
 
 
 def test_a_lane_that_another_worker_has_now_makes_the_step_begin_again():
@@ -68,7 +68,7 @@ def test_finished_lanes_and_the_one_in_flight_stay():
         (3, 2, 1), (3, 0, 0), (3, 0, 1), (3, 3, 0), (3, 3, 1),
     ]  # fmt: skip
     assert loop.lanes_done
-    assert loop.losses == [fold_numbers([((lane, lane + 1), lane + 0.5) for lane in range(4)], 4)]
+    assert loop.numbers.losses == [fold_numbers([((lane, lane + 1), lane + 0.5) for lane in range(4)], 4)]
 
 
 def test_a_step_whose_last_lane_is_done_does_not_go_on():

@@ -182,7 +182,7 @@ class Engine:
         if not self.loop.in_flight:
             self.loop.check_void("engine.backward")
             return
-        self.loop.check_backward(self.state)
+        self.loop.prepare_backward(loss, self.state)
         self.faults.at("backward", self.state.step + 1)
         if self.world is None or not self.loop.at_last_backward:
             self.loop.backward(loss, self.state)
@@ -231,6 +231,22 @@ class Engine:
         """The user's code has come further, as far as anyone watches it."""
         if self.world is not None:
             self.world.group.progress.step_on()
+
+    def skip(self) -> bool:
+        """In place of `backward` and `step`: gives this micro-batch up for good, in every world alike.
+
+        Its gradient is zero; the step's gradient stays the mean over all lanes × micro-batches, `engine.loss` is the
+        mean over those not skipped. A step in which all are skipped updates nothing. Returns what `step` returns.
+        Raises `UserError` after `backward`.
+        """
+        self._check_whole()
+        if not self.loop.in_flight:
+            self.loop.forget_void("engine.skip")
+            return False
+        self.loop.skip(self.state)
+        if not self.loop.rehearsing and self.loop.at_last_backward:
+            self.state.sums.push(self.loop.lane)
+        return self.step()
 
     def guarded(self, action: Callable[[], None]) -> None:
         try:
@@ -324,13 +340,16 @@ class Engine:
         assert self.world is not None
         holds = self.state.held.runs if step == self.state.step else self.state.pending
         trained = step > self.state.step
-        word = self.saving.word()
+        word, numbers = self.saving.word(), self.loop.numbers
         return Ballot(
             step=step,
             generation=self.link.enter_vote(holds),
             hyper=digest(hyper_parameters(self.state.optimizer)).hex(),
-            losses=self.loop.losses if trained else (),
-            reports=self.loop.reports if trained else {},
+            losses=numbers.losses if trained else (),
+            reports=numbers.reports if trained else {},
+            skipped=numbers.skipped if trained else 0,
+            micro_batches=self.config.micro_batches_per_lane,
+            skipped_before=self.state.record.skipped_micro_batches if self.state.record else 0,
             evaluations=self.evaluation.sums(),
             wishes=self.requests.wishes() + (self.saving.scheduled() if trained else ()),
             saving=word,
@@ -395,7 +414,7 @@ class Engine:
         if self.evaluation.active:
             self.evaluation.report(values)
         else:
-            self.loop.report(values)
+            self.loop.numbers.report(values)
 
     def on_step(self, callback: StepCallback) -> None:
         """Calls `callback(engine)` once per committed step, on whoever is rank 0 then."""

@@ -9,26 +9,21 @@ from __future__ import annotations
 from typing import Any
 
 from shoal_protos.errors import UserError
-from shoal_protos.runs import Span
 from torch import Tensor
 
-from shoal.core.tree import push
 from shoal.data.fetch import Fetcher
+from shoal.lane_numbers import LaneNumbers
 from shoal.loop_guards import CallOrder, check_loss
 from shoal.state import TrainingState
 from shoal.zero.flat import drop_gradients
-
-MOST_REPORTS = 16
-
-Numbers = tuple[float, dict[str, float]]
-"""Of a subtree of lanes: the sum of their losses, and of what was reported in all of them, by name."""
 
 
 class LaneLoop:
     """`lanes` are those of this worker in this step; `lane` is the one at hand."""
 
     def __init__(self, job_lanes: int, micro_batches: int, fetcher: Fetcher) -> None:
-        self._job_lanes, self._micro_batches, self._fetcher = job_lanes, micro_batches, fetcher
+        self._micro_batches, self._fetcher = micro_batches, fetcher
+        self.numbers = LaneNumbers(job_lanes, micro_batches)
         self.rehearsed = False
         self.rehearsing = False
         self.in_flight = False
@@ -43,8 +38,7 @@ class LaneLoop:
         self.in_flight = False
         self._order.reset()
         self.lanes, self._index, self._micro = lanes, 0, 0
-        self._lane_loss, self._lane_reports = 0.0, dict[str, float]()
-        self._sums: list[tuple[Span, Numbers]] = []
+        self.numbers.begin_step()
 
     def goes_on(self, lanes: tuple[int, ...]) -> bool:
         """Whether the lanes finished and the one in flight are among `lanes`; if so, the step goes on with the others.
@@ -89,7 +83,10 @@ class LaneLoop:
         if self._micro == 0:
             state.sums.begin_lane()
             state.buffers.put_back()
-            self._lane_loss, self._lane_reports = 0.0, {}
+            self.numbers.begin_lane()
+        else:
+            state.buffers.begin_micro_batch()
+            self.numbers.begin_micro_batch()
         batch = self._fetcher.micro_batch(state.step, self.lane, self._micro)
         self.in_flight, self._void = True, False
         return batch
@@ -111,25 +108,31 @@ class LaneLoop:
         self.rehearsing, self.rehearsed, self.in_flight = False, True, False
         state.sums.clear()
         state.buffers.put_back()
-        self._lane_loss, self._lane_reports = 0.0, {}
+        self.numbers.begin_step()
+
+    def prepare_backward(self, loss: Tensor, state: TrainingState) -> None:
+        """All that may be refused of a backward, before anything is changed. Raises `UserError`."""
+        self._order.check_backward(self._where(state))
+        check_loss(loss)
+        state.sums.live.put_back(state.parameters)
 
     def backward(self, loss: Tensor, state: TrainingState) -> None:
         """Accumulates into the live gradient copy."""
-        check_loss(loss)
-        state.sums.live.put_back(state.parameters)
         self._order.backward_begins(self._where(state))
         (loss / self._micro_batches).backward()
         self._order.backward_ends()
-        self._lane_loss += float(loss.detach().double()) / self._micro_batches
+        self.numbers.add_loss(self.lane if not self.rehearsing else 0, float(loss.detach().double()))
 
     @property
     def has_gradient(self) -> bool:
         """Whether the micro-batch at hand has begun its backward."""
         return self._order.has_gradient
 
-    def check_backward(self, state: TrainingState) -> None:
-        """Raises `UserError` where this micro-batch has its gradient already."""
-        self._order.check_backward(self._where(state))
+    def skip(self, state: TrainingState) -> None:
+        """Gives the micro-batch at hand up: it has a gradient of zero, and leaves no trace in buffers and numbers."""
+        self._order.skip(self._where(state))
+        state.buffers.undo_micro_batch()
+        self.numbers.skip()
 
     def _where(self, state: TrainingState) -> str:
         if self.rehearsing:
@@ -158,30 +161,8 @@ class LaneLoop:
         state.buffers.lane_done(self.lane)
         if self._index < len(self.lanes) - 1:
             state.sums.push(self.lane)  # the last lane's push began with its backward
-        self._push_numbers()
+        self.numbers.lane_done(self.lane)
         self._index, self._micro = self._index + 1, 0
-
-    def _push_numbers(self) -> None:
-        push(self._sums, self.lane, (self._lane_loss, self._lane_reports), self._job_lanes, _add_numbers)
-
-    @property
-    def losses(self) -> list[float]:
-        """One per whole subtree of lanes."""
-        return [loss for _, (loss, _) in self._sums]
-
-    @property
-    def reports(self) -> dict[str, list[float]]:
-        """By name: one per whole subtree; names that some lane did not report are left out."""
-        each = [numbers for _, (_, numbers) in self._sums]
-        names = set.intersection(*map(set, each)) if each else set()
-        return {name: [numbers[name] for numbers in each] for name in sorted(names)}
-
-    def report(self, numbers: dict[str, float]) -> None:
-        """Adds to the lane's numbers: the mean over its micro-batches."""
-        if len(self._lane_reports.keys() | numbers.keys()) > MOST_REPORTS:
-            raise UserError(f"engine.report got more than {MOST_REPORTS} names in one step; report fewer.")
-        for name, value in numbers.items():
-            self._lane_reports[name] = self._lane_reports.get(name, 0.0) + value / self._micro_batches
 
     # ---- a void lane
 
@@ -197,7 +178,3 @@ class LaneLoop:
         """The user's loop is done with a void lane."""
         self.check_void(call)
         self._void = False
-
-
-def _add_numbers(kept: Numbers, new: Numbers) -> Numbers:
-    return kept[0] + new[0], {name: kept[1][name] + new[1][name] for name in kept[1] if name in new[1]}

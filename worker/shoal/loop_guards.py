@@ -70,6 +70,16 @@ class CallOrder:
         """The micro-batch has its gradient."""
         self._at = _At.GRADIENT
 
+    def skip(self, where: str) -> None:
+        """The micro-batch needs no gradient. Raises `UserError` where it has one."""
+        self._refuse_half_made(where)
+        if self._at is _At.GRADIENT:
+            raise UserError(
+                f"engine.skip was called after engine.backward ({where}), where the gradient is on its way already. "
+                "Look at the loss before, and call either engine.backward and engine.step or engine.skip."
+            )
+        self._at = _At.GRADIENT
+
     def check_step(self, where: str) -> None:
         """Raises `UserError` where this micro-batch has no gradient."""
         self._refuse_half_made(where)

@@ -91,12 +91,13 @@ class TrainingState:
         """Applies the step whose vote has passed to all blocks with a pending gradient, and frees every other block."""
         self.initial = False
         self.held.keep_only(self.pending)
-        self.held.apply(self.sums.live.flats, self._clip(record.norm))
+        if record.updates:
+            self.held.apply(self.sums.live.flats, self._clip(record.norm))
         self.optimizer.state.clear()  # what the user's object brought along lives in the held blocks now
         self.buffers.commit()
         self.step, self.committed_in, self.record = record.step, generation, record
         self.current, self.pending = self.held.runs, NO_BLOCKS
-        if self.scheduler is not None:
+        if self.scheduler is not None and record.updates:
             advance(self.scheduler, record.loss)
 
     def _clip(self, norm: float | None) -> float:

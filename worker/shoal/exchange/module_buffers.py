@@ -75,6 +75,8 @@ class ModuleBuffers:
         """By name: the tensor that had the committed value, and its version counter then."""
         self._uncounted: set[str] = set()
         """Buffers whose writes the version counter does not tell."""
+        self._kept: dict[str, Tensor] = {}
+        """What the micro-batch at hand started from, where that is not the committed value."""
         self._looked = 0
         self.clear()
 
@@ -87,12 +89,27 @@ class ModuleBuffers:
     @torch.no_grad()
     def put_back(self) -> None:
         """The module's buffers are the step's again: before each lane."""
+        self._kept = {}
         if not self.committed:
             return  # most models have none, and looking for them walks the whole module
         for name, buffer in persistent_buffers(self._module).items():
             if not self._looked or not self._is_unwritten(name, buffer):
                 buffer.copy_(self.committed[name])
                 self._note_equal(name, buffer)
+
+    def begin_micro_batch(self) -> None:
+        """Keeps what a lane's further micro-batch starts from, in case that it is given up."""
+        if self.committed:
+            now = persistent_buffers(self._module)
+            self._kept = {name: value.clone() for name, value in now.items() if not self._is_unwritten(name, value)}
+
+    @torch.no_grad()
+    def undo_micro_batch(self) -> None:
+        """The module's buffers are those that the micro-batch at hand started from."""
+        if not self.committed:
+            return
+        for name, buffer in persistent_buffers(self._module).items():
+            buffer.copy_(self._kept.get(name, self.committed[name]))
 
     @torch.no_grad()
     def lane_done(self, lane: int) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from shoal_protos.errors import UserError
+from shoal_protos.runs import Span
 from torch import Tensor
 
 from shoal.core.tree import fold_numbers
@@ -53,6 +54,12 @@ class Ballot:
     """One per whole subtree of lanes that it trained."""
     reports: dict[str, list[float]] = field(default_factory=dict)
     """Reported numbers likewise."""
+    skipped: int = 0
+    """Micro-batches of this step that it was told to skip."""
+    micro_batches: int = 1
+    """Of a lane."""
+    skipped_before: int = 0
+    """Micro-batches that the job has skipped before this step."""
     evaluations: dict[str, list[float]] = field(default_factory=dict)
     """By name: sum over the lanes that it evaluated, and their number."""
     wishes: tuple[Wish, ...] = ()
@@ -78,6 +85,10 @@ class Record:
     saving: tuple[str, ...] = ()
     """By rank."""
     saved: int = -1
+    updates: bool = True
+    """Whether the step updates anything: not where all its micro-batches were skipped."""
+    skipped_micro_batches: int = 0
+    """Of all steps up to this one."""
 
     def to_bytes(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -122,31 +133,54 @@ def _record(routes: Routes, rows: Tensor, with_norm: bool) -> Record:
     ballots = read_ballots(rows)
     lanes = routes.plan.lanes
 
+    counted = _counted(ballots, lanes)
+
     def reduced(of: list[Sequence[float]]) -> float:
         parts = [
             (span, value)
             for rank, spans in enumerate(routes.lane_spans)
             for span, value in zip(spans, of[rank], strict=True)
         ]
-        return fold_numbers(parts, lanes) / lanes
+        return fold_numbers(parts, lanes) / counted
 
     trained = any(ballot["losses"] for ballot in ballots)
-    names = sorted({name for ballot in ballots for name in ballot["reports"]})
-    everywhere = [
-        n for n in names if all(n in b["reports"] or not s for b, s in zip(ballots, routes.lane_spans, strict=True))
-    ]
     return Record(
         step=ballots[0]["step"],
         generations=tuple(ballot["generation"] for ballot in ballots),
-        loss=reduced([ballot["losses"] for ballot in ballots]) if trained else None,
+        loss=reduced([ballot["losses"] for ballot in ballots]) if trained and counted else None,
         norm=_norm(routes, rows) if with_norm else None,
-        reports={name: reduced([ballot["reports"].get(name, ()) for ballot in ballots]) for name in everywhere},
+        reports={
+            name: reduced([b["reports"].get(name, _zeros(s)) for b, s in zip(ballots, routes.lane_spans, strict=True)])
+            for name in _reported_everywhere(ballots, routes)
+        },
         evaluations=_evaluated([ballot["evaluations"] for ballot in ballots]),
         wishes=tuple(dict.fromkeys(Wish(**wish) for ballot in ballots for wish in ballot["wishes"])),
         hypers=tuple(ballot["hyper"] for ballot in ballots),
         saving=tuple(ballot["saving"] for ballot in ballots),
         saved=max(ballot["saved"] for ballot in ballots),
+        updates=bool(counted),
+        skipped_micro_batches=max(b["skipped_before"] for b in ballots) + sum(b["skipped"] for b in ballots),
     )
+
+
+def _counted(ballots: list[dict[str, Any]], lanes: int) -> float:
+    """By what the sum over lanes of their means is divided: lanes, less the part of them that was skipped."""
+    skipped = sum(ballot["skipped"] for ballot in ballots)
+    return lanes if not skipped else (lanes * ballots[0]["micro_batches"] - skipped) / ballots[0]["micro_batches"]
+
+
+def _zeros(spans: Sequence[Span]) -> list[float]:
+    """What a member whose lanes were all skipped adds to a sum."""
+    return [0.0] * len(spans)
+
+
+def _reported_everywhere(ballots: list[dict[str, Any]], routes: Routes) -> list[str]:
+    """Names that were reported in every lane of which some micro-batch was not skipped."""
+    told = []
+    for ballot, spans in zip(ballots, routes.lane_spans, strict=True):
+        if ballot["skipped"] < ballot["micro_batches"] * sum(stop - start for start, stop in spans):
+            told.append(set(ballot["reports"]))
+    return sorted(set.intersection(*told)) if told else []
 
 
 def _norm(routes: Routes, rows: Tensor) -> float:
