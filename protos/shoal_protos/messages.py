@@ -83,6 +83,10 @@ class Telemetry:
     """Why folders of newer saves than the checkpoint that it has found are none, a sentence for each."""
 
 
+GRACE_SECONDS = 30.0
+"""How long a worker that is drained may take to go, where nobody says otherwise."""
+
+
 @dataclass(frozen=True, slots=True)
 class Status:
     """Where a worker stands. In every hello, heartbeat and READY."""
@@ -112,6 +116,8 @@ class Status:
     """Its script has ended too; it serves changes at exit."""
     drain: bool = False
     """It was asked to end (SIGTERM) and wishes to be drained."""
+    grace_seconds: float = GRACE_SECONDS
+    """How long it may then take to go."""
     checkpoint: Sighting | None = None
     """The newest whole checkpoint that it knows of: found at its start, or saved since."""
     damage: Damage | None = None
@@ -200,7 +206,7 @@ class Request:
     """A worker's wish, for instance to be drained after SIGTERM."""
 
     kind: RequestKind
-    grace_seconds: float = 30.0
+    grace_seconds: float = GRACE_SECONDS
     generation: int = 0
     """The world that it is said in; 0: none, or nothing depends on it."""
 

@@ -479,6 +479,7 @@ class Status(_message.Message):
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     DAMAGE_FIELD_NUMBER: _builtins.int
     HIGHEST_SAVED_FIELD_NUMBER: _builtins.int
+    GRACE_SECONDS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     generation: _builtins.int
     point: Global___Point.ValueType
@@ -491,6 +492,7 @@ class Status(_message.Message):
     ended: _builtins.bool
     drain: _builtins.bool
     highest_saved: _builtins.int
+    grace_seconds: _builtins.float
     @_builtins.property
     def holds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -518,10 +520,11 @@ class Status(_message.Message):
         checkpoint: Global___Sighting | None = ...,
         damage: Global___Damage | None = ...,
         highest_saved: _builtins.int = ...,
+        grace_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "damage", b"damage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boundaries", b"boundaries", "broken", b"broken", "checkpoint", b"checkpoint", "committed_in", b"committed_in", "current", b"current", "damage", b"damage", "done", b"done", "drain", b"drain", "ended", b"ended", "generation", b"generation", "highest_saved", b"highest_saved", "holds", b"holds", "point", b"point", "promised", b"promised", "sequence", b"sequence", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boundaries", b"boundaries", "broken", b"broken", "checkpoint", b"checkpoint", "committed_in", b"committed_in", "current", b"current", "damage", b"damage", "done", b"done", "drain", b"drain", "ended", b"ended", "generation", b"generation", "grace_seconds", b"grace_seconds", "highest_saved", b"highest_saved", "holds", b"holds", "point", b"point", "promised", b"promised", "sequence", b"sequence", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,6 +9,8 @@ import os
 import select
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -96,6 +98,22 @@ def test_a_worker_that_starts_before_its_controller_waits_for_it() -> None:
         controller.start()
         assert introduced.result(PATIENCE_SECONDS).worker == "a"
         worker.close()
+
+
+def test_of_several_addresses_the_one_that_answers_is_found_again_and_again() -> None:
+    with SmallController() as first, SmallController() as second:
+        second.stop()
+        addresses = f"{first.address},{second.address}"
+        link = ControllerLink(SessionSettings(controller=addresses, job="job", worker="a"))
+        link.introduce(DESCRIPTION, NEW)
+        assert first.hears(Hello).worker == "a"
+        first.stop()
+        second.start()
+        assert second.hears(Hello).worker == "a"
+        second.stop()
+        first.start()
+        assert first.hears(Hello).worker == "a"
+        link.close()
 
 
 def test_a_heart_beats_at_the_pace_that_the_welcome_gives_though_nothing_changes() -> None:
@@ -409,7 +427,7 @@ def test_who_was_counted_out_comes_back_as_a_newcomer_with_a_new_id() -> None:
 
 def test_sigterm_asks_for_a_drain_though_the_main_thread_is_blocked() -> None:
     with SmallController() as controller:
-        a, b = Worker("a", controller), Worker("b", controller)
+        a, b = Worker("a", controller, grace_seconds=7.5), Worker("b", controller)
         a.introduce()
         b.does(b.introduce).result(PATIENCE_SECONDS)
         begin_a_world(controller, [a, b])
@@ -417,7 +435,9 @@ def test_sigterm_asks_for_a_drain_though_the_main_thread_is_blocked() -> None:
 
         def preempt() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
-            controller.hears(Request, by="a")
+            assert controller.hears(Request, by="a").grace_seconds == 7.5
+            status = controller.hears(Heartbeat, by="a").status
+            assert (status.drain, status.grace_seconds) == (True, 7.5)
             in_time.set()
             controller.says("a", Prepare(2))
 
@@ -431,6 +451,23 @@ def test_sigterm_asks_for_a_drain_though_the_main_thread_is_blocked() -> None:
         a.close()
         b.close()
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+UNWELCOMED = """
+import os, signal, sys
+from shoal.session.signals import install
+if sys.argv[1] == "first":
+    os.kill = lambda pid, number: None  # what the kernel makes of a default action where a process is the first
+install(harmless=lambda: False)
+signal.raise_signal(signal.SIGTERM)
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize(("place", "status"), [("first", 143), ("any", -signal.SIGTERM)])
+def test_sigterm_ends_a_worker_that_is_not_welcomed_yet_also_as_the_first_process(place: str, status: int) -> None:
+    done = subprocess.run([sys.executable, "-c", UNWELCOMED, place], timeout=PATIENCE_SECONDS)
+    assert done.returncode == status
 
 
 def test_a_handler_of_the_scripts_own_stays() -> None:

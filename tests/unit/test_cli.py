@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -222,6 +223,35 @@ def test_a_worker_becomes_the_command_with_its_environment_set() -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         said, _ = process.communicate(timeout=30)
     assert said == f"{process.pid} h:1 j\n"
+
+
+FIRST_PROCESS = """
+import os, sys
+from shoal_controller.cli import worker
+os.getpid = lambda: 1
+sys.exit(worker.worker("h:1", "j", sys.argv[1:]))
+"""
+
+
+def test_as_the_first_process_of_a_container_it_hands_signals_on_and_ends_as_its_command() -> None:
+    def ends(script: str, *numbers: int) -> int:
+        command = [sys.executable, "-c", FIRST_PROCESS, sys.executable, "-c", f"import os, signal, sys\n{script}"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as first:
+            assert first.stdout
+            try:
+                for number in numbers:
+                    assert first.stdout.readline() == "here\n"
+                    first.send_signal(number)
+                return first.wait(timeout=30)
+            finally:
+                first.kill()
+
+    assert ends("sys.exit(7)") == 7
+    assert ends("print('here', flush=True); signal.pause()", signal.SIGTERM) == 143
+    kept = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(5)); print('here', flush=True); signal.pause()"
+    assert ends(kept, signal.SIGTERM) == 5
+    orphan = "os.fork() or (os.fork() or os._exit(0)); os.execlp('true', 'true')"
+    assert ends(orphan) == 0
 
 
 def test_windows_is_refused_in_one_sentence(

@@ -30,6 +30,14 @@ def test_with_a_controller_nothing_is_opened_before_the_hello() -> None:
     [
         ({"SHOAL_CONTROLLER": "somewhere"}, "SHOAL_CONTROLLER is 'somewhere'; expected HOST:PORT"),
         ({"SHOAL_CONTROLLER": "host:70000"}, "SHOAL_CONTROLLER is 'host:70000'; expected HOST:PORT"),
+        ({"SHOAL_CONTROLLER": "host:1,"}, "SHOAL_CONTROLLER is 'host:1,'; expected HOST:PORT"),
+        ({"SHOAL_CONTROLLER": "a:1,b"}, "'a:1,b'; expected HOST:PORT, such as 127.0.0.1:7071, or several separated by"),
+        (
+            {"SHOAL_GRACE_SECONDS": "soon"},
+            "SHOAL_GRACE_SECONDS is 'soon'; expected a number of seconds from 0 to",
+        ),
+        ({"SHOAL_GRACE_SECONDS": "-1"}, "SHOAL_GRACE_SECONDS is '-1'; expected a number"),
+        ({"SHOAL_GRACE_SECONDS": "nan"}, "SHOAL_GRACE_SECONDS is 'nan'; expected a number"),
         ({"SHOAL_CONTROLLER": "host:7071"}, "SHOAL_CONTROLLER is set and SHOAL_JOB is not; set it"),
         ({"SHOAL_TLS_KEY": "k"}, "SHOAL_TLS_CERTIFICATE and SHOAL_TLS_KEY are needed together; only one is set"),
         ({"SHOAL_TLS_KEY": "k", "SHOAL_TLS_CERTIFICATE": "c"}, "SHOAL_TLS_CA is not; mutual TLS needs both"),
@@ -51,6 +59,14 @@ def test_a_worker_beside_its_controller_is_reached_by_loopback() -> None:
     assert SessionSettings(controller="127.0.0.1:7071", job="j").own_host() == "127.0.0.1"
     assert SessionSettings(controller="localhost:7071", job="j").own_host() == "127.0.0.1"
     assert SessionSettings(controller="127.0.0.1:7071", job="j", host="10.1.2.3").own_host() == "10.1.2.3"
+
+
+def test_a_controller_may_have_several_addresses_of_which_one_is_enough_to_find_ones_own() -> None:
+    settings = SessionSettings(controller="no.such.host.invalid:1, 127.0.0.1:7071", job="j")
+    assert settings.addresses == ("no.such.host.invalid:1", "127.0.0.1:7071")
+    assert settings.own_host() == "127.0.0.1"
+    with pytest.raises(UserError, match=r"no\.such\.host\.invalid cannot be routed to: .*; nor\.this\.invalid cannot"):
+        SessionSettings(controller="no.such.host.invalid:1,nor.this.invalid:1", job="j").own_host()
 
 
 def test_the_token_is_shown_and_never_printed() -> None:

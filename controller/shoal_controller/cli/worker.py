@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
+from collections.abc import Mapping
+from types import FrameType
 from typing import Annotated
 
 import typer
 from shoal_protos.channel import FORK_SAFE
 from shoal_protos.errors import UserError
+
+HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def worker(
@@ -22,12 +27,42 @@ def worker(
     command: Annotated[
         list[str], typer.Argument(metavar="COMMAND…", help="What to run, after `--`.", show_default=False)
     ],
-) -> None:
+) -> int:
     """Run a command as a worker of a job."""
-    host, _, port = controller.rpartition(":")
-    if not host or not port.isdigit():
-        raise UserError(f"--controller is {controller!r}; expected HOST:PORT, such as 10.0.0.7:7071")
+    if os.getpid() == 1:
+        signal.signal(signal.SIGTERM, _end)
+    for address in controller.split(","):
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdigit():
+            raise UserError(f"--controller is {controller!r}; expected HOST:PORT, such as 10.0.0.7:7071")
     program = shutil.which(command[0])
     if program is None:
         raise UserError(f"there is no program {command[0]!r} to run as a worker; expected a command after `--`")
-    os.execve(program, command, FORK_SAFE | os.environ | {"SHOAL_CONTROLLER": controller, "SHOAL_JOB": job})
+    environment = FORK_SAFE | os.environ | {"SHOAL_CONTROLLER": controller, "SHOAL_JOB": job}
+    if os.getpid() != 1:
+        os.execve(program, command, environment)
+    return as_first_process(program, command, environment)
+
+
+def as_first_process(program: str, command: list[str], environment: Mapping[str, str]) -> int:
+    """Run the command as a child, hand signals on to it, wait for orphans; returns its exit status as a shell's.
+
+    The kernel spares process 1 of a container the default action of signals: a program that is still importing when its
+    pod is deleted would not even notice.
+    """
+    child = os.posix_spawn(program, command, environment)
+
+    def hand_on(number: int, _: FrameType | None) -> None:
+        os.kill(child, number)
+
+    for number in HANDED_ON:
+        signal.signal(number, hand_on)
+    while True:
+        ended, status = os.wait()
+        if ended == child:
+            code = os.waitstatus_to_exitcode(status)
+            return code if code >= 0 else 128 - code
+
+
+def _end(number: int, _: FrameType | None) -> None:
+    os._exit(128 + number)

@@ -113,6 +113,7 @@ class ControllerLink:
             self._settings.domain or hostname,
             self._place.address,
             self._settings.run,
+            self._settings.grace_seconds,
         )
         self._dialogue = Dialogue(self._membership, process, description, status)
         self._term = install(harmless=lambda: self.dialogue.welcomed)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from shoal_protos.activity import Activity, StepPhase
 from shoal_protos.description import Description
 from shoal_protos.messages import (
+    GRACE_SECONDS,
     PROTOCOL_VERSION,
     Ask,
     Carry,
@@ -62,6 +63,8 @@ class Process:
     """Of its own meeting place."""
     run: str = ""
     """Of the job, as its launcher told it; empty: the first welcome does."""
+    grace_seconds: float = GRACE_SECONDS
+    """What it asks for where it wishes to be drained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +170,7 @@ class Dialogue:
             is_ready = self.membership.point is Point.READY
             return Ready(self.membership.promised, self._standing()) if is_ready else None
         if kind is Request:
-            return Request(RequestKind.DRAIN, generation=self.membership.generation)
+            return Request(RequestKind.DRAIN, self.process.grace_seconds, self.membership.generation)
         return self._inventory if kind is Inventory else self._result
 
     def _heartbeat(self) -> Heartbeat:
@@ -181,13 +184,13 @@ class Dialogue:
 
     def _standing(self) -> Status:
         """The status now, with the next number."""
-        self._said = replace(self._composed(), sequence=self._sequence + 1, drain=self._drain)
+        self._said = replace(self._composed(), sequence=self._sequence + 1)
         self._sequence += 1
         return self._said
 
     def _composed(self) -> Status:
         if self._held_back is not None:
-            return self._held_back
+            return replace(self._held_back, drain=self._drain)
         membership = self.membership
         return replace(
             self._status,
@@ -195,6 +198,8 @@ class Dialogue:
             point=membership.point,
             promised=membership.newest_heard,
             broken=self.broken,
+            drain=self._drain,
+            grace_seconds=self.process.grace_seconds,
         )
 
     def notice(self) -> None:

@@ -9,6 +9,9 @@ from pathlib import Path
 import grpc
 from pydantic import BaseModel, ConfigDict, SecretStr, ValidationError, field_validator, model_validator
 from shoal_protos.errors import UserError
+from shoal_protos.messages import GRACE_SECONDS
+
+LONGEST_GRACE_SECONDS = 7 * 24 * 3600.0
 
 VARIABLES = {
     "controller": "SHOAL_CONTROLLER",
@@ -19,6 +22,7 @@ VARIABLES = {
     "domain": "SHOAL_FAILURE_DOMAIN",
     "host": "SHOAL_HOST",
     "launcher": "SHOAL_LAUNCHER",
+    "grace_seconds": "SHOAL_GRACE_SECONDS",
     "tls_ca": "SHOAL_TLS_CA",
     "tls_certificate": "SHOAL_TLS_CERTIFICATE",
     "tls_key": "SHOAL_TLS_KEY",
@@ -32,7 +36,8 @@ class SessionSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     controller: str = ""
-    """`HOST:PORT` of the controller's gRPC side. Empty: the script trains alone, as a world of one."""
+    """`HOST:PORT` of the controller's gRPC side; several, separated by commas, are tried in turn. Empty: the script
+    trains alone, as a world of one."""
     job: str = ""
     """The job that this process works for. Needed with a controller."""
     run: str = ""
@@ -48,6 +53,8 @@ class SessionSettings(BaseModel):
     the route to the controller starts from."""
     launcher: str = ""
     """What started this process, and would start another one in its place. Empty: it was started by hand."""
+    grace_seconds: float = GRACE_SECONDS
+    """How long this process has after SIGTERM, which it asks its controller for."""
     tls_ca: Path | None = None
     """PEM file with the authority that signed the controller's certificate. With it the channel speaks TLS."""
     tls_certificate: Path | None = None
@@ -69,10 +76,27 @@ class SessionSettings(BaseModel):
     @field_validator("controller")
     @classmethod
     def _has_a_port(cls, controller: str) -> str:
-        host, _, port = controller.rpartition(":")
-        if controller and not (host and port.isdecimal() and 0 < int(port) < 65536):
-            raise ValueError(f"SHOAL_CONTROLLER is {controller!r}; expected HOST:PORT, such as 127.0.0.1:7071")
+        for address in controller.split(",") if controller else ():
+            host, _, port = address.strip().rpartition(":")
+            if not (host and port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
+                raise ValueError(
+                    f"SHOAL_CONTROLLER is {controller!r}; expected HOST:PORT, such as 127.0.0.1:7071, or several "
+                    "separated by commas"
+                )
         return controller
+
+    @field_validator("grace_seconds", mode="before")
+    @classmethod
+    def _a_time(cls, seconds: object) -> float:
+        try:
+            given = float(str(seconds))
+        except ValueError:
+            given = -1.0
+        if not 0 <= given <= LONGEST_GRACE_SECONDS:
+            raise ValueError(
+                f"SHOAL_GRACE_SECONDS is {seconds!r}; expected a number of seconds from 0 to {LONGEST_GRACE_SECONDS:g}"
+            )
+        return given
 
     @model_validator(mode="after")
     def _belong_together(self) -> SessionSettings:
@@ -83,6 +107,11 @@ class SessionSettings(BaseModel):
         if self.tls_certificate is not None and self.tls_ca is None:
             raise ValueError("SHOAL_TLS_CERTIFICATE is set and SHOAL_TLS_CA is not; mutual TLS needs both")
         return self
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Of the controller, in the order in which they are tried."""
+        return tuple(address.strip() for address in self.controller.split(","))
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
@@ -103,15 +132,23 @@ class SessionSettings(BaseModel):
         """The address at which others reach this process; see `host`."""
         if self.host:
             return self.host
-        name, _, port = self.controller.rpartition(":")
-        try:
-            routes = socket.getaddrinfo(name.strip("[]"), int(port), type=socket.SOCK_DGRAM)
-            kind, *_, address = min(routes, key=lambda route: route[0] != socket.AF_INET)
-            with socket.socket(kind, socket.SOCK_DGRAM) as probe:
-                probe.connect(address)  # sends nothing; the kernel chooses the route
-                return str(probe.getsockname()[0])
-        except OSError as error:
-            raise UserError(f"SHOAL_CONTROLLER is {self.controller}, and {name} cannot be routed to: {error}") from None
+        failures = []
+        for controller in self.addresses:
+            try:
+                return _own_end_of_the_route_to(controller)
+            except OSError as error:
+                failures.append(f"{controller.rpartition(':')[0]} cannot be routed to: {error}")
+        raise UserError(f"SHOAL_CONTROLLER is {self.controller}, and {'; '.join(failures)}")
+
+
+def _own_end_of_the_route_to(controller: str) -> str:
+    """Raises `OSError`."""
+    name, _, port = controller.rpartition(":")
+    routes = socket.getaddrinfo(name.strip("[]"), int(port), type=socket.SOCK_DGRAM)
+    kind, *_, address = min(routes, key=lambda route: route[0] != socket.AF_INET)
+    with socket.socket(kind, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # sends nothing; the kernel chooses the route
+        return str(probe.getsockname()[0])
 
 
 def _read(variable: str, path: Path) -> bytes:

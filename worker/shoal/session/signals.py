@@ -50,10 +50,14 @@ class TermSignal:
         self._writer.close()
 
     def _on_term(self, number: int, _: FrameType | None) -> None:
-        """Where there is nobody to drain us yet, SIGTERM ends the process as ever."""
+        """Where there is nobody to drain us yet, SIGTERM ends the process as ever.
+
+        The kernel spares process 1 of a container the default action, so that ends by itself, with the same status.
+        """
         if not self._harmless():
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+            os._exit(128 + number)
 
 
 def install(harmless: Callable[[], bool]) -> TermSignal | None:

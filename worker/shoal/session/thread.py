@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import threading
 import time
 from typing import Protocol
@@ -68,6 +69,8 @@ class SessionThread:
     def __init__(self, driver: Driver, settings: SessionSettings, term: TermSignal | None) -> None:
         self._driver, self._settings, self._term = driver, settings, term
         self._credentials = settings.credentials()
+        self._addresses = itertools.cycle(settings.addresses)
+        self._address = next(self._addresses)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._woken = asyncio.Event()
         self._closing = False
@@ -120,6 +123,7 @@ class SessionThread:
                 lost = now
             else:
                 self._driver.out_of_reach(now - lost)
+                self._address = next(self._addresses)
             steady = self._welcomed and now - began > STEADY_SECONDS
             pause = FIRST_PAUSE_SECONDS if steady else min(2 * pause, LONGEST_PAUSE_SECONDS)
             if not self._closing and not self._driver.silent:
@@ -148,7 +152,7 @@ class SessionThread:
     async def _converse(self) -> None:
         """One stream, from hello to end."""
         self._welcomed = False
-        address, credentials = self._settings.controller, self._credentials
+        address, credentials = self._address, self._credentials
         if credentials is None:
             channel = grpc.aio.insecure_channel(address, options=OPTIONS)
         else:
@@ -173,7 +177,7 @@ class SessionThread:
     def _complain(self, why: str) -> None:
         """Once for each time that the controller goes away."""
         if not self._complained and not self._closing:
-            log.warning("no_controller", controller=self._settings.controller, why=why)
+            log.warning("no_controller", controller=self._address, why=why)
         self._complained = True
 
     async def _talk(self, call: Call) -> None:

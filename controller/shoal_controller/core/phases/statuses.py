@@ -71,7 +71,7 @@ def stated(turn: Turn, worker: WorkerId, status: Status) -> None:
     if durable.failures and status.step > turn.job.failed_at:
         turn.keep(failures=0)
     if status.drain:
-        population.drain(turn, worker, Leaving.DRAIN, turn.record(worker).grace_seconds)
+        population.drain(turn, worker, Leaving.DRAIN, status.grace_seconds)
 
 
 def _differs(before: Status, after: Status) -> bool:
