@@ -10,6 +10,7 @@ from shoal_controller.core.events import Connected, Disconnected, Event, Exited,
 from shoal_controller.core.figures import series_key
 from shoal_controller.core.machine import from_json, new_job, restore, step, to_json, view
 from shoal_controller.core.spec import JobSpec, JobView
+from shoal_protos.activity import Activity, StepPhase
 from shoal_protos.description import Description
 from shoal_protos.messages import (
     PROTOCOL_VERSION,
@@ -41,6 +42,9 @@ class Driver:
         self.effects: list[Effect] = []
         self.connections: dict[str, int] = {}
         self.statuses: dict[str, Status] = {}
+        self.activities: dict[str, tuple[Activity, float]] = {}
+        """What training threads do, and since when."""
+        self.builds: dict[str, tuple[tuple[Activity, float], ...]] = {}
         self.welcomed: set[str] = set()
         """Who knows the run."""
         self.sequence = 0
@@ -94,7 +98,20 @@ class Driver:
     def beat(self, worker: str, telemetry: Telemetry | None = None, **fields: Any) -> list[Effect]:
         self.sequence += 1
         status = self.statuses[worker] = replace(self.statuses[worker], sequence=self.sequence, **fields)
-        return self.say(worker, Heartbeat(status, telemetry or Telemetry()))
+        activity, since = self.activities.get(worker, (Activity(), self.now))
+        builds = [replace(build, seconds=self.now - at) for build, at in self.builds.get(worker, ())]
+        activity = replace(activity, seconds=self.now - since)
+        return self.say(worker, Heartbeat(status, telemetry or Telemetry(), 0, activity, tuple(builds)))
+
+    def does(self, worker: str, boundary: int, phase: StepPhase, *waits_for: str) -> None:
+        """From now on this is what its training thread does in the world that it is in."""
+        generation = self.statuses[worker].generation
+        self.activities[worker] = Activity(generation, boundary, phase, 0, waits_for), self.now
+
+    def builds_a_group(self, worker: str, generation: int, *waits_for: str) -> None:
+        """From now on it builds this group, or has built it."""
+        phase = StepPhase.BUILDING if waits_for else StepPhase.BUILT
+        self.builds[worker] = ((Activity(generation, 0, phase, 0, waits_for), self.now),)
 
     def say(self, worker: str, message: Any) -> list[Effect]:
         return self.feed(Said(self.connections[worker], message))

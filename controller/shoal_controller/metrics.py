@@ -63,6 +63,10 @@ WORKER_GAUGES: Mapping[str, tuple[str, WorkerFigure]] = {
         "Seconds since the last heartbeat.",
         lambda worker: worker.heartbeat_age_seconds,
     ),
+    "shoal_worker_waits_for_seconds": (
+        "How long other workers have waited for this one.",
+        lambda worker: worker.waited_for_seconds,
+    ),
     "shoal_worker_lanes": ("Lanes that a worker trains.", lambda worker: len(worker.lanes)),
 }
 

@@ -58,6 +58,8 @@ class JobBody(Body):
     """After so many missed heartbeats a worker is asked directly, and then counted out. Default 3."""
     reconnect_seconds: Seconds = 10.0
     """How long after a controller's start silent workers are given to come back. Default 10."""
+    progress_seconds: Seconds = 10.0
+    """After so long without a vote, or at least ten median steps, it is looked into who waits for whom. Default 10."""
     stall_seconds: Seconds = 1800.0
     """The end of waits that have no other. Default 1800."""
     max_restarts: Annotated[int, Field(ge=0, le=1_000_000)] = 3
@@ -142,8 +144,8 @@ class JobBody(Body):
             job=self.job, wanted=wanted, min_workers=self.workers.min, max_workers=self.workers.max,
             launcher=self.launcher, command=tuple(self.command), env=dict(self.env), lanes=self.lanes,
             heartbeat_seconds=self.heartbeat_seconds, suspect_after=self.suspect_after,
-            reconnect_seconds=self.reconnect_seconds, stall_seconds=self.stall_seconds,
-            max_restarts=self.max_restarts, resume=self.resume,
+            reconnect_seconds=self.reconnect_seconds, progress_seconds=self.progress_seconds,
+            stall_seconds=self.stall_seconds, max_restarts=self.max_restarts, resume=self.resume,
         )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NamedTuple
 
+from shoal_protos.activity import Activity
 from shoal_protos.messages import Change, Inventory, Status, Telemetry
 from shoal_protos.plan import Plan, Reason, WorkerId
 from shoal_protos.runs import NO_BLOCKS, Runs
@@ -25,6 +26,7 @@ from shoal_protos.runs import NO_BLOCKS, Runs
 from shoal_controller.core.durable import Durable
 from shoal_controller.core.figures import Figures
 from shoal_controller.core.spec import JobSpec
+from shoal_controller.core.waits import BrokenLink
 
 
 class Listened(NamedTuple):
@@ -66,6 +68,14 @@ class Process:
     telemetry: Telemetry = field(default_factory=Telemetry)
     inventory: Inventory | None = None
     failure: str = ""
+    activity: Activity = field(default_factory=Activity)
+    """What its training thread does."""
+    builds: tuple[Activity, ...] = ()
+    """Of the groups that it builds, or keeps for plans that may begin."""
+    moved: float = 0.0
+    """When its position was last seen to change."""
+    steady_since: float = 0.0
+    """Since when it has been heard without a gap: a process that was frozen says old things for a moment."""
     pinged: Pinged | None = None
     """None: it is not silent."""
     trains: bool = False
@@ -126,6 +136,11 @@ class Attempt:
     """Of a start: who takes part. A recovery asks whoever may hold something."""
     reports: tuple[tuple[WorkerId, WorkerId], ...] = ()
     """Broken connections between members: who reported, whom."""
+    links: tuple[BrokenLink, ...] = ()
+    """Connections between members that carry nothing, though nobody reports them."""
+    inseparable: str = ""
+    """Why none of those who cannot reach each other stays outside."""
+    inseparable_since: float = 0.0
     avoid: frozenset[WorkerId] = frozenset()
     """Whose store should not build the group: it failed last time."""
     plan: Plan | None = None
@@ -189,6 +204,12 @@ class Job:
     """The step of the last save that failed."""
     passed_over: str = ""
     """What was last told of folders in the checkpoints' place that are none."""
+    voted: tuple[int, int] = (0, 0)
+    """The last vote that is known to have passed: generation, votes passed in it."""
+    voted_at: float = 0.0
+    """When that was noticed."""
+    straggled: str = ""
+    """Who was last named for holding the others up, since a vote has passed."""
     step_kept: float = 0.0
     """When the step that people are shown was last written."""
     figures: Figures = field(default_factory=Figures)

@@ -43,6 +43,7 @@ from shoal_controller.core.phases import (
     known,
     population,
     presence,
+    progress_watch,
     recovery,
     running,
     statuses,
@@ -68,6 +69,7 @@ def ticked(turn: Turn, _: Tick) -> None:
     feuds.forget(turn)
     feuds.forgive(turn)
     known.look(turn)
+    progress_watch.look(turn)
     if turn.durable.stopping:
         wishes.stop_overdue(turn)
 

@@ -58,6 +58,7 @@ class JobSpec:
     suspect_after: int = 3
     """Missed heartbeats."""
     reconnect_seconds: float = 10.0
+    progress_seconds: float = 10.0
     stall_seconds: float = 1800.0
     max_restarts: int = 3
     resume: str | int | bool | None = None
@@ -114,6 +115,8 @@ class WorkerView:
     memory_bytes: Mapping[str, int]
     log: str
     heartbeat_age_seconds: float | None = None
+    waited_for_seconds: float = 0.0
+    """How long others have waited for it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from shoal_protos.runs import NO_BLOCKS, every, union
 
 from shoal_controller.core.durable import Record, Resize, Standing
 from shoal_controller.core.job import Job, Process
-from shoal_controller.core.phases import silence, waiting
+from shoal_controller.core.phases import progress_watch, silence, waiting
 from shoal_controller.core.phases.known import step_seconds_median
 from shoal_controller.core.spec import JobView, Phase, ResizeView, State, WorkerView
 
@@ -32,7 +32,7 @@ def view(job: Job, now: float) -> JobView:
         last_checkpoint_step=durable.checkpoints[0].step if durable.checkpoints else None,
         checkpoints=durable.checkpoints,
         reason="; ".join(filter(None, (reason(job, now), silence.doubt(job, now), exactness(job)))),
-        workers=tuple(_worker(job, record, now) for record in durable.roster.values()),
+        workers=_workers(job, now),
         unmirrored_blocks=_unmirrored(durable.current),
         figures=durable.figures,
         samples=_samples(job),
@@ -70,7 +70,7 @@ def reason(job: Job, now: float) -> str:
         active = durable.current.world_size
         active_workers = f"{active} worker{'s' * (active != 1)} active"
         return f"{active_workers}, min_workers is {spec.min_workers}{waiting.trouble(durable)}"
-    return ""
+    return progress_watch.reason(job, now)
 
 
 def exactness(job: Job) -> str:
@@ -138,7 +138,14 @@ def _resize(job: Job, resize: Resize) -> ResizeView:
 # ---- workers
 
 
-def _worker(job: Job, record: Record, now: float) -> WorkerView:
+def _workers(job: Job, now: float) -> tuple[WorkerView, ...]:
+    waited_for = progress_watch.waited_for_seconds(job)
+    return tuple(
+        _worker(job, record, now, waited_for.get(record.worker, 0.0)) for record in job.durable.roster.values()
+    )
+
+
+def _worker(job: Job, record: Record, now: float, waited_for_seconds: float) -> WorkerView:
     process, world = job.processes.get(record.worker), job.durable.current
     rank = (
         world.rank_of(record.worker, record.incarnation)
@@ -160,6 +167,7 @@ def _worker(job: Job, record: Record, now: float) -> WorkerView:
         step_seconds=telemetry.step_seconds if telemetry is not None else 0.0,
         memory_bytes=telemetry.memory_bytes if telemetry is not None else {},
         log=record.log,
+        waited_for_seconds=waited_for_seconds,
         heartbeat_age_seconds=now - process.heard if process is not None and record.serves else None,
     )
 

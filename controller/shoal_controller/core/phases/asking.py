@@ -12,7 +12,7 @@ from math import ceil
 from shoal_protos.description import Description
 from shoal_protos.messages import Inventory, Status
 from shoal_protos.plan import Member, Plan, Reason, WorkerId
-from shoal_protos.runs import NO_BLOCKS, Runs, every
+from shoal_protos.runs import NO_BLOCKS, Runs, every, union
 
 from shoal_controller.core.job import Attempt
 from shoal_controller.core.phases import checkpoints, feuds
@@ -64,6 +64,16 @@ def for_recovery(turn: Turn, counting: Mapping[WorkerId, Inventory], attempt: At
         except BlocksLost as lost:
             blocks = lost.blocks
     return blocks
+
+
+def can_spare(turn: Turn, counting: Mapping[WorkerId, Inventory], worker: WorkerId) -> bool:
+    """Whether the others hold every block at the step where a recovery begins."""
+    assert turn.durable.description is not None
+    trusted = [name for name in counting if not turn.record(name).shunned]
+    others = {name: counting[name] for name in trusted if name != worker}
+    step = max((inventory.step for inventory in counting.values()), default=-1)
+    held = (value[0] for inventory in others.values() if (value := worth(inventory, step)) is not None)
+    return bool(others) and every(turn.durable.description.blocks) <= union(held)
 
 
 def worth(inventory: Inventory, step: int) -> tuple[Runs, Runs] | None:

@@ -78,19 +78,26 @@ def judge(turn: Turn, attempt: Attempt) -> None:
 def _count_out(turn: Turn, pair: str, feud: Feud) -> None:
     roster = turn.durable.roster
     blamed = max(pair.split("|"), key=lambda worker: (feud.named.get(worker, 0), roster[worker].order))
-    record = roster[blamed]
-    again = 0 if avoided(turn, blamed) else 1  # needed though it was counted out: the back-off runs already
-    times = turn.durable.avoided.get(record.address, 0) + again
-    backoff = _backoff(times)
     why = f"its connection to another member broke {feud.times} generations ({pair.replace('|', ' and ')})"
-    turn.mark(blamed, shunned=True, why=why)
-    turn.keep(
-        feuds={name: other for name, other in turn.durable.feuds.items() if blamed not in name.split("|")},
-        avoided={**turn.durable.avoided, record.address: times},
-    )
+    count_out(turn, blamed, why)
+
+
+def count_out(turn: Turn, worker: WorkerId, why: str) -> None:
+    """It lives, and stays outside of worlds as long as they can do without it; then it comes back."""
+    turn.mark(worker, shunned=True, why=why)
+    turn.keep(feuds={name: other for name, other in turn.durable.feuds.items() if worker not in name.split("|")})
+    turn.note("lost", f"worker {worker} is counted out for {back_off(turn, worker):g} s: {why}", worker)
+
+
+def back_off(turn: Turn, worker: WorkerId) -> float:
+    """No planned change takes it in for so many seconds."""
+    address = turn.record(worker).address
+    again = 0 if avoided(turn, worker) else 1  # needed though it was counted out: the back-off runs already
+    times = turn.durable.avoided.get(address, 0) + again
+    turn.keep(avoided={**turn.durable.avoided, address: times})
     if again:
-        turn.keep(avoided_until={**turn.durable.avoided_until, record.address: turn.now + backoff})
-    turn.note("lost", f"worker {blamed} is counted out for {backoff:g} s: {why}", blamed)
+        turn.keep(avoided_until={**turn.durable.avoided_until, address: turn.now + _backoff(times)})
+    return _backoff(times)
 
 
 def _backoff(times: int) -> float:

@@ -12,11 +12,12 @@ from shoal_protos.plan import Plan, Reason, WorkerId
 
 from shoal_controller.core.durable import Leaving
 from shoal_controller.core.job import Process, Traits, Wished
-from shoal_controller.core.phases import asking, checkpoints, feuds, population, timeline
+from shoal_controller.core.phases import asking, checkpoints, feuds, link_faults, population, progress_watch, timeline
 from shoal_controller.core.phases.asking import kept
 from shoal_controller.core.phases.current import tell
 from shoal_controller.core.planner import same_world
 from shoal_controller.core.turn import Turn
+from shoal_controller.core.waits import BrokenLink
 
 OUTSTANDING = 16
 """How many planned changes of one base may wait; more are made when one has begun."""
@@ -85,11 +86,25 @@ def settle(turn: Turn, world: Plan) -> None:
         tell(turn, worker)
 
 
+def held_up(turn: Turn, world: Plan) -> tuple[BrokenLink, ...]:
+    """The broken links between members that keep the newest plan from being built. A joiner that cannot be reached only
+    stays outside for a while: without it the plan is void.
+    """
+    if not turn.durable.planned:
+        return ()
+    links = progress_watch.in_building(turn, turn.durable.planned[-1], _planned_at(turn))
+    return () if link_faults.keep_out(turn, world, links) else links
+
+
+def _planned_at(turn: Turn) -> float:
+    """What an earlier controller has planned gets its time anew."""
+    return max(turn.job.planned_at, turn.job.started)
+
+
 def _give_up_on_newcomers(turn: Turn, world: Plan) -> None:
     """A change that does not begin within `stall_seconds` goes on without its newcomers; nobody else waits for them."""
     plans = turn.durable.planned
-    since = max(turn.job.planned_at, turn.job.started)  # what an earlier controller has planned gets its time anew
-    if not plans or turn.now - since <= turn.spec.stall_seconds:
+    if not plans or turn.now - _planned_at(turn) <= turn.spec.stall_seconds:
         return
     members = {member.worker for member in world.members}
     why = f"generation {plans[-1].generation} did not begin within {turn.spec.stall_seconds:g} s (stall_seconds)"

@@ -19,8 +19,10 @@ from shoal_controller.core.phases import (
     checkpoints,
     ending,
     feuds,
+    link_faults,
     planned,
     population,
+    progress_watch,
     stalled,
     step_figures,
     timeline,
@@ -30,6 +32,7 @@ from shoal_controller.core.phases.known import known_step
 from shoal_controller.core.phases.stopped import asked, is_dead, quorum, unanswered
 from shoal_controller.core.spec import Phase
 from shoal_controller.core.turn import Turn
+from shoal_controller.core.waits import BrokenLink
 
 LONG_WAIT_SECONDS = 1.0
 MOST_NAMES = 8
@@ -52,9 +55,9 @@ def begin(turn: Turn, attempt: Attempt) -> None:
         tell(turn, worker)
 
 
-def lost(turn: Turn, why: str, noticed: float, reports: feuds.Reports = ()) -> None:
+def lost(turn: Turn, why: str, noticed: float, reports: feuds.Reports = (), links: tuple[BrokenLink, ...] = ()) -> None:
     """Something broke the world that may train."""
-    begin(turn, Attempt(0, Reason.KILL, why, noticed, turn.now, reports=reports))
+    begin(turn, Attempt(0, Reason.KILL, why, noticed, turn.now, reports=reports, links=links))
 
 
 def start(turn: Turn, workers: list[WorkerId], why: str) -> None:
@@ -131,12 +134,15 @@ def _make(turn: Turn, attempt: Attempt) -> None:
         if inventory.step >= 0 and counts(inventory, committed_in, turn.durable.floor)
     }
     attempt = replace(attempt, committed_in=committed_in, answered=frozenset(inventories))
+    attempt = link_faults.judge(turn, attempt, lambda worker: asking.can_spare(turn, counting, worker))
+    counting = {worker: inventory for worker, inventory in counting.items() if turn.record(worker).serves}
     turn.change(attempt=attempt)
     feuds.judge(turn, attempt)
     result = asking.for_recovery(turn, counting, attempt)
     if isinstance(result, Plan):
         _dismiss_stale(turn, inventories, committed_in)
-        return _send(turn, result)
+        _send(turn, result)
+        return link_faults.show(turn, attempt)
     if committed_in < max(turn.durable.floor, 1):
         return _begin_again(turn, attempt, sorted(inventories))
     attempt = replace(attempt, lost_blocks=result)
@@ -226,6 +232,9 @@ def _plan(turn: Turn, attempt: Attempt) -> None:
     if reports:
         why = f"{feuds.sentence(reports)} while generation {plan.generation} was being built"
         return again(turn, attempt, why, reports)
+    links = progress_watch.in_building(turn, plan, attempt.planned_at)
+    if links:
+        return _without_the_unreachable(turn, attempt, plan, links)
     damage = checkpoints.damaged(turn, attempt)
     if damage:
         return _without_the_damaged(turn, attempt, damage)
@@ -236,6 +245,15 @@ def _plan(turn: Turn, attempt: Attempt) -> None:
     if _overdue(turn, attempt.planned_at):
         _give_up(turn, waiting, "did not get ready")
     return None
+
+
+def _without_the_unreachable(turn: Turn, attempt: Attempt, plan: Plan, links: tuple[BrokenLink, ...]) -> None:
+    """Of a start, where nobody holds anything, one goes at once; else when it is known what each holds."""
+    why = f"{link_faults.sentence(links)} while generation {plan.generation} was being built"
+    if attempt.start:
+        attempt = replace(attempt, asked=link_faults.left_to_start(turn, attempt.asked, links))
+        return again(turn, attempt, why)
+    return again(turn, replace(attempt, links=links), why)
 
 
 def _without_the_damaged(turn: Turn, attempt: Attempt, why: str) -> None:

@@ -6,7 +6,18 @@ from shoal_protos.messages import Point
 from shoal_protos.plan import Plan, WorkerId
 
 from shoal_controller.core.job import Process
-from shoal_controller.core.phases import ending, feuds, parting, planned, population, presence, recovery, step_figures
+from shoal_controller.core.phases import (
+    ending,
+    feuds,
+    link_faults,
+    parting,
+    planned,
+    population,
+    presence,
+    progress_watch,
+    recovery,
+    step_figures,
+)
 from shoal_controller.core.phases.current import is_member
 from shoal_controller.core.phases.known import known_step
 from shoal_controller.core.spec import Phase
@@ -68,6 +79,10 @@ def _broken(turn: Turn, world: Plan) -> bool:
         for _, peer in reports:
             presence.ask_about(turn, peer)
         recovery.lost(turn, feuds.sentence(reports), turn.now, reports)
+        return True
+    links = progress_watch.in_training(turn, world) or planned.held_up(turn, world)
+    if links:
+        recovery.lost(turn, link_faults.sentence(links), turn.job.voted_at, links=links)
         return True
     stopped = [member.worker for member in world.members if _has_stopped(turn, world, member.worker)]
     if stopped:

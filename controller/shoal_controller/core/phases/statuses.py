@@ -10,6 +10,7 @@ from shoal_protos.plan import WorkerId
 
 from shoal_controller.core.durable import Leaving, Standing
 from shoal_controller.core.events import Said
+from shoal_controller.core.job import Process
 from shoal_controller.core.phases import checkpoints, ending, planned, population, timeline
 from shoal_controller.core.phases.current import tell
 from shoal_controller.core.phases.known import step_seconds_median
@@ -26,6 +27,8 @@ def said(turn: Turn, event: Said) -> bool:
         known = turn.job.processes[worker]
         before = known.status
         turn.see(worker, pace_before=(before.step, known.telemetry.training_seconds))
+        if message.status.sequence >= before.sequence:
+            _acts(turn, known, message)
         lively(turn, worker, telemetry=message.telemetry)
         timeline.changes_told(turn, worker)
         checkpoints.told(turn, worker)
@@ -42,6 +45,13 @@ def said(turn: Turn, event: Said) -> bool:
     elif isinstance(message, Result):
         _result(turn, worker, message)
     return True
+
+
+def _acts(turn: Turn, known: Process, message: Heartbeat) -> None:
+    moved = turn.now if message.activity.position != known.activity.position else known.moved
+    gap = turn.now - known.heard > turn.spec.heartbeat_seconds * turn.spec.suspect_after
+    steady_since = turn.now if gap else known.steady_since
+    turn.see(known.worker, activity=message.activity, builds=message.builds, moved=moved, steady_since=steady_since)
 
 
 def lively(turn: Turn, worker: WorkerId, **seen: Telemetry) -> None:

@@ -1,0 +1,175 @@
+"""The progress watch: everybody is heard, and yet no vote passes, or a plan is not built. Who holds the others up?
+
+A connection on which packets are dropped is seen by nobody, so the waits that workers tell of are looked into
+(`core/waits.py`). A broken link breaks the generation at once (`link_faults.py` says who goes); a straggler is named,
+and ends only when its code has come no further for `stall_seconds`. Votes without a step count as votes, so a paused
+job is judged like any other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shoal_protos.activity import Activity
+from shoal_protos.messages import Ending
+from shoal_protos.plan import Plan, WorkerId
+
+from shoal_controller.core.effects import Kill
+from shoal_controller.core.job import Job, Process
+from shoal_controller.core.phases import population
+from shoal_controller.core.phases.current import tell
+from shoal_controller.core.phases.known import step_seconds_median
+from shoal_controller.core.turn import Turn
+from shoal_controller.core.waits import Activities, BrokenLink, broken_links, stragglers
+
+SLOW = 10.0
+"""A world may take so many times its median step, and its slowest piece of a message, before it is looked into."""
+
+
+# ---- in every tick
+
+
+def look(turn: Turn) -> None:
+    """Notice that a vote has passed. While no world may train, none is expected."""
+    job, world = turn.job, turn.world
+    if world is None or job.attempt is not None:
+        return turn.change(voted_at=turn.now)
+    processes = (job.processes.get(member.worker) for member in world.members)
+    voted = max(((p.status.generation, p.status.boundaries) for p in processes if p is not None), default=(0, 0))
+    if voted != job.voted:
+        turn.change(voted=voted, voted_at=turn.now, straggled="")
+    return None
+
+
+# ---- the world that may train
+
+
+def stands_still(job: Job, now: float) -> bool:
+    """Whether no vote has passed for longer than the limit."""
+    quiet = now - _voted_at(job)
+    return quiet > job.spec.progress_seconds and quiet > limit_seconds(job)
+
+
+def limit_seconds(job: Job) -> float:
+    return max(SLOW * (step_seconds_median(job) or 0.0), building_limit_seconds(job))
+
+
+def building_limit_seconds(job: Job) -> float:
+    """Where no step is under way."""
+    slowest = max((process.activity.slowest_piece_seconds for process in job.processes.values()), default=0.0)
+    return max(job.spec.progress_seconds, SLOW * slowest)
+
+
+def _voted_at(job: Job) -> float:
+    return max(job.voted_at, job.started)
+
+
+def in_training(turn: Turn, world: Plan) -> tuple[BrokenLink, ...]:
+    """The broken links that hold the world up. Names stragglers on the way, and ends those that are stuck."""
+    if not stands_still(turn.job, turn.now) or not _all_are_heard(turn, world):
+        return ()
+    activities = _activities(turn.job, world)
+    links = broken_links(activities, limit_seconds(turn.job))
+    if not links:
+        late = stragglers(activities)
+        _name(turn, late)
+        for worker in late:
+            _end_if_stuck(turn, worker)
+    return links
+
+
+def _all_are_heard(turn: Turn, world: Plan) -> bool:
+    """Silence is the failure detector's affair."""
+    patience = turn.spec.heartbeat_seconds * turn.spec.suspect_after
+    processes = [turn.process(member.worker) for member in world.members]
+    return all(p is not None and p.connection is not None and turn.now - p.heard <= patience for p in processes)
+
+
+def _activities(job: Job, world: Plan) -> Activities:
+    """What each member does in the world, or in the one before that it cannot leave."""
+    processes = (job.processes.get(member.worker) for member in world.members)
+    return {process.worker: _activity(process, world.generation) for process in processes if process is not None}
+
+
+def _activity(process: Process, generation: int) -> Activity:
+    """● What it did while it was not heard does not count: who was frozen has waited for nobody meanwhile."""
+    activity = process.activity
+    if activity.generation < generation:
+        activity = next((build for build in process.builds if build.generation == generation), activity)
+    return replace(activity, seconds=min(activity.seconds, max(0.0, process.heard - process.steady_since)))
+
+
+def _name(turn: Turn, late: dict[WorkerId, float]) -> None:
+    """Once for each time that the world stands still."""
+    who = ", ".join(sorted(late))
+    if late and who != turn.job.straggled:
+        turn.change(straggled=who)
+        turn.note("straggler", _sentence(turn.job, late, turn.now), next(iter(late)))
+
+
+def reason(job: Job, now: float) -> str:
+    """Who holds the world up; empty while votes pass."""
+    world = job.durable.current
+    if world is None or job.attempt is not None or not stands_still(job, now):
+        return ""
+    activities = _activities(job, world)
+    links = broken_links(activities, job.spec.progress_seconds)
+    return "; ".join(link.seen for link in links) or _sentence(job, stragglers(activities), now)
+
+
+def _sentence(job: Job, late: dict[WorkerId, float], now: float) -> str:
+    quiet = now - _voted_at(job)
+    if not late:
+        return f"no vote has passed for {quiet:.0f} s"
+    each = ", ".join(f"worker {worker} {_does(job, worker, now)}" for worker in sorted(late))
+    return f"no vote has passed for {quiet:.0f} s: waiting for {each}"
+
+
+def _does(job: Job, worker: WorkerId, now: float) -> str:
+    process = job.processes.get(worker)
+    if process is None:
+        return "(nothing heard of it)"
+    if process.status.ended or process.status.done:
+        return "(to end its script)"
+    return f"(in user code for {now - _came_further(job, process):.0f} s)"
+
+
+def waited_for_seconds(job: Job) -> dict[WorkerId, float]:
+    """For whom others wait in the end, and how long: a figure for each straggler."""
+    world = job.durable.current
+    return stragglers(_activities(job, world)) if world is not None and job.attempt is None else {}
+
+
+# ---- user code that is stuck
+
+
+def _came_further(job: Job, process: Process) -> float:
+    """When its training thread last moved, as far as this controller has seen."""
+    return max(process.moved, _voted_at(job))
+
+
+def _end_if_stuck(turn: Turn, worker: WorkerId) -> None:
+    """● Code that has come no further for `stall_seconds` ends, until its worker has given its digests."""
+    process, record = turn.process(worker), turn.record(worker)
+    if process is None or process.status.done or not record.serves:
+        return
+    still = turn.now - _came_further(turn.job, process)
+    if still <= turn.spec.stall_seconds:
+        return
+    how = Ending.REPLACED if record.launched else Ending.START_OVER
+    why = f"worker {worker} is counted out: its script has come no further for {still:.0f} s (stall_seconds)"
+    population.dismiss(turn, worker, how, why)
+    tell(turn, worker)
+    if record.launched:
+        turn.do(Kill(worker))  # a thread that is stuck does not end when it is told to
+
+
+# ---- worlds that are being made
+
+
+def in_building(turn: Turn, plan: Plan, since: float) -> tuple[BrokenLink, ...]:
+    """The broken links that keep a plan from being built."""
+    limit = building_limit_seconds(turn.job)
+    if turn.now - since <= limit or not _all_are_heard(turn, plan):
+        return ()
+    return broken_links(_activities(turn.job, plan), limit)

@@ -1,0 +1,104 @@
+"""The graph of who waits for whom, read from what workers say that they do: broken links and stragglers.
+
+A connection between X and Y is broken where X waits at a position for Y, and Y stands beyond it or waits for X in turn:
+at a position a member has posted all that its peers wait for there. Else whoever waits for Y waits for what Y waits
+for. A chain that ends in the user's code is no fault of a connection. Called by the progress watch. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from shoal_protos.activity import Activity
+from shoal_protos.plan import WorkerId
+
+Activities = Mapping[WorkerId, Activity]
+
+
+@dataclass(frozen=True, slots=True)
+class BrokenLink:
+    """Two living workers whose connection carries nothing."""
+
+    waiting: WorkerId
+    peer: WorkerId
+    seen: str
+    """What shows it, as a sentence."""
+
+    @property
+    def ends(self) -> frozenset[WorkerId]:
+        return frozenset((self.waiting, self.peer))
+
+
+def broken_links(activities: Activities, limit_seconds: float) -> tuple[BrokenLink, ...]:
+    """● Only who stands where it stands for longer than the limit counts: slow is not broken, and what workers say is
+    not of one instant. Each pair once.
+    """
+    old = {worker: activity for worker, activity in activities.items() if activity.seconds > limit_seconds}
+    found: dict[frozenset[WorkerId], BrokenLink] = {}
+    for worker, activity in old.items():
+        for peer in activity.waits_for:
+            if peer in old and _in_vain(worker, activity, old[peer]):
+                link = BrokenLink(worker, peer, _seen(worker, activity, peer, old[peer]))
+                found.setdefault(link.ends, link)
+    return tuple(found.values()) or _ring(old)
+
+
+def _in_vain(worker: WorkerId, activity: Activity, peer: Activity) -> bool:
+    return worker in peer.waits_for or peer.position > activity.position
+
+
+def _ring(old: Activities) -> tuple[BrokenLink, ...]:
+    """Workers that wait for one another in a ring, all at one position: nobody of them is busy, so links are broken."""
+    for start in old:
+        path = [start]
+        while True:
+            following = [peer for peer in old[path[-1]].waits_for if peer in old]
+            if not following:
+                break
+            if following[0] in path:
+                ring = path[path.index(following[0]) :]
+                pairs = zip(ring, [*ring[1:], ring[0]], strict=True)
+                return tuple(BrokenLink(a, b, _seen(a, old[a], b, old[b])) for a, b in pairs)
+            path.append(following[0])
+    return ()
+
+
+def _seen(worker: WorkerId, activity: Activity, peer: WorkerId, other: Activity) -> str:
+    waits = f"{worker} has waited for {peer} for {activity.seconds:.0f} s ({_where(activity)})"
+    if worker in other.waits_for:
+        return f"{waits}, and {peer} for {worker} for {other.seconds:.0f} s ({_where(other)})"
+    return f"{waits}, and {peer} has been beyond that for {other.seconds:.0f} s ({_where(other)})"
+
+
+def _where(activity: Activity) -> str:
+    return f"generation {activity.generation}, {activity.phase.words}"
+
+
+def stragglers(activities: Activities) -> dict[WorkerId, float]:
+    """For whom the others wait in the end though it waits for nobody, and for how many seconds the first of them has.
+
+    Where nobody waits at all, those who have come least far.
+    """
+    found: dict[WorkerId, float] = {}
+    for worker, activity in activities.items():
+        for end in _ends(worker, activities):
+            if end != worker:
+                found[end] = max(found.get(end, 0.0), activity.seconds)
+    if not found and not any(activity.waits_for for activity in activities.values()):
+        least = min((activity.position for activity in activities.values()), default=None)
+        found = {worker: activity.seconds for worker, activity in activities.items() if activity.position == least}
+    return found
+
+
+def _ends(start: WorkerId, activities: Activities) -> Iterable[WorkerId]:
+    """Where the chains end that begin with this worker."""
+    seen, front = {start}, [start]
+    while front:
+        worker = front.pop()
+        following = activities[worker].waits_for if worker in activities else ()
+        if not following:
+            yield worker
+        new = set(following) - seen
+        seen |= new
+        front += sorted(new)

@@ -1,0 +1,271 @@
+"""Everybody is heard and no vote passes: who goes, who is only named, and what ends (docs/rules.md)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from machine_driver import MADE_OF, Driver
+from shoal_controller.core.effects import Effect, Note
+from shoal_controller.core.events import Pause
+from shoal_protos.activity import StepPhase
+from shoal_protos.messages import Ending, Prepare, Shutdown, Telemetry
+
+VOTE, LANES, REDUCTION = StepPhase.VOTE, StepPhase.LANES, StepPhase.REDUCTION
+
+
+def training(workers: int = 3, mirrors: int = 1, **spec: object) -> Driver:
+    job = Driver(wanted=workers, made_of=replace(MADE_OF, mirrors=mirrors), **spec)
+    job.start(workers)
+    job.wait(1)
+    return job
+
+
+def notes(effects: list[Effect], kind: str) -> list[str]:
+    return [effect.message for effect in effects if isinstance(effect, Note) and effect.kind == kind]
+
+
+def cut(job: Driver, one: str, other: str) -> None:
+    """Nothing gets through between these two any more."""
+    job.does(one, 2, VOTE, other)
+    job.does(other, 2, VOTE, one)
+    for worker in set(job.connections) - {one, other}:
+        job.does(worker, 2, StepPhase.HAND_OUT, one)
+
+
+def test_a_pair_that_cannot_reach_each_other_breaks_the_generation_within_five_seconds_of_the_limit() -> None:
+    job = training()
+    cut(job, "w0", "w1")
+    assert notes(job.wait(9.5), "prepare") == []
+    [why] = notes(job.wait(5.5), "prepare")
+    assert "workers w0 and w1 cannot reach each other" in why or "workers w1 and w0 cannot reach each other" in why
+    assert "has waited for" in why and "vote" in why
+
+
+def test_of_the_pair_the_younger_goes_and_training_goes_on_without_it() -> None:
+    job = training()
+    cut(job, "w0", "w1")
+    job.wait(12)
+    job.recover()
+    assert [member.worker for member in job.job.durable.current.members] == ["w0", "w2"]
+    assert job.job.durable.roster["w1"].shunned
+    assert job.view.phase.value == "running"
+
+
+def test_the_worker_on_most_broken_links_goes_though_it_is_the_eldest() -> None:
+    job = training(workers=4)
+    job.does("w0", 2, VOTE, "w1")
+    for worker in ("w1", "w2", "w3"):
+        job.does(worker, 2, VOTE, "w0")
+    job.does("w2", 3, LANES)  # it has all that it needs, and w0 lacks what it sent
+    job.does("w0", 2, VOTE, "w1", "w2")
+    job.wait(12)
+    job.recover()
+    assert [member.worker for member in job.job.durable.current.members] == ["w1", "w2", "w3"]
+
+
+def test_a_step_that_is_slow_as_ever_is_not_looked_into() -> None:
+    job = training()
+    for worker in job.connections:
+        job.beat(worker, telemetry=Telemetry(step_seconds_median=4.0))
+    cut(job, "w0", "w1")
+    for _ in range(39):
+        for worker in job.connections:
+            job.beat(worker, telemetry=Telemetry(step_seconds_median=4.0))
+        job.now += 1.0
+    assert job.job.attempt is None
+
+
+def test_a_straggler_is_named_and_never_counted_out_by_it() -> None:
+    job = training(stall_seconds=600)
+    job.does("w0", 2, REDUCTION, "w1")
+    job.does("w1", 2, LANES)
+    job.does("w2", 2, VOTE, "w0")
+    effects = job.wait(300)
+    assert notes(effects, "prepare") == [] and notes(effects, "lost") == []
+    [told] = notes(effects, "straggler")
+    assert "waiting for worker w1 (in user code for " in told
+    assert job.view.reason == "no vote has passed for 300 s: waiting for worker w1 (in user code for 300 s)"
+    waited = {worker.worker: worker.waited_for_seconds for worker in job.view.workers}
+    assert waited["w1"] > 299 and waited["w0"] == waited["w2"] == 0
+
+
+def test_the_reason_is_empty_again_when_a_vote_has_passed() -> None:
+    job = training()
+    job.does("w0", 2, REDUCTION, "w1")
+    job.does("w2", 2, REDUCTION, "w1")
+    job.wait(30)
+    assert job.view.reason
+    for worker in job.connections:
+        job.does(worker, 3, LANES)
+        job.beat(worker, step=2, boundaries=2)
+    job.wait(1)
+    assert job.view.reason == ""
+
+
+def test_user_code_that_comes_no_further_ends_after_stall_seconds_and_is_named_before() -> None:
+    job = training(stall_seconds=60)
+    job.does("w0", 2, REDUCTION, "w1")
+    job.does("w2", 2, REDUCTION, "w1")
+    job.does("w1", 2, LANES)
+    effects = job.wait(59)
+    assert notes(effects, "dismissed") == [] and "w1 (in user code" in job.view.reason
+    effects = job.wait(3)
+    [why] = notes(effects, "dismissed")
+    assert "worker w1 is counted out: its script has come no further for" in why
+    assert notes(effects, "prepare")
+
+
+def test_a_launched_worker_whose_code_is_stuck_is_killed_because_it_would_not_hear_that_it_is_to_end() -> None:
+    job = Driver(wanted=3, launcher="local", stall_seconds=60)
+    job.start(3)
+    for worker in ("w0", "w2"):
+        job.does(worker, 2, REDUCTION, "w1")
+    job.wait(63)
+    assert job.killed == ["w1"] and job.spawned == ["w3"]
+
+
+def test_user_code_that_goes_on_micro_batch_by_micro_batch_is_not_stuck() -> None:
+    job = training(stall_seconds=60)
+    job.does("w0", 2, REDUCTION, "w1")
+    job.does("w2", 2, REDUCTION, "w1")
+    for part in range(5):
+        job.does("w1", 2, LANES)
+        activity, since = job.activities["w1"]
+        job.activities["w1"] = activity.__class__(activity.generation, 2, LANES, part), since
+        effects = job.wait(30)
+        assert notes(effects, "dismissed") == []
+
+
+def test_after_its_digests_a_worker_is_only_named_however_long_its_script_takes_to_end() -> None:
+    job = training(stall_seconds=60)
+    job.beat("w1", done=True)
+    job.does("w0", 2, VOTE, "w1")
+    job.does("w2", 2, VOTE, "w1")
+    effects = job.wait(200)
+    assert notes(effects, "dismissed") == [] and "w1 (to end its script)" in job.view.reason
+
+
+def test_a_paused_job_votes_and_is_not_judged_by_its_steps() -> None:
+    job = training()
+    job.feed(Pause())
+    plan = job.job.durable.planned[-1]
+    for worker in job.connections:
+        job.beat(worker, generation=plan.generation, promised=plan.generation, boundaries=0)
+    for vote in range(60):
+        for worker in job.connections:
+            job.beat(worker, boundaries=vote)
+        job.wait(1)
+    assert job.view.phase.value == "paused" and job.view.reason == "paused by an operator"
+
+
+def test_a_silent_member_is_the_failure_detectors_affair() -> None:
+    job = training()
+    cut(job, "w0", "w1")
+    job.wait(6)
+    job.connections.pop("w2")
+    whys = notes(job.wait(8), "prepare")
+    assert whys and all("worker w2 is lost" in why for why in whys)
+
+
+# ---- while a world is being made
+
+
+def recovering(job: Driver) -> int:
+    """w0, w1, w2 have PLAN and build; returns its generation."""
+    job.die("w3")
+    for worker, status in list(job.statuses.items()):
+        if worker in job.connections:
+            job.stop(worker, status)
+    return job.planned().generation
+
+
+def test_a_pair_that_cannot_reach_each_other_while_a_world_is_made_anew_is_parted_at_once() -> None:
+    job = training(workers=4, mirrors=2)
+    generation = recovering(job)
+    job.builds_a_group("w0", generation, "w2")
+    job.builds_a_group("w1", generation, "w2")
+    job.builds_a_group("w2", generation, "w0")
+    effects = job.wait(15)
+    assert any("w0 and w2 cannot reach each other" in why or "w2 and w0" in why for why in notes(effects, "prepare"))
+    for worker, status in list(job.statuses.items()):
+        if worker in job.connections:
+            job.stop(worker, status)
+    assert [member.worker for member in job.planned().members] == ["w0", "w1"]
+
+
+def test_where_neither_can_be_spared_the_job_is_stalled_names_the_pair_and_tries_again() -> None:
+    job = training(workers=2, stall_seconds=100)
+    for worker in job.connections:
+        job.beat(worker, holds=job.job.durable.current.shares[int(worker[1])].owned)
+    cut(job, "w0", "w1")
+    job.wait(12)
+    for worker, status in list(job.statuses.items()):
+        job.stop(worker, status)
+    first = job.planned().generation
+    assert job.view.phase.value == "stalled"
+    assert job.view.reason.startswith("w0 and w1 cannot reach each other, and both hold blocks that nobody else has")
+    job.builds_a_group("w0", first, "w1")
+    job.builds_a_group("w1", first, "w0")
+    effects = job.wait(12)
+    assert notes(effects, "prepare")
+    for worker, status in list(job.statuses.items()):
+        job.stop(worker, status)
+    assert job.planned().generation > first and job.view.phase.value == "stalled"
+
+
+def test_a_start_goes_on_without_one_of_a_pair_that_cannot_reach_each_other() -> None:
+    job = Driver(wanted=3)
+    for worker in ("w0", "w1", "w2"):
+        job.hello(worker)
+    for worker, status in list(job.statuses.items()):
+        job.stop(worker, status)
+    first = job.planned().generation
+    job.builds_a_group("w0", first, "w2")
+    job.builds_a_group("w1", first, "w2")
+    job.builds_a_group("w2", first, "w0")
+    job.wait(12)
+    for worker in ("w0", "w1"):
+        job.stop(worker, job.statuses[worker])
+    assert [member.worker for member in job.planned().members] == ["w0", "w1"]
+
+
+# ---- planned changes
+
+
+def test_a_planned_change_whose_joiner_cannot_be_reached_is_void_and_the_joiner_backs_off() -> None:
+    job = training(workers=2)
+    job.hello("w2")
+    plan = job.job.durable.planned[-1]
+    assert [member.worker for member in plan.members] == ["w0", "w1", "w2"]
+    job.builds_a_group("w0", plan.generation, "w2")
+    job.builds_a_group("w1", plan.generation, "w2")
+    job.builds_a_group("w2", plan.generation, "w0")
+    told = []
+    for step in range(2, 32):
+        for worker in ("w0", "w1"):
+            job.beat(worker, step=step, boundaries=step)
+        told += notes(job.wait(0.5), "kept_out")
+    assert len(told) == 1 and "w2 may join again in 10 s" in told[0]
+    assert [member.worker for member in job.job.durable.planned[-1].members] == ["w0", "w1"]
+    assert job.job.attempt is None, "nobody else is disturbed"
+
+
+def test_ended_workers_are_told_so() -> None:
+    job = training(stall_seconds=20)
+    for worker in ("w0", "w2"):
+        job.does(worker, 2, REDUCTION, "w1")
+    effects = job.wait(30)
+    told = [effect.message for effect in effects if hasattr(effect, "message") and isinstance(effect.message, Shutdown)]
+    assert [message.ending for message in told][:1] == [Ending.START_OVER]
+    assert any(isinstance(getattr(effect, "message", None), Prepare) for effect in effects)
+
+
+def test_what_a_worker_did_while_it_was_not_heard_does_not_count_because_it_may_have_been_frozen() -> None:
+    job = training()
+    cut(job, "w0", "w1")
+    job.wait(2)
+    beating, job.connections = job.connections, {}
+    assert notes(job.wait(10, beating=False), "prepare") == []
+    job.connections = beating
+    assert notes(job.wait(9.5), "prepare") == [], "what they tell is old, but nobody knows whether they ran"
+    assert notes(job.wait(4), "prepare")
