@@ -14,6 +14,7 @@ from shoal_protos.plan import EVERYONE
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from shoal.checkpoint.plain import encode
 from shoal.config.load import load_config
 from shoal.config.training import TrainingConfig, agreement
 from shoal.core.sampler import Sampler
@@ -55,6 +56,7 @@ def initialize(
     optimizer = _optimizer(settled, model, optimizer)
     scheduler = _scheduler(settled, optimizer, scheduler, limits.last_step)
     state = TrainingState(model, optimizer, scheduler, limits)
+    check_joiners_can_be_given(state)
     link, fault_text = open_link()
     fetcher = Fetcher(dataset, collate_fn, sampler, settled.seed, torch.device("cpu"))
     status = Status(sequence=0, generation=0, point=Point.REHEARSING, promised=0, step=-1, committed_in=0)
@@ -64,6 +66,13 @@ def initialize(
     take_over(optimizer, scheduler, lambda: state.step > NEWCOMER)
     serve_at_exit(engine)
     return engine
+
+
+def check_joiners_can_be_given(state: TrainingState) -> None:
+    """Raises `UserError` for buffers or a scheduler that neither a joiner nor a checkpoint could be given."""
+    encode(state.buffers.committed, {}, "the module's buffers")
+    if state.scheduler is not None:
+        encode(state.scheduler.state_dict(), {}, "the scheduler's state")
 
 
 def _optimizer(

@@ -7,8 +7,6 @@ the training thread touches it.
 from __future__ import annotations
 
 import hashlib
-import io
-import pickle
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +24,7 @@ from shoal.exchange.module_buffers import ModuleBuffers
 from shoal.exchange.vote import Record
 from shoal.optim.hyper import hyper_parameters, load_into
 from shoal.optim.take_over import advance
+from shoal.small_state import pack, unpack
 from shoal.zero.flat import adopt, lay_out_model, trainable
 from shoal.zero.held import HeldBlocks
 from shoal.zero.lane_sums import LaneSums
@@ -145,27 +144,27 @@ class TrainingState:
 
     def small_state(self) -> bytes:
         """All that a newcomer needs besides parameters and blocks, between processes that run the same script."""
-        content = {
-            "step": self.step,
-            "committed_in": self.committed_in,
-            "record": self.record,
-            "hyper": hyper_parameters(self.optimizer),
-            "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
-            "buffers": self.buffers.committed,
-            "last_step": self.last_step,
-            "lineage": [branch.model_dump() for branch in self.lineage],
-            "frozen": frozen_digest(self.module),
-            "registered": {name: of.state_dict() for name, of in self.registered.items()},
-        }
-        memory = io.BytesIO()
-        torch.save(content, memory, pickle_module=pickle)
-        return memory.getvalue()
+        return pack(
+            {
+                "step": self.step,
+                "committed_in": self.committed_in,
+                "record": self.record.to_bytes() if self.record else b"",
+                "hyper": hyper_parameters(self.optimizer),
+                "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
+                "buffers": self.buffers.committed,
+                "last_step": self.last_step,
+                "lineage": [branch.model_dump() for branch in self.lineage],
+                "frozen": frozen_digest(self.module),
+                "registered": {name: of.state_dict() for name, of in self.registered.items()},
+            }
+        )
 
     def load_small_state(self, content: bytes) -> bool:
         """Takes over another member's small state. True when this module's frozen parameters are the job's too."""
+        given = unpack(content)
         self.initial = False
-        given: dict[str, Any] = torch.load(io.BytesIO(content), weights_only=False)
-        self.step, self.committed_in, self.record = given["step"], given["committed_in"], given["record"]
+        self.step, self.committed_in = given["step"], given["committed_in"]
+        self.record = Record.from_bytes(given["record"]) if given["record"] else None
         load_into(self.optimizer, given["hyper"])
         if self.scheduler is not None and given["scheduler"] is not None:
             self.scheduler.load_state_dict(given["scheduler"])

@@ -68,8 +68,8 @@ def _array(value: Any, tensors: dict[str, Tensor], where: str) -> Json:
         tensor = torch.from_numpy(numpy.array(value))
     else:
         raise UserError(
-            f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot keep; "
-            "use numbers, strings, lists, tuples, dicts, tensors and arrays."
+            f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which no checkpoint or joiner can be "
+            "given; use numbers, strings, lists, tuples, dicts, tensors and arrays."
         )
     name = _free(where, tensors)
     tensors[name] = tensor.contiguous()
@@ -89,8 +89,8 @@ def decode(tree: Json, tensors: Mapping[str, Tensor]) -> Any:
     """The inverse of `encode`. Raises `CheckpointDamaged` for a tree that `encode` does not make."""
     try:
         return _decoded(tree, tensors)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise CheckpointDamaged(f"a state in the manifest cannot be read: {error!r}.") from None
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointDamaged(f"a state cannot be read: {error!r}.") from None
 
 
 def _decoded(tree: Json, tensors: Mapping[str, Tensor]) -> Any:
