@@ -180,16 +180,19 @@ def test_an_abort_closes_the_connections_to_all_peers_though_the_first_one_is_de
         assert members[0].ask("mean") == 1.0
 
 
-def test_a_group_that_is_closed_with_operations_in_flight_is_gone_at_once() -> None:
-    """Destroyed without an abort it would wait for them, for its time-out of a day."""
-    with party(2) as members:
+def test_a_group_that_is_closed_with_operations_in_flight_is_gone_for_all_peers() -> None:
+    """A wait that gloo has forgotten keeps a group alive, and its connections to everybody else."""
+    with party(3) as members:
         members.build(1)
-        blocked = members[1].start("receive", generation=1, source=0)
-        assert members[0].ask("post", generation=1, source=1) == "posted"
+        half_way = members[0].start("much", generation=1, kind="receive", peer=1)
+        members[1].start("much", generation=1, kind="send", peer=0, freeze=True)
+        until("the peer to be frozen", lambda: psutil.Process(members[1].pid).status() == psutil.STATUS_STOPPED)
+        blocked = members[2].start("receive", generation=1, source=0)
+        members[0].ask("post", generation=1, source=2)
+        members[1].kill()
+        assert half_way.result(PATIENCE_SECONDS) == CHANGED
         assert members[0].ask("close", generation=1) == "closed"
         assert blocked.result(PATIENCE_SECONDS) == CHANGED
-        assert members[1].ask("close", generation=1) == "closed"
-        members.build(2)
 
 
 def test_one_abort_wakes_the_peers_too() -> None:

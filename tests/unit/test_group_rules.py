@@ -11,7 +11,7 @@ from typing import Any
 
 import shoal
 import torch
-from shoal.exchange.gloo import GlooGroup, build_gloo
+from shoal.exchange.gloo import A_MOMENT, GlooGroup, build_gloo
 from shoal.exchange.group import Group
 from shoal.exchange.meeting import Meeting, Stop
 from shoal.exchange.meeting_place import MeetingPlace
@@ -58,6 +58,19 @@ def test_no_wait_of_an_exchange_has_a_limit_because_its_expiry_would_close_the_g
     group.all_gather(torch.zeros(2, dtype=torch.uint8))
     group.close()
     assert gloo.waits == [()] * 6
+
+
+def test_a_group_that_is_closed_with_operations_in_flight_is_aborted_first() -> None:
+    """Whether destroying it would wait for them is gloo's affair, and its time-out is a day."""
+    finished, interrupted = Recorded(), Recorded()
+    group = GlooGroup(finished, 0, 2, Progress())
+    group.receive(torch.zeros(4), 1, 0).wait()
+    group.close()
+    assert finished.waits == [()]
+    group = GlooGroup(interrupted, 0, 2, Progress())
+    group.receive(torch.zeros(4), 1, 0)
+    group.close()
+    assert interrupted.waits == [(A_MOMENT,)]
 
 
 class Told:

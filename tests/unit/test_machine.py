@@ -8,14 +8,10 @@ from typing import get_args
 import pytest
 from machine_driver import MADE_OF, NEW, RUN, Driver
 from shoal_controller.core.effects import Close, Persist, Send
-from shoal_controller.core.events import (
-    Cancel,
-    Disconnected,
-    Event,
-    Exited,
-)
+from shoal_controller.core.events import Cancel, Disconnected, Event, Exited, Scale
 from shoal_controller.core.machine import SETTLE, TABLE
 from shoal_controller.core.spec import Phase, State
+from shoal_protos.checkpoint import Sighting
 from shoal_protos.messages import (
     Ask,
     Carry,
@@ -421,3 +417,24 @@ def test_a_member_that_is_stuck_in_the_world_before_is_heard() -> None:
     job.beat("w1", broken=("w2",))
     assert job.view.phase is Phase.RESIZING
     assert "worker w1 says that its connection to w2 broke" in job.view.reason
+
+
+def test_what_is_durable_is_written_before_anything_else_of_its_event_goes_out() -> None:
+    job = Driver(wanted=2, launcher="local")
+    assert [type(effect).__name__ for effect in job.effects].count("Persist") == 1
+    for happens in (lambda: job.hello("w0"), lambda: job.hello("w1"), job.recover, lambda: job.feed(Scale(3))):
+        before = job.job.durable
+        happens()
+        if job.job.durable != before and len(job.effects) > 1:
+            assert isinstance(job.effects[0], Persist)
+            assert not any(isinstance(effect, Persist) for effect in job.effects[1:])
+
+
+def test_a_checkpoint_that_could_not_be_read_does_not_come_back_by_another_workers_word() -> None:
+    job = Driver(wanted=2)
+    job.start(2)
+    sound, unreadable = Sighting(1, 4, "/saves/step-4"), Sighting(1, 5, "/saves/step-5")
+    job.beat("w0", checkpoint=sound)
+    job.job = replace(job.job, durable=replace(job.job.durable, spoilt=(unreadable.path,)))
+    job.beat("w1", checkpoint=unreadable)
+    assert job.view.last_checkpoint_step == 4

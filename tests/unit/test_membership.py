@@ -167,6 +167,15 @@ def test_no_group_is_built_for_the_same_members_nor_by_one_that_is_left_out() ->
     assert membership.enter_vote(NO_BLOCKS) == 3
 
 
+@pytest.mark.parametrize("members", ["abc", "ac"])
+def test_a_group_is_built_for_other_members(members: str) -> None:
+    membership = member_of(1, "ab")
+    plan = planned(2, 1, members)
+    assert membership.hear_planned(plan)
+    assert membership.builds(plan)
+    assert membership.enter_vote(ALL) == 1
+
+
 def test_a_worker_that_is_left_out_has_left_and_still_stops_when_told() -> None:
     membership = member_of(1, "ab")
     plan = planned(2, 1, "b")
