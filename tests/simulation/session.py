@@ -125,7 +125,7 @@ class Session:
             return replace(self.claims, sequence=self.sequence)
         return Status(
             self.sequence, m.generation, m.point, m.newest_heard, t.step, t.committed_in, t.boundary, t.holds(),
-            t.current, tuple(sorted(t.broken)), t.done, t.ended, self.drains, s.knows, s.damage,
+            t.current, tuple(sorted(t.broken)), t.done, t.ended, self.drains, checkpoint=s.knows, damage=s.damage,
         )  # fmt: skip
 
     # ---- hearing
