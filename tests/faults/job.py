@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,8 @@ TOKEN = "faults"
 HTTP, GRPC = 7070, 7071
 DISK_BYTES = 6 << 20
 NAME = "job"
+PAUSE = threading.Event()
+"""Never set: what other processes do can only be looked at again."""
 
 
 class Job:
@@ -157,5 +160,5 @@ def wait(what: str, seen: Callable[[], Any], seconds: float = 60.0) -> Any:
     deadline = time.monotonic() + seconds
     while not (value := seen()):
         assert time.monotonic() < deadline, f"waited {seconds:.0f} s for {what}"
-        time.sleep(0.05)
+        PAUSE.wait(0.05)
     return value

@@ -25,7 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from faults.hosts import Hosts, Loopback
-from faults.job import NAME, SCRIPT, Job, wait
+from faults.job import NAME, PAUSE, SCRIPT, Job, wait
 
 STEPS, PACE = 500, 0.08
 WORKERS = 4
@@ -179,7 +179,7 @@ def round_of(seed: int, hosts: Hosts | Loopback, expected: str) -> str:
             while time.monotonic() < pause_until:
                 faults.undo_due()
                 job.replace_ended()
-                time.sleep(0.1)
+                PAUSE.wait(0.1)
         faults.undo_due(everything=True)
         hosts.heal()
         job.free_disk()
@@ -191,7 +191,7 @@ def round_of(seed: int, hosts: Hosts | Loopback, expected: str) -> str:
                 print(job.story())
                 return f"seed {seed}: no end {END_SECONDS:.0f} s after everything was healed; {job.look()}"
             job.replace_ended()
-            time.sleep(0.2)
+            PAUSE.wait(0.2)
         report = job.report()
         lost = sum(world["lost_steps"] for world in report["generations"])
         print(

@@ -7,7 +7,7 @@ Dropout, batch normalization, a tied parameter, clipping and a schedule. Environ
 from __future__ import annotations
 
 import os
-import time
+import threading
 
 import shoal
 import torch
@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 
 STEPS = int(os.environ["STEPS"])
 PACE = float(os.environ.get("PACE", "0"))
+PAUSE = threading.Event()
 
 
 class Model(nn.Module):
@@ -50,7 +51,7 @@ def main() -> None:
         dataset=TensorDataset(points, points.roll(1, 1)),
     )  # fmt: skip
     for x, y in engine:
-        time.sleep(PACE)
+        PAUSE.wait(PACE)
         loss = nn.functional.mse_loss(engine.module(x), y)
         engine.backward(loss)
         engine.step()
