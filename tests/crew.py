@@ -226,7 +226,7 @@ class Worker:
         crew, rounds = self.crew, self.crew.rounds
         crew.changed.notify_all()
         self.wait(
-            lambda: self.link.stopping or (crew.rounds > rounds and self.engine.global_step < crew.allowed),
+            lambda: self.link.stopping or (crew.rounds > rounds and self.engine.state.step < crew.allowed),
         )
 
 

@@ -17,7 +17,7 @@ from shoal.exchange.group import Group
 from shoal.exchange.letters import read_letter
 from shoal.exchange.routes import FIRST_MESSAGE
 from shoal.session.dialogue import Abort, Build, Dialogue, Effect, Process, Put
-from shoal.session.seam import Begun, Ended, Item, Prepared, Recover, Resume
+from shoal.session.seam import Begun, Ended, Item, Prepared, Progress, Recover, Resume
 from shoal_protos.description import Description
 from shoal_protos.errors import UserError
 from shoal_protos.messages import Ending, Inventory, Result, Status, Telemetry, ToWorker
@@ -64,6 +64,10 @@ class CrewLink:
     @property
     def resume(self) -> Resume:
         return self.dialogue.resume
+
+    @property
+    def progress(self) -> Progress:
+        return self.dialogue.progress
 
     @property
     def worker(self) -> str:

@@ -249,6 +249,10 @@ class Welcome:
     """The generations that this job's store has opened; empty: none yet, any checkpoint may be the latest."""
     run: str = ""
     """The job's run, which every later hello names."""
+    step: int = 0
+    """The job's committed steps: what a script is shown until its worker has a step of its own."""
+    loss: float | None = None
+    """The job's last loss, likewise; None: none yet."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -956,6 +956,8 @@ class Welcome(_message.Message):
     RESUME_FIELD_NUMBER: _builtins.int
     KNOWN_FIELD_NUMBER: _builtins.int
     RUN_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    LOSS_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     heartbeat_seconds: _builtins.float
     reconnect_seconds: _builtins.float
@@ -963,6 +965,8 @@ class Welcome(_message.Message):
     generation: _builtins.int
     resume: _builtins.str
     run: _builtins.str
+    step: _builtins.int
+    loss: _builtins.float
     @_builtins.property
     def known(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -976,12 +980,16 @@ class Welcome(_message.Message):
         resume: _builtins.str = ...,
         known: _abc.Iterable[_builtins.int] | None = ...,
         run: _builtins.str = ...,
+        step: _builtins.int = ...,
+        loss: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "heartbeat_seconds", b"heartbeat_seconds", "known", b"known", "reconnect_seconds", b"reconnect_seconds", "resume", b"resume", "run", b"run", "stall_seconds", b"stall_seconds", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "generation", b"generation", "heartbeat_seconds", b"heartbeat_seconds", "known", b"known", "loss", b"loss", "reconnect_seconds", b"reconnect_seconds", "resume", b"resume", "run", b"run", "stall_seconds", b"stall_seconds", "step", b"step", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__loss: _TypeAlias = _typing.Literal["loss"]  # noqa: Y015
+    _WhichOneofArgType__loss: _TypeAlias = _typing.Literal["_loss", b"_loss"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__loss) -> _WhichOneofReturnType__loss | None: ...
 
 Global___Welcome: _TypeAlias = Welcome  # noqa: Y015
 

@@ -7,6 +7,7 @@ to be done next, perhaps the same lane again. Knows the controller only through 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -39,7 +40,7 @@ from shoal.resize import Resize
 from shoal.resuming import Resuming
 from shoal.saving import Saving
 from shoal.session.seam import Link
-from shoal.state import TrainingState
+from shoal.state import NEWCOMER, TrainingState
 from shoal.telemetry import Meter
 from shoal.world import World
 from shoal.zero.readiness import Readiness
@@ -83,7 +84,7 @@ class Engine:
         self._readiness = Readiness(state.layout, state.parameters)
         self._reduction: CanonicalReduction | None = None
         faults.abort = self._abort_group
-        link.before_meeting = lambda: faults.at("group", self.global_step)
+        link.before_meeting = lambda: faults.at("group", max(0, state.step))
 
     def _abort_group(self) -> None:
         if self.world is not None:
@@ -98,7 +99,15 @@ class Engine:
 
     @property
     def rank(self) -> int:
-        return self.world.rank if self.world else 0
+        """This worker's number in the world; -1 while it is in none (before the loop, and in a warm-up)."""
+        if self.world is not None:
+            return self.world.rank
+        return 0 if self.link.alone else -1
+
+    @property
+    def warming_up(self) -> bool:
+        """Whether the loop's body runs for a warm-up: its result is thrown away, requests made in it are ignored."""
+        return self.loop.rehearsing
 
     @property
     def generation(self) -> int:
@@ -106,8 +115,8 @@ class Engine:
 
     @property
     def global_step(self) -> int:
-        """Committed steps."""
-        return max(0, self.state.step)
+        """Committed steps of the job."""
+        return self.state.step if self.state.step > NEWCOMER else self.link.progress[0]
 
     @property
     def lanes(self) -> list[int]:
@@ -115,9 +124,10 @@ class Engine:
         return list(self.world.lanes) if self.world else []
 
     @property
-    def loss(self) -> float | None:
-        """The last step's canonical loss: the mean over all lanes."""
-        return self.state.record.loss if self.state.record else None
+    def loss(self) -> float:
+        """The last step's canonical loss: the mean over all lanes; nan before the first step."""
+        loss = self.state.loss if self.state.step > NEWCOMER else self.link.progress[1]
+        return loss if loss is not None else math.nan
 
     @property
     def reports(self) -> dict[str, float]:
@@ -134,6 +144,7 @@ class Engine:
         try:
             yield from self._batches()
             self.evaluation.settle()
+            self.requests.settle()
         finally:
             self.left_loop = True
             self.forward_seed.disarm()
@@ -404,7 +415,7 @@ class Engine:
             highest_saved=self.resuming.highest_saved,
         )  # fmt: skip
         passed_over = " ".join(self.resuming.passed_over)
-        self.link.publish(status, self.meter.telemetry(self.loss, state, self.saving.told, passed_over))
+        self.link.publish(status, self.meter.telemetry(state.loss, state, self.saving.told, passed_over))
 
     # ---- what a script asks for
 

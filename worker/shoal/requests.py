@@ -27,6 +27,9 @@ from shoal.optim.hyper import first_difference, hyper_parameters
 if TYPE_CHECKING:
     from shoal.engine import Engine
 
+CALLS = {"save": "save_checkpoint"}
+"""Methods whose name is not their request's."""
+
 log = get_logger("shoal")
 
 
@@ -42,22 +45,37 @@ class Requests:
     def ask(self, wish: Wish) -> str | None:
         """In the loop returns at once; after it blocks until carried out, and until a save under way has come to its
         end. A fingerprint's digest is returned then.
+
+        In a warm-up it is ignored: whoever warms up is not in the job yet.
         """
-        engine = self._engine
-        if engine.ended:
-            raise UserError(f"engine.{wish.kind} was called after the script's end.")
-        if engine.world is None and not engine.over:
-            raise UserError(f"engine.{wish.kind} was called before the loop; ask in the loop or after it.")
-        self.add(wish)
-        if not engine.over:
+        engine, call = self._engine, f"engine.{CALLS.get(wish.kind, wish.kind)}"
+        if engine.warming_up:
             return None
-        while wish in self._mine or engine.saving.busy:
+        if engine.ended:
+            raise UserError(f"{call} was called after the script's end.")
+        if engine.left_loop and not engine.over:
+            raise UserError(
+                f"{call} was called after the loop was left at step {engine.state.step} of {engine.state.last_step}; "
+                "call it in the loop (engine.stop() ends it early), and go through the loop to its end."
+            )
+        if engine.world is None and not engine.over:
+            raise UserError(f"{call} was called before the loop; ask in the loop or after it.")
+        self.add(wish)
+        if not engine.left_loop:
+            return None
+        self.settle()
+        while engine.saving.busy:
             engine.guarded_vote()
         failure = self._failure or engine.saving.failure
         self._failure = engine.saving.failure = None
         if failure is not None:
             raise failure
         return self._digest[1] if wish.kind == "fingerprint" and self._digest else None
+
+    def settle(self) -> None:
+        """After the last step: waits until what this worker asks for is carried out."""
+        while self._mine:
+            self._engine.guarded_vote()
 
     def add(self, wish: Wish) -> None:
         if wish.kind == "save":
@@ -104,7 +122,7 @@ class Requests:
         self._digest = (engine.state.step, fingerprint(engine.state, engine.world))
         if engine.over and not engine.done:
             engine.done = True
-            engine.link.result(Result(engine.state.step, self._digest[1], engine.loss))
+            engine.link.result(Result(engine.state.step, self._digest[1], engine.state.loss))
 
     def _export(self, path: Path) -> None:
         if self._engine.rank != 0:

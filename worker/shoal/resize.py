@@ -80,7 +80,7 @@ class Resize:
         """Answer PREPARE: nothing is in flight any more, and this is what I hold."""
         engine = self._engine
         self._clock.stopped()
-        engine.faults.at("prepare", engine.global_step)
+        engine.faults.at("prepare", max(0, engine.state.step))
         self.begins, self._caught_up = None, None
         in_world = engine.world.plan.generation if engine.world else engine.link.membership().generation
         engine.link.answer(engine.state.inventory(generation, in_world, engine.lanes_in_flight()))

@@ -81,6 +81,11 @@ class TrainingState:
         return every(self.layout.blocks)
 
     @property
+    def loss(self) -> float | None:
+        """The last step's, where one was committed."""
+        return self.record.loss if self.record is not None else None
+
+    @property
     def is_current(self) -> bool:
         return self.current == self.everything
 

@@ -9,7 +9,7 @@ from shoal_protos.runs import NO_BLOCKS, every, union
 from shoal_controller.core.durable import Record, Resize, Standing
 from shoal_controller.core.job import Job, Process
 from shoal_controller.core.phases import progress_watch, silence, waiting
-from shoal_controller.core.phases.known import step_seconds_median
+from shoal_controller.core.phases.known import shown_loss, step_seconds_median
 from shoal_controller.core.spec import JobView, Phase, ResizeView, State, WorkerView
 
 
@@ -28,7 +28,7 @@ def view(job: Job, now: float) -> JobView:
         lanes=description.lanes if description is not None else spec.lanes,
         step=durable.step,
         max_steps=description.max_steps if description is not None else None,
-        loss=_loss(job, members),
+        loss=shown_loss(job),
         last_checkpoint_step=durable.checkpoints[0].step if durable.checkpoints else None,
         checkpoints=durable.checkpoints,
         reason="; ".join(filter(None, (reason(job, now), silence.doubt(job, now), exactness(job)))),
@@ -83,12 +83,6 @@ def _members(job: Job) -> list[Process]:
     world = job.durable.current
     found = (job.processes.get(member.worker) for member in world.members) if world is not None else ()
     return [process for process in found if process is not None and job.durable.roster[process.worker].serves]
-
-
-def _loss(job: Job, members: list[Process]) -> float | None:
-    """Of the furthest member that knows it."""
-    told = [(process.status.step, process.telemetry.loss) for process in members if process.telemetry.loss is not None]
-    return max(told)[1] if told else job.durable.loss
 
 
 def _samples(job: Job) -> int | None:

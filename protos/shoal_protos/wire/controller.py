@@ -104,6 +104,8 @@ def _write_welcome(welcome: Welcome) -> pb.Welcome:
         resume=welcome.resume,
         known=welcome.known.encode(),
         run=welcome.run,
+        step=welcome.step,
+        loss=welcome.loss,
     )
 
 
@@ -119,6 +121,8 @@ def _read_welcome(message: pb.Welcome) -> Welcome:
             "welcome.known", bounds.few("welcome.known", message.known, bounds.MAX_ENTRIES), bounds.MAX_NUMBER
         ),
         run=message.run and bounds.name("welcome.run", message.run),
+        step=bounds.whole("welcome.step", message.step),
+        loss=message.loss if message.HasField("loss") else None,
     )
 
 

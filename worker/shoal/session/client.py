@@ -39,7 +39,7 @@ from shoal.logs import get_logger
 from shoal.session.dialogue import Abort, Build, Dialogue, Effect, Process, Put
 from shoal.session.groups import Building, Groups
 from shoal.session.inbox import Inbox
-from shoal.session.seam import Begun, Ended, Item, Prepared, Recover, Resume, Stopped
+from shoal.session.seam import Begun, Ended, Item, Prepared, Progress, Recover, Resume, Stopped
 from shoal.session.settings import SessionSettings
 from shoal.session.signals import TermSignal, install, uninstall
 from shoal.session.thread import SessionThread
@@ -87,6 +87,10 @@ class ControllerLink:
     @property
     def resume(self) -> Resume:
         return self.dialogue.resume
+
+    @property
+    def progress(self) -> Progress:
+        return self.dialogue.progress
 
     @property
     def worker(self) -> str:

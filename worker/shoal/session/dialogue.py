@@ -44,7 +44,7 @@ from shoal_protos.plan import Plan, check_plan
 from shoal_protos.runs import NO_BLOCKS
 
 from shoal.core.membership import Membership
-from shoal.session.seam import Asked, Ended, Item, Opened, Resume, Stopped
+from shoal.session.seam import Asked, Ended, Item, Opened, Progress, Resume, Stopped
 
 REMEMBERED_ASKS = 64
 HEARTBEAT_SECONDS, RECONNECT_SECONDS = 1.0, 10.0
@@ -99,6 +99,7 @@ class Dialogue:
         self.heartbeat_seconds = HEARTBEAT_SECONDS
         self.reconnect_seconds = RECONNECT_SECONDS
         self.resume: Resume = (None, NO_BLOCKS)
+        self.progress: Progress = (0, None)
         self.run = process.run
         """The run of the job that this process belongs to, once a launcher or the controller has told it."""
         self.welcomed = False
@@ -310,6 +311,7 @@ class Dialogue:
         self.heartbeat_seconds, self.reconnect_seconds = welcome.heartbeat_seconds, welcome.reconnect_seconds
         self.resume = (json.loads(welcome.resume) if welcome.resume else None, welcome.known)
         self.run = welcome.run
+        self.progress = (welcome.step, welcome.loss)
         self.welcomed = True
 
     def _prepare(self, generation: int) -> list[Effect]:

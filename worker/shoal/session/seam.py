@@ -22,6 +22,9 @@ from shoal.exchange.group import Group
 Resume = tuple[int | str | bool | None, Runs]
 """What the job is to go on from (None: the config says it), and the generations that its store knows (none: any)."""
 
+Progress = tuple[int, float | None]
+"""A job's committed steps, and its last loss where there is one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
@@ -105,6 +108,10 @@ class Link(Protocol):
     @property
     def resume(self) -> Resume:
         """What the job says, once welcomed."""
+
+    @property
+    def progress(self) -> Progress:
+        """How far the job was when this worker was welcomed."""
 
     @property
     def worker(self) -> str:

@@ -19,6 +19,7 @@ from shoal_controller.core.events import Connected
 from shoal_controller.core.job import Process
 from shoal_controller.core.phases import claims, ending, statuses
 from shoal_controller.core.phases.current import tell
+from shoal_controller.core.phases.known import shown_loss
 from shoal_controller.core.phases.roster import forget_the_oldest, unused_id
 from shoal_controller.core.turn import Turn
 
@@ -39,6 +40,7 @@ def connected(turn: Turn, event: Connected) -> None:
     welcome = Welcome(
         worker, spec.heartbeat_seconds, spec.reconnect_seconds, spec.stall_seconds, turn.durable.number,
         resume="" if spec.resume is None else json.dumps(spec.resume), known=turn.durable.opened, run=spec.run,
+        step=turn.durable.step, loss=shown_loss(turn.job),
     )  # fmt: skip
     turn.do(Send(event.connection, welcome))
     statuses.stated(turn, worker, hello.status)

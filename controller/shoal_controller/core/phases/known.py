@@ -39,6 +39,17 @@ def look(turn: Turn) -> None:
         turn.change(step_kept=turn.now)
 
 
+def shown_loss(job: Job) -> float | None:
+    """Of the furthest member of the current world that knows it."""
+    world = job.durable.current
+    told = [
+        (process.status.step, process.telemetry.loss)
+        for process in (job.processes.get(member.worker) for member in (world.members if world is not None else ()))
+        if process is not None and process.telemetry.loss is not None and job.durable.roster[process.worker].serves
+    ]
+    return max(told)[1] if told else job.durable.loss
+
+
 def step_seconds_median(job: Job) -> float | None:
     """Over the run's workers, the median of what each says of its last steps; what was kept once they are gone."""
     told = (process.telemetry.step_seconds_median for process in job.processes.values())
