@@ -7,11 +7,7 @@ from __future__ import annotations
 
 import os
 import select
-import signal
 import socket
-import subprocess
-import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -44,7 +40,6 @@ from shoal_protos.messages import (
     Point,
     Prepare,
     Refusal,
-    Request,
     Result,
     Shutdown,
     Telemetry,
@@ -420,82 +415,3 @@ def test_who_was_counted_out_comes_back_as_a_newcomer_with_a_new_id() -> None:
         assert hello.incarnation != before
         them[0].link.rehearsed()
         controller.hears(Heartbeat, lambda said: said.status.point is Point.WAITING, by="given1")
-
-
-# ---- SIGTERM
-
-
-def test_sigterm_asks_for_a_drain_though_the_main_thread_is_blocked() -> None:
-    with SmallController() as controller:
-        a, b = Worker("a", controller, grace_seconds=7.5), Worker("b", controller)
-        a.introduce()
-        b.does(b.introduce).result(PATIENCE_SECONDS)
-        begin_a_world(controller, [a, b])
-        in_time = threading.Event()
-
-        def preempt() -> None:
-            os.kill(os.getpid(), signal.SIGTERM)
-            assert controller.hears(Request, by="a").grace_seconds == 7.5
-            status = controller.hears(Heartbeat, by="a").status
-            assert (status.drain, status.grace_seconds) == (True, 7.5)
-            in_time.set()
-            controller.says("a", Prepare(2))
-
-        preemption = threading.Thread(target=preempt)
-        preemption.start()
-        with pytest.raises(WorldChanged):
-            a.gathers()  # the main thread: a Python handler could not run in here
-        preemption.join()
-        assert in_time.is_set()
-        a.stops(2)
-        a.close()
-        b.close()
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-
-
-UNWELCOMED = """
-import os, signal, sys
-from shoal.session.signals import install
-if sys.argv[1] == "first":
-    os.kill = lambda pid, number: None  # what the kernel makes of a default action where a process is the first
-install(harmless=lambda: False)
-signal.raise_signal(signal.SIGTERM)
-signal.pause()
-"""
-
-
-@pytest.mark.parametrize(("place", "status"), [("first", 143), ("any", -signal.SIGTERM)])
-def test_sigterm_ends_a_worker_that_is_not_welcomed_yet_also_as_the_first_process(place: str, status: int) -> None:
-    done = subprocess.run([sys.executable, "-c", UNWELCOMED, place], timeout=PATIENCE_SECONDS)
-    assert done.returncode == status
-
-
-def test_a_handler_of_the_scripts_own_stays() -> None:
-    heard: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
-    try:
-        with SmallController() as controller:
-            worker = Worker("a", controller)
-            worker.introduce()
-            os.kill(os.getpid(), signal.SIGTERM)
-            controller.hears(Request)
-            assert heard == [signal.SIGTERM]
-            worker.close()
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")  # of Python 3.12: this is what is tested
-def test_a_forked_child_dies_of_sigterm_and_drains_nobody() -> None:
-    with SmallController() as controller:
-        worker = Worker("a", controller)
-        worker.introduce()
-        pid = os.fork()
-        if pid == 0:
-            signal.pause()
-            os._exit(0)
-        os.kill(pid, signal.SIGTERM)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
-        controller.says("a", Ping(1))
-        assert not controller.hears(Heartbeat, lambda said: said.echo == 1).status.drain
-        worker.close()
