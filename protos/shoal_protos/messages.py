@@ -212,6 +212,19 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
+class Fault:
+    """What ended a script, so that the same fault is known again."""
+
+    exception: str
+    """Its class; empty where there was none (the loop was left)."""
+    message: str
+    frame: str
+    """The last line of the script that took part, `train.py:31 forward`."""
+    outage: bool = False
+    """Something outside (a file system, a network) failed, which may be back later."""
+
+
+@dataclass(frozen=True, slots=True)
 class Result:
     """How it ended for one worker: digests, or why it failed."""
 
@@ -223,6 +236,8 @@ class Result:
     """One sentence, then the last lines of a traceback."""
     everyone: bool = False
     """The failure is the job's (bad config, hyper-parameters that differ), not this worker's: no replacement helps."""
+    fault: Fault | None = None
+    """Of a failure."""
     generation: int = 0
     """The world that it is said in; 0: none, or nothing depends on it."""
 
@@ -312,6 +327,8 @@ class Drain:
     """The world that it is said in; 0: none, or nothing depends on it."""
 
 
+WRONG_USE = 2
+"""Exit status of a script whose user gave what cannot work; Python and most commands use it so too."""
 NO_CONTROLLER = 75
 """Exit status (`EX_TEMPFAIL`) of a launched worker that was in no world and found no controller: not a failure."""
 

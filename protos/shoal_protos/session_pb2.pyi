@@ -433,12 +433,15 @@ class Result(_message.Message):
     FAILURE_FIELD_NUMBER: _builtins.int
     EVERYONE_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
+    FAULT_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     fingerprint: _builtins.str
     loss: _builtins.float
     failure: _builtins.str
     everyone: _builtins.bool
     generation: _builtins.int
+    @_builtins.property
+    def fault(self) -> Global___Fault: ...
     def __init__(
         self,
         *,
@@ -448,16 +451,45 @@ class Result(_message.Message):
         failure: _builtins.str = ...,
         everyone: _builtins.bool = ...,
         generation: _builtins.int = ...,
+        fault: Global___Fault | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "loss", b"loss"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "fault", b"fault", "loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "everyone", b"everyone", "failure", b"failure", "fingerprint", b"fingerprint", "generation", b"generation", "loss", b"loss", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "everyone", b"everyone", "failure", b"failure", "fault", b"fault", "fingerprint", b"fingerprint", "generation", b"generation", "loss", b"loss", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__loss: _TypeAlias = _typing.Literal["loss"]  # noqa: Y015
     _WhichOneofArgType__loss: _TypeAlias = _typing.Literal["_loss", b"_loss"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__loss) -> _WhichOneofReturnType__loss | None: ...
 
 Global___Result: _TypeAlias = Result  # noqa: Y015
+
+@_typing.final
+class Fault(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EXCEPTION_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    FRAME_FIELD_NUMBER: _builtins.int
+    OUTAGE_FIELD_NUMBER: _builtins.int
+    exception: _builtins.str
+    message: _builtins.str
+    frame: _builtins.str
+    outage: _builtins.bool
+    def __init__(
+        self,
+        *,
+        exception: _builtins.str = ...,
+        message: _builtins.str = ...,
+        frame: _builtins.str = ...,
+        outage: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exception", b"exception", "frame", b"frame", "message", b"message", "outage", b"outage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Fault: _TypeAlias = Fault  # noqa: Y015
 
 @_typing.final
 class Status(_message.Message):

@@ -151,11 +151,18 @@ def _run(child: Child) -> int:
     try:
         getattr(importlib.import_module(module), function)(**child.arguments)
     except SystemExit as end:
-        return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+        return _status_of(end)
     except BaseException:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        try:
+            sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        except SystemExit as end:
+            return _status_of(end)
         return 1
     return 0
+
+
+def _status_of(end: SystemExit) -> int:
+    return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ class Faults:
         self.every = self.chance.choice((0.4, 1.0, 2.5))
         self.until = 0.0
         self.count = 0
-        chosen = self.chance.sample(list(KINDS), self.chance.randint(2, len(KINDS)))
+        chosen = simulation.kinds or self.chance.sample(list(KINDS), self.chance.randint(2, len(KINDS)))
         self.kinds = [kind for kind in chosen for _ in range(KINDS[kind])]
         self.saves = Random(f"wishes of {simulation.seed}")
         """Apart from the rest, so that a job without checkpoints meets the same whether others have them or not."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from shoal.core.membership import Membership
 from shoal_controller.core import machine
-from shoal_controller.core.durable import Durable, Feud, SaveRequest
+from shoal_controller.core.durable import Durable, Failures, Feud, SaveRequest
 from shoal_controller.core.effects import Progress
 from shoal_controller.core.events import NeverStarted
 from shoal_controller.core.job import Listened
@@ -22,6 +22,7 @@ from shoal_controller.core.phases import (
     checkpoints,
     claims,
     current,
+    failures,
     feuds,
     planned,
     population,
@@ -145,6 +146,12 @@ def _asks_by_the_number_of_a_ping(turn: Turn) -> None:
     turn.keep(save=SaveRequest(number, 0))
 
 
+def _forgives_by_any_step(turn: Turn, status: Any) -> None:
+    """Also by one that an earlier life has committed before."""
+    if turn.durable.failures.times and status.committed_in == status.generation > 0:
+        turn.keep(failures=Failures())
+
+
 def _has_one_time_for_all_stages(turn: Turn, since: float) -> bool:
     attempt = turn.job.attempt
     return attempt is not None and turn.now - attempt.since > turn.spec.stall_seconds
@@ -193,6 +200,8 @@ def _counts_cuts(turn: Turn) -> None:
 
 
 MUTATIONS: dict[str, list[Patch]] = {
+    "only a step above the one of a failure forgives it": [(failures, "forgive", _forgives_by_any_step)],
+    "all that fails in one generation counts once": [(failures, "_is_new", lambda turn, record: True)],
     "a worker of another run is turned away": [(claims, "other_run", lambda spec, hello: "")],
     "a planned generation begins when all votes name it": [(Membership, "leave_vote", _minimum_begins)],
     "what a member voted it keeps until that vote is over": [(Membership, "hear_planned", _hears_in_a_vote)],

@@ -10,6 +10,8 @@ from .watch import Violation
 
 RAGE_SECONDS = 14.0
 CALM_SECONDS = 90.0
+PATIENCE_SECONDS = 900.0
+"""With a script that cannot come to its end: the back-offs between all of its tries."""
 PROGRESS = 3
 """How many steps must be committed once everything is well."""
 
@@ -36,7 +38,7 @@ def rage_and_calm(simulation: Simulation) -> Simulation:
 
 def _goes_on(simulation: Simulation) -> None:
     """● From any reachable state, if workers stay up, training resumes."""
-    deadline = simulation.clock.now + CALM_SECONDS
+    deadline = simulation.clock.now + (PATIENCE_SECONDS if simulation.script.kind else CALM_SECONDS)
     begin = simulation.watch.commits
     while simulation.clock.now < deadline:
         if simulation.spec.launcher == "none" and not simulation.host.job.durable.phase.over:
@@ -59,6 +61,8 @@ def settled(simulation: Simulation, begin: int) -> bool:
         return False
     if durable.phase.over:
         return over_for_a_reason(simulation, durable.phase, durable.reason)
+    if simulation.script.kind:
+        return False
     world = durable.current
     if world is None or not world.steps or simulation.watch.commits < begin + PROGRESS * world.world_size:
         return False
@@ -77,7 +81,7 @@ def settled(simulation: Simulation, begin: int) -> bool:
 
 def over_for_a_reason(simulation: Simulation, phase: Phase, reason: str) -> bool:
     needs = "no living copy", "cannot be read whole", "There is no other checkpoint"
-    if phase is Phase.SUCCEEDED or any(need in reason for need in needs):
+    if phase is Phase.SUCCEEDED or any(need in reason for need in needs) or simulation.script.is_given_up_for(reason):
         return True
     simulation.watch.violated("the job ended without need", phase.value, reason)
     return False

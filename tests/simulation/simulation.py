@@ -8,6 +8,7 @@ from shoal_controller.core.spec import JobSpec
 from shoal_protos.description import Description
 from shoal_protos.plan import EVERYONE, Member
 
+from .bad_script import BadScript
 from .checkpoints import Checkpoints
 from .clock import Clock
 from .controller import ControllerHost, Launcher
@@ -40,10 +41,11 @@ class Simulation:
         drawn = 0 if self.still else Random(f"{seed} saves").choice((0, 5))
         every = int(shape.get("checkpoint_every", drawn))  # type: ignore[call-overload]
         self.step_seconds = float(shape.get("step_seconds", 0.15))  # type: ignore[arg-type]
+        self.script = BadScript(self, shape)
         self.spec = JobSpec(
             "job", wanted, int(shape.get("min_workers", chance.choice((1, 1, 2)))), most, launcher,  # type: ignore
             heartbeat_seconds=0.3, reconnect_seconds=2.0, stall_seconds=float(shape.get("stall_seconds", 12.0)),  # type: ignore
-            max_restarts=int(shape.get("max_restarts", 10_000)), run="run-1",  # type: ignore[call-overload]
+            max_restarts=int(shape.get("max_restarts", self.script.restarts(10_000))), run="run-1",  # type: ignore[call-overload]
         )  # fmt: skip
         self.description = Description(
             lanes, self.blocks, 4096, 1 << 16, mirrors, (1 << 16) * max(1, self.blocks // 8),  # type: ignore[arg-type]
@@ -55,6 +57,8 @@ class Simulation:
         self.groups = Groups(self)
         self.processes: dict[str, SimWorker] = {}
         self.incarnations = 0
+        self.kinds = tuple(str(shape.get("kinds", "")).split())
+        """Of faults; none: drawn."""
         self.feuds: set[frozenset[int]] = set()
         self.stubborn = not self.still and Random(f"{seed} ends").random() < 0.1
         """Whether some processes do not end when they are told to."""

@@ -14,6 +14,8 @@ SCENARIOS = Path(__file__).with_name("scenarios")
 
 NOTICED_BY: dict[str, str | int] = {
     "a worker of another run is turned away": "old_run",
+    "only a step above the one of a failure forgives it": "fails_at_the_same_step",
+    "all that fails in one generation counts once": "fails_at_the_same_step",
     "a planned generation begins when all votes name it": 0,
     "what a member voted it keeps until that vote is over": 51,
     "a newcomer keeps every planned generation": 47,

@@ -40,6 +40,21 @@ def test_no_seed_breaks_an_invariant(pool: ProcessPoolExecutor, part: int) -> No
     assert happened["damaged"], "no damaged checkpoint was met"
 
 
+def test_kills_that_come_faster_than_steps_never_fail_a_job_early() -> None:
+    shape = {"kinds": "kill kill_in_a_change crash", "launcher": "local", "max_restarts": 3, "script": "",
+             "step_seconds": 1.0}  # fmt: skip
+    bad, happened = gather(map(attempt, tasks(0, 40, shape)))
+    assert not bad, f"{bad}\n\n{replay_log(bad[0][0], **shape)}"
+    assert happened["started anew"] > 10, "next to no job has lost its state"
+
+
+@pytest.mark.parametrize("script", ["raises", "outage", "dies"])
+def test_a_script_that_never_passes_a_step_ends_its_job_in_few_tries(script: str) -> None:
+    bad, happened = gather(map(attempt, tasks(0, 12, {"script": script})))
+    assert not bad, f"{bad}\n\n{replay_log(bad[0][0], script=script)}"
+    assert happened["ended failed"] == 12
+
+
 def test_a_seed_gives_the_same_history_again() -> None:
     assert replay_log(7) == replay_log(7)
 

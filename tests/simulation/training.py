@@ -138,6 +138,8 @@ class Training:
         if stale or self.membership.point is not Point.TRAINING or world is None:
             return
         if not self.idle and world.plan.shares[self.rank].lanes:
+            if self.simulation.script.strikes(self):
+                return
             for owner in world.owners:
                 self.send(owner, "x", 1)
         self.stage = "fills" if self.idle else "reduce"

@@ -202,8 +202,13 @@ class Watch:
         if durable.floor > old.floor:
             if durable.current is None:
                 self._gave_up(before, after, event, "the job started anew")
-        elif durable.phase is Phase.FAILED and old.phase is not Phase.FAILED and before.attempt is not None:
+        elif self._has_failed_in_a_recovery(before, after):
             self._gave_up(before, after, event, "the job failed")
+
+    def _has_failed_in_a_recovery(self, before: Job, after: Job) -> bool:
+        failed = after.durable.phase is Phase.FAILED and before.durable.phase is not Phase.FAILED
+        for_blocks = not self.simulation.script.is_given_up_for(after.durable.reason)
+        return failed and before.attempt is not None and for_blocks
 
     def _takes_the_newest(self, before: Job, after: Job) -> None:
         """Who begins without a living copy begins from the newest checkpoint that anybody has told of and can read."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from shoal.core.membership import Membership
-from shoal_protos.messages import Result
+from shoal_protos.messages import Fault, Result
 
 from .session import Session
 from .training import Training
@@ -116,10 +116,10 @@ class SimWorker:
         self.training.over = self.hangs = True
         self.freeze()
 
-    def fail(self, why: str, everyone: bool = False) -> None:
+    def fail(self, why: str, everyone: bool = False, fault: Fault | None = None) -> None:
         """The script raises: it is out of the training loop, tells why, and ends."""
         self.training.over = True
-        self.session.say(Result(self.training.step, failure=why, everyone=everyone))
+        self.session.say(Result(self.training.step, failure=why, everyone=everyone, fault=fault))
         self.after(0.05, self.end, 1, why)
 
     def start_over(self) -> None:

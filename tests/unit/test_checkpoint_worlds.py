@@ -14,8 +14,9 @@ from shoal.checkpoint.catalogue import checkpoints, saves
 from shoal.checkpoint.saver import Status
 from shoal.checkpoint.storage import LocalStorage
 from shoal.checkpoint.verify import verify
+from shoal.failure import NeedsFreshProcess
 from shoal_controller.core.events import DrainWorker, Save
-from shoal_protos.errors import Conflict, UserError
+from shoal_protos.errors import Conflict
 
 STEPS = 14
 PLAIN = Task({"max_steps": STEPS})
@@ -352,11 +353,11 @@ def test_a_process_that_has_trained_never_begins_at_step_0() -> None:
     with Crew("ab", PLAIN) as crew:
         crew.train_to(2)
         for worker in crew.workers.values():
-            with pytest.raises(UserError, match="this process has trained before; start a new one"):
+            with pytest.raises(NeedsFreshProcess, match="this process has trained before; start a new one"):
                 worker.engine.resuming.check_initial()
         newcomer = crew.add("c")
         crew.train_until("c to be in", lambda: newcomer.engine.world is not None)
-        with pytest.raises(UserError, match="this process has trained before"):
+        with pytest.raises(NeedsFreshProcess, match="this process has trained before"):
             newcomer.engine.resuming.check_initial()
 
 

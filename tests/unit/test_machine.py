@@ -391,7 +391,7 @@ def test_an_exit_that_was_asked_for_is_no_failure() -> None:
     job.start(2)
     finish(job)
     job.feed(Exited("w0", 0, "exit status 0"))
-    assert job.job.durable.failures == 0
+    assert job.job.durable.failures.times == 0
     assert job.view.phase is Phase.SUCCEEDED
 
 

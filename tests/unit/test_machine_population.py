@@ -53,8 +53,8 @@ def test_after_max_restarts_the_job_fails_with_the_workers_reason_and_log() -> N
     job.exit("w0", 1, "exit status 1", "Traceback…\nValueError: no such file")
     assert job.view.phase is Phase.FAILED
     assert job.view.reason == (
-        "1 workers failed without a committed step in between (max_restarts is 0); "
-        "w0: exit status 1 (log: /logs/w0.log)\nTraceback…\nValueError: no such file"
+        "1 try has failed, none with a committed step beyond 0 (max_restarts is 0); "
+        "worker w0 at step 0: exit status 1 (log: /logs/w0.log)\nTraceback…\nValueError: no such file"
     )
 
 
@@ -62,9 +62,9 @@ def test_a_committed_step_forgives_failures() -> None:
     job = Driver(wanted=2, launcher="local", max_restarts=1)
     job.start(2)
     job.exit("w1", 1, "exit status 1")
-    assert job.job.durable.failures == 1
+    assert job.job.durable.failures.times == 1
     job.recover()
-    assert job.job.durable.failures == 0
+    assert job.job.durable.failures.times == 0
 
 
 def test_a_worker_killed_by_a_signal_after_it_trained_is_no_failure() -> None:
@@ -72,13 +72,13 @@ def test_a_worker_killed_by_a_signal_after_it_trained_is_no_failure() -> None:
     job.start(2)
     job.exit("w1", -9)
     assert job.view.phase is Phase.RESIZING
-    assert job.job.durable.failures == 0
+    assert job.job.durable.failures.script == 0
 
 
 def test_a_worker_that_found_no_controller_is_replaced_and_no_failure() -> None:
     job = Driver(wanted=1, launcher="local", max_restarts=0)
     job.exit("w0", NO_CONTROLLER)
-    assert job.job.durable.failures == 0
+    assert job.job.durable.failures.times == 0
     assert job.spawned == ["w1"]
 
 

@@ -11,11 +11,11 @@ import os
 import sys
 from types import TracebackType
 
-from shoal_protos.errors import JobFailed, ShoalError
-from shoal_protos.messages import Result
+from shoal_protos.errors import JobFailed, ShoalError, UserError
+from shoal_protos.messages import WRONG_USE, Fault, Result
 
 from shoal.engine import Engine
-from shoal.failure import told
+from shoal.failure import result_of
 from shoal.logs import get_logger, say
 
 log = get_logger("shoal")
@@ -31,12 +31,9 @@ class _Ending:
         self._pid = os.getpid()
 
     def excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Remembers the exception that ends the script; one of ours is told in its one sentence."""
+        """Remembers the exception that ends the script."""
         self._failure = error
-        if isinstance(error, ShoalError):
-            say(str(error))
-        else:
-            self._hook(kind, error, trace)
+        self._hook(kind, error, trace)
 
     def at_exit(self) -> None:
         if os.getpid() != self._pid:
@@ -46,22 +43,22 @@ class _Ending:
             if engine.leaving:
                 return
             if self._failure is not None or not engine.over:
-                engine.link.result(Result(max(0, engine.state.step), failure=self._reason(),
-                                          everyone=isinstance(self._failure, JobFailed)))  # fmt: skip
+                engine.link.result(self._result())
             else:
                 self._serve()
         finally:
             engine.saving.close()
             engine.link.close()
 
-    def _reason(self) -> str:
-        engine = self._engine
-        if self._failure is None:
-            return (
-                f"the script ended at step {engine.state.step} of {engine.state.last_step}; "
-                "go through the loop to its end, or call engine.stop()."
-            )
-        return told(self._failure)
+    def _result(self) -> Result:
+        state = self._engine.state
+        if self._failure is not None:
+            return result_of(self._failure, state.step)
+        why = (
+            f"the script ended at step {state.step} of {state.last_step}; "
+            "go through the loop to its end, or call engine.stop()."
+        )
+        return Result(max(0, state.step), failure=why, fault=Fault("", why, ""))
 
     def _serve(self) -> None:
         """Votes without a step until told to end."""
@@ -77,6 +74,27 @@ class _Ending:
             return
         except JobFailed as error:
             say(str(error))
+
+
+class _Sentences:
+    """What Python calls for an error that nobody has caught: one of ours is told in its one sentence."""
+
+    def __init__(self) -> None:
+        self._hook = sys.excepthook
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, ShoalError):
+            say(str(error))
+        else:
+            self._hook(kind, error, trace)
+        if isinstance(error, UserError):
+            raise SystemExit(WRONG_USE)
+
+
+def tell_errors_in_a_sentence() -> None:
+    """Called as soon as anything can be refused. A mistake of the user's ends the script with its own exit status."""
+    if not isinstance(sys.excepthook, _Sentences):
+        sys.excepthook = _Sentences()
 
 
 def serve_at_exit(engine: Engine) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from shoal_protos.activity import StepPhase
 from shoal_protos.errors import UserError
-from shoal_protos.messages import Result, Status
+from shoal_protos.messages import Status
 from torch import Tensor, nn
 
 from shoal.config.training import TrainingConfig
@@ -31,7 +31,7 @@ from shoal.exchange.hand_out import hand_out
 from shoal.exchange.norm import subtree_sums
 from shoal.exchange.torn_vote import gather_of
 from shoal.exchange.vote import Ballot, Record, Wish, cast
-from shoal.failure import told
+from shoal.failure import result_of
 from shoal.faults import Faults
 from shoal.lane_loop import LaneLoop
 from shoal.optim.hyper import digest, hyper_parameters
@@ -301,8 +301,9 @@ class Engine:
         try:
             self.state.commit(record, generation)
         except BaseException as error:
-            self._torn, self.leaving = told(error), True
-            self.link.result(Result(max(0, self.state.step), failure=self._torn))
+            result = result_of(error, self.state.step)
+            self._torn, self.leaving = result.failure, True
+            self.link.result(result)
             raise
         self.evaluation.committed()
         self.requests.heed_stop(record)

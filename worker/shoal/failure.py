@@ -1,21 +1,68 @@
-"""A failure of this worker as the controller is told it: one sentence, then the end of the traceback.
+"""A failure of this worker as the controller is told it: a sentence for people, and what tells the same fault again.
 
 Used where a script ends in an error (ending.py) and where an update does (engine.py).
 """
 
 from __future__ import annotations
 
+import sysconfig
 import traceback
+from collections.abc import Iterator
+from pathlib import Path
 
-from shoal_protos.errors import ShoalError
+from shoal_protos.errors import JobFailed, ShoalError, StoreError, UserError
+from shoal_protos.messages import Fault, Result
+
+from shoal.checkpoint.errors import CheckpointDamaged, StorageFailed
 
 LONGEST = 4_000
 """Characters of a traceback that are told."""
+LONGEST_MESSAGE = 500
+"""Characters of an exception's message by which it is known again."""
+NOT_THE_SCRIPT = (str(Path(__file__).parent), *(sysconfig.get_paths()[name] for name in ("stdlib", "purelib")))
+OUTAGES = (OSError, StorageFailed, StoreError)
 
 
-def told(error: BaseException) -> str:
+class NeedsFreshProcess(ShoalError):
+    """This process has gone too far to take part; a new one can."""
+
+
+def result_of(error: BaseException, step: int) -> Result:
+    """What the controller is told."""
+    return Result(max(0, step), failure=_told(error), everyone=_is_everyones(error), fault=_fault_of(error))
+
+
+def _told(error: BaseException) -> str:
     """One of our own errors is told in its one sentence."""
     if isinstance(error, ShoalError):
         return str(error)
     lines = "".join(traceback.format_exception(error))
     return f"{type(error).__name__}: {error}\n" + lines[-LONGEST:].strip()
+
+
+def _is_everyones(error: BaseException) -> bool:
+    """Whether no replacement helps: what the user gave cannot work, here or elsewhere."""
+    is_mistake = isinstance(error, UserError) and not isinstance(error, CheckpointDamaged)
+    return isinstance(error, JobFailed) or is_mistake
+
+
+def _fault_of(error: BaseException) -> Fault:
+    outage = any(isinstance(one, OUTAGES) for one in _causes(error))
+    return Fault(type(error).__qualname__, str(error)[:LONGEST_MESSAGE], _frame(error), outage)
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    one: BaseException | None = error
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        yield one
+        one = one.__cause__ or one.__context__
+
+
+def _frame(error: BaseException) -> str:
+    """The last line of the script that took part; of a library where no script did."""
+    frames = traceback.extract_tb(error.__traceback__)
+    scripts = [frame for frame in frames if not frame.filename.startswith(NOT_THE_SCRIPT)]
+    last = (scripts or frames)[-1:]
+    return "".join(f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in last)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shoal_protos.checkpoint import Damage, Sighting
-from shoal_protos.errors import JobFailed, NotFound, UserError
+from shoal_protos.errors import JobFailed, NotFound
 from shoal_protos.runs import every
 
 from shoal.checkpoint.catalogue import Found, Own, at, highest_generation, resolve
@@ -17,6 +17,7 @@ from shoal.checkpoint.errors import CheckpointDamaged
 from shoal.checkpoint.lineage import Lineage, gone_on
 from shoal.checkpoint.restore import fits, load_blocks, load_model, load_small_state
 from shoal.exchange.hand_out import hand_out
+from shoal.failure import NeedsFreshProcess
 from shoal.initial_state import agree_on_the_start
 from shoal.logs import get_logger
 from shoal.world import World
@@ -80,7 +81,7 @@ class Resuming:
         recovery, state, engine = world.plan.recovery, self._engine.state, self._engine
         assert recovery is not None
         if engine.over and recovery.step < state.last_step and engine.left_loop:
-            raise UserError(
+            raise NeedsFreshProcess(
                 f"the job goes back to step {recovery.step}, and this script has left its loop at step {state.step}."
             )
         try:
@@ -146,7 +147,7 @@ class Resuming:
                 "0 remove it, or say `resume: false`."
             )
         if not self._engine.state.initial:
-            raise UserError("the job begins at step 0, and this process has trained before; start a new one.")
+            raise NeedsFreshProcess("the job begins at step 0, and this process has trained before; start a new one.")
 
     def begins(self, path: str) -> None:
         """A plan is being carried out; what was said of another one's checkpoint is over."""

@@ -19,7 +19,7 @@ from shoal.config.load import load_config
 from shoal.config.training import TrainingConfig, agreement
 from shoal.core.sampler import Sampler
 from shoal.data.fetch import Fetcher, samples_of
-from shoal.ending import serve_at_exit
+from shoal.ending import serve_at_exit, tell_errors_in_a_sentence
 from shoal.engine import Engine
 from shoal.faults import Faults
 from shoal.given import check_given
@@ -46,6 +46,7 @@ def initialize(
     any map-style dataset. `optimizer`, `scheduler`: objects over the model's parameters, where the config names none.
     Raises `UserError` with one sentence for anything that cannot work.
     """
+    tell_errors_in_a_sentence()
     check_given(model, optimizer, scheduler)
     settled = load_config(config)
     make_exact(settled.exact, settled.torch_threads)

@@ -63,7 +63,8 @@ class JobBody(Body):
     stall_seconds: Seconds = 1800.0
     """The end of waits that have no other. Default 1800."""
     max_restarts: Annotated[int, Field(ge=0, le=1_000_000)] = 3
-    """So many failed workers are replaced without a committed step in between. Default 3."""
+    """Failed generations without a committed step beyond the failure that a job survives; of generations that lose a
+    worker to a signal ten times as many. Default 3."""
     resume: bool | int | str | None = None
     """Continue from a checkpoint: `"latest"`, a step, a path, or false. Default: the training config's."""
     lanes: Annotated[int, Field(ge=1, le=MOST_LANES)] | None = None

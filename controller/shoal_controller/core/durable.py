@@ -74,11 +74,37 @@ class Record:
     """Counted out though it lives: its connection to another member keeps breaking."""
     why: str = ""
     """Why it is lost, dead or ending."""
+    fault: str = ""
+    """What its failure has in common with the same one of others, at the same step."""
 
     @property
     def serves(self) -> bool:
         """Whether it is alive as far as is known, and wanted."""
         return self.standing is Standing.HERE and self.ending is None
+
+
+@dataclass(frozen=True, slots=True)
+class Failures:
+    """What has failed since a step above `step` was committed."""
+
+    script: int = 0
+    """Generations in which the script failed."""
+    deaths: int = 0
+    """Generations in which a worker died of something that nobody explains."""
+    by_death: bool = False
+    """Whether the last one was such a death."""
+    step: int = 0
+    """The highest step that is known to have been committed when one of them happened."""
+    generation: int = 0
+    """The last one of them."""
+    order: int = 0
+    """Workers of this age and younger were started after the last one."""
+    alike: str = ""
+    """The fault in which all members of a generation failed, at the same step."""
+
+    @property
+    def times(self) -> int:
+        return self.script + self.deaths
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +170,7 @@ class Durable:
     roster: Mapping[WorkerId, Record] = field(default_factory=dict)
     next_id: int = 0
     next_order: int = 0
-    failures: int = 0
-    """Workers that failed since a step was last committed."""
+    failures: Failures = field(default_factory=Failures)
     feuds: Mapping[str, Feud] = field(default_factory=dict)
     """By the two workers' ids, `a|b`."""
     avoided: Mapping[str, int] = field(default_factory=dict)

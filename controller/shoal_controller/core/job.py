@@ -186,8 +186,6 @@ class Job:
     """What the newest plan was asked for: the planner is asked again only when this changes."""
     wishes: Mapping[int, Wished] = field(default_factory=dict)
     """What each planned change that has not begun was asked for, by its generation."""
-    failed_at: int = 0
-    """The step known when a worker last failed."""
     planned_at: float = 0.0
     """When the newest planned change was made."""
     spawned: Mapping[WorkerId, float] = field(default_factory=dict)

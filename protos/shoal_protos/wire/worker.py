@@ -11,6 +11,7 @@ from shoal_protos.errors import UserError
 from shoal_protos.messages import (
     PROTOCOL_VERSION,
     Change,
+    Fault,
     Heartbeat,
     Hello,
     Inventory,
@@ -323,6 +324,7 @@ def _write_result(result: Result) -> pb.Result:
         failure=bounds.readable(result.failure),
         everyone=result.everyone,
         generation=result.generation,
+        fault=_write_fault(result.fault) if result.fault is not None else None,
     )
 
 
@@ -334,4 +336,20 @@ def _read_result(message: pb.Result) -> Result:
         failure=bounds.text("result.failure", message.failure),
         everyone=message.everyone,
         generation=bounds.whole("result.generation", message.generation),
+        fault=_read_fault(message.fault) if message.HasField("fault") else None,
+    )
+
+
+def _write_fault(fault: Fault) -> pb.Fault:
+    texts = (bounds.readable(text) for text in (fault.exception, fault.message, fault.frame))
+    exception, message, frame = texts
+    return pb.Fault(exception=exception, message=message, frame=frame, outage=fault.outage)
+
+
+def _read_fault(message: pb.Fault) -> Fault:
+    return Fault(
+        exception=bounds.text("fault.exception", message.exception),
+        message=bounds.text("fault.message", message.message),
+        frame=bounds.text("fault.frame", message.frame),
+        outage=message.outage,
     )

@@ -12,13 +12,12 @@ from shoal_protos.plan import WorkerId
 from shoal_controller.core.durable import Leaving, Record, Standing
 from shoal_controller.core.effects import Adopt, Kill, Spawn
 from shoal_controller.core.events import NeverStarted
-from shoal_controller.core.phases import ending
+from shoal_controller.core.phases import failures
 from shoal_controller.core.phases.current import is_member, tell
-from shoal_controller.core.phases.known import known_step
-from shoal_controller.core.phases.roster import forget_the_oldest, unused_id
+from shoal_controller.core.phases.failures import LONGEST_BACKOFF
+from shoal_controller.core.phases.roster import expect_end, forget_the_oldest, has_ended, unused_id
 from shoal_controller.core.turn import Turn
 
-LONGEST_BACKOFF = 30.0
 LINGER_SECONDS = 60.0
 """How long a process that was told to end may take."""
 SCALE_DOWN_GRACE = 30.0
@@ -57,17 +56,6 @@ def _kill_the_lingering(turn: Turn) -> None:
             turn.do(Kill(worker))
 
 
-def expect_end(turn: Turn, worker: WorkerId) -> None:
-    """A process of the launcher's is to end by itself, or it is killed."""
-    turn.keep(dismissed={**turn.durable.dismissed, worker: turn.now})
-
-
-def has_ended(turn: Turn, worker: WorkerId) -> None:
-    """Its process is gone: nobody waits for that any more."""
-    if worker in turn.durable.dismissed:
-        turn.keep(dismissed={name: at for name, at in turn.durable.dismissed.items() if name != worker})
-
-
 def _spawn(turn: Turn) -> None:
     worker = unused_id(turn)
     record = Record(worker, turn.durable.next_order, launched=True)
@@ -84,7 +72,7 @@ def _give_up_the_unheard(turn: Turn) -> None:
     for worker, at in tuple(turn.job.spawned.items()):
         if turn.now - at > turn.spec.stall_seconds:
             turn.do(Kill(worker))
-            failed(turn, worker, f"it has not said hello within {turn.spec.stall_seconds:g} s")
+            failures.on_failure(turn, worker, f"it has not said hello within {turn.spec.stall_seconds:g} s")
 
 
 def restarted(turn: Turn) -> None:
@@ -111,36 +99,6 @@ def never_started(turn: Turn, event: NeverStarted) -> None:
     turn.note("starting", what, event.worker)
     turn.do(Spawn(event.worker))
     return None
-
-
-# ---- failures
-
-
-def has_trained(turn: Turn, worker: WorkerId) -> bool:
-    """Whether a worker took part in a step that was committed."""
-    process = turn.process(worker)
-    return process is not None and process.status.step > 0 and process.status.generation > 0
-
-
-def failed(turn: Turn, worker: WorkerId, why: str) -> None:
-    """A worker failed by itself: it is replaced with back-off, `max_restarts` times without a step in between."""
-    record = turn.record(worker)
-    if record.standing is Standing.DEAD or record.ending is not None:
-        return
-    turn.mark(worker, standing=Standing.DEAD, ending=Ending.FAILED, why=why)
-    turn.note("failed", f"worker {worker} failed: {why}", worker)
-    if record.launched:
-        expect_end(turn, worker)
-    failures = turn.durable.failures + 1
-    backoff = 0.0 if failures == 1 else min(2.0 ** (failures - 2), LONGEST_BACKOFF)
-    turn.keep(failures=failures, spawn_after=turn.now + backoff)
-    turn.change(
-        failed_at=max(known_step(turn), 0),
-        spawned={name: at for name, at in turn.job.spawned.items() if name != worker},
-    )
-    if failures > turn.spec.max_restarts:
-        limit = f"max_restarts is {turn.spec.max_restarts}"
-        ending.fail(turn, f"{failures} workers failed without a committed step in between ({limit}); {worker}: {why}")
 
 
 # ---- leaving

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shoal_protos.messages import NO_CONTROLLER, Ping
+from shoal_protos.messages import NO_CONTROLLER, WRONG_USE, Ping
 from shoal_protos.plan import WorkerId
 
 from shoal_controller.core.durable import Record, Standing
 from shoal_controller.core.effects import Probe
 from shoal_controller.core.events import Disconnected, Exited, Probed, Spawned
 from shoal_controller.core.job import Pinged, Process
-from shoal_controller.core.phases import population, silence
+from shoal_controller.core.phases import failures, silence
 from shoal_controller.core.phases.current import is_member
+from shoal_controller.core.phases.roster import has_ended
 from shoal_controller.core.turn import Turn
 
 PING_SECONDS = 0.5
@@ -70,29 +71,43 @@ def exited(turn: Turn, event: Exited) -> None:
     record = turn.durable.roster.get(event.worker)
     if record is None:
         return None
-    if record.standing is Standing.DEAD:
-        return population.has_ended(turn, event.worker)
     if record.ending is not None or turn.durable.phase.over:
         turn.mark(event.worker, standing=Standing.DEAD)
-        return population.has_ended(turn, event.worker)
-    died_by_signal = event.code is not None and event.code < 0
-    if died_by_signal and population.has_trained(turn, event.worker):
-        return confirm(turn, event.worker, event.why)
+        return has_ended(turn, event.worker)
+    if _has_died(record, event.code):
+        confirm(turn, event.worker, event.why, event.code)
+        return has_ended(turn, event.worker)
     if event.code == NO_CONTROLLER:
-        return confirm(turn, event.worker, f"{event.why}: it was in no world and found no controller")
+        return confirm(turn, event.worker, f"{event.why}: it was in no world and found no controller", event.code)
+    if event.code == WRONG_USE and record.launched and failures.on_wrong_use(turn, event.worker, event.log_tail):
+        return None
     tail = f"\n{event.log_tail.strip()}" if event.log_tail.strip() else ""
     where = f" (log: {record.log})" if record.log else ""
-    population.failed(turn, event.worker, f"{record.why or event.why}{where}{tail}")
-    return population.has_ended(turn, event.worker)
+    failures.on_failure(turn, event.worker, f"{record.why or event.why}{where}{tail}", step=_step(turn, event.worker))
+    return has_ended(turn, event.worker)
 
 
-def confirm(turn: Turn, worker: WorkerId, why: str) -> None:
-    """Its death is certain."""
+def _has_died(record: Record, code: int | None) -> bool:
+    """By a signal; or nobody knows how, because an earlier controller was its parent: that is no failure of the script.
+    Without a status one that was never started has failed.
+    """
+    was_started = bool(record.incarnation) or record.pid is not None
+    return was_started if code is None else code < 0
+
+
+def _step(turn: Turn, worker: WorkerId) -> int:
+    process = turn.process(worker)
+    return process.status.step if process is not None else 0
+
+
+def confirm(turn: Turn, worker: WorkerId, why: str, code: int | None = None) -> None:
+    """Its death is certain. `code`: its exit status, where that is known."""
     record = turn.record(worker)
     if record.standing is Standing.DEAD:
         return
+    failures.on_death(turn, worker, code, why)
     turn.mark(worker, standing=Standing.DEAD, why=why)
-    population.has_ended(turn, worker)
+    has_ended(turn, worker)
     if record.ending is None:
         turn.note("lost", f"worker {worker} on {record.host} is dead: {why}", worker, noticed_by="the controller")
 

@@ -18,6 +18,7 @@ from shoal_controller.core.phases import (
     asking,
     checkpoints,
     ending,
+    failures,
     feuds,
     link_faults,
     planned,
@@ -154,6 +155,9 @@ def _go_back(turn: Turn, attempt: Attempt) -> None:
     """All who are left begin at the newest checkpoint. The world before stays on record until the new one is open: a
     controller that is started again in between finds the same blocks lost.
     """
+    failures.on_world_lost(turn)
+    if turn.durable.phase.over:
+        return
     attempt = replace(
         attempt,
         reason=Reason.RESTORE,
@@ -172,6 +176,9 @@ def _begin_again(turn: Turn, attempt: Attempt, workers: list[WorkerId]) -> None:
     """No step was ever committed, so nothing is lost: whoever is left starts, or whoever comes."""
     if workers:
         return _send(turn, asking.for_start(turn, workers, attempt))
+    failures.on_world_lost(turn)
+    if turn.durable.phase.over:
+        return None
     turn.keep(current=None, planned=(), phase=Phase.WAITING)
     turn.note("waiting", "every worker was lost before the first step; waiting for others")
     return turn.change(attempt=None, wished=None, ready_since=None)

@@ -1,4 +1,4 @@
-"""The roster's own rules: ids are never used twice, and its length is bounded."""
+"""The roster's own rules: ids are never used twice, its length is bounded, and whoever is to end is waited for."""
 
 from __future__ import annotations
 
@@ -36,3 +36,17 @@ def forget_the_oldest(turn: Turn) -> None:
             processes={name: one for name, one in turn.job.processes.items() if name != worker},
             probed={name: at for name, at in turn.job.probed.items() if name != worker},
         )
+
+
+# ---- processes that are to end
+
+
+def expect_end(turn: Turn, worker: WorkerId) -> None:
+    """A process of the launcher's is to end by itself, or it is killed."""
+    turn.keep(dismissed={**turn.durable.dismissed, worker: turn.now})
+
+
+def has_ended(turn: Turn, worker: WorkerId) -> None:
+    """Its process is gone: nobody waits for that any more."""
+    if worker in turn.durable.dismissed:
+        turn.keep(dismissed={name: at for name, at in turn.durable.dismissed.items() if name != worker})

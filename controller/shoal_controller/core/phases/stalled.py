@@ -14,9 +14,10 @@ from shoal_protos.runs import NO_BLOCKS, Runs
 from shoal_controller.core.durable import Record, Standing
 from shoal_controller.core.effects import Kill
 from shoal_controller.core.job import Attempt
-from shoal_controller.core.phases import checkpoints, ending, population, step_figures, timeline
+from shoal_controller.core.phases import checkpoints, ending, failures, step_figures, timeline
 from shoal_controller.core.phases.current import tell
 from shoal_controller.core.phases.known import known_step
+from shoal_controller.core.phases.roster import expect_end
 from shoal_controller.core.spec import Phase
 from shoal_controller.core.turn import Turn
 
@@ -96,6 +97,9 @@ def _all_done(turn: Turn) -> bool:
 
 def start_anew(turn: Turn, why: str) -> None:
     """Nobody is left: every process of a world ends, and others begin, from the newest checkpoint or step 0."""
+    failures.on_world_lost(turn)
+    if turn.durable.phase.over:
+        return
     durable, found = turn.durable, checkpoints.latest(turn.durable)
     step = found.step if found is not None else 0
     lost_steps = max(0, max(durable.step, known_step(turn)) - step)
@@ -106,7 +110,6 @@ def start_anew(turn: Turn, why: str) -> None:
         planned=(),
         floor=durable.number + 1,
         step=step,
-        failures=0,
         fingerprint="",
         loss=None,
         parting=False,
@@ -125,5 +128,5 @@ def start_anew(turn: Turn, why: str) -> None:
         turn.mark(record.worker, ending=how, why=why)
         tell(turn, record.worker)
         if record.launched and record.standing is not Standing.DEAD:
-            population.expect_end(turn, record.worker)
+            expect_end(turn, record.worker)
             turn.do(Kill(record.worker))

@@ -11,7 +11,7 @@ from shoal_protos.plan import WorkerId
 from shoal_controller.core.durable import Leaving, Standing
 from shoal_controller.core.events import Said
 from shoal_controller.core.job import Process
-from shoal_controller.core.phases import checkpoints, ending, planned, population, timeline
+from shoal_controller.core.phases import checkpoints, ending, failures, planned, population, timeline
 from shoal_controller.core.phases.current import tell
 from shoal_controller.core.phases.known import step_seconds_median
 from shoal_controller.core.turn import Turn
@@ -78,8 +78,7 @@ def stated(turn: Turn, worker: WorkerId, status: Status) -> None:
     if status.committed_in > durable.committed_in:
         turn.keep(committed_in=status.committed_in)
         timeline.committed(turn, worker)
-    if durable.failures and status.step > turn.job.failed_at:
-        turn.keep(failures=0)
+    failures.forgive(turn, status)
     if status.drain:
         population.drain(turn, worker, Leaving.DRAIN, status.grace_seconds)
 
@@ -112,7 +111,7 @@ def _result(turn: Turn, worker: WorkerId, result: Result) -> None:
         if result.everyone:
             ending.fail(turn, f"worker {worker}: {result.failure}")
         else:
-            population.failed(turn, worker, result.failure)
+            failures.on_failure(turn, worker, result.failure, result.fault, result.step)
         return
     known = turn.durable.fingerprint
     if known and result.fingerprint != known and result.step == turn.durable.step:

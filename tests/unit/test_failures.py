@@ -1,0 +1,255 @@
+"""What has failed, how often, and when trying again is given up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from machine_driver import MADE_OF, Driver
+from shoal_controller.core.events import DrainWorker, Exited, Spawned
+from shoal_controller.core.spec import Phase
+from shoal_protos.checkpoint import Sighting
+from shoal_protos.messages import NO_CONTROLLER, WRONG_USE, Fault, Point, Result
+
+FAULT = Fault("ValueError", "NaN in the loss", "train.py:31 forward")
+OUTAGE = replace(FAULT, exception="FileNotFoundError", outage=True)
+
+
+def job_of(wanted: int, **spec: object) -> Driver:
+    return Driver(wanted=wanted, launcher="local", command=("x",), **spec)
+
+
+def start(job: Driver) -> list[str]:
+    """The next world: its processes are started, say hello, and are ready."""
+    here: list[str] = []
+    while not here:
+        job.wait(1.0, beating=False)
+        here = [r.worker for r in job.job.durable.roster.values() if r.serves and not r.incarnation]
+        if job.view.phase.over:
+            return []
+    for worker in here:
+        job.hello(worker)
+    job.wait(11)
+    for worker in here:
+        job.stop(worker, job.statuses[worker])
+    plan = job.planned()
+    for member in plan.members:
+        job.beat(member.worker, point=Point.READY, promised=plan.generation)
+    return here
+
+
+def live(job: Driver, steps: int) -> list[str]:
+    """The next world commits so many steps."""
+    here = start(job)
+    world = job.job.durable.current
+    for worker in here:
+        assert world is not None
+        job.train(worker, world, steps)
+    return here
+
+
+def raise_in(job: Driver, workers: list[str], step: int, fault: Fault | None) -> None:
+    for worker in workers:
+        if not job.view.phase.over:
+            job.say(worker, Result(step, failure="ValueError: NaN in the loss", fault=fault))
+    for worker in workers:
+        job.exit(worker, 1, "its process ended with status 1")
+    job.statuses.clear()
+
+
+def kill(job: Driver, workers: list[str]) -> None:
+    for worker in workers:
+        job.exit(worker, -9, "its process was killed by SIGKILL")
+    job.statuses.clear()
+
+
+def lives(job: Driver, steps: int, end: object) -> int:
+    """How many worlds there were until the job was given up."""
+    for count in range(100):
+        workers = live(job, steps)
+        if job.view.phase.over:
+            return count
+        end(workers)  # type: ignore[operator]
+    return 100
+
+
+# ---- how often
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize(("fault", "worlds"), [(None, 4), (OUTAGE, 4), (FAULT, 2)])
+def test_a_script_that_always_fails_at_one_step_is_given_up(workers: int, fault: Fault | None, worlds: int) -> None:
+    job = job_of(workers)
+    assert lives(job, 10, lambda here: raise_in(job, here, 10, fault)) == worlds
+    assert job.view.phase is Phase.FAILED
+    assert "at step 10: ValueError: NaN in the loss" in job.view.reason
+
+
+def test_the_reason_says_how_often_it_was_tried_and_how_far_it_came() -> None:
+    job = job_of(1)
+    lives(job, 10, lambda here: raise_in(job, here, 10, None))
+    assert job.view.reason.startswith(
+        "4 tries have failed, none with a committed step beyond 10 (max_restarts is 3); worker w3 at step 10: "
+    )
+    job = job_of(1)
+    lives(job, 10, lambda here: raise_in(job, here, 10, FAULT))
+    assert job.view.reason.startswith(
+        "two generations failed alike in all their members, so a third would too; worker w1 at step 10: ValueError: "
+    )
+
+
+def test_the_same_fault_at_another_step_or_not_in_all_members_is_tried_again() -> None:
+    job = job_of(2)
+    steps = iter((10, 9, 8, 7))
+    assert lives(job, 10, lambda here: raise_in(job, here, next(steps), FAULT)) == 4
+    job = job_of(2)
+    raised = iter(([FAULT, None], [FAULT, None], [None, FAULT], [None, None]))
+
+    def end(here: list[str]) -> None:
+        for worker, fault in zip(here, next(raised), strict=True):
+            job.say(worker, Result(10, failure="ValueError", fault=fault))
+        raise_in(job, here, 10, None)
+
+    assert lives(job, 10, end) == 4
+
+
+def test_workers_that_are_killed_at_the_same_step_again_and_again_are_given_up_after_ten_times_as_many() -> None:
+    job = job_of(2)
+    assert lives(job, 10, lambda here: kill(job, here)) == 31
+    assert job.view.reason.startswith(
+        "31 tries have failed, none with a committed step beyond 10 (30 deaths by a signal are allowed); worker w60: "
+    )
+
+
+def test_newcomers_that_die_of_a_signal_before_any_world_are_given_up_too_with_a_back_off() -> None:
+    job = job_of(1)
+    died = []
+    while not job.view.phase.over:
+        (worker,) = (r.worker for r in job.job.durable.roster.values() if r.serves)
+        job.feed(Spawned(worker, 7, 1.0, "log"))
+        died.append(job.now)
+        job.exit(worker, -11, "its process 7 was killed by SIGSEGV")
+        while not job.view.phase.over and not any(r.serves for r in job.job.durable.roster.values()):
+            job.wait(0.5)
+    assert len(died) == 31
+    assert [later - at for at, later in pairwise(died)][:7] == [0, 1, 2, 4, 8, 16, 30]
+
+
+def test_all_that_fails_in_one_generation_counts_once() -> None:
+    job = job_of(4, max_restarts=1)
+    raise_in(job, live(job, 10), 10, None)
+    assert job.view.phase is not Phase.FAILED
+    assert job.job.durable.failures.script == 1
+
+
+# ---- what forgives, and what is no failure
+
+
+def test_only_a_committed_step_above_the_one_of_the_failure_forgives_it() -> None:
+    job = job_of(2)
+    raise_in(job, live(job, 10), 10, None)
+    job.wait(2)
+    live(job, 10)
+    assert job.job.durable.failures.script == 1, "the steps before were committed in another life"
+    for worker in list(job.statuses):
+        job.beat(worker, step=11)
+    assert job.job.durable.failures.times == 0
+
+
+def test_a_step_that_was_only_restored_forgives_nothing() -> None:
+    job = job_of(1, max_restarts=9, made_of=replace(MADE_OF, can_checkpoint=True))
+    workers = live(job, 10)
+    job.beat(workers[0], checkpoint=Sighting(1, 40, "/checkpoints/40", 1))
+    raise_in(job, workers, 10, None)
+    (worker,) = start(job)
+    job.beat(worker, generation=2, point=Point.TRAINING, step=40, committed_in=0)
+    assert job.job.durable.failures.script == 1
+
+
+def test_a_controllers_restart_forgets_no_failure() -> None:
+    job = job_of(1)
+    raise_in(job, live(job, 10), 10, FAULT)
+    job.restart()
+    raise_in(job, live(job, 10), 10, FAULT)
+    assert "two generations failed alike" in job.view.reason
+
+
+def test_kills_among_survivors_are_no_failures_of_the_script_however_many_there_are() -> None:
+    job = job_of(2, max_restarts=0)
+    live(job, 1)
+    for _ in range(40):
+        victim = sorted(job.connections)[-1]
+        job.statuses.pop(victim)
+        job.exit(victim, -9)
+        job.recover()
+        for worker in [r.worker for r in job.job.durable.roster.values() if r.serves and not r.incarnation]:
+            job.hello(worker)
+        plan = job.job.durable.planned[-1]
+        for member in plan.members:
+            job.train(member.worker, plan)
+    assert job.view.phase is Phase.RUNNING and job.job.durable.failures.times == 0
+
+
+@pytest.mark.parametrize("code", [-15, -2, NO_CONTROLLER])
+def test_a_process_that_was_asked_to_end_counts_nowhere(code: int) -> None:
+    job = job_of(1, max_restarts=0)
+    job.hello("w0")
+    job.exit("w0", code, "asked")
+    assert job.job.durable.failures.times == 0 and job.spawned == ["w1"]
+
+
+def test_a_member_that_was_drained_and_then_killed_counts_nowhere() -> None:
+    job = job_of(2)
+    live(job, 10)
+    job.feed(DrainWorker("w1"))
+    job.exit("w1", -9)
+    assert job.job.durable.failures.times == 0
+
+
+def test_an_adopted_worker_of_unknown_exit_status_has_died_and_not_failed() -> None:
+    job = job_of(2, max_restarts=0)
+    live(job, 10)
+    statuses = dict(job.statuses)
+    job.restart()
+    for worker, status in statuses.items():
+        job.hello(worker, status=status)
+    job.exit("w1", None, "its exit status is not known")
+    assert job.job.durable.failures.script == 0 and job.view.phase is Phase.RESIZING
+
+
+def test_a_process_that_could_not_be_started_has_failed() -> None:
+    job = job_of(1)
+    job.exit("w0", None, "it could not be started: no such file")
+    assert job.job.durable.failures.script == 1
+
+
+def test_an_exit_status_that_comes_after_the_end_of_the_stream_turns_a_death_into_a_failure() -> None:
+    job = job_of(2)
+    live(job, 10)
+    job.die("w1")
+    assert (job.job.durable.failures.script, job.job.durable.failures.deaths) == (0, 1)
+    job.feed(Exited("w1", 1, "its process ended with status 1"))
+    assert (job.job.durable.failures.script, job.job.durable.failures.deaths) == (1, 0)
+
+
+# ---- mistakes
+
+
+def test_a_mistake_that_a_script_tells_at_its_start_fails_the_job_at_once_with_its_sentence() -> None:
+    job = job_of(2)
+    job.feed(Spawned("w0", 12, 1.0, "/logs/w0.log"))
+    job.exit("w0", WRONG_USE, "exit status 2", "warming up\nshoal: optimizer.lr is -1;\nexpected 0 or more")
+    assert job.view.phase is Phase.FAILED
+    assert job.view.reason == (
+        "worker w0 cannot work as it was started: optimizer.lr is -1;\nexpected 0 or more (log: /logs/w0.log)"
+    )
+
+
+def test_a_replacement_that_cannot_start_does_not_end_a_world_that_trains() -> None:
+    job = job_of(2)
+    live(job, 10)
+    job.statuses.pop("w1")
+    job.exit("w1", -9)
+    job.exit("w2", WRONG_USE, "exit status 2", "shoal: no such file")
+    assert job.view.phase is Phase.RESIZING and job.job.durable.failures.script == 1

@@ -1,0 +1,78 @@
+"""What a worker tells of the error that ends its script."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from shoal.checkpoint.errors import CheckpointDamaged, StorageFailed
+from shoal.failure import NeedsFreshProcess, result_of
+from shoal_protos.errors import JobFailed, UserError
+from shoal_protos.messages import WRONG_USE
+
+
+def raised(error: BaseException, cause: BaseException | None = None) -> BaseException:
+    try:
+        raise error from cause
+    except type(error) as caught:
+        return caught
+
+
+def test_a_fault_is_told_by_its_class_its_message_and_the_last_line_of_the_script() -> None:
+    result = result_of(raised(ValueError("no such column")), step=11)
+    assert result.step == 11 and not result.everyone
+    assert result.failure.startswith("ValueError: no such column\n") and "test_worker_failure.py" in result.failure
+    assert result.fault is not None and result.fault.frame.startswith("test_worker_failure.py:")
+    assert (result.fault.exception, result.fault.message, result.fault.outage) == (
+        "ValueError", "no such column", False,
+    )  # fmt: skip
+
+
+def test_the_frame_is_the_scripts_though_the_error_comes_out_of_a_library() -> None:
+    try:
+        Path("/none/such").read_text()
+    except OSError as error:
+        fault = result_of(error, 0).fault
+    assert fault is not None and fault.frame.startswith("test_worker_failure.py:")
+
+
+@pytest.mark.parametrize(
+    ("error", "outage"),
+    [
+        (OSError(errno.EIO, "input/output error"), True),
+        (ConnectionResetError("reset"), True),
+        (StorageFailed("the place cannot be read"), True),
+        (raised(RuntimeError("in a reader"), cause=TimeoutError("nothing came")), True),
+        (MemoryError(), False),
+        (ValueError("NaN"), False),
+    ],
+)
+def test_what_may_be_back_later_is_an_outage(error: BaseException, outage: bool) -> None:
+    fault = result_of(error, 0).fault
+    assert fault is not None and fault.outage is outage
+
+
+@pytest.mark.parametrize(
+    ("error", "everyones"),
+    [
+        (UserError("optimizer.lr is -1; expected 0 or more"), True),
+        (JobFailed("lr differs"), True),
+        (CheckpointDamaged("half-written"), False),
+        (NeedsFreshProcess("it has trained before"), False),
+        (ValueError("NaN"), False),
+    ],
+)
+def test_a_mistake_of_the_users_is_everyones_and_what_a_new_process_cures_is_not(
+    error: BaseException, everyones: bool
+) -> None:
+    assert result_of(error, 0).everyone is everyones
+
+
+def test_a_script_that_cannot_work_ends_with_a_sentence_instead_of_a_traceback_and_with_a_status_of_its_own() -> None:
+    script = "import torch, shoal; shoal.initialize(torch.nn.Linear(1, 1), {'steps': 3}, [1, 2])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    assert done.returncode == WRONG_USE
+    assert done.stderr.startswith("shoal: ") and "Traceback" not in done.stderr
