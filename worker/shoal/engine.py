@@ -159,6 +159,7 @@ class Engine:
                 self.resize.take_part()
             elif self.world.lanes:
                 self.faults.at("forward", self.state.step + 1)
+                self.state.module_guard.mark(self.world)
                 batch = self.loop.next_batch(self.state)
                 self.forward_seed.arm(self.state.step, *self.loop.place)
                 yield batch
@@ -231,6 +232,8 @@ class Engine:
         if self.loop.rehearsing:
             self.loop.end_rehearsal_batch(self.state)
             return False
+        if self.loop.at_last_backward:
+            self.state.module_guard.check(self.world)
         before = self.state.step
         self.loop.end_micro_batch(self.state)
         self.step_on()
@@ -324,6 +327,7 @@ class Engine:
         self.loop.begin_step(world.lanes)
         self.faults.at("hand_out", state.step)
         self._hand_out(world)
+        state.module_guard.committed(world)
         self.boundaries += 1
         assert state.record is not None
         self.meter.step_done()

@@ -66,13 +66,14 @@ class Evaluation:
                 "engine.evaluating was entered between a micro-batch's forward and engine.step; evaluate before the "
                 "forward or after engine.step."
             )
-        self.active = True
+        self.active, weights = True, engine.state.module_guard.whole()
         try:
             with _untouched(engine.module), engine.forward_seed.away(), torch.no_grad():
                 engine.module.eval()
                 yield
         finally:
             self.active, self._lane = False, {}
+        engine.state.module_guard.forgive(weights)
         if engine.over and engine.left_loop:
             self.settle()
 

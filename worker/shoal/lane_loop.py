@@ -121,6 +121,7 @@ class LaneLoop:
         self._order.backward_begins(self._where(state))
         (loss / self._micro_batches).backward()
         self._order.backward_ends()
+        state.gradient_guard.made(state.sums.live)
         self.numbers.add_loss(self.lane if not self.rehearsing else 0, float(loss.detach().double()))
 
     @property
@@ -140,9 +141,14 @@ class LaneLoop:
         part = f", micro-batch {self._micro}" if self._micro_batches > 1 else ""
         return f"step {state.step + 1}, lane {self.lane}{part}"
 
+    def check_step(self, state: TrainingState) -> None:
+        """Raises `UserError` where this micro-batch has no gradient, or the script has changed it."""
+        self._order.check_step(self._where(state))
+        state.gradient_guard.check(state.parameters)
+
     def end_rehearsal_batch(self, state: TrainingState) -> None:
         """The user's loop is done with the warm-up's batch."""
-        self._order.check_step(self._where(state))
+        self.check_step(state)
         self._order.reset()
         self.in_flight = False
 
@@ -151,7 +157,7 @@ class LaneLoop:
 
         The script's hands are taken off the gradients: what it does with them from here would change finished sums.
         """
-        self._order.check_step(self._where(state))
+        self.check_step(state)
         self._order.reset()
         drop_gradients(state.parameters)
         self.in_flight = False

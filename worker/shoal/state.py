@@ -24,6 +24,7 @@ from shoal.exchange.module_buffers import ModuleBuffers
 from shoal.exchange.vote import Record
 from shoal.optim.hyper import hyper_parameters, load_into
 from shoal.optim.take_over import advance
+from shoal.parameter_guards import GradientGuard, ModuleGuard
 from shoal.small_state import pack, unpack
 from shoal.zero.flat import adopt, lay_out_model, trainable
 from shoal.zero.held import HeldBlocks
@@ -61,6 +62,8 @@ class TrainingState:
         self.sums = LaneSums(self.layout, limits.lanes)
         self.held = HeldBlocks(self.layout, optimizer, self.flats, {info.name: tensor for info, tensor in pairs})
         self.buffers = ModuleBuffers(module, limits.lanes)
+        self.module_guard = ModuleGuard(module, self._named(), self.flats)
+        self.gradient_guard = GradientGuard(self.flats)
         self.step = NEWCOMER
         self.last_step = limits.last_step
         self.committed_in = 0
@@ -75,6 +78,11 @@ class TrainingState:
         """The checkpoints that training has gone on from."""
         self.registered: dict[str, Any] = {}
         """The user's own objects with `state_dict` and `load_state_dict`, by name."""
+
+    def _named(self) -> dict[str, nn.Parameter]:
+        """The trained parameters in the order of the flats' slots."""
+        names = [slot.parameter.name for bucket in self.layout.buckets for slot in bucket.slots]
+        return dict(zip(names, self.parameters, strict=True))
 
     @property
     def everything(self) -> Runs:

@@ -127,3 +127,10 @@ class Gradients:
                     "leave with optimizer.zero_grad()."
                 )
             parameter.grad = view
+
+    def are_in_place(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Whether no `.grad` is another tensor; None counts as in place."""
+        return all(
+            parameter.grad is None or parameter.grad is view
+            for parameter, view in zip(parameters, self._views, strict=True)
+        )

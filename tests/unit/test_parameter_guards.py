@@ -1,0 +1,247 @@
+"""Wrong training that used to say nothing: the module cut off from its flats, parameters and gradients that the script
+changes. Each is one sentence that names the parameter, before the step is committed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from crew import Crew, Task, undisturbed
+from integration.scripts import Model
+from shoal.engine import Engine
+from shoal.parameter_guards import WINDOW_ELEMENTS, Windows
+from shoal_protos.errors import UserError
+from torch import Tensor, nn
+
+OPTIONS = {"max_steps": 4, "micro_batches_per_lane": 2}
+At = Callable[[Engine], Any]
+
+
+def at_step_2(action: At) -> At:
+    """The action, each time that the loop stands behind step 2."""
+
+    def act(engine: Engine) -> None:
+        if engine.global_step == 2:
+            action(engine)
+
+    return act
+
+
+def load_by_assignment(engine: Engine) -> None:
+    engine.module.load_state_dict({k: v.clone() for k, v in engine.module.state_dict().items()}, assign=True)
+
+
+def load_in_place(engine: Engine) -> None:
+    engine.module.load_state_dict({k: v.clone() for k, v in engine.module.state_dict().items()})
+
+
+def to_double_and_back(engine: Engine) -> None:
+    engine.module.double().float()
+
+
+def from_a_vector(engine: Engine) -> None:
+    parameters = [p for p in engine.module.parameters() if p.requires_grad]
+    nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(parameters).detach(), parameters)
+
+
+def replace_a_layer(engine: Engine) -> None:
+    engine.module.up = nn.Linear(64, 256)
+
+
+def add_a_parameter(engine: Engine) -> None:
+    engine.module.extra = nn.Parameter(torch.zeros(3))
+
+
+def remove_a_layer(engine: Engine) -> None:
+    engine.module.unused = None
+
+
+def unfreeze(engine: Engine) -> None:
+    engine.module.frozen.requires_grad_(True)
+
+
+def freeze(engine: Engine) -> None:
+    engine.module.unused.requires_grad_(False)
+
+
+@torch.no_grad()
+def clamp(engine: Engine) -> None:
+    engine.module.down.weight.clamp_(-0.01, 0.01)
+
+
+def clamp_data(engine: Engine) -> None:
+    for parameter in engine.module.parameters():
+        parameter.data.clamp_(-0.01, 0.01)
+
+
+STRUCTURE = [
+    (load_by_assignment, r'parameter ".*" was replaced after shoal\.initialize .*would not be trained'),
+    (to_double_and_back, r'parameter ".*" got other memory after shoal\.initialize .*would not be trained'),
+    (from_a_vector, r'parameter ".*" got other memory after shoal\.initialize'),
+    (replace_a_layer, r'parameter "up\.bias" was replaced after shoal\.initialize'),
+    (add_a_parameter, r'parameter "extra" was added after shoal\.initialize'),
+    (remove_a_layer, r'parameter "unused" was removed after shoal\.initialize'),
+    (unfreeze, r'parameter "frozen" was unfrozen after shoal\.initialize'),
+    (freeze, r'parameter "unused" was frozen after shoal\.initialize'),
+]
+
+
+@pytest.mark.parametrize(("action", "sentence"), STRUCTURE)
+@pytest.mark.parametrize("when", ["before the loop", "in the loop", "after a step"])
+def test_a_module_that_is_not_the_one_that_was_given_is_refused_by_the_parameters_name(
+    action: At, sentence: str, when: str
+) -> None:
+    def step(engine: Engine) -> None:
+        if engine.step():
+            at_step_2(action)(engine)
+
+    task = {
+        "before the loop": Task(OPTIONS, prepare=action),
+        "in the loop": Task(OPTIONS, in_loop=at_step_2(action)),
+        "after a step": Task(OPTIONS, step=step),
+    }[when]
+    with pytest.raises(UserError, match=sentence):
+        undisturbed(task)
+
+
+@pytest.mark.parametrize(
+    ("action", "sentence"),
+    [
+        (clamp, r'parameter "down\.weight" was changed by the script or the model\'s forward'),
+        (load_in_place, r'parameter ".*" was changed by the script'),
+        (clamp_data, r"a parameter was changed by the script"),
+    ],
+)
+@pytest.mark.parametrize("when", ["before the forward", "after the step"])
+def test_a_parameter_that_the_script_changes_is_refused_before_the_next_commit(
+    action: At, sentence: str, when: str
+) -> None:
+    seen: list[int] = []
+
+    def step(engine: Engine) -> None:
+        seen.append(engine.global_step)
+        if engine.step() and when == "after the step":
+            at_step_2(action)(engine)
+
+    in_loop = at_step_2(action) if when == "before the forward" else Task().in_loop
+    with pytest.raises(UserError, match=sentence):
+        undisturbed(Task(OPTIONS, in_loop=in_loop, step=step))
+    assert max(seen) == 2
+
+
+class Renormalizing(Model):
+    """Its forward changes a weight, as `max_norm` does."""
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.up.weight.mul_(1.0)
+        return super().forward(tokens, targets)
+
+
+def test_a_forward_that_changes_a_parameter_is_refused() -> None:
+    with pytest.raises(UserError, match=r'parameter "up\.weight" was changed by .* the model\'s forward'):
+        undisturbed(Task(OPTIONS, model=lambda: Renormalizing(0.1, True)))
+
+
+def clip(engine: Engine) -> None:
+    nn.utils.clip_grad_norm_(engine.module.parameters(), 1e9)
+
+
+def scale_data(engine: Engine) -> None:
+    for parameter in engine.module.parameters():
+        if parameter.grad is not None:
+            parameter.grad.data.mul_(0.5)
+
+
+def replace_gradients(engine: Engine) -> None:
+    for parameter in engine.module.parameters():
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad * 0.5
+
+
+def zero_in_place(engine: Engine) -> None:
+    engine.module.zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize("action", [clip, scale_data, replace_gradients, zero_in_place])
+@pytest.mark.parametrize("calls", [1, 2, 8])
+def test_gradients_that_are_changed_between_backward_and_step_are_refused(action: At, calls: int) -> None:
+    """In a lane's first micro-batch, in its last one, and in the step's last, whose buckets have left."""
+    count = 0
+
+    def step(engine: Engine) -> None:
+        nonlocal count
+        count += 1
+        if count == calls:
+            action(engine)
+        engine.step()
+
+    with pytest.raises(UserError, match=r"changed between engine\.backward and engine\.step .*`gradient_clipping`"):
+        undisturbed(Task(OPTIONS, step=step))
+    assert count == calls
+
+
+# ---- what is fine
+
+
+def look(engine: Engine) -> None:
+    """Norms, copies, an average of the weights, another mode, a part without parameters."""
+    for parameter in engine.module.parameters():
+        assert parameter.grad is None or parameter.grad.norm() >= 0
+    copy.deepcopy(engine.module)
+    nn.utils.get_total_norm([p for p in engine.module.parameters() if p.requires_grad])
+    engine.module.dropout = nn.Dropout(engine.module.dropout.p)
+
+
+@torch.no_grad()
+def swap(engine: Engine) -> None:
+    """Other weights for an evaluation, then the own ones again."""
+    with engine.evaluating():
+        own = {name: value.clone() for name, value in engine.module.state_dict().items()}
+        engine.module.load_state_dict({name: value * 0 for name, value in own.items()})
+        for _ in engine.shard([]):
+            raise AssertionError("there is nothing to evaluate")
+        engine.module.load_state_dict(own)
+
+
+def look_and_step(engine: Engine) -> None:
+    look(engine)
+    if engine.step():
+        swap(engine)
+
+
+@pytest.mark.parametrize("workers", ["", "ab", "abcd"])
+def test_who_only_looks_or_puts_back_what_it_changed_gets_the_same_bits(workers: str) -> None:
+    task = Task(OPTIONS, step=look_and_step)
+    right = undisturbed(Task(OPTIONS))
+    if not workers:
+        assert undisturbed(task) == right
+        return
+    with Crew(workers, task) as crew:
+        crew.train_to(2)
+        crew.kill(workers[-1])
+        assert crew.finish() == right
+
+
+def test_weights_that_an_evaluation_does_not_put_back_are_refused() -> None:
+    @torch.no_grad()
+    def forget(engine: Engine) -> None:
+        if engine.step():
+            with engine.evaluating():
+                engine.module.up.weight.mul_(0.5)
+
+    with pytest.raises(UserError, match=r'parameter "up\.weight" was changed by the script'):
+        undisturbed(Task(OPTIONS, step=forget))
+
+
+def test_the_windows_pass_over_every_element() -> None:
+    flats = [torch.zeros(3 * WINDOW_ELEMENTS + 5), torch.zeros(7)]
+    windows = Windows(flats)
+    for _ in range(5):
+        windows.of(flats).add_(1)
+        windows.turn()
+    assert all(bool((flat == 1).all()) for flat in flats)
