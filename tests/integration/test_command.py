@@ -168,6 +168,31 @@ def test_the_first_ctrl_c_ends_the_job_and_reports(tmp_path: Path) -> None:
     until("its workers to be gone", lambda: not any(psutil.pid_exists(pid) for pid in pids))
 
 
+def test_the_first_ctrl_c_saves_where_there_is_somewhere_to_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    options = {"max_steps": 4000, "pace": 0.004, "shoal": {"checkpoint": {"path": str(tmp_path / "saves")}}}
+    with running(tmp_path, options, "--workers", "2") as command:
+        command.wait_step(3)
+        command.process.send_signal(signal.SIGINT)
+        code, said, told = command.end()
+    assert code == 130, told
+    found = re.search(r"saved at step (\d+); this goes on from there: shoal run --http ", said)
+    assert found and int(found[1]) >= 3, said
+    assert f"saved at step {found[1]}" in told
+    with running(tmp_path, options, "--workers", "2") as again:
+        until("it to train again", lambda: again.job().get("phase") == "running")
+        assert again.get("/jobs/train/report")["generations"][0]["from_step"] == int(found[1])
+
+
+def test_a_job_with_nowhere_to_save_says_so_when_it_is_interrupted(tmp_path: Path) -> None:
+    with running(tmp_path, LONG, "--workers", "1") as command:
+        command.wait_step(1)
+        command.process.send_signal(signal.SIGINT)
+        code, said, told = command.end()
+    assert code == 130, told
+    assert "nothing is saved now: job train has nowhere to save to; set checkpoint.path" in told
+    assert "nothing is saved (checkpoint.path in the config says where); this begins at step 0 again: shoal run" in said
+
+
 def test_the_second_ctrl_c_kills(tmp_path: Path) -> None:
     with running(tmp_path, LONG, "--workers", "2") as command:
         command.wait_step(2)

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
+import sys
 import tempfile
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import typer
+from shoal_protos.errors import Conflict
 
-from shoal_controller.cli.client import Json
-from shoal_controller.cli.display import display, watch
+from shoal_controller.cli.client import Client, Json
+from shoal_controller.cli.display import OVER, POLL_SECONDS, Display, display, watch
 from shoal_controller.cli.endings import DONE, FAILED, INTERRUPTED
 from shoal_controller.cli.serve import Here, Interrupts
 from shoal_controller.cli.tables import number, resizes_table, show
+
+SAVE_SECONDS = 60.0
+"""How long the checkpoint of an interrupted job may take; it ends without it then."""
+
+NOT_SAVED = ("checkpoint_failed", "checkpoint_skipped")
+"""Events that say so."""
 
 
 async def attend(here: Here, job: str, revision: int, heard: Interrupts, report_file: Path | None) -> int:
@@ -29,9 +39,7 @@ async def attend(here: Here, job: str, revision: int, heard: Interrupts, report_
         try:
             if await interrupted_before(watching, heard.first):
                 shown.tell("interrupted: the job is being ended; a second Ctrl-C kills its workers")
-                await client.stop(job)
-                if await interrupted_before(watching, heard.second):
-                    await here.kill_workers(job)
+                await leave(here, job, watching, heard, shown)
             else:
                 await watching
         finally:
@@ -43,8 +51,45 @@ async def attend(here: Here, job: str, revision: int, heard: Interrupts, report_
         write(report_file, report)
     summarize(ended, report)
     if heard.first.is_set():
+        typer.echo(how_to_go_on(ended))
         return INTERRUPTED
     return DONE if ended["phase"] == "succeeded" else FAILED
+
+
+async def leave(here: Here, job: str, watching: asyncio.Task[Any], heard: Interrupts, shown: Display) -> None:
+    """Save where there is somewhere to, then end the job; at the second signal kill its workers."""
+    saving = asyncio.create_task(saved(here.client, job), name=f"save {job}")
+    try:
+        killed = await interrupted_before(saving, heard.second)
+    finally:
+        saving.cancel()
+        await asyncio.wait({saving})
+    if not saving.cancelled():
+        shown.tell(saving.result())
+    await here.client.stop(job)
+    if killed or await interrupted_before(watching, heard.second):
+        await here.kill_workers(job)
+
+
+async def saved(client: Client, job: str) -> str:
+    """Ask for a checkpoint and wait for it. What came of it."""
+    revision = max((event["revision"] for event in await client.events(job)), default=0)
+    try:
+        asked = await client.checkpoint(job)
+    except Conflict as error:
+        return f"nothing is saved now: {error}"
+    deadline = time.monotonic() + SAVE_SECONDS
+    while time.monotonic() < deadline:
+        view = await client.job(job)
+        if view["last_checkpoint_step"] is not None and view["last_checkpoint_step"] >= asked["step"]:
+            return f"saved at step {view['last_checkpoint_step']}"
+        for event in await client.events(job, after=revision):
+            if event["kind"] in NOT_SAVED:
+                return str(event["message"])
+        if view["phase"] in OVER:
+            return f"not saved: the job is {view['phase']}"
+        await asyncio.sleep(POLL_SECONDS)
+    return f"not saved within {SAVE_SECONDS:g} s"
 
 
 async def interrupted_before(watching: asyncio.Task[Any], signalled: asyncio.Event) -> bool:
@@ -55,6 +100,14 @@ async def interrupted_before(watching: asyncio.Task[Any], signalled: asyncio.Eve
     with suppress(asyncio.CancelledError):
         await waiting
     return not watching.done()
+
+
+def how_to_go_on(ended: Json) -> str:
+    """What the same command would do now."""
+    command = shlex.join(["shoal", *sys.argv[1:]])
+    if ended["last_checkpoint_step"] is None:
+        return f"nothing is saved (checkpoint.path in the config says where); this begins at step 0 again: {command}"
+    return f"saved at step {ended['last_checkpoint_step']}; this goes on from there: {command}"
 
 
 def write(file: Path, report: Json) -> None:
