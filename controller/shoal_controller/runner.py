@@ -17,6 +17,7 @@ from shoal_protos.messages import Ending, Shutdown
 
 from shoal_controller.core.effects import Adopt, Close, Effect, Kill, Note, Persist, Probe, Progress, Send, Spawn
 from shoal_controller.core.events import (
+    ConfirmLost,
     Connected,
     Disconnected,
     DrainWorker,
@@ -273,7 +274,7 @@ class Runner:
         """Workers that come are sent home; wishes are refused."""
         if isinstance(event, Connected):
             self._shut_down(event.connection)
-        elif isinstance(event, Scale | DrainWorker | Pause | Resume | Save):
+        elif isinstance(event, Scale | DrainWorker | ConfirmLost | Pause | Resume | Save):
             raise Conflict(self._broken)
 
     def _shut_down(self, connection: int) -> None:

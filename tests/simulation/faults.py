@@ -7,7 +7,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from shoal_controller.core.effects import Adopt, Kill, Persist, Progress, Send, Spawn
-from shoal_controller.core.events import DrainWorker, Pause, Resume, Save, Scale
+from shoal_controller.core.events import ConfirmLost, DrainWorker, Pause, Resume, Save, Scale
 
 from .liars import Liars
 
@@ -163,6 +163,17 @@ class Faults:
             self.simulation.say("an operator drains", worker)
             self.simulation.host.wish(DrainWorker(worker.membership.worker, 5.0))
 
+    def confirm(self) -> None:
+        """An operator says that a worker is dead which is."""
+        roster = self.simulation.host.job.durable.roster
+        dead = [
+            worker
+            for worker, record in roster.items()
+            if record.incarnation and not self.simulation.processes[record.incarnation].alive
+        ]
+        if dead:
+            self.simulation.host.wish(ConfirmLost(self.chance.choice(dead)))
+
     def sigterm(self) -> None:
         worker = self._any()
         if worker is not None and len(self.simulation.workers()) > 1:
@@ -212,6 +223,7 @@ KINDS = {
     "break_between": 1,
     "feud": 1,
     "drain": 2,
+    "confirm": 1,
     "sigterm": 1,
     "scale": 2,
     "pause": 1,

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from shoal_controller.core import effects
-from shoal_controller.core.events import Cancel, DrainWorker, Pause, Resume, Save, Scale
+from shoal_controller.core.events import Cancel, ConfirmLost, DrainWorker, Pause, Resume, Save, Scale
 from shoal_controller.core.view import view
 
 from .liars import Liars
@@ -202,6 +202,9 @@ class Script:
 
     def do_drain(self, worker: str) -> None:
         self.simulation.host.wish(DrainWorker(worker, 5.0))
+
+    def do_lost(self, worker: str) -> None:
+        self.simulation.host.wish(ConfirmLost(worker))
 
     def do_sigterm(self, worker: str) -> None:
         self.simulation.by_id(worker).session.drains = True

@@ -14,7 +14,7 @@ from shoal_controller.api.app import ApiSettings, build_app
 from shoal_controller.api.guard import MOST_BODY_BYTES
 from shoal_controller.api.web import Web
 from shoal_controller.core.effects import Note
-from shoal_controller.core.events import DrainWorker, Pause, Resume, Save
+from shoal_controller.core.events import ConfirmLost, DrainWorker, Pause, Resume, Save
 from shoal_controller.core.spec import JobSpec, Phase, ResizeView, State, WorkerView
 from shoal_controller.shell import Shell
 from shoal_controller.store.open import open_store
@@ -133,17 +133,17 @@ async def test_everything_that_a_spec_can_say_reaches_the_job(tmp_path):
 @asynchronous
 async def test_wishes_reach_the_job_with_their_defaults(tmp_path):
     wishes = []
-    kinds = (Pause, Resume, DrainWorker, Save)
+    kinds = (Pause, Resume, DrainWorker, ConfirmLost, Save)
     machine = SmallMachine({kind: lambda _, event: wishes.append(event) or () for kind in kinds})
     async with serving(tmp_path, machine=machine) as api:
         await api.ask("POST", "/v1/jobs", 202, json=TRAIN)
         for path, body in [
             ("pause", None), ("resume", None), ("workers/w1/drain", None), ("workers/w1/drain", {}),
-            ("workers/w1/drain", {"grace_seconds": 0}), ("checkpoints", None),
+            ("workers/w1/drain", {"grace_seconds": 0}), ("workers/w1/lost", None), ("checkpoints", None),
         ]:  # fmt: skip
             assert (await api.ask("POST", f"/v1/jobs/train/{path}", 202, json=body))["job"] == "train"
         drains = [DrainWorker("w1", 30.0), DrainWorker("w1", 30.0), DrainWorker("w1", 0.0)]
-        assert wishes == [Pause(), Resume(), *drains, Save()]
+        assert wishes == [Pause(), Resume(), *drains, ConfirmLost("w1"), Save()]
 
 
 WORKER = WorkerView(

@@ -40,6 +40,7 @@ FLAGS = {
     "describe": "--url JOB",
     "scale": "--url JOB WORKERS",
     "drain": "--url JOB WORKER",
+    "lost": "--url JOB WORKER",
     "pause": "--url JOB",
     "resume": "--url JOB",
     "checkpoint": "--url JOB",

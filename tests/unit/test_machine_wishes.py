@@ -8,12 +8,14 @@ import pytest
 from machine_driver import MADE_OF, Driver
 from shoal_controller.core.events import (
     Cancel,
+    ConfirmLost,
     DrainWorker,
     Event,
     Pause,
     Resume,
     Save,
     Scale,
+    Tick,
 )
 from shoal_controller.core.spec import State
 from shoal_protos.errors import Conflict, NotFound, UserError
@@ -64,6 +66,25 @@ def test_the_last_worker_may_go_when_a_newcomer_is_ready() -> None:
     job.feed(DrainWorker("w0", 7.0))
     assert Drain(7.0, 1) in job.said("w0") or Drain(7.0, 2) in job.said("w0")
     assert job.view.workers[0].state is State.DRAINING
+
+
+def test_an_operators_word_ends_the_wait_for_a_silent_majority_at_once() -> None:
+    job = Driver(wanted=3)
+    job.start(3)
+    for _ in range(60):
+        job.now += 0.5
+        job.beat("w0")
+        job.feed(Tick())
+    assert "2 of 3 workers are silent (w1 for 30 s, w2 for 30 s)" in job.view.reason
+    assert refused(job, ConfirmLost("w0")) == (
+        'worker w0 is not lost: it was heard 0.0 s ago. To let it go: "shoal drain job w0".'
+    )
+    job.feed(ConfirmLost("w1"))
+    job.feed(ConfirmLost("w2"))
+    assert [worker.state for worker in job.view.workers] == [State.ACTIVE, State.LOST, State.LOST]
+    assert "silent" not in job.view.reason
+    assert job.job.attempt is not None and "an operator says that its process is gone" in job.job.attempt.why
+    assert refused(job, ConfirmLost("w2")) == ("worker w2 is gone already: an operator says that its process is gone.")
 
 
 def test_draining_twice_or_resuming_what_is_not_paused_is_a_conflict() -> None:

@@ -24,7 +24,7 @@ from shoal_controller.api.answers import (
 )
 from shoal_controller.api.models import DrainBody, JobBody, ScaleBody
 from shoal_controller.api.stream import EventStream, event_stream, wants_stream
-from shoal_controller.core.events import DrainWorker, Pause, Resume, Save, Scale
+from shoal_controller.core.events import ConfirmLost, DrainWorker, Pause, Resume, Save, Scale
 from shoal_controller.shell import Shell
 
 ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": Problem}, "5XX": {"model": Problem}}
@@ -105,6 +105,13 @@ async def list_workers(job: str, shell: AShell) -> WorkersAnswer:
 async def drain_worker(job: str, worker: str, shell: AShell, body: DrainBody | None = None) -> JobAnswer:
     """Let one worker go when others have what it holds."""
     await shell.submit(job, DrainWorker(worker, (body or DrainBody()).grace_seconds))
+    return JobAnswer.of(shell.view(job))
+
+
+@router.post("/jobs/{job}/workers/{worker}/lost", status_code=202)
+async def lose_worker(job: str, worker: str, shell: AShell) -> JobAnswer:
+    """Say that a silent worker's process is gone for certain, so that nobody waits for it."""
+    await shell.submit(job, ConfirmLost(worker))
     return JobAnswer.of(shell.view(job))
 
 

@@ -134,6 +134,9 @@ class Client:
         body = {} if grace_seconds is None else {"grace_seconds": grace_seconds}
         return await self._ask("POST", f"/jobs/{quote(job, safe='')}/workers/{quote(worker, safe='')}/drain", body)
 
+    async def lost(self, job: str, worker: str) -> Json:
+        return await self._ask("POST", f"/jobs/{quote(job, safe='')}/workers/{quote(worker, safe='')}/lost")
+
     # ---- the one place that speaks HTTP
 
     async def _list(self, path: str, name: str) -> list[Json]:

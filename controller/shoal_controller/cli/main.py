@@ -25,6 +25,7 @@ from shoal_controller.cli.events import events
 from shoal_controller.cli.export import export
 from shoal_controller.cli.import_ import import_
 from shoal_controller.cli.jobs import jobs
+from shoal_controller.cli.lost import lost
 from shoal_controller.cli.pause import pause
 from shoal_controller.cli.resume import resume
 from shoal_controller.cli.run import run
@@ -36,7 +37,7 @@ from shoal_controller.cli.verify import verify
 from shoal_controller.cli.worker import worker
 
 COMMANDS: tuple[Command, ...] = (
-    demo, run, controller, worker, submit, jobs, describe, scale, drain, pause, resume, checkpoint, checkpoints,
+    demo, run, controller, worker, submit, jobs, describe, scale, drain, lost, pause, resume, checkpoint, checkpoints,
     events, top, token, verify, export, import_,
 )  # fmt: skip
 

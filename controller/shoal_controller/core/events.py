@@ -100,6 +100,13 @@ class DrainWorker:
 
 
 @dataclass(frozen=True, slots=True)
+class ConfirmLost:
+    """The operator knows that a silent worker's process is gone: as good as the launcher's word."""
+
+    worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
 class Pause:
     pass
 
@@ -121,5 +128,5 @@ class Save:
 
 Event = (
     Started | Tick | Connected | Said | Disconnected | Probed | Spawned | NeverStarted | Exited
-    | Scale | DrainWorker | Pause | Resume | Cancel | Save
+    | Scale | DrainWorker | ConfirmLost | Pause | Resume | Cancel | Save
 )  # fmt: skip

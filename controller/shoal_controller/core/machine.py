@@ -18,6 +18,7 @@ from shoal_controller.core.durable import Durable, from_json, to_json
 from shoal_controller.core.effects import Effect
 from shoal_controller.core.events import (
     Cancel,
+    ConfirmLost,
     Connected,
     Disconnected,
     DrainWorker,
@@ -93,6 +94,7 @@ ALIVE: dict[type, Handler] = {
     Exited: presence.exited,
     Scale: wishes.scale,
     DrainWorker: wishes.drain,
+    ConfirmLost: wishes.lost,
     Pause: wishes.pause,
     Resume: wishes.resume,
     Cancel: wishes.cancel,
@@ -110,6 +112,7 @@ OVER: dict[type, Handler] = {
     Exited: ending.exited,
     Scale: wishes.refuse,
     DrainWorker: wishes.refuse,
+    ConfirmLost: wishes.refuse,
     Pause: wishes.refuse,
     Resume: wishes.refuse,
     Cancel: nothing,

@@ -100,7 +100,9 @@ def _step(turn: Turn, worker: WorkerId) -> int:
     return process.status.step if process is not None else 0
 
 
-def confirm(turn: Turn, worker: WorkerId, why: str, code: int | None = None) -> None:
+def confirm(
+    turn: Turn, worker: WorkerId, why: str, code: int | None = None, noticed_by: str = "the controller"
+) -> None:
     """Its death is certain. `code`: its exit status, where that is known."""
     record = turn.record(worker)
     if record.standing is Standing.DEAD:
@@ -109,7 +111,7 @@ def confirm(turn: Turn, worker: WorkerId, why: str, code: int | None = None) -> 
     turn.mark(worker, standing=Standing.DEAD, why=why)
     has_ended(turn, worker)
     if record.ending is None:
-        turn.note("lost", f"worker {worker} on {record.host} is dead: {why}", worker, noticed_by="the controller")
+        turn.note("lost", f"worker {worker} on {record.host} is dead: {why}", worker, noticed_by=noticed_by)
 
 
 # ---- silence, looked at in every tick

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from shoal_protos.errors import Conflict, NotFound, UserError
+from shoal_protos.plan import WorkerId
 
 from shoal_controller.core.durable import Leaving, Record, Standing
-from shoal_controller.core.events import Cancel, DrainWorker, Pause, Resume, Save, Scale
-from shoal_controller.core.phases import checkpoints, ending, planned, population
+from shoal_controller.core.events import Cancel, ConfirmLost, DrainWorker, Pause, Resume, Save, Scale
+from shoal_controller.core.phases import checkpoints, ending, planned, population, presence, silence
 from shoal_controller.core.phases.current import is_member, tell
 from shoal_controller.core.spec import Phase
 from shoal_controller.core.turn import Turn
 
-Wish = Scale | DrainWorker | Pause | Resume | Save
+Wish = Scale | DrainWorker | ConfirmLost | Pause | Resume | Save
 
 
 def scale(turn: Turn, event: Scale) -> None:
@@ -34,12 +35,7 @@ def scale(turn: Turn, event: Scale) -> None:
 
 def drain(turn: Turn, event: DrainWorker) -> None:
     """Let one worker go; the launcher replaces it. One that is silent is given up by that."""
-    record = turn.durable.roster.get(event.worker)
-    if record is None:
-        names = ", ".join(r.worker for r in turn.durable.roster.values() if r.serves) or "none"
-        raise NotFound(f"job {turn.spec.job} has no worker {event.worker}; its workers are: {names}.")
-    if record.ending is not None or record.standing is Standing.DEAD:
-        raise Conflict(f"worker {event.worker} is gone already: {record.why or 'it has left'}.")
+    record = _named(turn, event.worker)
     if record.standing is Standing.LOST:
         return population.give_up(turn, event.worker, "an operator has drained it while it was silent")
     if record.leaving:
@@ -50,6 +46,29 @@ def drain(turn: Turn, event: DrainWorker) -> None:
             "Start another worker first, or set checkpoint.path."
         )
     return population.drain(turn, event.worker, Leaving.DRAIN, event.grace_seconds)
+
+
+def lost(turn: Turn, event: ConfirmLost) -> None:
+    """A silent worker's process is gone, an operator says: nobody waits for it any more."""
+    record = _named(turn, event.worker)
+    process = turn.process(record.worker)
+    if process is not None and process.connection is not None and record.worker not in silence.silent(turn.job):
+        raise Conflict(
+            f"worker {record.worker} is not lost: it was heard {turn.now - process.heard:.1f} s ago. "
+            f'To let it go: "shoal drain {turn.spec.job} {record.worker}".'
+        )
+    presence.confirm(turn, record.worker, "an operator says that its process is gone", noticed_by="an operator")
+
+
+def _named(turn: Turn, worker: WorkerId) -> Record:
+    """The worker that an operator means: one that is not gone."""
+    record = turn.durable.roster.get(worker)
+    if record is None:
+        names = ", ".join(r.worker for r in turn.durable.roster.values() if r.serves) or "none"
+        raise NotFound(f"job {turn.spec.job} has no worker {worker}; its workers are: {names}.")
+    if record.ending is not None or record.standing is Standing.DEAD:
+        raise Conflict(f"worker {worker} is gone already: {record.why or 'it has left'}.")
+    return record
 
 
 def _is_last(turn: Turn, record: Record) -> bool:
