@@ -57,6 +57,11 @@ def test_a_dict_that_json_cannot_hold_gets_a_sentence() -> None:
         load_config({"bf16": torch.bfloat16})
 
 
+def test_a_config_that_is_no_path_and_no_dict_gets_a_sentence() -> None:
+    with pytest.raises(UserError, match=r"^the config is a list; expected a path or a dict\.$"):
+        load_config([SMALLEST])  # type: ignore[arg-type]
+
+
 def test_a_config_that_cannot_be_read_gets_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"nowhere\.json cannot be read: No such file or directory"):
         load_config(tmp_path / "nowhere.json")

@@ -82,6 +82,16 @@ def test_a_worker_that_found_no_controller_is_replaced_and_no_failure() -> None:
     assert job.spawned == ["w1"]
 
 
+def test_a_script_that_ends_without_joining_fails_its_job_at_the_first_one() -> None:
+    job = Driver(wanted=2, launcher="local")
+    job.exit("w0", 0)
+    assert job.view.phase is Phase.FAILED
+    assert job.view.reason == (
+        "worker w0 cannot work as it was started: its script ended without calling shoal.initialize, so it never "
+        "joined the job"
+    )
+
+
 def test_a_process_that_has_not_said_hello_is_killed_as_soon_as_its_job_is_over() -> None:
     job = Driver(wanted=2, launcher="local")
     job.start(2)

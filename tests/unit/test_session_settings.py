@@ -49,6 +49,25 @@ def test_an_environment_that_cannot_work_is_told_so_in_one_sentence(environment:
     assert sentence in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("variable", "starter"), [("WORLD_SIZE", "torchrun"), ("SLURM_NTASKS", "srun"), ("OMPI_COMM_WORLD_SIZE", "mpirun")]
+)
+def test_a_script_started_by_another_launcher_is_told_that_each_process_would_train_alone(
+    variable: str, starter: str
+) -> None:
+    with pytest.raises(UserError) as refused:
+        open_link({variable: "4"})
+    assert str(refused.value).startswith(
+        f"{variable} is 4: {starter} has started this script 4 times, and each would train for itself, since there is "
+        "no SHOAL_CONTROLLER. Start it by `shoal run`"
+    )
+    for given in ("1", "", "many"):
+        assert open_link({variable: given})[0].alone
+    link, _ = open_link({variable: "4", "SHOAL_CONTROLLER": "127.0.0.1:1", "SHOAL_JOB": "j"})
+    assert not link.alone
+    link.close()
+
+
 def test_a_certificate_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     settings = SessionSettings(tls_ca=tmp_path / "ca.pem")
     with pytest.raises(UserError, match=r"SHOAL_TLS_CA names .*ca\.pem, which cannot be read: No such file"):

@@ -70,7 +70,7 @@ class Scheduler(Section):
 class ZeroOptimization(Section):
     """`zero_optimization`: what is sharded over the workers."""
 
-    stage: Annotated[int, Field(ge=0, le=3), Allowed("are 0, 1, 2, 3")] = 0
+    stage: Annotated[int, Field(ge=0, le=3), Allowed("are 0 and 1")] = 0
     """0: every worker keeps all optimizer state; 1: each keeps the state of its own blocks and of those it mirrors.
     The bits are the same. 2 and 3 are not supported yet."""
 

@@ -1,13 +1,13 @@
-"""From a file or dict to a `TrainingConfig`, or to one sentence that says which key is wrong and what is allowed.
+"""From a file or dict to a `TrainingConfig`, or to one sentence for each wrong key that says what is allowed.
 
-Called once, by `shoal.initialize`. Four steps: read (JSON), sift out what only DeepSpeed knows (`deepspeed.py`), check
-against the models (`document.py`), settle batch sizes and "auto" (`batch.py`).
+Called once, by `shoal.initialize`. All that is wrong is told at once. Four steps: read (JSON), sift out what only
+DeepSpeed knows (`deepspeed.py`), check against the models (`document.py`), settle batch sizes and "auto" (`batch.py`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -16,28 +16,37 @@ from shoal_protos.errors import UserError
 
 from shoal.config.batch import Sizes, per_lane, settle
 from shoal.config.deepspeed import NOT_BUILT, WITHOUT_MEANING, sections
-from shoal.config.document import Document, Optimizer, Scheduler
-from shoal.config.sentences import not_built, sentence_of, shown, unknown_key, wrong_value
+from shoal.config.document import Checkpoint, Document, Optimizer
+from shoal.config.sentences import all_of, not_built, sentences_of, shown, unknown_key, wrong_value
 from shoal.config.training import TrainingConfig
 from shoal.logs import get_logger
 
 LARGEST_FILE = 1 << 20
 BUILT_STAGES = (0, 1)
+NUMBERS = ("lr", "weight_decay", "eps", "momentum", "dampening", "alpha", "rho", "lr_decay", "momentum_decay", "lambd")
+"""Parameters of optimizers that are one number in every class that has them."""
 Settled = TypeVar("Settled")
 log = get_logger("shoal.config")
 
 
 def load_config(source: str | Path | Mapping[str, Any]) -> TrainingConfig:
-    """Read, check and settle a configuration. Raises `UserError` with one sentence."""
+    """Read, check and settle a configuration. Raises `UserError` with a sentence for each fault."""
+    if not isinstance(source, str | Path | Mapping):
+        raise UserError(f"the config is a {type(source).__name__}; expected a path or a dict.")
     given = _parsed(_written(source), "") if isinstance(source, Mapping) else _parsed(_read(Path(source)), f" {source}")
-    kept, ignored = sift(given)
+    faults: list[str] = []
+    kept, ignored = sift(given, faults)
     try:
         document = Document.model_validate(kept)
     except ValidationError as error:
-        raise UserError(sentence_of(error)) from None
+        raise UserError(all_of([*faults, *sentences_of(error)])) from None
+    settled = _settled(document, faults)
+    if faults:
+        raise UserError(all_of(faults))
     if ignored:
         log.info("DeepSpeed keys without meaning here are left alone", keys=ignored)
-    return _settled(document)
+    assert settled is not None, "sizes that do not settle are a fault"
+    return settled
 
 
 def _written(source: Mapping[str, Any]) -> str:
@@ -88,50 +97,66 @@ def _no_constant(name: str) -> NoReturn:
     raise UserError(f"the config holds {name}; numbers must be finite.")
 
 
-def sift(given: Mapping[str, Any], section: str = "") -> tuple[dict[str, Any], list[str]]:
-    """Take out what only DeepSpeed knows. Returns what the models must check, and the dotted keys left alone."""
+def sift(given: Mapping[str, Any], faults: list[str], section: str = "") -> tuple[dict[str, Any], list[str]]:
+    """Take out what only DeepSpeed knows. Returns what the models must check, and the dotted keys left alone.
+
+    What is wrong with the rest of it is added to `faults`.
+    """
     kept: dict[str, Any] = {}
     ignored: list[str] = []
     for key, value in given.items():
         name = f"{section}.{key}" if section else key
         if name in NOT_BUILT:
             if not any(value is off or (type(value) is type(off) and value == off) for off in NOT_BUILT[name]):
-                raise UserError(not_built(name, value))
+                faults.append(not_built(name, value))
+        elif misplaced := _of_the_section_shoal(name, value):
+            faults += misplaced
         elif name in WITHOUT_MEANING or f"{section}.*" in WITHOUT_MEANING:
             ignored.append(name)
         elif name in sections():
             if value is None:
                 continue
             if not isinstance(value, Mapping):
-                raise UserError(wrong_value(name, value, "is a section {…}"))
-            inner, below = sift(value, name)
+                faults.append(wrong_value(name, value, "is a section {…}"))
+                continue
+            inner, below = sift(value, faults, name)
             ignored += below
             if name in Document.model_fields:
                 kept[key] = inner
-            elif inner:
-                first = next(iter(inner))
-                raise UserError(unknown_key(f"{name}.{first}", inner[first]))
+            else:
+                faults += [unknown_key(f"{name}.{other}", inner[other]) for other in inner]
         else:
             kept[key] = value
     return kept, ignored
 
 
-def _settled(document: Document) -> TrainingConfig:
+def _of_the_section_shoal(name: str, value: object) -> list[str]:
+    """DeepSpeed has a section `checkpoint` too, whose keys mean nothing here; ours are looked for under `shoal`."""
+    if name != "checkpoint" or not isinstance(value, Mapping):
+        return []
+    ours = [key for key in value if key in Checkpoint.model_fields]
+    return [
+        f"`checkpoint.{key}` stands at the top level, where it means nothing; did you mean `shoal.checkpoint.{key}`?"
+        for key in ours
+    ]
+
+
+def _settled(document: Document, faults: list[str]) -> TrainingConfig | None:
+    """None where the sizes do not settle. What does not fit together is added to `faults`."""
     shoal = document.shoal
-    if document.zero_optimization.stage not in BUILT_STAGES:
-        raise UserError(not_built("zero_optimization.stage", document.zero_optimization.stage))
-    if shoal.max_steps is None and shoal.epochs is None:
-        raise UserError("neither `shoal.max_steps` nor `shoal.epochs` is given; the job needs one of them to end.")
-    _no_guessed_rate(document.optimizer)
-    _no_guessed_warmup(document.scheduler)
-    sizes = settle(
-        Sizes(
-            _said(document.train_batch_size),
-            _said(document.train_micro_batch_size_per_gpu),
-            shoal.lanes,
-            per_lane(shoal.micro_batches_per_lane, _said(document.gradient_accumulation_steps)),
+    faults += _unfit(document)
+    try:
+        sizes = settle(
+            Sizes(
+                _said(document.train_batch_size),
+                _said(document.train_micro_batch_size_per_gpu),
+                shoal.lanes,
+                per_lane(shoal.micro_batches_per_lane, _said(document.gradient_accumulation_steps)),
+            )
         )
-    )
+    except UserError as error:
+        faults.append(str(error))
+        return None
     assert sizes.lanes and sizes.micro_batch_size and sizes.micro_batches_per_lane
     return TrainingConfig(
         lanes=sizes.lanes,
@@ -159,13 +184,31 @@ def _said(value: Settled | str | None) -> Settled | None:
     return None if value is None or isinstance(value, str) else value
 
 
-def _no_guessed_rate(optimizer: Optimizer | None) -> None:
-    if optimizer and optimizer.params.get("lr") == "auto":
-        raise UserError('`optimizer.params.lr` is "auto", and there is nothing to take it from; give a number.')
+def _unfit(document: Document) -> Iterator[str]:
+    """What no single key is to blame for, or no model can know."""
+    shoal = document.shoal
+    if document.zero_optimization.stage not in BUILT_STAGES:
+        yield not_built("zero_optimization.stage", document.zero_optimization.stage)
+    if shoal.max_steps is None and shoal.epochs is None:
+        yield "neither `shoal.max_steps` nor `shoal.epochs` is given; the job needs one of them to end."
+    yield from _wrong_parameters(document.optimizer)
+    if document.scheduler and document.scheduler.params.get("warmup_num_steps") == "auto":
+        yield '`scheduler.params.warmup_num_steps` is "auto", and there is nothing to take it from; give a number.'
+    for key in ("every_steps", "every_minutes"):
+        value = getattr(shoal.checkpoint, key)
+        if value is not None and shoal.checkpoint.path is None:
+            yield f"`shoal.checkpoint.{key}` is {shown(value)}, but no `shoal.checkpoint.path` says where to save."
 
 
-def _no_guessed_warmup(scheduler: Scheduler | None) -> None:
-    if scheduler and scheduler.params.get("warmup_num_steps") == "auto":
-        raise UserError(
-            '`scheduler.params.warmup_num_steps` is "auto", and there is nothing to take it from; give a number.'
-        )
+def _wrong_parameters(optimizer: Optimizer | None) -> Iterator[str]:
+    """Numbers that are text, which a class of torch would compare with numbers."""
+    params = optimizer.params if optimizer else {}
+    if params.get("lr") == "auto":
+        yield '`optimizer.params.lr` is "auto", and there is nothing to take it from; give a number.'
+    for name, value in params.items():
+        if name in NUMBERS and value != "auto" and (isinstance(value, bool) or not isinstance(value, int | float)):
+            yield wrong_value(f"optimizer.params.{name}", value, "is a number")
+    betas = params.get("betas", "auto")
+    pair = isinstance(betas, list) and len(betas) == 2 and all(isinstance(beta, int | float) for beta in betas)
+    if betas != "auto" and not pair:
+        yield wrong_value("optimizer.params.betas", betas, "is a list of two numbers")

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
 from shoal.config.deepspeed import NOT_BUILT, WITHOUT_MEANING
 from shoal.config.document import Allowed, Document, Section
@@ -69,7 +70,27 @@ def unknown_key(key: str, value: object, model: type[BaseModel] = Document, sect
     return f"`{key}` is an unknown key (given: {shown(value)}){hint}{listed}"
 
 
+ELSEWHERE = {
+    "lr": "optimizer.params.lr",
+    "learning_rate": "optimizer.params.lr",
+    "weight_decay": "optimizer.params.weight_decay",
+    "batch_size": "train_batch_size",
+    "micro_batch_size": "train_micro_batch_size_per_gpu",
+    "grad_clip": "gradient_clipping",
+    "max_grad_norm": "gradient_clipping",
+    "zero": "zero_optimization",
+    "steps": "shoal.max_steps",
+    "shoal.steps": "shoal.max_steps",
+    "shoal.checkpoint.every": "shoal.checkpoint.every_steps",
+    "shoal.checkpoint.dir": "shoal.checkpoint.path",
+    "shoal.checkpoint.folder": "shoal.checkpoint.path",
+}
+"""What other programs call it, or where it stands there."""
+
+
 def _nearest(key: str, name: str, known: set[str]) -> str | None:
+    if key in ELSEWHERE:
+        return ELSEWHERE[key]
     same_name = sorted(other for other in known if other.rpartition(".")[2] == name)
     if same_name:
         return same_name[0]
@@ -79,9 +100,19 @@ def _nearest(key: str, name: str, known: set[str]) -> str | None:
     return close[0] if close else None
 
 
-def sentence_of(error: ValidationError, model: type[BaseModel] = Document, section: str = "") -> str:
-    """The sentence of the first fault that the models found."""
-    fault = error.errors()[0]
+def all_of(faults: Sequence[str]) -> str:
+    """One sentence, or a list of them."""
+    if len(faults) == 1:
+        return faults[0]
+    return "\n  - ".join([f"the config has {len(faults)} faults:", *faults])
+
+
+def sentences_of(error: ValidationError, model: type[BaseModel] = Document, section: str = "") -> list[str]:
+    """The sentences of all faults that the models found, each key once."""
+    return list(dict.fromkeys(_sentence_of(fault, model, section) for fault in error.errors()))
+
+
+def _sentence_of(fault: ErrorDetails, model: type[BaseModel], section: str) -> str:
     place = ([section] if section else []) + [str(part) for part in fault["loc"]]
     if fault["type"] == "extra_forbidden":
         return unknown_key(".".join(place), fault["input"], model, section)

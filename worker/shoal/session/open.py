@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+from shoal_protos.errors import UserError
+
 from shoal.session.alone import AloneLink
 from shoal.session.client import ControllerLink
 from shoal.session.seam import Link
@@ -14,4 +16,22 @@ from shoal.session.settings import SessionSettings
 def open_link(environment: Mapping[str, str] = os.environ) -> tuple[Link, str]:
     """The link, and the faults that a test has planted (`SHOAL_FAULT`). Raises `UserError` for bad settings."""
     settings = SessionSettings.from_environment(environment)
+    if not settings.controller:
+        _refuse_other_launchers(environment)
     return (ControllerLink(settings) if settings.controller else AloneLink()), settings.fault
+
+
+STARTERS = {"WORLD_SIZE": "torchrun", "SLURM_NTASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun"}
+"""The variable by which each tells its processes how many there are."""
+
+
+def _refuse_other_launchers(environment: Mapping[str, str]) -> None:
+    """● N processes that know of no controller would be N separate trainings, each for itself."""
+    for variable, starter in STARTERS.items():
+        count = environment.get(variable, "")
+        if count.isdecimal() and int(count) > 1:
+            raise UserError(
+                f"{variable} is {count}: {starter} has started this script {count} times, and each would train for "
+                "itself, since there is no SHOAL_CONTROLLER. Start it by `shoal run`, or each process by `shoal worker "
+                "--controller HOST:PORT --job NAME -- python …`; to train alone, unset the variable."
+            )

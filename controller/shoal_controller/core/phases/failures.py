@@ -54,10 +54,19 @@ def on_failure(turn: Turn, worker: WorkerId, why: str, fault: Fault | None = Non
 
 def on_wrong_use(turn: Turn, worker: WorkerId, log_tail: str) -> bool:
     """What was given to a script cannot work. While nothing trains that fails the job at once; True: it has."""
+    return _give_up_what_cannot_work(turn, worker, turn.record(worker).why or _last_words(log_tail))
+
+
+def on_end_without_hello(turn: Turn, worker: WorkerId) -> bool:
+    """Likewise of a script that has ended well and never joined: another time it would not either."""
+    sentence = "its script ended without calling shoal.initialize, so it never joined the job"
+    return _give_up_what_cannot_work(turn, worker, sentence)
+
+
+def _give_up_what_cannot_work(turn: Turn, worker: WorkerId, sentence: str) -> bool:
     if turn.world is not None or turn.job.attempt is not None:
         return False
     record = turn.record(worker)
-    sentence = record.why or _last_words(log_tail)
     where = f" (log: {record.log})" if record.log else ""
     turn.mark(worker, standing=Standing.DEAD, ending=Ending.FAILED, why=sentence)
     ending.fail(turn, f"worker {worker} cannot work as it was started: {sentence}{where}")

@@ -81,6 +81,8 @@ def exited(turn: Turn, event: Exited) -> None:
         return confirm(turn, event.worker, f"{event.why}: it was in no world and found no controller", event.code)
     if event.code == WRONG_USE and record.launched and failures.on_wrong_use(turn, event.worker, event.log_tail):
         return None
+    if event.code == 0 and not record.incarnation and failures.on_end_without_hello(turn, event.worker):
+        return None
     tail = f"\n{event.log_tail.strip()}" if event.log_tail.strip() else ""
     where = f" (log: {record.log})" if record.log else ""
     failures.on_failure(turn, event.worker, f"{record.why or event.why}{where}{tail}", step=_step(turn, event.worker))
