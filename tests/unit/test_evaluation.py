@@ -91,7 +91,7 @@ def test_after_the_loop_all_lanes_numbers_are_in_one_mean() -> None:
     assert told == [0.5, 0.5]
 
 
-@pytest.mark.parametrize("point", ["vote"])
+@pytest.mark.parametrize("point", ["vote", "in_vote", "hand_out"])
 def test_the_sums_that_a_failed_vote_carried_are_not_lost(point: str) -> None:
     """Whoever survives gives its sums to the next vote; those of a vote that passed anywhere are in its record."""
     told: dict[int, dict[str, float]] = {}

@@ -20,6 +20,7 @@ from shoal_protos.errors import UserError
 from shoal_protos.messages import Status
 from torch import Tensor, nn
 
+from shoal.boundary import Boundary, StepCallback
 from shoal.config.training import TrainingConfig
 from shoal.data.fetch import Fetcher
 from shoal.data.forward_seed import ForwardSeed
@@ -48,8 +49,6 @@ from shoal.zero.readiness import Readiness
 IDLE_SECONDS = 0.1
 """Pause between two votes without a step."""
 
-StepCallback = Callable[["Engine"], None]
-
 
 class Engine:
     """Made by `shoal.initialize`. The public names are those of INTERFACES.md, "The script"."""
@@ -67,6 +66,7 @@ class Engine:
         self.meter = Meter()
         self.evaluation = Evaluation(self)
         self.saving = Saving(self)
+        self.boundary = Boundary(self)
         self.resuming = Resuming(self)
         self.module: nn.Module = state.module
         self.device = torch.device("cpu")
@@ -80,7 +80,6 @@ class Engine:
         """The controller has told this worker to end, or it has said why it failed; nothing is left to report."""
         self._torn = ""
         """Why an update failed half-way: this worker counts as dead."""
-        self._callbacks: list[StepCallback] = []
         self._readiness = Readiness(state.layout, state.parameters)
         self._reduction: CanonicalReduction | None = None
         faults.abort = self._abort_group
@@ -164,7 +163,7 @@ class Engine:
                 self.forward_seed.arm(self.state.step, *self.loop.place)
                 yield batch
             else:
-                self.guarded(self._standby_step if self.world.plan.steps else self.vote_without_step)
+                self.guarded(self._standby_step if self.world.plan.steps else self._vote_and_idle)
 
     @property
     def over(self) -> bool:
@@ -331,10 +330,7 @@ class Engine:
         self.boundaries += 1
         assert state.record is not None
         self.meter.step_done()
-        self._boundary(state.record, stepped=True)
-        if self.rank == 0:
-            for callback in self._callbacks:
-                callback(self)
+        self.boundary.pass_step(state.record)
 
     def _hand_out(self, world: World) -> None:
         """Owners hand out parameters to whoever has not updated them itself: then everybody has all."""
@@ -377,10 +373,16 @@ class Engine:
         if self.world is None or self.link.stopping:
             self.resize.take_part()
         else:
-            self.guarded(self.vote_without_step)
+            self.guarded(self._vote_and_idle)
 
-    def vote_without_step(self) -> None:
-        """Where no step runs (paused, below `min`, the end), changes begin, fills run, requests are heard."""
+    def _vote_and_idle(self) -> None:
+        """Where no step runs (paused, below `min`, the end), members vote all the same, some times a second."""
+        world, record = self.world, self.vote_without_step()
+        if all(wish.kind == "save" for wish in record.wishes) and self.world is world:
+            self.link.pause(IDLE_SECONDS)
+
+    def vote_without_step(self) -> Record:
+        """By it changes begin, fills run, requests are heard, an owed boundary is settled. Raises `WorldChanged`."""
         world = self.world
         assert world is not None
         if self.over and not self.done:
@@ -394,20 +396,8 @@ class Engine:
         if not world.plan.steps and not self.boundaries:
             self._hand_out(world)  # newcomers would wait for a step's
         self.boundaries += 1
-        self._boundary(record, stepped=False)
-        if all(wish.kind == "save" for wish in record.wishes) and self.world is world:
-            self.link.pause(IDLE_SECONDS)
-
-    def _boundary(self, record: Record, stepped: bool) -> None:
-        """After a passed vote: requests are carried out, a planned generation begins, the controller hears of it."""
-        self.meter.voted(stepped)
-        if self.world is not None:
-            self.world.group.progress.begin_boundary(self.boundaries)
-        if self.world is not None:
-            self.saving.voted(record, self.world, stepped)
-        self.requests.carry_out(record.wishes)
-        self.publish()
-        self.resize.begin_planned()
+        self.boundary.pass_vote(record)
+        return record
 
     def publish(self) -> None:
         """States where this worker stands; the link says it at once unless only the step has changed."""
@@ -434,7 +424,7 @@ class Engine:
 
     def on_step(self, callback: StepCallback) -> None:
         """Calls `callback(engine)` once per committed step, on whoever is rank 0 then."""
-        self._callbacks.append(callback)
+        self.boundary.on_step(callback)
 
     def evaluating(self) -> AbstractContextManager[None]:
         """Evaluation over `engine.shard(dataset)` between two micro-batches: no gradients, eval mode, all put back.

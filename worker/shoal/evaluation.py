@@ -50,6 +50,7 @@ class Evaluation:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.active = False
+        self._anywhere = False
         self.since_the_step: dict[str, float] = {}
         """Results that arrived by votes without a step since the last committed one."""
         self._lane: Sums = {}
@@ -61,7 +62,8 @@ class Evaluation:
     def running(self) -> Iterator[None]:
         """Eval mode without gradients. Raises `UserError` in the middle of a micro-batch."""
         engine = self._engine
-        if engine.loop.in_flight and (engine.forward_seed.begun or engine.loop.has_gradient):
+        at_hand = engine.loop.in_flight and (engine.forward_seed.begun or engine.loop.has_gradient)
+        if at_hand and not self._anywhere:
             raise UserError(
                 "engine.evaluating was entered between a micro-batch's forward and engine.step; evaluate before the "
                 "forward or after engine.step."
@@ -76,6 +78,15 @@ class Evaluation:
         engine.state.module_guard.forgive(weights)
         if engine.over and engine.left_loop:
             self.settle()
+
+    @contextmanager
+    def anywhere(self) -> Iterator[None]:
+        """For callbacks of a step: one that a change of the world left owed is called in the midst of a lane."""
+        self._anywhere = True
+        try:
+            yield
+        finally:
+            self._anywhere = False
 
     def shard(self, dataset: Any) -> Iterator[Any]:
         """Micro-batches of the samples `i` with `i % lanes` held here, lane by lane; a lane's last may be short."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-import torch
 from shoal_protos.activity import StepPhase
 from shoal_protos.errors import JobFailed
 from shoal_protos.messages import AskKind, Change, Ending
@@ -64,8 +63,7 @@ class Resize:
                     self._clock.planned(seconds)
                     self._recover(plan, group)
                 case Opened():
-                    self._open()
-                    waiting = False
+                    waiting = not self._open()
                 case Begun(plan, group, state):
                     self._join(plan, group, state)
                     waiting = False
@@ -112,10 +110,12 @@ class Resize:
             self._clock.note_checkpoint(self._engine.resuming.take_up(world))
             self.frozen_in_place = True
             self._engine.saving.restored(recovery.step)
+            self._engine.boundary.stand_at(recovery.step)
             return
         if plan.reason is Reason.START:
             self._engine.resuming.check_initial()
             self._engine.saving.restored(-1)
+            self._engine.boundary.stand_at(0)
             state.begin_anew(plan.shares[world.rank].keeps)
             agree_on_the_start(world, state)
             return
@@ -156,7 +156,7 @@ class Resize:
 
     def _share_frozen(self, world: World) -> None:
         """Newcomers whose frozen parameters are not the job's get them from the lowest rank whose are."""
-        in_place = world.group.all_gather(torch.tensor([self.frozen_in_place], dtype=torch.uint8)).flatten().tolist()
+        in_place = self._engine.boundary.agree(world, self.frozen_in_place)
         lacking = [rank for rank, there in enumerate(in_place) if not there]
         if lacking:
             share_frozen(world.group, self._engine.module, in_place.index(True), lacking)
@@ -166,12 +166,21 @@ class Resize:
         world = self._engine.world
         return world.plan.shares[world.rank].owned if world else NO_BLOCKS
 
-    def _open(self) -> None:
-        world = self._caught_up
+    def _open(self) -> bool:
+        """Whether this worker is in a world now, its owed boundary settled."""
+        world, engine = self._caught_up, self._engine
         if world is None:
-            return
-        self._engine.faults.at("opened", self._engine.state.step)
+            return True
+        engine.faults.at("opened", engine.state.step)
         self._enter(world)
+        try:
+            if engine.boundary.owed:
+                engine.vote_without_step()
+        except WorldChanged:
+            self._clock.stopped()
+            engine.publish()
+            return False
+        return True
 
     # ---- planned
 
@@ -205,6 +214,7 @@ class Resize:
         engine = self._engine
         world = self._world(plan, group)
         self.frozen_in_place = engine.state.load_small_state(small_state)
+        engine.boundary.stand_at(engine.state.step)
         engine.faults.at("join", engine.state.step)
         if not self.frozen_in_place:
             engine.requests.add(Wish("frozen", rank=world.rank))

@@ -147,6 +147,8 @@ class Saving:
         if record.saved != record.step and (asked or due):
             if not any(word in BUSY for word in record.saving):
                 self._begin(self._saver, world)
+            elif due and self._engine.boundary.owed:
+                self._ask_for_the_owed()
             elif due:
                 self._skip(record.step)
         if self._asked_at is not None and (record.saved >= self._asked_at or record.saved == record.step):
@@ -155,6 +157,11 @@ class Saving:
     def _is_due(self, record: Record) -> bool:
         steps = self._config.every_steps
         return (steps is not None and record.step % steps == 0) or SCHEDULED in record.wishes
+
+    def _ask_for_the_owed(self) -> None:
+        """The one before is still being written and is most likely lost with a member: as soon as it is over."""
+        if self._engine.rank == 0:
+            self._engine.requests.add(SAVE)
 
     def _skip(self, step: int) -> None:
         """All skip it; rank 0 tells."""

@@ -1,0 +1,118 @@
+"""Every committed step has its boundary: callbacks and saves, though the world breaks between the vote and them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from crew import Crew, Task, engine_of, undisturbed
+from integration.scripts import Samples
+from shoal.engine import Engine
+from shoal.faults import Faults
+from shoal.session.alone import AloneLink
+from shoal_controller.core.events import DrainWorker
+
+OPTIONS: dict[str, Any] = {"max_steps": 6}
+
+
+def watching(seen: list[int], **options: Any) -> Task:
+    return Task({**OPTIONS, **options}, prepare=lambda engine: engine.on_step(lambda now: seen.append(now.global_step)))
+
+
+@pytest.mark.parametrize(
+    ("stage", "name"), [(0, "b"), (0, "c"), (1, "a"), (1, "b"), (1, "c")], ids=lambda value: str(value)
+)
+@pytest.mark.parametrize("point", ["vote", "in_vote", "optimizer", "hand_out"])
+def test_on_step_is_called_once_for_every_step_wherever_a_worker_dies(name: str, point: str, stage: int) -> None:
+    seen: list[int] = []
+    with Crew("abc", watching(seen, stage=stage)) as crew:
+        crew.train_to(1)
+        crew.plant(name, 3, point)
+        assert crew.finish() == undisturbed(Task({**OPTIONS, "stage": stage}))
+    assert seen == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_boundary_that_is_owed_is_settled_though_the_next_world_breaks_too() -> None:
+    seen: list[int] = []
+    with Crew("abcd", watching(seen, mirrors=2)) as crew:
+        crew.train_to(1)
+        crew.plant("c", 3, "hand_out")
+        crew.plant("d", 3, "opened")
+        assert crew.finish() == undisturbed(Task({**OPTIONS, "mirrors": 2}))
+    assert seen == [1, 2, 3, 4, 5, 6]
+
+
+def test_on_step_is_called_where_rank_0_leaves_by_a_planned_change() -> None:
+    seen: list[int] = []
+    with Crew("ab", watching(seen, max_steps=12)) as crew:
+        crew.train_to(2)
+        crew.wish(DrainWorker("a"))
+        assert crew.finish() == undisturbed(Task({"max_steps": 12}))
+    assert seen == list(range(1, 13))
+
+
+@pytest.mark.parametrize("point", ["in_vote", "hand_out"])
+def test_a_checkpoint_that_was_due_at_a_step_whose_world_broke_is_made(point: str, tmp_path: Path) -> None:
+    options = {"max_steps": 5, "shoal": {"checkpoint": {"path": str(tmp_path), "every_steps": 3}}}
+    with Crew("abc", Task(options)) as crew:
+        crew.train_to(1)
+        crew.plant("c", 3, point)
+        assert crew.finish() == undisturbed(Task({"max_steps": 5}))
+        assert [sighting.step for sighting in crew.job.durable.checkpoints] == [3]
+
+
+@pytest.mark.parametrize("point", ["in_vote", "hand_out"])
+def test_what_a_worker_asked_for_in_a_vote_that_passed_is_done_though_it_died_of_it(point: str, tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+
+    def ask(engine: Engine) -> None:
+        if engine.rank == 2 and engine.global_step == 2:
+            engine.export(file)
+
+    with Crew("abc", Task(OPTIONS, in_loop=ask)) as crew:
+        crew.train_to(1)
+        crew.plant("c", 3, point)
+        crew.finish()
+    assert file.exists()
+
+
+def test_a_callback_may_evaluate_even_when_it_is_called_in_the_midst_of_a_lane() -> None:
+    """A survivor whose lane goes on is still in its forward when the new world settles the step before."""
+    seen: list[int] = []
+
+    def evaluate(engine: Engine) -> None:
+        seen.append(engine.global_step)
+        with engine.evaluating():
+            for batch in engine.shard(Samples(8)):
+                engine.report(validation=engine.module(**batch))
+
+    task = Task({**OPTIONS, "dropout": 0.3}, prepare=lambda engine: engine.on_step(evaluate))
+    with Crew("abc", task) as crew:
+        crew.train_to(1)
+        crew.plant("c", 3, "hand_out")
+        assert crew.finish() == undisturbed(Task({**OPTIONS, "dropout": 0.3}))
+    assert seen == [1, 2, 3, 4, 5, 6]
+
+
+def test_step_says_once_for_each_step_that_it_was_committed() -> None:
+    """Also to whom catches up with a vote that the others had passed."""
+    told: dict[str, list[int]] = {}
+
+    def step(engine: Engine) -> None:
+        if engine.step():
+            told.setdefault(engine.link.worker, []).append(engine.global_step)
+
+    with Crew("abc", Task(OPTIONS, step=step)) as crew:
+        crew.train_to(1)
+        crew.plant("b", 3, "in_vote")
+        crew.finish()
+    assert told["a"] == told["c"] == [1, 2, 3, 4, 5, 6]
+
+
+def test_alone_step_is_true_after_the_last_lane_only() -> None:
+    engine, committed = engine_of(Task({"max_steps": 2}), AloneLink(), Faults([])), []
+    for batch in engine:
+        engine.backward(engine.module(**batch))
+        committed.append(engine.step())
+    assert committed == [False, False, False, True] * 2
