@@ -9,6 +9,8 @@ from safetensors.torch import save_file
 from shoal_protos.errors import UserError
 from torch import Tensor, nn
 
+from shoal.module_names import named_state
+
 
 def export(module: nn.Module, path: Path) -> None:
     """Atomic: the file is whole or not there. Tied tensors are written once; the metadata maps their other names.
@@ -18,7 +20,7 @@ def export(module: nn.Module, path: Path) -> None:
     tensors: dict[str, Tensor] = {}
     first_name: dict[tuple[int, tuple[int, ...]], str] = {}
     metadata = {"format": "pt"}
-    for name, value in module.state_dict(keep_vars=True).items():
+    for name, value in named_state(module):
         place = (value.data_ptr(), tuple(value.shape))
         if value.numel() and place in first_name:
             metadata[name] = first_name[place]

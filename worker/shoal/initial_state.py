@@ -11,6 +11,7 @@ from shoal.exchange.group import Group
 from shoal.exchange.letters import as_bytes_tensor
 from shoal.exchange.routes import STARTED
 from shoal.logs import get_logger
+from shoal.module_names import named_buffers
 from shoal.state import TrainingState, digest_of, frozen_parameters
 from shoal.world import World
 
@@ -22,7 +23,7 @@ def agree_on_the_start(world: World, state: TrainingState) -> None:
     tensors = {
         **{f"bucket {i}": flat for i, flat in enumerate(state.flats)},
         **frozen_parameters(state.module),
-        **{f"buffer {name}": buffer for name, buffer in state.module.named_buffers()},
+        **{f"buffer {name}": buffer for name, buffer in named_buffers(state.module)},
     }
     group, digests = world.group, world.group.all_gather(as_bytes_tensor(digest_of(list(tensors.items())).encode()))
     others = [rank for rank in range(group.size) if not torch.equal(digests[rank], digests[0])]

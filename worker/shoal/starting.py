@@ -23,6 +23,7 @@ from shoal.ending import serve_at_exit, tell_errors_in_a_sentence
 from shoal.engine import Engine
 from shoal.faults import Faults
 from shoal.given import check_given
+from shoal.module_names import named_buffers, named_parameters
 from shoal.numerics import identity, make_exact
 from shoal.optim.build import build_optimizer, build_scheduler
 from shoal.optim.elementwise import check_optimizer
@@ -105,7 +106,7 @@ def _description(
     trained = {slot.parameter.name: slot.parameter for bucket in state.layout.buckets for slot in bucket.slots}
     parameters = tuple(
         Parameter(name, tuple(p.shape), str(p.dtype), trained[name].group if name in trained else -1)
-        for name, p in state.module.named_parameters()
+        for name, p in named_parameters(state.module)
     )
     return Description(
         lanes=config.lanes,
@@ -129,5 +130,5 @@ def _description(
 
 def _beside_the_config(state: TrainingState) -> dict[str, str]:
     """What else must agree: the class of a scheduler that the script made, and the module's buffers."""
-    buffers = {f"buffer {name}": f"{value.dtype} {tuple(value.shape)}" for name, value in state.module.named_buffers()}
+    buffers = {f"buffer {name}": f"{value.dtype} {tuple(value.shape)}" for name, value in named_buffers(state.module)}
     return {**buffers, "scheduler": type(state.scheduler).__name__ if state.scheduler is not None else "none"}

@@ -22,6 +22,7 @@ from shoal.checkpoint.lineage import Branch, Lineage
 from shoal.core.layout import Layout
 from shoal.exchange.module_buffers import ModuleBuffers
 from shoal.exchange.vote import Record
+from shoal.module_names import named_parameters
 from shoal.optim.hyper import hyper_parameters, load_into
 from shoal.optim.take_over import advance
 from shoal.parameter_guards import GradientGuard, ModuleGuard
@@ -201,7 +202,7 @@ def check_registered(mine: Collection[str], theirs: Collection[str], where: str)
 
 def frozen_parameters(module: nn.Module) -> dict[str, Tensor]:
     """By name: the parameters that no optimizer changes; they are in no block."""
-    return {name: parameter.data for name, parameter in module.named_parameters() if not parameter.requires_grad}
+    return {name: parameter.data for name, parameter in named_parameters(module) if not parameter.requires_grad}
 
 
 def frozen_digest(module: nn.Module) -> str:

@@ -19,6 +19,7 @@ from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.reader import Reader
 from shoal.core.layout import Bucket
 from shoal.exchange.module_buffers import persistent_buffers
+from shoal.module_names import named_parameters, named_state
 from shoal.zero.flat import views
 
 
@@ -81,7 +82,7 @@ def tied_names(module: nn.Module) -> dict[str, str]:
     """Other names of parameters and persistent buffers → the first name of the same tensor."""
     first: dict[int, str] = {}
     tied: dict[str, str] = {}
-    for name, tensor in module.state_dict(keep_vars=True).items():
+    for name, tensor in named_state(module):
         if isinstance(tensor, Tensor) and first.setdefault(id(tensor), name) != name:
             tied[name] = first[id(tensor)]
     return tied
@@ -93,7 +94,7 @@ def load_by_name(reader: Reader, module: nn.Module, allow: Sequence[str]) -> Mat
 
     A name that is tied in the module stands for the one under which the module knows the tensor.
     """
-    ours: dict[str, Tensor] = {**dict(module.named_parameters()), **persistent_buffers(module)}
+    ours: dict[str, Tensor] = {**dict(named_parameters(module)), **persistent_buffers(module)}
     tied = tied_names(module)
     theirs = {tied.get(name, name): known.shape for name, known in names(reader.manifest).items()}
     matched = match(theirs, {name: tuple(tensor.shape) for name, tensor in ours.items()}, allow, reader.where)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from shoal.core.tree import fold, push
 from shoal.exchange.group import Group, Work
 from shoal.exchange.routes import BUFFERS, Routes
+from shoal.module_names import plain_name
 
 LARGE_ELEMENTS = 1 << 14
 """Above it, a buffer that was not written is not read either."""
@@ -34,7 +35,7 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
         for name, buffer in part.named_buffers(recurse=False):
             if name not in part._non_persistent_buffers_set and id(buffer) not in seen:
                 seen.add(id(buffer))
-                found[f"{prefix}.{name}" if prefix else name] = buffer
+                found[plain_name(f"{prefix}.{name}" if prefix else name)] = buffer
     return found
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from shoal.core.layout import Bucket, Layout, Trainable, lay_out
 from shoal.host_memory import host_memory
+from shoal.module_names import named_parameters
 
 Flats = list[Tensor]
 """One flat tensor per bucket, in bucket order."""
@@ -28,7 +29,7 @@ def trainable(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[
     """
     group_of = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
     found: list[tuple[Trainable, nn.Parameter]] = []
-    for name, parameter in model.named_parameters():
+    for name, parameter in named_parameters(model):
         if not parameter.requires_grad:
             continue
         if id(parameter) not in group_of:
