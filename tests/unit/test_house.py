@@ -132,8 +132,8 @@ def test_the_pure_vocabulary_and_the_controllers_core_use_the_standard_library_o
     assert foreign_imports("shoal_controller.core", sys.stdlib_module_names - NO_IO) == {}
 
 
-def test_the_workers_core_uses_the_standard_library_and_torch_only() -> None:
-    assert foreign_imports("shoal.core", (sys.stdlib_module_names - NO_IO) | {"torch"}) == {}
+def test_the_workers_core_uses_the_standard_library_numpy_and_torch_only() -> None:
+    assert foreign_imports("shoal.core", (sys.stdlib_module_names - NO_IO) | {"numpy", "torch"}) == {}
 
 
 def foreign_imports(room: str, libraries: frozenset[str] | set[str]) -> dict[str, set[str]]:

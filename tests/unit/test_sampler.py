@@ -6,10 +6,11 @@ import random
 from collections import Counter
 from itertools import pairwise
 
+import numpy
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shoal.core.sampler import Sampler
+from shoal.core.sampler import MANY, Sampler, all_shuffled, shuffled
 from shoal_protos.errors import UserError
 
 sizes = st.integers(1, 5)
@@ -48,6 +49,23 @@ def test_an_epoch_is_a_permutation_of_the_dataset(count: int, seed: int, epoch: 
     sampler = Sampler(count, 1, 1, 1, seed)
     order = [sampler.indices(epoch * count + step, 0, 0)[0] for step in range(count)]
     assert sorted(order) == list(range(count))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    count=st.integers(1, 10**15),
+    keys=st.tuples(*[st.integers(0, 2**64 - 1)] * 8),
+    chance=st.randoms(use_true_random=False),
+)
+def test_many_places_at_once_are_those_of_each_alone(count: int, keys: tuple[int, ...], chance: random.Random) -> None:
+    places = [chance.randrange(count) for _ in range(MANY)]
+    together = all_shuffled(numpy.array(places, dtype=numpy.uint64), count, keys)
+    assert together.tolist() == [shuffled(place, count, keys) for place in places]
+
+
+def test_a_large_micro_batch_reads_what_small_ones_would() -> None:
+    large, small = Sampler(10_000, 2, 4 * MANY, 1, 5), Sampler(10_000, 2, MANY // 2, 8, 5)
+    assert large.indices(3, 1, 0) == [number for micro in range(8) for number in small.indices(3, 1, micro)]
 
 
 def test_the_order_never_changes() -> None:

@@ -1,8 +1,8 @@
 """Which samples a micro-batch reads: a fresh seeded shuffle per epoch, the same for every world.
 
-Pure, standard library only. A shuffle is never laid out: the sample at a place of the epoch is computed from the place
-by a keyed permutation, so a dataset of any length costs no memory, a newcomer starts in the middle of an epoch at once,
-and the order depends on integer arithmetic alone (no version of Python, numpy or torch can change it).
+Pure. A shuffle is never laid out: the samples at some places of the epoch are computed from the places by a keyed
+permutation, so a dataset of any length costs no memory, a newcomer starts in the middle of an epoch at once, and the
+order depends on integer arithmetic alone (no version of Python, numpy or torch can change it).
 """
 
 from __future__ import annotations
@@ -12,10 +12,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import isqrt
 
+import numpy
+from numpy.typing import NDArray
 from shoal_protos.errors import UserError
 
 ROUNDS = 8
 MASK = (1 << 64) - 1
+MANY = 32
+"""From so many places on, numpy computes all at once; fewer are faster one by one."""
+
+Numbers = NDArray[numpy.uint64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +67,10 @@ class Sampler:
         batch = (step_in_epoch * self.lanes + lane) * self.micro_batches_per_lane + micro
         first = batch * self.micro_batch_size
         keys = _round_keys(self.seed, epoch)
-        return [shuffled(place, self.samples, keys) for place in range(first, first + self.micro_batch_size)]
+        places = range(first, first + self.micro_batch_size)
+        if len(places) < MANY:
+            return [shuffled(place, self.samples, keys) for place in places]
+        return all_shuffled(numpy.array(places, dtype=numpy.uint64), self.samples, keys).tolist()
 
 
 @lru_cache(maxsize=4)
@@ -91,3 +100,22 @@ def _mixed(word: int) -> int:
     word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & MASK
     return word ^ (word >> 31)
+
+
+def all_shuffled(places: Numbers, count: int, keys: tuple[int, ...]) -> Numbers:
+    """`shuffled` of many places, in their order."""
+    side, words = numpy.uint64(isqrt(count - 1) + 1), [numpy.uint64(key) for key in keys]
+    found, outside = places.copy(), numpy.ones(len(places), dtype=bool)
+    while outside.any():
+        left, right = numpy.divmod(found[outside], side)
+        for word in words:
+            left, right = right, (left + _all_mixed(right ^ word) % side) % side  # the sum alone would wrap around
+        found[outside] = left * side + right
+        outside = found >= count
+    return found
+
+
+def _all_mixed(words: Numbers) -> Numbers:
+    words = (words ^ (words >> numpy.uint64(30))) * numpy.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> numpy.uint64(27))) * numpy.uint64(0x94D049BB133111EB)
+    return words ^ (words >> numpy.uint64(31))
