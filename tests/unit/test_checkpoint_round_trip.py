@@ -205,7 +205,5 @@ def test_a_state_that_cannot_be_kept_is_named(tmp_path: Path) -> None:
         def state_dict(self) -> dict[str, object]:
             return {"when": Path("x")}
 
-    with pytest.raises(
-        UserError, match=r'the state registered as "odd".when is a pathlib\S*Path, which no checkpoint or joiner'
-    ):
+    with pytest.raises(UserError, match=r'the state registered as "odd".when is a pathlib\S*Path, which no checkpoint'):
         save(trained(1), LocalStorage(tmp_path), registered={"odd": Odd(1)})

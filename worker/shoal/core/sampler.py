@@ -70,7 +70,7 @@ class Sampler:
         places = range(first, first + self.micro_batch_size)
         if len(places) < MANY:
             return [shuffled(place, self.samples, keys) for place in places]
-        return all_shuffled(numpy.array(places, dtype=numpy.uint64), self.samples, keys).tolist()
+        return [int(n) for n in all_shuffled(numpy.array(places, dtype=numpy.uint64), self.samples, keys)]
 
 
 @lru_cache(maxsize=4)
