@@ -24,6 +24,8 @@ class Sighting:
     bytes: int = 0
     run: str = field(default="", compare=False)
     """Which run of the job saved it; empty: not known."""
+    verified: bool = field(default=False, compare=False)
+    """Whether the copies of all its blocks were compared when it was saved, and agreed."""
 
 
 @dataclass(frozen=True, slots=True)

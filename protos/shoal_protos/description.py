@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from shoal_protos.corruption import OnCorruption
+
 ANSWER = "Start it with the job's script and config."
 
 
@@ -52,6 +54,7 @@ class Description:
     """Checkpoints of every so many steps stay; 0: none for that."""
     samples_per_step: int = 0
     """The global batch."""
+    on_corruption: OnCorruption = OnCorruption.RESTORE
 
 
 def first_difference(worker: str, theirs: Description, jobs: Description) -> str | None:

@@ -12,6 +12,7 @@ from enum import StrEnum
 
 from shoal_protos.activity import Activity
 from shoal_protos.checkpoint import Damage, Saved, Sighting
+from shoal_protos.corruption import CorruptBlock
 from shoal_protos.description import Description
 from shoal_protos.plan import Plan, WorkerId
 from shoal_protos.runs import NO_BLOCKS, Runs
@@ -125,6 +126,8 @@ class Status:
     highest_saved: int = 0
     """The highest generation of any save, whole or not, that lay in `checkpoint.path` at its start. The next one
     exceeds it, whichever checkpoint training begins from: saves are ordered by their generation."""
+    corrupt: tuple[CorruptBlock, ...] = ()
+    """Blocks whose copies it has seen to differ since all began, or went back to a checkpoint; the newest last."""
 
 
 # ---- worker → controller

@@ -88,6 +88,23 @@ SAVE_OUTCOME_FAILED: SaveOutcome.ValueType  # 2
 SAVE_OUTCOME_SKIPPED: SaveOutcome.ValueType  # 3
 Global___SaveOutcome: _TypeAlias = SaveOutcome  # noqa: Y015
 
+class _OnCorruption:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _OnCorruptionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_OnCorruption.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ON_CORRUPTION_RESTORE: _OnCorruption.ValueType  # 0
+    ON_CORRUPTION_PAUSE: _OnCorruption.ValueType  # 1
+    ON_CORRUPTION_CONTINUE: _OnCorruption.ValueType  # 2
+
+class OnCorruption(_OnCorruption, metaclass=_OnCorruptionEnumTypeWrapper): ...
+
+ON_CORRUPTION_RESTORE: OnCorruption.ValueType  # 0
+ON_CORRUPTION_PAUSE: OnCorruption.ValueType  # 1
+ON_CORRUPTION_CONTINUE: OnCorruption.ValueType  # 2
+Global___OnCorruption: _TypeAlias = OnCorruption  # noqa: Y015
+
 class _AskKind:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -512,6 +529,7 @@ class Status(_message.Message):
     DAMAGE_FIELD_NUMBER: _builtins.int
     HIGHEST_SAVED_FIELD_NUMBER: _builtins.int
     GRACE_SECONDS_FIELD_NUMBER: _builtins.int
+    CORRUPT_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     generation: _builtins.int
     point: Global___Point.ValueType
@@ -533,6 +551,8 @@ class Status(_message.Message):
     def checkpoint(self) -> Global___Sighting: ...
     @_builtins.property
     def damage(self) -> Global___Damage: ...
+    @_builtins.property
+    def corrupt(self) -> _containers.RepeatedCompositeFieldContainer[Global___CorruptBlock]: ...
     def __init__(
         self,
         *,
@@ -553,14 +573,44 @@ class Status(_message.Message):
         damage: Global___Damage | None = ...,
         highest_saved: _builtins.int = ...,
         grace_seconds: _builtins.float = ...,
+        corrupt: _abc.Iterable[Global___CorruptBlock] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "damage", b"damage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boundaries", b"boundaries", "broken", b"broken", "checkpoint", b"checkpoint", "committed_in", b"committed_in", "current", b"current", "damage", b"damage", "done", b"done", "drain", b"drain", "ended", b"ended", "generation", b"generation", "grace_seconds", b"grace_seconds", "highest_saved", b"highest_saved", "holds", b"holds", "point", b"point", "promised", b"promised", "sequence", b"sequence", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boundaries", b"boundaries", "broken", b"broken", "checkpoint", b"checkpoint", "committed_in", b"committed_in", "corrupt", b"corrupt", "current", b"current", "damage", b"damage", "done", b"done", "drain", b"drain", "ended", b"ended", "generation", b"generation", "grace_seconds", b"grace_seconds", "highest_saved", b"highest_saved", "holds", b"holds", "point", b"point", "promised", b"promised", "sequence", b"sequence", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Status: _TypeAlias = Status  # noqa: Y015
+
+@_typing.final
+class CorruptBlock(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCK_FIELD_NUMBER: _builtins.int
+    FIRST_STEP_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    block: _builtins.int
+    first_step: _builtins.int
+    step: _builtins.int
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        block: _builtins.int = ...,
+        first_step: _builtins.int = ...,
+        step: _builtins.int = ...,
+        workers: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "first_step", b"first_step", "step", b"step", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CorruptBlock: _TypeAlias = CorruptBlock  # noqa: Y015
 
 @_typing.final
 class Sighting(_message.Message):
@@ -571,11 +621,13 @@ class Sighting(_message.Message):
     PATH_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
     RUN_FIELD_NUMBER: _builtins.int
+    VERIFIED_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     step: _builtins.int
     path: _builtins.str
     bytes: _builtins.int
     run: _builtins.str
+    verified: _builtins.bool
     def __init__(
         self,
         *,
@@ -584,10 +636,11 @@ class Sighting(_message.Message):
         path: _builtins.str = ...,
         bytes: _builtins.int = ...,
         run: _builtins.str = ...,
+        verified: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "generation", b"generation", "path", b"path", "run", b"run", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "generation", b"generation", "path", b"path", "run", b"run", "step", b"step", "verified", b"verified"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -844,6 +897,7 @@ class Description(_message.Message):
     KEEP_FIELD_NUMBER: _builtins.int
     KEEP_EVERY_FIELD_NUMBER: _builtins.int
     SAMPLES_PER_STEP_FIELD_NUMBER: _builtins.int
+    ON_CORRUPTION_FIELD_NUMBER: _builtins.int
     lanes: _builtins.int
     blocks: _builtins.int
     block_elements: _builtins.int
@@ -857,6 +911,7 @@ class Description(_message.Message):
     keep: _builtins.int
     keep_every: _builtins.int
     samples_per_step: _builtins.int
+    on_corruption: Global___OnCorruption.ValueType
     @_builtins.property
     def parameters(self) -> _containers.RepeatedCompositeFieldContainer[Global___Parameter]: ...
     @_builtins.property
@@ -882,10 +937,11 @@ class Description(_message.Message):
         keep: _builtins.int = ...,
         keep_every: _builtins.int = ...,
         samples_per_step: _builtins.int = ...,
+        on_corruption: Global___OnCorruption.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_elements", b"block_elements", "blocks", b"blocks", "can_checkpoint", b"can_checkpoint", "config", b"config", "fill_bytes_per_step", b"fill_bytes_per_step", "keep", b"keep", "keep_every", b"keep_every", "lanes", b"lanes", "max_steps", b"max_steps", "mirrors", b"mirrors", "mixed_numerics", b"mixed_numerics", "numerics", b"numerics", "optimizer", b"optimizer", "parameters", b"parameters", "samples_per_step", b"samples_per_step", "state_bytes", b"state_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_elements", b"block_elements", "blocks", b"blocks", "can_checkpoint", b"can_checkpoint", "config", b"config", "fill_bytes_per_step", b"fill_bytes_per_step", "keep", b"keep", "keep_every", b"keep_every", "lanes", b"lanes", "max_steps", b"max_steps", "mirrors", b"mirrors", "mixed_numerics", b"mixed_numerics", "numerics", b"numerics", "on_corruption", b"on_corruption", "optimizer", b"optimizer", "parameters", b"parameters", "samples_per_step", b"samples_per_step", "state_bytes", b"state_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from crew import Crew, Task, Worker, undisturbed
+from crew import Crew, Task, undisturbed
+from crew_saves import rests, saved
 from shoal.checkpoint.catalogue import checkpoints, saves
-from shoal.checkpoint.saver import Status
 from shoal.checkpoint.storage import LocalStorage
 from shoal.checkpoint.verify import verify
 from shoal.failure import NeedsFreshProcess
@@ -40,24 +40,6 @@ def whole(place: Path) -> list[int]:
     for one in found:
         verify(one.reader())
     return [one.name.step for one in found]
-
-
-def saved(crew: Crew, step: int) -> None:
-    """Trains on, no faster than the disks write, until the controller knows of that checkpoint."""
-    while step not in [one.step for one in crew.job.durable.checkpoints]:
-        crew.until("the disks", lambda: all(_rests(worker) for worker in crew.members()))
-        assert crew.allowed < STEPS, crew.story()
-        crew.train_to(crew.allowed + 1)
-
-
-def _rests(worker: Worker) -> bool:
-    """Whether its step is done, and nothing is being written for it, as far as that does not wait for a vote."""
-    saver = worker.engine.saving._saver
-    assert saver is not None
-    if worker.engine.global_step < worker.crew.allowed or worker.seen[-1] != "forward":
-        return False
-    part = saver.outcome is not None and "write" in saver.outcome.seconds
-    return saver.status is not Status.WRITING or (saver.leads and part and not saver._verdict.is_set())
 
 
 def told(crew: Crew, kind: str) -> list[str]:
@@ -227,7 +209,7 @@ def test_an_asked_save_that_a_death_breaks_off_is_made_in_the_next_world(tmp_pat
         crew.train_to(3)
         crew.plant("c", 4, "save")
         while not crew.job.durable.checkpoints:
-            crew.until("the disks", lambda: all(_rests(worker) for worker in crew.members()))
+            crew.until("the disks", lambda: all(rests(worker) for worker in crew.members()))
             crew.train_to(crew.allowed + 1)
         (step,) = whole(tmp_path)
         assert step > 4  # that of step 4 lacks c's part
@@ -240,7 +222,7 @@ def test_a_leader_that_dies_as_it_saves_leaves_no_checkpoint_and_training_unharm
         crew.train_to(3)
         crew.plant("a", 4, "save")
         crew.train_to(5)
-        crew.until("the disks", lambda: all(_rests(worker) for worker in crew.members()))
+        crew.until("the disks", lambda: all(rests(worker) for worker in crew.members()))
         crew.train_to(8)
         assert whole(tmp_path) == []
         saved(crew, 8)

@@ -63,6 +63,7 @@ class Boundary:
     def _carry_out(self, record: Record, stepped: bool) -> None:
         engine = self._engine
         engine.meter.voted(stepped)
+        engine.corruption.voted(record)
         if engine.world is not None:
             engine.world.group.progress.begin_boundary(engine.boundaries)
             engine.saving.voted(record, engine.world, stepped)

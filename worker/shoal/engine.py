@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from shoal.boundary import Boundary, StepCallback
 from shoal.config.training import TrainingConfig
+from shoal.corruption import CorruptionWatch
 from shoal.data.fetch import Fetcher
 from shoal.data.forward_seed import ForwardSeed
 from shoal.evaluation import Evaluation
@@ -62,6 +63,7 @@ class Engine:
         self.loop = LaneLoop(config.lanes, config.micro_batches_per_lane, fetcher)
         self.forward_seed = ForwardSeed(state.module, config.seed)
         self.requests = Requests(self)
+        self.corruption = CorruptionWatch(self)
         self.resize = Resize(self)
         self.meter = Meter()
         self.evaluation = Evaluation(self)
@@ -342,7 +344,8 @@ class Engine:
     def _vote(self, world: World, ballot: Ballot, norms: Tensor | None) -> Record:
         world.group.progress.reach(StepPhase.VOTE)
         self.faults.at("vote", ballot.step)
-        record = cast(gather_of(self.faults, world.group, ballot, world.plan.generation), world.routes, ballot, norms)
+        gather = gather_of(self.faults, world.group, ballot, world.plan.generation)
+        record = cast(gather, world.routes, ballot, norms, self.corruption.comparisons(ballot.step))
         refuse_other_hyper_parameters(world.group, record, self.state.optimizer)
         prepared = self.link.leave_vote(list(record.generations))
         self.resize.begins = prepared
@@ -408,6 +411,7 @@ class Engine:
             current=state.is_current and self.world is not None, done=self.done, ended=self.ended,
             checkpoint=self.resuming.sighting, damage=self.resuming.damage,
             highest_saved=self.resuming.highest_saved,
+            corrupt=self.corruption.told,
         )  # fmt: skip
         passed_over = " ".join(self.resuming.passed_over)
         self.link.publish(status, self.meter.telemetry(state.loss, state, self.saving.told, passed_over))

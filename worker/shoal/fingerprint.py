@@ -29,14 +29,14 @@ def block_digests(state: TrainingState, blocks: Runs) -> dict[int, bytes]:
         bucket = state.layout.bucket_of(start)
         first = (start - bucket.first_block) * size
         parts = [state.flats[bucket.index][first : first + (stop - start) * size]]
-        parts += [_without_gaps(tensors[key], first, bucket.gaps) for key in sorted(tensors)]
+        parts += [without_gaps(tensors[key], first, bucket.gaps) for key in sorted(tensors)]
         for number in range(start, stop):
             at = (number - start) * size
             found[number] = b"".join(_digest(part, at, size) for part in parts)
     return found
 
 
-def _without_gaps(value: Tensor, first: int, gaps: list[tuple[int, int]]) -> Tensor:
+def without_gaps(value: Tensor, first: int, gaps: list[tuple[int, int]]) -> Tensor:
     """The state with zeros where no parameter lies (an optimizer may count there: Rprop's step sizes)."""
     if value.dim() == 0:
         return value

@@ -111,11 +111,13 @@ class Resize:
             self.frozen_in_place = True
             self._engine.saving.restored(recovery.step)
             self._engine.boundary.stand_at(recovery.step)
+            self._engine.corruption.restored()
             return
         if plan.reason is Reason.START:
             self._engine.resuming.check_initial()
             self._engine.saving.restored(-1)
             self._engine.boundary.stand_at(0)
+            self._engine.corruption.restored()
             state.begin_anew(plan.shares[world.rank].keeps)
             agree_on_the_start(world, state)
             return
@@ -137,6 +139,7 @@ class Resize:
         passed = Record.from_bytes(record)
         generation = engine.world.plan.generation if engine.world else engine.state.committed_in
         engine.commit(passed, generation)
+        engine.corruption.tell(passed)
         log.info("rolled_forward", step=passed.step, committed_in=generation)
         engine.meter.step_done()
 
@@ -245,6 +248,7 @@ class Resize:
         engine.meter.changed(change, planned=plan.recovery is None)
         log.info("world", generation=plan.generation, reason=str(plan.reason), rank=world.rank,
                  world_size=plan.world_size, lanes=list(world.lanes), step=engine.state.step)  # fmt: skip
+        engine.corruption.enter()
         engine.saving.enter(world)
         engine.publish()
 

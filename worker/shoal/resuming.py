@@ -62,7 +62,9 @@ class Resuming:
         same = fits(found.manifest, self._engine.state, self._config.allow, found.path)
         step = found.manifest.step if same else 0
         manifest = found.manifest
-        self.sighting = Sighting(manifest.generation, step, found.path, manifest.data_bytes, manifest.run)
+        self.sighting = Sighting(
+            manifest.generation, step, found.path, manifest.data_bytes, manifest.run, manifest.verified
+        )
         log.info("checkpoint_found", path=found.path, step=found.manifest.step,
                  means="training goes on from it" if same else "its tensors are taken by name")  # fmt: skip
 

@@ -138,7 +138,7 @@ class Saving:
         if self._saver is None:
             return
         said = {m.incarnation: word for m, word in zip(world.plan.members, record.saving, strict=True)}
-        self._saver.heed(said, planned=world.plan.recovery is None)
+        self._saver.heed(said, world.plan.recovery is None, self._engine.corruption.saved_is_sound)
         self._hear(self._saver.take_outcome())
         asked = any(wish.kind == "save" and record.saved < wish.step for wish in record.wishes)
         due = stepped and self._is_due(record)
@@ -146,6 +146,7 @@ class Saving:
             self._clock = time.monotonic()
         if record.saved != record.step and (asked or due):
             if not any(word in BUSY for word in record.saving):
+                self._engine.corruption.save_begins()
                 self._begin(self._saver, world)
             elif due and self._engine.boundary.owed:
                 self._ask_for_the_owed()
@@ -235,9 +236,9 @@ class Saving:
             return
         if not outcome.failure:
             self.saved = outcome.name.step
-            size = outcome.manifest.data_bytes if outcome.manifest is not None else 0
-            name, run = outcome.name, self._engine.link.run
-            self._engine.resuming.saved(Sighting(name.generation, name.step, outcome.path, size, run))
+            name, manifest, run = outcome.name, outcome.manifest, self._engine.link.run
+            size, verified = (manifest.data_bytes, manifest.verified) if manifest is not None else (0, False)
+            self._engine.resuming.saved(Sighting(name.generation, name.step, outcome.path, size, run, verified))
         elif self.pending and self._generation == self._engine.generation:
             self._asked_at = None
             self.failure = UserError(f"the checkpoint of step {outcome.name.step} failed: {outcome.failure}")

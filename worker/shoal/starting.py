@@ -124,6 +124,7 @@ def _description(
         can_checkpoint=config.checkpoint.path is not None,
         keep=config.checkpoint.keep,
         keep_every=config.checkpoint.keep_every or 0,
+        on_corruption=config.on_corruption,
         samples_per_step=config.train_batch_size,
     )
 

@@ -143,6 +143,20 @@ class Resize:
 
 
 @dataclass(frozen=True, slots=True)
+class Corruption:
+    """What is known of copies that differ."""
+
+    blocks: Runs = NO_BLOCKS
+    """That were found to differ since all began, or went back to a checkpoint."""
+    implicated: Mapping[WorkerId, int] = field(default_factory=dict)
+    """In how many differences each worker was."""
+    restoring: str = ""
+    """Why all are to go back to a checkpoint; empty: they are not."""
+    returned_at: int = -1
+    """The highest step that was shown when all went back for that the last time."""
+
+
+@dataclass(frozen=True, slots=True)
 class Durable:
     """See the module's text. Replaced whole; the shell writes it whenever the machine says `Persist`."""
 
@@ -163,6 +177,12 @@ class Durable:
     planned: tuple[Plan, ...] = ()
     """Planned changes of `current` that may begin; oldest first."""
     paused: bool = False
+    paused_because: str = ""
+    """Empty where an operator has paused it."""
+    corruption: Corruption = Corruption()
+    went_back_to: Sighting | None = None
+    """The checkpoint that all have last gone back to: what was saved after it in generations before `floor` was given
+    up."""
     scaled_up: bool = False
     """An operator asked for more workers, and they have not all come yet."""
     stopping: bool = False

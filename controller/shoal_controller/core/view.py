@@ -66,7 +66,7 @@ def reason(job: Job, now: float) -> str:
         return "cancelled; the workers end after their step"
     if not durable.current.steps:
         if durable.paused:
-            return "paused by an operator"
+            return f"paused: {durable.paused_because}" if durable.paused_because else "paused by an operator"
         active = durable.current.world_size
         active_workers = f"{active} worker{'s' * (active != 1)} active"
         return f"{active_workers}, min_workers is {spec.min_workers}{waiting.trouble(durable)}"

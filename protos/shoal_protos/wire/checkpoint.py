@@ -21,6 +21,7 @@ def write_sighting(sighting: Sighting) -> pb.Sighting:
         path=sighting.path,
         bytes=sighting.bytes,
         run=sighting.run,
+        verified=sighting.verified,
     )
 
 
@@ -31,6 +32,7 @@ def read_sighting(message: pb.Sighting) -> Sighting:
         path=bounds.label("checkpoint.path", message.path),
         bytes=bounds.whole("checkpoint.bytes", message.bytes),
         run=message.run and bounds.name("checkpoint.run", message.run),
+        verified=message.verified,
     )
 
 

@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shoal_protos import session_pb2 as pb
+from shoal_protos.corruption import OnCorruption
 from shoal_protos.description import Description, Parameter
 from shoal_protos.plan import EVERYONE
 from shoal_protos.wire import bounds
+
+ON_CORRUPTION = {
+    pb.ON_CORRUPTION_RESTORE: OnCorruption.RESTORE,
+    pb.ON_CORRUPTION_PAUSE: OnCorruption.PAUSE,
+    pb.ON_CORRUPTION_CONTINUE: OnCorruption.CONTINUE,
+}
+ON_CORRUPTION_NUMBERS = {policy: number for number, policy in ON_CORRUPTION.items()}
 
 
 def write_description(description: Description) -> pb.Description:
@@ -31,6 +39,7 @@ def write_description(description: Description) -> pb.Description:
         keep=description.keep,
         keep_every=description.keep_every,
         samples_per_step=description.samples_per_step,
+        on_corruption=ON_CORRUPTION_NUMBERS[description.on_corruption],
     )
 
 
@@ -53,6 +62,7 @@ def read_description(message: pb.Description) -> Description:
         keep=bounds.whole("description.keep", message.keep),
         keep_every=bounds.whole("description.keep_every", message.keep_every),
         samples_per_step=bounds.whole("description.samples_per_step", message.samples_per_step),
+        on_corruption=bounds.word("description.on_corruption", ON_CORRUPTION, message.on_corruption),
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from google.protobuf.message import DecodeError
 
 from shoal_protos import session_pb2 as pb
+from shoal_protos.corruption import CorruptBlock
 from shoal_protos.errors import UserError
 from shoal_protos.messages import (
     PROTOCOL_VERSION,
@@ -163,6 +164,10 @@ def _write_status(status: Status) -> pb.Status:
         checkpoint=write_sighting(status.checkpoint) if status.checkpoint is not None else None,
         damage=write_damage(status.damage) if status.damage is not None else None,
         highest_saved=status.highest_saved,
+        corrupt=[
+            pb.CorruptBlock(block=one.block, first_step=one.first_step, step=one.step, workers=one.workers)
+            for one in status.corrupt[-bounds.MAX_CORRUPT :]
+        ],
     )
 
 
@@ -186,6 +191,19 @@ def _read_status(message: pb.Status, blocks: int) -> Status:
         checkpoint=read_sighting(message.checkpoint) if message.HasField("checkpoint") else None,
         damage=read_damage(message.damage) if message.HasField("damage") else None,
         highest_saved=bounds.whole("status.highest_saved", message.highest_saved),
+        corrupt=tuple(
+            _read_corrupt(block, blocks) for block in bounds.few("status.corrupt", message.corrupt, bounds.MAX_CORRUPT)
+        ),
+    )
+
+
+def _read_corrupt(message: pb.CorruptBlock, blocks: int) -> CorruptBlock:
+    workers = bounds.few("corrupt.workers", message.workers, bounds.MAX_MEMBERS)
+    return CorruptBlock(
+        block=bounds.whole("corrupt.block", message.block, most=blocks - 1),
+        first_step=bounds.whole("corrupt.first_step", message.first_step),
+        step=bounds.whole("corrupt.step", message.step),
+        workers=tuple(bounds.name("corrupt.workers", worker) for worker in workers),
     )
 
 

@@ -148,6 +148,8 @@ class Manifest(Entry):
     config: dict[Name, str]
     numerics: dict[Name, str]
     files: tuple[FileEntry, ...]
+    verified: bool = False
+    """Whether every block had two copies at least when it was saved, and all of them agreed."""
     fingerprint: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")]
     checksum: Digest = NO_CHECKSUM
     """SHA-256 of all that stands in the file before this last key."""

@@ -107,6 +107,7 @@ class Saver:
         self._gone: frozenset[str] = frozenset()
         """Whose parts may still come, though they take part in votes no more."""
         self._give_up = ""
+        self._verified = False
         self._leader_heard = False
         self._frozen: FrozenEntry | None = None
 
@@ -139,38 +140,40 @@ class Saver:
         self._join()
         self._save, self._status = save, Status.WRITING
         self._verdict.clear()
-        self._give_up, self._gone, self._leader_heard = "", frozenset(), False
+        self._give_up, self._gone, self._leader_heard, self._verified = "", frozenset(), False, False
         self.outcome = Outcome(save.name, f"{self.storage.url}/{save.name.folder}", seconds={"copy": copy_seconds})
         self._fresh = self.outcome
         self._thread = threading.Thread(target=self._run, args=(save,), name="shoal-save", daemon=True)
         self._thread.start()
 
-    def heed(self, ballots: Mapping[str, str], planned: bool = True) -> None:
+    def heed(self, ballots: Mapping[str, str], planned: bool = True, sound: bool | None = False) -> None:
         """After a vote: what each present member (by incarnation) has said in it. `planned`: who is not present has
-        left by a planned change, and its process writes on; otherwise it is dead.
+        left by a planned change, and its process writes on; otherwise it is dead. `sound`: whether all copies of what
+        is saved agree; None: they are still being compared.
         """
         save = self._save
         if save is None or self._status is Status.IDLE:
             return
         if save.lead is not None:
-            self._decide(save, ballots, planned)
+            self._decide(save, ballots, planned, sound)
         elif ballots.get(save.members[0].incarnation) == Status.WRITING:
             self._leader_heard = True
         elif self._status is not Status.WRITING:
             self._settle(save, ballots.get(save.members[0].incarnation))
 
-    def _decide(self, save: Save, ballots: Mapping[str, str], planned: bool) -> None:
+    def _decide(self, save: Save, ballots: Mapping[str, str], planned: bool, sound: bool | None) -> None:
         """The leader: complete it, give it up, or wait for another vote."""
         if self._verdict.is_set():
             return
         others = {author.incarnation: author for author in save.members[1:]}
         said = {incarnation: ballots[incarnation] for incarnation in others if incarnation in ballots}
-        if Status.WRITING in said.values():
+        if Status.WRITING in said.values() or sound is None:
             return
         failed = [others[incarnation].worker for incarnation, word in said.items() if word == Status.FAILED]
         if failed:
             self._give_up = f"{', '.join(failed)} could not write"
         self._gone = frozenset(others.keys() - said.keys()) if planned else frozenset()
+        self._verified = sound
         self._verdict.set()
 
     def _settle(self, save: Save, word: str | None) -> None:
@@ -273,7 +276,7 @@ class Saver:
         if self._give_up:
             raise CheckpointDamaged(f"the save was given up: {self._give_up}.")
         self._wait_for_parts(save)
-        draft = lead.draft.model_copy(update={"frozen": frozen})
+        draft = lead.draft.model_copy(update={"frozen": frozen, "verified": self._verified})
         files = [author.file(save.name.step) for author in save.members]
         manifest = self._making_room(save, lambda: commit(self.storage, save.name.folder, draft, files, lead.buffers))
         outcome.seconds["commit"] = time.monotonic() - began

@@ -139,6 +139,15 @@ class Shoal(Section):
     """True: workers whose numeric identity differs may join; the run is shown as not bit-exact."""
     exact: Switch = True
     """On CUDA: deterministic algorithms on, autotuning off. False leaves PyTorch's settings alone."""
+    corruption_steps: Natural = 1000
+    """Within so many steps the copies of every block, its owner's and its mirrors', are compared, some blocks beside
+    each step; the copies of all blocks beside each save. 0: off, as in a job that is not bit-exact (`mixed_numerics`,
+    or `exact` false)."""
+    on_corruption: Annotated[
+        Literal["restore", "pause", "continue"], Allowed('are "restore", "pause" and "continue"')
+    ] = "restore"
+    """What is done where copies differ: `restore`: all go back to the newest checkpoint whose copies were compared
+    when it was saved (without one the job pauses); `pause`; `continue`: it is told, and no more."""
     checkpoint: Checkpoint = Checkpoint()
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import ValidationError
+from shoal_protos.corruption import OnCorruption
 from shoal_protos.errors import UserError
 
 from shoal.config.batch import Sizes, per_lane, settle
@@ -171,6 +172,8 @@ def _settled(document: Document, faults: list[str]) -> TrainingConfig | None:
         elementwise=shoal.elementwise,
         mixed_numerics=shoal.mixed_numerics,
         exact=shoal.exact,
+        corruption_steps=shoal.corruption_steps,
+        on_corruption=OnCorruption(shoal.on_corruption),
         stage=document.zero_optimization.stage,
         gradient_clipping=float(_said(document.gradient_clipping) or 0.0),
         optimizer=document.optimizer,

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
+from shoal_protos.corruption import OnCorruption
+
 from shoal.config.document import Checkpoint, Optimizer, Scheduler
 
 
@@ -32,6 +34,9 @@ class TrainingConfig:
     elementwise: bool
     mixed_numerics: bool
     exact: bool
+    corruption_steps: int
+    """0: off."""
+    on_corruption: OnCorruption
     stage: int
     gradient_clipping: float
     """0: off."""
@@ -46,8 +51,8 @@ class TrainingConfig:
 
 
 def agreement(config: TrainingConfig) -> dict[str, str]:
-    """Dotted keys with values as JSON: all that changes bits, data order or length. Not what only guards (elementwise),
-    only paces (fill_bytes_per_step) or is compared elsewhere (threads, in the numeric identity)."""
+    """Dotted keys with values as JSON: all that changes bits, data order, length or what a vote carries. Not what only
+    guards (elementwise), paces (fill_bytes_per_step) or is compared elsewhere (threads: in the numeric identity)."""
     values: dict[str, object] = {
         "train_micro_batch_size_per_gpu": config.micro_batch_size,
         "gradient_clipping": config.gradient_clipping,
@@ -59,6 +64,8 @@ def agreement(config: TrainingConfig) -> dict[str, str]:
         "shoal.max_steps": config.max_steps,
         "shoal.epochs": config.epochs,
         "shoal.exact": config.exact,
+        "shoal.corruption_steps": config.corruption_steps,
+        "shoal.on_corruption": config.on_corruption,
     }
     for section, spec in (("optimizer", config.optimizer), ("scheduler", config.scheduler)):
         values[f"{section}.type"] = spec.type if spec else None

@@ -10,15 +10,17 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
+from shoal_protos.corruption import CorruptBlock
 from shoal_protos.errors import UserError
 from shoal_protos.runs import Span
 from torch import Tensor
 
 from shoal.core.tree import fold_numbers
+from shoal.exchange.copies import Comparison, compare
 from shoal.exchange.letters import as_bytes_tensor
 from shoal.exchange.routes import Routes
 
@@ -89,6 +91,10 @@ class Record:
     """Whether the step updates anything: not where all its micro-batches were skipped."""
     skipped_micro_batches: int = 0
     """Of all steps up to this one."""
+    corrupt: tuple[CorruptBlock, ...] = ()
+    """Blocks whose copies differ."""
+    single: int = 0
+    """Blocks of those compared that had fewer than two copies."""
 
     def to_bytes(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -98,6 +104,9 @@ class Record:
         """The inverse of `to_bytes`."""
         fields = json.loads(content)
         fields["wishes"] = tuple(Wish(**wish) for wish in fields["wishes"])
+        fields["corrupt"] = tuple(
+            CorruptBlock(**{**block, "workers": tuple(block["workers"])}) for block in fields.get("corrupt", ())
+        )
         return cls(**{**fields, **{name: tuple(fields[name]) for name in ("generations", "hypers", "saving")}})
 
 
@@ -105,13 +114,21 @@ Gather = Callable[[Tensor], Tensor]
 """One's own row → every member's, by rank: `Group.all_gather`."""
 
 
-def cast(gather: Gather, routes: Routes, ballot: Ballot, norms: Tensor | None) -> Record:
+def cast(
+    gather: Gather,
+    routes: Routes,
+    ballot: Ballot,
+    norms: Tensor | None,
+    comparisons: Sequence[Comparison] = (),
+) -> Record:
     """Votes, and returns the record: past this call the step is committed. Raises `WorldChanged` when it did not pass.
 
     `norms`: `(subtrees owned,)` float64 sums of squares of the reduced gradient, where the step needs the norm.
+    `comparisons`: blocks whose copies are compared, the same on all members.
     """
     most = max(len(spans) for spans in routes.norm_spans) if norms is not None else 0
-    row = torch.zeros(TEXT_BYTES + 8 * most, dtype=torch.uint8, device="cpu")
+    end = TEXT_BYTES + 8 * most
+    row = torch.zeros(end + 8 * sum(len(c.blocks) for c in comparisons), dtype=torch.uint8, device="cpu")
     text = as_bytes_tensor(json.dumps(asdict(ballot), separators=(",", ":")).encode())
     if text.numel() > TEXT_BYTES:
         raise UserError(
@@ -120,8 +137,24 @@ def cast(gather: Gather, routes: Routes, ballot: Ballot, norms: Tensor | None) -
         )
     row[: text.numel()] = text
     if norms is not None:
-        row[TEXT_BYTES:].view(torch.float64)[: norms.numel()] = norms
-    return _record(routes, gather(row), bool(most))
+        row[TEXT_BYTES:end].view(torch.float64)[: norms.numel()] = norms
+    if comparisons:
+        row[end:].view(torch.int64).copy_(torch.cat([comparison.checksums for comparison in comparisons]))
+    rows = gather(row)
+    return replace(_record(routes, rows[:, :end], bool(most)), **_findings(routes, rows[:, end:], comparisons))
+
+
+def _findings(routes: Routes, rows: Tensor, comparisons: Sequence[Comparison]) -> dict[str, Any]:
+    """Fields of the record."""
+    workers = [member.worker for member in routes.plan.members]
+    corrupt: list[CorruptBlock] = []
+    single = at = 0
+    for comparison in comparisons:
+        columns = rows[:, 8 * at : 8 * (at + len(comparison.blocks))].contiguous().view(torch.int64)
+        found = compare(comparison, columns, workers)
+        corrupt += found.corrupt
+        single, at = single + found.single, at + len(comparison.blocks)
+    return {"corrupt": tuple(corrupt), "single": single}
 
 
 def read_ballots(rows: Tensor) -> list[dict[str, Any]]:

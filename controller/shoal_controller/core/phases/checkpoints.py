@@ -28,21 +28,36 @@ MOST_SPANS = 1_000
 
 
 def latest(durable: Durable) -> Sighting | None:
-    """What a world may begin from."""
-    return max(durable.checkpoints, default=None)
+    """What a world may begin from. Where copies differ it is one that is known to be sound, if any can be read."""
+    sound = [one for one in durable.checkpoints if one.verified] if durable.corruption.restoring else []
+    return max(sound or durable.checkpoints, default=None)
+
+
+def _is_given_up(durable: Durable, sighting: Sighting) -> bool:
+    """Whether all have gone back behind it."""
+    back = durable.went_back_to
+    return back is not None and back < sighting and sighting.generation < durable.floor
+
+
+def give_up_after(turn: Turn, path: str) -> None:
+    """All have begun at that checkpoint, after `floor` was set: what was saved after it counts no more."""
+    back = next((one for one in turn.durable.checkpoints if one.path == path), None)
+    turn.keep(went_back_to=back)
+    turn.keep(checkpoints=tuple(one for one in turn.durable.checkpoints if not _is_given_up(turn.durable, one)))
 
 
 def seen(turn: Turn, worker: WorkerId, status: Status) -> None:
     """A worker says which one it knows of, and which number the next generation must exceed."""
     _exceed(turn, status.highest_saved)
     sighting = status.checkpoint
-    if sighting is None or sighting.path in turn.durable.spoilt:
+    if sighting is None or sighting.path in turn.durable.spoilt or _is_given_up(turn.durable, sighting):
         return
     known = next((one for one in turn.durable.checkpoints if one.path == sighting.path), None)
     if known is not None:
-        if sighting.bytes > known.bytes:
+        better = replace(known, bytes=max(known.bytes, sighting.bytes), verified=known.verified or sighting.verified)
+        if (better.bytes, better.verified) != (known.bytes, known.verified):
             others = (one for one in turn.durable.checkpoints if one is not known)
-            _keep(turn, (*others, replace(known, bytes=sighting.bytes)))
+            _keep(turn, (*others, better))
         return
     _keep(turn, (*turn.durable.checkpoints, sighting))
     _exceed(turn, sighting.generation)

@@ -17,6 +17,7 @@ from shoal_controller.core.job import Attempt, Stage
 from shoal_controller.core.phases import (
     asking,
     checkpoints,
+    corruption,
     ending,
     failures,
     feuds,
@@ -127,7 +128,7 @@ def _too_few(turn: Turn) -> None:
 def _make(turn: Turn, attempt: Attempt) -> None:
     inventories = _inventories(turn, attempt)
     if attempt.lost_blocks and attempt.answered == inventories.keys():
-        return _go_back(turn, attempt) if stalled.wait(turn, attempt) else None
+        return _go_back(turn, attempt, turn.durable.reason) if stalled.wait(turn, attempt) else None
     committed_in = max([turn.durable.committed_in, *(inventory.committed_in for inventory in inventories.values())])
     counting = {
         worker: inventory
@@ -139,6 +140,8 @@ def _make(turn: Turn, attempt: Attempt) -> None:
     counting = {worker: inventory for worker, inventory in counting.items() if turn.record(worker).serves}
     turn.change(attempt=attempt)
     feuds.judge(turn, attempt)
+    if turn.durable.corruption.restoring:
+        return _go_back(turn, attempt, turn.durable.corruption.restoring)
     result = asking.for_recovery(turn, counting, attempt)
     if isinstance(result, Plan):
         _dismiss_stale(turn, inventories, committed_in)
@@ -148,12 +151,12 @@ def _make(turn: Turn, attempt: Attempt) -> None:
         return _begin_again(turn, attempt, sorted(inventories))
     attempt = replace(attempt, lost_blocks=result)
     turn.change(attempt=attempt)
-    return _go_back(turn, attempt) if stalled.blocks_lost(turn, attempt) else None
+    return _go_back(turn, attempt, turn.durable.reason) if stalled.blocks_lost(turn, attempt) else None
 
 
-def _go_back(turn: Turn, attempt: Attempt) -> None:
+def _go_back(turn: Turn, attempt: Attempt, why: str) -> None:
     """All who are left begin at the newest checkpoint. The world before stays on record until the new one is open: a
-    controller that is started again in between finds the same blocks lost.
+    controller that is started again in between finds the same blocks lost, or corrupt.
     """
     failures.on_world_lost(turn)
     if turn.durable.phase.over:
@@ -161,7 +164,7 @@ def _go_back(turn: Turn, attempt: Attempt) -> None:
     attempt = replace(
         attempt,
         reason=Reason.RESTORE,
-        why=turn.durable.reason,
+        why=why,
         start=True,
         asked=attempt.answered,
         lost_blocks=NO_BLOCKS,
@@ -288,6 +291,8 @@ def _open(turn: Turn, attempt: Attempt, plan: Plan) -> None:
         turn.keep(floor=plan.generation)  # whoever was not there when all went back changes nothing any more
         step_figures.gone_back(turn, step)
         checkpoints.went_back(turn, step)
+        checkpoints.give_up_after(turn, plan.recovery.checkpoint if plan.recovery is not None else "")
+        corruption.went_back(turn, before)
         shown = step
     checkpoints.opened(turn, plan.generation)
     turn.keep(

@@ -74,6 +74,9 @@ def _broken(turn: Turn, world: Plan) -> bool:
         why += f" and {len(gone) - 4} more" if len(gone) > 4 else ""
         recovery.lost(turn, why, min(_last_sign(turn, worker) for worker in gone))
         return True
+    if turn.durable.corruption.restoring:
+        recovery.lost(turn, turn.durable.corruption.restoring, turn.now)
+        return True
     reports = feuds.reports(turn, world, building=False)
     if reports:
         for _, peer in reports:

@@ -11,7 +11,7 @@ from shoal_protos.plan import WorkerId
 from shoal_controller.core.durable import Leaving, Standing
 from shoal_controller.core.events import Said
 from shoal_controller.core.job import Process
-from shoal_controller.core.phases import checkpoints, ending, failures, planned, population, timeline
+from shoal_controller.core.phases import checkpoints, corruption, ending, failures, planned, population, timeline
 from shoal_controller.core.phases.current import tell
 from shoal_controller.core.phases.known import step_seconds_median
 from shoal_controller.core.turn import Turn
@@ -74,6 +74,7 @@ def stated(turn: Turn, worker: WorkerId, status: Status) -> None:
     if highest > durable.number:
         turn.keep(number=highest)
     checkpoints.seen(turn, worker, status)
+    corruption.on_status(turn, worker, status)
     planned.begun(turn, status)
     if status.committed_in > durable.committed_in:
         turn.keep(committed_in=status.committed_in)
@@ -90,7 +91,7 @@ def _differs(before: Status, after: Status) -> bool:
 
 def _stands(status: Status) -> tuple[object, ...]:
     ends = status.done, status.ended, status.drain
-    knows = status.checkpoint, status.damage
+    knows = status.checkpoint, status.damage, status.corrupt
     return status.generation, status.point, status.promised, status.committed_in, status.broken, ends, knows
 
 

@@ -96,7 +96,7 @@ def pause(turn: Turn, _: Pause) -> None:
 def resume(turn: Turn, _: Resume) -> None:
     if not turn.durable.paused:
         raise Conflict(f"job {turn.spec.job} is not paused; it is {turn.durable.phase.value}.")
-    turn.keep(paused=False)
+    turn.keep(paused=False, paused_because="")
     turn.note("resumed", "the job goes on")
 
 

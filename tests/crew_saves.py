@@ -1,0 +1,28 @@
+"""Checkpoints in a crew: training goes on no faster than the disks write, so that each save is seen to its end."""
+
+from __future__ import annotations
+
+from crew import Crew, Worker
+from shoal.checkpoint.saver import Status
+
+MOST_STEPS = 20
+"""After the save, until the controller knows of it."""
+
+
+def saved(crew: Crew, step: int) -> None:
+    """Trains on until the controller knows of that checkpoint."""
+    most = crew.allowed + MOST_STEPS
+    while step not in [one.step for one in crew.job.durable.checkpoints]:
+        crew.until("the disks", lambda: all(rests(worker) for worker in crew.members()))
+        assert crew.allowed < most and not crew.job.durable.phase.over, crew.story()
+        crew.train_to(crew.allowed + 1)
+
+
+def rests(worker: Worker) -> bool:
+    """Whether its step is done, and nothing is being written for it, as far as that does not wait for a vote."""
+    saver = worker.engine.saving._saver
+    assert saver is not None
+    if worker.engine.global_step < worker.crew.allowed or worker.seen[-1] != "forward":
+        return False
+    part = saver.outcome is not None and "write" in saver.outcome.seconds
+    return saver.status is not Status.WRITING or (saver.leads and part and not saver._verdict.is_set())

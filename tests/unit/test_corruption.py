@@ -1,0 +1,200 @@
+"""Silent corruption: one flipped bit is seen by comparing copies, told, and undone by going back to a sound checkpoint.
+
+Real engines and the real job machine in one process (crew.py); a bit is flipped in the memory of a living worker.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from crew import Crew, Task, Worker, undisturbed
+from crew_saves import saved
+from hypothesis import given
+from hypothesis import strategies as st
+from shoal.block_checksums import block_checksums
+from shoal.checkpoint.catalogue import checkpoints
+from shoal.checkpoint.storage import LocalStorage
+from shoal.core.sampled_blocks import sampled
+from shoal_protos.runs import Runs
+from torch import Tensor
+
+STEPS = 24
+PLAIN = Task({"max_steps": STEPS})
+SOON = 4
+"""Steps within which all blocks of these jobs are compared."""
+
+
+def task(place: Path | None = None, **shoal: Any) -> Task:
+    checkpoint = {"checkpoint": {"path": str(place), "keep": 9}} if place is not None else {}
+    return Task({"max_steps": STEPS, "shoal": {"corruption_steps": SOON, **checkpoint, **shoal}})
+
+
+def memory_of(worker: Worker, what: str, owned: bool) -> tuple[Tensor, int]:
+    """A tensor of a block that a worker owns, or mirrors, and the block's number."""
+    engine = worker.engine
+    assert engine.world is not None
+    share = engine.world.plan.shares[engine.world.rank]
+    block = next(iter(share.owned if owned else share.mirrored))
+    state, one = engine.state, Runs(((block, block + 1),))
+    if what == "parameters":
+        bucket = state.layout.bucket_of(block)
+        first = (block - bucket.first_block) * state.layout.block_elements
+        return state.flats[bucket.index][first : first + state.layout.block_elements], block
+    return state.held.states(one)[block, block + 1][what], block
+
+
+def flip(values: Tensor, bit: int = 12) -> None:
+    """One bit of the first number, behind the back of PyTorch."""
+    memory = values.detach().reshape(-1)[:1].view(torch.uint8).numpy()
+    memory[bit // 8] ^= 1 << bit % 8
+
+
+def seen(crew: Crew, kind: str = "corrupt_block") -> list[str]:
+    return [message for one, message in crew.events if one == kind]
+
+
+def strike(crew: Crew, name: str, what: str = "exp_avg", owned: bool = True) -> int:
+    """Flips a bit in that worker's memory in the middle of its next step; returns the block."""
+    struck: list[int] = []
+
+    def watch(worker: Worker, point: str, step: int) -> None:
+        if worker.name == name and point == "exchange" and not struck:
+            values, block = memory_of(worker, what, owned)
+            flip(values)
+            struck.append(block)
+
+    with crew.changed:
+        crew.watchers.append(watch)
+        return memory_of(crew.workers[name], what, owned)[1]
+
+
+def save(crew: Crew, step: int) -> None:
+    """A checkpoint of that step, whole and known to the controller."""
+    crew.train_to(step - 1)
+    with crew.changed:
+        crew.workers["a"].engine.save_checkpoint()
+    crew.train_to(step)
+    saved(crew, step)
+
+
+# ---- what is compared
+
+
+@given(st.integers(0, 10**9), st.integers(1, 300), st.integers(1, 300))
+def test_every_block_is_compared_once_in_so_many_steps_and_no_step_does_more_than_its_share(
+    step: int, blocks: int, every: int
+) -> None:
+    samples = [sampled(step + n, blocks, every) for n in range(every)]
+    assert sorted(block for sample in samples for block in sample) == list(range(blocks))
+    assert max(map(len, samples)) <= -(-blocks // every)
+
+
+@pytest.mark.parametrize("what", ["exp_avg", "exp_avg_sq", "step", "parameters"])
+def test_a_checksum_changes_with_any_bit_of_its_block_and_with_nothing_else(what: str) -> None:
+    with Crew("ab", task()) as crew:
+        crew.train_to(2)
+        with crew.changed:
+            state = crew.workers["a"].engine.state
+            held = state.held.runs
+            before = block_checksums(state, held)
+            assert torch.equal(before, block_checksums(state, held))
+            values, block = memory_of(crew.workers["a"], what, owned=True)
+            for bit in (0, 12, 31):
+                flip(values, bit)
+                changed = (block_checksums(state, held) != before).nonzero().flatten().tolist()
+                assert [*held].index(block) in changed and (values.dim() == 0 or len(changed) == 1)
+                flip(values, bit)
+            values, _ = memory_of(crew.workers["a"], "exp_avg", owned=True)
+            values[[0, 4000]] = values[[4000, 0]]
+            assert (block_checksums(state, held) != before).sum() == 1, "two numbers that have changed places"
+
+
+# ---- one flipped bit
+
+
+@pytest.mark.parametrize(("what", "owned"), [("exp_avg", True), ("exp_avg", False), ("parameters", False)])
+def test_a_flipped_bit_of_an_owner_or_a_mirror_is_told_with_block_steps_and_both_workers(
+    what: str, owned: bool
+) -> None:
+    with Crew("ab", task(on_corruption="continue")) as crew:
+        crew.train_to(6)
+        block = strike(crew, "a", what, owned)
+        crew.train_to(6 + SOON + 1)
+        crew.until("word of it", lambda: bool(seen(crew)))
+        assert len(seen(crew)) == 1
+        assert seen(crew)[0].startswith(f"the copies of block {block} of workers a and b differ; one was changed ")
+        first, last = map(int, seen(crew)[0].rpartition("steps ")[2].split(" and "))
+        assert first <= 6 <= last and last - first <= SOON
+
+
+def test_of_three_copies_the_one_that_differs_is_named() -> None:
+    with Crew("abc", task(on_corruption="continue", mirrors=2)) as crew:
+        crew.train_to(6)
+        block = strike(crew, "b", owned=False)
+        crew.train_to(6 + SOON + 1)
+        crew.until("word of it", lambda: bool(seen(crew)))
+        name = crew.workers["b"].link.worker
+        assert seen(crew)[0].startswith(
+            f"block {block} of worker {name} differs from its other copies; changed between"
+        )
+
+
+def test_nothing_is_told_of_a_job_whose_copies_agree_through_kills_and_joins() -> None:
+    with Crew("abc", task(mirrors=2)) as crew:
+        crew.train_to(5)
+        crew.kill("b")
+        crew.add("d")
+        crew.train_until("the newcomer", lambda: len(crew.members()) == 3 and crew.at_rest())
+        assert crew.finish() == undisturbed(PLAIN)
+        assert seen(crew) == []
+
+
+def test_nothing_is_compared_where_the_job_is_not_bit_exact() -> None:
+    with Crew("ab", task(exact=False)) as crew:
+        crew.train_to(4)
+        strike(crew, "a")
+        crew.train_to(4 + 2 * SOON)
+        assert seen(crew) == []
+
+
+# ---- what follows
+
+
+@pytest.mark.parametrize(("what", "owned"), [("exp_avg", True), ("exp_avg", False), ("parameters", False)])
+def test_after_going_back_to_a_sound_checkpoint_the_job_has_the_undisturbed_bits(
+    what: str, owned: bool, tmp_path: Path
+) -> None:
+    with Crew("abc", task(tmp_path)) as crew:
+        save(crew, 4)
+        assert [one.verified for one in crew.job.durable.checkpoints] == [True]
+        crew.train_to(crew.allowed + 1)
+        strike(crew, "b", what, owned)
+        assert crew.finish() == undisturbed(PLAIN)
+        assert len(seen(crew)) == 1
+        assert seen(crew, "restoring")[0].startswith("all go back to the checkpoint of step 4: the copies of block ")
+
+
+def test_a_checkpoint_saved_while_copies_differ_is_not_verified_and_not_gone_back_to(tmp_path: Path) -> None:
+    with Crew("abc", task(tmp_path, corruption_steps=1000)) as crew:
+        save(crew, 4)
+        crew.train_to(crew.allowed + 1)
+        strike(crew, "b")
+        with crew.changed:
+            crew.workers["a"].engine.save_checkpoint()
+        assert crew.finish() == undisturbed(PLAIN)
+        assert len(seen(crew)) == 1, "the save's own comparison has found it"
+        manifests = [one.manifest for one in checkpoints(LocalStorage(tmp_path), print)]
+        assert [manifest.step for manifest in manifests if manifest.verified] == [4]
+        assert seen(crew, "restoring")[0].startswith("all go back to the checkpoint of step 4: ")
+
+
+def test_without_a_sound_checkpoint_the_job_pauses_and_says_why() -> None:
+    with Crew("ab", task()) as crew:
+        crew.train_to(6)
+        strike(crew, "a")
+        crew.allow()
+        crew.until("the pause", lambda: crew.job.durable.paused)
+        assert "there is no checkpoint whose copies were compared" in seen(crew, "paused")[0]
