@@ -167,6 +167,7 @@ class ControllerHost:
             self.stored = replace(self.stored, step=effect.step)
         elif isinstance(effect, Note):
             simulation.say("controller:", effect.kind, "|", effect.message)
+            simulation.links.noted(effect)
         elif isinstance(effect, Close):
             stream = self.streams.get(effect.connection)
             if stream is not None:

@@ -30,11 +30,13 @@ class Faults:
         self.saves = Random(f"wishes of {simulation.seed}")
         """Apart from the rest, so that a job without checkpoints meets the same whether others have them or not."""
         self.liars = Liars(simulation)
+        self.links = simulation.links
 
     def rage(self, seconds: float) -> None:
         self.until = self.clock.now + seconds
         self._next()
         self.liars.rage(seconds)
+        self.links.rage(seconds)
         if self.simulation.checkpoints.every:
             for wish in self.saves.choice(((), (self.save,), (self.leave,), (self.save, self.save, self.leave))):
                 self.clock.after(self.saves.uniform(0, seconds), wish)
@@ -55,6 +57,7 @@ class Faults:
         simulation = self.simulation
         simulation.say("--- the faults are over")
         simulation.feuds.clear()
+        self.links.mend_all()
         simulation.groups.look_again()
         for worker in simulation.workers():
             worker.set_cut(False)

@@ -27,6 +27,7 @@ from shoal_controller.core.phases import (
     planned,
     population,
     presence,
+    progress_watch,
     recovery,
     running,
     silence,
@@ -179,7 +180,14 @@ def _shows_what_is_not_written(self: Turn) -> list[Any]:
 
 
 POPULATION_RESTARTED = population.restarted
+
+
+def _heeds_no_age(activities: Any, limit_seconds: float) -> Any:
+    return BROKEN_LINKS(activities, -1.0)
+
+
 HEAR_PLANNED = Membership.hear_planned
+BROKEN_LINKS = progress_watch.broken_links
 ENTER_VOTE = Membership.enter_vote
 COUNT = silence.count
 EFFECTS_IN_ORDER = Turn.effects_in_order
@@ -255,6 +263,14 @@ MUTATIONS: dict[str, list[Patch]] = {
     "the shown step is written before it is shown": [(Turn, "effects_in_order", _shows_what_is_not_written)],
     "every stage of a recovery has its own time": [(recovery, "_overdue", _has_one_time_for_all_stages)],
     "a thawed worker is taken in where no steps run": [(running, "_could_rejoin", lambda turn, world, process: False)],
+    "two that cannot reach each other are parted": [(progress_watch, "in_training", lambda turn, world: ())],
+    "only waits older than the limit count": [(progress_watch, "broken_links", _heeds_no_age)],
+    "a straggler is not counted out": [(progress_watch, "_came_further", lambda job, process: float("-inf"))],
+    "a link that fails while a world is made is looked into": [
+        (progress_watch, "in_building", lambda turn, plan, since: ())
+    ],
+    "a planned change whose joiner cannot be reached is void": [(planned, "held_up", lambda turn, world: ())],
+    "where neither can be spared nobody is counted out": [(asking, "can_spare", lambda turn, counting, worker: True)],
 }
 """By the rule, as a sentence that is false while it is switched off."""
 

@@ -91,6 +91,8 @@ class Groups:
         self._plans: dict[int, Any] = {}
         self._last: dict[tuple[SimWorker, SimWorker], float] = {}
         self.severed: set[tuple[SimWorker, SimWorker]] = set()
+        self._met: set[int] = set()
+        """Groups whose members were all there at once: who can reach all others has built it."""
 
     # ---- building
 
@@ -107,14 +109,23 @@ class Groups:
         """Built when all members are there at once; each learns it in its own time."""
         arrived, plan = self._arrived.get(generation, {}), self._plans[generation]
         members = [worker for worker in arrived if worker.alive and not worker.frozen]
-        if len(members) < plan.world_size:
-            return
-        if self.simulation.feud_within(members):
-            self.simulation.report_feud(generation, members)
-            return
-        done = self._arrived.pop(generation)
-        for worker, call in done.items():
-            self.clock.after(self.weather.delay(), worker.awake, call)
+        if generation not in self._met:
+            if len(members) < plan.world_size:
+                return
+            if self.simulation.feud_within(members):
+                self.simulation.report_feud(generation, members)
+                return
+            self._met.add(generation)
+        for worker in [worker for worker in arrived if not self.missing(worker, plan)]:
+            self.clock.after(self.weather.delay(), worker.awake, arrived.pop(worker))
+
+    def missing(self, worker: SimWorker, plan: Any) -> list[SimWorker]:
+        """Whom the building of a group waits for: who has not come, then who cannot be reached."""
+        members = [self.simulation.process_of(member) for member in plan.members]
+        others = [other for other in members if other is not None and other is not worker]
+        if plan.generation in self._met:
+            return [other for other in others if not self.simulation.links.joins(worker, other)]
+        return [other for other in others if other not in self._arrived.get(plan.generation, {})]
 
     def look_again(self) -> None:
         for generation in list(self._arrived):
@@ -137,10 +148,16 @@ class Groups:
             return
         if (source, to) in self.severed:
             return
+        if self.simulation.links.carries(source, to):
+            self.deliver(source, to, key, payload)
+        else:
+            self.simulation.links.hold(source, to, key, payload)
+
+    def deliver(self, source: SimWorker, to: SimWorker, key: tuple[int, str, int], payload: Any) -> None:
         to.awake(to.training.arrived, key, source, payload)
 
     def gone(self, worker: SimWorker, generation: int, members: list[SimWorker]) -> None:
         """A member's end of a group is closed, by its death or its abort: the others' operations fail in a moment."""
         for other in members:
-            if other is not worker and other.alive:
+            if other is not worker and other.alive and self.simulation.links.carries(worker, other):
                 self.clock.after(self.weather.delay(), other.awake, other.training.peer_gone, generation, worker)

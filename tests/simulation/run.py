@@ -48,6 +48,9 @@ def attempt(task: Task) -> Outcome:
     )
     happened["all went back"] += sum(plan.reason is Reason.RESTORE for plan in simulation.watch.opened.values())
     happened["damaged"] += len(durable.spoilt)
+    happened["links down"] += simulation.links.cuts
+    happened["parted"] += simulation.links.parted
+    happened["stuck code ended"] += simulation.links.ended
     happened["failed saves"] += simulation.checkpoints.failed
     happened["last ones parted"] += simulation.checkpoints.parted
     return seed, "", happened

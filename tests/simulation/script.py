@@ -157,6 +157,22 @@ class Script:
         """Whatever one has sent to the other and will send is lost; neither notices."""
         self.simulation.groups.severed.add((self.simulation.by_id(source), self.simulation.by_id(to)))
 
+    def do_drop(self, source: str, to: str, *both: str) -> None:
+        """What one sends to the other arrives when the link is mended; nobody notices, and no new group holds both."""
+        self.simulation.links.drop(self.simulation.by_id(source), self.simulation.by_id(to), bool(both))
+
+    def do_mend(self, one: str, other: str) -> None:
+        self.simulation.links.mend(self.simulation.by_id(one), self.simulation.by_id(other))
+
+    def do_stick(self, worker: str) -> None:
+        self.simulation.by_id(worker).training.code.stick()
+
+    def do_unstick(self, worker: str) -> None:
+        self.simulation.by_id(worker).training.code.unstick()
+
+    def do_slow(self, worker: str, seconds: str) -> None:
+        self.simulation.by_id(worker).training.code.slow_down(float(seconds))
+
     def do_break(self, one: str, other: str) -> None:
         self.simulation.break_between(self.simulation.by_id(one), self.simulation.by_id(other))
 

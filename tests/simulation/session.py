@@ -28,6 +28,8 @@ from shoal_protos.messages import (
 )
 from shoal_protos.plan import Plan
 
+from .activity import activity, builds
+
 if TYPE_CHECKING:
     from .network import Stream
     from .worker import SimWorker
@@ -106,8 +108,9 @@ class Session:
 
     def say_status(self, echo: int = 0) -> None:
         self._last_said = self._key()
-        telemetry = replace(self.telemetry, saves=self.worker.training.saving.told)
-        self.say(Heartbeat(self.status(), telemetry, echo))
+        median = self.telemetry.step_seconds if self.worker.training.step > 0 else 0.0
+        telemetry = replace(self.telemetry, step_seconds_median=median, saves=self.worker.training.saving.told)
+        self.say(Heartbeat(self.status(), telemetry, echo, activity(self.worker), builds(self.worker)))
 
     def changed(self) -> None:
         """Any change but the step's is said at once."""
@@ -164,7 +167,7 @@ class Session:
         groups = self._groups()
         if self.membership.hear_prepare(message.generation):
             training.halt(groups)
-            self.worker.after(training.user_seconds(), training.report, message.generation)
+            training.code.run(training.user_seconds(), training.report, message.generation)
         elif message.generation == self.membership.promised and training.reported == message.generation:
             training.report(message.generation)
 

@@ -12,6 +12,7 @@ from .bad_script import BadScript
 from .checkpoints import Checkpoints
 from .clock import Clock
 from .controller import ControllerHost, Launcher
+from .links import Links
 from .network import Groups, Still, Stream, Weather
 from .promises import Promises
 from .watch import Watch
@@ -44,7 +45,8 @@ class Simulation:
         self.script = BadScript(self, shape)
         self.spec = JobSpec(
             "job", wanted, int(shape.get("min_workers", chance.choice((1, 1, 2)))), most, launcher,  # type: ignore
-            heartbeat_seconds=0.3, reconnect_seconds=2.0, stall_seconds=float(shape.get("stall_seconds", 12.0)),  # type: ignore
+            heartbeat_seconds=0.3, reconnect_seconds=2.0, progress_seconds=2.0,
+            stall_seconds=float(shape.get("stall_seconds", 12.0)),  # type: ignore
             max_restarts=int(shape.get("max_restarts", self.script.restarts(10_000))), run="run-1",  # type: ignore[call-overload]
         )  # fmt: skip
         self.description = Description(
@@ -55,6 +57,7 @@ class Simulation:
         self.worlds = Worlds()
         self.watch = Watch(self)
         self.groups = Groups(self)
+        self.links = Links(self)
         self.processes: dict[str, SimWorker] = {}
         self.incarnations = 0
         self.kinds = tuple(str(shape.get("kinds", "")).split())

@@ -54,6 +54,12 @@ NOTICED_BY: dict[str, str | int] = {
     "a worker that no controller has started is started by the next": "never_started",
     "the shown step is written before it is shown": 0,
     "a newcomer is not waited for in a recovery": "newcomer_freezes_in_a_recovery",
+    "two that cannot reach each other are parted": "link_down",
+    "only waits older than the limit count": 9,
+    "a straggler is not counted out": "straggler",
+    "a link that fails while a world is made is looked into": "link_down_in_a_recovery",
+    "a planned change whose joiner cannot be reached is void": "joiner_out_of_reach",
+    "where neither can be spared nobody is counted out": "sole_holders_apart",
 }
 """The scenario, or the first of the seeds, that notices."""
 

@@ -12,6 +12,7 @@ from shoal_protos.messages import Inventory, Point, Result
 from shoal_protos.plan import Plan, Reason
 from shoal_protos.runs import NO_BLOCKS, Runs
 
+from .links import UserCode
 from .saving import Ballot, Saving
 from .symbols import initial, right, updated
 from .world import World, runs_of
@@ -30,11 +31,14 @@ class Training:
         self.watch = worker.simulation.watch
         self.groups = worker.simulation.groups
         self.saving = Saving(worker)
+        self.code = UserCode(worker)
         self.forget()
 
     def forget(self) -> None:
         """As a fresh process: no state, no world."""
         self.stage = ""
+        self.building: dict[int, float] = {}
+        """Since when its groups are built, or being built."""
         self.step, self.committed_in, self.boundary = -1, 0, 0
         self.blocks: dict[int, int] = {}
         self.parameters: dict[int, int] = {}
@@ -51,6 +55,14 @@ class Training:
         self.ballots: dict[SimWorker, Ballot] = {}
         self.idle = True
         self.over = False
+
+    @property
+    def stage(self) -> str:
+        return self._stage
+
+    @stage.setter
+    def stage(self, stage: str) -> None:
+        self._stage, self.stage_since = stage, self.worker.clock.now
 
     @property
     def membership(self) -> Any:
@@ -79,7 +91,7 @@ class Training:
 
     def rehearse(self) -> None:
         """Model, optimizer, one lane whose result is thrown away."""
-        self.worker.after(self.simulation.rehearsal_seconds(), self._rehearsed)
+        self.code.run(self.simulation.rehearsal_seconds(), self._rehearsed)
 
     def _rehearsed(self) -> None:
         self.saving.look()
@@ -130,7 +142,7 @@ class Training:
             seconds = self.simulation.step_seconds * (0.5 + self.worker.chance.random()) if lanes else 0.0
             if lanes:
                 self.watch.trains(self.worker, self.parameters, self.step)
-            self.worker.after(seconds, self._lanes_done, self.generation, self.boundary)
+            self.code.run(seconds, self._lanes_done, self.generation, self.boundary)
 
     def _lanes_done(self, generation: int, boundary: int) -> None:
         world = self.world
@@ -263,6 +275,7 @@ class Training:
         self.membership.begin(plan)
         self.watch.began(self.worker, plan, self.step)
         self.built.discard(plan.generation)
+        self.building.clear()
         self.broken = frozenset()
         rank = plan.rank_of(self.worker.membership.worker, self.worker.incarnation)
         if rank is None:
@@ -291,11 +304,13 @@ class Training:
         if before is not None and not self.membership.is_newcomer:
             self.groups.withdraw(self.worker, before.generation)
         if self.membership.builds(plan):
+            self.building[plan.generation] = self.worker.clock.now
             self.groups.arrive(self.worker, plan, lambda: self._planned_built(plan.generation))
 
     def _planned_built(self, generation: int) -> None:
         if generation not in self.closed:
             self.built.add(generation)
+            self.building[generation] = self.worker.clock.now
             self.membership.built(generation)
             if self.membership.is_newcomer:
                 self.stage = "first message"
@@ -338,6 +353,7 @@ class Training:
     def _abort(self, groups: set[int]) -> None:
         for generation in groups - {0}:
             self.closed.add(generation)
+            self.building.pop(generation, None)
             self.groups.withdraw(self.worker, generation)
             self.groups.gone(self.worker, generation, self.simulation.group_members(generation))
         self.built -= groups
@@ -361,6 +377,7 @@ class Training:
         )  # fmt: skip
 
     def build_recovery(self, plan: Plan) -> None:
+        self.building[plan.generation] = self.worker.clock.now
         self.groups.arrive(self.worker, plan, lambda: self._recovery_built(plan))
 
     def _recovery_built(self, plan: Plan) -> None:
@@ -371,6 +388,7 @@ class Training:
         assert rank is not None
         self.world, self.rank, self.boundary = self.simulation.worlds.of(plan), rank, 0
         recovery, world = plan.recovery, self.world
+        self.building.pop(plan.generation, None)
         self.saving.begins(plan)
         if recovery.checkpoint:
             if not self._take_up(plan):

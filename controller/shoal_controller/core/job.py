@@ -206,7 +206,7 @@ class Job:
     """The last vote that is known to have passed: generation, votes passed in it."""
     voted_at: float = 0.0
     """When that was noticed."""
-    straggled: str = ""
+    straggled: frozenset[WorkerId] = frozenset()
     """Who was last named for holding the others up, since a vote has passed."""
     step_kept: float = 0.0
     """When the step that people are shown was last written."""

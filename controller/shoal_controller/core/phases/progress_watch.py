@@ -37,7 +37,7 @@ def look(turn: Turn) -> None:
     processes = (job.processes.get(member.worker) for member in world.members)
     voted = max(((p.status.generation, p.status.boundaries) for p in processes if p is not None), default=(0, 0))
     if voted != job.voted:
-        turn.change(voted=voted, voted_at=turn.now, straggled="")
+        turn.change(voted=voted, voted_at=turn.now, straggled=frozenset())
     return None
 
 
@@ -69,7 +69,7 @@ def in_training(turn: Turn, world: Plan) -> tuple[BrokenLink, ...]:
     if not stands_still(turn.job, turn.now) or not _all_are_heard(turn, world):
         return ()
     activities = _activities(turn.job, world)
-    links = broken_links(activities, limit_seconds(turn.job))
+    links = _links(turn, activities, limit_seconds(turn.job))
     if not links:
         late = stragglers(activities)
         _name(turn, late)
@@ -100,10 +100,9 @@ def _activity(process: Process, generation: int) -> Activity:
 
 
 def _name(turn: Turn, late: dict[WorkerId, float]) -> None:
-    """Once for each time that the world stands still."""
-    who = ", ".join(sorted(late))
-    if late and who != turn.job.straggled:
-        turn.change(straggled=who)
+    """Each once for each time that the world stands still."""
+    if not turn.job.straggled.issuperset(late):
+        turn.change(straggled=turn.job.straggled.union(late))
         turn.note("straggler", _sentence(turn.job, late, turn.now), next(iter(late)))
 
 
@@ -172,4 +171,13 @@ def in_building(turn: Turn, plan: Plan, since: float) -> tuple[BrokenLink, ...]:
     limit = building_limit_seconds(turn.job)
     if turn.now - since <= limit or not _all_are_heard(turn, plan):
         return ()
-    return broken_links(_activities(turn.job, plan), limit)
+    return _links(turn, _activities(turn.job, plan), limit)
+
+
+def _links(turn: Turn, activities: Activities, limit: float) -> tuple[BrokenLink, ...]:
+    """As soon as one is found, all that are nearly as old: who is on most of them does not hang on whose heartbeat came
+    first.
+    """
+    if not broken_links(activities, limit):
+        return ()
+    return broken_links(activities, max(limit / 2, limit - 2 * turn.spec.heartbeat_seconds))
