@@ -66,7 +66,7 @@ def _voted_at(job: Job) -> float:
 
 def in_training(turn: Turn, world: Plan) -> tuple[BrokenLink, ...]:
     """The broken links that hold the world up. Names stragglers on the way, and ends those that are stuck."""
-    if not stands_still(turn.job, turn.now) or not _all_are_heard(turn, world):
+    if not stands_still(turn.job, turn.now) or not _all_are_heard(turn.job, world, turn.now):
         return ()
     activities = _activities(turn.job, world)
     links = _links(turn, activities, limit_seconds(turn.job))
@@ -78,11 +78,11 @@ def in_training(turn: Turn, world: Plan) -> tuple[BrokenLink, ...]:
     return links
 
 
-def _all_are_heard(turn: Turn, world: Plan) -> bool:
+def _all_are_heard(job: Job, world: Plan, now: float) -> bool:
     """Silence is the failure detector's affair."""
-    patience = turn.spec.heartbeat_seconds * turn.spec.suspect_after
-    processes = [turn.process(member.worker) for member in world.members]
-    return all(p is not None and p.connection is not None and turn.now - p.heard <= patience for p in processes)
+    patience = job.spec.heartbeat_seconds * job.spec.suspect_after
+    processes = [job.processes.get(member.worker) for member in world.members]
+    return all(p is not None and p.connection is not None and now - p.heard <= patience for p in processes)
 
 
 def _activities(job: Job, world: Plan) -> Activities:
@@ -109,7 +109,8 @@ def _name(turn: Turn, late: dict[WorkerId, float]) -> None:
 def reason(job: Job, now: float) -> str:
     """Who holds the world up; empty while votes pass."""
     world = job.durable.current
-    if world is None or job.attempt is not None or not stands_still(job, now):
+    looked_into = world is not None and job.attempt is None and stands_still(job, now)
+    if world is None or not looked_into or not _all_are_heard(job, world, now):
         return ""
     activities = _activities(job, world)
     links = broken_links(activities, job.spec.progress_seconds)
@@ -169,7 +170,7 @@ def _end_if_stuck(turn: Turn, worker: WorkerId) -> None:
 def in_building(turn: Turn, plan: Plan, since: float) -> tuple[BrokenLink, ...]:
     """The broken links that keep a plan from being built."""
     limit = building_limit_seconds(turn.job)
-    if turn.now - since <= limit or not _all_are_heard(turn, plan):
+    if turn.now - since <= limit or not _all_are_heard(turn.job, plan, turn.now):
         return ()
     return _links(turn, _activities(turn.job, plan), limit)
 
