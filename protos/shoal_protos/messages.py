@@ -82,6 +82,12 @@ class Telemetry:
     """Those that this process led: the last few, newest last."""
     passed_over: str = ""
     """Why folders of newer saves than the checkpoint that it has found are none, a sentence for each."""
+    skipped_micro_batches: int = 0
+    """Micro-batches that the job has given up, up to this worker's last committed step."""
+    not_finite_steps: int = 0
+    """Steps of the job up to then whose loss or gradient was not finite."""
+    not_finite: str = ""
+    """The last such step, and what was not finite in it."""
 
 
 GRACE_SECONDS = 30.0

@@ -34,7 +34,17 @@ ENTRY_MODULES = {
 NO_IO = {"asyncio", "os", "random", "secrets", "socket", "sqlite3", "subprocess", "threading", "time"}
 PURE_VOCABULARY = {
     f"shoal_protos.{name}"
-    for name in ("activity", "checkpoint", "corruption", "description", "errors", "messages", "plan", "runs")
+    for name in (
+        "activity",
+        "checkpoint",
+        "corruption",
+        "description",
+        "errors",
+        "messages",
+        "milestones",
+        "plan",
+        "runs",
+    )
 }
 
 AGAINST_FOREIGN_CODE = {"tests/integration/test_right_bits.py"}

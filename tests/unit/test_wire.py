@@ -101,6 +101,7 @@ telemetries = st.builds(
     training_seconds=seconds, fill_bytes=numbers,
     memory_bytes=st.dictionaries(names, numbers, max_size=3), changes=st.lists(changes, max_size=2).map(tuple),
     saves=st.lists(saves, max_size=2).map(tuple), passed_over=texts,
+    skipped_micro_batches=numbers, not_finite_steps=numbers, not_finite=texts,
 )  # fmt: skip
 from_worker = st.one_of(
     st.builds(

@@ -35,6 +35,7 @@ from shoal.exchange.torn_vote import gather_of
 from shoal.exchange.vote import Ballot, Record, Wish, cast
 from shoal.failure import result_of
 from shoal.faults import Faults
+from shoal.finite import stop_where_not_finite, warn
 from shoal.lane_loop import LaneLoop
 from shoal.optim.hyper import digest, hyper_parameters
 from shoal.requests import Requests, refuse_other_hyper_parameters
@@ -84,6 +85,8 @@ class Engine:
         """Why an update failed half-way: this worker counts as dead."""
         self._readiness = Readiness(state.layout, state.parameters)
         self._reduction: CanonicalReduction | None = None
+        self._bad_gradient = ""
+        """Of the step at hand, where this worker's blocks have one."""
         faults.abort = self._abort_group
         link.before_meeting = lambda: faults.at("group", max(0, state.step))
 
@@ -282,6 +285,7 @@ class Engine:
             self.faults.at("fill", t)
         self.faults.at("exchange", t)
         reduction.finish(reduced=lambda: self.faults.at("mirror", t))
+        self._bad_gradient = reduction.bad_gradient
         began = time.monotonic()
         self.meter.filled(receive_slice(world.group, state.held, fills), time.monotonic() - began)
         world.group.progress.reach(StepPhase.BUFFERS)
@@ -300,15 +304,20 @@ class Engine:
 
     def commit(self, record: Record, generation: int) -> None:
         """The update; also of a roll-forward. When it fails half-way, the state is torn and this worker counts as
-        dead, also where the script goes on after the error.
+        dead, also where the script goes on after the error. Raises `JobFailed` for a step that is not finite.
         """
+        before = self.state.record
         try:
+            if self.config.stop_on_nan:
+                stop_where_not_finite(record)
             self.state.commit(record, generation)
         except BaseException as error:
             result = result_of(error, self.state.step)
             self._torn, self.leaving = result.failure, True
             self.link.result(result)
             raise
+        if self.rank == 0:
+            warn(before, record)
         self.evaluation.committed()
         self.requests.heed_stop(record)
 
@@ -365,6 +374,9 @@ class Engine:
             skipped=numbers.skipped if trained else 0,
             micro_batches=self.config.micro_batches_per_lane,
             skipped_before=self.state.record.skipped_micro_batches if self.state.record else 0,
+            bad_loss=numbers.not_finite if trained else "",
+            bad_gradient=self._bad_gradient if trained else "",
+            not_finite_before=self.state.record.not_finite_steps if self.state.record else 0,
             evaluations=self.evaluation.sums(),
             wishes=self.requests.wishes() + (self.saving.scheduled() if trained else ()),
             saving=word,

@@ -29,6 +29,7 @@ class Meter:
         self._in_order: list[float] = []
         """The same, kept sorted: their median is told after every step."""
         self._training_seconds = 0.0
+        self._not_finite = ""
         self._step_began = time.monotonic()
         self._changes: list[Change] = []
         self._change: Change | None = None
@@ -75,6 +76,9 @@ class Meter:
     def telemetry(
         self, loss: float | None, state: TrainingState, saves: tuple[Saved, ...], passed_over: str
     ) -> Telemetry:
+        record = state.record
+        if record is not None and record.not_finite:
+            self._not_finite = f"step {record.step}: {record.not_finite}"
         parameters = sum(flat.numel() * flat.element_size() for flat in state.flats)
         return Telemetry(
             loss=loss,
@@ -91,6 +95,9 @@ class Meter:
             changes=tuple(self._changes),
             saves=saves,
             passed_over=passed_over,
+            skipped_micro_batches=record.skipped_micro_batches if record else 0,
+            not_finite_steps=record.not_finite_steps if record else 0,
+            not_finite=self._not_finite,
         )
 
 

@@ -208,6 +208,10 @@ class Durable:
     """What people are shown: a step that all members were seen to have committed, at most `SHOW_SECONDS` old."""
     history: tuple[Resize, ...] = ()
     figures: Figures = field(default_factory=Figures)
+    skipped_micro_batches: int = 0
+    """Micro-batches that the script gave up, as far as members have told."""
+    not_finite_steps: int = 0
+    """Steps whose loss or gradient was not finite, likewise."""
     opened: Runs = NO_BLOCKS
     """The generations that have begun: `latest` takes checkpoints of these."""
     checkpoints: tuple[Sighting, ...] = ()

@@ -51,6 +51,7 @@ COUNTERS: Mapping[str, CounterKind] = {
     "shoal_checkpoint_bytes_total": CounterKind("Bytes of checkpoints written."),
     "shoal_checkpoint_failures_total": CounterKind("Checkpoints that could not be written."),
     "shoal_corrupt_blocks_total": CounterKind("Blocks whose copies differed: silent corruption."),
+    "shoal_skipped_micro_batches_total": CounterKind("Micro-batches that the script gave up with engine.skip()."),
     "shoal_checkpoints_skipped_total": CounterKind("Scheduled checkpoints skipped: the one before was being written."),
 }
 HISTOGRAMS: Mapping[str, HistogramKind] = {

@@ -221,6 +221,9 @@ def _write_heartbeat(heartbeat: Heartbeat) -> pb.Heartbeat:
             changes=[_write_change(change) for change in telemetry.changes[-bounds.MAX_CHANGES :]],
             saves=[write_saved(saved) for saved in telemetry.saves[-bounds.MAX_CHANGES :]],
             passed_over=bounds.readable(telemetry.passed_over),
+            skipped_micro_batches=telemetry.skipped_micro_batches,
+            not_finite_steps=telemetry.not_finite_steps,
+            not_finite=bounds.readable(telemetry.not_finite),
         ),
         echo=heartbeat.echo,
         activity=write_activity(heartbeat.activity),
@@ -240,6 +243,9 @@ def _read_heartbeat(message: pb.Heartbeat, blocks: int) -> Heartbeat:
         changes=tuple(map(_read_change, bounds.few("telemetry.changes", told.changes, bounds.MAX_CHANGES))),
         saves=tuple(map(read_saved, bounds.few("telemetry.saves", told.saves, bounds.MAX_CHANGES))),
         passed_over=bounds.text("telemetry.passed_over", told.passed_over),
+        skipped_micro_batches=bounds.whole("telemetry.skipped_micro_batches", told.skipped_micro_batches),
+        not_finite_steps=bounds.whole("telemetry.not_finite_steps", told.not_finite_steps),
+        not_finite=bounds.text("telemetry.not_finite", told.not_finite),
     )
     return Heartbeat(
         _read_status(message.status, blocks),

@@ -135,6 +135,9 @@ class Shoal(Section):
     tenth of a step."""
     elementwise: Switch = False
     """True: the optimizer's class, unknown to Shoal, computes every element by itself."""
+    stop_on_nan: Switch = True
+    """True: the job fails before the update of a step whose loss or gradient is not finite, and names step, parameter
+    and lane. False: such a step is made, and an event tells of the 1st, 10th, 100th, … of them."""
     mixed_numerics: Switch = False
     """True: workers whose numeric identity differs may join; the run is shown as not bit-exact."""
     exact: Switch = True

@@ -32,6 +32,7 @@ class TrainingConfig:
     fill_bytes_per_step: int
     """0: the planner decides."""
     elementwise: bool
+    stop_on_nan: bool
     mixed_numerics: bool
     exact: bool
     corruption_steps: int

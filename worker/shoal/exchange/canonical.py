@@ -20,6 +20,7 @@ from shoal.core.tree import fold
 from shoal.exchange.group import Group, Work, WorldChanged
 from shoal.exchange.parcels import Arrival, pack, size_of
 from shoal.exchange.routes import MIRRORED, PARTIALS, Routes
+from shoal.finite import culprit, describe_gradient, is_finite
 from shoal.zero.lane_sums import LaneSums
 
 AHEAD = 2
@@ -54,6 +55,8 @@ class CanonicalReduction:
         self._mirror_sends: list[list[tuple[Work, Tensor]]] = []
         self._mirror_arrivals: list[list[Arrival]] = []
         self._broken = False
+        self.bad_gradient = ""
+        """The first parameter in this worker's blocks whose gradient is not finite, and where that comes from."""
         self._post_up_to(AHEAD)
 
     def filled(self, bucket: int) -> None:
@@ -133,7 +136,10 @@ class CanonicalReduction:
             for into, other in self._fold:
                 parts[into].add_(parts[other])
             root = parts[self._root]
-            torch.div(root, self._routes.plan.lanes, out=live[start:stop])
+            mean = torch.div(root, self._routes.plan.lanes, out=live[start:stop])
+            if not self.bad_gradient and not is_finite(mean):
+                span, _ = self._spans[culprit(parts, self._fold, self._root)]
+                self.bad_gradient = describe_gradient(self._routes.layout.buckets[bucket], start, mean, span)
             at += stop - start
         flight.arrivals.clear()
 

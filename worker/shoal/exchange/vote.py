@@ -62,6 +62,12 @@ class Ballot:
     """Of a lane."""
     skipped_before: int = 0
     """Micro-batches that the job has skipped before this step."""
+    bad_loss: str = ""
+    """Which of its lanes has a loss that is not finite."""
+    bad_gradient: str = ""
+    """Which parameter has a gradient that is not finite, in its blocks."""
+    not_finite_before: int = 0
+    """Steps before this one that had either."""
     evaluations: dict[str, list[float]] = field(default_factory=dict)
     """By name: sum over the lanes that it evaluated, and their number."""
     wishes: tuple[Wish, ...] = ()
@@ -95,6 +101,10 @@ class Record:
     """Blocks whose copies differ."""
     single: int = 0
     """Blocks of those compared that had fewer than two copies."""
+    not_finite: str = ""
+    """What loss and gradient of this step are not finite; empty where all are."""
+    not_finite_steps: int = 0
+    """Steps up to this one that had such."""
 
     def to_bytes(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -177,11 +187,13 @@ def _record(routes: Routes, rows: Tensor, with_norm: bool) -> Record:
         return fold_numbers(parts, lanes) / counted
 
     trained = any(ballot["losses"] for ballot in ballots)
+    norm = _norm(routes, rows) if with_norm else None
+    not_finite = _not_finite(ballots, norm)
     return Record(
         step=ballots[0]["step"],
         generations=tuple(ballot["generation"] for ballot in ballots),
         loss=reduced([ballot["losses"] for ballot in ballots]) if trained and counted else None,
-        norm=_norm(routes, rows) if with_norm else None,
+        norm=norm,
         reports={
             name: reduced([b["reports"].get(name, _zeros(s)) for b, s in zip(ballots, routes.lane_spans, strict=True)])
             for name in _reported_everywhere(ballots, routes)
@@ -193,6 +205,8 @@ def _record(routes: Routes, rows: Tensor, with_norm: bool) -> Record:
         saved=max(ballot["saved"] for ballot in ballots),
         updates=bool(counted),
         skipped_micro_batches=max(b["skipped_before"] for b in ballots) + sum(b["skipped"] for b in ballots),
+        not_finite=not_finite,
+        not_finite_steps=max(ballot["not_finite_before"] for ballot in ballots) + bool(not_finite),
     )
 
 
@@ -200,6 +214,13 @@ def _counted(ballots: list[dict[str, Any]], lanes: int) -> float:
     """By what the sum over lanes of their means is divided: lanes, less the part of them that was skipped."""
     skipped = sum(ballot["skipped"] for ballot in ballots)
     return lanes if not skipped else (lanes * ballots[0]["micro_batches"] - skipped) / ballots[0]["micro_batches"]
+
+
+def _not_finite(ballots: list[dict[str, Any]], norm: float | None) -> str:
+    found = [next((b[key] for b in ballots if b[key]), "") for key in ("bad_loss", "bad_gradient")]
+    if norm is not None and not math.isfinite(norm) and not found[1]:
+        found[1] = f"the norm of the gradient is {norm}"
+    return " and ".join(filter(None, found))
 
 
 def _zeros(spans: Sequence[Span]) -> list[float]:

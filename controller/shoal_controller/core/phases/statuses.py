@@ -11,7 +11,16 @@ from shoal_protos.plan import WorkerId
 from shoal_controller.core.durable import Leaving, Standing
 from shoal_controller.core.events import Said
 from shoal_controller.core.job import Process
-from shoal_controller.core.phases import checkpoints, corruption, ending, failures, planned, population, timeline
+from shoal_controller.core.phases import (
+    checkpoints,
+    corruption,
+    ending,
+    failures,
+    planned,
+    population,
+    timeline,
+    training_data,
+)
 from shoal_controller.core.phases.current import tell
 from shoal_controller.core.phases.known import step_seconds_median
 from shoal_controller.core.turn import Turn
@@ -32,6 +41,7 @@ def said(turn: Turn, event: Said) -> bool:
         lively(turn, worker, telemetry=message.telemetry)
         timeline.changes_told(turn, worker)
         checkpoints.told(turn, worker)
+        training_data.told(turn, worker)
         stated(turn, worker, message.status)
         tell(turn, worker)
         return _differs(before, message.status)

@@ -1,0 +1,165 @@
+"""Losses and gradients that are not finite: the job stops before the update, or says so and goes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from crew import ONE_AT_A_TIME, Crew, Task, engine_of, undisturbed
+from shoal.engine import Engine
+from shoal.faults import Faults
+from shoal.finite import culprit, is_finite
+from shoal.session.alone import AloneLink
+from shoal_protos.errors import JobFailed, UserError
+from shoal_protos.milestones import passes_milestone
+from torch import Tensor
+
+OPTIONS = {"max_steps": 5}
+ON = {**OPTIONS, "shoal": {"stop_on_nan": False}}
+
+
+class NotFinite(torch.autograd.Function):
+    """The identity, whose gradient is infinite."""
+
+    @staticmethod
+    def forward(_: Any, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:
+        return gradient * torch.inf
+
+
+def loss_of(engine: Engine, batch: Any) -> Tensor:
+    loss: Tensor = engine.module(**batch)
+    return loss
+
+
+def bad_loss(engine: Engine, batch: Any) -> None:
+    """Lane 2 of step 3."""
+    loss = loss_of(engine, batch)
+    engine.backward(loss * torch.nan if is_lane(engine, 2) else loss)
+    engine.step()
+
+
+def bad_gradient(engine: Engine, batch: Any) -> None:
+    loss = loss_of(engine, batch)
+    engine.backward(NotFinite.apply(loss) if is_lane(engine, 2) else loss)
+    engine.step()
+
+
+def is_lane(engine: Engine, lane: int) -> bool:
+    return engine.global_step == 2 and engine.loop.lanes != () and engine.loop.lane == lane
+
+
+@pytest.mark.parametrize("clipping", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        (bad_loss, r'^at step 3 the loss of lane 2 is nan and the gradient of parameter ".*" is not finite in '),
+        (bad_gradient, r'^at step 3 the gradient of parameter ".*" is not finite in '),
+    ],
+)
+def test_a_step_that_is_not_finite_fails_the_job_before_its_update(body: Any, sentence: str, clipping: float) -> None:
+    task = Task({**OPTIONS, "gradient_clipping": clipping}, body=body)
+    with ONE_AT_A_TIME, pytest.raises(JobFailed, match=sentence) as failed:
+        engine = engine_of(task, AloneLink(), Faults([]))
+        for batch in engine:
+            body(engine, batch)
+    assert "The step was not made: the model is that of step 2." in str(failed.value)
+    assert engine.global_step == 2
+    assert all(bool(torch.isfinite(flat).all()) for flat in engine.state.flats)
+
+
+def test_a_script_that_swallows_that_cannot_go_on() -> None:
+    def stubborn(engine: Engine, batch: Any) -> None:
+        try:
+            bad_loss(engine, batch)
+        except JobFailed:
+            return
+
+    with pytest.raises(UserError, match="out of the job since its update failed"):
+        undisturbed(Task(OPTIONS, body=stubborn))
+
+
+@pytest.mark.parametrize(("workers", "where"), [("ab", "lanes 2 to 3"), ("abcd", "lane 2")])
+def test_all_members_stop_alike_and_name_the_lanes(workers: str, where: str) -> None:
+    """As closely as partial sums tell: with one lane a worker, the lane."""
+    with Crew(workers, Task(OPTIONS, body=bad_gradient)) as crew:
+        crew.allow()
+        crew.until("the end", lambda: crew.job.durable.phase.over)
+        assert crew.job.durable.phase.value == "failed"
+        assert f"is not finite in {where}. The step was not made" in crew.job.durable.reason
+        assert all(worker.engine.global_step == 2 for worker in crew.workers.values())
+
+
+def test_who_must_roll_such_a_step_forward_does_not_make_it_either() -> None:
+    with Crew("abc", Task(OPTIONS, body=bad_loss)) as crew:
+        crew.train_to(1)
+        crew.plant("a", 3, "in_vote")
+        crew.allow()
+        crew.until("the end", lambda: crew.job.durable.phase.over)
+        assert crew.job.durable.phase.value == "failed"
+        assert "at step 3 the loss of lane 2 is nan" in crew.job.durable.reason
+        assert crew.workers["b"].engine.global_step == crew.workers["c"].engine.global_step == 2
+
+
+@pytest.mark.parametrize("workers", ["ab", "abcd"])
+def test_a_job_that_goes_on_regardless_tells_of_it(workers: str) -> None:
+    def often(engine: Engine, batch: Any) -> None:
+        loss = loss_of(engine, batch)
+        engine.backward(loss * torch.nan if engine.global_step >= 1 else loss)
+        engine.step()
+
+    options = {**ON, "max_steps": 13}
+    with Crew(workers, Task(options, body=often)) as crew:
+        crew.train_to(2)
+        crew.beat(2)
+        crew.add("z")
+        crew.finish()
+        told = [message for kind, message in crew.events if kind == "not_finite"]
+        assert crew.workers["a"].engine.state.record is not None
+        assert crew.workers["a"].engine.state.record.not_finite_steps == 12
+    assert told[0].startswith("steps that were not finite so far: 1; step 2: the loss of lane 0 is nan and the")
+    assert len(told) == 2 and told[1].startswith("steps that were not finite so far: 1")
+
+
+def test_skipped_micro_batches_are_counted_and_told_of() -> None:
+    def body(engine: Engine, batch: Any) -> None:
+        if engine.global_step in (1, 2) and engine.loop.lanes and engine.loop.lane != 0:
+            engine.skip()
+            return
+        engine.backward(loss_of(engine, batch))
+        engine.step()
+
+    with Crew("abc", Task({"max_steps": 8}, body=body)) as crew:
+        crew.train_to(4)
+        crew.beat(2)
+        crew.kill("b")
+        crew.finish()
+        told = [message for kind, message in crew.events if kind == "micro_batches_skipped"]
+        counted = crew.job.durable.figures.counters["shoal_skipped_micro_batches_total"]
+    assert counted == 6 and len(told) == 1
+
+
+def test_a_sum_that_overflows_is_no_gradient_that_is_not_finite() -> None:
+    assert is_finite(torch.full((1000,), 3e38))
+    assert not is_finite(torch.tensor([1.0, torch.nan]))
+    assert not is_finite(torch.tensor([torch.inf, -torch.inf]))
+
+
+@pytest.mark.parametrize("bad", range(4))
+def test_the_partial_sum_that_brought_it_in_is_found_though_sums_were_made_in_place(bad: int) -> None:
+    parts = [torch.ones(3) for _ in range(4)]
+    parts[bad][1] = torch.nan
+    folded = [(0, 1), (3, 2), (0, 3)]
+    for into, other in folded:
+        parts[into].add_(parts[other])
+    assert culprit(parts, folded, 0) == bad
+
+
+def test_milestones_are_powers_of_ten() -> None:
+    assert [n for n in range(1, 2000) if passes_milestone(n - 1, n)] == [1, 10, 100, 1000]
+    assert passes_milestone(0, 7) and passes_milestone(7, 12) and not passes_milestone(12, 12)
+    assert not passes_milestone(12, 90)

@@ -1,0 +1,67 @@
+"""Losses and gradients that are not finite: found at the owner of a block, told in the vote, so that all stop alike.
+
+The reduced gradient is looked at while it is at hand, once, by its sum; only where that is not finite (a sum of large
+numbers overflows too) by elements, and then the lanes that it came from are found. Called by the canonical reduction
+and the engine.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+
+import torch
+from shoal_protos.errors import JobFailed
+from shoal_protos.milestones import passes_milestone
+from shoal_protos.runs import Span
+from torch import Tensor
+
+from shoal.core.layout import Bucket
+from shoal.exchange.vote import Record
+from shoal.logs import get_logger
+
+MOST_NAME = 200
+
+log = get_logger("shoal")
+
+
+def is_finite(values: Tensor) -> bool:
+    """One pass where all are."""
+    return math.isfinite(float(values.sum())) or bool(torch.isfinite(values).all())
+
+
+def culprit(parts: Sequence[Tensor], folded: Sequence[tuple[int, int]], root: int) -> int:
+    """Which partial sum brought in what is not finite. `parts` were added up in place, in the order of `folded`."""
+    suspect = root
+    for into, other in reversed(folded):
+        if into == suspect and not bool(torch.isfinite(parts[other]).all()):
+            suspect = other
+    return suspect
+
+
+def describe_gradient(bucket: Bucket, start: int, mean: Tensor, lanes: Span) -> str:
+    """Names the first parameter. `mean`: the gradient of the bucket's elements from `start`."""
+    at = start + int(torch.isfinite(mean).logical_not().nonzero()[0])
+    slot = bucket.slots[max(0, bisect_right(bucket.slots, at, key=lambda slot: slot.start) - 1)]
+    which = f"lane {lanes[0]}" if lanes[1] - lanes[0] == 1 else f"lanes {lanes[0]} to {lanes[1] - 1}"
+    return f'the gradient of parameter "{slot.parameter.name[:MOST_NAME]}" is not finite in {which}'
+
+
+def stop_where_not_finite(record: Record) -> None:
+    """Raises `JobFailed` before the step's update; every member has the same record."""
+    if record.not_finite:
+        raise JobFailed(
+            f"at step {record.step} {record.not_finite}. The step was not made: the model is that of step "
+            f"{record.step - 1}. Look at the learning rate and at the data of this step; leave a batch out with "
+            "engine.skip(), or go on regardless with `shoal.stop_on_nan: false`."
+        )
+
+
+def warn(before: Record | None, record: Record) -> None:
+    """Logs the 1st, 10th, 100th … step that was not finite, and micro-batch that was skipped."""
+    steps, skipped = (before.not_finite_steps, before.skipped_micro_batches) if before is not None else (0, 0)
+    if passes_milestone(steps, record.not_finite_steps):
+        log.warning("not_finite", step=record.step, what=record.not_finite, steps=record.not_finite_steps)
+    if passes_milestone(skipped, record.skipped_micro_batches):
+        log.warning("micro_batches_skipped", step=record.step, micro_batches=record.skipped_micro_batches)
