@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict, replace
+
 import pytest
 import torch
 from shoal.core.layout import Trainable, lay_out
 from shoal.exchange.routes import Routes
-from shoal.exchange.vote import TEXT_BYTES, Ballot, Record, Wish, cast
+from shoal.exchange.vote import (
+    MOST_NAMES,
+    NAMES_BYTES,
+    TEXT_BYTES,
+    WISHES_BYTES,
+    Ballot,
+    Record,
+    Wish,
+    cast,
+    check_names,
+    check_wishes,
+)
 from shoal_protos.errors import UserError
 from torch import Tensor
 from worlds import recovery
 
-ROUTES = Routes(recovery(1, "a"), 0, lay_out([Trainable("weight", (8,), torch.float32, 0)]))
+LAYOUT = lay_out([Trainable("weight", (8,), torch.float32, 0)])
+ROUTES = Routes(recovery(1, "a"), 0, LAYOUT)
 
 
 def test_the_vote_runs_on_the_cpu_whatever_the_default_device_is() -> None:
@@ -27,7 +42,7 @@ def test_the_vote_runs_on_the_cpu_whatever_the_default_device_is() -> None:
     assert (record.step, record.generations, record.loss) == (3, (1,), 2.0)
 
 
-def test_a_row_has_the_same_length_whatever_is_in_it_and_more_is_refused() -> None:
+def test_a_row_has_the_same_length_whatever_is_in_it() -> None:
     lengths: list[int] = []
 
     def gather(row: Tensor) -> Tensor:
@@ -38,8 +53,66 @@ def test_a_row_has_the_same_length_whatever_is_in_it_and_more_is_refused() -> No
     cast(gather, ROUTES, Ballot(1, 1, "00", (1.0,)), None)
     cast(gather, ROUTES, Ballot(1, 1, "00", (1.0,), reports, wishes=(Wish("save"),)), None)
     assert lengths == [TEXT_BYTES] * 2
-    with pytest.raises(UserError, match="at most 4096 fit into a vote"):
-        cast(gather, ROUTES, Ballot(1, 1, "00", (1.0,), {"x" * 5000: [1.0]}), None)
+
+
+@pytest.mark.parametrize("lanes", [(0,), (0, 2), tuple(range(0, 64, 2))])
+def test_the_longest_ballot_that_is_allowed_fits_whatever_lanes_a_worker_has(lanes: tuple[int, ...]) -> None:
+    """A loss gives a worker more subtrees, and its row more numbers, than the world in which the names were checked."""
+    plan = replace(recovery(1, "ab"), lanes=64)
+    others = tuple(lane for lane in range(64) if lane not in lanes)
+    shares = tuple(replace(share, lanes=held) for share, held in zip(plan.shares, (lanes, others), strict=True))
+    routes = Routes(replace(plan, shares=shares), 0, LAYOUT)
+    width = NAMES_BYTES // MOST_NAMES - 3
+    names = [f"{number:0{width}}" for number in range(MOST_NAMES - 1)] + ["n" * (width - 1)]
+    check_names(names, "engine.report")
+    longest = -2.2250738585072014e-308
+    mine, theirs = (
+        Ballot(
+            step=2**53,
+            generation=2**53,
+            hyper="0" * 64,
+            losses=[longest] * len(spans),
+            reports={name: [longest] * len(spans) for name in names},
+            skipped=2**31,
+            micro_batches=2**31,
+            skipped_before=2**53,
+            evaluations={name: [longest, longest] for name in names},
+            wishes=wishes,
+            saving="writing",
+            saved=2**53,
+        )
+        for spans, wishes in zip(routes.lane_spans, ((_longest_wish(),), ()), strict=True)
+    )
+    rows: list[Tensor] = []
+    with pytest.raises(_Gathered):
+        cast(lambda row: _keep(rows, row), routes, theirs, torch.ones(1, dtype=torch.float64))
+    record = cast(lambda row: torch.stack([row, rows[0]]), routes, mine, torch.ones(1, dtype=torch.float64))
+    assert record.wishes == (_longest_wish(),) and set(record.reports) == set(names)
+
+
+class _Gathered(Exception):
+    """The row is known."""
+
+
+def _keep(rows: list[Tensor], row: Tensor) -> Tensor:
+    rows.append(row)
+    raise _Gathered
+
+
+def _longest_wish() -> Wish:
+    empty = len(json.dumps([asdict(Wish("export"))], separators=(",", ":")))
+    wish = Wish("export", "x" * (WISHES_BYTES - empty))
+    check_wishes([wish], "engine.export")
+    return wish
+
+
+def test_names_and_requests_are_refused_where_they_are_given() -> None:
+    with pytest.raises(UserError, match=r"engine\.report got 17 names of together \d+ bytes in one step; at most 16"):
+        check_names([f"metric{number}" for number in range(17)], "engine.report")
+    with pytest.raises(UserError, match="at most 16 of together 512 bytes fit into a vote"):
+        check_names(["ü" * 100], "engine.report")
+    with pytest.raises(UserError, match=r"engine\.export: what is asked for in this step takes \d+ bytes; at most 800"):
+        check_wishes([Wish("export", "x" * 800)], "engine.export")
 
 
 def test_the_record_survives_its_bytes() -> None:

@@ -15,6 +15,7 @@ from shoal_protos.errors import UserError
 from torch import nn
 
 from shoal.data.seeds import RandomState
+from shoal.exchange.vote import check_names
 
 if TYPE_CHECKING:
     from shoal.engine import Engine
@@ -103,7 +104,10 @@ class Evaluation:
                 self._lane_over()
 
     def report(self, numbers: dict[str, float]) -> None:
-        """One micro-batch's numbers."""
+        """One micro-batch's numbers. Raises `UserError` for more names than a vote has room for."""
+        if not numbers.keys() <= self._lane.keys():
+            known = self._lane.keys() | self._arrived.keys() | self._in_vote.keys()
+            check_names(known | numbers.keys(), "engine.report in an evaluation")
         for name, value in numbers.items():
             kept = self._lane.setdefault(name, [0.0, 0.0])
             kept[0] += value

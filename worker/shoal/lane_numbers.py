@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import math
 
-from shoal_protos.errors import UserError
 from shoal_protos.runs import Span
 
 from shoal.core.tree import push
-
-MOST_REPORTS = 16
+from shoal.exchange.vote import check_names
 
 Numbers = tuple[float, dict[str, float] | None]
 """Of a subtree of lanes: the sum of their losses, and of what was reported in all of them, by name; None where all its
@@ -50,8 +48,8 @@ class LaneNumbers:
 
     def report(self, numbers: dict[str, float]) -> None:
         """Adds to the lane's numbers: the mean over its micro-batches."""
-        if len(self._reports.keys() | numbers.keys()) > MOST_REPORTS:
-            raise UserError(f"engine.report got more than {MOST_REPORTS} names in one step; report fewer.")
+        if not numbers.keys() <= self._reports.keys():
+            check_names(self._reports.keys() | numbers.keys(), "engine.report")
         for name, value in numbers.items():
             self._reports[name] = self._reports.get(name, 0.0) + value / self._micro_batches
 

@@ -17,7 +17,7 @@ from shoal_protos.messages import Result
 from shoal.exchange.group import Group
 from shoal.exchange.letters import Letter, read_letter
 from shoal.exchange.routes import DIGESTS
-from shoal.exchange.vote import Record, Wish
+from shoal.exchange.vote import Record, Wish, check_wishes
 from shoal.export import export
 from shoal.fingerprint import fingerprint
 from shoal.initial_state import share_frozen
@@ -60,6 +60,7 @@ class Requests:
             )
         if engine.world is None and not engine.over:
             raise UserError(f"{call} was called before the loop; ask in the loop or after it.")
+        check_wishes([*self._mine, wish], call)
         self.add(wish)
         if not engine.left_loop:
             return None

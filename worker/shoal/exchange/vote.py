@@ -1,15 +1,16 @@
 """The vote: the only commit there is.
 
 One small all-gather on CPU tensors, entered once this worker holds all that the commit needs; who has passed it has
-committed. A row is bounded: its JSON part has a fixed size, its float64 part (sums of squares, one per whole subtree of
-blocks owned) has the size that the plan gives it. Knows nothing of the controller.
+committed. A row is bounded: the plan alone says how long it is, so that the same reports fit whatever is lost. Its JSON
+part has room for the numbers of every subtree of lanes, its float64 part (sums of squares, one per whole subtree of
+blocks owned) for those of the norm; names and requests are limited where they are given. Knows no controller.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -25,7 +26,13 @@ from shoal.exchange.letters import as_bytes_tensor
 from shoal.exchange.routes import Routes
 
 TEXT_BYTES = 4_096
-"""The JSON part of a row."""
+"""The JSON part of a row, where nobody has more than two subtrees of lanes."""
+MOST_NAMES, NAMES_BYTES = 16, 512
+"""What a step may report, and an evaluation likewise."""
+WISHES_BYTES = 800
+"""What one worker may ask for at once."""
+SUBTREE_BYTES = 8 * 54
+"""The numbers of one more subtree of lanes: a loss and all reports, as long as a float can be, in whole words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,17 +144,14 @@ def cast(
     `comparisons`: blocks whose copies are compared, the same on all members.
     """
     most = max(len(spans) for spans in routes.norm_spans) if norms is not None else 0
-    end = TEXT_BYTES + 8 * most
+    room = _text_bytes(routes)
+    end = room + 8 * most
     row = torch.zeros(end + 8 * sum(len(c.blocks) for c in comparisons), dtype=torch.uint8, device="cpu")
     text = as_bytes_tensor(json.dumps(asdict(ballot), separators=(",", ":")).encode())
-    if text.numel() > TEXT_BYTES:
-        raise UserError(
-            f"one step reports and requests {text.numel()} bytes; at most {TEXT_BYTES} fit into a vote. "
-            "Report fewer names with engine.report, or request less at once."
-        )
+    assert text.numel() < room, f"a ballot of {text.numel()} bytes, though what it carries is limited to {room}"
     row[: text.numel()] = text
     if norms is not None:
-        row[TEXT_BYTES:end].view(torch.float64)[: norms.numel()] = norms
+        row[room:end].view(torch.float64)[: norms.numel()] = norms
     if comparisons:
         row[end:].view(torch.int64).copy_(torch.cat([comparison.checksums for comparison in comparisons]))
     rows = gather(row)
@@ -167,9 +171,34 @@ def _findings(routes: Routes, rows: Tensor, comparisons: Sequence[Comparison]) -
     return {"corrupt": tuple(corrupt), "single": single}
 
 
+def _text_bytes(routes: Routes) -> int:
+    subtrees = max(len(spans) for spans in routes.lane_spans)
+    return TEXT_BYTES + SUBTREE_BYTES * max(0, subtrees - 2)
+
+
 def read_ballots(rows: Tensor) -> list[dict[str, Any]]:
     """By rank: the fields of `Ballot`."""
-    return [json.loads(row[:TEXT_BYTES].numpy().tobytes().rstrip(b"\0")) for row in rows]
+    return [json.loads(row.numpy().tobytes().partition(b"\0")[0]) for row in rows]
+
+
+def check_names(names: Collection[str], call: str) -> None:
+    """Raises `UserError` for more names than a vote has room for. `call`: what reports them."""
+    size = len(json.dumps(list(names), separators=(",", ":")))
+    if len(names) > MOST_NAMES or size > NAMES_BYTES:
+        raise UserError(
+            f"{call} got {len(names)} names of together {size} bytes in one step; at most {MOST_NAMES} of together "
+            f"{NAMES_BYTES} bytes fit into a vote. Report fewer, or with shorter names."
+        )
+
+
+def check_wishes(wishes: Sequence[Wish], call: str) -> None:
+    """Raises `UserError` for more requests at once than a vote has room for. `call`: what asks for the last one."""
+    size = len(json.dumps([asdict(wish) for wish in wishes], separators=(",", ":")))
+    if size > WISHES_BYTES:
+        raise UserError(
+            f"{call}: what is asked for in this step takes {size} bytes; at most {WISHES_BYTES} fit into a vote. "
+            "Ask for less at once, or give a shorter path."
+        )
 
 
 def _record(routes: Routes, rows: Tensor, with_norm: bool) -> Record:
@@ -238,10 +267,11 @@ def _reported_everywhere(ballots: list[dict[str, Any]], routes: Routes) -> list[
 
 
 def _norm(routes: Routes, rows: Tensor) -> float:
+    sums = rows[:, _text_bytes(routes) :].clone().view(torch.float64).tolist()
     parts = [
         (span, value)
-        for rank, spans in enumerate(routes.norm_spans)
-        for span, value in zip(spans, rows[rank, TEXT_BYTES:].clone().view(torch.float64).tolist(), strict=False)
+        for spans, values in zip(routes.norm_spans, sums, strict=True)
+        for span, value in zip(spans, values, strict=False)
     ]
     return math.sqrt(fold_numbers(parts, routes.plan.blocks))
 
