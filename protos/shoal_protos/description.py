@@ -55,6 +55,8 @@ class Description:
     samples_per_step: int = 0
     """The global batch."""
     on_corruption: OnCorruption = OnCorruption.RESTORE
+    checkpoint_places: tuple[str, ...] = ()
+    """Where the job's checkpoints lie: the URL of `checkpoint.path`, and of a path that the config's `resume` names."""
 
 
 def first_difference(worker: str, theirs: Description, jobs: Description) -> str | None:

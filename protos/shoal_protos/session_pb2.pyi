@@ -907,6 +907,7 @@ class Description(_message.Message):
     KEEP_EVERY_FIELD_NUMBER: _builtins.int
     SAMPLES_PER_STEP_FIELD_NUMBER: _builtins.int
     ON_CORRUPTION_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_PLACES_FIELD_NUMBER: _builtins.int
     lanes: _builtins.int
     blocks: _builtins.int
     block_elements: _builtins.int
@@ -927,6 +928,8 @@ class Description(_message.Message):
     def config(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     @_builtins.property
     def numerics(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    @_builtins.property
+    def checkpoint_places(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
         self,
         *,
@@ -947,10 +950,11 @@ class Description(_message.Message):
         keep_every: _builtins.int = ...,
         samples_per_step: _builtins.int = ...,
         on_corruption: Global___OnCorruption.ValueType = ...,
+        checkpoint_places: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_elements", b"block_elements", "blocks", b"blocks", "can_checkpoint", b"can_checkpoint", "config", b"config", "fill_bytes_per_step", b"fill_bytes_per_step", "keep", b"keep", "keep_every", b"keep_every", "lanes", b"lanes", "max_steps", b"max_steps", "mirrors", b"mirrors", "mixed_numerics", b"mixed_numerics", "numerics", b"numerics", "on_corruption", b"on_corruption", "optimizer", b"optimizer", "parameters", b"parameters", "samples_per_step", b"samples_per_step", "state_bytes", b"state_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_elements", b"block_elements", "blocks", b"blocks", "can_checkpoint", b"can_checkpoint", "checkpoint_places", b"checkpoint_places", "config", b"config", "fill_bytes_per_step", b"fill_bytes_per_step", "keep", b"keep", "keep_every", b"keep_every", "lanes", b"lanes", "max_steps", b"max_steps", "mirrors", b"mirrors", "mixed_numerics", b"mixed_numerics", "numerics", b"numerics", "on_corruption", b"on_corruption", "optimizer", b"optimizer", "parameters", b"parameters", "samples_per_step", b"samples_per_step", "state_bytes", b"state_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

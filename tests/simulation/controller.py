@@ -166,6 +166,8 @@ class ControllerHost:
         elif isinstance(effect, Progress):
             self.stored = replace(self.stored, step=effect.step)
         elif isinstance(effect, Note):
+            if effect.kind == "claim_refused" and effect.worker not in simulation.liars:
+                simulation.watch.violated("an honest worker was not believed", effect.message)
             simulation.say("controller:", effect.kind, "|", effect.message)
             simulation.links.noted(effect)
         elif isinstance(effect, Close):

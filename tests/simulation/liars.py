@@ -5,10 +5,11 @@ Drawn apart from the other faults, so that a seed without liars goes as it did b
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING
 
-from shoal_protos.messages import Point, Status
+from shoal_protos.messages import Heartbeat, Point, Status
 from shoal_protos.runs import every
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from .worker import SimWorker
 
 OLD_RUN = "run-0"
+NUMBERS = ("generation", "promised", "step", "committed_in")
 SHARE_OF_SEEDS = 0.3
 
 
@@ -29,7 +31,18 @@ class Liars:
     def rage(self, seconds: float) -> None:
         if self.chance.random() < SHARE_OF_SEEDS:
             for _ in range(self.chance.randint(1, 4)):
-                self.simulation.clock.after(self.chance.uniform(0, seconds), self._come)
+                what = self.chance.choice((self._come, self.lie, self.lie))
+                self.simulation.clock.after(self.chance.uniform(0, seconds), what)
+
+    def lie(self) -> None:
+        """One heartbeat of a worker has one number that cannot be; the next one is right again."""
+        awake = [worker for worker in self.simulation.workers() if not worker.frozen]
+        if awake:
+            worker, name = self.chance.choice(awake), self.chance.choice(NUMBERS)
+            status = replace(worker.session.status(), **{name: self.chance.choice((10**6, 1 << 61))})
+            worker.say("lies about", name)
+            self.simulation.liars.add(worker.membership.worker)
+            worker.session.say(Heartbeat(status, worker.session.telemetry))
 
     def _come(self) -> None:
         taken = [worker.membership.worker for worker in self.simulation.workers()]

@@ -13,10 +13,12 @@ is left to chance, so a transcript changes only where the behaviour does. docs/s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from shoal_controller.core import effects
 from shoal_controller.core.events import Cancel, ConfirmLost, DrainWorker, Pause, Resume, Save, Scale
 from shoal_controller.core.view import view
+from shoal_protos.messages import Heartbeat
 
 from .liars import Liars
 from .seeds import settled
@@ -127,6 +129,12 @@ class Script:
     def do_old(self, claimed: str = "") -> None:
         """A worker of an earlier run of this job's name, which came further."""
         Liars(self.simulation).come_from_an_earlier_run(claimed)
+
+    def do_lie(self, worker: str, name: str, value: str) -> None:
+        """One heartbeat says a number that cannot be."""
+        self.simulation.liars.add(worker)
+        session = self.simulation.by_id(worker).session
+        session.say(Heartbeat(replace(session.status(), **{name: int(value)}), session.telemetry))
 
     def do_kill(self, worker: str, *at: str) -> None:
         self._at(worker, at).end(-9, "killed")

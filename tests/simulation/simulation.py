@@ -60,6 +60,8 @@ class Simulation:
         self.links = Links(self)
         self.processes: dict[str, SimWorker] = {}
         self.incarnations = 0
+        self.liars: set[str] = set()
+        """Workers that have said what cannot be."""
         self.kinds = tuple(str(shape.get("kinds", "")).split())
         """Of faults; none: drawn."""
         self.feuds: set[frozenset[int]] = set()

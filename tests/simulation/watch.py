@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from .worker import SimWorker
 
 
+MOST_NUMBERS = 1_000
+"""By which numbers grow between two writes, at most."""
 UNREACHABLE_SECONDS = 0.9
 """After so long a silence must have been seen."""
 
@@ -145,6 +147,8 @@ class Watch:
     def stored(self, before: Durable, after: Durable) -> None:
         if after.number < before.number or after.committed_in < before.committed_in:
             self.violated("a number went back", before.number, after.number)
+        if after.number > before.number + MOST_NUMBERS or after.step > self.simulation.max_steps:
+            self.violated("a number was believed that cannot be", after.number, after.step)
         self.stored_plans |= {planned.generation for planned in after.planned}
         if after.floor > before.floor:
             self._anew(after.floor, after.step)

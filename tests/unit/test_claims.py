@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 from machine_driver import MADE_OF, NEW, RUN, Driver
+from shoal_controller.core.durable import Standing
 from shoal_controller.core.effects import Close
+from shoal_controller.core.events import Started
+from shoal_controller.core.job import restore
 from shoal_controller.core.spec import Phase
 from shoal_protos.checkpoint import Sighting
-from shoal_protos.messages import Point, Refusal, Result, Shutdown, Status, Welcome
+from shoal_protos.messages import (
+    Heartbeat,
+    Inventory,
+    Point,
+    Ready,
+    Refusal,
+    Result,
+    Shutdown,
+    Status,
+    Telemetry,
+    Welcome,
+)
 from shoal_protos.runs import every
+from shoal_protos.wire.bounds import MAX_NUMBER
 
 OLD = Status(900, 1, Point.TRAINING, 1, step=5000, committed_in=1, boundaries=5000, holds=every(8), current=True)
 
@@ -59,7 +74,7 @@ def test_a_controllers_restart_keeps_the_run_and_its_workers_go_on() -> None:
 
 
 def test_a_job_that_is_over_tells_its_own_workers_how_it_ended_and_turns_others_away() -> None:
-    job = Driver(wanted=1)
+    job = Driver(wanted=1, launcher="local", command=("x",))
     job.hello("w0")
     job.say("w0", Result(0, failure="no such file", everyone=True))
     job.hello("w0")
@@ -74,3 +89,156 @@ def test_a_checkpoint_of_another_run_is_read_and_the_event_names_that_run() -> N
     job.hello("w0", status=Status(0, 0, Point.WAITING, 0, -1, 0, checkpoint=found))
     assert job.view.last_checkpoint_step == 7
     assert "a checkpoint of step 7 was found at /checkpoints/7; run run-0 has saved it, this is run run-1" in job.notes
+
+
+# ---- numbers
+
+ABSURD = (10**6, 1 << 40, MAX_NUMBER)
+
+
+def numbers_of(kind: type) -> list[str]:
+    return [field.name for field in fields(kind) if field.type in ("int", int)]
+
+
+def goes_on_well(job: Driver, workers: int) -> None:
+    """One of the workers is lost, the others recover and train on, also under the next controller."""
+    job.die("w1")
+    job.statuses.pop("w1")
+    job.wait(2)
+    job.recover()
+    statuses = dict(job.statuses)
+    job.restart()
+    for worker, status in statuses.items():
+        job.hello(worker, status=status)
+    job.wait(2)
+    assert job.view.phase is Phase.RUNNING and job.view.active == workers - 1
+    assert job.view.step == 2 and job.job.durable.number < 1 << 22 and not job.view.checkpoints
+
+
+@pytest.mark.parametrize("value", ABSURD)
+@pytest.mark.parametrize("name", numbers_of(Status))
+def test_one_absurd_number_in_a_heartbeat_or_ready_harms_nothing(name: str, value: int) -> None:
+    for said in (lambda status: Heartbeat(status, Telemetry()), lambda status: Ready(1, status)):
+        job = Driver(wanted=3)
+        job.start(3)
+        job.say("w0", said(replace(job.statuses["w0"], **{"sequence": job.sequence + 1, name: value})))
+        job.sequence += 1
+        goes_on_well(job, 3)
+
+
+@pytest.mark.parametrize("value", ABSURD)
+@pytest.mark.parametrize("name", numbers_of(Inventory))
+def test_one_absurd_number_in_an_inventory_harms_nothing(name: str, value: int) -> None:
+    job = Driver(wanted=3)
+    job.start(3)
+    job.die("w1")
+    job.statuses.pop("w1")
+    inventory = Inventory(job.job.attempt.number, 1, 1, 1, b"r", every(8), every(8), every(8))
+    job.say("w0", replace(inventory, **{name: value}))
+    job.recover()
+    job.wait(1)
+    assert job.view.phase is Phase.RUNNING and job.view.active == 2 and job.view.step == 2
+
+
+@pytest.mark.parametrize("value", ABSURD)
+def test_one_absurd_step_in_a_result_harms_nothing(value: int) -> None:
+    job = Driver(wanted=3)
+    job.start(3)
+    job.say("w0", Result(value, fingerprint="a" * 64, loss=1.0))
+    assert job.job.durable.fingerprint == ""
+    goes_on_well(job, 3)
+
+
+@pytest.mark.parametrize("value", [*ABSURD[1:], (1 << 20) + 2])
+@pytest.mark.parametrize("name", ["generation", "promised", "committed_in", "next_generation"])
+def test_one_absurd_number_in_a_hello_is_refused_in_a_sentence(name: str, value: int) -> None:
+    job = Driver(wanted=3)
+    job.start(3)
+    if name == "next_generation":
+        job.hello("w9", next_generation=value)
+    else:
+        job.hello("w9", status=replace(OLD, **{name: value}), run=RUN)
+    (refusal,) = job.said("w9")
+    assert isinstance(refusal, Refusal) and str(value) in refusal.sentence
+    del job.connections["w9"], job.statuses["w9"]
+    goes_on_well(job, 3)
+
+
+def test_a_broken_heartbeat_is_told_of_once_and_its_worker_stays() -> None:
+    job = Driver(wanted=2)
+    job.start(2)
+    notes = []
+    for _ in range(3):
+        job.beat("w0", promised=10**6)
+        notes += job.notes
+    assert notes == [
+        "worker w0 says that it has committed in generation 1, is in 1 and has promised 1000000; expected numbers that "
+        "do not fall, and at most 1. Such messages of it are ignored."
+    ]
+    job.beat("w0", promised=1)
+    job.wait(5)
+    assert job.view.phase is Phase.RUNNING and job.view.active == 2
+
+
+def test_a_store_from_a_backup_believes_the_higher_numbers_of_its_workers_and_makes_a_world_of_them() -> None:
+    job = Driver(wanted=2)
+    job.start(2)
+    backup = job.job.durable
+    statuses = {
+        worker: replace(status, generation=7, promised=7, committed_in=7, step=90)
+        for worker, status in job.statuses.items()
+    }
+    job.job = restore(backup, job.now)
+    job.connections, job.statuses = {}, {}
+    job.feed(Started())
+    for worker, status in statuses.items():
+        job.hello(worker, status=status)
+    assert job.job.attempt is not None and job.job.attempt.number == 8
+    job.recover()
+    job.wait(1)
+    assert job.view.phase is Phase.RUNNING and job.view.generation == 8 and job.view.step == 91
+
+
+# ---- results and checkpoints
+
+
+def test_only_a_member_says_something_of_the_whole_job() -> None:
+    job = Driver(wanted=2)
+    job.start(2)
+    job.hello("w9")
+    job.say("w9", Result(1, fingerprint="b" * 64, loss=1.0))
+    assert job.job.durable.fingerprint == ""
+    job.say("w9", Result(0, failure="no such file", everyone=True))
+    assert job.view.phase is Phase.RUNNING and job.job.durable.roster["w9"].standing is Standing.DEAD
+
+
+@pytest.mark.parametrize(
+    ("path", "resume", "is_one"),
+    [
+        ("/checkpoints/run/step-1", None, True),
+        ("/checkpoints/running/step-1", None, False),
+        ("s3://elsewhere/step-1", None, False),
+        ("s3://elsewhere/step-1", "s3://elsewhere", True),
+        ("s3://elsewhere/step-1", "s3://elsewhere/step-1", True),
+        ("/data/old/step-1", "./old", True),
+        ("/data/older/step-1", "./old", False),
+        ("/data/old/step-1", "file://" + "/data/old", True),
+    ],
+)
+def test_a_checkpoint_is_one_of_the_jobs_only_where_its_config_or_resume_says_that_they_lie(
+    path: str, resume: str | None, is_one: bool
+) -> None:
+    places = ("/checkpoints/run",)
+    job = Driver(made_of=replace(MADE_OF, can_checkpoint=True, checkpoint_places=places), resume=resume)
+    job.start(2)
+    job.beat("w0", checkpoint=Sighting(step=1, generation=1, path=path, bytes=1))
+    assert [one.path for one in job.view.checkpoints] == ([path] if is_one else [])
+    assert ("expected one in /checkpoints/run" in "".join(job.notes)) is not is_one
+
+
+@pytest.mark.parametrize("sighting", [Sighting(1, 10**12, "/checkpoints/x", 1), Sighting(1 << 40, 1, "/checkpoints/x")])
+def test_a_checkpoint_of_a_step_or_generation_that_cannot_be_is_ignored(sighting: Sighting) -> None:
+    job = Driver(made_of=replace(MADE_OF, can_checkpoint=True, checkpoint_places=("/checkpoints",)))
+    job.start(2)
+    job.beat("w0", checkpoint=sighting)
+    assert not job.view.checkpoints and job.job.durable.number == 1

@@ -167,7 +167,7 @@ def test_lanes_of_the_spec_must_be_those_of_the_config() -> None:
 def test_a_worker_of_a_world_that_the_store_does_not_know_is_refused() -> None:
     job = Driver()
     job.hello("w0", status=replace(NEW, generation=3, point=Point.TRAINING, step=9), run=RUN)
-    assert "generation 3, and the store of this controller knows none after 0" in refusal(job)
+    assert "is in 3 and has promised 0; expected numbers that do not fall, and at most 0" in refusal(job)
 
 
 def test_a_worker_without_an_id_gets_one_that_nobody_had() -> None:
@@ -431,7 +431,7 @@ def test_what_is_durable_is_written_before_anything_else_of_its_event_goes_out()
 
 
 def test_a_checkpoint_that_could_not_be_read_does_not_come_back_by_another_workers_word() -> None:
-    job = Driver(wanted=2)
+    job = Driver(wanted=2, made_of=replace(MADE_OF, can_checkpoint=True))
     job.start(2)
     sound, unreadable = Sighting(1, 4, "/saves/step-4"), Sighting(1, 5, "/saves/step-5")
     job.beat("w0", checkpoint=sound)

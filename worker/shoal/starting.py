@@ -14,6 +14,7 @@ from shoal_protos.plan import EVERYONE
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from shoal.checkpoint.catalogue import places
 from shoal.checkpoint.plain import encode
 from shoal.config.load import load_config
 from shoal.config.training import TrainingConfig, agreement
@@ -122,6 +123,7 @@ def _description(
         numerics=identity(),
         mixed_numerics=config.mixed_numerics,
         can_checkpoint=config.checkpoint.path is not None,
+        checkpoint_places=places(config.checkpoint.path, config.checkpoint.resume),
         keep=config.checkpoint.keep,
         keep_every=config.checkpoint.keep_every or 0,
         on_corruption=config.on_corruption,

@@ -40,11 +40,13 @@ def write_description(description: Description) -> pb.Description:
         keep_every=description.keep_every,
         samples_per_step=description.samples_per_step,
         on_corruption=ON_CORRUPTION_NUMBERS[description.on_corruption],
+        checkpoint_places=description.checkpoint_places,
     )
 
 
 def read_description(message: pb.Description) -> Description:
     parameters = bounds.few("description.parameters", message.parameters, bounds.MAX_PARAMETERS)
+    places = bounds.few("description.checkpoint_places", message.checkpoint_places, bounds.MAX_PLACES)
     return Description(
         lanes=bounds.whole("description.lanes", message.lanes, least=1, most=bounds.MAX_LANES),
         blocks=bounds.whole("description.blocks", message.blocks, most=bounds.MAX_BLOCKS),
@@ -63,6 +65,7 @@ def read_description(message: pb.Description) -> Description:
         keep_every=bounds.whole("description.keep_every", message.keep_every),
         samples_per_step=bounds.whole("description.samples_per_step", message.samples_per_step),
         on_corruption=bounds.word("description.on_corruption", ON_CORRUPTION, message.on_corruption),
+        checkpoint_places=tuple(bounds.label("description.checkpoint_places", place) for place in places),
     )
 
 

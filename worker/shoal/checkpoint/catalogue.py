@@ -186,6 +186,12 @@ def resolve(
     raise NotFound(f"{storage.url} has no whole checkpoint of step {resume}; there are {there or 'none'}.")
 
 
+def places(path: str | None, resume: int | str | bool) -> tuple[str, ...]:
+    """Where a job's checkpoints may lie by its config, as URLs."""
+    named = (path, resume if isinstance(resume, str) and resume != "latest" else None)
+    return tuple(open_storage(place).url for place in named if place is not None)
+
+
 def at(path: str, skipped: Skipped) -> Found:
     """A checkpoint's own folder, or the newest one in a folder of checkpoints."""
     parent, _, folder = path.rstrip("/").rpartition("/")

@@ -57,11 +57,8 @@ def connected(turn: Turn, event: Connected) -> None:
 def _impossible(turn: Turn, hello: Hello) -> str | None:
     """Why this hello cannot be accepted, whoever says it. Defines what the job is made of where nobody has yet."""
     name, durable, theirs = hello.worker or "(new)", turn.durable, hello.description
-    if hello.status.generation > durable.number:
-        return (
-            f"worker {name} is in generation {hello.status.generation}, and the store of this controller knows none "
-            f"after {durable.number}. Start the controller with the store that the job was begun with."
-        )
+    if false := claims.false_hello(turn, hello):
+        return f"worker {name} says that it {false}. Start the controller with the store that the job was begun with."
     if hello.version != PROTOCOL_VERSION:
         return (
             f"worker {name} speaks protocol version {hello.version}, this controller {PROTOCOL_VERSION}. "

@@ -16,13 +16,12 @@ from shoal_protos.runs import Runs
 
 from shoal_controller.core.durable import Durable, SaveRequest
 from shoal_controller.core.job import Attempt
+from shoal_controller.core.phases import claims
 from shoal_controller.core.phases.known import known_step
 from shoal_controller.core.turn import Turn
 
 REMEMBERED = 512
 """Checkpoints in the catalogue, and paths that cannot be read."""
-GREATEST_LEAP = 1 << 20
-"""Generations that a checkpoint may be ahead of the store; no folder's name takes the numbers to their end."""
 MOST_SPANS = 1_000
 """Of the generations that were opened; the oldest gaps are forgotten beyond it."""
 
@@ -59,6 +58,8 @@ def seen(turn: Turn, worker: WorkerId, status: Status) -> None:
             others = (one for one in turn.durable.checkpoints if one is not known)
             _keep(turn, (*others, better))
         return
+    if not claims.is_credible(turn, worker, sighting):
+        return
     _keep(turn, (*turn.durable.checkpoints, sighting))
     _exceed(turn, sighting.generation)
     turn.keep_figures(replace(turn.job.figures, last_checkpoint=turn.now))
@@ -75,7 +76,7 @@ def seen(turn: Turn, worker: WorkerId, status: Status) -> None:
 
 def _exceed(turn: Turn, generation: int) -> None:
     """The next generation comes after this one: what it saves is newer than all that lies there."""
-    if turn.durable.number < generation <= turn.durable.number + GREATEST_LEAP:
+    if turn.durable.number < generation <= turn.durable.number + claims.GREATEST_LEAP:
         turn.keep(number=generation)
 
 

@@ -91,6 +91,12 @@ def _broken(turn: Turn, world: Plan) -> bool:
     if stopped:
         recovery.lost(turn, f"worker {stopped[0]} has stopped", turn.now)
         return True
+    ahead = [process for process in turn.serving() if process.status.generation > world.generation]
+    if ahead:
+        status = ahead[0].status
+        known = f"the store knows none after {world.generation}: it was restored from an older state"
+        recovery.lost(turn, f"worker {ahead[0].worker} is in generation {status.generation}, and {known}", turn.now)
+        return True
     back = [process.worker for process in turn.serving() if _could_rejoin(turn, world, process)]
     if back:
         turn.mark(back[0], shunned=False)

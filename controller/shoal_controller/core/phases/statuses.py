@@ -13,6 +13,7 @@ from shoal_controller.core.events import Said
 from shoal_controller.core.job import Process
 from shoal_controller.core.phases import (
     checkpoints,
+    claims,
     corruption,
     ending,
     failures,
@@ -35,6 +36,9 @@ def said(turn: Turn, event: Said) -> bool:
     if isinstance(message, Heartbeat):
         known = turn.job.processes[worker]
         before = known.status
+        if claims.is_false(turn, worker, message.status):
+            lively(turn, worker)
+            return False
         turn.see(worker, pace_before=(before.step, known.telemetry.training_seconds))
         if message.status.sequence >= before.sequence:
             _acts(turn, known, message)
@@ -46,6 +50,10 @@ def said(turn: Turn, event: Said) -> bool:
         tell(turn, worker)
         return _differs(before, message.status)
     lively(turn, worker)
+    if isinstance(message, Ready | Inventory | Result):
+        claimed = message.status if isinstance(message, Ready) else message
+        if claims.is_false(turn, worker, claimed):
+            return False
     if isinstance(message, Ready):
         stated(turn, worker, message.status)
     elif isinstance(message, Inventory):
@@ -119,10 +127,12 @@ def _result(turn: Turn, worker: WorkerId, result: Result) -> None:
     if turn.record(worker).ending is not None or 0 < generation < turn.durable.floor:
         return
     if result.failure:
-        if result.everyone:
+        if result.everyone and claims.counts_for_all(turn, worker):
             ending.fail(turn, f"worker {worker}: {result.failure}")
         else:
             failures.on_failure(turn, worker, result.failure, result.fault, result.step)
+        return
+    if not claims.counts_for_all(turn, worker):
         return
     known = turn.durable.fingerprint
     if known and result.fingerprint != known and result.step == turn.durable.step:
