@@ -23,6 +23,7 @@ from shoal.exchange.group import GATHER_TAG, RESERVED_TAGS, Group, WorldChanged
 from shoal.exchange.meeting import Meeting, Stop
 from shoal.exchange.meeting_place import split_address
 from shoal.exchange.progress import Progress
+from shoal.exchange.reach import watched
 from shoal.exchange.rendezvous import Rendezvous
 from shoal.exchange.solo import SoloGroup
 from shoal.exchange.waiters import Waiters
@@ -80,7 +81,8 @@ def _connected(guest: Rendezvous, meeting: Meeting) -> _Gloo:
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=host)]
     options._timeout = FOREVER
-    return cast(_Gloo, gloo(guest, meeting.rank, meeting.size, options))
+    with watched(meeting):
+        return cast(_Gloo, gloo(guest, meeting.rank, meeting.size, options))
 
 
 class _Posted:

@@ -77,11 +77,7 @@ class Rendezvous(Store):
         self._say(key, value.encode() if isinstance(value, str) else value)
 
     def get(self, key: str) -> bytes:
-        """gloo reads the address of a member, by whose rank the key ends, and connects to it."""
         self._read_until(key)
-        rank = key.rpartition("/")[2]
-        if rank.isdigit():
-            self._progress.wait_for(int(rank))
         return self._entries[key]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
