@@ -269,3 +269,17 @@ def test_what_a_worker_did_while_it_was_not_heard_does_not_count_because_it_may_
     job.connections = beating
     assert notes(job.wait(9.5), "prepare") == [], "what they tell is old, but nobody knows whether they ran"
     assert notes(job.wait(4), "prepare")
+
+
+def test_who_builds_a_planned_group_beside_a_slow_step_is_not_blamed_for_those_who_wait_for_the_step() -> None:
+    """w0 has voted and hears of no other plan until the vote is over; w1, which it waits for, builds one meanwhile."""
+    job = training(workers=2)
+    job.hello("w2")
+    plan = job.job.durable.planned[-1]
+    job.does("w0", 2, VOTE, "w1")
+    job.does("w1", 2, LANES)
+    job.builds_a_group("w1", plan.generation, "w0")
+    job.builds_a_group("w2", plan.generation, "w0")
+    effects = job.wait(60)
+    assert notes(effects, "prepare") == [] and notes(effects, "kept_out") == []
+    assert "waiting for worker w1 (in user code" in job.view.reason

@@ -86,16 +86,32 @@ def _all_are_heard(job: Job, world: Plan, now: float) -> bool:
 
 
 def _activities(job: Job, world: Plan) -> Activities:
-    """What each member does in the world, or in the one before that it cannot leave."""
+    """What each member does in the world, or in the one before that it cannot leave. A newcomer waits in a group."""
     processes = (job.processes.get(member.worker) for member in world.members)
-    return {process.worker: _activity(process, world.generation) for process in processes if process is not None}
+    found = {}
+    for process in processes:
+        if process is not None:
+            newcomer = not process.status.generation
+            does = _build(process, world.generation) if newcomer else None
+            found[process.worker] = _steady(process, does or process.activity)
+    return found
 
 
-def _activity(process: Process, generation: int) -> Activity:
+def _building(job: Job, plan: Plan) -> Activities:
+    """What those who have come do in the group of a plan. What they do in another one meanwhile says nothing of it."""
+    processes = (job.processes.get(member.worker) for member in plan.members)
+    does = {p.worker: (p, _build(p, plan.generation)) for p in processes if p is not None}
+    return {worker: _steady(process, build) for worker, (process, build) in does.items() if build is not None}
+
+
+def _build(process: Process, generation: int) -> Activity | None:
+    if process.activity.generation >= generation:
+        return process.activity
+    return next((build for build in process.builds if build.generation == generation), None)
+
+
+def _steady(process: Process, activity: Activity) -> Activity:
     """● What it did while it was not heard does not count: who was frozen has waited for nobody meanwhile."""
-    activity = process.activity
-    if activity.generation < generation:
-        activity = next((build for build in process.builds if build.generation == generation), activity)
     return replace(activity, seconds=min(activity.seconds, max(0.0, process.heard - process.steady_since)))
 
 
@@ -172,7 +188,7 @@ def in_building(turn: Turn, plan: Plan, since: float) -> tuple[BrokenLink, ...]:
     limit = building_limit_seconds(turn.job)
     if turn.now - since <= limit or not _all_are_heard(turn.job, plan, turn.now):
         return ()
-    return _links(turn, _activities(turn.job, plan), limit)
+    return _links(turn, _building(turn.job, plan), limit)
 
 
 def _links(turn: Turn, activities: Activities, limit: float) -> tuple[BrokenLink, ...]:
