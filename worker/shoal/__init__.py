@@ -1,7 +1,13 @@
 """Shoal: elastic training for PyTorch. The world changes, the bits do not.
 
-`shoal.initialize` makes an engine; the loop is in INTERFACES and README. Importing this package loads no torch: the
-names below are loaded when first used.
+    engine = shoal.initialize(model=model, config="shoal.json", dataset=dataset)
+    for batch in engine:
+        loss = engine.module(**batch)
+        engine.backward(loss)
+        engine.step()
+
+The engine and its methods: `help(shoal.Engine)`, and docs/api.md. Importing this package loads no torch: the names
+below are loaded when first used.
 """
 
 from __future__ import annotations
@@ -20,6 +26,10 @@ for _name, _value in FORK_SAFE.items():  # before gRPC, whichever module of Shoa
     os.environ.setdefault(_name, _value)
 
 __all__ = ["Engine", "JobFailed", "PeerError", "ShoalError", "UserError", "initialize"]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def __getattr__(name: str) -> Any:

@@ -10,6 +10,7 @@ import atexit
 import os
 import sys
 from types import TracebackType
+from weakref import ReferenceType, finalize, ref
 
 from shoal_protos.errors import JobFailed, ShoalError, UserError
 from shoal_protos.messages import WRONG_USE, Fault, Result
@@ -99,6 +100,17 @@ def tell_errors_in_a_sentence() -> None:
 
 def serve_at_exit(engine: Engine) -> None:
     """Called once by `shoal.initialize`."""
+    if engine.link.alone:
+        finalize(engine, engine.saving.saver_end)
+        atexit.register(_end_alone, ref(engine))
+        return
     ending = _Ending(engine)
     sys.excepthook = ending.excepthook
     atexit.register(ending.at_exit)
+
+
+def _end_alone(known: ReferenceType[Engine]) -> None:
+    """Alone nobody waits for an engine: it lives as long as the script keeps it, for a sweep makes many."""
+    engine = known()
+    if engine is not None:
+        _Ending(engine).at_exit()

@@ -48,12 +48,22 @@ from shoal.telemetry import Meter
 from shoal.world import World
 from shoal.zero.readiness import Readiness
 
+PUBLIC = {
+    "backward", "device", "evaluating", "export", "fingerprint", "generation", "global_step", "lanes", "loss", "module",
+    "on_step", "rank", "register_state", "report", "reports", "save_checkpoint", "shard", "skip", "step", "stop",
+    "warming_up", "world_size",
+}  # fmt: skip
+"""What scripts may use; all else is between the parts of this package."""
+
 IDLE_SECONDS = 0.1
 """Pause between two votes without a step."""
 
 
 class Engine:
-    """Made by `shoal.initialize`. The public names are those of INTERFACES.md, "The script"."""
+    """Made by `shoal.initialize`. What a script may use is in docs/api.md, and what `dir(engine)` lists."""
+
+    def __dir__(self) -> list[str]:
+        return sorted(PUBLIC)
 
     def __init__(
         self, config: TrainingConfig, state: TrainingState, link: Link, fetcher: Fetcher, faults: Faults
@@ -115,6 +125,7 @@ class Engine:
 
     @property
     def generation(self) -> int:
+        """The number of the world; 0: in none."""
         return self.world.plan.generation if self.world else 0
 
     @property

@@ -8,6 +8,7 @@ own (checkpoint/saver.py).
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -249,10 +250,19 @@ class Saving:
         self._number += 1
         self.told = (*self.told[1 - TOLD_SAVES :], replace(saved, number=self._number))
 
+    @property
+    def saver_end(self) -> Callable[[], None]:
+        """What ends the saving of an engine that is no more."""
+        return self._saver.close if self._saver is not None else _nothing
+
     def close(self) -> None:
         """At the process's end: what has begun comes to its end."""
         if self._saver is not None:
             self._saver.close()
+
+
+def _nothing() -> None:
+    """Nothing is being saved."""
 
 
 def _in_use(world: World) -> str:

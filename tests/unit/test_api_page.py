@@ -1,0 +1,52 @@
+"""docs/api.md says all of what a script may use, and nothing that is not there."""
+
+from __future__ import annotations
+
+import ast
+import pydoc
+import re
+from pathlib import Path
+
+import pytest
+import shoal
+from crew import Task, engine_of
+from shoal.engine import Engine
+from shoal.faults import Faults
+from shoal.session.alone import AloneLink
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PUBLIC = [
+    "backward", "device", "evaluating", "export", "fingerprint", "generation", "global_step", "lanes", "loss", "module",
+    "on_step", "rank", "register_state", "report", "reports", "save_checkpoint", "shard", "skip", "step", "stop",
+    "warming_up", "world_size",
+]  # fmt: skip
+"""What scripts rely on. A change is a change of the interface."""
+
+
+def test_the_public_names_of_the_engine_are_these() -> None:
+    engine = engine_of(Task(), AloneLink(), Faults([]))
+    assert [name for name in dir(engine) if not name.startswith("_")] == PUBLIC
+    assert all(hasattr(engine, name) for name in PUBLIC)
+
+
+def test_the_page_tells_every_public_name_and_no_other() -> None:
+    named = set(re.findall(r"\bengine\.(\w+)", (DOCS / "api.md").read_text()))
+    assert sorted(named) == PUBLIC
+
+
+def test_every_public_method_says_what_it_does() -> None:
+    assert [n for n in PUBLIC if hasattr(Engine, n) and not (getattr(Engine, n).__doc__ or "").strip()] == []
+
+
+@pytest.mark.parametrize("page", ["api.md", "porting.md"])
+def test_the_code_of_a_page_is_python(page: str) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        ast.parse(block)
+
+
+def test_help_lists_what_the_package_gives() -> None:
+    text = pydoc.plain(pydoc.render_doc(shoal))
+    for name in ("initialize(model", "class Engine(", "class UserError("):
+        assert name in text

@@ -1,0 +1,39 @@
+"""Many engines in one script: each goes with its module, and what it has begun to save comes to its end."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from weakref import ref
+
+from crew import Task, engine_of, train
+from shoal.ending import serve_at_exit
+from shoal.engine import Engine
+from shoal.faults import Faults
+from shoal.session.alone import AloneLink
+
+
+def trained(task: Task) -> Engine:
+    engine = engine_of(task, AloneLink(), Faults([]))
+    serve_at_exit(engine)
+    train(engine, task, lambda: None)
+    return engine
+
+
+def test_an_engine_that_the_script_has_let_go_frees_its_memory() -> None:
+    for _ in range(2):
+        engine = trained(Task({"max_steps": 2}))
+        kept = [ref(engine), ref(engine.module), ref(engine.state)]
+        del engine
+        gc.collect()
+        assert [one() for one in kept] == [None] * 3
+
+
+def test_a_save_that_an_engine_has_begun_is_whole_when_the_engine_is_gone(tmp_path: Path) -> None:
+    task = Task({"max_steps": 2, "shoal": {"checkpoint": {"path": str(tmp_path), "every_steps": 2}}})
+    engine = trained(task)
+    while not engine.saving.busy and not list(tmp_path.glob("*/manifest.json")):
+        engine.guarded_vote()
+    del engine
+    gc.collect()
+    assert len(list(tmp_path.glob("*/manifest.json"))) == 1
