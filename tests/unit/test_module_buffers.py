@@ -10,6 +10,7 @@ import torch
 from crew import Crew, Task, undisturbed
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from integration.scripts import Model
 from shoal.exchange import module_buffers
 from shoal.exchange.module_buffers import LARGE_ELEMENTS, ModuleBuffers
 from shoal.exchange.solo import SoloGroup
@@ -140,3 +141,85 @@ def test_a_write_past_the_version_counter_that_begins_later_is_refused_by_the_bu
     module.get_buffer("table").data[5] = 7.0
     with pytest.raises(UserError, match=r'buffer "table" was changed through `.data`'):
         buffers.lane_done(1)
+
+
+# ---- buffers that are not those of the start
+
+
+class Odd(nn.Module):
+    """`change(module)` runs in the forward."""
+
+    def __init__(self, change: Any, **buffers: Tensor | None) -> None:
+        super().__init__()
+        self.inner, self.change = Task().model(), change
+        for name, value in buffers.items():
+            self.register_buffer(name, value)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        self.change(self)
+        loss: Tensor = self.inner(tokens, targets)
+        return loss
+
+
+class Bare(Odd):
+    """Without any other buffer."""
+
+    def __init__(self, change: Any, **buffers: Tensor | None) -> None:
+        super().__init__(change, **buffers)
+        self.inner = Model(0.1, False)
+
+
+def fill_cache(module: nn.Module) -> None:
+    module.cache = torch.ones(3)
+
+
+def grow_cache(module: nn.Module) -> None:
+    module.cache = torch.ones(8)
+
+
+def widen_cache(module: nn.Module) -> None:
+    module.cache = module.cache.double()
+
+
+def delete_cache(module: nn.Module) -> None:
+    if "cache" in module._buffers:
+        del module.cache
+
+
+def register_cache(module: nn.Module) -> None:
+    module.register_buffer("cache", torch.ones(3))
+
+
+ADDED, GONE = r'buffer "cache" was added since shoal\.initialize', r'buffer "cache" is gone since shoal\.initialize'
+GREW = r'buffer "cache" has shape \(8,\) and torch\.float32; at shoal\.initialize it had \(2,\)'
+
+
+@pytest.mark.parametrize("kind", [Odd, Bare])
+@pytest.mark.parametrize(
+    ("change", "cache", "sentence"),
+    [
+        (fill_cache, None, ADDED),
+        (register_cache, None, ADDED),
+        (grow_cache, torch.zeros(2), GREW),
+        (widen_cache, torch.zeros(2), r'buffer "cache" has shape \(2,\) and torch\.float64; .* had \(2,\) and'),
+        (delete_cache, torch.zeros(2), GONE),
+    ],
+)
+def test_a_buffer_that_appears_grows_or_vanishes_is_refused_by_its_name(
+    kind: type[Odd], change: Any, cache: Tensor | None, sentence: str
+) -> None:
+    with pytest.raises(UserError, match=sentence + r".*persistent=False"):
+        undisturbed(Task({"max_steps": 2}, model=lambda: kind(change, cache=cache)))
+
+
+def test_an_expanded_buffer_is_refused_by_its_name_before_anything_is_built() -> None:
+    with pytest.raises(UserError, match=r'buffer "pos" is expanded: .*\.contiguous\(\), or with persistent=False'):
+        ModuleBuffers(module_with(pos=torch.arange(4).expand(3, -1)), 4)
+    ModuleBuffers(module_with(pos=torch.arange(4).expand(1, -1), one=torch.ones(1).expand(1)), 4)
+
+
+def test_a_buffer_that_is_the_modules_own_may_do_what_it_likes() -> None:
+    def change(module: nn.Module) -> None:
+        module.register_buffer("cache", torch.ones(int(torch.randint(1, 9, ()))), persistent=False)
+
+    assert undisturbed(Task({"max_steps": 2}, model=lambda: Bare(change)))

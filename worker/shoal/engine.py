@@ -249,6 +249,7 @@ class Engine:
             return False
         if self.loop.at_last_backward:
             self.state.module_guard.check(self.world)
+            self.state.buffers.check()
         before = self.state.step
         self.loop.end_micro_batch(self.state)
         self.step_on()

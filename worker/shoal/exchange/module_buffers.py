@@ -39,6 +39,21 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+ADVICE = (
+    "Buffers are the same on all workers and in checkpoints, so they stay as they were: give it its shape and value "
+    "before shoal.initialize, or register it with persistent=False."
+)
+
+
+def _refuse_shared_elements(buffers: dict[str, Tensor]) -> None:
+    for name, buffer in buffers.items():
+        if any(stride == 0 and size > 1 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)):
+            raise UserError(
+                f'buffer "{name}" is expanded: its elements share memory and cannot be written back. Register it '
+                "with .contiguous(), or with persistent=False."
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class _LaneSum:
     """Of a subtree of lanes: the sums of the buffers that one of them changed, by name; the others kept their value."""
@@ -65,7 +80,9 @@ class ModuleBuffers:
 
     def __init__(self, module: nn.Module, lanes: int) -> None:
         self._module, self._lanes = module, lanes
-        self.committed = {name: buffer.clone() for name, buffer in persistent_buffers(module).items()}
+        found = persistent_buffers(module)
+        _refuse_shared_elements(found)
+        self.committed = {name: buffer.clone() for name, buffer in found.items()}
         self._sum_dtypes = {
             name: torch.promote_types(value.dtype, torch.float32)
             for name, value in self.committed.items()
@@ -79,7 +96,28 @@ class ModuleBuffers:
         self._kept: dict[str, Tensor] = {}
         """What the micro-batch at hand started from, where that is not the committed value."""
         self._looked = 0
+        self._parts = list(module.modules())
         self.clear()
+
+    def _found(self) -> dict[str, Tensor]:
+        """The module's buffers now. Raises `UserError` where they are not those of the start."""
+        now = persistent_buffers(self._module)
+        for name in sorted(now.keys() ^ self.committed.keys()):
+            what = "was added" if name in now else "is gone"
+            raise UserError(f'buffer "{name}" {what} since shoal.initialize. {ADVICE}')
+        for name, value in now.items():
+            before = self.committed[name]
+            if value.shape != before.shape or value.dtype != before.dtype:
+                raise UserError(
+                    f'buffer "{name}" has shape {tuple(value.shape)} and {value.dtype}; at shoal.initialize it had '
+                    f"{tuple(before.shape)} and {before.dtype}. {ADVICE}"
+                )
+        return now
+
+    def check(self) -> None:
+        """Raises `UserError` where a module without buffers has got one: lanes look at no buffers there."""
+        if not self.committed and any(part._buffers for part in self._parts):
+            self._found()
 
     def clear(self) -> None:
         """Forget what this step's lanes have made."""
@@ -93,7 +131,7 @@ class ModuleBuffers:
         self._kept = {}
         if not self.committed:
             return  # most models have none, and looking for them walks the whole module
-        for name, buffer in persistent_buffers(self._module).items():
+        for name, buffer in self._found().items():
             if not self._looked or not self._is_unwritten(name, buffer):
                 buffer.copy_(self.committed[name])
                 self._note_equal(name, buffer)
@@ -101,7 +139,7 @@ class ModuleBuffers:
     def begin_micro_batch(self) -> None:
         """Keeps what a lane's further micro-batch starts from, in case that it is given up."""
         if self.committed:
-            now = persistent_buffers(self._module)
+            now = self._found()
             self._kept = {name: value.clone() for name, value in now.items() if not self._is_unwritten(name, value)}
 
     @torch.no_grad()
@@ -109,7 +147,7 @@ class ModuleBuffers:
         """The module's buffers are those that the micro-batch at hand started from."""
         if not self.committed:
             return
-        for name, buffer in persistent_buffers(self._module).items():
+        for name, buffer in self._found().items():
             buffer.copy_(self._kept.get(name, self.committed[name]))
 
     @torch.no_grad()
@@ -117,7 +155,7 @@ class ModuleBuffers:
         """Takes in what this lane made of the buffers. Raises `UserError` for a write that cannot be noticed."""
         if not self.committed:
             return
-        now = persistent_buffers(self._module)
+        now = self._found()
         self._look_closely(now)
         changed = [name for name, value in now.items() if self._has_changed(name, value)]
         for name in changed:

@@ -18,7 +18,7 @@ import torch
 from shoal_protos.runs import Runs, Span
 from torch import Tensor
 
-from shoal.core.layout import Layout
+from shoal.core.layout import Bucket, Layout
 from shoal.zero.flat import Flats
 
 State = dict[str, Tensor]
@@ -116,14 +116,18 @@ class HeldBlocks:
     def _initial(self, bucket: int, elements: Span) -> State:
         """The state at step 0 that the user's object has already (Adagrad makes it when constructed; a loaded one)."""
         state: State = {}
+        if not self._user.state:
+            return state
         start, stop = elements
+        one_element = probe_state(self._user, self._layout.buckets[bucket], 1)
+        shared = {key for key, value in one_element.items() if value.dim() == 0}
         for slot in self._layout.buckets[bucket].slots:
-            user = self._user.state.get(self._tensor_of[slot.parameter.name], {}) if self._user.state else {}
+            user = self._user.state.get(self._tensor_of[slot.parameter.name], {})
             first, last = max(start, slot.start), min(stop, slot.start + slot.parameter.elements)
             for key, value in user.items():
                 if not isinstance(value, Tensor):
                     continue
-                if value.dim() == 0 and slot.parameter.shape != ():
+                if value.dim() == 0 and (slot.parameter.shape != () or key in shared):
                     state[key] = value.clone()
                 elif first < last:
                     flat = state.setdefault(key, torch.zeros(stop - start, dtype=value.dtype))
@@ -193,13 +197,14 @@ def _cut(value: Tensor, first: int, last: int) -> Tensor:
 
 def probe_state_bytes(layout: Layout, optimizer: torch.optim.Optimizer) -> int:
     """Bytes of optimizer state of one block (the most of any bucket), found by one update of a block of zeros."""
-    most = 0
-    for bucket in layout.buckets:
-        twin = twin_of(optimizer)
-        block = torch.zeros(layout.block_elements, dtype=bucket.dtype)
-        block.grad = torch.zeros_like(block)
-        twin.param_groups[bucket.group]["params"] = [block]
-        twin.step()
-        sizes = [v.numel() * v.element_size() for v in twin.state[block].values() if isinstance(v, Tensor)]
-        most = max(most, sum(sizes))
-    return most
+    states = [probe_state(optimizer, bucket, layout.block_elements) for bucket in layout.buckets]
+    return max(sum(value.numel() * value.element_size() for value in state.values()) for state in states)
+
+
+def probe_state(optimizer: torch.optim.Optimizer, bucket: Bucket, elements: int) -> State:
+    """The state that one update makes of so many zeros of that bucket."""
+    twin, zeros = twin_of(optimizer), torch.zeros(elements, dtype=bucket.dtype)
+    zeros.grad = torch.zeros_like(zeros)
+    twin.param_groups[bucket.group]["params"] = [zeros]
+    twin.step()
+    return {key: value for key, value in twin.state[zeros].items() if isinstance(value, Tensor)}

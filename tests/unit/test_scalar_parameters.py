@@ -1,0 +1,73 @@
+"""Parameters without dimensions: their optimizer state is one element of a block, not a number that all share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from crew import Crew, Task, undisturbed
+from integration.scripts import Model
+from shoal.zero.flat import adopt, lay_out_model, trainable
+from shoal.zero.held import HeldBlocks
+from shoal_protos.runs import every
+from torch import Tensor, nn
+
+
+class Scaled(nn.Module):
+    """A loss with a scalar parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = Model(0.1, True), nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = self.inner(tokens, targets) * self.scale
+        return loss
+
+
+def adagrad(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad([p for p in model.parameters() if p.requires_grad], lr=0.01)
+
+
+@pytest.mark.parametrize("workers", ["ab", "abcd"])
+def test_adagrad_trains_a_scalar_parameter_the_same_in_every_world(workers: str) -> None:
+    task = Task({"max_steps": 4}, model=Scaled, optimizer=adagrad)
+    with Crew(workers, task) as crew:
+        crew.train_to(2)
+        crew.kill(workers[0])
+        assert crew.finish() == undisturbed(task)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.Adam, torch.optim.ASGD, torch.optim.SGD])
+@pytest.mark.parametrize("only_scalars", [False, True])
+def test_state_that_an_optimizer_brings_along_goes_on_as_in_the_plain_optimizer(kind: Any, only_scalars: bool) -> None:
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Module()
+        model.scale = nn.Parameter(torch.tensor(1.5))
+        if not only_scalars:
+            model.weight = nn.Parameter(torch.linspace(-1, 1, 20).reshape(4, 5))
+        more = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+        return model, kind(model.parameters(), lr=0.01, foreach=False, **more)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for number, parameter in enumerate(model.parameters()):
+            parameter.grad = torch.full_like(parameter, 0.25 + number)
+        optimizer.step()
+
+    (model, optimizer), (plain, theirs) = made(), made()
+    step(model, optimizer)
+    step(plain, theirs)
+    layout, parameters = lay_out_model(pairs := trainable(model, optimizer))
+    flats = adopt(layout, parameters)
+    held = HeldBlocks(layout, optimizer, flats, {info.name: tensor for info, tensor in pairs})
+    held.hold(every(layout.blocks))
+    gradients = [torch.zeros_like(flat) for flat in flats]
+    for bucket, flat in zip(layout.buckets, gradients, strict=True):
+        for slot in bucket.slots:
+            number = list(dict(model.named_parameters())).index(slot.parameter.name)
+            flat[slot.start : slot.start + slot.parameter.elements] = 0.25 + number
+    held.apply(gradients, 1.0)
+    step(plain, theirs)
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine, other)
