@@ -62,9 +62,6 @@ IDLE_SECONDS = 0.1
 class Engine:
     """Made by `shoal.initialize`. What a script may use is in docs/api.md, and what `dir(engine)` lists."""
 
-    def __dir__(self) -> list[str]:
-        return sorted(PUBLIC)
-
     def __init__(
         self, config: TrainingConfig, state: TrainingState, link: Link, fetcher: Fetcher, faults: Faults
     ) -> None:
@@ -103,6 +100,9 @@ class Engine:
     def _abort_group(self) -> None:
         if self.world is not None:
             self.world.group.abort()
+
+    def __dir__(self) -> list[str]:
+        return sorted(PUBLIC)
 
     # ---- what a script reads
 

@@ -22,6 +22,8 @@ from torch import nn
 
 from shoal.data.seeds import seed_everything
 
+Hooks = OrderedDict[str, Any]
+
 HOOK = "shoal.forward_seed"
 """Its name among a module's hooks."""
 
@@ -65,10 +67,10 @@ class ForwardSeed:
 
     def _wait_at(self, parts: list[nn.Module]) -> None:
         for part in self._waiting:
-            _hooks_of(part).pop(HOOK, None)
+            cast("Hooks", part._forward_pre_hooks).pop(HOOK, None)
         self._waiting = parts
         for part in parts:
-            hooks = _hooks_of(part)
+            hooks = cast("Hooks", part._forward_pre_hooks)
             hooks[HOOK] = begin_forward
             if len(hooks) > 1:
                 hooks.move_to_end(HOOK, last=False)  # hooks of the script may draw
@@ -98,7 +100,7 @@ def begin_forward(part: nn.Module, _: object) -> None:
     """
     owner = _OWNERS[part]() if part in _OWNERS else None
     if owner is None:
-        _hooks_of(part).pop(HOOK, None)  # a copy, made while the hook was there
+        cast("Hooks", part._forward_pre_hooks).pop(HOOK, None)  # a copy, made while the hook was there
     else:
         owner.begin(part)
 
@@ -106,7 +108,3 @@ def begin_forward(part: nn.Module, _: object) -> None:
 def _is_compiled(part: nn.Module) -> bool:
     """Whether this call enters a compiled module; the compiler looks at the hooks of all parts then."""
     return part._compiled_call_impl is not None or torch._dynamo.eval_frame._is_in_optimized_module()
-
-
-def _hooks_of(part: nn.Module) -> OrderedDict[str, Any]:
-    return cast("OrderedDict[str, Any]", part._forward_pre_hooks)
