@@ -12,6 +12,7 @@ from shoal.engine import Engine
 from shoal.faults import Faults
 from shoal.session.alone import AloneLink
 from shoal_protos.errors import UserError
+from torch import nn
 
 DATA = Samples(24)
 OPTIONS: dict[str, Any] = {"max_steps": 4, "dropout": 0.3, "micro_batches_per_lane": 2}
@@ -43,6 +44,29 @@ def test_after_a_micro_batch_it_changes_no_bit_in_the_middle_of_a_lane_either() 
         evaluate(engine)
 
     assert undisturbed(Task(OPTIONS, step=step)) == undisturbed(Task(OPTIONS))
+
+
+def test_a_compiled_module_is_left_alone_too() -> None:
+    """The wrapper shows the attributes of what it wraps, and sets them there."""
+
+    def model() -> nn.Module:
+        module = Task().model()
+        module.register_buffer("seen", torch.zeros(2))
+        return torch.compile(module, backend="eager")  # type: ignore[return-value]
+
+    engine = engine_of(Task(OPTIONS, model=model), AloneLink(), Faults([]))
+    before = {name: value.clone() for name, value in engine.module.named_buffers()}
+    evaluate_on_nothing(engine)
+    after = dict(engine.module.named_buffers())
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert all(part.training for part in engine.module.modules())
+
+
+def evaluate_on_nothing(engine: Engine) -> None:
+    with engine.evaluating():
+        assert not any(part.training for part in engine.module.modules())
+        for buffer in engine.module.buffers():
+            buffer.add_(1)
 
 
 def test_between_forward_and_step_it_is_refused() -> None:

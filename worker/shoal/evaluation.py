@@ -33,7 +33,8 @@ def _untouched(module: nn.Module) -> Iterator[None]:
         for part, training in modes:
             part.training = training
         for part, named in buffers:
-            part._buffers = named
+            part._buffers.clear()
+            part._buffers.update(named)
         with torch.no_grad():
             for buffer, before in values:
                 if not torch.equal(buffer, before):

@@ -39,6 +39,8 @@ class Requests:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._mine: list[Wish] = []
+        self._scripts: set[Wish] = set()
+        """Those that the script has asked for, and whose end it may wait for."""
         self._digest: tuple[int, str] | None = None
         self._failure: UserError | None = None
 
@@ -62,6 +64,7 @@ class Requests:
             raise UserError(f"{call} was called before the loop; ask in the loop or after it.")
         check_wishes([*self._mine, wish], call)
         self.add(wish)
+        self._scripts.add(wish)
         if not engine.left_loop:
             return None
         self.settle()
@@ -74,9 +77,10 @@ class Requests:
         return self._digest[1] if wish.kind == "fingerprint" and self._digest else None
 
     def settle(self) -> None:
-        """After the last step: waits until what this worker asks for is carried out."""
-        while self._mine:
+        """After the last step: waits until what this worker's script has asked for is carried out."""
+        while self._scripts.intersection(self._mine):
             self._engine.guarded_vote()
+        self._scripts.clear()
 
     def add(self, wish: Wish) -> None:
         if wish.kind == "save":
