@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from crew import Task, undisturbed
+from shoal.engine import Engine
 from shoal.numerics import identity, make_exact
+from shoal_protos.errors import UserError
 
 
 @pytest.fixture(autouse=True)
@@ -79,3 +82,12 @@ def test_on_cuda_algorithms_are_deterministic_unless_told_not_to(monkeypatch: py
     assert (found["deterministic_algorithms"], found["cudnn.benchmark"], found["cudnn.deterministic"]) == (
         "True", "False", "True",
     )  # fmt: skip
+
+
+def test_another_thread_count_in_the_loop_is_refused_because_it_gives_other_bits() -> None:
+    def more(engine: Engine) -> None:
+        if engine.global_step == 1:
+            torch.set_num_threads(3)
+
+    with pytest.raises(UserError, match=r"torch uses 3 threads, .* has set 1; .*`shoal\.torch_threads`"):
+        undisturbed(Task({"max_steps": 3}, in_loop=more))

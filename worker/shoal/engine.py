@@ -37,6 +37,7 @@ from shoal.failure import result_of
 from shoal.faults import Faults
 from shoal.finite import stop_where_not_finite, warn
 from shoal.lane_loop import LaneLoop
+from shoal.numerics import check_threads
 from shoal.optim.hyper import digest, hyper_parameters
 from shoal.requests import Requests, refuse_other_hyper_parameters
 from shoal.resize import Resize
@@ -250,6 +251,7 @@ class Engine:
         if self.loop.at_last_backward:
             self.state.module_guard.check(self.world)
             self.state.buffers.check()
+            check_threads(self.config.torch_threads)
         before = self.state.step
         self.loop.end_micro_batch(self.state)
         self.step_on()

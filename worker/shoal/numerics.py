@@ -12,6 +12,7 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
+from shoal_protos.errors import UserError
 
 VARIABLES = ("MKL_", "DNNL_", "ONEDNN_", "ATEN_", "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE")
 PRECISIONS = ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")
@@ -27,6 +28,16 @@ def make_exact(exact: bool, torch_threads: int) -> None:
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.deterministic = True
         torch.backends.cudnn.benchmark = False
+
+
+def check_threads(torch_threads: int) -> None:
+    """Raises `UserError` where the script has changed the thread count since `make_exact`."""
+    found = torch.get_num_threads()
+    if found != torch_threads:
+        raise UserError(
+            f"torch uses {found} threads, and shoal.initialize has set {torch_threads}; other counts give other bits. "
+            f"Remove torch.set_num_threads({found}) and set `shoal.torch_threads` in the config."
+        )
 
 
 def identity(device: torch.device | str = "cpu", environ: Mapping[str, str] | None = None) -> dict[str, str]:
