@@ -32,11 +32,15 @@ class Faults:
         self.liars = Liars(simulation)
         self.links = simulation.links
 
+        self.flips = Random(f"flips of {simulation.seed}")
+
     def rage(self, seconds: float) -> None:
         self.until = self.clock.now + seconds
         self._next()
         self.liars.rage(seconds)
         self.links.rage(seconds)
+        for _ in range(self.flips.choice((0, 0, 0, 1, 1, 2))):
+            self.clock.after(self.flips.uniform(0, seconds), self.flip)
         if self.simulation.checkpoints.every:
             for wish in self.saves.choice(((), (self.save,), (self.leave,), (self.save, self.save, self.leave))):
                 self.clock.after(self.saves.uniform(0, seconds), wish)
@@ -203,6 +207,16 @@ class Faults:
         for worker in self.simulation.workers():
             if worker.membership.worker:
                 self.simulation.host.wish(DrainWorker(worker.membership.worker, 3.0))
+
+    def flip(self) -> None:
+        """A bit of a block's state, in the memory of whoever holds it."""
+        holders = [
+            worker for worker in self.simulation.workers() if worker.training.blocks and worker.training.step > 0
+        ]
+        if holders and not self.simulation.host.job.durable.phase.over:
+            self.count += 1
+            worker = self.flips.choice(holders)
+            self.simulation.bits.flip(worker, self.flips.choice(sorted(worker.training.blocks)))
 
     def come(self) -> None:
         """A worker comes by itself; now and then with an id that is taken."""

@@ -21,6 +21,7 @@ from shoal_controller.core.phases import (
     asking,
     checkpoints,
     claims,
+    corruption,
     current,
     failures,
     feuds,
@@ -136,6 +137,10 @@ def _decides_at_once(turn: Turn, attempt: Any) -> list[str]:
     return []
 
 
+def _is_silent(turn: Turn, one: Any) -> None:
+    """A difference is noted, and that is all."""
+
+
 def _oldest(durable: Durable) -> Sighting | None:
     return min(durable.checkpoints, default=None)
 
@@ -248,6 +253,14 @@ MUTATIONS: dict[str, list[Patch]] = {
     ],
     "whether steps run is part of the plan": [(asking, "steps_run", lambda turn, members: True)],
     "silence for stall_seconds counts out though most are silent": [(presence, "_gone_for_good", lambda turn: [])],
+    "what members tell of copies that differ is heard": [(corruption, "on_status", lambda turn, worker, status: None)],
+    "where copies differ all go back to a checkpoint whose copies agreed": [(corruption, "_conclude", _is_silent)],
+    "… and to none that was saved while they differed": [
+        (checkpoints, "latest", lambda durable: max(durable.checkpoints, default=None))
+    ],
+    "a second return without a step above the highest pauses": [(corruption, "_is_beyond", lambda turn: True)],
+    "a worker in two differences is counted out": [(corruption, "_quarantine", lambda turn, worker, times: None)],
+    "what was given up by going back counts no more": [(checkpoints, "_is_given_up", lambda durable, sighting: False)],
     "all go back to the newest checkpoint that anybody knows": [(checkpoints, "latest", _oldest)],
     "a checkpoint that cannot be read is not named again": [(checkpoints, "damaged", lambda turn, attempt: "")],
     "who was not there when all went back changes nothing any more": [

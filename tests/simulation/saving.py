@@ -6,7 +6,7 @@ save once nobody in the vote is writing any more; the others hear of it in a lat
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -61,6 +61,8 @@ class Save:
     gone: frozenset[str] = frozenset()
     leader_heard: bool = False
     failure: str = ""
+    sound: bool = False
+    """Whether all copies of what is saved agreed."""
 
 
 class Saving:
@@ -113,6 +115,7 @@ class Saving:
         due = stepped and step % self.place.every == 0
         asked = any(ballot.asks > saved for ballot in ballots.values())
         if saved != step and (asked or due) and not any(word in BUSY for word in said.values()):
+            self.worker.training.copies.save_begins()
             self._begin(world)
         if saved >= self._asked_at or saved == step:
             self._asked_at = -1
@@ -140,6 +143,10 @@ class Saving:
             save.failure = "another one could not write"
         elif Word.WRITING in others.values():
             return
+        copies = self.worker.training.copies
+        if copies.saved is not None:
+            return
+        save.sound = copies.sound
         save.gone = frozenset(save.writers[1:]) - others.keys() if planned else frozenset()
         save.verdict = True
         self._complete(save, PATIENCE_SECONDS)
@@ -184,6 +191,7 @@ class Saving:
 
     def _commit(self, save: Save) -> None:
         if save is self._save and self.word is Word.WRITING:
+            save.sighting = replace(save.sighting, verified=save.sound)
             if self.place.publish(save.sighting, save.writers, save.in_use):
                 self.word, self._save, self._over = Word.IDLE, None, save
             else:

@@ -218,6 +218,10 @@ class Script:
 
     # ---- checkpoints
 
+    def do_flip(self, worker: str, block: str) -> None:
+        """One bit of a block's state in the memory of a worker that holds it."""
+        self.simulation.bits.flip(self.simulation.by_id(worker), int(block))
+
     def do_damage(self) -> None:
         """The newest checkpoint cannot be read from now on."""
         self.simulation.checkpoints.damaged.add(max(self.simulation.checkpoints.there).path)

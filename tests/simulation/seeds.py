@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shoal_controller.core.events import Resume
 from shoal_controller.core.spec import Phase
 
 from .faults import Faults
@@ -43,6 +44,8 @@ def _goes_on(simulation: Simulation) -> None:
     while simulation.clock.now < deadline:
         if simulation.spec.launcher == "none" and not simulation.host.job.durable.phase.over:
             _keep_enough(simulation)
+        if simulation.host.job.durable.paused_because:
+            simulation.host.wish(Resume())
         simulation.clock.run_until(simulation.clock.now + 0.5)
         if settled(simulation, begin):
             return
@@ -76,7 +79,7 @@ def settled(simulation: Simulation, begin: int) -> bool:
     trainers = sum(bool(world.shares[rank].lanes) for rank in staying)
     busy = trainers == min(len(staying), world.lanes)
     still = not durable.planned and not world.fills and durable.save is None
-    return in_it and enough and gone and busy and still and simulation.promises.kept()
+    return in_it and enough and gone and busy and still and simulation.promises.kept() and simulation.bits.heard()
 
 
 def over_for_a_reason(simulation: Simulation, phase: Phase, reason: str) -> bool:

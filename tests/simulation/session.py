@@ -119,7 +119,8 @@ class Session:
 
     def _key(self) -> object:
         m, t, s = self.membership, self.worker.training, self.worker.training.saving
-        return m.generation, m.point, m.newest_heard, t.broken, t.done, t.ended, self.drains, s.knows, s.damage
+        knows = s.knows, s.damage, t.copies.told
+        return m.generation, m.point, m.newest_heard, t.broken, t.done, t.ended, self.drains, knows
 
     def status(self) -> Status:
         m, t, s = self.membership, self.worker.training, self.worker.training.saving
@@ -129,6 +130,7 @@ class Session:
         return Status(
             self.sequence, m.generation, m.point, m.newest_heard, t.step, t.committed_in, t.boundary, t.holds(),
             t.current, tuple(sorted(t.broken)), t.done, t.ended, self.drains, checkpoint=s.knows, damage=s.damage,
+            corrupt=t.copies.told,
         )  # fmt: skip
 
     # ---- hearing

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
 from shoal_controller.core.spec import JobSpec
+from shoal_protos.corruption import OnCorruption
 from shoal_protos.description import Description
 from shoal_protos.plan import EVERYONE, Member
 
@@ -12,6 +14,7 @@ from .bad_script import BadScript
 from .checkpoints import Checkpoints
 from .clock import Clock
 from .controller import ControllerHost, Launcher
+from .copies import FlippedBits
 from .links import Links
 from .network import Groups, Still, Stream, Weather
 from .promises import Promises
@@ -19,6 +22,7 @@ from .watch import Watch
 from .worker import SimWorker
 from .world import Worlds
 
+POLICIES = ("restore", "restore", "restore", "pause", "continue")
 LOG = 4000
 """How many lines of the event log are kept."""
 
@@ -43,6 +47,7 @@ class Simulation:
         every = int(shape.get("checkpoint_every", drawn))  # type: ignore[call-overload]
         self.step_seconds = float(shape.get("step_seconds", 0.15))  # type: ignore[arg-type]
         self.script = BadScript(self, shape)
+        self.corruption_steps = int(self._shape(shape, "corruption_steps", 4, (3, 10)))
         self.spec = JobSpec(
             "job", wanted, int(shape.get("min_workers", chance.choice((1, 1, 2)))), most, launcher,  # type: ignore
             heartbeat_seconds=0.3, reconnect_seconds=2.0, progress_seconds=2.0,
@@ -52,9 +57,11 @@ class Simulation:
         self.description = Description(
             lanes, self.blocks, 4096, 1 << 16, mirrors, (1 << 16) * max(1, self.blocks // 8),  # type: ignore[arg-type]
             self.max_steps, (), "AdamW", {}, {}, False, bool(every), keep=3,
+            on_corruption=OnCorruption(self._shape(shape, "on_corruption", "restore", POLICIES)),
         )  # fmt: skip
         self.checkpoints = Checkpoints(self, every)
         self.worlds = Worlds()
+        self.bits = FlippedBits(self)
         self.watch = Watch(self)
         self.groups = Groups(self)
         self.links = Links(self)
@@ -72,6 +79,10 @@ class Simulation:
         self.host = ControllerHost(self)
         if not self.still:
             self.host.late = Random(f"{seed} late").choice((0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.6, 1.5))
+
+    def _shape(self, shape: dict[str, object], name: str, still: Any, drawn: tuple[Any, ...]) -> Any:
+        """Drawn apart from the rest, so that what is new changes nothing in what a seed drew before."""
+        return shape.get(name, still if self.still else Random(f"{self.seed} {name}").choice(drawn))
 
     # ---- the log
 

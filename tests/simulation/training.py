@@ -12,6 +12,7 @@ from shoal_protos.messages import Inventory, Point, Result
 from shoal_protos.plan import Plan, Reason
 from shoal_protos.runs import NO_BLOCKS, Runs
 
+from .copies import Copies
 from .links import UserCode
 from .saving import Ballot, Saving
 from .symbols import initial, right, updated
@@ -39,6 +40,7 @@ class Training:
         self.stage = ""
         self.building: dict[int, float] = {}
         """Since when its groups are built, or being built."""
+        self.copies = Copies(self)
         self.step, self.committed_in, self.boundary = -1, 0, 0
         self.blocks: dict[int, int] = {}
         self.parameters: dict[int, int] = {}
@@ -133,7 +135,9 @@ class Training:
                 missing = blocks - self.blocks.keys()
                 if missing:
                     self.watch.violated("a fill's source lacks blocks", self.worker, sorted(missing))
-                self.send(target, "f", {block: self.blocks[block] for block in blocks})
+                slice_of_it = {block: self.blocks[block] for block in blocks}
+                self.simulation.bits.filled(slice_of_it, self.step)
+                self.send(target, "f", slice_of_it)
         self.stage = ""
         if self.idle:
             self.worker.after(IDLE_SECONDS, self._lanes_done, self.generation, self.boundary)
@@ -192,7 +196,7 @@ class Training:
         number = self.membership.enter_vote(holds)
         ballot = self.saving.ballot()
         for rank in range(world.size):
-            self.send(rank, "v", (number, self.stop_asked, ballot))
+            self.send(rank, "v", (number, self.stop_asked, ballot, self.copies.brings()))
         self.stage = "vote"
         self.worker.session.changed()
         return True
@@ -203,9 +207,10 @@ class Training:
         votes = self.got("v")
         if len(votes) < world.size:
             return False
-        self.stops = self.stops or any(stop for _, stop, _ in votes.values())
-        self.ballots = {peer: ballot for peer, (_, _, ballot) in votes.items()}
-        begins = self.membership.leave_vote([number for number, _, _ in votes.values()])
+        self.stops = self.stops or any(stop for _, stop, _, _ in votes.values())
+        self.ballots = {peer: ballot for peer, (_, _, ballot, _) in votes.items()}
+        self.copies.voted({peer: brought for peer, (_, _, _, brought) in votes.items()})
+        begins = self.membership.leave_vote([number for number, _, _, _ in votes.values()])
         deferred = self.membership.take_deferred()
         if begins is None and deferred is not None:
             self.worker.session.hear_plan(deferred)
@@ -283,6 +288,7 @@ class Training:
             self.stage = ""
         else:
             self.world, self.rank, self.boundary = self.simulation.worlds.of(plan), rank, 0
+            self.copies.enter()
             self.begin_boundary()
         self.worker.session.changed()
 
@@ -398,6 +404,7 @@ class Training:
                 self.worker.fail(f"{self.saving.taken} cannot be read whole", everyone=True)
                 return
             self.saving.restored(-1)
+            self.copies.restored()
             self.blocks = {block: initial(block) for block in world.keeps[rank]}
             self.parameters = {block: initial(block) for block in range(plan.blocks)}
         elif not recovery.counted[rank]:
@@ -430,10 +437,12 @@ class Training:
             self.worker.session.changed()
             return False
         self.worker.say("takes up", recovery.checkpoint)
+        self.simulation.bits.taken_up(self.worker, content, recovery.step)
         self.blocks = {block: content[block] for block in world.keeps[self.rank]}
         self.parameters = {block: content[block] for block in world.owned[self.rank]}
         self.committed_in, self.done, self.current = 0, False, False
         self.saving.restored(recovery.step)
+        self.copies.restored()
         return True
 
     def _roll_forward(self, step: int, record: bytes) -> None:

@@ -66,16 +66,19 @@ class Watch:
         """Whoever has lanes has the right parameters."""
         expected = right(step)
         wrong = [block for block in range(self.simulation.blocks) if parameters.get(block) != expected[block]]
-        if wrong:
+        if wrong and not self.simulation.bits.outstanding:
             self.violated("a trainer has wrong parameters", worker, "step", step, wrong)
 
     def committed(self, worker: SimWorker, step: int, blocks: dict[int, int]) -> None:
         """Right bits, and by one world: one that was given up may finish the step that all had voted, and no more."""
         expected = right(step)
         wrong = [block for block, value in blocks.items() if value != expected[block]]
-        if wrong:
-            self.violated("a block has wrong bits", worker, "step", step, wrong)
         generation = worker.membership.generation
+        bits = self.simulation.bits
+        given_up = bits.undone and generation < self.floor  # it has not heard that all went back
+        if wrong and not (bits.outstanding or given_up):
+            self.violated("a block has wrong bits", worker, "step", step, wrong)
+        bits.committed(worker, step)
         for later, begins in self.began_at.items():
             if later > generation >= self.floor and step > begins + 1 and blocks:
                 self.violated(
@@ -88,7 +91,7 @@ class Watch:
         """A plan makes owners and mirrors only of those who hold valid bits."""
         expected = right(step)
         wrong = [block for block in sorted(keeps) if blocks.get(block) != expected[block]]
-        if wrong:
+        if wrong and not self.simulation.bits.outstanding:
             self.violated("a plan counts blocks without valid bits", worker, "step", step, wrong)
 
     def began(self, worker: SimWorker, plan: Plan, step: int) -> None:
@@ -103,7 +106,9 @@ class Watch:
         """A checkpoint that is whole has the bits of its step."""
         expected = right(sighting.step)
         wrong = [block for block in sorted(whole) if whole[block] != expected[block]]
-        if wrong:
+        bits = self.simulation.bits
+        given_up = bits.undone and sighting.generation < self.floor  # it was under way when all went back
+        if wrong and (sighting.verified or not (bits.flips or given_up)) and not bits.hopeless:
             self.violated("a checkpoint has wrong bits", sighting.path, wrong)
         self.simulation.promises.saved(sighting.step)
 
@@ -179,6 +184,7 @@ class Watch:
         """The job begins again at step 0 or at a checkpoint's; what was before counts no more."""
         self.top = self.shown = step
         self.simulation.promises.went_back(step)
+        self.simulation.bits.over()
         self.floor = floor
         self.began_at.clear()
 
@@ -200,6 +206,8 @@ class Watch:
             self.violated("a job that was over went on", old.phase, durable.phase)
         self._counted_out(before, after)
         self._takes_the_newest(before, after)
+        if before.durable.corruption.restoring:
+            return  # not for a lack of copies
         went_back = after.attempt is not None and after.attempt.reason is Reason.RESTORE
         if went_back and not (before.attempt is not None and before.attempt.reason is Reason.RESTORE):
             self._gave_up(before, after, event, "all went back")
@@ -223,7 +231,10 @@ class Watch:
         here = [process for name, process in after.processes.items() if durable.roster[name].serves]
         known = {process.status.checkpoint for process in here} | set(durable.checkpoints)
         sound = [one for one in known if one is not None and one.path not in durable.spoilt]
-        newest = max(sound, default=None)
+        back = before.durable.went_back_to
+        sound = [one for one in sound if not (back and back < one and one.generation < before.durable.floor)]
+        verified = [one for one in durable.checkpoints if one.verified and durable.corruption.restoring]
+        newest = max(verified or sound, default=None)
         if plan.reason in (Reason.START, Reason.RESTORE) and path != (newest.path if newest is not None else ""):
             self.violated("not the newest checkpoint is taken", path, "but not", newest)
         if path and plan.reason not in (Reason.START, Reason.RESTORE):

@@ -93,12 +93,17 @@ def _conclude(turn: Turn, one: CorruptBlock) -> None:
         return _pause(turn, f"{one.sentence}; on_corruption is pause")
     if found is None:
         return _pause(turn, f"{one.sentence}; there is no checkpoint whose copies were compared")
-    shown, before = max(turn.durable.step, known_step(turn)), turn.durable.corruption.returned_at
-    if shown <= before:
+    if not _is_beyond(turn):
+        before = turn.durable.corruption.returned_at
         return _pause(turn, f"{one.sentence}; all went back for that from step {before}, and are not beyond it again")
     turn.keep(corruption=replace(turn.durable.corruption, restoring=one.sentence))
     turn.note("restoring", f"all go back to the checkpoint of step {found.step}: {one.sentence}", path=found.path)
     return None
+
+
+def _is_beyond(turn: Turn) -> bool:
+    """Whether a step was committed above the highest that was shown when all went back the last time."""
+    return max(turn.durable.step, known_step(turn)) > turn.durable.corruption.returned_at
 
 
 def _pause(turn: Turn, why: str) -> None:

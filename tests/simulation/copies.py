@@ -1,0 +1,162 @@
+"""Copies of blocks being compared, as one simulated worker does it (worker/shoal/corruption.py), and flipped bits.
+
+Every vote of a step brings the worker's copies of a sample, the votes after a save those of all blocks. What differs is
+told in the status. `FlippedBits` knows which bits were flipped, and holds that each is noticed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shoal.core.sampled_blocks import sampled
+from shoal_protos.corruption import CorruptBlock
+
+from .symbols import right
+
+if TYPE_CHECKING:
+    from .simulation import Simulation
+    from .training import Training
+    from .worker import SimWorker
+
+Part = dict[int, int]
+"""By block: a member's copy."""
+Brought = tuple[Part, Part]
+"""Of the step's sample, and of what is being saved."""
+MOST_TOLD = 32
+
+
+class Copies:
+    """See the module's text. `told` is in the worker's status."""
+
+    def __init__(self, training: Training) -> None:
+        self.training, self.simulation = training, training.simulation
+        self.told: tuple[CorruptBlock, ...] = ()
+        self.saved: Part | None = None
+        self.saved_step = 0
+        self.sound = False
+
+    def brings(self) -> Brought:
+        """What its vote says."""
+        every, training = self.simulation.corruption_steps, self.training
+        if not every:
+            return {}, {}
+        sample = () if training.idle else sampled(training.step + 1, self.simulation.blocks, every)
+        return {block: training.blocks[block] for block in sample if block in training.blocks}, self.saved or {}
+
+    def voted(self, brought: dict[SimWorker, Brought]) -> None:
+        """All members conclude the same."""
+        every = self.simulation.corruption_steps
+        found = self._compare([(peer, sample) for peer, (sample, _) in brought.items()], self.training.step)
+        if self.saved is not None:
+            found += self._compare([(peer, saved) for peer, (_, saved) in brought.items()], self.saved_step)
+            copies = Counter(block for _, saved in brought.values() for block in saved)
+            single = any(copies[block] < 2 for block in range(self.simulation.blocks))
+            self.sound, self.saved = bool(every) and not (found or single), None
+        self.told = (*self.told, *found)[-MOST_TOLD:]
+
+    def _compare(self, brought: list[tuple[SimWorker, Part]], step: int) -> list[CorruptBlock]:
+        found = []
+        for block in sorted({block for _, part in brought for block in part}):
+            values = {peer.membership.worker: part[block] for peer, part in brought if block in part}
+            if len(set(values.values())) > 1:
+                (value, count), *_ = Counter(values.values()).most_common(1)
+                agree = value if 2 * count > len(values) else None
+                workers = tuple(worker for worker, own in values.items() if own != agree)
+                found.append(CorruptBlock(block, max(0, step - self.simulation.corruption_steps), step, workers))
+        return found
+
+    def save_begins(self) -> None:
+        self.saved, self.saved_step, self.sound = dict(self.training.blocks), self.training.step, False
+
+    def enter(self) -> None:
+        self.saved, self.sound = None, False
+
+    def restored(self) -> None:
+        self.told = ()
+
+
+@dataclass(eq=False, slots=True)
+class Flip:
+    """One flipped bit. It is to be noticed while two members of one world hold the block."""
+
+    worker: SimWorker
+    block: int
+    generation: int = 0
+    since: int = 0
+    """The first step committed in that generation with both copies there."""
+
+
+class FlippedBits:
+    """Whether bits may be wrong now, and for how long. `hopeless`: a wrong copy was taken for a right one, which no
+    comparison of copies can know: it was the last one, or the source of another."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self.simulation = simulation
+        self.flips: list[Flip] = []
+        self.hopeless = False
+        self.undone = 0
+        """Returns to a sound checkpoint."""
+
+    @property
+    def outstanding(self) -> bool:
+        """Whether wrong bits are nobody's fault but the memory's."""
+        return bool(self.flips) or self.hopeless
+
+    def flip(self, worker: SimWorker, block: int) -> None:
+        worker.training.blocks[block] ^= 1 << 7
+        self.flips.append(Flip(worker, block))
+        worker.say("has a bit flipped in block", block)
+
+    def committed(self, worker: SimWorker, step: int) -> None:
+        """A flipped bit is told within `corruption_steps` by everybody who votes with both its copies."""
+        generation = worker.training.generation
+        for flip in self.flips:
+            if not self._could_be_seen(flip, generation, step):
+                flip.generation = 0 if flip.generation == generation else flip.generation
+            elif flip.generation != generation:
+                flip.generation, flip.since = generation, step
+            elif step > flip.since + self.simulation.corruption_steps + 1 and not self._told(worker, flip.block):
+                self.simulation.watch.violated("a flipped bit was not noticed", flip.worker, flip.block, step)
+
+    def _told(self, worker: SimWorker, block: int) -> bool:
+        return any(one.block == block for one in worker.training.copies.told)
+
+    def _could_be_seen(self, flip: Flip, generation: int, step: int) -> bool:
+        holders = [w for w in self.simulation.workers() if self._holds(w, flip.block, generation)]
+        values = {self._as_of(w, flip.block, step) for w in holders}
+        return bool(self.simulation.corruption_steps) and flip.worker in holders and len(values) > 1
+
+    def _holds(self, worker: SimWorker, block: int, generation: int) -> bool:
+        return worker.training.generation == generation and block in worker.training.blocks
+
+    def _as_of(self, worker: SimWorker, block: int, step: int) -> bool:
+        """Whether its copy is right as of its own step."""
+        return worker.training.blocks[block] == right(max(0, worker.training.step))[block]
+
+    def filled(self, blocks: Part, step: int) -> None:
+        """A fill hands copies on as they are."""
+        self.hopeless |= any(value != right(step)[block] for block, value in blocks.items())
+
+    def taken_up(self, worker: SimWorker, content: Part, step: int) -> None:
+        """All go back to a checkpoint. Where copies differed it is a sound one, if there is any."""
+        if all(value == right(step)[block] for block, value in content.items()):
+            return
+        durable = self.simulation.host.job.durable
+        if durable.corruption.restoring and any(one.verified for one in durable.checkpoints) and not self.hopeless:
+            self.simulation.watch.violated("all went back to an unsound checkpoint", worker, step)
+        self.hopeless = True
+
+    def over(self) -> None:
+        """All have begun at a checkpoint, or anew: what was flipped before is no more."""
+        self.undone += bool(self.flips)
+        self.flips.clear()
+
+    def heard(self) -> bool:
+        """Whether the controller knows what its world's members have told."""
+        durable = self.simulation.host.job.durable
+        world = durable.current
+        members = [self.simulation.process_of(member) for member in world.members] if world is not None else []
+        told = {one.block for member in members if member is not None for one in member.training.copies.told}
+        return told <= set(durable.corruption.blocks)
