@@ -109,6 +109,16 @@ def test_run_trains_a_script_to_its_end_and_reports(tmp_path: Path) -> None:
     assert (tmp_path / ".shoal/jobs/train/w0.log").exists()
 
 
+def test_run_shows_what_rank_0_prints_unless_it_is_to_be_quiet(tmp_path: Path) -> None:
+    script = f"print('hello from the script', flush=True)\n{SCRIPT}\nprint('and good-bye', flush=True)\n"
+    for flags, shown in (((), True), (("--quiet",), False)):
+        with running(tmp_path, {**OPTIONS, "pace": 0.05}, "--workers", "1", *flags, script=script) as command:
+            code, _, told = command.end()
+        assert code == 0, told
+        assert ("hello from the script" in told) == shown
+        command.errors.unlink()
+
+
 def test_run_again_replaces_a_finished_job(tmp_path: Path) -> None:
     for _ in range(2):
         with running(tmp_path, OPTIONS, "--workers", "1", "--json", str(tmp_path / "report.json")) as command:

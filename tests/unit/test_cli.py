@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import json
 import os
 import signal
@@ -11,19 +12,22 @@ import sys
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib.metadata import version
 from pathlib import Path
 from threading import Thread
 from typing import Any, ClassVar
 
 import pytest
 import typer
+import yaml
+from rich.console import Console
 from shoal_controller.cli import endings, main
 from shoal_controller.cli.client import Client
 from shoal_controller.cli.endings import ending
 from shoal_controller.cli.progress import Rate
 from shoal_controller.cli.run import name_of, own
 from shoal_controller.cli.submit import read_spec
-from shoal_controller.cli.tables import amount, seconds
+from shoal_controller.cli.tables import amount, jobs_table, seconds
 from shoal_controller.tokens import made_token, token_of_job
 from shoal_protos.errors import JobFailed, StoreError, UserError
 
@@ -32,11 +36,11 @@ HEAVY = ("asyncio", "fastapi", "grpc", "httpx", "pydantic", "rich", "torch", "uv
 
 FLAGS = {
     "demo": "--data --grpc --http --steps --store --text",
-    "run": "--data --grpc --http --job --json --max-workers --min-workers --store --workers SCRIPT ARGUMENTS",
+    "run": "--data --grpc --http --job --json --max-workers --min-workers --quiet --store --workers SCRIPT ARGUMENTS",
     "controller": "--data --grpc --http --open --store",
     "worker": "--controller --job COMMAND",
     "submit": "--url FILE",
-    "jobs": "--url",
+    "jobs": "--output --url",
     "describe": "--url JOB",
     "scale": "--url JOB WORKERS",
     "drain": "--url JOB WORKER",
@@ -44,8 +48,10 @@ FLAGS = {
     "pause": "--url JOB",
     "resume": "--url JOB",
     "checkpoint": "--url JOB",
-    "checkpoints": "--url JOB",
-    "events": "--follow --url JOB",
+    "checkpoints": "--output --url JOB",
+    "events": "--follow --output --url JOB",
+    "logs": "--follow --url JOB WORKER",
+    "workers": "--output --url JOB",
     "top": "--url",
     "token": "JOB",
     "verify": "PATH",
@@ -138,6 +144,83 @@ JOB = {
     "lanes": 8, "step": 7, "max_steps": 100, "loss": 1.25, "last_checkpoint_step": None,
     "reason": "2 workers train [8 lanes]; w3 is starting",
 }  # fmt: skip
+
+
+WORKER = {
+    "worker": "w0", "host": "here", "pid": 7, "state": "active", "rank": 0, "lanes": [0, 1], "blocks": 3,
+    "mirrored_blocks": 1, "step": 7, "step_seconds": 0.5, "memory_bytes": 1000, "log": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("command", "rows"),
+    [(["jobs"], [JOB]), (["workers", "j"], [WORKER]), (["checkpoints", "j"], []), (["events", "j"], [])],
+)
+def test_a_list_is_written_as_rest_answers_it(controller: str, command: list[str], rows: list[Any]) -> None:
+    Controller.body = json.dumps({command[0]: rows})
+    as_json = shoal(*command, "--output", "json", "--url", controller)
+    assert (as_json.returncode, json.loads(as_json.stdout)) == (0, {command[0]: rows})
+    as_yaml = shoal(*command, "-o", "yaml", "--url", controller)
+    assert (as_yaml.returncode, yaml.safe_load(as_yaml.stdout)) == (0, {command[0]: rows})
+    assert shoal(*command, "--output", "xml", "--url", controller).returncode == 2
+
+
+def test_a_long_reason_leaves_a_job_its_name_and_phase() -> None:
+    job = {
+        **JOB,
+        "phase": "failed",
+        "job": "a-job-of-mine",
+        "reason": "worker w0 failed: " + "very " * 60 + "bad\nTraceback",
+    }
+    narrow = Console(width=60, file=io.StringIO())
+    narrow.print(jobs_table([job]))
+    said = narrow.file.getvalue()  # type: ignore[attr-defined]
+    assert "a-job-of-mine  failed" in said and "2/3" in said and "7/100" in said
+    assert said.count("very") == 60 and "Traceback" not in said
+
+
+def test_q_leaves_top(controller: str) -> None:
+    Controller.body = json.dumps({"jobs": []})
+    ours, theirs = os.openpty()
+    with subprocess.Popen([SHOAL, "top", "--url", controller], stdin=theirs, stdout=theirs, stderr=theirs) as top:
+        try:
+            seen = b""
+            while b"no jobs" not in seen:
+                seen += os.read(ours, 4096)
+            os.write(ours, b"q")
+            assert top.wait(timeout=30) == 0
+        finally:
+            top.kill()
+            os.close(theirs)
+            os.close(ours)
+
+
+def test_the_version_is_told() -> None:
+    assert shoal("--version").stdout == f"shoal {version('shoal')}\n"
+
+
+def test_logs_prints_the_log_of_rank_0_or_of_the_named_worker(controller: str, tmp_path: Path) -> None:
+    for name in ("w0", "w1"):
+        (tmp_path / f"{name}.log").write_text(f"{name} says\nmuch\n" * 20_000 + "and no more")
+    logs = [
+        {**WORKER, "worker": name, "rank": rank, "log": str(tmp_path / f"{name}.log")}
+        for name, rank in (("w0", 1), ("w1", 0))
+    ]
+    Controller.body = json.dumps({"workers": [*logs, {**WORKER, "worker": "w2"}]})
+    for given, name in (([], "w1"), (["w0"], "w0")):
+        done = shoal("logs", "j", *given, "--url", controller)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout == (tmp_path / f"{name}.log").read_text() + "\n"
+    done = shoal("logs", "j", "w2", "--url", controller)
+    assert (done.returncode, done.stderr) == (
+        2, "shoal: worker w2 of job j has no log that this controller knows; those with one: w0, w1. Only launched "
+        "workers write one\n",
+    )  # fmt: skip
+    (tmp_path / "w0.log").unlink()
+    assert (
+        f"the log of w0 is {tmp_path / 'w0.log'} on here, not here"
+        in shoal("logs", "j", "w0", "--url", controller).stderr
+    )
 
 
 def test_a_change_shows_the_job_as_the_controller_answered_it(controller: str) -> None:

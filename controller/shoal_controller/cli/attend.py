@@ -18,6 +18,7 @@ from shoal_protos.errors import Conflict
 from shoal_controller.cli.client import Client, Json
 from shoal_controller.cli.display import OVER, POLL_SECONDS, Display, display, watch
 from shoal_controller.cli.endings import DONE, FAILED, INTERRUPTED
+from shoal_controller.cli.printed import Printed
 from shoal_controller.cli.serve import Here, Interrupts
 from shoal_controller.cli.tables import number, resizes_table, show
 
@@ -28,14 +29,16 @@ NOT_SAVED = ("checkpoint_failed", "checkpoint_skipped")
 """Events that say so."""
 
 
-async def attend(here: Here, job: str, revision: int, heard: Interrupts, report_file: Path | None) -> int:
+async def attend(
+    here: Here, job: str, revision: int, heard: Interrupts, report_file: Path | None, printed: Printed | None
+) -> int:
     """Until the job is over, or was killed by a second Ctrl-C. The exit status of `run`.
 
-    What happened up to `revision` is not shown.
+    What happened up to `revision` is not shown; `printed`: the lines that are.
     """
     client = here.client
     with display() as shown:
-        watching = asyncio.create_task(watch(client, job, shown, revision), name=f"watch {job}")
+        watching = asyncio.create_task(watch(client, job, shown, revision, printed), name=f"watch {job}")
         try:
             if await interrupted_before(watching, heard.first):
                 shown.tell("interrupted: the job is being ended; a second Ctrl-C kills its workers")

@@ -18,6 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from shoal_controller.cli.client import Client, Json
+from shoal_controller.cli.printed import Printed
 from shoal_controller.cli.progress import Rate
 from shoal_controller.cli.tables import console, event_line, number, phase, step_of
 
@@ -114,8 +115,8 @@ def display() -> Display:
     return Terminal(on) if sys.stderr.isatty() else Lines(on)
 
 
-async def watch(client: Client, job: str, shown: Display, revision: int = 0) -> Json:
-    """Show a job, and its events beyond a revision, until it is over; returns it as it ended."""
+async def watch(client: Client, job: str, shown: Display, revision: int = 0, printed: Printed | None = None) -> Json:
+    """Show a job, its events beyond a revision, and what it prints, until it is over; returns it as it ended."""
     rate = Rate()
     while True:
         view = await client.job(job)
@@ -123,6 +124,9 @@ async def watch(client: Client, job: str, shown: Display, revision: int = 0) -> 
             revision = event["revision"]
             if event["kind"] not in IN_PASSING:
                 shown.tell(event_line(event).partition("\n")[0])
+        if printed is not None:
+            for line in printed.lines(await client.workers(job)):
+                shown.tell(line)
         rate.see(await client.samples(job), time.monotonic())
         shown.show(view, rate.per_second)
         if view["phase"] in OVER:

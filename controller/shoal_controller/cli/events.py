@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal_controller.cli.options import DEFAULT_URL, Job, Url
+from shoal_controller.cli.options import DEFAULT_URL, Form, Job, Output, Url
+
+if TYPE_CHECKING:
+    from shoal_controller.cli.client import Json
 
 
 async def events(
     job: Job,
     follow: Annotated[bool, typer.Option("--follow", help="Go on with what happens from now on.")] = False,
     url: Url = DEFAULT_URL,
+    output: Output = Form.TABLE,
 ) -> None:
-    """Print a job's events."""
+    """Print a job's events; with --follow and another form than a table, each as a document of its own."""
     from shoal_controller.cli.client import Client
-    from shoal_controller.cli.tables import event_line
+    from shoal_controller.cli.tables import event_line, written
+
+    def line(event: Json) -> str:
+        return event_line(event) if output is Form.TABLE else written(event, output)
 
     async with Client(url) as client:
-        revision = 0
-        for event in await client.events(job):
-            typer.echo(event_line(event))
-            revision = event["revision"]
+        known = await client.events(job)
+        if output is not Form.TABLE and not follow:
+            typer.echo(written({"events": known}, output))
+            return
+        for event in known:
+            typer.echo(line(event))
         if follow:
-            async for event in client.follow(job, after=revision):
-                typer.echo(event_line(event))
+            async for event in client.follow(job, after=known[-1]["revision"] if known else 0):
+                typer.echo(line(event))

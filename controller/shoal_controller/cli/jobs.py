@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from shoal_controller.cli.options import DEFAULT_URL, Url
+from shoal_controller.cli.options import DEFAULT_URL, Form, Output, Url
 
 
-async def jobs(url: Url = DEFAULT_URL) -> None:
+async def jobs(url: Url = DEFAULT_URL, output: Output = Form.TABLE) -> None:
     """List the jobs."""
     from shoal_controller.cli.client import Client
-    from shoal_controller.cli.tables import jobs_table, show
+    from shoal_controller.cli.tables import jobs_table, listed
 
     async with Client(url) as client:
-        show(jobs_table(await client.jobs()))
+        listed("jobs", await client.jobs(), jobs_table, output)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -25,6 +25,7 @@ from shoal_controller.cli.events import events
 from shoal_controller.cli.export import export
 from shoal_controller.cli.import_ import import_
 from shoal_controller.cli.jobs import jobs
+from shoal_controller.cli.logs import logs
 from shoal_controller.cli.lost import lost
 from shoal_controller.cli.pause import pause
 from shoal_controller.cli.resume import resume
@@ -35,10 +36,11 @@ from shoal_controller.cli.token import token
 from shoal_controller.cli.top import top
 from shoal_controller.cli.verify import verify
 from shoal_controller.cli.worker import worker
+from shoal_controller.cli.workers import workers
 
 COMMANDS: tuple[Command, ...] = (
     demo, run, controller, worker, submit, jobs, describe, scale, drain, lost, pause, resume, checkpoint, checkpoints,
-    events, top, token, verify, export, import_,
+    events, logs, workers, top, token, verify, export, import_,
 )  # fmt: skip
 
 HANDS_ON = (run, worker)
@@ -62,6 +64,24 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"shoal {version('shoal')}")
+        raise typer.Exit
+
+
+Version = typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version.")
+
+
+@app.callback()
+def shoal(version: Annotated[bool, Version] = False) -> None:
+    """Elastic training for PyTorch: the world changes, the bits do not."""
+
+
 for _command in COMMANDS:
     _settings = {"allow_interspersed_args": False} if _command in HANDS_ON else {}
     app.command(_command.__name__.rstrip("_"), context_settings=_settings)(_ended(_command))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +13,17 @@ DEFAULT_URL = "http://127.0.0.1:7070"
 Url = Annotated[str, typer.Option("--url", envvar="SHOAL_URL", metavar="URL", help="The controller's REST address.")]
 
 Job = Annotated[str, typer.Argument(metavar="JOB", help="The job's name.", show_default=False)]
+
+
+class Form(StrEnum):
+    """How a list is written."""
+
+    TABLE = "table"
+    JSON = "json"
+    YAML = "yaml"
+
+
+Output = Annotated[Form, typer.Option("--output", "-o", help="Form of the list.")]
 
 Place = Annotated[
     str,

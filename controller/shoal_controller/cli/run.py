@@ -29,6 +29,7 @@ MaxWorkers = typer.Option(
     "--max-workers", metavar="N", min=1, help="Never more than this (the lanes).", show_default=False
 )
 Name = typer.Option("--job", metavar="NAME", help="The job's name (the script's).", show_default=False)
+Quiet = typer.Option("--quiet", help="Do not show what the script of rank 0 prints; `shoal logs` has it.")
 Script = typer.Argument(metavar="SCRIPT", exists=True, dir_okay=False, help="script.py", show_default=False)
 Arguments = typer.Argument(metavar="[--] ARGS…", help="The script's own arguments.", show_default=False)
 
@@ -41,6 +42,7 @@ async def run(
     max_workers: Annotated[int | None, MaxWorkers] = None,
     job: Annotated[str | None, Name] = None,
     report: ReportFile = None,
+    quiet: Annotated[bool, Quiet] = False,
     http: Http = None,
     grpc: Grpc = None,
     store: Store = None,
@@ -49,7 +51,7 @@ async def run(
     """Train a script on this machine.
 
     Started again in the same place it goes on with an unfinished job of that name and replaces a finished one. The
-    first Ctrl-C ends the job and reports, the second kills its workers.
+    first Ctrl-C saves where checkpoint.path is set, ends the job and reports; the second kills its workers.
     """
     check_machine()
     name = job or name_of(script)
@@ -61,12 +63,15 @@ async def run(
         "command": [sys.executable, str(script.resolve()), *own(arguments or [])],
     }
     from shoal_controller.cli.attend import attend
+    from shoal_controller.cli.printed import Printed, lengths
     from shoal_controller.cli.serve import Places, interrupts, serving
+    from shoal_controller.settings import data_folder
 
+    printed = None if quiet else Printed(lengths(data_folder(store, data) / "jobs" / name))
     with interrupts() as heard:
         async with serving(Places(http, grpc, store, data), own=True) as here:
             revision = await take_up(here.client, spec)
-            return await attend(here, name, revision, heard, report)
+            return await attend(here, name, revision, heard, report, printed)
 
 
 def check_machine() -> None:
@@ -106,5 +111,6 @@ async def take_up(client: Client, spec: dict[str, Any]) -> int:
     typer.echo(f"job {spec['job']} goes on at step {known['step']}", err=True)
     wanted = spec["workers"].get("wanted", known["workers"]["wanted"])
     if wanted != known["workers"]["wanted"]:
+        typer.echo(f"job {spec['job']} is scaled from {known['workers']['wanted']} to {wanted} workers", err=True)
         await client.scale(spec["job"], wanted)
     return revision

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 
+import typer
 from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
 from shoal_controller.cli.client import Json
+from shoal_controller.cli.options import Form
 
 WIDE = 200
 """Columns for output that is read by a program or a file: nothing is cut off."""
@@ -29,6 +32,23 @@ def show(*parts: RenderableType) -> None:
     out = console()
     for part in parts:
         out.print(part)
+
+
+def listed(name: str, rows: Sequence[Json], table: Callable[[Sequence[Json]], RenderableType], form: Form) -> None:
+    """Print a list as a table, or as REST answers it."""
+    if form is Form.TABLE:
+        show(table(rows))
+    else:
+        typer.echo(written({name: list(rows)}, form))
+
+
+def written(what: Json, form: Form) -> str:
+    """As JSON on one line, or as YAML."""
+    if form is Form.JSON:
+        return json.dumps(what, ensure_ascii=False)
+    import yaml
+
+    return str(yaml.safe_dump(what, sort_keys=False, allow_unicode=True)).rstrip("\n")
 
 
 def changed(job: Json) -> None:
@@ -87,13 +107,12 @@ def _table(*columns: str, title: str | None = None, numbers: Sequence[str] = ())
 def jobs_table(jobs: Sequence[Json]) -> RenderableType:
     if not jobs:
         return "no jobs"
-    table = _table(
-        "job", "phase", "gen", "workers", "step", "loss", "reason", numbers=("gen", "workers", "step", "loss")
-    )
+    table = _table("job", "phase", "gen", "workers", "step", "loss", numbers=("gen", "workers", "step", "loss"))
+    table.add_column("reason", overflow="fold")  # the only one that gives way where the terminal is narrow
     for job in jobs:
         count = f"{job['workers']['active']}/{job['workers']['wanted']}"
         row = (job["job"], phase(job["phase"]), str(job["generation"]), count, step_of(job), number(job["loss"]))
-        table.add_row(*row, escape(job["reason"]))
+        table.add_row(*row, escape(job["reason"].partition("\n")[0]))
     return table
 
 

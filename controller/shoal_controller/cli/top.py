@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from shoal_controller.cli.options import DEFAULT_URL, Url
 
 if TYPE_CHECKING:
+    import asyncio
+
     from rich.console import Group
 
     from shoal_controller.cli.client import Client
@@ -18,7 +23,7 @@ EVERY_SECONDS = 1.0
 async def top(url: Url = DEFAULT_URL) -> None:
     """Watch all jobs and their workers.
 
-    Until Ctrl-C; where standard output is no terminal, they are shown once.
+    Until `q` or Ctrl-C; where standard output is no terminal, they are shown once.
     """
     import asyncio
 
@@ -31,10 +36,38 @@ async def top(url: Url = DEFAULT_URL) -> None:
         if not sys.stdout.isatty():
             show(await _all(client))
             return
-        with Live(await _all(client), console=console(), screen=True) as live:
-            while True:
-                await asyncio.sleep(EVERY_SECONDS)
+        with quit_key() as quitting, Live(await _all(client), console=console(), screen=True) as live:
+            while not quitting.is_set():
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(EVERY_SECONDS):
+                        await quitting.wait()
                 live.update(await _all(client))
+
+
+@contextmanager
+def quit_key() -> Iterator[asyncio.Event]:
+    """Set when `q` is typed; the terminal is as it was afterwards."""
+    import asyncio
+    import termios
+    import tty
+
+    quitting, keys = asyncio.Event(), sys.stdin
+    if not keys.isatty():
+        yield quitting
+        return
+
+    def pressed() -> None:
+        if b"q" in os.read(keys.fileno(), 64).lower():
+            quitting.set()
+
+    before = termios.tcgetattr(keys)
+    tty.setcbreak(keys)
+    asyncio.get_running_loop().add_reader(keys, pressed)
+    try:
+        yield quitting
+    finally:
+        asyncio.get_running_loop().remove_reader(keys)
+        termios.tcsetattr(keys, termios.TCSADRAIN, before)
 
 
 async def _all(client: Client) -> Group:

@@ -1,0 +1,85 @@
+"""What workers print, read from their logs as these grow: for `shoal run`, above its progress, and for `shoal logs`.
+
+Only files of this machine. A log that was cut or replaced by a new one is read from its beginning.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from shoal_controller.cli.client import Json
+
+MOST_BYTES = 1 << 16
+"""Of one look. Who prints faster is shown the end of it."""
+OWN = re.compile(r"timestamp='[^']*' level='\w+' logger='shoal")
+"""A line of Shoal's own log, which stands in the same file."""
+UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
+"""What would move the cursor of a terminal."""
+
+
+class Tail:
+    """The whole lines of a growing file, from a place on."""
+
+    def __init__(self, path: Path, offset: int = 0) -> None:
+        self.path = path
+        self._offset = offset
+        self._rest = b""
+
+    def skip(self) -> list[str]:
+        """Where more has come than is shown at one look, go to its end. A line that says so."""
+        skipped = self.path.stat().st_size - self._offset - MOST_BYTES
+        if skipped <= 0:
+            return []
+        self._offset, self._rest = self._offset + skipped, b""
+        return [f"… {skipped} bytes more are in {self.path}"]
+
+    def lines(self) -> Iterator[str]:
+        """Those that came since the last look. Raises `OSError`."""
+        with self.path.open("rb") as file:
+            if file.seek(0, 2) < self._offset:
+                self._offset, self._rest = 0, b""
+            file.seek(self._offset)
+            while new := file.read(MOST_BYTES):
+                self._offset += len(new)
+                *whole, self._rest = (self._rest + new).split(b"\n")
+                yield from map(_readable, whole)
+
+    def rest(self) -> list[str]:
+        """A last line without an end."""
+        rest, self._rest = self._rest, b""
+        return [_readable(rest)] if rest else []
+
+
+class Printed:
+    """The lines that the script of rank 0 prints, whoever that is."""
+
+    def __init__(self, before: Mapping[str, int]) -> None:
+        """`before`: how long the logs were when the command began."""
+        self._before = before
+        self._worker = ""
+        self._tail: Tail | None = None
+
+    def lines(self, workers: Sequence[Json]) -> list[str]:
+        """What is new. A log that cannot be read shows nothing."""
+        first = next((one for one in workers if one["rank"] == 0 and one["log"]), None)
+        try:
+            if first is not None and first["worker"] != self._worker:
+                path = Path(first["log"])
+                offset = path.stat().st_size if self._worker else self._before.get(first["log"], 0)
+                self._worker, self._tail = first["worker"], Tail(path, offset)
+            lines = [*self._tail.skip(), *self._tail.lines()] if self._tail is not None else []
+        except OSError:
+            return []
+        return [line for line in lines if not OWN.match(line)]
+
+
+def lengths(folder: Path) -> dict[str, int]:
+    """Of all logs in a folder, by path."""
+    return {str(path): path.stat().st_size for path in folder.glob("*.log")}
+
+
+def _readable(line: bytes) -> str:
+    """A progress bar draws itself again and again: only its last state is a line."""
+    return UNSEEN.sub("", line.decode(errors="replace").rstrip("\r").rpartition("\r")[2])
