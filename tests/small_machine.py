@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
+from typing import ClassVar
 
 from shoal_controller import logs
 from shoal_controller.core.effects import Effect, Note, Persist
@@ -40,6 +41,8 @@ class SmallMachine:
     shown: dict[str, object] = field(default_factory=dict)
     """Fields of every view."""
     times: list[float] = field(default_factory=list)
+    filler: ClassVar[dict[str, str]] = {}
+    """What makes the state large."""
 
     def new_job(self, spec: JobSpec, now: float) -> SmallJob:
         return SmallJob(spec, spec.wanted)
@@ -51,7 +54,7 @@ class SmallMachine:
         return SmallJob(spec, known["wanted"], Phase(known["phase"]), step=step)
 
     def durable(self, job: SmallJob) -> str:
-        return json.dumps({"spec": asdict(job.spec), "wanted": job.wanted, "phase": job.phase})
+        return json.dumps({"spec": asdict(job.spec), "wanted": job.wanted, "phase": job.phase, **self.filler})
 
     def step(self, job: SmallJob, event: Event, now: float) -> tuple[SmallJob, Sequence[Effect]]:
         self.times.append(now)

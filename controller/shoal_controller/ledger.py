@@ -1,25 +1,32 @@
-"""A job's pages in the store: its head, its durable state, its event history. Only the shell reads and writes them.
-
-    /jobs/NAME                   head: the spec, which events are kept, who wrote it last; in every transaction
-    /durable/NAME                what the machine must remember
-    /events/NAME/0000000000000042
+"""A job's pages in the store (`records.py`). Only the shell reads and writes them.
 
 Every transaction is guarded by the revision at which this controller wrote the head last. If another one has written
-since, this one has lost its job: `Fenced`, and the shell stops.
+since, this one has lost its job: `Fenced`, and the shell stops. A transaction is bounded in bytes: events go first,
+each batch with a head that counts them, then a large state's parts, which nothing names yet, then the head that does.
+A store that fails is asked again until it answers; `trouble` says since when and why.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import structlog
 from shoal_protos.errors import StoreError
 
 from shoal_controller.core.spec import JobSpec
+from shoal_controller.records import (
+    Head,
+    JobEvent,
+    Unreadable,
+    event_key,
+    head_key,
+    packed,
+    part_key,
+    state_key,
+    unpacked,
+)
 from shoal_controller.store.store import Compare, Delete, Operation, Put, Store, Unfit
 
 EVENTS_KEPT = 10_000
@@ -28,8 +35,14 @@ EVENTS_KEPT = 10_000
 EVENTS_PER_TRANSACTION = 50
 """With as many deletions and two pages it stays below a transaction's limit."""
 
-WRITE_SECONDS = 30.0
-"""How long a store may fail before this controller gives up; training goes on without it."""
+EVENT_BYTES = 256 << 10
+"""Of one transaction's events."""
+
+PART_BYTES = 512 << 10
+"""Of a state in one transaction; what is larger is written in parts."""
+
+BEGIN_SECONDS = 8.0
+"""How long the store may take for a new job, for somebody waits for the answer."""
 
 LONGEST_PAUSE_SECONDS = 2.0
 
@@ -41,47 +54,12 @@ class Fenced(StoreError):
 
 
 @dataclass(frozen=True, slots=True)
-class JobEvent:
-    """One entry of a job's history, as REST gives it."""
+class Trouble:
+    """The store does not take what is to be written."""
 
-    time: float
-    kind: str
-    generation: int
-    worker: str
-    message: str
-    data: Mapping[str, object] = field(default_factory=dict)
-    revision: int = 0
-    """Its number in the job, from 1 on; given when it is written."""
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """The page that every transaction writes."""
-
-    spec: JobSpec
-    writer: str
-    """The controller's life that wrote it."""
-    writes: int = 0
-    """With `writer` it tells one write from any other."""
-    first_event: int = 1
-    last_event: int = 0
-    broken: str = ""
-    """Why the job cannot go on, where the machine itself failed."""
-    step: int | None = None
-    """The step that people are shown, where it is newer than the durable state's."""
-
-    def encoded(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def decoded(cls, value: bytes) -> Head:
-        """A `StoreError` for bytes that are no head."""
-        try:
-            fields = json.loads(value)
-            spec = fields.pop("spec")
-            return cls(spec=JobSpec(**spec | {"command": tuple(spec["command"])}), **fields)
-        except (ValueError, KeyError, TypeError) as error:
-            raise StoreError(f"a job's record in the store is damaged ({error!r}): {value[:200]!r}") from error
+    since: float
+    """By the event loop's clock."""
+    why: str
 
 
 class Ledger:
@@ -92,8 +70,13 @@ class Ledger:
         self._head = head
         self.modified = modified
         """The store's revision of its last write."""
+        self._doubtful: set[bytes] = set()
+        """Heads whose writing failed: nobody knows yet whether it was carried out all the same."""
         self._news = asyncio.Event()
         self.closed = False
+        self.trouble: Trouble | None = None
+        self.on_trouble: Callable[[], None] = lambda: None
+        """Called when it begins."""
 
     @property
     def spec(self) -> JobSpec:
@@ -115,80 +98,127 @@ class Ledger:
     # ---- writing
 
     async def renew(self, spec: JobSpec, durable: str) -> None:
-        """Begin the job, for the first time or again; an earlier run's events stay."""
-        await self._write(replace(self._head, spec=spec, broken=""), (), durable)
+        """Begin the job, for the first time or again; an earlier run's events stay. A `StoreError` after
+        `BEGIN_SECONDS`: then it is not known whether it has begun, and it may be begun again.
+        """
+        try:
+            async with asyncio.timeout(BEGIN_SECONDS):
+                await self._write(replace(self._head, spec=spec, broken=""), (), durable)
+        except TimeoutError as error:
+            why = self.trouble.why if self.trouble is not None else "it does not answer"
+            raise StoreError(
+                f"job {spec.job} could not be written within {BEGIN_SECONDS:g} s: {why}. Submit it again later"
+            ) from error
 
     async def write(self, events: Sequence[JobEvent], durable: str | None = None, broken: str = "") -> None:
         """Make events, and the state where given, durable: all before it returns, in this order."""
-        while len(events) > EVENTS_PER_TRANSACTION:
-            await self._write(self._head, events[:EVENTS_PER_TRANSACTION], None)
-            events = events[EVENTS_PER_TRANSACTION:]
-        await self._write(replace(self._head, broken=broken or self.broken), events, durable)
+        *first, last = _batches(events)
+        for batch in first:
+            await self._write(self._head, batch, None)
+        await self._write(replace(self._head, broken=broken or self.broken), last, durable)
 
     async def write_step(self, step: int) -> None:
         """Make the step that people are shown durable: with the head, which every transaction writes."""
         await self._write(replace(self._head, step=step), (), None)
 
     async def forget(self) -> None:
-        """Remove the job and all that is kept of it; its events first, so that no half of them is left for another."""
-        while entries := (await self._store.list(f"/events/{self._name}/", limit=EVENTS_PER_TRANSACTION)).entries:
-            await self._guarded([Delete(entry.key) for entry in entries])
-        await self._guarded([Delete(f"/jobs/{self._name}"), Delete(f"/durable/{self._name}")])
+        """Remove the job and all that is kept of it, its head last, so that it can be forgotten after a kill, too."""
+        for prefix in (f"/events/{self._name}/", f"{state_key(self._name)}/"):
+            while entries := (await self._store.list(prefix, limit=EVENTS_PER_TRANSACTION)).entries:
+                await self._guarded([Delete(entry.key) for entry in entries])
+        await self._guarded([Delete(head_key(self._name)), Delete(state_key(self._name))])
         self.close()
 
     async def _guarded(self, operations: Sequence[Operation]) -> None:
-        if not (await self._store.transact([Compare(f"/jobs/{self._name}", self.modified)], operations)).succeeded:
+        """A transaction that leaves the head as it is."""
+        if not (await self._store.transact([self._guard], operations)).succeeded:
             raise _fenced(self._name)
+
+    @property
+    def _guard(self) -> Compare:
+        return Compare(head_key(self._name), self.modified)
 
     async def _write(self, head: Head, events: Sequence[JobEvent], durable: str | None) -> None:
         last = head.last_event + len(events)
         first = min(max(head.first_event, last - EVENTS_KEPT + 1), head.first_event + EVENTS_PER_TRANSACTION)
         numbered = [replace(event, revision=head.last_event + 1 + index) for index, event in enumerate(events)]
         operations: list[Operation] = [
-            Put(_event_key(self._name, event.revision), _encoded(event)) for event in numbered
+            Put(event_key(self._name, event.revision), event.encoded()) for event in numbered
         ]
-        operations += [Delete(_event_key(self._name, number)) for number in range(head.first_event, first)]
-        if durable is not None:
-            head = replace(head, step=None)
-            operations.append(Put(f"/durable/{self._name}", packed(durable)))
+        operations += [Delete(event_key(self._name, number)) for number in range(head.first_event, first)]
         head = replace(head, writes=head.writes + 1, first_event=first, last_event=last)
+        if durable is not None:
+            head, pages = await self._state(replace(head, step=None), packed(durable))
+            operations += pages
         self.modified = await self._commit(head, operations)
         self._head = head
         if events:
             self._news.set()
             self._news = asyncio.Event()
 
+    async def _state(self, head: Head, state: bytes) -> tuple[Head, list[Operation]]:
+        """The head that names the state, and what is to be written with it; parts are written before."""
+        before = [Delete(part_key(self._name, self._head.state, part)) for part in range(self._head.parts)]
+        if len(state) <= PART_BYTES:
+            return replace(head, state=0, parts=0), [Put(state_key(self._name), state), *before]
+        parts = [state[begin : begin + PART_BYTES] for begin in range(0, len(state), PART_BYTES)]
+        for number, part in enumerate(parts):
+            page = Put(part_key(self._name, head.writes, number), part)
+            await self._insist(lambda page=page: self._guarded([page]))  # type: ignore[misc]
+        return replace(head, state=head.writes, parts=len(parts)), [Delete(state_key(self._name)), *before]
+
     async def _commit(self, head: Head, operations: Sequence[Operation]) -> int:
-        """The revision of the transaction. A store that fails is asked again for `WRITE_SECONDS`."""
-        key, value = f"/jobs/{self._name}", head.encoded()
-        loop, pause, doubtful = asyncio.get_running_loop(), 0.05, False
-        deadline = loop.time() + WRITE_SECONDS
+        """The revision of the transaction."""
+        key, value = head_key(self._name), head.encoded()
+        revision = 0
+
+        async def attempt() -> None:
+            nonlocal revision
+            outcome = await self._store.transact([self._guard], [Put(key, value), *operations])
+            revision = outcome.revision if outcome.succeeded else await self._found(key, value)
+
+        while not revision:
+            self._doubtful.add(value)
+            await self._insist(attempt)
+        self._doubtful.clear()
+        return revision
+
+    async def _found(self, key: str, value: bytes) -> int:
+        """Somebody has written the head. An attempt of our own that seemed to fail had been carried out: its revision,
+        or 0 where it was an earlier write's, over which this one is made once more.
+        """
+        found = await self._store.get(key)
+        if found is None or found.value not in self._doubtful:
+            raise _fenced(self._name)
+        self.modified = found.modified
+        return found.modified if found.value == value else 0
+
+    async def _insist(self, attempt: Callable[[], Awaitable[None]]) -> None:
+        """Try it until the store answers."""
+        loop, pause = asyncio.get_running_loop(), 0.05
         while True:
             try:
-                outcome = await self._store.transact([Compare(key, self.modified)], [Put(key, value), *operations])
-                if outcome.succeeded:
-                    return outcome.revision
-                found = await self._store.get(key)
-            except Unfit:
+                await attempt()
+            except (Unfit, Fenced):
                 raise
             except StoreError as error:
-                if loop.time() + pause > deadline:
-                    raise
                 log.warning("the store failed, trying again", job=self._name, error=str(error), pause_seconds=pause)
-                doubtful = True
+                began = self.trouble is None
+                self.trouble = Trouble(loop.time() if self.trouble is None else self.trouble.since, str(error))
+                if began:
+                    self.on_trouble()
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
             else:
-                if doubtful and found is not None and found.value == value:
-                    return found.modified  # an attempt that seemed to fail had been carried out
-                raise _fenced(self._name)
+                self.trouble = None
+                return
 
     # ---- reading
 
     async def events(self, after: int, limit: int) -> list[JobEvent]:
         """The events beyond number `after`, oldest first."""
-        listing = await self._store.list(f"/events/{self._name}/", after=_event_key(self._name, after), limit=limit)
-        return [JobEvent(**json.loads(entry.value)) for entry in listing.entries]
+        listing = await self._store.list(f"/events/{self._name}/", after=event_key(self._name, after), limit=limit)
+        return [JobEvent.decoded(entry.value) for entry in listing.entries]
 
     async def more_events(self, after: int) -> None:
         """Returns when there are events beyond number `after`, or when there will be none any more."""
@@ -201,42 +231,55 @@ class Ledger:
         self._news.set()
 
 
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One job of the store."""
+
+    ledger: Ledger
+    state: str
+    unreadable: str
+    """Why there is no state: a sentence. Then the ledger's spec is but a name, and nothing is to be written."""
+
+
 def new_ledger(store: Store, spec: JobSpec, writer: str) -> Ledger:
     """The pages of a job that the store does not have yet; `renew` writes them."""
     return Ledger(store, Head(spec, writer), 0)
 
 
-async def stored_ledgers(store: Store, writer: str) -> list[tuple[Ledger, bytes]]:
-    """Every job in the store with its packed state. What they write from now on is written by `writer`."""
-    heads = (await store.list("/jobs/")).entries
-    states = {entry.key.removeprefix("/durable/"): entry.value for entry in (await store.list("/durable/")).entries}
+async def stored_jobs(store: Store, writer: str) -> list[Stored]:
+    """Every job in the store. What their ledgers write from now on is written by `writer`."""
     found = []
-    for entry in heads:
-        head = replace(Head.decoded(entry.value), writer=writer)
-        found.append((Ledger(store, head, entry.modified), states.get(head.spec.job, b"")))
+    for entry in (await store.list("/jobs/")).entries:
+        job = entry.key.removeprefix("/jobs/")
+        try:
+            head = replace(Head.decoded(entry.value), writer=writer)
+            found.append(Stored(Ledger(store, head, entry.modified), await _stored_state(store, head), ""))
+        except Unreadable as error:
+            ledger = Ledger(store, Head(JobSpec(job, wanted=1), writer), entry.modified)
+            found.append(Stored(ledger, "", str(error)))
     return found
 
 
-def packed(durable: str) -> bytes:
-    """A state as it lies in the store: plans for many workers are long and repeat themselves."""
-    return zlib.compress(durable.encode(), 1)
+async def _stored_state(store: Store, head: Head) -> str:
+    job = head.spec.job
+    keys = [part_key(job, head.state, part) for part in range(head.parts)] if head.parts else [state_key(job)]
+    pages = [await store.get(key) for key in keys]
+    return unpacked(b"".join(page.value for page in pages if page is not None))
 
 
-def unpacked(value: bytes) -> str:
-    """The inverse of `packed`; a `StoreError` for bytes that are none."""
-    try:
-        return zlib.decompress(value).decode()
-    except (zlib.error, UnicodeDecodeError) as error:
-        raise StoreError(f"its state in the store is damaged ({len(value)} bytes: {error})") from error
+def _batches(events: Sequence[JobEvent]) -> Iterator[list[JobEvent]]:
+    """What fits into a transaction, in order; at least one batch."""
+    batch: list[JobEvent] = []
+    size = 0
+    for event in events:
+        length = len(event.encoded())
+        if batch and (len(batch) == EVENTS_PER_TRANSACTION or size + length > EVENT_BYTES):
+            yield batch
+            batch, size = [], 0
+        batch.append(event)
+        size += length
+    yield batch
 
 
 def _fenced(job: str) -> Fenced:
     return Fenced(f"job {job} was written by another controller; this one stops, so that only one decides")
-
-
-def _event_key(job: str, number: int) -> str:
-    return f"/events/{job}/{number:016}"
-
-
-def _encoded(event: JobEvent) -> bytes:
-    return json.dumps(asdict(event)).encode()

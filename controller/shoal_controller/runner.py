@@ -1,7 +1,9 @@
 """The life of one job: a short loop that feeds its events to the machine and carries the effects out in order.
 
 One task per job takes events from a bounded inbox, first come, first served. A tick comes after all that lies there by
-then, so time never overtakes what was heard: the machine counts on that when it counts silence. Made by `shell.py`.
+then, so time never overtakes what was heard: the machine counts on that when it counts silence. While the store takes
+no write nothing is decided, training goes on, and what streams say is kept in a `Backlog`: to the job it is as if its
+controller were slow. Made by `shell.py`.
 What is slow (starting processes, probing) is done by `errands.py` beside the loop and comes back as an event.
 """
 
@@ -13,10 +15,12 @@ from dataclasses import dataclass, replace
 
 import structlog
 from shoal_protos.errors import Conflict, ShoalError, StoreError, UserError
-from shoal_protos.messages import Ending, Shutdown
+from shoal_protos.messages import Ending, Refusal, Shutdown
 
+from shoal_controller.backlog import Backlog
 from shoal_controller.core.effects import Adopt, Close, Effect, Kill, Note, Persist, Probe, Progress, Send, Spawn
 from shoal_controller.core.events import (
+    Cancel,
     ConfirmLost,
     Connected,
     Disconnected,
@@ -31,7 +35,8 @@ from shoal_controller.core.events import (
 )
 from shoal_controller.core.spec import JobSpec, JobView, Phase
 from shoal_controller.errands import Errands
-from shoal_controller.ledger import JobEvent, Ledger
+from shoal_controller.ledger import Ledger
+from shoal_controller.records import JobEvent
 from shoal_controller.seams import Job, Machine, Outside
 from shoal_controller.store.store import Unfit
 from shoal_controller.tasks import end_task, guarded
@@ -42,8 +47,13 @@ INBOX = 1024
 SUBMIT_SECONDS = 30.0
 """How long an event may wait for a place in the inbox."""
 
+WISH_SECONDS = 10.0
+"""How long an operator waits for the answer."""
+
 STOP_SECONDS = 5.0
 """How long a write in hand may take when the job's loop is to end."""
+
+WISHES = (Scale, DrainWorker, ConfirmLost, Pause, Resume, Cancel, Save)
 
 log = structlog.get_logger("shoal.job")
 
@@ -79,6 +89,10 @@ class Runner:
         self._carried_out: Job = None
         """The job as it is in the store: what people see, so that nothing they have seen is forgotten."""
         self._broken = ""
+        self._unserved = ""
+        self._aside = Backlog()
+        self._in_hand: _Letter | None = None
+        ledger.on_trouble = self._take_aside
         self._shown = _unseen(spec)
         self._errands = Errands(spec, life.outside, self.submit)
         self._loop: asyncio.Task[None] | None = None
@@ -86,14 +100,30 @@ class Runner:
 
     def view(self) -> JobView:
         """What people see now; of a job whose machine failed: what they saw last, and why it failed."""
-        if self._broken:
-            return replace(self._shown, phase=Phase.FAILED, reason=self._broken)
+        if self._broken or self._unserved:
+            return replace(self._shown, phase=Phase.FAILED, reason=self._broken or self._unserved)
         self._shown = self._life.machine.view(self._carried_out, self._life.clock())
+        if self.trouble:
+            return replace(self._shown, reason="; ".join(filter(None, (self.trouble, self._shown.reason))))
         return self._shown
 
     @property
+    def trouble(self) -> str:
+        """That the store does not take what is to be written, as a sentence; empty while it does."""
+        trouble = self.ledger.trouble
+        if trouble is None:
+            return ""
+        seconds = asyncio.get_running_loop().time() - trouble.since
+        return f"the store has taken no write for {seconds:.0f} s ({trouble.why}); nothing is decided until it does"
+
+    @property
+    def unserved(self) -> str:
+        """Why this job's records are left as they are, as a sentence; empty for a job that is served."""
+        return self._unserved
+
+    @property
     def over(self) -> bool:
-        return bool(self._broken) or self._shown.phase.over
+        return bool(self._broken or self._unserved) or self._shown.phase.over
 
     # ---- its life
 
@@ -104,16 +134,19 @@ class Runner:
         self._carried_out = self._job
         self._start()
 
-    def restore(self, durable: Callable[[], str]) -> None:
-        """A job of an earlier life. One that cannot be read has failed; the others are not harmed by it."""
+    def restore(self, durable: str, unreadable: str = "") -> None:
+        """A job of an earlier life. One that cannot be read is not served and left as it is; no other is harmed."""
         self._broken = self.ledger.broken
         try:
+            if unreadable:
+                raise StoreError(unreadable)
             if not self._broken:
-                self._job = self._life.machine.restore(durable(), self.ledger.step, self._life.clock())
+                self._job = self._life.machine.restore(durable, self.ledger.step, self._life.clock())
                 self._carried_out = self._job
                 self.view()
         except Exception as error:
-            self._note_break(error)
+            self._unserved = f"job {self.spec.job} is not served, its records are left as they are: {error}"
+            log.error("a job is not served", job=self.spec.job, error=str(error), exc_info=not unreadable)
         self._start()
 
     def _start(self) -> None:
@@ -133,8 +166,7 @@ class Runner:
             await asyncio.wait([self._loop], timeout=STOP_SECONDS)
             await end_task(self._loop)
         await self._errands.stop()
-        while not self._inbox.empty():
-            letter = self._inbox.get_nowait()
+        for letter in _emptied(self._inbox):
             if letter is not None:
                 _settle(letter, self._halted)
 
@@ -144,8 +176,14 @@ class Runner:
             self._life.outside.senders.close(connection)
 
     async def submit(self, event: Event) -> None:
-        """Returns when its effects are carried out. Raises the `UserError` that refuses an operator's wish."""
+        """Returns when its effects are carried out, or, while the store fails, when it was heard. Raises the
+        `UserError` that refuses an operator's wish, and a `StoreError` where that could not be stored in time.
+        """
         letter = _Letter(event, asyncio.get_running_loop().create_future())
+        if self.trouble:
+            if isinstance(event, WISHES):
+                raise StoreError(f"job {self.spec.job} cannot be changed now: {self.trouble}. Try again later")
+            return self._aside.add(event)
         try:
             async with asyncio.timeout(SUBMIT_SECONDS):
                 await self._inbox.put(letter)
@@ -153,18 +191,41 @@ class Runner:
             raise StoreError(f"job {self.spec.job} is too busy to hear of more; try again later") from error
         if self._halted is not None and (self._loop is None or self._loop.done()):
             _settle(letter, self._halted)
-        await letter.done
+        if not isinstance(event, WISHES):
+            return await letter.done
+        await asyncio.wait([letter.done], timeout=WISH_SECONDS)
+        if not letter.done.done():
+            letter.done.add_done_callback(asyncio.Future.exception)  # nobody waits for it any more
+            raise StoreError(
+                f"job {self.spec.job} could not store this within {WISH_SECONDS:g} s: "
+                f"{self.trouble or 'it is busy'}. It will be done once it can be stored"
+            )
+        return letter.done.result()
+
+    def _take_aside(self) -> None:
+        """The store fails: whoever has said something need not wait until it answers again."""
+        waiting = [letter for letter in _emptied(self._inbox) if letter is not None]
+        if self._in_hand is not None and not isinstance(self._in_hand.event, WISHES):
+            _settle(self._in_hand, None)
+        for letter in waiting:
+            if isinstance(letter.event, WISHES):
+                self._inbox.put_nowait(letter)
+            else:
+                self._aside.add(letter.event)
+                _settle(letter, None)
+        self._tick_waits = False
 
     def tick(self) -> None:
         """Put a tick at the end of the line, unless one stands there already or none is wanted."""
-        if not (self._tick_waits or self._broken or self._inbox.full()):
+        if not (self._tick_waits or self._broken or self._unserved or self.trouble or self._inbox.full()):
             self._tick_waits = True
             self._inbox.put_nowait(None)
 
     async def _run(self) -> None:
-        if not self._broken:
+        if not (self._broken or self._unserved):
             await self._handle(Started())
         while self._halted is None:
+            await self._catch_up()
             letter = await self._inbox.get()
             if letter is not None:
                 await self._answer(letter)
@@ -174,17 +235,23 @@ class Runner:
     async def _tick(self) -> None:
         """● After all that lies in the inbox: whoever was heard while the job was busy is not silent."""
         self._tick_waits = False
-        for _ in range(self._inbox.qsize()):
-            letter = self._inbox.get_nowait()
+        for letter in _emptied(self._inbox):
             if letter is not None:
                 await self._answer(letter)
+        await self._catch_up()
         if self._halted is None:
             await self._handle(Tick())
+
+    async def _catch_up(self) -> None:
+        """Hear what was said while the store failed."""
+        while self._halted is None and (event := self._aside.take()) is not None:
+            await self._handle(event)
 
     async def _answer(self, letter: _Letter) -> None:
         """Handle it, unless the job has been halted, and tell whoever submitted it."""
         if self._halted is not None:
             return _settle(letter, self._halted)
+        self._in_hand = letter
         try:
             await self._handle(letter.event)
         except UserError as error:
@@ -199,7 +266,7 @@ class Runner:
 
     async def _handle(self, event: Event) -> None:
         self._follow_stream(event)
-        if self._broken:
+        if self._broken or self._unserved:
             return self._answer_broken(event)
         try:
             self._job, effects = self._life.machine.step(self._job, event, self._life.clock())
@@ -267,15 +334,18 @@ class Runner:
 
     def _note_break(self, error: Exception) -> None:
         what = str(error) if isinstance(error, ShoalError) else f"{type(error).__name__}: {error}"
-        self._broken = f"job {self.spec.job} cannot go on, by a defect of Shoal or of its state in the store: {what}"
+        self._broken = f"job {self.spec.job} cannot go on, by a defect of Shoal: {what}"
         log.error("a job cannot go on", job=self.spec.job, error=what, exc_info=error)
 
     def _answer_broken(self, event: Event) -> None:
-        """Workers that come are sent home; wishes are refused."""
-        if isinstance(event, Connected):
+        """Workers that come are sent home, or to wait where another version may serve them; wishes are refused."""
+        if isinstance(event, Connected) and self._unserved:
+            self._life.outside.senders.send(event.connection, Refusal(self._unserved, final=False))
+            self._life.outside.senders.close(event.connection)
+        elif isinstance(event, Connected):
             self._shut_down(event.connection)
-        elif isinstance(event, Scale | DrainWorker | ConfirmLost | Pause | Resume | Save):
-            raise Conflict(self._broken)
+        elif isinstance(event, WISHES) and not (self._broken and isinstance(event, Cancel)):
+            raise Conflict(self._broken or self._unserved)
 
     def _shut_down(self, connection: int) -> None:
         self._life.outside.senders.send(connection, Shutdown(Ending.FAILED, self._broken))
@@ -284,6 +354,11 @@ class Runner:
 
 def _gone(spec: JobSpec) -> StoreError:
     return StoreError(f"the controller stopped before job {spec.job} had answered")
+
+
+def _emptied(inbox: asyncio.Queue[_Letter | None]) -> list[_Letter | None]:
+    """What stands in the line now, which nobody finds there any more."""
+    return [inbox.get_nowait() for _ in range(inbox.qsize())]
 
 
 def _settle(letter: _Letter, error: BaseException | None) -> None:

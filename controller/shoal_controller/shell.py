@@ -1,8 +1,8 @@
 """The shell: all jobs of this controller, and the one door through which anything reaches them.
 
 It restores the jobs from the store, gives each a `Runner`, ticks those that are not over, and stops as a whole when
-it may no longer decide (another controller has written) or can no longer remember (the store failed). It decides
-nothing itself. Sessions, launchers and the REST API know only this.
+it may no longer decide (another controller has written). While the store fails it waits. It decides nothing itself.
+Sessions, launchers and the REST API know only this.
 """
 
 from __future__ import annotations
@@ -13,23 +13,26 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
-from functools import partial
 
 import structlog
 from shoal_protos.errors import Conflict, NotFound, StoreError
 
 from shoal_controller.core.events import Cancel, Event
 from shoal_controller.core.spec import JobSpec, JobView
-from shoal_controller.ledger import EVENTS_KEPT, JobEvent, Ledger, new_ledger, stored_ledgers, unpacked
+from shoal_controller.ledger import EVENTS_KEPT, Ledger, new_ledger, stored_jobs
+from shoal_controller.records import JobEvent
 from shoal_controller.runner import Life, Runner
 from shoal_controller.seams import Machine, Outside
-from shoal_controller.store.store import Store
+from shoal_controller.store.store import Put, Store
 from shoal_controller.tasks import end_task, guarded
 
 TICK_SECONDS = 0.1
 
 OVER_TICKS = 10
 """A job that is over gets every tenth: some of its processes may still have to be ended."""
+
+CHECK_SECONDS = 2.0
+"""How long the store may take for the write that tells whether this controller is ready."""
 
 MOST_JOBS = 1000
 """Of which those that are over are forgotten, the oldest first, when new ones come."""
@@ -57,6 +60,8 @@ class Shell:
         self._outside: Outside | None = None
         self._runners: dict[str, Runner] = {}
         self._creating = asyncio.Lock()
+        self._begun: dict[str, Ledger] = {}
+        """Of new jobs that may be stored or not, for the store failed."""
         self._ticker: asyncio.Task[None] | None = None
         self.stopped: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
 
@@ -66,9 +71,9 @@ class Shell:
 
     async def start(self) -> None:
         """Restore every job and go on with it."""
-        for ledger, state in await stored_ledgers(self._store, self._writer):
-            runner = self._runners[ledger.spec.job] = self._runner(ledger.spec, ledger)
-            runner.restore(partial(unpacked, state))
+        for job in await stored_jobs(self._store, self._writer):
+            runner = self._runners[job.ledger.spec.job] = self._runner(job.ledger.spec, job.ledger)
+            runner.restore(job.state, job.unreadable)
         log.info("jobs restored", jobs=sorted(self._runners))
         self._ticker = guarded("ticks", self._tick(), self.give_up)
 
@@ -82,10 +87,23 @@ class Shell:
             runner.ledger.close()
 
     async def check(self) -> None:
-        """Raises `StoreError` unless this controller can decide and remember."""
+        """Raises `StoreError` unless this controller can decide and remember: a write is tried."""
         if self.stopped.done():
             raise StoreError(f"this controller has stopped: {self.stopped.result()}")
-        await self._store.get("/ready")
+        if self.trouble:
+            raise StoreError(self.trouble)
+        try:
+            async with asyncio.timeout(CHECK_SECONDS):
+                await self._store.transact([], [Put("/ready", self._writer.encode())])
+        except TimeoutError as error:
+            raise StoreError(f"the store has taken no write for {CHECK_SECONDS:g} s") from error
+
+    @property
+    def trouble(self) -> str:
+        """What keeps this controller from deciding, as a sentence; empty while nothing does."""
+        return next(
+            (f"job {name}: {trouble}" for name, runner in self._runners.items() if (trouble := runner.trouble)), ""
+        )
 
     # ---- jobs
 
@@ -101,19 +119,23 @@ class Shell:
         spec = replace(spec, run=secrets.token_hex(8))
         async with self._creating:
             before = self._runners.get(spec.job)
+            if before is not None and before.unserved:
+                raise Conflict(before.unserved)
             if before is not None and not before.view().phase.over:
                 raise Conflict(
                     f"job {spec.job} exists and is {before.view().phase}; "
                     "delete it first or give the new one another name"
                 )
-            ledger = new_ledger(self._store, spec, self._writer) if before is None else before.ledger
             if before is None:
                 await self._make_room()
+                ledger = self._begun.setdefault(spec.job, new_ledger(self._store, spec, self._writer))
             else:
+                ledger = before.ledger
                 await before.stop(StoreError(f"job {spec.job} has been replaced by a new run"))
                 before.leave()
             runner = self._runner(spec, ledger)
             await runner.begin()
+            self._begun.pop(spec.job, None)
             self._runners[spec.job] = runner
             return runner.view()
 
@@ -121,7 +143,7 @@ class Shell:
         """Forget the job that has been over for longest, where there are as many as may be."""
         if len(self._runners) < MOST_JOBS:
             return
-        over = [runner for runner in self._runners.values() if runner.over]
+        over = [runner for runner in self._runners.values() if runner.over and not runner.unserved]
         if not over:
             raise Conflict(f"{MOST_JOBS} jobs are not over, and more are not served; delete some first")
         oldest = min(over, key=lambda runner: runner.ledger.modified)
@@ -133,6 +155,8 @@ class Shell:
 
     async def delete(self, job: str) -> JobView:
         """Stop it. It stays visible, with its events; one that is over already stays as it is."""
+        if unserved := self._of(job).unserved:
+            raise Conflict(unserved)
         if not self.view(job).phase.over:
             await self.submit(job, Cancel())
         return self.view(job)

@@ -73,7 +73,7 @@ async def event_with(client, job, text):
 @asynchronous
 async def test_a_controller_answers_on_ports_of_its_choice_and_ends_without_a_trace(tmp_path):
     async with controller(tmp_path) as (server, client):
-        assert (await client.get("/readyz")).json() == {"status": "ready"}
+        assert (await client.get("/readyz")).json() == {"status": "ready", "trouble": ""}
         assert server.grpc.startswith("127.0.0.1:") and not server.grpc.endswith(":0")
         assert (await client.post("/v1/jobs", json={"job": "a"})).status_code == 202
         samples = {
@@ -201,8 +201,9 @@ async def test_local_workers_outlive_their_controller_and_are_adopted_by_the_nex
     async with controller(tmp_path) as (server, client):
         after = await until_it_has_a_process(server.shell)
         assert (after.worker, after.pid) == (before.worker, before.pid)
+        process = psutil.Process(before.pid)
         await client.delete("/v1/jobs/a")
-        await asyncio.to_thread(psutil.Process(before.pid).wait, 10)
+        await asyncio.to_thread(process.wait, 10)
 
 
 async def until_it_has_a_process(shell):

@@ -10,7 +10,7 @@ from asynchronous import asynchronous
 from shoal_controller.core.effects import Close, Note, Persist, Send
 from shoal_controller.core.events import Pause, Resume, Save, Scale, Tick
 from shoal_controller.core.spec import JobSpec, Phase
-from shoal_controller.ledger import JobEvent
+from shoal_controller.records import JobEvent
 from shoal_controller.store.store import Put
 from shoal_protos.errors import Conflict, NotFound, StoreError
 from shoal_protos.messages import Ping

@@ -1,16 +1,22 @@
 """What the shell does when others fail: processes that do not start, a machine with a defect, a store that is away."""
 
 import asyncio
+import json
+from contextlib import aclosing
+from dataclasses import replace
 
 import pytest
 from asynchronous import asynchronous
-from shoal_controller.core.effects import Adopt, Kill, Persist, Probe, Spawn
+from shoal_controller.core.durable import Durable, from_json, to_json
+from shoal_controller.core.effects import Adopt, Kill, Note, Persist, Probe, Spawn
 from shoal_controller.core.events import (
     Connected,
+    Disconnected,
     Exited,
     NeverStarted,
     Pause,
     Probed,
+    Said,
     Save,
     Scale,
     Spawned,
@@ -19,10 +25,12 @@ from shoal_controller.core.events import (
 )
 from shoal_controller.core.spec import JobSpec, Phase, State, WorkerView
 from shoal_controller.store.open import open_store
-from shoal_controller.store.store import MAX_VALUE_BYTES, Put
+from shoal_controller.store.store import Put
 from shoal_protos.errors import Conflict, StoreError
-from shoal_protos.messages import Ending, Shutdown
+from shoal_protos.messages import Ending, Heartbeat, Point, Refusal, Shutdown, Status, Telemetry
 from small_machine import SPEC, SmallMachine, World, running
+
+STATUS = Status(0, 0, Point.WAITING, 0, -1, 0)
 
 # ---- errands
 
@@ -133,7 +141,7 @@ async def test_a_probe_is_asked_once_and_answered_as_an_event(tmp_path):
 # ---- a machine that fails
 
 
-BROKEN = "job train cannot go on, by a defect of Shoal or of its state in the store"
+BROKEN = "job train cannot go on, by a defect of Shoal"
 
 
 def failing(*_):
@@ -200,28 +208,82 @@ async def test_a_machine_that_refuses_what_nobody_wished_has_failed(tmp_path, ev
         assert not world.shell.stopped.done()
 
 
-@pytest.mark.parametrize("damage", [b"", b"no zlib", b"x\x9c\x03\x00\x00\x00\x00\x01"])
+NEWER = (
+    "its record in the store has format 2, written by a newer Shoal; this one reads 1. Install the newer Shoal again"
+)
+DAMAGES = {
+    "an empty state": ("/durable/train", lambda _: b"", "its state in the store is damaged"),
+    "a state that is none": ("/durable/train", lambda _: b"no zlib", "its state in the store is damaged"),
+    "half a state": ("/durable/train", lambda value: value[:-9], "its state in the store is damaged"),
+    "no head": ("/jobs/train", lambda _: b"[]", "its record in the store is damaged, or of another Shoal"),
+    "a newer head": ("/jobs/train", lambda value: json.dumps(json.loads(value) | {"format": 2}).encode(), NEWER),
+    "a field of a newer version": (
+        "/jobs/train",
+        lambda value: value.replace(b'"wanted"', b'"priority": 3, "wanted"'),
+        "its record in the store is damaged, or of another Shoal",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 @asynchronous
-async def test_a_damaged_state_fails_its_job_and_the_controller_starts(tmp_path, damage):
+async def test_a_job_that_cannot_be_read_is_left_as_it_is_and_the_others_are_served(tmp_path, damage):
+    key, change, sentence = DAMAGES[damage]
     async with running(tmp_path) as world:
         await world.shell.create(SPEC)
         await world.shell.create(JobSpec("other", wanted=1))
         await world.shell.stop()
-        await world.store.transact([], [Put("/durable/train", damage)])
+        value = change((await world.store.get(key)).value)
+        await world.store.transact([], [Put(key, value)])
     async with running(tmp_path) as world:
         view = world.shell.view("train")
-        assert view.phase is Phase.FAILED and view.reason.startswith("job train cannot go on")
+        assert view.phase is Phase.FAILED
+        assert view.reason.startswith(f"job train is not served, its records are left as they are: {sentence}")
+        await world.shell.submit("train", Connected(5, None))
+        await world.written.until("send", 5, Refusal(view.reason, final=False))
+        for refused in (world.shell.submit("train", Scale(4)), world.shell.create(SPEC), world.shell.delete("train")):
+            with pytest.raises(Conflict, match="is not served"):
+                await refused
         await world.shell.submit("other", Scale(2))
+        assert (await world.store.get(key)).value == value
+
+
+def test_a_field_that_this_version_does_not_know_is_not_dropped():
+    known = json.loads(to_json(Durable(SPEC, wanted=3)))
+    with pytest.raises(ValueError, match="Durable has no field priority; a newer Shoal may have written it"):
+        from_json(json.dumps(known | {"priority": 3}))
 
 
 @asynchronous
-async def test_a_state_too_large_for_any_store_fails_the_job_alone(tmp_path, monkeypatch):
-    async with running(tmp_path, SmallMachine({Save: [Persist()]})) as world:
+async def test_a_state_larger_than_a_transaction_is_written_in_parts_and_read_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("shoal_controller.ledger.packed", lambda durable: durable.encode())
+    monkeypatch.setattr("shoal_controller.ledger.unpacked", lambda value: value.decode())
+    filler = {"filler": "x" * 3_000_000}
+    monkeypatch.setattr(SmallMachine, "filler", filler)
+    async with running(tmp_path) as world:
         await world.shell.create(SPEC)
-        monkeypatch.setattr("shoal_controller.ledger.packed", lambda durable: bytes(MAX_VALUE_BYTES + 1))
+        for workers in (4, 5):
+            await world.shell.submit("train", Scale(workers))
+        parts = (await world.store.list("/durable/train/")).entries
+        assert 3_000_000 < sum(len(part.value) for part in parts) < 3_100_000, "older parts are gone"
+    async with running(tmp_path) as world:
+        assert world.shell.view("train").wanted == 5
+        filler["filler"] = ""
+        await world.shell.submit("train", Scale(6))
+        assert not (await world.store.list("/durable/train/")).entries
+    async with running(tmp_path) as world:
+        assert world.shell.view("train").wanted == 6
+
+
+@asynchronous
+async def test_events_larger_than_a_transaction_are_written_in_several(tmp_path):
+    notes = [Note("long", str(number % 10) * 60_000) for number in range(40)]
+    async with running(tmp_path, SmallMachine({Save: [*notes, Note("longer", "x" * 3_000_000)]})) as world:
+        await world.shell.create(SPEC)
         await world.shell.submit("train", Save())
-        assert f"at most {MAX_VALUE_BYTES} are allowed" in world.shell.view("train").reason
-        assert not world.shell.stopped.done()
+        events = await world.shell.events("train")
+        assert [len(event.message) for event in events[:-1]] == [len(note.message) for note in notes]
+        assert events[-1].message.endswith("… (3000000 characters)")
 
 
 # ---- a store that fails
@@ -233,15 +295,23 @@ class Shaky:
     def __init__(self, store) -> None:
         self.store = store
         self.fail: list[str] = []
+        self.failures = asyncio.Semaphore(0)
 
     async def transact(self, compares, operations):
         how = self.fail.pop(0) if self.fail else ""
+        if how:
+            self.failures.release()
         if how == "before":
             raise StoreError("it does not answer")
         outcome = await self.store.transact(compares, operations)
         if how == "after":
             raise StoreError("it did not answer")
         return outcome
+
+    async def has_failed(self, times):
+        async with asyncio.timeout(5):
+            for _ in range(times):
+                await self.failures.acquire()
 
     def __getattr__(self, name):
         return getattr(self.store, name)
@@ -263,15 +333,59 @@ async def test_a_store_that_fails_for_a_moment_is_asked_again_and_written_once(t
 
 
 @asynchronous
-async def test_a_store_that_fails_for_long_stops_the_controller(tmp_path, monkeypatch):
-    monkeypatch.setattr("shoal_controller.ledger.WRITE_SECONDS", 0.2)
+async def test_a_store_that_fails_for_long_is_waited_for_while_streams_are_heard(tmp_path):
+    heard = []
+    machine = SmallMachine({Said: lambda _, event: heard.append(event.message) or ()})
+    store = Shaky(await open_store(f"embedded:{tmp_path}"))
+    world = World(store, machine)
+    await world.shell.start()
+    await world.shell.create(SPEC)
+    await world.shell.create(JobSpec("other", wanted=1))
+    store.fail = ["before"] * 100_000
+    scaled = asyncio.create_task(world.shell.submit("train", Scale(4)))
+    await store.has_failed(2)
+    with pytest.raises(StoreError, match="job train cannot be changed now: the store has taken no write for 0 s"):
+        await world.shell.submit("train", Scale(5))
+    for number in range(3_000):
+        await world.shell.submit("train", Said(7, Heartbeat(replace(STATUS, sequence=number), Telemetry())))
+    await world.shell.submit("train", Connected(8, None))
+    await world.shell.submit("train", Said(8, Heartbeat(STATUS, Telemetry())))
+    await world.shell.submit("train", Disconnected(8, "it gave up"))
+    assert "nothing is decided until it does" in world.shell.view("train").reason
+    with pytest.raises(StoreError, match="it does not answer"):
+        await world.shell.check()
+    assert not heard and not world.shell.stopped.done()
+    store.fail = []
+    await scaled
+    await world.shell.submit("train", Save())
+    assert [message.status.sequence for message in heard] == [2_999], "of each stream the latest heartbeat"
+    assert world.shell.view("train").wanted == 4 and not world.shell.trouble
+    assert world.shell.view("train").reason == "as it should be"
+    await world.shell.check()
+    await world.shell.stop()
+    await store.close()
+
+
+@asynchronous
+async def test_an_operator_is_answered_though_the_store_is_not(tmp_path, monkeypatch):
+    monkeypatch.setattr("shoal_controller.runner.WISH_SECONDS", 0.2)
+    monkeypatch.setattr("shoal_controller.ledger.BEGIN_SECONDS", 0.2)
     store = Shaky(await open_store(f"embedded:{tmp_path}"))
     world = World(store)
     await world.shell.start()
     await world.shell.create(SPEC)
-    store.fail = ["before"] * 1000
-    with pytest.raises(StoreError, match="it does not answer"):
+    store.fail = ["before"] * 100_000
+    with pytest.raises(StoreError, match="could not store this within"):
         await world.shell.submit("train", Scale(4))
-    assert str(await asyncio.wait_for(world.shell.stopped, 5)) == "it does not answer"
+    with pytest.raises(StoreError, match="job new could not be written within"):
+        await world.shell.create(JobSpec("new", wanted=1))
+    store.fail = ["after", "before", "before", "before", "before", "before", "before"]
+    with pytest.raises(StoreError, match="Submit it again"):
+        await world.shell.create(JobSpec("new", wanted=1))
+    store.fail = []
+    await world.shell.create(JobSpec("new", wanted=2))
+    async with aclosing(world.shell.follow("train", 0, 10)) as events:
+        assert (await anext(events)).message == "scaled to 4"
+    assert (world.shell.view("train").wanted, world.shell.view("new").wanted) == (4, 2)
     await world.shell.stop()
     await store.close()

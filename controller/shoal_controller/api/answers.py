@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 from shoal_protos.checkpoint import Sighting
 
 from shoal_controller.core.spec import JobView, Phase, ResizeView, State, WorkerView
-from shoal_controller.ledger import JobEvent
+from shoal_controller.records import JobEvent
 
 
 class Answer(BaseModel):
@@ -189,6 +189,8 @@ class ReportAnswer(Answer):
 
 class HealthAnswer(Answer):
     status: str
+    trouble: str = ""
+    """What keeps the controller from deciding; empty while nothing does."""
 
 
 class Problem(Answer):

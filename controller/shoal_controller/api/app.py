@@ -45,13 +45,13 @@ def build_app(shell: Shell, scrape: Callable[[], bytes], settings: ApiSettings) 
 
     @app.get("/healthz")
     async def healthz() -> HealthAnswer:
-        """The process answers."""
-        return HealthAnswer(status="ok")
+        """The process answers; `trouble` says what it waits for."""
+        return HealthAnswer(status="ok", trouble=shell.trouble)
 
     @app.get("/readyz")
     async def readyz() -> HealthAnswer:
         """This controller can decide and remember."""
-        await shell.check()
+        await shell.check()  # what keeps it from that is the problem's detail
         return HealthAnswer(status="ready")
 
     @app.get("/metrics", response_class=Response)

@@ -35,7 +35,9 @@ def plain(value: Any) -> Any:
 
 
 def restored(kind: Any, value: Any) -> Any:
-    """The inverse of `plain` for a value of that type. A field that the text lacks keeps its default."""
+    """The inverse of `plain` for a value of that type. A field that the text lacks keeps its default; one that the type
+    lacks is a `ValueError`, for whoever wrote it meant something by it.
+    """
     return _reader(kind)(value)
 
 
@@ -76,6 +78,8 @@ def _dataclass_reader(kind: type) -> Callable[[Any], Any]:
     def read(value: Mapping[str, Any]) -> Any:
         if not readers:
             readers.update({field.name: _reader(hints[field.name]) for field in fields(kind)})
-        return kind(**{name: readers[name](part) for name, part in value.items() if name in readers})
+        if unknown := [name for name in value if name not in readers]:
+            raise ValueError(f"{kind.__name__} has no field {', '.join(unknown)}; a newer Shoal may have written it")
+        return kind(**{name: readers[name](part) for name, part in value.items()})
 
     return read

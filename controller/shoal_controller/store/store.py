@@ -23,6 +23,9 @@ LeaseId = int
 MAX_VALUE_BYTES = 1 << 20
 """etcd refuses requests above 1.5 MiB; one value stays well below it."""
 
+MAX_TRANSACTION_BYTES = 1 << 20
+"""Of all values that a transaction writes."""
+
 MAX_OPERATIONS = 128
 """etcd's own limit for one transaction."""
 
@@ -167,6 +170,9 @@ def check_transaction(compares: Sequence[Compare], operations: Sequence[Operatio
             f"a transaction has {len(operations)} operations and {len(compares)} comparisons; "
             f"at most {MAX_OPERATIONS} of each are allowed"
         )
+    size = sum(len(operation.value) for operation in operations if isinstance(operation, Put))
+    if size > MAX_TRANSACTION_BYTES:
+        raise Unfit(f"a transaction writes {size} bytes; at most {MAX_TRANSACTION_BYTES} are allowed")
     for operation in operations:
         if isinstance(operation, Put) and len(operation.value) > MAX_VALUE_BYTES:
             raise Unfit(

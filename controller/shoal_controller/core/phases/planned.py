@@ -19,8 +19,10 @@ from shoal_controller.core.planner import same_world
 from shoal_controller.core.turn import Turn
 from shoal_controller.core.waits import BrokenLink
 
-OUTSTANDING = 16
-"""How many planned changes of one base may wait; more are made when one has begun."""
+OUTSTANDING = 2
+"""How many planned changes of one base may wait whose members are all here; more are made when one has begun."""
+MOST_PLANNED = 16
+"""How many in all: one that waits for somebody who is gone will hardly begin, but nobody knows that it has not."""
 
 
 # ---- a planned change begins
@@ -67,7 +69,7 @@ def _satisfied(turn: Turn, wished: Wished | None, plan: Plan) -> None:
 def settle(turn: Turn, world: Plan) -> None:
     """Make a plan where what is wanted has changed; everyone lacking the newest one is told with its heartbeat."""
     _give_up_on_newcomers(turn, world)
-    if len(turn.durable.planned) >= OUTSTANDING or not _all_in(turn, world):
+    if _enough_are_planned(turn) or not _all_in(turn, world):
         return
     newcomers = waiting_newcomers(turn, world)
     wished = _wished(turn, world, newcomers)
@@ -84,6 +86,12 @@ def settle(turn: Turn, world: Plan) -> None:
     timeline.planned(turn, plan, newest)
     for worker in dict.fromkeys(member.worker for member in (*world.members, *plan.members)):
         tell(turn, worker)
+
+
+def _enough_are_planned(turn: Turn) -> bool:
+    plans = turn.durable.planned
+    live = sum(all(turn.record(member.worker).serves for member in plan.members) for plan in plans)
+    return live >= OUTSTANDING or len(plans) >= MOST_PLANNED
 
 
 def held_up(turn: Turn, world: Plan) -> tuple[BrokenLink, ...]:

@@ -1,0 +1,47 @@
+"""What was said to a job while its store could not be written: kept in order, and bounded by who there is to say it.
+
+No message is an event, so of everything that one stream or one worker says of a kind only the latest counts; a stream
+that came and went meanwhile has said nothing. To the job it is as if the controller had been slow.
+"""
+
+from __future__ import annotations
+
+from shoal_controller.core.events import Connected, Disconnected, Event, Exited, NeverStarted, Probed, Said, Spawned
+
+Key = tuple[object, ...]
+
+
+class Backlog:
+    """See the module's text."""
+
+    def __init__(self) -> None:
+        self._events: dict[Key, Event] = {}
+
+    def add(self, event: Event) -> None:
+        if isinstance(event, Disconnected):
+            came = (Connected, event.connection) in self._events
+            self._events = {key: one for key, one in self._events.items() if key[1] != event.connection}
+            if came:
+                return
+        key = _key(event)
+        self._events.pop(key, None)
+        self._events[key] = event
+
+    def take(self) -> Event | None:
+        """The oldest, which is not kept any longer; None where there is none."""
+        if not self._events:
+            return None
+        return self._events.pop(next(iter(self._events)))
+
+
+def _key(event: Event) -> Key:
+    """What a later event must share with an earlier one to take its place."""
+    match event:
+        case Said(connection, message):
+            return Said, connection, type(message)
+        case Connected(connection) | Disconnected(connection):
+            return type(event), connection
+        case Probed(worker) | Spawned(worker) | Exited(worker) | NeverStarted(worker):
+            return type(event), worker
+        case _:
+            return type(event), None

@@ -1,0 +1,123 @@
+"""What a job's records in the store are made of: its head, its packed state, its events; and which of them can be read.
+
+    /jobs/NAME                   head: the spec, which events are kept, who wrote it last; in every transaction
+    /durable/NAME                what the machine must remember
+    /durable/NAME/WRITE/PART     the same in parts, where it is larger than one transaction; the head names the write
+    /events/NAME/0000000000000042
+
+A record that this version cannot read is left as it is: nothing of it is guessed, dropped or written again.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+
+from shoal_protos.errors import StoreError
+
+from shoal_controller.core.spec import JobSpec
+
+FORMAT = 1
+"""Of the records that this code writes; it reads this one and older ones."""
+
+MOST_MESSAGE_CHARACTERS = 1 << 16
+"""Of an event's sentence; what is longer is cut."""
+
+
+class Unreadable(StoreError):
+    """A record of one job that this version cannot read. Other jobs are not harmed by it."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobEvent:
+    """One entry of a job's history, as REST gives it."""
+
+    time: float
+    kind: str
+    generation: int
+    worker: str
+    message: str
+    data: Mapping[str, object] = field(default_factory=dict)
+    revision: int = 0
+    """Its number in the job, from 1 on; given when it is written."""
+
+    def encoded(self) -> bytes:
+        fields = asdict(self)
+        if len(self.message) > MOST_MESSAGE_CHARACTERS:
+            fields["message"] = f"{self.message[:MOST_MESSAGE_CHARACTERS]}… ({len(self.message)} characters)"
+        return json.dumps(fields).encode()
+
+    @classmethod
+    def decoded(cls, value: bytes) -> JobEvent:
+        return cls(**json.loads(value))
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The page that every transaction writes."""
+
+    spec: JobSpec
+    writer: str
+    """The controller's life that wrote it."""
+    writes: int = 0
+    """With `writer` it tells one write from any other."""
+    first_event: int = 1
+    last_event: int = 0
+    broken: str = ""
+    """Why the job cannot go on, where the machine itself failed."""
+    step: int | None = None
+    """The step that people are shown, where it is newer than the durable state's."""
+    state: int = 0
+    """The write that the durable state's parts belong to."""
+    parts: int = 0
+    """How many there are; 0: the state is in one piece."""
+    format: int = FORMAT
+
+    def encoded(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def decoded(cls, value: bytes) -> Head:
+        """Raises `Unreadable`."""
+        try:
+            fields = json.loads(value)
+            if fields.get("format", FORMAT) > FORMAT:
+                raise Unreadable(
+                    f"its record in the store has format {fields['format']}, written by a newer Shoal; this one reads "
+                    f"{FORMAT}. Install the newer Shoal again"
+                )
+            spec = fields.pop("spec")
+            return cls(spec=JobSpec(**spec | {"command": tuple(spec["command"])}), **fields)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise Unreadable(f"its record in the store is damaged, or of another Shoal ({error})") from error
+
+
+def head_key(job: str) -> str:
+    return f"/jobs/{job}"
+
+
+def state_key(job: str) -> str:
+    return f"/durable/{job}"
+
+
+def part_key(job: str, write: int, part: int) -> str:
+    return f"/durable/{job}/{write:016}/{part:04}"
+
+
+def event_key(job: str, number: int) -> str:
+    return f"/events/{job}/{number:016}"
+
+
+def packed(durable: str) -> bytes:
+    """A state as it lies in the store: plans for many workers are long and repeat themselves."""
+    return zlib.compress(durable.encode(), 1)
+
+
+def unpacked(value: bytes) -> str:
+    """The inverse of `packed`; raises `Unreadable`."""
+    try:
+        return zlib.decompress(value).decode()
+    except (zlib.error, UnicodeDecodeError) as error:
+        raise Unreadable(f"its state in the store is damaged ({len(value)} bytes: {error})") from error
