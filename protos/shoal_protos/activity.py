@@ -53,7 +53,7 @@ class Activity:
     seconds: float = 0.0
     """Since when it stands there, or since a message or a piece of one from those it waits for was last complete."""
     slowest_piece_seconds: float = 0.0
-    """The longest time that a piece of a message (at most 1 MiB) took after the one before it."""
+    """The longest time that a piece of a message (at most 4 MiB) took after the one before it."""
 
     @property
     def position(self) -> tuple[int, int, int, int]:

@@ -283,3 +283,13 @@ def test_who_builds_a_planned_group_beside_a_slow_step_is_not_blamed_for_those_w
     effects = job.wait(60)
     assert notes(effects, "prepare") == [] and notes(effects, "kept_out") == []
     assert "waiting for worker w1 (in user code" in job.view.reason
+
+
+def test_a_world_that_has_just_begun_has_its_time_anew() -> None:
+    """It began between two ticks."""
+    job = training()
+    cut(job, "w0", "w1")
+    while job.job.attempt is None:
+        job.wait(0.5)
+    job.recover()
+    assert not job.job.straggled and not job.view.reason

@@ -34,7 +34,7 @@ FOREVER = timedelta(days=1)
 A_MOMENT = timedelta(milliseconds=1)
 OWN_CLOSURE = "Application timeout"
 """What gloo says of pairs that this process itself has closed."""
-PIECE_BYTES = 1 << 20
+PIECE_BYTES = 4 << 20
 """A longer message travels in pieces of this size, so that a slow connection is seen to be alive."""
 FIRST_LOOK_SECONDS, LONGEST_LOOK_SECONDS = 1.0, 60.0
 """How long a peer is waited for before its connection is looked at, and between two looks."""

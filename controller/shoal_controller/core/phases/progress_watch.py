@@ -66,6 +66,9 @@ def _voted_at(job: Job) -> float:
 
 def in_training(turn: Turn, world: Plan) -> tuple[BrokenLink, ...]:
     """The broken links that hold the world up. Names stragglers on the way, and ends those that are stuck."""
+    if not stands_still(turn.job, turn.now):
+        return ()
+    look(turn)  # a world may have begun since the last tick
     if not stands_still(turn.job, turn.now) or not _all_are_heard(turn.job, world, turn.now):
         return ()
     activities = _activities(turn.job, world)
