@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from machine_driver import MADE_OF, Driver
 from shoal_controller.core.durable import Leaving, Standing
-from shoal_controller.core.effects import Kill, Persist, Send
+from shoal_controller.core.effects import Kill, Note, Persist, Send
 from shoal_controller.core.events import (
     DrainWorker,
     Scale,
@@ -90,6 +90,21 @@ def test_a_script_that_ends_without_joining_fails_its_job_at_the_first_one() -> 
         "worker w0 cannot work as it was started: its script ended without calling shoal.initialize, so it never "
         "joined the job"
     )
+
+
+def test_a_default_of_more_workers_than_lanes_is_lowered_and_an_asked_number_refused() -> None:
+    one_lane = replace(MADE_OF, lanes=1)
+    job = Driver(wanted=3, made_of=one_lane, wanted_by_default=True, launcher="local")
+    effects = [*job.hello("w0"), *job.tick()]
+    assert job.view.wanted == 1
+    assert {record.worker for record in job.job.durable.roster.values() if record.leaving} == {"w1", "w2"}
+    assert "the job gets 1 of 3 workers, because its config has 1 lane" in [
+        effect.message for effect in effects if isinstance(effect, Note)
+    ]
+    for asked in ({}, {"wanted_by_default": True, "min_workers": 2}):
+        job = Driver(wanted=3, made_of=one_lane, launcher="local", **asked)
+        job.hello("w0")
+        assert job.view.wanted == 3 and job.welcomed == set()
 
 
 def test_a_process_that_has_not_said_hello_is_killed_as_soon_as_its_job_is_over() -> None:

@@ -142,7 +142,8 @@ class JobBody(Body):
         most = self.workers.max or self.lanes
         wanted = self.workers.wanted or max(self.workers.min, min(default_wanted, most or default_wanted))
         return JobSpec(
-            job=self.job, wanted=wanted, min_workers=self.workers.min, max_workers=self.workers.max,
+            job=self.job, wanted=wanted, wanted_by_default=self.workers.wanted is None,
+            min_workers=self.workers.min, max_workers=self.workers.max,
             launcher=self.launcher, command=tuple(self.command), env=dict(self.env), lanes=self.lanes,
             heartbeat_seconds=self.heartbeat_seconds, suspect_after=self.suspect_after,
             reconnect_seconds=self.reconnect_seconds, progress_seconds=self.progress_seconds,

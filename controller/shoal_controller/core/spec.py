@@ -45,6 +45,8 @@ class JobSpec:
 
     job: str
     wanted: int
+    wanted_by_default: bool = field(default=False, kw_only=True)
+    """Nobody has asked for so many: the first worker's lanes may lower it."""
     min_workers: int = 1
     max_workers: int | None = None
     """None: the job's lanes."""

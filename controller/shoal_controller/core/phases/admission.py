@@ -71,13 +71,23 @@ def _impossible(turn: Turn, hello: Hello) -> str | None:
             f"worker {name} has {theirs.lanes} lanes in its config, job {turn.spec.job} was submitted with "
             f"{turn.spec.lanes}. Make them agree, or leave lanes out of the job."
         )
-    if durable.wanted > theirs.lanes:
+    if durable.wanted > theirs.lanes and _may_be_lowered(turn, theirs.lanes):
+        lanes = f"its config has {theirs.lanes} lane{'s' * (theirs.lanes != 1)}"
+        turn.note("scaled", f"the job gets {theirs.lanes} of {durable.wanted} workers, because {lanes}", name)
+        turn.keep(wanted=theirs.lanes)
+    elif durable.wanted > theirs.lanes:
         return (
             f"job {turn.spec.job} asks for {durable.wanted} workers, but its config has {theirs.lanes} lanes and every "
             f"worker trains at least one. Ask for at most {theirs.lanes} workers, or raise lanes."
         )
     turn.keep(description=theirs)
     return None
+
+
+def _may_be_lowered(turn: Turn, lanes: int) -> bool:
+    """Whether nobody has asked for so many workers, and fewer are enough."""
+    spec = turn.spec
+    return spec.wanted_by_default and turn.durable.wanted == spec.wanted and spec.min_workers <= lanes
 
 
 def _refuse(turn: Turn, event: Connected, refusal: Refusal) -> None:
