@@ -293,3 +293,31 @@ def test_a_world_that_has_just_begun_has_its_time_anew() -> None:
         job.wait(0.5)
     job.recover()
     assert not job.job.straggled and not job.view.reason
+
+
+def test_no_worker_switches_the_watch_off_by_what_it_tells_of_its_pace() -> None:
+    job = training(stall_seconds=40)
+    cut(job, "w0", "w1")
+    activity, since = job.activities["w2"]
+    job.activities["w2"] = replace(activity, slowest_piece_seconds=1e300), since
+    assert notes(job.wait(39), "prepare") == []
+    [why] = notes(job.wait(5), "prepare")
+    assert "cannot reach each other" in why
+
+
+def test_a_pair_that_cannot_be_parted_ends_after_stall_seconds() -> None:
+    job = training(workers=2, stall_seconds=30)
+    for worker in job.connections:
+        job.beat(worker, holds=job.job.durable.current.shares[int(worker[1])].owned)
+    cut(job, "w0", "w1")
+    for _ in range(6):
+        job.wait(12)
+        if job.job.durable.phase.over:
+            break
+        for worker, status in list(job.statuses.items()):
+            job.stop(worker, status)
+        if job.job.attempt is not None and job.job.attempt.plan is not None:
+            for worker, peer in (("w0", "w1"), ("w1", "w0")):
+                job.builds_a_group(worker, job.planned().generation, peer)
+    assert job.view.phase.value == "failed"
+    assert "no living copy of" in job.view.reason

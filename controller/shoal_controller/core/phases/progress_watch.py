@@ -51,13 +51,15 @@ def stands_still(job: Job, now: float) -> bool:
 
 
 def limit_seconds(job: Job) -> float:
-    return max(SLOW * (step_seconds_median(job) or 0.0), building_limit_seconds(job))
+    """Whatever workers tell of their pace, `stall_seconds` are enough."""
+    slow_steps = min(SLOW * (step_seconds_median(job) or 0.0), job.spec.stall_seconds)
+    return max(slow_steps, building_limit_seconds(job))
 
 
 def building_limit_seconds(job: Job) -> float:
     """Where no step is under way."""
     slowest = max((process.activity.slowest_piece_seconds for process in job.processes.values()), default=0.0)
-    return max(job.spec.progress_seconds, SLOW * slowest)
+    return max(job.spec.progress_seconds, min(SLOW * slowest, job.spec.stall_seconds))
 
 
 def _voted_at(job: Job) -> float:
