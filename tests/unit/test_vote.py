@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, replace
 
 import pytest
@@ -21,10 +22,12 @@ from shoal.exchange.vote import (
     check_names,
     check_wishes,
 )
+from shoal.finite import describe_gradient
 from shoal_protos.errors import UserError
 from torch import Tensor
 from worlds import recovery
 
+BUCKET = lay_out([Trainable("ü" * 300, (8,), torch.float32, 0)]).buckets[0]
 LAYOUT = lay_out([Trainable("weight", (8,), torch.float32, 0)])
 ROUTES = Routes(recovery(1, "a"), 0, LAYOUT)
 
@@ -76,6 +79,9 @@ def test_the_longest_ballot_that_is_allowed_fits_whatever_lanes_a_worker_has(lan
             skipped=2**31,
             micro_batches=2**31,
             skipped_before=2**53,
+            bad_loss=f"the loss of lane {2**31} is {longest}",
+            bad_gradient=describe_gradient(BUCKET, 0, torch.tensor([math.nan]), (2**31 - 64, 2**31)),
+            not_finite_before=2**53,
             evaluations={name: [longest, longest] for name in names},
             wishes=wishes,
             saving="writing",

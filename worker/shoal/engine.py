@@ -20,6 +20,7 @@ from shoal_protos.errors import UserError
 from shoal_protos.messages import Status
 from torch import Tensor, nn
 
+from shoal.ballot import ballot_of
 from shoal.boundary import Boundary, StepCallback
 from shoal.config.training import TrainingConfig
 from shoal.corruption import CorruptionWatch
@@ -38,7 +39,6 @@ from shoal.faults import Faults
 from shoal.finite import stop_where_not_finite, warn
 from shoal.lane_loop import LaneLoop
 from shoal.numerics import check_threads
-from shoal.optim.hyper import digest, hyper_parameters
 from shoal.requests import Requests, refuse_other_hyper_parameters
 from shoal.resize import Resize
 from shoal.resuming import Resuming
@@ -376,26 +376,7 @@ class Engine:
 
     def _ballot(self, step: int) -> Ballot:
         assert self.world is not None
-        holds = self.state.held.runs if step == self.state.step else self.state.pending
-        trained = step > self.state.step
-        word, numbers = self.saving.word(), self.loop.numbers
-        return Ballot(
-            step=step,
-            generation=self.link.enter_vote(holds),
-            hyper=digest(hyper_parameters(self.state.optimizer)).hex(),
-            losses=numbers.losses if trained else (),
-            reports=numbers.reports if trained else {},
-            skipped=numbers.skipped if trained else 0,
-            micro_batches=self.config.micro_batches_per_lane,
-            skipped_before=self.state.record.skipped_micro_batches if self.state.record else 0,
-            bad_loss=numbers.not_finite if trained else "",
-            bad_gradient=self._bad_gradient if trained else "",
-            not_finite_before=self.state.record.not_finite_steps if self.state.record else 0,
-            evaluations=self.evaluation.sums(),
-            wishes=self.requests.wishes() + (self.saving.scheduled() if trained else ()),
-            saving=word,
-            saved=self.saving.saved,
-        )
+        return ballot_of(self, step, self._bad_gradient)
 
     def guarded_vote(self) -> None:
         """One vote without a step, or a part in a change of the world."""

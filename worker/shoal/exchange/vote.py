@@ -25,7 +25,7 @@ from shoal.exchange.copies import Comparison, compare
 from shoal.exchange.letters import as_bytes_tensor
 from shoal.exchange.routes import Routes
 
-TEXT_BYTES = 4_096
+TEXT_BYTES = 5_632
 """The JSON part of a row, where nobody has more than two subtrees of lanes."""
 MOST_NAMES, NAMES_BYTES = 16, 512
 """What a step may report, and an evaluation likewise."""
