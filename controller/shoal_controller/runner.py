@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import structlog
 from shoal_protos.errors import Conflict, ShoalError, StoreError, UserError
-from shoal_protos.messages import Ending, Refusal, Shutdown
+from shoal_protos.messages import Ending, Refusal, Shutdown, Welcome
 
 from shoal_controller.backlog import Backlog
 from shoal_controller.core.effects import Adopt, Close, Effect, Kill, Note, Persist, Probe, Progress, Send, Spawn
@@ -67,6 +67,8 @@ class Life:
     clock: Callable[[], float]
     alarm: Callable[[BaseException], None]
     """Hears that a job can no longer be decided for by this controller."""
+    cluster: str = ""
+    """The store's own id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,6 +301,8 @@ class Runner:
 
     def _act(self, effect: Send | Close | Probe | Adopt | Spawn | Kill) -> None:
         match effect:
+            case Send(connection, Welcome() | Refusal() as message):
+                self._life.outside.senders.send(connection, replace(message, cluster=self._life.cluster))
             case Send(connection, message):
                 self._life.outside.senders.send(connection, message)
             case Close(connection):

@@ -17,6 +17,7 @@ from dataclasses import replace
 import structlog
 from shoal_protos.errors import Conflict, NotFound, StoreError
 
+from shoal_controller.cluster import cluster_of
 from shoal_controller.core.events import Cancel, Event
 from shoal_controller.core.spec import JobSpec, JobView
 from shoal_controller.ledger import EVENTS_KEPT, Ledger, new_ledger, stored_jobs
@@ -62,6 +63,7 @@ class Shell:
         self._creating = asyncio.Lock()
         self._begun: dict[str, Ledger] = {}
         """Of new jobs that may be stored or not, for the store failed."""
+        self._cluster = ""
         self._ticker: asyncio.Task[None] | None = None
         self.stopped: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
 
@@ -71,6 +73,7 @@ class Shell:
 
     async def start(self) -> None:
         """Restore every job and go on with it."""
+        self._cluster = await cluster_of(self._store)
         for job in await stored_jobs(self._store, self._writer):
             runner = self._runners[job.ledger.spec.job] = self._runner(job.ledger.spec, job.ledger)
             runner.restore(job.state, job.unreadable)
@@ -198,7 +201,7 @@ class Shell:
 
     def _runner(self, spec: JobSpec, ledger: Ledger) -> Runner:
         assert self._outside is not None, "connect comes before start"
-        return Runner(spec, ledger, Life(self._machine, self._outside, self._clock, self.give_up))
+        return Runner(spec, ledger, Life(self._machine, self._outside, self._clock, self.give_up, self._cluster))
 
     async def _tick(self) -> None:
         for number in itertools.count():

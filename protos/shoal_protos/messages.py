@@ -273,6 +273,8 @@ class Welcome:
     """The generations that this job's store has opened; empty: none yet, any checkpoint may be the latest."""
     run: str = ""
     """The job's run, which every later hello names."""
+    cluster: str = ""
+    """The id of the controller's store."""
     step: int = 0
     """The job's committed steps: what a script is shown until its worker has a step of its own."""
     loss: float | None = None
@@ -376,6 +378,11 @@ class Refusal:
     """False: try again later (the controller is starting, say)."""
     generation: int = 0
     """The world that it is said in; 0: none, or nothing depends on it."""
+    ends_members: bool = False
+    """Final also for a worker that is in a world: its run is over or replaced, or another process has its id. Whatever
+    else is wrong may be the controller's fault, and training goes on."""
+    cluster: str = ""
+    """The id of the store that says so; a worker in a world believes only the one that it was welcomed with."""
 
 
 ToWorker = Welcome | Ping | Prepare | Carry | Open | Ask | Drain | Shutdown | Refusal

@@ -1059,6 +1059,7 @@ class Welcome(_message.Message):
     RUN_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     LOSS_FIELD_NUMBER: _builtins.int
+    CLUSTER_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     heartbeat_seconds: _builtins.float
     reconnect_seconds: _builtins.float
@@ -1068,6 +1069,7 @@ class Welcome(_message.Message):
     run: _builtins.str
     step: _builtins.int
     loss: _builtins.float
+    cluster: _builtins.str
     @_builtins.property
     def known(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -1083,10 +1085,11 @@ class Welcome(_message.Message):
         run: _builtins.str = ...,
         step: _builtins.int = ...,
         loss: _builtins.float | None = ...,
+        cluster: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "generation", b"generation", "heartbeat_seconds", b"heartbeat_seconds", "known", b"known", "loss", b"loss", "reconnect_seconds", b"reconnect_seconds", "resume", b"resume", "run", b"run", "stall_seconds", b"stall_seconds", "step", b"step", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "cluster", b"cluster", "generation", b"generation", "heartbeat_seconds", b"heartbeat_seconds", "known", b"known", "loss", b"loss", "reconnect_seconds", b"reconnect_seconds", "resume", b"resume", "run", b"run", "stall_seconds", b"stall_seconds", "step", b"step", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__loss: _TypeAlias = _typing.Literal["loss"]  # noqa: Y015
     _WhichOneofArgType__loss: _TypeAlias = _typing.Literal["_loss", b"_loss"]  # noqa: Y015
@@ -1233,19 +1236,25 @@ class Refusal(_message.Message):
     SENTENCE_FIELD_NUMBER: _builtins.int
     FINAL_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
+    ENDS_MEMBERS_FIELD_NUMBER: _builtins.int
+    CLUSTER_FIELD_NUMBER: _builtins.int
     sentence: _builtins.str
     final: _builtins.bool
     generation: _builtins.int
+    ends_members: _builtins.bool
+    cluster: _builtins.str
     def __init__(
         self,
         *,
         sentence: _builtins.str = ...,
         final: _builtins.bool = ...,
         generation: _builtins.int = ...,
+        ends_members: _builtins.bool = ...,
+        cluster: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["final", b"final", "generation", b"generation", "sentence", b"sentence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "ends_members", b"ends_members", "final", b"final", "generation", b"generation", "sentence", b"sentence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -143,11 +143,11 @@ class Cluster:
 
     # ---- processes
 
-    def start_controller(self) -> None:
-        """Start it, or start it again at the same addresses with the same store."""
+    def start_controller(self, store: str = "store") -> None:
+        """Start it, or start it again at the same addresses, with the same store or another one."""
         self._lives += 1
         addresses = {name: f"127.0.0.1:{port}" for name, port in zip(("http", "grpc"), self._ports, strict=True)}
-        arguments = {**addresses, "store": f"embedded:{self.folder / 'store'}"}
+        arguments = {**addresses, "store": f"embedded:{self.folder / store}"}
         log = self.folder / f"controller-{self._lives}.log"
         self._controller = fork("integration.scripts:controller", arguments, {}, log)
         until("the controller to answer", self._answers)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from integration.cluster import Cluster, alone
+from shoal_protos.messages import WRONG_USE
 
 LONG: dict[str, Any] = {"max_steps": 60}
 PACE = 0.01
@@ -23,15 +24,15 @@ STRANGERS: list[tuple[dict[str, Any], str]] = [
 
 
 def last_words(log: str) -> str:
-    """The error that ended a script: the last line of its traceback."""
+    """The sentence that ended a script: its last line, instead of a traceback."""
     line = log.strip().splitlines()[-1]
-    assert line.startswith("shoal_protos.errors.UserError: "), log
+    assert line.startswith("shoal: ") and "Traceback" not in log, log
     return line
 
 
 def refused(cluster: Cluster, worker: str) -> str:
     """The sentence with which a worker ended."""
-    assert cluster.wait_exit(worker) == 1
+    assert cluster.wait_exit(worker) == WRONG_USE
     return last_words(cluster.log(worker))
 
 

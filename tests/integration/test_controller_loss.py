@@ -30,6 +30,19 @@ def test_training_goes_on_without_a_controller_and_resizes_after_it_is_back() ->
         cluster.wait_undisturbed()
 
 
+def test_a_controller_with_an_empty_store_ends_no_worker_that_trains() -> None:
+    with Cluster(workers=2, options=LONG, pace=PACE) as cluster:
+        cluster.wait_step(2)
+        cluster.kill_controller()
+        cluster.start_controller(store="empty")
+        until("both to be refused", lambda: all("there is no job" in cluster.log(worker) for worker in ("w0", "w1")))
+        cluster.kill_controller()
+        cluster.start_controller()
+        cluster.wait_step(cluster.job()["step"] + 2)
+        assert cluster.job()["generation"] == 1
+        cluster.wait_undisturbed()
+
+
 def test_a_job_comes_to_its_end_without_a_controller() -> None:
     with Cluster(workers=2, options=LONG, pace=PACE) as cluster:
         cluster.wait_step(2)

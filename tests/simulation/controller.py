@@ -26,6 +26,7 @@ from shoal_controller.core.events import (
 from shoal_controller.core.job import Job
 from shoal_controller.core.machine import new_job, restore, step
 from shoal_protos.errors import UserError
+from shoal_protos.messages import Refusal, Welcome
 
 from .network import Stream
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from .worker import SimWorker
 
 TICK_SECONDS = 0.1
+CLUSTER = "store"
 
 
 class ControllerHost:
@@ -45,6 +47,8 @@ class ControllerHost:
         self.stored: Durable = self.job.durable
         self.life = 0
         self.alive = False
+        self.is_empty = False
+        """Another controller stands in its place, whose store knows nothing."""
         self.crash_after: int | None = None
         self.crash_before: type | None = None
         """The kind of effect that it does not live to carry out."""
@@ -60,7 +64,7 @@ class ControllerHost:
         """With what is in the store, and nothing else."""
         if self.alive:
             return
-        self.alive = True
+        self.alive, self.is_empty = True, False
         self.life += 1
         self.streams = {}
         durable = from_json(to_json(self.stored))
@@ -92,6 +96,9 @@ class ControllerHost:
 
     def dial(self, worker: SimWorker) -> Stream | None:
         if not self.alive:
+            if self.is_empty:
+                refusal = Refusal("there is no job job", cluster="empty")
+                self.clock.after(self.simulation.weather.delay(), worker.awake, worker.session.heard, None, refusal)
             return None
         self._next_stream += 1
         stream = self.streams[self._next_stream] = Stream(self.simulation, worker, self, self._next_stream)
@@ -157,8 +164,11 @@ class ControllerHost:
         if isinstance(effect, Send):
             stream = self.streams.get(effect.connection)
             if stream is not None:
-                simulation.watch.sent(self.stored, effect.message)
-                stream.down(effect.message)
+                message = effect.message
+                if isinstance(message, Welcome | Refusal):
+                    message = replace(message, cluster=CLUSTER)
+                simulation.watch.sent(self.stored, message)
+                stream.down(message)
         elif isinstance(effect, Persist):
             simulation.watch.stored(self.stored, self.job.durable)
             self.stored = self.job.durable
@@ -198,6 +208,8 @@ class Launcher:
     def __init__(self, simulation: Simulation) -> None:
         self.simulation, self.clock, self.chance = simulation, simulation.clock, simulation.chance
         self.started: dict[str, SimWorker] = {}
+        self.unseen: set[str] = set()
+        """Whose end no controller has seen: nobody knows how they ended."""
 
     @property
     def _life(self) -> int:
@@ -225,6 +237,8 @@ class Launcher:
     def ended(self, process: SimWorker) -> None:
         for worker, started in self.started.items():
             if started is process:
+                if not self._life:
+                    self.unseen.add(worker)
                 self.clock.after(0.02 + 0.1 * self.chance.random(), self._tell, self._exit(worker, process))
 
     def adopt(self, workers: tuple[str, ...], life: int) -> None:
@@ -241,6 +255,8 @@ class Launcher:
                 self._tell(NeverStarted(worker))
 
     def _exit(self, worker: str, process: SimWorker) -> Exited:
+        if worker in self.unseen:
+            return Exited(worker, None, "it ended while no controller watched it; its exit status is not known")
         return Exited(worker, process.exit_code, f"exit status {process.exit_code}")
 
     def _tell(self, event: Event) -> None:

@@ -31,8 +31,19 @@ class Liars:
     def rage(self, seconds: float) -> None:
         if self.chance.random() < SHARE_OF_SEEDS:
             for _ in range(self.chance.randint(1, 4)):
-                what = self.chance.choice((self._come, self.lie, self.lie))
+                what = self.chance.choice((self._come, self.lie, self.lie, self._stand_in))
                 self.simulation.clock.after(self.chance.uniform(0, seconds), what)
+
+    def _stand_in(self) -> None:
+        self.stand_in(self.chance.uniform(0.3, 3.0))
+
+    def stand_in(self, seconds: float) -> None:
+        """The controller is started with an empty store, and then with its own again."""
+        host = self.simulation.host
+        host.crash()
+        host.is_empty = True
+        self.simulation.say("a controller with an empty store is there")
+        self.simulation.clock.after(seconds, host.start)
 
     def lie(self) -> None:
         """One heartbeat of a worker has one number that cannot be; the next one is right again."""

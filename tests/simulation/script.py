@@ -209,6 +209,8 @@ class Script:
             self._wait("the controller's death", lambda: not host.alive)
         elif what == "dies":
             host.crash()
+        elif what == "forgets":  # it is started again with an empty store
+            Liars(self.simulation).stand_in(60.0)
         elif what == "late":  # by SECONDS with every tick
             host.late = float(words[0])
         elif what == "will":  # die before the next effect of a kind

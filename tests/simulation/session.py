@@ -46,6 +46,7 @@ class Session:
         self.stream: Stream | None = None
         self.welcomed = False
         self.run = worker.simulation.spec.run if worker.launched else ""
+        self.cluster = ""
         self.claims: Status | None = None
         """Of a liar: what it says of itself instead of the truth."""
         self.sequence = 0
@@ -152,7 +153,7 @@ class Session:
         saving = self.worker.training.saving
         if self.membership.worker not in ("", message.worker):
             return  # meant for what this process was before it started over
-        self.membership.worker, self.run = message.worker, message.run
+        self.membership.worker, self.run, self.cluster = message.worker, message.run, message.cluster
         if self.membership.is_newcomer:
             saving.generations = message.known
             saving.look()
@@ -220,7 +221,9 @@ class Session:
             worker.end(0, message.ending.value)
 
     def _refusal(self, message: Refusal) -> None:
-        if message.final:
+        """● Only the store that has welcomed a worker of a world can end it."""
+        is_ours = message.cluster == self.cluster
+        if message.ends_members and is_ours if self.membership.generation else message.final:
             self.worker.end(2, message.sentence)
 
     def ready(self, generation: int) -> None:

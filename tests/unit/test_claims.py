@@ -91,6 +91,33 @@ def test_a_checkpoint_of_another_run_is_read_and_the_event_names_that_run() -> N
     assert "a checkpoint of step 7 was found at /checkpoints/7; run run-0 has saved it, this is run run-1" in job.notes
 
 
+def test_only_another_run_or_a_second_process_ends_a_worker_that_trains() -> None:
+    job = Driver(wanted=2)
+    job.start(2)
+    refusals = {}
+    for what, said in {
+        "another run": {"run": "run-0"},
+        "another process": {"incarnation": "a second one", "run": RUN},
+        "another model": {"description": replace(MADE_OF, mirrors=3), "run": RUN},
+        "no store knows it": {"status": replace(OLD, promised=1 << 40), "run": RUN},
+        "it names no run": {"run": ""},
+    }.items():
+        connection = job.connections["w0"]
+        job.hello("w0", **{"status": replace(OLD, step=1), **said})
+        (refusals[what],) = job.said("w0")
+        job.connections["w0"] = connection
+    assert [what for what, refusal in refusals.items() if refusal.ends_members] == ["another run", "another process"]
+
+
+def test_a_worker_that_is_refused_every_second_is_told_of_once() -> None:
+    job = Driver(wanted=2)
+    notes = []
+    for _ in range(3):
+        job.hello("w9", status=replace(OLD, promised=1 << 40), run=RUN)
+        notes += job.notes
+    assert len(notes) == 1
+
+
 # ---- numbers
 
 ABSURD = (10**6, 1 << 40, MAX_NUMBER)

@@ -65,6 +65,42 @@ def test_every_hello_after_the_welcome_names_the_run_and_one_of_a_launched_proce
     assert Dialogue(Membership("a", "a.1"), launched, DESCRIPTION, NEW).hello().run == "run-2"
 
 
+REFUSED = Refusal("there is no job job", cluster="other")
+
+
+@pytest.mark.parametrize(
+    ("refusal", "ends"),
+    [
+        (REFUSED, False),  # an empty store, or somebody else's
+        (replace(REFUSED, cluster="ours"), False),  # a job that is not served, a wrong token, a newer record
+        (replace(REFUSED, ends_members=True), False),  # another run under the name, in another store
+        (replace(REFUSED, ends_members=True, cluster=""), False),
+        (replace(REFUSED, ends_members=True, cluster="ours"), True),
+    ],
+)
+def test_a_worker_in_a_world_ends_only_where_the_store_that_has_welcomed_it_says_that_its_run_is_over(
+    refusal: Refusal, ends: bool
+) -> None:
+    dialogue = member_of(1, "a")
+    dialogue.hear(replace(WELCOME, cluster="ours"))
+    effects = dialogue.hear(refusal)
+    assert bool(effects) is ends and (dialogue.ending is not None) is ends
+    assert dialogue.refusal == refusal.sentence
+    again = dialogue.hello()
+    assert again.status.generation == 1, "it says hello again, as a member of its world"
+
+
+def test_a_worker_in_a_world_that_no_store_has_named_its_id_to_ends_by_no_refusal() -> None:
+    dialogue = member_of(1, "a")
+    assert dialogue.hear(replace(REFUSED, ends_members=True, cluster="")) == []
+
+
+def test_a_newcomer_ends_by_a_final_refusal_whoever_gives_it() -> None:
+    dialogue = dialogue_of()
+    assert dialogue.hear(replace(REFUSED, final=False)) == []
+    assert dialogue.hear(REFUSED) == [Put(Ended(Ending.FAILED, "there is no job job")), Abort()]
+
+
 def inventory(answers: int) -> Inventory:
     return Inventory(answers, 0, 0, 0, b"", NO_BLOCKS, NO_BLOCKS, NO_BLOCKS)
 

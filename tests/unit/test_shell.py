@@ -13,7 +13,7 @@ from shoal_controller.core.spec import JobSpec, Phase
 from shoal_controller.records import JobEvent
 from shoal_controller.store.store import Put
 from shoal_protos.errors import Conflict, NotFound, StoreError
-from shoal_protos.messages import Ping
+from shoal_protos.messages import Ping, Refusal, Welcome
 from small_machine import SPEC, SmallMachine, running
 
 NOTHING = JobEvent(0, "", 0, "", "")
@@ -95,6 +95,21 @@ async def test_a_run_has_a_name_of_its_own_that_a_restart_keeps_and_a_new_run_of
         await world.shell.delete("train")
         await world.shell.create(SPEC)
         assert world.shell._runners["train"].spec.run not in ("", first)
+
+
+@asynchronous
+async def test_a_store_has_an_id_of_its_own_that_every_welcome_and_refusal_tells(tmp_path):
+    told = []
+    for folder in ("a", "a", "b"):
+        machine = SmallMachine({Save: [Send(1, Refusal("no")), Send(1, Welcome("w0", 1.0, 10.0, 1800.0))]})
+        async with running(tmp_path / folder, machine) as world:
+            if not world.shell.jobs():
+                await world.shell.create(SPEC)
+            await world.shell.submit("train", Save())
+            refusal, welcome = (message for what, _, message in world.written.log if what == "send")
+            assert refusal.cluster == welcome.cluster != ""
+            told.append(welcome.cluster)
+    assert told[0] == told[1] != told[2]
 
 
 @asynchronous

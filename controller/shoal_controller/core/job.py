@@ -192,6 +192,8 @@ class Job:
     """When processes were asked for that have not said hello."""
     reaped: float = 0.0
     """When the processes of a job that is over were last killed."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """By incarnation: the last sentence that turned it away. One that trains on tries again every second."""
     disbelieved: frozenset[WorkerId] = frozenset()
     """Of whom it was told that they claim what cannot be."""
     changes: Mapping[WorkerId, Change] = field(default_factory=dict)

@@ -59,9 +59,8 @@ def _write(message: ToWorker) -> pb.ControllerMessage:
         case Shutdown(ending, reason, generation):
             shutdown = pb.Shutdown(ending=ENDING_NUMBERS[ending], reason=bounds.readable(reason), generation=generation)
             return pb.ControllerMessage(shutdown=shutdown)
-        case Refusal(sentence, final, generation):
-            refusal = pb.Refusal(sentence=bounds.readable(sentence), final=final, generation=generation)
-            return pb.ControllerMessage(error=refusal)
+        case Refusal():
+            return pb.ControllerMessage(error=_write_refusal(message))
 
 
 def decode_controller(data: bytes) -> ToWorker:
@@ -104,6 +103,7 @@ def _write_welcome(welcome: Welcome) -> pb.Welcome:
         resume=welcome.resume,
         known=welcome.known.encode(),
         run=welcome.run,
+        cluster=welcome.cluster,
         step=welcome.step,
         loss=welcome.loss,
     )
@@ -121,6 +121,7 @@ def _read_welcome(message: pb.Welcome) -> Welcome:
             "welcome.known", bounds.few("welcome.known", message.known, bounds.MAX_ENTRIES), bounds.MAX_NUMBER
         ),
         run=message.run and bounds.name("welcome.run", message.run),
+        cluster=message.cluster and bounds.name("welcome.cluster", message.cluster),
         step=bounds.whole("welcome.step", message.step),
         loss=message.loss if message.HasField("loss") else None,
     )
@@ -149,9 +150,21 @@ def _read_shutdown(message: pb.Shutdown) -> Shutdown:
     )
 
 
+def _write_refusal(refusal: Refusal) -> pb.Refusal:
+    return pb.Refusal(
+        sentence=bounds.readable(refusal.sentence),
+        final=refusal.final,
+        ends_members=refusal.ends_members,
+        cluster=refusal.cluster,
+        generation=refusal.generation,
+    )
+
+
 def _read_refusal(message: pb.Refusal) -> Refusal:
     return Refusal(
         sentence=bounds.text("error.sentence", message.sentence),
         final=message.final,
+        ends_members=message.ends_members,
+        cluster=message.cluster and bounds.name("error.cluster", message.cluster),
         generation=bounds.whole("error.generation", message.generation),
     )

@@ -20,6 +20,7 @@ from shoal_protos.messages import (
     Ending,
     Hello,
     Inventory,
+    Refusal,
     Result,
     Shutdown,
     Status,
@@ -266,7 +267,10 @@ class ControllerLink:
             return self.dialogue.outgoing()
 
     def hear(self, message: ToWorker) -> None:
+        before = self.dialogue.refusal
         self._carry_out(lambda: self.dialogue.hear(message))
+        if isinstance(message, Refusal) and self.dialogue.ending is None and message.sentence != before:
+            log.warning("refused", reason=message.sentence, means="goes on, and tries again")
 
     def terminated(self) -> None:
         log.info("sigterm", worker=self.worker, means="asks to be drained")

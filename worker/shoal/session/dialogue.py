@@ -102,6 +102,8 @@ class Dialogue:
         self.progress: Progress = (0, None)
         self.run = process.run
         """The run of the job that this process belongs to, once a launcher or the controller has told it."""
+        self.cluster = ""
+        """The id of the store that has welcomed this process."""
         self.welcomed = False
         self.ending: Shutdown | None = None
         """Set when the controller has said the last word."""
@@ -299,18 +301,25 @@ class Dialogue:
                 return [Put(Asked(kind, number))]
             case Shutdown():
                 return self.end(message)
-            case Refusal(sentence, final):
-                self.refusal = sentence
-                return self.end(Shutdown(Ending.FAILED, sentence)) if final else []
+            case Refusal():
+                self.refusal = message.sentence
+                ended = self._is_final(message)
+                return self.end(Shutdown(Ending.FAILED, message.sentence)) if ended else []
             case Open() | Ask() | Drain():
                 pass  # heard before; a drain needs nothing but the plan that will leave us out
         return []
+
+    def _is_final(self, refusal: Refusal) -> bool:
+        """● Whether this process is to end. One that is in a world trains on beside a controller that cannot know."""
+        if not self.membership.generation:
+            return refusal.final
+        return refusal.ends_members and bool(self.cluster) and refusal.cluster == self.cluster
 
     def _welcome(self, welcome: Welcome) -> None:
         self.membership.worker = welcome.worker
         self.heartbeat_seconds, self.reconnect_seconds = welcome.heartbeat_seconds, welcome.reconnect_seconds
         self.resume = (json.loads(welcome.resume) if welcome.resume else None, welcome.known)
-        self.run = welcome.run
+        self.run, self.cluster = welcome.run, welcome.cluster
         self.progress = (welcome.step, welcome.loss)
         self.welcomed = True
 

@@ -20,7 +20,7 @@ from shoal_controller.core.job import Process
 from shoal_controller.core.phases import claims, ending, statuses
 from shoal_controller.core.phases.current import tell
 from shoal_controller.core.phases.known import shown_loss
-from shoal_controller.core.phases.roster import forget_the_oldest, unused_id
+from shoal_controller.core.phases.roster import REMEMBERED, forget_the_oldest, unused_id
 from shoal_controller.core.turn import Turn
 
 
@@ -94,7 +94,10 @@ def _refuse(turn: Turn, event: Connected, refusal: Refusal) -> None:
     hello = event.hello
     turn.do(Send(event.connection, refusal))
     turn.do(Close(event.connection))
-    turn.note("refused", refusal.sentence, hello.worker, host=hello.host, pid=hello.pid)
+    if turn.job.refused.get(hello.incarnation) != refusal.sentence:
+        latest = dict(list(turn.job.refused.items())[1 - REMEMBERED :])
+        turn.change(refused={**latest, hello.incarnation: refusal.sentence})
+        turn.note("refused", refusal.sentence, hello.worker, host=hello.host, pid=hello.pid)
     turn.keep(last_refusal=refusal.sentence)
     record = turn.durable.roster.get(hello.worker)
     if record is not None and record.incarnation in ("", hello.incarnation):
@@ -137,7 +140,7 @@ def _second_process(turn: Turn, hello: Hello) -> Refusal:
         f"worker {hello.worker} is in job {turn.spec.job} already, as process {record.pid} on {record.host}; a second "
         f"process (pid {hello.pid} on {hello.host}) cannot have its id. Start it without SHOAL_WORKER_ID."
     )
-    return Refusal(sentence, final=connected_now)
+    return Refusal(sentence, final=connected_now, ends_members=connected_now)
 
 
 # ---- taking it in

@@ -32,7 +32,7 @@ def turned_away(turn: Turn, event: Connected) -> bool:
     """Whether a worker of another run was refused: nothing of what it says is read."""
     sentence = other_run(turn.spec, event.hello)
     if sentence:
-        turn.do(Send(event.connection, Refusal(sentence)))
+        turn.do(Send(event.connection, Refusal(sentence, ends_members=bool(event.hello.run))))
         turn.do(Close(event.connection))
         turn.note("refused", sentence, host=event.hello.host, pid=event.hello.pid)
     return bool(sentence)

@@ -1,0 +1,25 @@
+"""The store's own id: random, made once, told to every worker.
+
+A worker that trains believes that its run is over only where the store says so that it was welcomed with; an empty one
+on the same port (a typo, a volume that is not mounted) knows nothing of its job. Read by the shell when it starts.
+"""
+
+from __future__ import annotations
+
+import secrets
+
+from shoal_protos.errors import StoreError
+
+from shoal_controller.store.store import Compare, Put, Store
+
+KEY = "/cluster"
+
+
+async def cluster_of(store: Store) -> str:
+    """The id, made if there is none yet. Raises `StoreError`."""
+    made = secrets.token_hex(8).encode()
+    await store.transact([Compare(KEY)], [Put(KEY, made)])
+    found = await store.get(KEY)
+    if found is None:
+        raise StoreError(f"the store has no {KEY} though it was just written; it loses what it is given")
+    return found.value.decode()
