@@ -90,3 +90,12 @@ def test_a_link_is_broken_only_between_two_that_both_stand_still(found: Activiti
 @given(activities)
 def test_who_waits_is_no_straggler(found: Activities) -> None:
     assert all(not found[worker].waits_for for worker in stragglers(found) if worker in found)
+
+
+def test_a_long_chain_and_many_waits_are_looked_through_in_one_go() -> None:
+    """A thousand members that each wait for the next one: linear, because it is looked at in every tick."""
+    chain = {f"w{n}": at(VOTE, f"w{n + 1}") for n in range(2000)} | {"w2000": at(LANES)}
+    assert pairs(chain) == set()
+    assert stragglers(chain) == {"w2000": 20.0}
+    ring = {f"w{n}": at(VOTE, f"w{(n + 1) % 2000}") for n in range(2000)}
+    assert len(pairs(ring)) == 2000

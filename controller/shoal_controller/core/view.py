@@ -133,7 +133,7 @@ def _resize(job: Job, resize: Resize) -> ResizeView:
 
 
 def _workers(job: Job, now: float) -> tuple[WorkerView, ...]:
-    waited_for = progress_watch.waited_for_seconds(job)
+    waited_for = progress_watch.waited_for_seconds(job, now)
     return tuple(
         _worker(job, record, now, waited_for.get(record.worker, 0.0)) for record in job.durable.roster.values()
     )

@@ -7,7 +7,7 @@ for. A chain that ends in the user's code is no fault of a connection. Called by
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shoal_protos.activity import Activity
@@ -50,17 +50,20 @@ def _in_vain(worker: WorkerId, activity: Activity, peer: Activity) -> bool:
 
 def _ring(old: Activities) -> tuple[BrokenLink, ...]:
     """Workers that wait for one another in a ring, all at one position: nobody of them is busy, so links are broken."""
+    done: set[WorkerId] = set()
     for start in old:
-        path = [start]
-        while True:
-            following = [peer for peer in old[path[-1]].waits_for if peer in old]
-            if not following:
-                break
-            if following[0] in path:
-                ring = path[path.index(following[0]) :]
+        path: list[WorkerId] = []
+        places: dict[WorkerId, int] = {}
+        worker: WorkerId | None = start
+        while worker is not None and worker not in done:
+            if worker in places:
+                ring = path[places[worker] :]
                 pairs = zip(ring, [*ring[1:], ring[0]], strict=True)
                 return tuple(BrokenLink(a, b, _seen(a, old[a], b, old[b])) for a, b in pairs)
-            path.append(following[0])
+            places[worker] = len(path)
+            path.append(worker)
+            worker = next((peer for peer in old[worker].waits_for if peer in old), None)
+        done.update(path)
     return ()
 
 
@@ -80,25 +83,24 @@ def stragglers(activities: Activities) -> dict[WorkerId, float]:
 
     Where nobody waits at all, those who have come least far.
     """
-    found: dict[WorkerId, float] = {}
+    waiting: dict[WorkerId, list[WorkerId]] = {}
     for worker, activity in activities.items():
-        for end in _ends(worker, activities):
-            if end != worker:
-                found[end] = max(found.get(end, 0.0), activity.seconds)
-    if not found and not any(activity.waits_for for activity in activities.values()):
+        for peer in activity.waits_for:
+            waiting.setdefault(peer, []).append(worker)
+    ends = [peer for peer in waiting if peer not in activities or not activities[peer].waits_for]
+    found = {end: max(activities[worker].seconds for worker in _behind(end, waiting)) for end in ends}
+    if not waiting:
         least = min((activity.position for activity in activities.values()), default=None)
         found = {worker: activity.seconds for worker, activity in activities.items() if activity.position == least}
     return found
 
 
-def _ends(start: WorkerId, activities: Activities) -> Iterable[WorkerId]:
-    """Where the chains end that begin with this worker."""
-    seen, front = {start}, [start]
+def _behind(end: WorkerId, waiting: Mapping[WorkerId, list[WorkerId]]) -> set[WorkerId]:
+    """Whose chains end there."""
+    seen: set[WorkerId] = set()
+    front = [end]
     while front:
-        worker = front.pop()
-        following = activities[worker].waits_for if worker in activities else ()
-        if not following:
-            yield worker
-        new = set(following) - seen
-        seen |= new
-        front += sorted(new)
+        new = [worker for worker in waiting.get(front.pop(), ()) if worker not in seen]
+        seen.update(new)
+        front += new
+    return seen

@@ -155,10 +155,11 @@ def _does(job: Job, worker: WorkerId, now: float) -> str:
     return f"(in user code for {now - _came_further(job, process):.0f} s)"
 
 
-def waited_for_seconds(job: Job) -> dict[WorkerId, float]:
-    """For whom others wait in the end, and how long: a figure for each straggler."""
+def waited_for_seconds(job: Job, now: float) -> dict[WorkerId, float]:
+    """For whom others wait in the end, and how long; nobody while votes pass."""
     world = job.durable.current
-    return stragglers(_activities(job, world)) if world is not None and job.attempt is None else {}
+    looked_into = world is not None and job.attempt is None and stands_still(job, now)
+    return stragglers(_activities(job, world)) if world is not None and looked_into else {}
 
 
 # ---- user code that is stuck
@@ -190,6 +191,8 @@ def _end_if_stuck(turn: Turn, worker: WorkerId) -> None:
 
 def in_building(turn: Turn, plan: Plan, since: float) -> tuple[BrokenLink, ...]:
     """The broken links that keep a plan from being built."""
+    if turn.now - since <= turn.spec.progress_seconds:
+        return ()
     limit = building_limit_seconds(turn.job)
     if turn.now - since <= limit or not _all_are_heard(turn.job, plan, turn.now):
         return ()
