@@ -61,6 +61,7 @@ def test_what_may_be_back_later_is_an_outage(error: BaseException, outage: bool)
         (UserError("optimizer.lr is -1; expected 0 or more"), True),
         (JobFailed("lr differs"), True),
         (CheckpointDamaged("half-written"), False),
+        (raised(UserError("cannot export to this place"), cause=OSError(errno.ENOSPC, "no space left")), False),
         (NeedsFreshProcess("it has trained before"), False),
         (ValueError("NaN"), False),
     ],

@@ -42,13 +42,16 @@ def _told(error: BaseException) -> str:
 
 def _is_everyones(error: BaseException) -> bool:
     """Whether no replacement helps: what the user gave cannot work, here or elsewhere."""
-    is_mistake = isinstance(error, UserError) and not isinstance(error, CheckpointDamaged)
+    is_mistake = isinstance(error, UserError) and not isinstance(error, CheckpointDamaged) and not _is_outage(error)
     return isinstance(error, JobFailed) or is_mistake
 
 
 def _fault_of(error: BaseException) -> Fault:
-    outage = any(isinstance(one, OUTAGES) for one in _causes(error))
-    return Fault(type(error).__qualname__, str(error)[:LONGEST_MESSAGE], _frame(error), outage)
+    return Fault(type(error).__qualname__, str(error)[:LONGEST_MESSAGE], _frame(error), _is_outage(error))
+
+
+def _is_outage(error: BaseException) -> bool:
+    return any(isinstance(one, OUTAGES) for one in _causes(error))
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

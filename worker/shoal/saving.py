@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shoal.checkpoint.catalogue import SaveName
 from shoal.checkpoint.draft import Origin, draft_of
+from shoal.checkpoint.errors import StorageFailed
 from shoal.checkpoint.layout_entry import LayoutEntry
 from shoal.checkpoint.manifest import DataPosition
 from shoal.checkpoint.named import tied_names
@@ -65,7 +66,7 @@ class Saving:
         self._clock = time.monotonic()
         self._generation = 0
         """In which the save at hand began."""
-        self.failure: UserError | None = None
+        self.failure: StorageFailed | None = None
         """Why the last save that this worker asked for failed, until told."""
         self.told: tuple[Saved, ...] = ()
         """The last few saves that this worker led, for the controller."""
@@ -242,7 +243,7 @@ class Saving:
             self._engine.resuming.saved(Sighting(name.generation, name.step, outcome.path, size, run, verified))
         elif self.pending and self._generation == self._engine.generation:
             self._asked_at = None
-            self.failure = UserError(f"the checkpoint of step {outcome.name.step} failed: {outcome.failure}")
+            self.failure = StorageFailed(f"the checkpoint of step {outcome.name.step} failed: {outcome.failure}")
         if outcome.manifest is not None or (outcome.failure and self._engine.rank == 0):
             self._tell(_as_told(outcome))
 
