@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from shoal_protos.errors import StoreError
 
 from shoal_controller import logs
+from shoal_controller.addresses import is_here
 from shoal_controller.api.app import ApiSettings, build_app
 from shoal_controller.api.web import Web
 from shoal_controller.launchers.local import LocalLauncher, Surroundings
@@ -24,7 +25,7 @@ from shoal_controller.probes import refuses
 from shoal_controller.seams import Outside
 from shoal_controller.sessions.service import SessionService
 from shoal_controller.sessions.settings import SessionSettings
-from shoal_controller.settings import Settings, inherited_environment, is_here, joined_address, split_address
+from shoal_controller.settings import Settings, inherited_environment, joined_address, split_address
 from shoal_controller.shell import Shell
 from shoal_controller.store.open import open_store
 

@@ -5,7 +5,6 @@ Nothing inside reads the environment. What is wrong with a setting is said in on
 
 from __future__ import annotations
 
-import ipaddress
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from pydantic import Field, SecretStr, ValidationError, field_validator, model_v
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from shoal_protos.errors import UserError
 
+from shoal_controller.addresses import is_here
 from shoal_controller.api.sentences import sentence_for
 
 DEFAULT_WORKERS = 2
@@ -134,16 +134,6 @@ def data_folder(store: str | None, data: Path | None) -> Path:
     """See `Settings.data`."""
     kind, _, folder = (store or Settings.model_fields["store"].default).partition(":")
     return (data or Path(folder if kind == "embedded" and folder else ".shoal")).resolve()
-
-
-def is_here(host: str) -> bool:
-    """Whether an address is reached from this machine only."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def inherited_environment() -> Mapping[str, str]:

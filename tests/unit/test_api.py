@@ -410,6 +410,8 @@ ELSEWHERE = {"origin": "https://example.org"}
 FOREIGN = [
     ELSEWHERE,
     {"origin": "null"},
+    {"origin": ""},
+    {"origin": "http://["},
     {"origin": "http://127.0.0.1:3000"},
     {"origin": "http://127.0.0.1:7070.example.org"},
     {"origin": "http://example.org@127.0.0.1:7070"},
@@ -428,7 +430,7 @@ async def test_what_a_browser_sends_for_another_sites_page_is_refused(tmp_path, 
             answer = await api.client.request(method, path, headers=given)
             assert answer.status_code == 403
             assert answer.json()["detail"] == (
-                f"the request comes from a web page of {headers.get('origin', 'another site')}; "
+                f"the request comes from a web page of {headers.get('origin') or 'another site'}; "
                 "a controller answers to programs and to its own pages only"
             )
 

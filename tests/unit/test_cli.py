@@ -243,7 +243,14 @@ def test_the_token_of_this_folder_is_shown_to_this_machine_only(controller: str,
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)
         patch.delenv("SHOAL_TOKEN", raising=False)
-        for url, shown in (("http://127.0.0.1:1", f"Bearer {token}"), ("http://example.org", None)):
+        others = [
+            "http://example.org",
+            "http://127.example.org",
+            "http://localhost.example.org",
+            "http://10.0.0.7:7070",
+        ]
+        here = ["http://127.0.0.1:1", "http://localhost:1", "http://[::1]:1"]
+        for url, shown in [(url, f"Bearer {token}") for url in here] + [(url, None) for url in others]:
             assert Client(url)._http.headers.get("authorization") == shown
 
 

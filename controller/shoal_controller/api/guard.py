@@ -16,8 +16,8 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from shoal_controller.addresses import is_here
 from shoal_controller.api.problems import DEFECT, TooLarge, Unauthorized, problem
-from shoal_controller.settings import is_here
 from shoal_controller.tokens import is_for_workers, is_same
 
 MOST_BODY_BYTES = 256 * 1024
@@ -75,7 +75,7 @@ class Guard:
     def _check_page(self, headers: Headers) -> None:
         """● Only browsers send these headers, and always for a page of another site."""
         origin, host = headers.get("origin"), headers.get("host", "")
-        own = origin is None or (urlsplit(origin).netloc == host and (self._token is not None or _is_literal(host)))
+        own = origin is None or (_place_of(origin) == host and (self._token is not None or _is_literal(host)))
         if not own or headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
             raise Refused(
                 f"the request comes from a web page of {origin or 'another site'}; a controller answers to programs "
@@ -93,6 +93,14 @@ def _check_token(given: str, token: str) -> None:
         f"the request shows {found}; send the header `Authorization: Bearer TOKEN` with the controller's SHOAL_TOKEN "
         "(`shoal run` keeps its own in .shoal/token where it was started)"
     )
+
+
+def _place_of(origin: str) -> str | None:
+    """Host and port of a page's origin, None where it has none."""
+    try:
+        return urlsplit(origin).netloc or None
+    except ValueError:
+        return None
 
 
 def _name_in(host: str) -> str:

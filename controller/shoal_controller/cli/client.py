@@ -18,6 +18,7 @@ from urllib.parse import quote, urlsplit
 import httpx
 from shoal_protos.errors import Conflict, NotFound, Refused, ShoalError, StoreError, UserError
 
+from shoal_controller.addresses import is_here
 from shoal_controller.cli.endings import Unreachable
 from shoal_controller.tokens import kept_token
 
@@ -46,7 +47,7 @@ class Client:
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UserError(f"the controller's URL is {url!r}; expected something like http://127.0.0.1:7070")
-        here = parts.hostname == "localhost" or parts.hostname.startswith("127.")
+        here = is_here(parts.hostname)
         if token is None:
             token = os.environ.get("SHOAL_TOKEN") or (kept_token(local_folder()) if here else "")
         self._http = httpx.AsyncClient(
