@@ -108,7 +108,8 @@ class Links:
         elif "has come no further" in note.message and note.kind == "dismissed":
             self.ended += 1
             stuck = self.simulation.by_id(note.worker).training.code.stuck_since
-            if stuck is None or stuck > self.clock.now - self.simulation.spec.stall_seconds:
+            last_seen = self.clock.now - self.simulation.spec.stall_seconds
+            if stuck is None or stuck > last_seen + self.simulation.step_seconds:  # it stuck within its next step
                 self.simulation.watch.violated("user code that goes on was ended", note.message)
 
     def _pid_of(self, worker: str) -> int:
