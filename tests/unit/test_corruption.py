@@ -160,6 +160,14 @@ def test_nothing_is_compared_where_the_job_is_not_bit_exact() -> None:
         assert seen(crew) == []
 
 
+def test_a_world_without_mirrors_spends_nothing_on_comparing() -> None:
+    with Crew("ab", task(mirrors=0)) as crew:
+        crew.train_to(3)
+        with crew.changed:
+            engine = crew.workers["a"].engine
+            assert [engine.corruption.comparisons(engine.global_step + n) for n in range(1, SOON + 1)] == [()] * SOON
+
+
 # ---- what follows
 
 

@@ -19,6 +19,7 @@ from shoal.core.sampled_blocks import sampled
 from shoal.exchange.copies import NO_COPY, Comparison
 from shoal.exchange.vote import Record
 from shoal.logs import get_logger
+from shoal.world import World
 
 if TYPE_CHECKING:
     from shoal.engine import Engine
@@ -45,13 +46,15 @@ class CorruptionWatch:
         """
         self._saved_step = self._compared = 0
         self._sound = False
+        self._copies = False
+        """Whether the world at hand has any."""
 
     # ---- in the vote
 
     def comparisons(self, step: int) -> tuple[Comparison, ...]:
         """What the vote for this step compares. The same blocks on all members."""
         engine = self._engine
-        if not self._every or engine.world_size < 2:
+        if not self._every or not self._copies:
             return ()
         found = []
         if step > engine.state.step:
@@ -101,7 +104,7 @@ class CorruptionWatch:
 
     def save_begins(self) -> None:
         """At the boundary of a save, on all members: the copies of all blocks are to be compared as they are now."""
-        if not self._every or self._engine.world_size < 2:
+        if not self._every or not self._copies:
             return
         state = self._engine.state
         self._saved = torch.full((state.layout.blocks,), NO_COPY, dtype=torch.int64, device="cpu")
@@ -114,9 +117,10 @@ class CorruptionWatch:
         """Whether all blocks of the save at hand had two copies at least, and all agreed; None: not known yet."""
         return None if self._saved is not None else self._sound
 
-    def enter(self) -> None:
-        """A world begins: what the one before was comparing is over."""
+    def enter(self, world: World) -> None:
+        """A world begins: what the one before was comparing is over. One without mirrors has nothing to compare."""
         self._saved, self._sound = None, False
+        self._copies = any(share.mirrored for share in world.plan.shares)
 
     def restored(self) -> None:
         """All have gone back to a checkpoint, or to the start: what differed is no more."""

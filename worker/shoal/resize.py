@@ -248,7 +248,7 @@ class Resize:
         engine.meter.changed(change, planned=plan.recovery is None)
         log.info("world", generation=plan.generation, reason=str(plan.reason), rank=world.rank,
                  world_size=plan.world_size, lanes=list(world.lanes), step=engine.state.step)  # fmt: skip
-        engine.corruption.enter()
+        engine.corruption.enter(world)
         engine.saving.enter(world)
         engine.publish()
 
