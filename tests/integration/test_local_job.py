@@ -25,11 +25,23 @@ train(result=os.path.join(folder, os.environ["SHOAL_WORKER_ID"]), **json.loads(o
 """
 
 
+FAILING_SCRIPT = SCRIPT.replace(
+    "folder, options",
+    """
+from integration.scripts import Brake
+def hold(brake, step):
+    if step == 3:
+        raise ValueError("no such column")
+Brake.hold = hold
+folder, options""",
+)
+
+
 @contextmanager
-def launched(workers: int, folder: Path) -> Iterator[Cluster]:
+def launched(workers: int, folder: Path, text: str = SCRIPT) -> Iterator[Cluster]:
     """A job with the local launcher, at work until the file `go` is there."""
     script = folder / "train.py"
-    script.write_text(SCRIPT)
+    script.write_text(text)
     options = {**OPTIONS, "pace": 0.02, "until": str(folder / "go")}
     command = [sys.executable, str(script), str(folder), json.dumps(options)]
     with Cluster(workers=workers, options=OPTIONS, spec={"launcher": "local", "command": command}) as cluster:
@@ -65,3 +77,14 @@ def test_blocks_of_which_no_copy_lives_begin_anew_and_end_with_the_same_bits(tmp
         report = cluster.report()
         assert report["fingerprint"] == undisturbed(OPTIONS)
         assert sum(world["lost_steps"] for world in report["generations"]) >= 2
+
+
+def test_a_script_that_raises_at_one_step_in_all_workers_twice_fails_its_job_with_exception_and_step(
+    tmp_path: Path,
+) -> None:
+    with launched(2, tmp_path, FAILING_SCRIPT) as cluster:
+        until("the job to fail", lambda: cluster.job()["phase"] == "failed", patience=100)
+        reason = cluster.job()["reason"]
+        assert reason.startswith("two generations failed alike in all their members, so a third would too; worker w")
+        assert "at step 3: ValueError: no such column\nTraceback" in reason and "train.py" in reason
+        assert len(cluster.messages("anew")) == 1
