@@ -124,6 +124,9 @@ class Written:
     async def kill(self, worker: str, spec: JobSpec) -> None:
         self._write("kill", worker, spec.job)
 
+    async def forget(self, job: str) -> None:
+        self._write("forget", job)
+
     async def adopt(self, workers: Sequence[str], spec: JobSpec) -> Sequence[Event]:
         self._write("adopt", *workers)
         return self.adopted

@@ -68,6 +68,9 @@ class Launcher(Protocol):
         One event for each that lives or never was; ends are reported as all ends are.
         """
 
+    async def forget(self, job: str) -> None:
+        """End what is left of a job that is over, and delete its logs. Raises `OSError`."""
+
     async def close(self) -> None:
         """Let go of everything of this controller's; the workers live on."""
 

@@ -50,7 +50,7 @@ async def running(settings: Settings) -> AsyncIterator[Server]:
         metrics = Metrics()
         store = await open_store(settings.store, metrics.timed)
         ends.push_async_callback(store.close)
-        shell = Shell(store, CoreMachine())
+        shell = Shell(store, CoreMachine(), forget_after_seconds=settings.forget_after_seconds)
         http_host, http_port = split_address(settings.http)
         web = Web(http_host, http_port)
         ends.push_async_callback(web.stop)

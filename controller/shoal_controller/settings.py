@@ -50,6 +50,9 @@ class Settings(BaseSettings):
     """PEM file of the certificate's private key."""
     grpc_client_ca: Path | None = None
     """PEM file of the authorities that sign the workers' certificates."""
+    forget_after_seconds: Annotated[float, Field(gt=0)] = 7 * 86_400.0
+    """How long a job that is over stays visible, with its events and logs; its checkpoints stay for good. Default: 7
+    days."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Entries of this level and above are logged to standard error."""
     visible_devices: Annotated[str | None, Field(validation_alias="CUDA_VISIBLE_DEVICES")] = None

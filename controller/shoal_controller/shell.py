@@ -32,6 +32,14 @@ TICK_SECONDS = 0.1
 OVER_TICKS = 10
 """A job that is over gets every tenth: some of its processes may still have to be ended."""
 
+FORGET_AFTER_SECONDS = 7 * 86400.0
+"""How long a job that is over stays visible."""
+
+FORGET_LOOK_SECONDS = 60.0
+
+FORGET_SECONDS = 60.0
+"""How long it may take to forget one job."""
+
 CHECK_SECONDS = 2.0
 """How long the store may take for the write that tells whether this controller is ready."""
 
@@ -53,10 +61,17 @@ def steady_clock() -> Callable[[], float]:
 class Shell:
     """Every job's life. `connect`, then `start`; `stopped` is done when it has ended by itself."""
 
-    def __init__(self, store: Store, machine: Machine, clock: Callable[[], float] | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        machine: Machine,
+        clock: Callable[[], float] | None = None,
+        forget_after_seconds: float = FORGET_AFTER_SECONDS,
+    ) -> None:
         self._store = store
         self._machine = machine
         self._clock = clock or steady_clock()
+        self._forget_after_seconds = forget_after_seconds
         self._writer = secrets.token_hex(8)
         self._outside: Outside | None = None
         self._runners: dict[str, Runner] = {}
@@ -64,7 +79,7 @@ class Shell:
         self._begun: dict[str, Ledger] = {}
         """Of new jobs that may be stored or not, for the store failed."""
         self._cluster = ""
-        self._ticker: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self.stopped: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
 
     def connect(self, outside: Outside) -> None:
@@ -78,13 +93,16 @@ class Shell:
             runner = self._runners[job.ledger.spec.job] = self._runner(job.ledger.spec, job.ledger)
             runner.restore(job.state, job.unreadable)
         log.info("jobs restored", jobs=sorted(self._runners))
-        self._ticker = guarded("ticks", self._tick(), self.give_up)
+        self._tasks = [
+            guarded("ticks", self._tick(), self.give_up),
+            guarded("forgetting", self._forget_the_old(), self.give_up),
+        ]
 
     async def stop(self, why: StoreError | None = None) -> None:
         """Decide nothing any more. Workers train on."""
         why = why or StoreError("this controller is stopping; try again")
-        if self._ticker is not None:
-            await end_task(self._ticker)
+        for task in self._tasks:
+            await end_task(task)
         await asyncio.gather(*(runner.stop(why) for runner in self._runners.values()))
         for runner in self._runners.values():
             runner.ledger.close()
@@ -150,19 +168,51 @@ class Shell:
         if not over:
             raise Conflict(f"{MOST_JOBS} jobs are not over, and more are not served; delete some first")
         oldest = min(over, key=lambda runner: runner.ledger.modified)
-        del self._runners[oldest.spec.job]
-        await oldest.stop(NotFound(f"job {oldest.spec.job} is over and forgotten"))
-        oldest.leave()
-        await oldest.ledger.forget()
-        log.info("a job that was over is forgotten", job=oldest.spec.job)
+        await self._forget(oldest)
 
     async def delete(self, job: str) -> JobView:
-        """Stop it. It stays visible, with its events; one that is over already stays as it is."""
-        if unserved := self._of(job).unserved:
-            raise Conflict(unserved)
-        if not self.view(job).phase.over:
-            await self.submit(job, Cancel())
+        """Stop it; it stays visible, with its events. One that is over is forgotten, its events and logs too."""
+        async with self._creating:
+            runner = self._of(job)
+            if runner.unserved:
+                raise Conflict(runner.unserved)
+            view = runner.view()
+            if view.phase.over:
+                await self._forget(runner)
+                return view
+        await self.submit(job, Cancel())
         return self.view(job)
+
+    async def _forget(self, runner: Runner) -> None:
+        """Of a job that is over. Where the store or the disk fails on the way it stays, to be forgotten later."""
+        assert self._outside is not None, "connect comes before start"
+        job = runner.spec.job
+        await runner.stop(NotFound(f"job {job} is over and forgotten"))
+        runner.leave()
+        try:
+            async with asyncio.timeout(FORGET_SECONDS):
+                if (launcher := self._outside.launchers.get(runner.spec.launcher)) is not None:
+                    await launcher.forget(job)
+                await runner.ledger.forget()
+        except (TimeoutError, OSError) as error:
+            raise StoreError(f"job {job} is not forgotten yet ({error}); delete it again later") from error
+        del self._runners[job]
+        log.info("a job that was over is forgotten", job=job)
+
+    async def _forget_the_old(self) -> None:
+        """Now and then: whoever has been over for so long."""
+        while True:
+            await asyncio.sleep(FORGET_LOOK_SECONDS)
+            for runner in list(self._runners.values()):
+                ended_at = runner.view().ended_at
+                if ended_at is None or runner.unserved or self._clock() - ended_at < self._forget_after_seconds:
+                    continue
+                try:
+                    async with self._creating:
+                        if self._runners.get(runner.spec.job) is runner:
+                            await self._forget(runner)
+                except StoreError as error:
+                    log.warning("a job could not be forgotten", job=runner.spec.job, error=str(error))
 
     async def submit(self, job: str, event: Event) -> None:
         """Feed an event to a job; returns when its effects are carried out. Raises what refuses an operator's wish."""

@@ -336,6 +336,37 @@ def test_what_does_not_end_with_its_job_is_killed_and_nothing_of_other_jobs(tmp_
     with_controller(tmp_path, scene)
 
 
+def test_a_log_is_bounded_while_its_worker_writes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal_controller.launchers.page.LOG_BYTES", 10_000)
+    monkeypatch.setattr("shoal_controller.launchers.local.ROTATE_SECONDS", 0.01)
+
+    async def scene(controller: Controller) -> None:
+        job = spec("seq 1 3000; while [ ! -e go ]; do sleep 0.01; done; echo the last line; exit 3")
+        before = Path.cwd()
+        os.chdir(tmp_path)
+        try:
+            spawned = await controller.launcher.spawn("w0", job)
+        finally:
+            os.chdir(before)
+        await until(lambda: Path(f"{spawned.log}.1").exists() and not written(spawned.log))
+        assert written(f"{spawned.log}.1").splitlines()[0] == "1"
+        (tmp_path / "go").touch()
+        assert (await controller.end()).log_tail == "the last line"
+        assert written(spawned.log) == "the last line\n"
+
+    with_controller(tmp_path, scene)
+
+
+def test_a_job_that_is_forgotten_leaves_neither_process_nor_log(tmp_path: Path) -> None:
+    async def scene(controller: Controller) -> None:
+        spawned = await controller.launcher.spawn("w0", spec(SLEEPER))
+        await controller.launcher.forget("demo")
+        await controller.launcher.forget("demo")
+        assert not psutil.pid_exists(spawned.pid) and not (tmp_path / "jobs/demo").exists()
+
+    with_controller(tmp_path, scene)
+
+
 def test_closing_lets_workers_live(tmp_path: Path) -> None:
     async def scene(controller: Controller) -> None:
         spawned = await controller.launcher.spawn("w0", spec(SLEEPER))

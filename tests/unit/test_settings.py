@@ -53,8 +53,8 @@ ADDRESS = "is no address; expected HOST:PORT, such as 127.0.0.1:7070 (port 0: a 
         ({"log_level": "loud"}, 'log_level is "loud"; allowed are debug, info, warning, error'),
         ({"token": "a\nb"}, "SHOAL_TOKEN has characters that no HTTP header can carry; use printable ones"),
         ({"htpp": "x"}, "htpp is not a key of the settings (did you mean http?); allowed are http, grpc, store, data, "
-                        "token, open, launchers, grpc_certificate, grpc_key, grpc_client_ca, log_level, "
-                        "visible_devices"),
+                        "token, open, launchers, grpc_certificate, grpc_key, grpc_client_ca, "
+                        "forget_after_seconds, log_level, visible_devices"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said_in_one_sentence(given, sentence):

@@ -295,12 +295,33 @@ async def test_of_two_that_create_one_job_at_once_one_is_refused(tmp_path):
 
 
 @asynchronous
-async def test_deleting_a_job_twice_is_no_error(tmp_path):
+async def test_a_job_that_is_deleted_twice_is_forgotten_with_its_events_and_logs(tmp_path):
     async with running(tmp_path) as world:
         await world.shell.create(SPEC)
         assert (await world.shell.delete("train")).phase is Phase.CANCELLED
-        assert (await world.shell.delete("train")).phase is Phase.CANCELLED
         assert len(await world.shell.events("train")) == 1
+        assert (await world.shell.delete("train")).phase is Phase.CANCELLED
+        assert ("forget", "train") in world.written.log
+        with pytest.raises(NotFound):
+            await world.shell.delete("train")
+        assert not [entry.key for entry in (await world.store.list("/")).entries if "train" in entry.key]
+        await world.shell.create(SPEC)
+        assert world.shell.view("train").phase is Phase.WAITING
+
+
+@asynchronous
+async def test_a_job_is_forgotten_a_while_after_its_end(tmp_path, monkeypatch):
+    monkeypatch.setattr("shoal_controller.shell.FORGET_LOOK_SECONDS", 0.01)
+    now = [1_000.0]
+    machine = SmallMachine(shown={"ended_at": 1_000.0})
+    async with running(tmp_path, machine, lambda: now[0]) as world:
+        await world.shell.create(SPEC)
+        await world.shell.delete("train")
+        await world.shell.create(JobSpec("other", wanted=1))
+        now[0] += 7 * 86_400 - 1
+        assert [view.job for view in world.shell.jobs()] == ["other", "train"]
+        now[0] += 2
+        await world.written.until("forget", "train")
 
 
 @asynchronous

@@ -40,6 +40,7 @@ def build_app(shell: Shell, scrape: Callable[[], bytes], settings: ApiSettings) 
     app = FastAPI(title="Shoal", version=version("shoal"), redoc_url=None)
     app.state.shell = shell
     app.state.settings = settings
+    app.state.followers = set()
     problems.install(app)
     app.include_router(router)
 

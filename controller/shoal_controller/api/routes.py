@@ -70,7 +70,7 @@ async def get_job(job: str, shell: AShell) -> JobAnswer:
 
 @router.delete("/jobs/{job}", status_code=202)
 async def delete_job(job: str, shell: AShell) -> JobAnswer:
-    """Stop a job. Its events stay."""
+    """Stop a job; its events stay. One that is over is forgotten, with its events and logs; checkpoints stay."""
     return JobAnswer.of(await shell.delete(job))
 
 
@@ -126,7 +126,7 @@ async def list_events(
     """The job's history beyond a revision. With `Accept: text/event-stream` it goes on as things happen."""
     after = max(after, last_event_id)
     if wants_stream(request):
-        return event_stream(shell, job, after)
+        return event_stream(shell, job, after, request.app.state.followers)
     return EventsAnswer(events=[EventAnswer.of(event) for event in await shell.events(job, after)])
 
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from http import HTTPStatus
 
 from fastapi import Request
 from fastapi.responses import StreamingResponse
 from fastapi.sse import KEEPALIVE_COMMENT, format_sse_event
+from shoal_protos.errors import UserError
 from starlette.types import Message, Send
 
 from shoal_controller.api.answers import EventAnswer
@@ -20,8 +22,17 @@ from shoal_controller.shell import Shell
 IDLE_SECONDS = 10.0
 """After so long without an event comes a comment."""
 
+MOST_FOLLOWERS = 256
+"""Streams at a time: other requests, those for health among them, keep their connections."""
+
 SEND_SECONDS = 30.0
 """A reader that takes nothing for so long is cut off."""
+
+
+class Busy(UserError):
+    """There are as many of something as can be served."""
+
+    http_status = HTTPStatus.SERVICE_UNAVAILABLE
 
 
 class EventStream(StreamingResponse):
@@ -42,13 +53,27 @@ def wants_stream(request: Request) -> bool:
     return "text/event-stream" in request.headers.get("accept", "")
 
 
-def event_stream(shell: Shell, job: str, after: int) -> EventStream:
-    """The stream. An unknown job is refused before it begins."""
+def event_stream(shell: Shell, job: str, after: int, followers: set[object]) -> EventStream:
+    """The stream. An unknown job is refused before it begins, and one reader too many (`followers`: all there are)."""
     shell.view(job)
-    return EventStream(_written(shell, job, after), headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+    if len(followers) >= MOST_FOLLOWERS:
+        raise Busy(f"{MOST_FOLLOWERS} readers follow events already; ask without Accept: text/event-stream")
+    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+    return EventStream(_written(shell, job, after, followers), headers=headers)
 
 
-async def _written(shell: Shell, job: str, after: int) -> AsyncGenerator[bytes]:
+async def _written(shell: Shell, job: str, after: int, followers: set[object]) -> AsyncGenerator[bytes]:
+    me = object()
+    followers.add(me)
+    try:
+        async with aclosing(_lines(shell, job, after)) as lines:
+            async for line in lines:
+                yield line
+    finally:
+        followers.discard(me)
+
+
+async def _lines(shell: Shell, job: str, after: int) -> AsyncGenerator[bytes]:
     async with aclosing(shell.follow(job, after, IDLE_SECONDS)) as events:
         async for event in events:
             if event is None:

@@ -69,7 +69,8 @@ async def leave(here: Here, job: str, watching: asyncio.Task[Any], heard: Interr
         await asyncio.wait({saving})
     if not saving.cancelled():
         shown.tell(saving.result())
-    await here.client.stop(job)
+    if (await here.client.job(job))["phase"] not in OVER:  # a second DELETE would forget it
+        await here.client.stop(job)
     if killed or await interrupted_before(watching, heard.second):
         await here.kill_workers(job)
 

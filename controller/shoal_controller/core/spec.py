@@ -85,6 +85,8 @@ class JobView:
     loss: float | None
     last_checkpoint_step: int | None
     reason: str
+    ended_at: float | None = None
+    """When the job was over; None while it is not."""
     workers: tuple[WorkerView, ...] = ()
     unmirrored_blocks: int = 0
     figures: Figures = field(default_factory=Figures)

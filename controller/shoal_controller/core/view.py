@@ -32,6 +32,7 @@ def view(job: Job, now: float) -> JobView:
         last_checkpoint_step=durable.checkpoints[0].step if durable.checkpoints else None,
         checkpoints=durable.checkpoints,
         reason="; ".join(filter(None, (reason(job, now), silence.doubt(job, now), exactness(job)))),
+        ended_at=durable.ended_at if durable.phase.over else None,
         workers=_workers(job, now),
         unmirrored_blocks=_unmirrored(durable.current),
         figures=durable.figures,

@@ -8,6 +8,7 @@ the controller dies; the next controller adopts it. The shell calls `spawn`, `ki
 from __future__ import annotations
 
 import asyncio
+import shutil
 import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -35,6 +36,9 @@ DEATH_SECONDS = 5.0
 
 LOOK_SECONDS = 0.02
 """How often it is looked whether the last process of a job has ended."""
+ROTATE_SECONDS = 10.0
+"""How often the logs' sizes are looked at."""
+
 CLEAR_SECONDS = 30.0
 """How long a new run of a job waits for the killed processes of the one before."""
 
@@ -77,6 +81,7 @@ class LocalLauncher:
         self._watched: dict[Name, tuple[Process, Page]] = {}
         self._reports: set[asyncio.Task[None]] = set()
         self._adopted: set[str] = set()
+        self._rotating: asyncio.Task[None] | None = None
         self._boot = boot_id()
 
     # ---- what the shell asks
@@ -133,8 +138,17 @@ class LocalLauncher:
         unrecorded = [worker for worker in workers if worker not in {page.worker for page in found}]
         return [*filter(None, events), *(self._unrecorded(spec.job, pages, worker) for worker in unrecorded)]
 
+    async def forget(self, job: str) -> None:
+        """End what is left of a job that is over, and delete its folder: logs and pages."""
+        pages = self._pages(job)
+        await self._clear(job, pages)
+        if pages.folder.exists():
+            await asyncio.to_thread(shutil.rmtree, pages.folder)
+
     async def close(self) -> None:
         """Let go of everything of this controller's; the workers live on."""
+        if self._rotating is not None:
+            await end_task(self._rotating)
         if self._reports:
             await asyncio.wait(self._reports, timeout=REPORT_SECONDS)
         await asyncio.gather(*map(end_task, self._reports))
@@ -193,7 +207,20 @@ class LocalLauncher:
         name = (job, page.worker)
         assert name not in self._watched, f"two processes for {name}: ids of workers are never used twice"
         self._watched[name] = (process, page)
+        if self._rotating is None:
+            self._rotating = guarded("rotation of logs", self._rotate(), _heard)
         asyncio.get_running_loop().add_reader(process.descriptor, partial(self._end, name))
+
+    async def _rotate(self) -> None:
+        """Keep the logs bounded, of workers that cannot know that anybody does."""
+        while True:
+            await asyncio.sleep(ROTATE_SECONDS)
+            for job, worker in list(self._watched):
+                try:
+                    if await asyncio.to_thread(self._pages(job).rotate, worker):
+                        log.info("a worker's log was rotated", job=job, worker=worker)
+                except OSError as error:
+                    log.warning("a worker's log cannot be rotated", job=job, worker=worker, error=str(error))
 
     def _forget(self, name: Name) -> tuple[Process, Page]:
         process, page = self._watched.pop(name)

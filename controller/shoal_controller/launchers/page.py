@@ -7,12 +7,16 @@ replaced whole; a page that cannot be read is as good as none, for its worker sa
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import structlog
 
+LOG_BYTES = 64 << 20
+"""Of a worker's log; so much more is kept of what was before."""
 TAIL_LINES = 20
 TAIL_BYTES = 8192
 
@@ -68,12 +72,31 @@ class Pages:
                 log.warning("a worker's page cannot be read", path=str(path), error=str(error))
                 path.unlink(missing_ok=True)
 
+    def rotate(self, worker: str) -> bool:
+        """Move what a large log holds to `WORKER.log.1` and empty it; whether it was large. Raises `OSError`.
+
+        Its process writes by appending, so it goes on at the beginning. What it writes between the copy and the
+        truncation is lost: a few lines of 64 MiB.
+        """
+        log = self.log(worker)
+        if not log.exists() or log.stat().st_size < LOG_BYTES:
+            return False
+        draft = log.with_suffix(".log.new")
+        try:
+            shutil.copyfile(log, draft)
+            draft.replace(log.with_suffix(".log.1"))
+        except OSError:  # no room for two: better an empty log than a full disk
+            draft.unlink(missing_ok=True)
+        os.truncate(log, 0)
+        return True
+
     def tail(self, page: Page) -> str:
         """The last lines that the process wrote."""
         try:
             with self.log(page.worker).open("rb") as output:
                 end = output.seek(0, 2)
-                output.seek(max(page.log_offset, end - TAIL_BYTES))
+                begin = page.log_offset if page.log_offset <= end else 0  # it was emptied meanwhile
+                output.seek(max(begin, end - TAIL_BYTES))
                 lines = output.read().decode(errors="replace").splitlines()
         except OSError as error:
             return f"(the log cannot be read: {error})"
