@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
@@ -246,7 +246,7 @@ class Crew:
         self.allowed = 0
         """Steps that may be trained."""
         self.now, self.beats, self.rounds = 0.0, 0, 0
-        self.job: Job = new_job(JobSpec("job", wanted=len(names)), 0.0)
+        self.job: Job = replace(new_job(JobSpec("job", wanted=len(names)), 0.0), started=-60.0)  # refusals count
         self._links: dict[int, CrewLink] = {}
         self._connections = 0
 
@@ -375,7 +375,8 @@ class Crew:
             elif isinstance(effect, Note):
                 self.events.append((effect.kind, effect.message))
             elif isinstance(effect, Probe):
-                self._feed(Probed(effect.worker, effect.incarnation, self._is_dead(effect.address)))
+                dead = self._is_dead(effect.address)
+                self._feed(Probed(effect.worker, effect.incarnation, refused=dead, reached=not dead))
 
     def _is_dead(self, address: str) -> bool:
         return all(not w.alive or w.killed for w in self.workers.values() if w.link.address == address)

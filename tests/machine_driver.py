@@ -37,7 +37,7 @@ class Driver:
     def __init__(self, wanted: int = 2, made_of: Description = MADE_OF, **spec: Any) -> None:
         self.spec = JobSpec("job", wanted, **{"run": RUN, **spec})
         self.made_of = made_of
-        self.job = new_job(self.spec, 0.0)
+        self.job = replace(new_job(self.spec, 0.0), started=-60.0)  # the controller has been there for a while
         self.now = 0.0
         self.effects: list[Effect] = []
         self.connections: dict[str, int] = {}
@@ -119,7 +119,7 @@ class Driver:
     def die(self, worker: str) -> None:
         """Its stream breaks, and its host refuses its port."""
         self.feed(Disconnected(self.connections.pop(worker), "reset"))
-        self.feed(Probed(worker, f"inc-{worker}", True))
+        self.feed(Probed(worker, f"inc-{worker}", refused=True, reached=True))
 
     def exit(self, worker: str, code: int | None = -9, why: str = "killed", tail: str = "") -> list[Effect]:
         self.connections.pop(worker, None)

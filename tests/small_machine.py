@@ -84,7 +84,8 @@ class Written:
 
     def __init__(self) -> None:
         self.log: list[tuple[object, ...]] = []
-        self.refused: dict[str, bool] = {}
+        self.seen: dict[str, tuple[bool, bool]] = {}
+        """By address: whether a probe reaches it, and is refused."""
         self.adopted: list[Event] = []
         self.spawns: Callable[[str], Spawned] = lambda worker: Spawned(worker, 100, 1.0, f"/logs/{worker}")
         self.slow: asyncio.Event | None = None
@@ -111,9 +112,9 @@ class Written:
     def close(self, connection: int | None = None) -> None:
         self._write("close", connection)
 
-    async def probe(self, address: str) -> bool:
-        self._write("probe", address)
-        return self.refused.get(address, False)
+    async def probe(self, address: str, incarnation: str) -> tuple[bool, bool]:
+        self._write("probe", address, incarnation)
+        return self.seen.get(address, (False, False))
 
     async def spawn(self, worker: str, spec: JobSpec) -> Spawned:
         self._write("spawn", worker, spec.job)

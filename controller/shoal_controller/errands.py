@@ -93,8 +93,8 @@ class Errands:
             tasks[who].add_done_callback(lambda _: tasks.pop(who, None))
 
     async def _probe(self, probe: Probe) -> None:
-        refused = await self._outside.prober(probe.address)
-        await self._report(Probed(probe.worker, probe.incarnation, refused))
+        reached, refused = await self._outside.prober(probe.address, probe.incarnation)
+        await self._report(Probed(probe.worker, probe.incarnation, refused, reached))
 
     async def _launch(self) -> None:
         while True:

@@ -76,10 +76,10 @@ class Launcher(Protocol):
 
 
 class Prober(Protocol):
-    """Asks an address whether its process still lives (`probes.py`)."""
+    """Asks an address whether a process still lives (`probes.py`)."""
 
-    def __call__(self, address: str) -> Awaitable[bool]:
-        """True where the host refuses the port."""
+    def __call__(self, address: str, incarnation: str) -> Awaitable[tuple[bool, bool]]:
+        """Whether the process of that incarnation answered there, and whether the host refuses the port."""
 
 
 @dataclass(frozen=True, slots=True)

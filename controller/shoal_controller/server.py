@@ -21,7 +21,7 @@ from shoal_controller.api.web import Web
 from shoal_controller.launchers.local import LocalLauncher, Surroundings
 from shoal_controller.machinery import CoreMachine
 from shoal_controller.metrics import Metrics, Sources
-from shoal_controller.probes import refuses
+from shoal_controller.probes import probe
 from shoal_controller.seams import Outside
 from shoal_controller.sessions.service import SessionService
 from shoal_controller.sessions.settings import SessionSettings
@@ -60,7 +60,7 @@ async def running(settings: Settings) -> AsyncIterator[Server]:
         launcher = LocalLauncher(settings.folder, _surroundings(settings, grpc), shell.submit)
         ends.push_async_callback(launcher.close)
         launchers = {"local": launcher} if "local" in settings.allowed_launchers else {}
-        shell.connect(Outside(sessions, refuses, launchers))
+        shell.connect(Outside(sessions, probe, launchers))
         metrics.show(Sources(shell.jobs, lambda: not shell.stopped.done(), sessions.states))
         ends.push_async_callback(shell.stop)
         await shell.start()

@@ -196,7 +196,9 @@ class ControllerHost:
 
     def _probe(self, probe: Probe, life: int) -> None:
         if self.life == life:
-            self.feed(Probed(probe.worker, probe.incarnation, self.simulation.refuses(probe.address)))
+            refused = self.simulation.refuses(probe.address)
+            reached = self.simulation.answers(probe.address, probe.incarnation)
+            self.feed(Probed(probe.worker, probe.incarnation, refused, reached))
 
 
 class Launcher:

@@ -63,6 +63,7 @@ class Faults:
         simulation.feuds.clear()
         self.links.mend_all()
         simulation.groups.look_again()
+        self._wall(False)
         for worker in simulation.workers():
             worker.set_cut(False)
             if worker.frozen and not worker.hangs:
@@ -124,6 +125,20 @@ class Faults:
         self.simulation.say("reachable again:", *workers)
         for worker in workers:
             worker.set_cut(False)
+
+    def firewall(self) -> None:
+        """The controller is started again behind a firewall that refuses its connections to the workers."""
+        simulation = self.simulation
+        simulation.say("a firewall refuses the controller's connections")
+        self._wall(True)
+        simulation.host.crash()
+        self._soon(simulation.host.start, 0.1, 3.0)
+        self._soon(lambda: self._wall(False), 3.0, 12.0)
+
+    def _wall(self, walled: bool) -> None:
+        self.simulation.walled = walled
+        for worker in self.simulation.workers():
+            worker.walled = walled
 
     def break_stream(self) -> None:
         worker = self._any()
@@ -236,6 +251,7 @@ KINDS = {
     "freeze": 3,
     "cut": 2,
     "break_stream": 2,
+    "firewall": 1,
     "crash": 3,
     "break_between": 1,
     "feud": 1,

@@ -12,10 +12,10 @@ from typing import Any
 
 from shoal.core.membership import Membership
 from shoal_controller.core import machine
-from shoal_controller.core.durable import Durable, Failures, Feud, SaveRequest
+from shoal_controller.core.durable import Durable, Failures, Feud, SaveRequest, Standing
 from shoal_controller.core.effects import Progress
 from shoal_controller.core.events import NeverStarted
-from shoal_controller.core.job import Listened
+from shoal_controller.core.job import Listened, Process
 from shoal_controller.core.phases import (
     admission,
     asking,
@@ -207,6 +207,10 @@ def _counts_by_the_clock(turn: Turn) -> None:
     turn.change(ticked=turn.now, listened=Listened(running + passed, uncut if silence.cut_off(job) else uncut + passed))
 
 
+def _any_refusal_proves(turn: Turn, process: Process) -> bool:
+    return process.connection is None and turn.record(process.worker).standing is not Standing.DEAD
+
+
 def _counts_cuts(turn: Turn) -> None:
     COUNT(turn)
     turn.change(listened=Listened(turn.job.listened.running, turn.job.listened.running))
@@ -240,6 +244,7 @@ MUTATIONS: dict[str, list[Patch]] = {
     "within reconnect_seconds nobody is counted out": [(silence, "reconnecting", lambda turn: False)],
     "silence is counted in the controller's own running time": [(silence, "count", _counts_by_the_clock)],
     "the time of a cut is nobody's silence": [(silence, "count", _counts_cuts)],
+    "a refusal proves a death only where the process was reached": [(presence, "_may_prove", _any_refusal_proves)],
     "a stale worker is dismissed only after a commit": [(running, "_dismiss_the_stale", _dismisses_early)],
     "a plan is void once another generation is current": [(planned, "begun_in", _keeps_void_plans)],
     "the same pair is counted out only after two generations": [(feuds, "judge", _one_break_is_enough)],

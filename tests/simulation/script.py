@@ -120,6 +120,8 @@ class Script:
     def do_start(self) -> None:
         self.simulation.host.start()
         if self.simulation.spec.launcher == "none":
+            a_moment = 0.001  # after the tick
+            self.simulation.clock.run_until(self.simulation.spec.reconnect_seconds + a_moment)  # refusals count now
             for _ in range(self.simulation.spec.wanted):
                 self.simulation.start_process()
 
@@ -157,6 +159,11 @@ class Script:
     def do_heal(self, *workers: str) -> None:
         for worker in self._those(workers):
             worker.set_cut(False)
+
+    def do_firewall(self, what: str, *workers: str) -> None:
+        """`up` or `down`: the controller's connections to these workers are refused, theirs to it pass."""
+        for worker in self._those(workers):
+            worker.walled = what == "up"
 
     def _those(self, workers: tuple[str, ...]) -> list[SimWorker]:
         return self.simulation.workers() if workers == ("all",) else [self.simulation.by_id(name) for name in workers]

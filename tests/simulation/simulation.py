@@ -69,6 +69,7 @@ class Simulation:
         self.incarnations = 0
         self.liars: set[str] = set()
         """Workers that have said what cannot be."""
+        self.walled = False
         self.kinds = tuple(str(shape.get("kinds", "")).split())
         """Of faults; none: drawn."""
         self.feuds: set[frozenset[int]] = set()
@@ -118,10 +119,16 @@ class Simulation:
         self.launcher.ended(process)
 
     def refuses(self, address: str) -> bool:
-        """What a connection to a worker's store says."""
-        return all(process.address != address or not process.alive for process in self.processes.values()) and not any(
-            process.cut for process in self.processes.values() if process.address == address
-        )
+        """Whether a connection to a worker's port is refused: by the host of a dead process, or by a firewall."""
+        there = [process for process in self.processes.values() if process.address == address]
+        refused = any(process.walled for process in there) or not any(process.alive for process in there)
+        return refused and not any(process.cut for process in there)
+
+    def answers(self, address: str, incarnation: str) -> bool:
+        """Whether that very process says who it is there."""
+        process = self.processes.get(incarnation)
+        there = process is not None and process.address == address and process.alive
+        return there and not (process.frozen or process.cut or process.walled)
 
     def dial(self, worker: SimWorker) -> Stream | None:
         return self.host.dial(worker) if not worker.cut else None

@@ -33,6 +33,7 @@ NOTICED_BY: dict[str, str | int] = {
     "within reconnect_seconds nobody is counted out": "controller_started_while_one_is_frozen",
     "silence is counted in the controller's own running time": "controller_always_late",
     "the time of a cut is nobody's silence": "controller_cut_off",
+    "a refusal proves a death only where the process was reached": "firewall",
     "a stale worker is dismissed only after a commit": "thawed_before_the_first_step",
     "a plan is void once another generation is current": 3,
     "the same pair is counted out only after two generations": "broken_connection",

@@ -205,6 +205,7 @@ class Watch:
         if old.phase.over and durable.phase is not old.phase:
             self.violated("a job that was over went on", old.phase, durable.phase)
         self._counted_out(before, after)
+        self._believed_dead(before, after)
         self._takes_the_newest(before, after)
         if before.durable.corruption.restoring:
             return  # not for a lack of copies
@@ -268,6 +269,14 @@ class Watch:
         gone = [worker for worker in silent if since[worker] < now - long]
         if 2 * len(silent) > len(here) and set(lost) & set(silent) - set(gone):
             self.violated("a worker was counted out though most were silent", *lost)
+
+    def _believed_dead(self, before: Job, after: Job) -> None:
+        """● A refused connection proves no death by itself: firewalls refuse the living."""
+        for worker, record in after.durable.roster.items():
+            known = before.durable.roster.get(worker)
+            dead_now = record.standing is Standing.DEAD and (known is None or known.standing is not Standing.DEAD)
+            if dead_now and "refuses" in record.why and self.simulation.processes[record.incarnation].alive:
+                self.violated("a living worker was believed dead by a refused connection", worker)
 
     def _beats(self, job: Job, worker: str) -> bool:
         """Whether it has been well for a while, and has a stream."""

@@ -32,6 +32,8 @@ class SimWorker:
         self.incarnation = f"i{pid}"
         self.membership = Membership("", self.incarnation)
         self.alive, self.frozen, self.cut = True, False, False
+        self.walled = simulation.walled
+        """A firewall refuses the controller's connections to it; its own to the controller pass."""
         self._silent_at = NEVER
         self.reachable_since = self.clock.now
         self.died_at: float | None = None

@@ -1,33 +1,58 @@
-"""Probes: only a refused connection proves a death."""
+"""Probes: who answers at a worker's port, and whether its host refuses it."""
 
 import asyncio
 import socket
 
 import pytest
 from asynchronous import asynchronous
-from shoal_controller.probes import PROBE_SECONDS, refuses
+from shoal.exchange.meeting_place import MeetingPlace
+from shoal_controller.probes import PROBE_SECONDS, Seen, probe
+from shoal_protos.rendezvous import INCARNATION, entry
+
+NOTHING = Seen(reached=False, refused=False)
+
+
+@pytest.fixture
+def soon(monkeypatch):
+    monkeypatch.setattr("shoal_controller.probes.PROBE_SECONDS", 0.1)
 
 
 @asynchronous
 async def test_a_port_that_nobody_listens_on_is_refused(free_port):
-    assert await refuses(f"127.0.0.1:{free_port()}")
+    assert await probe(f"127.0.0.1:{free_port()}", "i") == Seen(reached=False, refused=True)
 
 
 @asynchronous
-async def test_a_port_that_answers_is_no_proof(monkeypatch):
-    monkeypatch.setattr("shoal_controller.probes.PROBE_SECONDS", 0.1)
-    server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+async def test_a_worker_is_reached_where_it_says_who_it_is(soon):
+    place = MeetingPlace("127.0.0.1", lambda: "i")
+    try:
+        assert await probe(place.address, "i") == Seen(reached=True, refused=False)
+        assert await probe(place.address, "another") == NOTHING
+    finally:
+        await asyncio.to_thread(place.close)
+    assert await probe(place.address, "i") == Seen(reached=False, refused=True)
+
+
+@pytest.mark.parametrize(
+    "says", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", entry("i", b"i"), entry(INCARNATION, b"j"), b"\xff" * 6, b"\0"]
+)
+@asynchronous
+async def test_whoever_says_something_else_is_not_reached(soon, says):
+    def answer(_, writer):
+        writer.write(says)
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
     async with server:
-        assert not await refuses(f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        assert await probe(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", "i") == NOTHING
 
 
 @asynchronous
-async def test_a_port_that_stays_open_is_no_proof(monkeypatch):
-    monkeypatch.setattr("shoal_controller.probes.PROBE_SECONDS", 0.1)
+async def test_a_port_that_stays_open_and_says_nothing_is_no_proof(soon):
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
-        assert not await refuses(f"127.0.0.1:{listener.getsockname()[1]}")
+        assert await probe(f"127.0.0.1:{listener.getsockname()[1]}", "i") == NOTHING
 
 
 @asynchronous
@@ -35,19 +60,19 @@ async def test_a_process_that_still_accepts_while_it_dies_is_found_dead_at_once(
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
-        probe = asyncio.create_task(refuses(f"127.0.0.1:{listener.getsockname()[1]}"))
+        probing = asyncio.create_task(probe(f"127.0.0.1:{listener.getsockname()[1]}", "i"))
         listener.settimeout(5)
         accepted, _ = await asyncio.to_thread(listener.accept)
+        accepted.sendall(entry(INCARNATION, b"i"))
         listener.close()
         accepted.close()
         began = asyncio.get_running_loop().time()
-        assert await probe
+        assert await probing == Seen(reached=True, refused=True)
         assert asyncio.get_running_loop().time() - began < PROBE_SECONDS / 2
 
 
 @asynchronous
-async def test_a_host_that_says_nothing_is_no_proof(monkeypatch):
-    monkeypatch.setattr("shoal_controller.probes.PROBE_SECONDS", 0.1)
+async def test_a_host_that_says_nothing_is_no_proof(soon):
     with socket.socket() as silent, socket.socket() as first:
         silent.bind(("127.0.0.1", 0))
         silent.listen(0)
@@ -55,10 +80,10 @@ async def test_a_host_that_says_nothing_is_no_proof(monkeypatch):
         with socket.socket() as second:
             second.setblocking(False)
             second.connect_ex(silent.getsockname())
-            assert not await refuses(f"127.0.0.1:{silent.getsockname()[1]}")
+            assert await probe(f"127.0.0.1:{silent.getsockname()[1]}", "i") == NOTHING
 
 
 @pytest.mark.parametrize("address", ["", "host", "host:", ":1:", "no.such.host.invalid:1", "127.0.0.1:99999", "\0:1"])
 @asynchronous
 async def test_an_address_that_is_none_is_no_proof(address):
-    assert not await refuses(address)
+    assert await probe(address, "i") == NOTHING

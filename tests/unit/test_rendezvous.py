@@ -11,8 +11,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 from shoal.exchange.group import WorldChanged
 from shoal.exchange.meeting import Meeting, Stop
-from shoal.exchange.meeting_place import HEAD, MOST_VALUE_BYTES, MeetingPlace, entry, reachable, split_address
+from shoal.exchange.meeting_place import MeetingPlace, reachable, split_address
 from shoal.exchange.rendezvous import Rendezvous
+from shoal_protos.rendezvous import HEAD, MOST_VALUE_BYTES, entry
 
 PATIENCE_SECONDS = 20.0
 

@@ -130,12 +130,12 @@ async def test_a_probe_is_asked_once_and_answered_as_an_event(tmp_path):
     probes = [Probe("w0", "i", "host:1"), Probe("w0", "i", "host:1"), Probe("w1", "j", "host:2")]
     machine = SmallMachine({Save: probes, Probed: lambda _, event: heard.put_nowait(event) or ()})
     async with running(tmp_path, machine) as world:
-        world.written.refused["host:2"] = True
+        world.written.seen["host:2"] = True, True
         await world.shell.create(SPEC)
         await world.shell.submit("train", Save())
         answers = {await asyncio.wait_for(heard.get(), 5) for _ in range(2)}
-        assert answers == {Probed("w0", "i", False), Probed("w1", "j", True)}
-        assert world.written.log == [("probe", "host:1"), ("probe", "host:2")]
+        assert answers == {Probed("w0", "i", refused=False), Probed("w1", "j", refused=True, reached=True)}
+        assert world.written.log == [("probe", "host:1", "i"), ("probe", "host:2", "j")]
 
 
 # ---- a machine that fails

@@ -42,7 +42,7 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Ask whether the process at this address still lives: answered by `Probed` within a second."""
+    """Look who answers at a worker's rendezvous port: answered by `Probed` within a second."""
 
     worker: WorkerId
     incarnation: str

@@ -47,12 +47,14 @@ class Disconnected:
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """The answer to `Probe`: what a connection to the worker's store said."""
+    """The answer to `Probe`: what a connection to the worker's rendezvous port met."""
 
     worker: WorkerId
     incarnation: str
     refused: bool
-    """True: the host refuses the port, the process is dead. False: no such proof (it answers, or nothing does)."""
+    """The host refuses the port. What that proves: `phases/presence.py`."""
+    reached: bool = False
+    """The process of this incarnation has answered there (before the host refused the port, if it did)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,6 +65,10 @@ class Process:
     """What `Job.listened` was then."""
     cut: float | None = None
     """When its stream broke."""
+    reached: bool | None = None
+    """Whether this controller has reached it at its address and was told its incarnation; None: not known yet."""
+    refused: float | None = None
+    """Since when its host refuses connections to it, while it has no stream."""
     telemetry: Telemetry = field(default_factory=Telemetry)
     inventory: Inventory | None = None
     failure: str = ""
@@ -178,7 +182,9 @@ class Job:
     processes: Mapping[WorkerId, Process] = field(default_factory=dict)
     connections: Mapping[int, WorkerId] = field(default_factory=dict)
     probed: Mapping[WorkerId, float] = field(default_factory=dict)
-    """When a probe was last sent to a process that is not connected."""
+    """When a probe was last sent to a process."""
+    running: frozenset[WorkerId] = frozenset()
+    """Whose process the launcher has started or adopted in this life, and has not seen end."""
     attempt: Attempt | None = None
     ready_since: float | None = None
     """Since when at least one newcomer has waited for a world."""

@@ -3,7 +3,8 @@
 Not torch's TCPStore: that one asks the name service about every connection it makes or takes (seconds, where names are
 served badly), and its client cannot be called off. Here a guest says which meeting it comes to and how many are
 expected; what a guest posts goes to all guests, what was posted before to whoever comes later, and a last entry, ALL,
-when everybody is here. A board goes when its last guest has left. A refused connection proves that the process is dead.
+when everybody is here. A board goes when its last guest has left. Whoever connects is told first which process this is:
+so the controller knows that it has reached it, and may take a later refusal for its death.
 """
 
 from __future__ import annotations
@@ -11,16 +12,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import struct
 import threading
+from collections.abc import Callable
+
+from shoal_protos.rendezvous import HEAD, INCARNATION, MOST_KEY_BYTES, MOST_VALUE_BYTES, entry
 
 ALL = "all"
 """Posted by the place itself once as many guests are here as are expected."""
 
-HEAD = struct.Struct(">HI")
-"""An entry: length of the key, length of the value; then both. A guest's first one is the meeting and its size."""
-MOST_KEY_BYTES = 256
-MOST_VALUE_BYTES = 1 << 16
 MOST_GUESTS = 1 << 14
 HELLO_SECONDS = 10.0
 """For a guest to say why it has come."""
@@ -29,12 +28,6 @@ CLOSE_SECONDS = 5.0
 TURNS = 4
 """Of the loop, until a connection that was just taken is a visit that can be ended. (asyncio forgets one that is taken
 while its server closes.)"""
-
-
-def entry(key: str, value: bytes) -> bytes:
-    """As it goes over the wire, in both directions."""
-    name = key.encode()
-    return HEAD.pack(len(name), len(value)) + name + value
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -80,8 +73,9 @@ class _Board:
 class MeetingPlace:
     """This process's own, served by a thread of its own."""
 
-    def __init__(self, host: str) -> None:
-        """Raises `OSError` where the host is not this one."""
+    def __init__(self, host: str, incarnation: Callable[[], str] = str) -> None:
+        """Raises `OSError` where the host is not this one. `incarnation` says which process this is."""
+        self._incarnation = incarnation
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=BACKLOG)
         port = self._listener.getsockname()[1]
@@ -125,6 +119,7 @@ class MeetingPlace:
     async def _entertain(self, reader: asyncio.StreamReader, guest: asyncio.StreamWriter) -> None:
         """One connection: a guest, somebody who looks whether we live, or somebody with no business here."""
         board, meeting = None, ""
+        guest.write(entry(INCARNATION, self._incarnation().encode()))
         try:
             async with asyncio.timeout(HELLO_SECONDS):
                 meeting, size = await _read(reader)

@@ -10,11 +10,12 @@ import contextlib
 import socket
 from datetime import timedelta
 
+from shoal_protos.rendezvous import HEAD, MOST_KEY_BYTES, MOST_VALUE_BYTES, entry
 from torch._C._distributed_c10d import Store
 
 from shoal.exchange.group import WorldChanged
 from shoal.exchange.meeting import Meeting, Stop
-from shoal.exchange.meeting_place import ALL, HEAD, MOST_KEY_BYTES, MOST_VALUE_BYTES, entry, split_address
+from shoal.exchange.meeting_place import ALL, split_address
 
 HERE = "here/"
 """Before a rank: its guest has come."""

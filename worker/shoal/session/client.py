@@ -133,7 +133,7 @@ class ControllerLink:
     def _open_place(self) -> MeetingPlace:
         host = self._settings.own_host()
         try:
-            return MeetingPlace(host)
+            return MeetingPlace(host, lambda: self.incarnation)
         except OSError as error:
             raise UserError(
                 f"no port can be opened on {host}: {error}. Set SHOAL_HOST to an address of this host."

@@ -17,7 +17,7 @@ from shoal_controller.core.durable import Durable, Record, Standing
 from shoal_controller.core.effects import Close, Probe, Send
 from shoal_controller.core.events import Connected
 from shoal_controller.core.job import Process
-from shoal_controller.core.phases import claims, ending, statuses
+from shoal_controller.core.phases import claims, ending, presence, statuses
 from shoal_controller.core.phases.current import tell
 from shoal_controller.core.phases.known import shown_loss
 from shoal_controller.core.phases.roster import REMEMBERED, forget_the_oldest, unused_id
@@ -121,7 +121,7 @@ def _identity(turn: Turn, hello: Hello) -> WorkerId | None:
     if record.incarnation in ("", hello.incarnation):
         return hello.worker
     process = turn.process(hello.worker)
-    gone = record.standing is Standing.DEAD or record.ending is not None
+    gone = record.standing is not Standing.HERE or record.ending is not None
     return unused_id(turn) if gone and (process is None or process.connection is None) else None
 
 
@@ -165,6 +165,8 @@ def _take_in(turn: Turn, worker: WorkerId, event: Connected) -> None:
             heard=turn.now,
             heard_at=turn.job.listened,
             cut=None,
+            reached=before.reached if known is not None and known.address == hello.address else None,
+            refused=None,
             pinged=None,
             told=("", 0, 0.0),
         )
@@ -173,6 +175,7 @@ def _take_in(turn: Turn, worker: WorkerId, event: Connected) -> None:
         processes={**turn.job.processes, worker: process},
         spawned={other: at for other, at in turn.job.spawned.items() if other != worker},
     )
+    presence.look_for(turn, worker)
     if first:
         turn.note("joined", f"worker {worker} on {hello.host} (pid {hello.pid}) said hello", worker)
         _note_other_numerics(turn, worker, hello.description)

@@ -1,7 +1,8 @@
 """Who is here: broken streams, probes, launchers' reports and silence.
 
-A death is confirmed by the launcher or by a refused connection. Silence alone counts a worker out only after it was
-asked directly, and never when most are silent: then it is the controller that is cut off.
+A death is confirmed by the launcher, an operator or a refused connection (`_judge_refusals` says when). Silence alone
+counts a worker out only after it was asked directly, and never when most are silent: then it is the controller that is
+cut off.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ ASK_AFTER = 1.5
 """Heartbeat intervals of silence before which nobody is asked."""
 PROBE_SECONDS = 1.0
 """How often the store of a worker without a stream is asked for."""
+REACH_AGAIN_SECONDS = 10.0
+"""How often one that could not be reached is tried again."""
 QUICK_PROBE_SECONDS = 0.05
 """Likewise in the first second: a dying process closes its stream a moment before its store's port."""
 
@@ -47,27 +50,88 @@ def disconnected(turn: Turn, event: Disconnected) -> None:
     if record.ending is None:
         turn.note("disconnected", f"worker {worker} on {record.host}: its connection ended ({event.why})", worker)
     if _death_matters(turn, record):
-        turn.change(probed={name: at for name, at in turn.job.probed.items() if name != worker})
-        _probe(turn, worker)
+        _probe_now(turn, worker)
 
 
-def probed(turn: Turn, event: Probed) -> None:
-    record = turn.durable.roster.get(event.worker)
-    process = turn.process(event.worker)
-    if record is None or record.incarnation != event.incarnation or not event.refused:
+# ---- what a refused connection proves
+
+
+def probed(turn: Turn, event: Probed) -> bool:
+    """Somebody answers at a worker's rendezvous port, or its host refuses connections to it, or nothing is known."""
+    record, process = turn.durable.roster.get(event.worker), turn.process(event.worker)
+    if record is None or process is None or record.incarnation != event.incarnation:
+        return False
+    if event.reached:
+        turn.see(event.worker, reached=True)
+    elif process.reached is None and process.connection is not None:
+        _tell_unreachable(turn, record)
+    if process.connection is None:
+        since = turn.now if process.refused is None else process.refused
+        turn.see(event.worker, refused=since if event.refused else None)
+        _judge_refusals(turn)
+    return True
+
+
+def _tell_unreachable(turn: Turn, record: Record) -> None:
+    turn.see(record.worker, reached=False)
+    turn.note(
+        "unreachable",
+        f"worker {record.worker} on {record.host} talks to this controller, which cannot reach it at {record.address}: "
+        "a refused connection there proves nothing, so its death is noticed by its silence, or by the launcher",
+        record.worker,
+    )
+
+
+def _judge_refusals(turn: Turn) -> None:
+    """● A refused connection proves a death only where this life of the controller has reached that very process there.
+
+    Never within `reconnect_seconds` of the controller's start, nor where a launcher sees the process alive. Where most
+    members refuse, only after `reconnect_seconds`: whoever lives comes back by itself in that time. Firewalls, tunnels
+    and address translation refuse the living too.
+    """
+    if silence.reconnecting(turn):
         return
-    if process is None or process.connection is None:
-        confirm(turn, event.worker, f"its host {record.host} refuses connections to {record.address}")
+    patience = turn.spec.reconnect_seconds if _most_are_gone(turn) else 0.0
+    for process in tuple(turn.job.processes.values()):
+        if process.refused is not None and turn.now - process.refused >= patience and _may_prove(turn, process):
+            record = turn.record(process.worker)
+            confirm(turn, record.worker, f"its host {record.host} refuses connections to {record.address}")
+
+
+def _may_prove(turn: Turn, process: Process) -> bool:
+    """Whether a refusal proves this process's death."""
+    dead = turn.record(process.worker).standing is Standing.DEAD
+    return bool(process.reached) and process.connection is None and not dead and process.worker not in turn.job.running
+
+
+def _most_are_gone(turn: Turn) -> bool:
+    """Whether more than half of the members have no stream; whose refusal was taken for a death is one of them."""
+    if turn.world is None:
+        return False
+    gone = [member.worker for member in turn.world.members if _is_gone(turn, member.worker)]
+    return 2 * len(gone) > turn.world.world_size
+
+
+def _is_gone(turn: Turn, worker: WorkerId) -> bool:
+    process = turn.process(worker)
+    if turn.record(worker).standing is Standing.DEAD:
+        return process is not None and process.refused is not None
+    return process is None or process.connection is None
+
+
+# ---- what the launcher says
 
 
 def spawned(turn: Turn, event: Spawned) -> None:
     """The launcher has started or adopted a process."""
     if event.worker in turn.durable.roster:
+        turn.change(running=turn.job.running | {event.worker})
         turn.mark(event.worker, pid=event.pid, started_at=event.started_at, log=event.log)
 
 
 def exited(turn: Turn, event: Exited) -> None:
     """The launcher saw it end, or could not start it."""
+    turn.change(running=turn.job.running - {event.worker})
     record = turn.durable.roster.get(event.worker)
     if record is None:
         return None
@@ -124,8 +188,9 @@ def watch(turn: Turn) -> None:
     for worker, record in turn.durable.roster.items():
         if _death_matters(turn, record):
             process = turn.process(worker)
-            if process is None or process.connection is None:
+            if process is None or process.connection is None or not process.reached:
                 _probe(turn, worker)
+    _judge_refusals(turn)
     silence.count(turn)
     if not silence.reconnecting(turn):
         silence.tell(turn)
@@ -203,14 +268,32 @@ def _count_out(turn: Turn, workers: list[WorkerId]) -> None:
 
 
 def _probe(turn: Turn, worker: WorkerId) -> None:
-    """Ask the worker's store, at first with every tick, then once a second."""
+    """Look at the worker's port: just after its stream broke with every tick, then once a second. One that talks to us
+    and could not be reached is tried now and then.
+    """
     record, process = turn.record(worker), turn.process(worker)
-    cut_just_now = process is not None and process.cut is not None and turn.now - process.cut < PROBE_SECONDS
-    pause = QUICK_PROBE_SECONDS if cut_just_now else PROBE_SECONDS
+    if process is not None and process.connection is not None and not process.reached:
+        pause = REACH_AGAIN_SECONDS
+    else:
+        cut_just_now = process is not None and process.cut is not None and turn.now - process.cut < PROBE_SECONDS
+        pause = QUICK_PROBE_SECONDS if cut_just_now else PROBE_SECONDS
     last = turn.job.probed.get(worker)
     if record.address and (last is None or turn.now - last >= pause):
         turn.change(probed={**turn.job.probed, worker: turn.now})
         turn.do(Probe(worker, record.incarnation, record.address))
+
+
+def _probe_now(turn: Turn, worker: WorkerId) -> None:
+    """Whenever the last one was."""
+    turn.change(probed={name: at for name, at in turn.job.probed.items() if name != worker})
+    _probe(turn, worker)
+
+
+def look_for(turn: Turn, worker: WorkerId) -> None:
+    """A process has said hello: reach it at the place that it names, so that a refusal there can tell of its death."""
+    process = turn.process(worker)
+    if process is not None and not process.reached:
+        _probe_now(turn, worker)
 
 
 def ask_about(turn: Turn, worker: WorkerId) -> None:

@@ -1,0 +1,148 @@
+"""What a refused connection proves: a firewall, a tunnel or address translation refuses the living too."""
+
+from __future__ import annotations
+
+from machine_driver import Driver
+from shoal_controller.core.durable import Standing
+from shoal_controller.core.effects import Probe
+from shoal_controller.core.events import Disconnected, Probed, Spawned, Tick
+
+
+def training(workers: int = 5, **spec: object) -> Driver:
+    """A world in which everybody was reached."""
+    job = Driver(wanted=workers, **spec)
+    job.start(workers)
+    for worker in job.connections:
+        job.feed(Probed(worker, f"inc-{worker}", refused=False, reached=True))
+    return job
+
+
+def refuse(job: Driver, *workers: str) -> None:
+    """Their streams break at once, and then their hosts refuse the controller's connections."""
+    for worker in workers:
+        job.feed(Disconnected(job.connections.pop(worker), "reset"))
+    for worker in workers:
+        job.feed(Probed(worker, f"inc-{worker}", refused=True))
+
+
+def dead(job: Driver) -> list[str]:
+    return [record.worker for record in job.job.durable.roster.values() if record.standing is Standing.DEAD]
+
+
+def pass_time(job: Driver, seconds: float) -> None:
+    for _ in range(round(seconds / 0.1)):
+        job.now += 0.1
+        for worker in tuple(job.connections):
+            job.beat(worker)
+        job.feed(Tick())
+
+
+def test_who_says_hello_is_looked_for_at_once() -> None:
+    job = Driver(wanted=2)
+    job.hello("w0")
+    assert job.of(Probe) == [Probe("w0", "inc-w0", "w0:1")]
+
+
+def test_a_refusal_proves_a_death_where_that_very_process_was_reached() -> None:
+    job = training()
+    refuse(job, "w1", "w2")
+    assert dead(job) == ["w1", "w2"]
+
+
+def test_a_refusal_proves_nothing_where_nobody_was_reached_and_the_history_says_so() -> None:
+    job = Driver(wanted=3)
+    job.start(3)
+    job.feed(Probed("w1", "inc-w1", refused=True))
+    assert job.notes == [
+        "worker w1 on host talks to this controller, which cannot reach it at w1:1: a refused connection there proves "
+        "nothing, so its death is noticed by its silence, or by the launcher"
+    ]
+    job.feed(Probed("w1", "inc-w1", refused=True))
+    assert job.notes == []
+    refuse(job, "w1")
+    assert dead(job) == []
+    pass_time(job, 4.0)
+    assert job.job.durable.roster["w1"].standing is Standing.LOST, "silent like any other"
+
+
+def test_who_was_reached_at_another_place_was_not_reached() -> None:
+    job = training()
+    job.hello("w1", address="w1:2", status=job.statuses["w1"])
+    refuse(job, "w1")
+    assert dead(job) == []
+
+
+def test_who_could_not_be_reached_is_tried_again() -> None:
+    job = Driver(wanted=2)
+    job.start(2)
+    probes = []
+    for _ in range(310):
+        job.now += 0.1
+        probes += [effect for worker in ("w0", "w1") for effect in job.beat(worker) if isinstance(effect, Probe)]
+        probes += [effect for effect in job.feed(Tick()) if isinstance(effect, Probe)]
+    assert [probe.worker for probe in probes] == ["w0", "w1"] * 3
+    job.feed(Probed("w1", "inc-w1", refused=False, reached=True))
+    refuse(job, "w1")
+    assert dead(job) == ["w1"]
+
+
+def test_no_refusal_counts_just_after_a_controllers_start() -> None:
+    job = training()
+    statuses = dict(job.statuses)
+    job.restart()
+    for worker, status in statuses.items():
+        job.hello(worker, status=status)
+        job.feed(Probed(worker, f"inc-{worker}", refused=False, reached=True))
+    refuse(job, "w1")
+    pass_time(job, job.spec.reconnect_seconds - 0.5)
+    assert dead(job) == []
+    pass_time(job, 1.0)
+    assert dead(job) == ["w1"]
+
+
+def test_a_controllers_earlier_life_has_reached_nobody_for_this_one() -> None:
+    job = training()
+    job.restart()
+    pass_time(job, 2 * job.spec.reconnect_seconds)
+    job.feed(Probed("w1", "inc-w1", refused=True))
+    assert dead(job) == []
+
+
+def test_refusals_of_most_members_count_only_when_they_had_time_to_come_back() -> None:
+    job = training()
+    statuses = dict(job.statuses)
+    refuse(job, "w0", "w1", "w2")
+    pass_time(job, job.spec.reconnect_seconds - 1.0)
+    assert dead(job) == []
+    job.hello("w2", status=statuses["w2"])
+    assert dead(job) == [], "two of five refuse, and the third is back"
+    job.feed(Tick())
+    assert dead(job) == ["w0", "w1"]
+
+
+def test_refusals_of_most_members_count_in_the_end() -> None:
+    job = training()
+    refuse(job, "w0", "w1", "w2")
+    pass_time(job, job.spec.reconnect_seconds + 0.5)
+    assert dead(job) == ["w0", "w1", "w2"]
+
+
+def test_who_refuses_one_after_the_other_counts_towards_most() -> None:
+    job = training()
+    refuse(job, "w0")
+    refuse(job, "w1")
+    refuse(job, "w2")
+    assert dead(job) == ["w0", "w1"]
+
+
+def test_where_the_launcher_sees_the_process_no_refusal_proves_anything() -> None:
+    job = Driver(wanted=3, launcher="local", command=("python", "train.py"))
+    for worker in ("w0", "w1", "w2"):
+        job.feed(Spawned(worker, 7, 1.0, f"{worker}.log"))
+    job.start(3)
+    for worker in job.connections:
+        job.feed(Probed(worker, f"inc-{worker}", refused=False, reached=True))
+    refuse(job, "w1")
+    assert dead(job) == []
+    job.exit("w1")
+    assert dead(job) == ["w1"]
