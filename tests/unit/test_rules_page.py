@@ -7,6 +7,9 @@ import re
 from functools import cache
 from pathlib import Path
 
+from mutants.mutant import mutants
+from rules_page import rules
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/rules.md").read_text()
 ROWS = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if line.startswith("| ")]
@@ -53,3 +56,8 @@ def test_every_file_that_the_page_names_exists() -> None:
     for file in re.findall(r"`((?:worker|core|protos)/[\w/]+\.py)`", PAGE):
         short = next(start for start in SHORT if file.startswith(start))
         assert (ROOT / file.replace(short, SHORT[short], 1)).exists(), file
+
+
+def test_every_rule_is_broken_by_a_mutant_that_fits_the_code() -> None:
+    broken = {mutant.row().text for mutant in mutants() if mutant.broken_text()}
+    assert [rule.text for rule in rules() if not rule.is_open and rule.text not in broken] == []

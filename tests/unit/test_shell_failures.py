@@ -75,6 +75,9 @@ async def test_a_process_is_ended_after_it_was_started_never_before(tmp_path):
         await world.shell.submit("train", Save())
         await world.written.until("spawn", "w0", "train")
         await world.shell.submit("train", Pause())
+        for _ in range(20):
+            await asyncio.sleep(0)  # whatever can be done while it is being started is done now
+        assert world.written.log == [("spawn", "w0", "train")]
         world.written.slow.set()
         await world.written.until("kill", "w0", "train")
         assert world.written.log == [("spawn", "w0", "train"), ("kill", "w0", "train")]
