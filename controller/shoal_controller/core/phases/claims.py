@@ -117,10 +117,11 @@ def _false_step(turn: Turn, step: int) -> str:
 
 
 def counts_for_all(turn: Turn, worker: WorkerId) -> bool:
-    """● Whether what a worker says of its end says something of the job: only of a member, or of one that a launcher
-    has started while there is no world yet.
+    """● Whether what a worker says of its end says something of the job: only of a member of the world or of the one
+    that is being made, or of one that a launcher has started while there is no world yet.
     """
-    if is_member(turn.world, worker):
+    attempt = turn.job.attempt
+    if is_member(turn.world, worker) or is_member(attempt.plan if attempt is not None else None, worker):
         return True
     return turn.world is None and turn.record(worker).launched
 
