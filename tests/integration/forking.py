@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import stat
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,8 @@ from typing import Any
 import torch
 from integration.linked_workers import DESCRIPTION, NEW
 from integration.scripts import Samples, config, model_of, optimizer_of, scheduler_of
+from shoal.exchange.forks import Connections
+from shoal.exchange.meeting_place import MeetingPlace, reachable
 from shoal.session.client import ControllerLink
 from shoal.session.settings import SessionSettings
 
@@ -28,6 +32,45 @@ def fork_beside_a_session(controller: str, count: int, result: str) -> None:
         ends[os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])] += 1
     link.close()
     Path(result).write_text(json.dumps(ends))
+
+
+def fork_beside_own_sockets(result: str) -> None:
+    """What children still hold of the script's sockets, and of one that a library opens for Shoal; to `result`.
+
+    All go to one port; to show what a fork does to the parent's, the script has set a time-out for new sockets.
+    """
+    place = MeetingPlace("127.0.0.1")
+    server = socket.create_server(("127.0.0.1", 0))
+    address = server.getsockname()
+    earlier = socket.create_connection(address)
+    with Connections(address[1]) as connections:
+        opened = socket.create_connection(address)
+        while_opening = _held_by_a_child(opened=opened)
+        connections.settled()
+        later = socket.create_connection(address)
+        socket.setdefaulttimeout(60.0)
+        settled = _held_by_a_child(server=server, earlier=earlier, opened=opened, later=later)
+    left = _held_by_a_child(opened=opened)
+    blocking = all(os.get_blocking(mine.fileno()) for mine in (server, earlier, opened, later))
+    server.accept()
+    far_end, _ = server.accept()
+    opened.sendall(b"goes on")
+    answers = [far_end.recv(7).decode(), reachable(place.address)]
+    told = {"while_opening": while_opening, "settled": settled, "left": left, "blocking": blocking, "answers": answers}
+    Path(result).write_text(json.dumps(told))
+
+
+def _held_by_a_child(**sockets: socket.socket) -> list[str]:
+    """The names of those that are sockets still."""
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        held = [name for name, one in sockets.items() if stat.S_ISSOCK(os.fstat(one.fileno()).st_mode)]
+        os.write(writer, json.dumps(held).encode())
+        os._exit(0)
+    os.wait()
+    with os.fdopen(reader) as told:
+        os.close(writer)
+        return list(json.load(told))
 
 
 def train_and_evaluate(result: str, **options: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -132,7 +133,10 @@ def model_of(options: dict[str, Any]) -> Model:
 
 
 def train(result: str, **options: Any) -> None:
-    """Options: max_steps, lanes, stage, mirrors, dropout, buffers, samples, optimizer, scheduler, pace, until, …"""
+    """Options: max_steps, lanes, stage, mirrors, dropout, buffers, samples, optimizer, scheduler, pace, until, …
+
+    `children`: so many are forked after the first step, as a data loader's workers are, and sleep.
+    """
     import shoal
 
     model = model_of(options)
@@ -147,6 +151,8 @@ def train(result: str, **options: Any) -> None:
     engine.on_step(lambda engine: losses.append(engine.loss))
     for batch in engine:
         brake.hold(engine.global_step)
+        if engine.global_step:
+            have_children(options.pop("children", 0))
         loss = engine.module(**batch)
         engine.backward(loss)
         engine.step()
@@ -155,6 +161,13 @@ def train(result: str, **options: Any) -> None:
     if "export" in options:
         engine.export(options["export"])
     _write(result, {"fingerprint": fingerprint, "step": engine.global_step, "loss": engine.loss, "losses": losses})
+
+
+def have_children(count: int) -> None:
+    for _ in range(count):
+        if os.fork() == 0:
+            while True:
+                signal.pause()
 
 
 def _write(result: str, ended: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from integration.cluster import Cluster, ended, fork, until
 from integration.forking import train_and_evaluate
@@ -59,3 +60,38 @@ def test_a_data_loader_with_workers_in_the_loop_harms_no_worker_and_no_bit() -> 
         assert cluster.reasons() == ["start"]
         assert [cluster.wait_exit(worker) for worker in ("w0", "w1")] == [0, 0]
         assert cluster.result("w0")["seen"] == 8 * 12
+
+
+def test_a_killed_worker_whose_children_live_on_is_known_to_be_dead_at_once() -> None:
+    with Cluster(workers=2, options={"max_steps": 60}, spec={"workers": {"wanted": 3}}, pace=0.01) as cluster:
+        cluster.add(children=2)
+        cluster.wait_step(3)
+        children = psutil.Process(cluster.pids["w2"]).children()
+        assert [established(child) for child in children] == [[], []]
+        assert established(psutil.Process(cluster.pids["w2"]))
+        cluster.kill("w2")
+        cluster.wait_world(2)
+        assert all(child.is_running() for child in children)
+        assert "its connection ended" in cluster.messages("disconnected")[0]
+        assert "refuses connections" in cluster.messages("lost")[0]
+        cluster.wait_undisturbed()
+
+
+def established(process: psutil.Process) -> list[int]:
+    """The far ends' ports of a process's connections."""
+    connections = process.net_connections(kind="tcp")
+    return [one.raddr.port for one in connections if one.status == psutil.CONN_ESTABLISHED]
+
+
+def test_children_let_go_of_shoals_sockets_alone_and_the_parent_keeps_all(tmp_path: Path) -> None:
+    result = tmp_path / "told"
+    pid = fork("integration.forking:fork_beside_own_sockets", {"result": str(result)}, {}, tmp_path / "log")
+    until("the forks to be done", lambda: pid in ended())
+    assert result.exists(), (tmp_path / "log").read_text()
+    assert json.loads(result.read_text()) == {
+        "while_opening": [],
+        "settled": ["server", "earlier", "later"],
+        "left": ["opened"],
+        "blocking": True,
+        "answers": ["goes on", True],
+    }

@@ -10,6 +10,8 @@ for an operation that is half-way through is not woken by any of it: [Note: lost
 
 from __future__ import annotations
 
+import socket
+import struct
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -19,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.exchange.forks import let_go_in_children
 from shoal.exchange.group import GATHER_TAG, RESERVED_TAGS, Group, WorldChanged
 from shoal.exchange.meeting import Meeting, Stop
 from shoal.exchange.meeting_place import split_address
@@ -30,7 +33,8 @@ from shoal.exchange.waiters import Waiters
 
 ABORT_TAG = RESERVED_TAGS
 FOREVER = timedelta(days=1)
-"""A shorter one would close the group under a first step that compiles."""
+"""A shorter one would close the group under a first step that compiles. Sockets of gloo's pairs have it too."""
+TIMEVAL = struct.Struct("@ll")
 A_MOMENT = timedelta(milliseconds=1)
 OWN_CLOSURE = "Application timeout"
 """What gloo says of pairs that this process itself has closed."""
@@ -81,8 +85,15 @@ def _connected(guest: Rendezvous, meeting: Meeting) -> _Gloo:
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=host)]
     options._timeout = FOREVER
+    let_go_in_children(_is_of_a_pair)
     with watched(meeting):
         return cast(_Gloo, gloo(guest, meeting.rank, meeting.size, options))
+
+
+def _is_of_a_pair(tcp: socket.socket) -> bool:
+    """Known by the time-out of its receives, which nobody else would wait for."""
+    seconds, _ = TIMEVAL.unpack(tcp.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, TIMEVAL.size))
+    return bool(seconds == FOREVER.total_seconds())
 
 
 class _Posted:

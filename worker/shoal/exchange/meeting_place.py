@@ -17,6 +17,8 @@ from collections.abc import Callable
 
 from shoal_protos.rendezvous import HEAD, INCARNATION, MOST_KEY_BYTES, MOST_VALUE_BYTES, entry
 
+from shoal.exchange.forks import bound_as, keep_in_children, let_go_in_children
+
 ALL = "all"
 """Posted by the place itself once as many guests are here as are expected."""
 
@@ -80,6 +82,8 @@ class MeetingPlace:
         self._listener = socket.create_server((host, 0), family=family, backlog=BACKLOG)
         port = self._listener.getsockname()[1]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self._sockets = bound_as(self._listener)
+        let_go_in_children(self._sockets)
         self._boards: dict[str, _Board] = {}
         self._visits: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self._running = threading.Event()
@@ -92,6 +96,7 @@ class MeetingPlace:
         with contextlib.suppress(RuntimeError):  # closed already
             self._loop.call_soon_threadsafe(self._over.set)
         self._thread.join(CLOSE_SECONDS)
+        keep_in_children(self._sockets)
 
     def _run(self) -> None:
         asyncio.run(self._serve())

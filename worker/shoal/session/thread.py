@@ -20,6 +20,8 @@ from shoal_protos.errors import UserError
 from shoal_protos.messages import Hello, Refusal, Result, Shutdown, ToController, ToWorker, Welcome
 from shoal_protos.wire import decode_controller, encode_worker
 
+from shoal.exchange.forks import Connections
+from shoal.exchange.meeting_place import split_address
 from shoal.logs import get_logger
 from shoal.session.settings import SessionSettings
 from shoal.session.signals import TermSignal
@@ -157,6 +159,11 @@ class SessionThread:
             channel = grpc.aio.insecure_channel(address, options=OPTIONS)
         else:
             channel = grpc.aio.secure_channel(address, credentials, options=OPTIONS)
+        self._connections = Connections(split_address(address)[1])
+        with self._connections:
+            await self._converse_over(channel)
+
+    async def _converse_over(self, channel: grpc.aio.Channel) -> None:
         async with channel:
             call: Call = channel.stream_stream(METHOD)(metadata=self._settings.metadata)
             try:
@@ -169,7 +176,7 @@ class SessionThread:
             except TimeoutError:
                 self._complain(f"nothing was heard for {WELCOME_SECONDS:g} s")
             except UserError as error:
-                log.error("message_not_understood", controller=address, why=str(error))
+                log.error("message_not_understood", controller=self._address, why=str(error))
             finally:
                 self._patience = None
                 call.cancel()
@@ -207,6 +214,7 @@ class SessionThread:
             message = decode_controller(data)
             if isinstance(message, Welcome):
                 self._welcomed, self._complained = True, False
+                self._connections.settled()
             self._driver.hear(message)
             if isinstance(message, Shutdown | Refusal):
                 return
