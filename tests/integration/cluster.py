@@ -269,6 +269,10 @@ class Cluster:
         path = f"/jobs/{self.job_name}/workers/{worker}/drain"
         return self._answer("POST", path, {"grace_seconds": grace_seconds})
 
+    def lost(self, worker: str) -> Json:
+        """An operator's word that it is dead."""
+        return self._answer("POST", f"/jobs/{self.job_name}/workers/{worker}/lost")
+
     def pause(self) -> Json:
         return self._answer("POST", f"/jobs/{self.job_name}/pause")
 

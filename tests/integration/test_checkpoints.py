@@ -63,6 +63,8 @@ def test_a_run_that_is_killed_whole_five_times_ends_in_the_undisturbed_fingerpri
             cluster.kill(*running)
             cluster.kill_controller()
             cluster.start_controller()
+            for worker in running:
+                cluster.lost(worker)  # a controller that never reached it cannot tell a dead one from a firewall
             cluster.scale(size)
             running = cluster.add(size)
         cluster.release()
