@@ -11,7 +11,7 @@ from shoal_controller.core.effects import Note
 from shoal_controller.core.events import Resume
 from shoal_controller.core.figures import series_key
 from shoal_controller.core.spec import Phase
-from shoal_protos.checkpoint import Sighting
+from shoal_protos.checkpoint import Damage, Sighting
 from shoal_protos.corruption import CorruptBlock, OnCorruption
 from shoal_protos.messages import Ending, Prepare
 from shoal_protos.plan import Reason
@@ -152,3 +152,21 @@ def test_of_two_workers_that_differ_twice_the_younger_is_counted_out() -> None:
     driver.beat("w0", corrupt=(differ(3, "w0", "w1"),))
     driver.beat("w0", corrupt=(differ(6, "w0", "w1", step=33),))
     assert [name for name, one in driver.job.durable.roster.items() if one.ending is not None] == ["w1"]
+
+
+def test_without_a_checkpoint_that_can_be_read_others_begin_anew_once() -> None:
+    driver = job(launcher="local")
+    driver.beat("w0", checkpoint=SOUND)
+    driver.beat("w2", corrupt=(differ(3, "w0", "w1"),))
+    for worker in ("w0", "w1", "w2"):
+        driver.stop(worker, driver.statuses[worker])
+    driver.beat("w1", damage=Damage(SOUND.path, "a part is not there."))
+    driver.statuses.clear()
+    for number in range(3):
+        driver.exit(f"w{number}", 0)
+    for number in range(3, 6):
+        driver.hello(f"w{number}")
+    driver.recover()
+    driver.wait(2)
+    assert driver.job.attempt is None and driver.job.durable.current is not None
+    assert (driver.job.durable.corruption.restoring, driver.job.durable.corruption.returned_at) == ("", 31)

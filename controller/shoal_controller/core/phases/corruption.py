@@ -53,11 +53,16 @@ def verified(durable: Durable) -> Sighting | None:
     return max((one for one in durable.checkpoints if one.verified), default=None)
 
 
-def went_back(turn: Turn, shown: int) -> None:
-    """All have begun at a checkpoint, from step `shown`: what differed is no more."""
+def give_up_from(turn: Turn, shown: int) -> None:
+    """All are to begin again, at a checkpoint or anew, and step `shown` is given up."""
     corruption = turn.durable.corruption
-    returned_at = shown if corruption.restoring else corruption.returned_at
-    turn.keep(corruption=replace(corruption, blocks=NO_BLOCKS, restoring="", returned_at=returned_at))
+    if corruption.restoring:
+        turn.keep(corruption=replace(corruption, returned_at=max(shown, corruption.returned_at)))
+
+
+def went_back(turn: Turn) -> None:
+    """All have begun again: what differed is no more."""
+    turn.keep(corruption=replace(turn.durable.corruption, blocks=NO_BLOCKS, restoring=""))
 
 
 # ---- what follows

@@ -287,13 +287,16 @@ def _open(turn: Turn, attempt: Attempt, plan: Plan) -> None:
     before = max(turn.durable.step, known_step(turn)) if not attempt.start else attempt.back_from
     step = plan.recovery.step if plan.recovery is not None else 0
     shown = max(turn.durable.step, step)
-    if _goes_back(turn, plan, step):
+    goes_back = _goes_back(turn, plan, step)
+    if goes_back:
         turn.keep(floor=plan.generation)  # whoever was not there when all went back changes nothing any more
         step_figures.gone_back(turn, step)
         checkpoints.went_back(turn, step)
         checkpoints.give_up_after(turn, plan.recovery.checkpoint if plan.recovery is not None else "")
-        corruption.went_back(turn, before)
+        corruption.give_up_from(turn, before)
         shown = step
+    if goes_back or attempt.start:
+        corruption.went_back(turn)
     checkpoints.opened(turn, plan.generation)
     turn.keep(
         current=plan,

@@ -14,7 +14,7 @@ from shoal_protos.runs import NO_BLOCKS, Runs
 from shoal_controller.core.durable import Record, Standing
 from shoal_controller.core.effects import Kill
 from shoal_controller.core.job import Attempt
-from shoal_controller.core.phases import checkpoints, ending, failures, step_figures, timeline
+from shoal_controller.core.phases import checkpoints, corruption, ending, failures, step_figures, timeline
 from shoal_controller.core.phases.current import tell
 from shoal_controller.core.phases.known import known_step
 from shoal_controller.core.phases.roster import expect_end
@@ -102,7 +102,9 @@ def start_anew(turn: Turn, why: str) -> None:
         return
     durable, found = turn.durable, checkpoints.latest(turn.durable)
     step = found.step if found is not None else 0
-    lost_steps = max(0, max(durable.step, known_step(turn)) - step)
+    shown = max(durable.step, known_step(turn))
+    lost_steps = max(0, shown - step)
+    corruption.give_up_from(turn, shown)
     turn.keep(
         phase=Phase.STALLED,
         reason=why,
