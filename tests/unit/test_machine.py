@@ -196,6 +196,17 @@ def test_a_second_process_with_a_living_workers_id_is_refused() -> None:
     assert "worker w1 is in job job already, as process 7 on host; a second process (pid 99" in refusal(job)
 
 
+def test_a_process_that_says_hello_twice_with_a_dead_workers_id_has_one_new_id() -> None:
+    job = Driver(wanted=2)
+    job.start(2)
+    job.die("w1")
+    ids = []
+    for _ in range(2):
+        job.hello("w1", incarnation="another")
+        ids += [effect.message.worker for effect in job.of(Send) if isinstance(effect.message, Welcome)]
+    assert ids == ["w2", "w2"]
+
+
 def test_a_worker_that_reconnects_keeps_its_place_and_its_old_stream_is_closed() -> None:
     job = Driver(wanted=2)
     job.start(2)

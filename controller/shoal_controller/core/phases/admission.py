@@ -112,14 +112,16 @@ def _refuse(turn: Turn, event: Connected, refusal: Refusal) -> None:
 def _identity(turn: Turn, hello: Hello) -> WorkerId | None:
     """The id of the process that says hello; None where it claims the id of another living one."""
     durable = turn.durable
-    if not hello.worker:
-        known = (r for r in durable.roster.values() if r.incarnation == hello.incarnation and r.ending is None)
-        return next((record.worker for record in known), None) or unused_id(turn)
     record = durable.roster.get(hello.worker)
-    if record is None:
-        return unused_id(turn) if _was_given_away(durable, hello.worker) else hello.worker
-    if record.incarnation in ("", hello.incarnation):
+    if record is not None and record.incarnation in ("", hello.incarnation):
         return hello.worker
+    known = (r for r in durable.roster.values() if r.incarnation == hello.incarnation and r.ending is None)
+    given = next((record.worker for record in known), None)
+    if given is not None:
+        return given  # which it has not heard yet
+    if record is None:
+        is_free = hello.worker and not _was_given_away(durable, hello.worker)
+        return hello.worker if is_free else unused_id(turn)
     process = turn.process(hello.worker)
     gone = record.standing is not Standing.HERE or record.ending is not None
     return unused_id(turn) if gone and (process is None or process.connection is None) else None
