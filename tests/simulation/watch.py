@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 MOST_NUMBERS = 1_000
 """By which numbers grow between two writes, at most."""
 UNREACHABLE_SECONDS = 0.9
-"""After so long a silence must have been seen."""
+"""After so long a silence must have been seen; by a controller whose ticks are late, two ticks later."""
 
 WELL_SECONDS = 3.0
 """Whoever could be reached for so long has been heard."""
@@ -156,7 +156,7 @@ class Watch:
             self.violated("a number was believed that cannot be", after.number, after.step)
         self.stored_plans |= {planned.generation for planned in after.planned}
         if after.floor > before.floor:
-            self._anew(after.floor, after.step)
+            self._anew(after.floor, after.step, after.current)
         plan = after.current
         if plan is not None and plan is not before.current and plan.recovery is not None and plan != before.current:
             self._opens(before, plan)
@@ -166,6 +166,9 @@ class Watch:
                 and self.incarnations.setdefault(record.worker, record.incarnation) != record.incarnation
             ):
                 self.violated("an id was given to two processes", record.worker)
+        here = [record.incarnation for record in after.roster.values() if record.incarnation and record.ending is None]
+        if len(here) > len(set(here)):
+            self.violated("a process was given two ids", *here)
 
     def _opens(self, before: Durable, plan: Plan) -> None:
         if plan.generation in self.opened:
@@ -178,13 +181,17 @@ class Watch:
         if plan.reason.value == "start":
             if before.current is not None and self.top > 0 and before.committed_in >= max(before.floor, 1):
                 self.violated("a start took the place of a world that trained", plan.generation)
-            self._anew(plan.generation, step)
+            self._anew(plan.generation, step, plan)
 
-    def _anew(self, floor: int, step: int) -> None:
-        """The job begins again at step 0 or at a checkpoint's; what was before counts no more."""
+    def _anew(self, floor: int, step: int, plan: Plan | None) -> None:
+        """The job begins again at step 0, at a checkpoint's, or where those are who are left; what was before counts no
+        more. Only in the memory of the last nothing has changed.
+        """
         self.top = self.shown = step
         self.simulation.promises.went_back(step)
-        self.simulation.bits.over()
+        recovery = plan.recovery if plan is not None and plan.reason is not Reason.START else None
+        if recovery is None or recovery.checkpoint:
+            self.simulation.bits.over()
         self.floor = floor
         self.began_at.clear()
 
@@ -264,7 +271,8 @@ class Watch:
             self.violated("a worker that beats was counted out", *well)
         here = [record for record in old.values() if record.serves and record.incarnation]
         since = {record.worker: self.simulation.processes[record.incarnation].unreachable_since for record in here}
-        silent = [worker for worker, at in since.items() if at < now - UNREACHABLE_SECONDS]
+        seen_after = UNREACHABLE_SECONDS + 2 * self.simulation.host.late
+        silent = [worker for worker, at in since.items() if at < now - seen_after]
         long = self.simulation.spec.stall_seconds - UNREACHABLE_SECONDS
         gone = [worker for worker in silent if since[worker] < now - long]
         if 2 * len(silent) > len(here) and set(lost) & set(silent) - set(gone):
