@@ -310,6 +310,7 @@ class Training:
         if before is not None and not self.membership.is_newcomer:
             self.groups.withdraw(self.worker, before.generation)
         if self.membership.builds(plan):
+            self.closed.discard(plan.generation)  # a stop that came late has ended an earlier attempt
             self.building[plan.generation] = self.worker.clock.now
             self.groups.arrive(self.worker, plan, lambda: self._planned_built(plan.generation))
 
