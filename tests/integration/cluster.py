@@ -110,14 +110,13 @@ class Cluster:
         self.detours: dict[str, int] = {}
         """By worker: another port at which it finds the controller."""
         self._started = workers
-        self._ports = free_port(), free_port()
         self._lives = 0
         self._controller = 0
-        self._rest = httpx.Client(base_url=f"http://127.0.0.1:{self._ports[0]}/v1", timeout=10, trust_env=False)
+        self._take_ports()
 
     def __enter__(self) -> Self:
         try:
-            self.start_controller()
+            self._start_anywhere()
             self._answer("POST", "/jobs", self.spec)
             if self.spec["launcher"] == "none":
                 self._start_in_order()
@@ -142,6 +141,22 @@ class Cluster:
         return self._ports[1]
 
     # ---- processes
+
+    def _take_ports(self) -> None:
+        self._ports = free_port(), free_port()
+        self._rest = httpx.Client(base_url=f"http://127.0.0.1:{self._ports[0]}/v1", timeout=10, trust_env=False)
+
+    def _start_anywhere(self) -> None:
+        """A free port may be taken by somebody else before the controller has it: then at others."""
+        for _ in range(3):
+            try:
+                return self.start_controller()
+            except AssertionError:
+                if self._controller not in ended():
+                    raise
+                self._rest.close()
+                self._take_ports()
+        return self.start_controller()
 
     def start_controller(self, store: str = "store") -> None:
         """Start it, or start it again at the same addresses, with the same store or another one."""
