@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TextIO
 
 import pytest
+import structlog
 from crew import Crew, Task, undisturbed
 from shoal.logs import get_logger, say
 
@@ -55,6 +56,16 @@ def test_a_line_that_cannot_be_written_is_lost(kind: str) -> None:
     with standard_error(kind):
         get_logger("shoal.world").info("world", generation=2, rank=0)
         say("a sentence")
+
+
+def test_the_scripts_own_level_silences_no_line(capsys: pytest.CaptureFixture[str]) -> None:
+    before = structlog.get_config()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("error"))
+    try:
+        get_logger("shoal.world").info("world", generation=2)
+    finally:
+        structlog.configure(**before)
+    assert "event='world'" in capsys.readouterr().err
 
 
 def test_what_can_be_written_is(capsys: pytest.CaptureFixture[str]) -> None:

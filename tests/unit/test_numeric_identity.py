@@ -19,7 +19,9 @@ def hellos(*descriptions: Description):
     job, said, notes = new_job(JobSpec("job", 2), 0.0), [], []
     for number, made_of in enumerate(descriptions):
         worker = f"w{number}"
-        hello = Hello(PROTOCOL_VERSION, "job", worker, "1", "127.0.0.1:9", "host", 1, "", made_of, REHEARSING)
+        hello = Hello(
+            PROTOCOL_VERSION, "job", worker, f"process{number}", "127.0.0.1:9", "host", 1, "", made_of, REHEARSING
+        )
         job, effects = step(job, Connected(number, hello), 0.0)
         said += [effect.message for effect in effects if isinstance(effect, Send)]
         notes += [(effect.kind, effect.message) for effect in effects if isinstance(effect, Note)]

@@ -28,6 +28,8 @@ class _StandardError:
 
 
 STANDARD_ERROR = _StandardError()
+EVERYTHING = 0
+"""The lowest level."""
 
 
 def say(sentence: str) -> None:
@@ -46,5 +48,6 @@ def get_logger(name: str) -> structlog.typing.FilteringBoundLogger:
             structlog.processors.format_exc_info,
             structlog.processors.KeyValueRenderer(key_order=["timestamp", "level", "logger", "event"]),
         ],
+        wrapper_class=structlog.make_filtering_bound_logger(EVERYTHING),  # not the script's own, with its level
     ).bind(logger=name)
     return log
