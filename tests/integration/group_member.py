@@ -21,8 +21,8 @@ from shoal.exchange.meeting import Meeting, Stop
 from shoal.exchange.meeting_place import MeetingPlace
 from shoal.exchange.rendezvous import Rendezvous
 
-MUCH = 32 << 20
-"""Elements."""
+MUCH = 128 << 20
+"""Elements: so many that no machine has passed them on before the process that sends or takes them has frozen."""
 
 
 class Member:
