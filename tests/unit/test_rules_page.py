@@ -8,12 +8,10 @@ from functools import cache
 from pathlib import Path
 
 from mutants.mutant import mutants
-from rules_page import rules
+from rules_page import PAGE as FILE
+from rules_page import ROOT, rules
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs/rules.md").read_text()
-ROWS = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if line.startswith("| ")]
-RULES = [row for row in ROWS if row[0] != "rule"]
+PAGE = FILE.read_text()
 SCENARIOS = {file.stem for file in (ROOT / "tests/simulation/scenarios").glob("*.txt")}
 SHORT = {"worker/": "worker/shoal/", "core/": "controller/shoal_controller/core/", "protos/": "protos/"}
 
@@ -47,9 +45,9 @@ def test_every_test_that_the_page_names_exists() -> None:
 
 
 def test_every_rule_says_where_it_lives_and_what_holds_it_or_why_nothing_does() -> None:
-    for rule, *cells in RULES:
-        where, held, tried = (cell.strip() for cell in cells) if len(cells) == 3 else ("", "", cells[-1])
-        assert (where and "::" in held and tried) or tried.startswith(("**needs", "**not built")), rule
+    for rule in rules():
+        opened = rule.tried.startswith(("**needs", "**not built"))
+        assert (rule.where and rule.held and rule.tried) or opened, rule.text
 
 
 def test_every_file_that_the_page_names_exists() -> None:
