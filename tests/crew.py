@@ -36,11 +36,11 @@ from shoal.session.alone import AloneLink
 from shoal.session.seam import Link
 from shoal.starting import _description
 from shoal.state import NEWCOMER, Limits, TrainingState
-from shoal_controller.core.effects import Note, Probe, Send
-from shoal_controller.core.events import Connected, Disconnected, Event, Probed, Said, Started, Tick
-from shoal_controller.core.job import Job
-from shoal_controller.core.machine import new_job, step
-from shoal_controller.core.spec import JobSpec
+from shoal_controller.core.machine.effects import Note, Probe, Send
+from shoal_controller.core.machine.events import Connected, Disconnected, Event, Probed, Said, Started, Tick
+from shoal_controller.core.machine.job import Job
+from shoal_controller.core.machine.machine import new_job, step
+from shoal_controller.core.machine.spec import JobSpec
 from shoal_protos.errors import UserError
 from shoal_protos.messages import Point, Status
 from torch import nn

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from shoal_controller.core.effects import Effect, Kill, Note, Persist, Send, Spawn
-from shoal_controller.core.events import Connected, Disconnected, Event, Exited, Probed, Said, Started, Tick
-from shoal_controller.core.figures import series_key
-from shoal_controller.core.machine import from_json, new_job, restore, step, to_json, view
-from shoal_controller.core.spec import JobSpec, JobView
+from shoal_controller.core.machine.effects import Effect, Kill, Note, Persist, Send, Spawn
+from shoal_controller.core.machine.events import Connected, Disconnected, Event, Exited, Probed, Said, Started, Tick
+from shoal_controller.core.machine.figures import series_key
+from shoal_controller.core.machine.machine import from_json, new_job, restore, step, to_json, view
+from shoal_controller.core.machine.spec import JobSpec, JobView
 from shoal_protos.activity import Activity, StepPhase
 from shoal_protos.description import Description
 from shoal_protos.messages import (

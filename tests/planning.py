@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from shoal_controller.core.planner import (
+from shoal_controller.core.planning.planner import (
     Candidate,
     Terms,
     Wish,

@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import ClassVar
 
 from shoal_controller import logs
-from shoal_controller.core.effects import Effect, Note, Persist
-from shoal_controller.core.events import Cancel, Event, Scale, Spawned, Tick
-from shoal_controller.core.spec import JobSpec, JobView, Phase
-from shoal_controller.seams import Outside
+from shoal_controller.core.machine.effects import Effect, Note, Persist
+from shoal_controller.core.machine.events import Cancel, Event, Scale, Spawned, Tick
+from shoal_controller.core.machine.spec import JobSpec, JobView, Phase
+from shoal_controller.ports import Outside
 from shoal_controller.shell import Shell
 from shoal_controller.store.open import open_store
 from shoal_protos.errors import Conflict

@@ -6,7 +6,16 @@ that came and went meanwhile has said nothing. To the job it is as if the contro
 
 from __future__ import annotations
 
-from shoal_controller.core.events import Connected, Disconnected, Event, Exited, NeverStarted, Probed, Said, Spawned
+from shoal_controller.core.machine.events import (
+    Connected,
+    Disconnected,
+    Event,
+    Exited,
+    NeverStarted,
+    Probed,
+    Said,
+    Spawned,
+)
 
 Key = tuple[object, ...]
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shoal_controller.core import durable as state
-from shoal_controller.core import job as jobs
-from shoal_controller.core import machine
-from shoal_controller.core.effects import Effect
-from shoal_controller.core.events import Event
-from shoal_controller.core.job import Job
-from shoal_controller.core.spec import JobSpec, JobView
-from shoal_controller.core.view import view
+from shoal_controller.core.machine import durable as state
+from shoal_controller.core.machine import job as jobs
+from shoal_controller.core.machine import machine
+from shoal_controller.core.machine.effects import Effect
+from shoal_controller.core.machine.events import Event
+from shoal_controller.core.machine.job import Job
+from shoal_controller.core.machine.spec import JobSpec, JobView
+from shoal_controller.core.machine.view import view
 
 
 class CoreMachine:

@@ -1,8 +1,8 @@
 """Everything that Prometheus can ask, read from the jobs when it asks: what they have counted, and where they are.
 
 The names are frozen in a test. Every figure of a job has the label `job_name` (Prometheus overwrites `job`), of a
-worker also `worker`. A job counts for itself (`core/figures.py`), so its counters last as long as the job: none goes
-down when a controller is started again, and all are gone when the job is forgotten. Made by `server.py`.
+worker also `worker`. A job counts for itself (`core/machine/figures.py`), so its counters last as long as the job: none
+goes down when a controller is started again, and all are gone when the job is forgotten. Made by `server.py`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from prometheus_client import CollectorRegistry, Histogram, disable_created_metr
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from shoal_controller.core.figures import COUNTERS, HISTOGRAMS, HistogramKind, Observed, series_key, series_of
-from shoal_controller.core.spec import JobView, Phase, State, WorkerView
+from shoal_controller.core.machine.figures import COUNTERS, HISTOGRAMS, HistogramKind, Observed, series_key, series_of
+from shoal_controller.core.machine.spec import JobView, Phase, State, WorkerView
 
 STORE_REQUESTS = "shoal_store_request_duration_seconds"
 STORE_BUCKETS = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10)

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 
 from shoal_protos.errors import StoreError
 
-from shoal_controller.core.spec import JobSpec
+from shoal_controller.core.machine.spec import JobSpec
 
 FORMAT = 1
 """Of the records that this code writes; it reads this one and older ones."""

@@ -4,7 +4,7 @@ One task per job takes events from a bounded inbox, first come, first served. A 
 then, so time never overtakes what was heard: the machine counts on that when it counts silence. While the store takes
 no write nothing is decided, training goes on, and what streams say is kept in a `Backlog`: to the job it is as if its
 controller were slow. Made by `shell.py`.
-What is slow (starting processes, probing) is done by `errands.py` beside the loop and comes back as an event.
+What is slow (starting processes, probing) is done by `background.py` beside the loop and comes back as an event.
 """
 
 from __future__ import annotations
@@ -17,9 +17,21 @@ import structlog
 from shoal_protos.errors import Conflict, ShoalError, StoreError, UserError
 from shoal_protos.messages import Ending, Refusal, Shutdown, Welcome
 
+from shoal_controller.background import Errands
 from shoal_controller.backlog import Backlog
-from shoal_controller.core.effects import Adopt, Close, Effect, Kill, Note, Persist, Probe, Progress, Send, Spawn
-from shoal_controller.core.events import (
+from shoal_controller.core.machine.effects import (
+    Adopt,
+    Close,
+    Effect,
+    Kill,
+    Note,
+    Persist,
+    Probe,
+    Progress,
+    Send,
+    Spawn,
+)
+from shoal_controller.core.machine.events import (
     Cancel,
     ConfirmLost,
     Connected,
@@ -33,11 +45,10 @@ from shoal_controller.core.events import (
     Started,
     Tick,
 )
-from shoal_controller.core.spec import JobSpec, JobView, Phase
-from shoal_controller.errands import Errands
-from shoal_controller.ledger import Ledger
+from shoal_controller.core.machine.spec import JobSpec, JobView, Phase
+from shoal_controller.job_repository import Ledger
+from shoal_controller.ports import Job, Machine, Outside
 from shoal_controller.records import JobEvent
-from shoal_controller.seams import Job, Machine, Outside
 from shoal_controller.store.store import Unfit
 from shoal_controller.tasks import end_task, guarded
 

@@ -21,8 +21,8 @@ from shoal_controller.api.web import Web
 from shoal_controller.launchers.local import LocalLauncher, Surroundings
 from shoal_controller.machinery import CoreMachine
 from shoal_controller.metrics import Metrics, Sources
+from shoal_controller.ports import Outside
 from shoal_controller.probes import probe
-from shoal_controller.seams import Outside
 from shoal_controller.sessions.service import SessionService
 from shoal_controller.sessions.settings import SessionSettings
 from shoal_controller.settings import Settings, inherited_environment, joined_address, split_address

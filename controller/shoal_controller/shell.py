@@ -17,13 +17,13 @@ from dataclasses import replace
 import structlog
 from shoal_protos.errors import Conflict, NotFound, StoreError
 
-from shoal_controller.cluster import cluster_of
-from shoal_controller.core.events import Cancel, Event
-from shoal_controller.core.spec import JobSpec, JobView
-from shoal_controller.ledger import EVENTS_KEPT, Ledger, new_ledger, stored_jobs
+from shoal_controller.cluster_id import cluster_of
+from shoal_controller.core.machine.events import Cancel, Event
+from shoal_controller.core.machine.spec import JobSpec, JobView
+from shoal_controller.job_repository import EVENTS_KEPT, Ledger, new_ledger, stored_jobs
+from shoal_controller.ports import Machine, Outside
 from shoal_controller.records import JobEvent
 from shoal_controller.runner import Life, Runner
-from shoal_controller.seams import Machine, Outside
 from shoal_controller.store.store import Put, Store
 from shoal_controller.tasks import end_task, guarded
 

@@ -1,8 +1,8 @@
 """Draws docs/phases.md from the job machine's table: `python docs/generate/phases.py` (`make docs`).
 
 Which phases a phase can lead to is read from the source: the functions that the table names for it, and all that they
-call within `core/phases`, are searched for `phase=Phase.X` and for the phases they are told to finish in. So an arrow
-means "some history leads there", and its label is the function that does it.
+call within `core/machine/phases`, are searched for `phase=Phase.X` and for the phases they are told to finish in. So an
+arrow means "some history leads there", and its label is the function that does it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from functools import cache
 from pathlib import Path
 from types import FunctionType
 
-from shoal_controller.core import machine
-from shoal_controller.core.spec import Phase
+from shoal_controller.core.machine import machine
+from shoal_controller.core.machine.spec import Phase
 
 PAGE = Path(__file__).resolve().parents[1] / "phases.md"
-ROOM = "shoal_controller.core.phases"
+ROOM = "shoal_controller.core.machine.phases"
 
 OPENING = """\
 # The phases of a job
@@ -28,7 +28,7 @@ OPENING = """\
 <!-- Written by `make docs` from the job machine's table; do not edit. -->
 
 An event is recorded by the function that the table has for it; then the phase's own function draws the conclusions from
-all that is known. An arrow's label is the function that takes it, in `controller/shoal_controller/core/phases`.
+all that is known. An arrow's label is the function that takes it, in `controller/shoal_controller/core/machine/phases`.
 `paused`, and `waiting` with a world that is too small to step, are shown for a `running` world that commits no steps.
 """
 

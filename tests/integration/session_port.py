@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import grpc
 import grpc.aio
-from shoal_controller.core.events import Connected, Disconnected, Said
+from shoal_controller.core.machine.events import Connected, Disconnected, Said
 from shoal_controller.sessions.service import SessionService
 from shoal_controller.sessions.settings import SessionSettings
 from shoal_protos.channel import CHANNEL_OPTIONS, METHOD

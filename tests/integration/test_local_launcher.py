@@ -14,8 +14,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from shoal_controller.core.events import Exited, NeverStarted, Spawned
-from shoal_controller.core.spec import JobSpec
+from shoal_controller.core.machine.events import Exited, NeverStarted, Spawned
+from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.launchers.local import LocalLauncher, Surroundings
 from shoal_controller.tokens import token_of_job
 from shoal_protos.errors import NotFound, StoreError, UserError
@@ -337,7 +337,7 @@ def test_what_does_not_end_with_its_job_is_killed_and_nothing_of_other_jobs(tmp_
 
 
 def test_a_log_is_bounded_while_its_worker_writes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal_controller.launchers.page.LOG_BYTES", 10_000)
+    monkeypatch.setattr("shoal_controller.launchers.process_record.LOG_BYTES", 10_000)
     monkeypatch.setattr("shoal_controller.launchers.local.ROTATE_SECONDS", 0.01)
 
     async def scene(controller: Controller) -> None:

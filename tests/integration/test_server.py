@@ -193,7 +193,7 @@ async def test_local_workers_that_cannot_live_fail_the_job_with_their_last_words
 
 @asynchronous
 async def test_local_workers_outlive_their_controller_and_are_adopted_by_the_next(tmp_path, monkeypatch):
-    monkeypatch.setattr("shoal_controller.core.phases.ending.LINGER_SECONDS", 0.5)
+    monkeypatch.setattr("shoal_controller.core.machine.phases.ending.LINGER_SECONDS", 0.5)
     spec = {"job": "a", "workers": {"wanted": 1}, "launcher": "local", "command": ["sleep", "1000"], "max_restarts": 0}
     async with controller(tmp_path) as (server, client):
         await client.post("/v1/jobs", json=spec)

@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 import pytest
 from integration.session_port import BEAT, HELLO, WELCOME, Event, Jobs, Port, hears_only, on_port
-from shoal_controller.core.events import Connected, Disconnected, Said
+from shoal_controller.core.machine.events import Connected, Disconnected, Said
 from shoal_controller.sessions.service import SessionService
 from shoal_controller.sessions.settings import SessionSettings
 from shoal_protos.errors import Conflict, StoreError, UserError

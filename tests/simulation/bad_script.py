@@ -8,7 +8,7 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING
 
-from shoal_controller.core.phases.failures import DEATHS_PER_RESTART
+from shoal_controller.core.machine.phases.failures import DEATHS_PER_RESTART
 from shoal_protos.messages import Fault
 
 if TYPE_CHECKING:

@@ -9,9 +9,20 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from shoal_controller.core.durable import Durable, from_json, to_json
-from shoal_controller.core.effects import Adopt, Close, Effect, Kill, Note, Persist, Probe, Progress, Send, Spawn
-from shoal_controller.core.events import (
+from shoal_controller.core.machine.durable import Durable, from_json, to_json
+from shoal_controller.core.machine.effects import (
+    Adopt,
+    Close,
+    Effect,
+    Kill,
+    Note,
+    Persist,
+    Probe,
+    Progress,
+    Send,
+    Spawn,
+)
+from shoal_controller.core.machine.events import (
     Connected,
     Disconnected,
     Event,
@@ -23,8 +34,8 @@ from shoal_controller.core.events import (
     Started,
     Tick,
 )
-from shoal_controller.core.job import Job
-from shoal_controller.core.machine import new_job, restore, step
+from shoal_controller.core.machine.job import Job
+from shoal_controller.core.machine.machine import new_job, restore, step
 from shoal_protos.errors import UserError
 from shoal_protos.messages import Refusal, Welcome
 

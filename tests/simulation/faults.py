@@ -6,8 +6,8 @@ from collections.abc import Callable
 from random import Random
 from typing import TYPE_CHECKING
 
-from shoal_controller.core.effects import Adopt, Kill, Persist, Progress, Send, Spawn
-from shoal_controller.core.events import ConfirmLost, DrainWorker, Pause, Resume, Save, Scale
+from shoal_controller.core.machine.effects import Adopt, Kill, Persist, Progress, Send, Spawn
+from shoal_controller.core.machine.events import ConfirmLost, DrainWorker, Pause, Resume, Save, Scale
 
 from .liars import Liars
 

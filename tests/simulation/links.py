@@ -10,7 +10,7 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from shoal_controller.core.effects import Note
+from shoal_controller.core.machine.effects import Note
 
 if TYPE_CHECKING:
     from .simulation import Simulation

@@ -11,33 +11,33 @@ from contextlib import contextmanager
 from typing import Any
 
 from shoal.core.membership import Membership
-from shoal_controller.core import machine
-from shoal_controller.core.durable import Durable, Failures, Feud, SaveRequest, Standing
-from shoal_controller.core.effects import Progress
-from shoal_controller.core.events import NeverStarted
-from shoal_controller.core.job import Listened, Process
-from shoal_controller.core.phases import (
+from shoal_controller.core.machine import machine
+from shoal_controller.core.machine.durable import Durable, Failures, Feud, SaveRequest, Standing
+from shoal_controller.core.machine.effects import Progress
+from shoal_controller.core.machine.events import NeverStarted
+from shoal_controller.core.machine.job import Listened, Process
+from shoal_controller.core.machine.phases import (
     admission,
-    asking,
     checkpoints,
     claims,
     corruption,
-    current,
+    failure_detector,
     failures,
-    feuds,
-    planned,
-    population,
-    presence,
+    fencing,
+    link_faults,
+    lost_blocks,
+    next_message,
+    planned_changes,
+    planner_inputs,
     progress_watch,
     recovery,
     running,
+    scaling,
     silence,
-    stalled,
-    stopped,
 )
-from shoal_controller.core.phases.current import is_member
-from shoal_controller.core.spec import Phase
-from shoal_controller.core.turn import Turn
+from shoal_controller.core.machine.phases.next_message import is_member
+from shoal_controller.core.machine.spec import Phase
+from shoal_controller.core.machine.turn import Turn
 from shoal_protos.checkpoint import Sighting
 from shoal_protos.messages import Point
 from shoal_protos.plan import Plan
@@ -184,7 +184,7 @@ def _shows_what_is_not_written(self: Turn) -> list[Any]:
     return [effect for effect in EFFECTS_IN_ORDER(self) if not isinstance(effect, Progress)]
 
 
-POPULATION_RESTARTED = population.restarted
+POPULATION_RESTARTED = scaling.restarted
 
 
 def _heeds_no_age(activities: Any, limit_seconds: float) -> Any:
@@ -197,7 +197,7 @@ ENTER_VOTE = Membership.enter_vote
 COUNT = silence.count
 EFFECTS_IN_ORDER = Turn.effects_in_order
 IDENTITY = admission._identity
-BEGUN_IN = planned.begun_in
+BEGUN_IN = planned_changes.begun_in
 
 
 def _counts_by_the_clock(turn: Turn) -> None:
@@ -226,38 +226,42 @@ MUTATIONS: dict[str, list[Patch]] = {
     "a newcomer keeps every planned generation": [(Membership, "hear_planned", _keeps_only_the_newest)],
     "a worker does not get ready for a plan that needs a block it lacks": [
         (Membership, "enter_vote", _votes_without_holding),
-        (asking, "kept", _counts_all),
+        (planner_inputs, "kept", _counts_all),
     ],
-    "a planned change counts only what its base keeps or has filled": [(asking, "kept", _counts_all)],
+    "a planned change counts only what its base keeps or has filled": [(planner_inputs, "kept", _counts_all)],
     "a leaving worker keeps its blocks until a vote without it has passed": [
-        (population, "_left_and_safe", _left_is_safe)
+        (scaling, "_left_and_safe", _left_is_safe)
     ],
     "no generation opens before every world has stopped": [(recovery, "quorum", lambda turn: None)],
     "an inventory counts only if no step was committed in a later generation": [
         (recovery, "counts", lambda inventory, committed_in, floor: True)
     ],
-    "only blocks whose gradient is in roll forward": [(asking, "worth", _worth_without_gradient)],
-    "who is one step behind rolls forward": [(asking, "worth", _worth_one_behind_is_nothing)],
+    "only blocks whose gradient is in roll forward": [(planner_inputs, "worth", _worth_without_gradient)],
+    "who is one step behind rolls forward": [(planner_inputs, "worth", _worth_one_behind_is_nothing)],
     "what is durable is written before anything is said": [(Turn, "effects_in_order", _says_before_it_stores)],
     "a second process with a living member's id is refused": [(admission, "_identity", _gives_ids_twice)],
     "most are silent: nobody is counted out": [(silence, "cut_off", lambda job: False)],
     "within reconnect_seconds nobody is counted out": [(silence, "reconnecting", lambda turn: False)],
     "silence is counted in the controller's own running time": [(silence, "count", _counts_by_the_clock)],
     "the time of a cut is nobody's silence": [(silence, "count", _counts_cuts)],
-    "a refusal proves a death only where the process was reached": [(presence, "_may_prove", _any_refusal_proves)],
-    "a stale worker is dismissed only after a commit": [(running, "_dismiss_the_stale", _dismisses_early)],
-    "a plan is void once another generation is current": [(planned, "begun_in", _keeps_void_plans)],
-    "the same pair is counted out only after two generations": [(feuds, "judge", _one_break_is_enough)],
-    "the same pair is counted out after two generations": [(feuds, "judge", lambda turn, attempt: None)],
-    "a block is given up only when nobody may hold it": [(stalled, "_may_have", _decides_at_once)],
-    "a lagging worker is told again": [(current, "due", lambda job, process: None)],
-    "a generation in which someone was lost blames no pair": [(feuds, "judge", _blames_in_any_case)],
-    "a newcomer is not waited for in a recovery": [(stopped, "_holds_nothing", lambda turn, worker: False)],
-    "a member that is stuck in the world before is heard": [
-        (feuds, "_broken_in_training", _hears_of_the_new_world_only)
+    "a refusal proves a death only where the process was reached": [
+        (failure_detector, "_may_prove", _any_refusal_proves)
     ],
-    "whether steps run is part of the plan": [(asking, "steps_run", lambda turn, members: True)],
-    "silence for stall_seconds counts out though most are silent": [(presence, "_gone_for_good", lambda turn: [])],
+    "a stale worker is dismissed only after a commit": [(running, "_dismiss_the_stale", _dismisses_early)],
+    "a plan is void once another generation is current": [(planned_changes, "begun_in", _keeps_void_plans)],
+    "the same pair is counted out only after two generations": [(link_faults, "judge", _one_break_is_enough)],
+    "the same pair is counted out after two generations": [(link_faults, "judge", lambda turn, attempt: None)],
+    "a block is given up only when nobody may hold it": [(lost_blocks, "_may_have", _decides_at_once)],
+    "a lagging worker is told again": [(next_message, "due", lambda job, process: None)],
+    "a generation in which someone was lost blames no pair": [(link_faults, "judge", _blames_in_any_case)],
+    "a newcomer is not waited for in a recovery": [(fencing, "_holds_nothing", lambda turn, worker: False)],
+    "a member that is stuck in the world before is heard": [
+        (link_faults, "_broken_in_training", _hears_of_the_new_world_only)
+    ],
+    "whether steps run is part of the plan": [(planner_inputs, "steps_run", lambda turn, members: True)],
+    "silence for stall_seconds counts out though most are silent": [
+        (failure_detector, "_gone_for_good", lambda turn: [])
+    ],
     "what members tell of copies that differ is heard": [(corruption, "on_status", lambda turn, worker, status: None)],
     "where copies differ all go back to a checkpoint whose copies agreed": [(corruption, "_conclude", _is_silent)],
     "… and to none that was saved while they differed": [
@@ -272,9 +276,9 @@ MUTATIONS: dict[str, list[Patch]] = {
         (recovery, "_goes_back", lambda turn, plan, step: False)
     ],
     "no two requests to save have one number": [(checkpoints, "ask", _asks_by_the_number_of_a_ping)],
-    "a drain's grace goes on over a controller's restart": [(population, "restarted", _gives_no_grace)],
-    "a save that was accepted is made over a controller's restart": [(population, "restarted", _forgets(save=None))],
-    "what was told to end is killed over a controller's restart": [(population, "restarted", _forgets(dismissed={}))],
+    "a drain's grace goes on over a controller's restart": [(scaling, "restarted", _gives_no_grace)],
+    "a save that was accepted is made over a controller's restart": [(scaling, "restarted", _forgets(save=None))],
+    "what was told to end is killed over a controller's restart": [(scaling, "restarted", _forgets(dismissed={}))],
     "a worker that no controller has started is started by the next": [
         (machine.TABLE, (Phase.WAITING, NeverStarted), lambda turn, event: None),
         (machine.TABLE, (Phase.RUNNING, NeverStarted), lambda turn, event: None),
@@ -288,8 +292,10 @@ MUTATIONS: dict[str, list[Patch]] = {
     "a link that fails while a world is made is looked into": [
         (progress_watch, "in_building", lambda turn, plan, since: ())
     ],
-    "a planned change whose joiner cannot be reached is void": [(planned, "held_up", lambda turn, world: ())],
-    "where neither can be spared nobody is counted out": [(asking, "can_spare", lambda turn, counting, worker: True)],
+    "a planned change whose joiner cannot be reached is void": [(planned_changes, "held_up", lambda turn, world: ())],
+    "where neither can be spared nobody is counted out": [
+        (planner_inputs, "can_spare", lambda turn, counting, worker: True)
+    ],
 }
 """By the rule, as a sentence that is false while it is switched off."""
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shoal_controller.core.durable import Durable
-from shoal_controller.core.events import Event, Save
-from shoal_controller.core.job import Job
+from shoal_controller.core.machine.durable import Durable
+from shoal_controller.core.machine.events import Event, Save
+from shoal_controller.core.machine.job import Job
 
 if TYPE_CHECKING:
     from .simulation import Simulation

@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from shoal_controller.core import effects
-from shoal_controller.core.events import Cancel, ConfirmLost, DrainWorker, Pause, Resume, Save, Scale
-from shoal_controller.core.view import view
+from shoal_controller.core.machine import effects
+from shoal_controller.core.machine.events import Cancel, ConfirmLost, DrainWorker, Pause, Resume, Save, Scale
+from shoal_controller.core.machine.view import view
 from shoal_protos.messages import Heartbeat
 
 from .liars import Liars

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
-from shoal_controller.core.spec import JobSpec
+from shoal_controller.core.machine.spec import JobSpec
 from shoal_protos.corruption import OnCorruption
 from shoal_protos.description import Description
 from shoal_protos.plan import EVERYONE, Member

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shoal_controller.core.durable import Durable, Standing
-from shoal_controller.core.events import DrainWorker, Event
-from shoal_controller.core.job import Job
-from shoal_controller.core.spec import Phase
+from shoal_controller.core.machine.durable import Durable, Standing
+from shoal_controller.core.machine.events import DrainWorker, Event
+from shoal_controller.core.machine.job import Job
+from shoal_controller.core.machine.spec import Phase
 from shoal_protos.checkpoint import Sighting
 from shoal_protos.messages import Carry, Ending, Open, Prepare
 from shoal_protos.plan import Plan, Reason

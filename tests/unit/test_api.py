@@ -13,9 +13,9 @@ from shoal_controller import logs
 from shoal_controller.api.app import ApiSettings, build_app
 from shoal_controller.api.guard import MOST_BODY_BYTES
 from shoal_controller.api.web import Web
-from shoal_controller.core.effects import Note
-from shoal_controller.core.events import ConfirmLost, DrainWorker, Pause, Resume, Save
-from shoal_controller.core.spec import JobSpec, Phase, ResizeView, State, WorkerView
+from shoal_controller.core.machine.effects import Note
+from shoal_controller.core.machine.events import ConfirmLost, DrainWorker, Pause, Resume, Save
+from shoal_controller.core.machine.spec import JobSpec, Phase, ResizeView, State, WorkerView
 from shoal_controller.shell import Shell
 from shoal_controller.store.open import open_store
 from shoal_controller.tokens import token_of_job

@@ -11,7 +11,7 @@ from integration.scripts import Samples
 from shoal.engine import Engine
 from shoal.faults import Faults
 from shoal.session.alone import AloneLink
-from shoal_controller.core.events import DrainWorker
+from shoal_controller.core.machine.events import DrainWorker
 
 OPTIONS: dict[str, Any] = {"max_steps": 6}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal_controller.core.planner import Candidate, Terms, Wish, plan_change, plan_start
+from shoal_controller.core.planning.planner import Candidate, Terms, Wish, plan_change, plan_start
 from shoal_protos.plan import Member, Plan, Reason
 from shoal_protos.runs import every
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from crew import Crew, Task, Worker, undisturbed
 from shoal.engine import Engine
 from shoal.faults import Fault
-from shoal_controller.core.events import DrainWorker, Pause, Resume
+from shoal_controller.core.machine.events import DrainWorker, Pause, Resume
 from shoal_protos.messages import Point
 from shoal_protos.plan import Plan
 from shoal_protos.runs import NO_BLOCKS, Runs, every

@@ -15,7 +15,7 @@ from shoal.checkpoint.catalogue import checkpoints, saves
 from shoal.checkpoint.storage import LocalStorage
 from shoal.checkpoint.verify import verify
 from shoal.failure import NeedsFreshProcess
-from shoal_controller.core.events import DrainWorker, Save
+from shoal_controller.core.machine.events import DrainWorker, Save
 from shoal_protos.errors import Conflict
 
 STEPS = 14

@@ -6,11 +6,11 @@ from dataclasses import fields, replace
 
 import pytest
 from machine_driver import MADE_OF, NEW, RUN, Driver
-from shoal_controller.core.durable import Standing
-from shoal_controller.core.effects import Close
-from shoal_controller.core.events import Started
-from shoal_controller.core.job import restore
-from shoal_controller.core.spec import Phase
+from shoal_controller.core.machine.durable import Standing
+from shoal_controller.core.machine.effects import Close
+from shoal_controller.core.machine.events import Started
+from shoal_controller.core.machine.job import restore
+from shoal_controller.core.machine.spec import Phase
 from shoal_protos.checkpoint import Sighting
 from shoal_protos.messages import (
     Heartbeat,

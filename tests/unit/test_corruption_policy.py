@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 from machine_driver import MADE_OF, NEW, Driver
-from shoal_controller.core.effects import Note
-from shoal_controller.core.events import Resume
-from shoal_controller.core.figures import series_key
-from shoal_controller.core.spec import Phase
+from shoal_controller.core.machine.effects import Note
+from shoal_controller.core.machine.events import Resume
+from shoal_controller.core.machine.figures import series_key
+from shoal_controller.core.machine.spec import Phase
 from shoal_protos.checkpoint import Damage, Sighting
 from shoal_protos.corruption import CorruptBlock, OnCorruption
 from shoal_protos.messages import Ending, Prepare

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from shoal_controller.core.events import Connected, Said
+from shoal_controller.core.machine.events import Connected, Said
 from shoal_controller.sessions.dialogue import OUTBOX_MESSAGES, Dialogue
 from shoal_protos.description import Description
 from shoal_protos.errors import NotFound, StoreError, UserError

@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 from machine_driver import MADE_OF, Driver
-from shoal_controller.core.events import DrainWorker, Exited, Spawned
-from shoal_controller.core.spec import Phase
+from shoal_controller.core.machine.events import DrainWorker, Exited, Spawned
+from shoal_controller.core.machine.spec import Phase
 from shoal_protos.checkpoint import Sighting
 from shoal_protos.messages import NO_CONTROLLER, WRONG_USE, Fault, Point, Result
 

@@ -12,7 +12,7 @@ from random import Random
 import pytest
 from crew import Crew, Task, Worker, undisturbed
 from shoal.faults import POINTS
-from shoal_controller.core.events import DrainWorker, Pause, Resume
+from shoal_controller.core.machine.events import DrainWorker, Pause, Resume
 
 LIVES = int(os.environ.get("SHOAL_LIVES", "8"))
 MOST_WORKERS = 5

@@ -7,10 +7,10 @@ from typing import get_args
 
 import pytest
 from machine_driver import MADE_OF, NEW, RUN, Driver
-from shoal_controller.core.effects import Close, Persist, Send
-from shoal_controller.core.events import Cancel, Disconnected, Event, Exited, Scale
-from shoal_controller.core.machine import SETTLE, TABLE
-from shoal_controller.core.spec import Phase, State
+from shoal_controller.core.machine.effects import Close, Persist, Send
+from shoal_controller.core.machine.events import Cancel, Disconnected, Event, Exited, Scale
+from shoal_controller.core.machine.machine import SETTLE, TABLE
+from shoal_controller.core.machine.spec import Phase, State
 from shoal_protos.checkpoint import Sighting
 from shoal_protos.messages import (
     Ask,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
-from shoal_controller.core import machine
-from shoal_controller.core.durable import from_json, to_json
-from shoal_controller.core.events import Event
-from shoal_controller.core.job import Job
+from shoal_controller.core.machine import machine
+from shoal_controller.core.machine.durable import from_json, to_json
+from shoal_controller.core.machine.events import Event
+from shoal_controller.core.machine.job import Job
 from simulation.seeds import rage_and_calm
 from simulation.simulation import Simulation
 from simulation.watch import Watch

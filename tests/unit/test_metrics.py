@@ -5,8 +5,8 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 from shoal_controller import core as core_package
-from shoal_controller.core.figures import COUNTERS, HISTOGRAMS, Figures, series_of
-from shoal_controller.core.spec import JobSpec, JobView, Phase, State, WorkerView
+from shoal_controller.core.machine.figures import COUNTERS, HISTOGRAMS, Figures, series_of
+from shoal_controller.core.machine.spec import JobSpec, JobView, Phase, State, WorkerView
 from shoal_controller.metrics import Metrics, Sources
 from small_machine import SmallMachine
 

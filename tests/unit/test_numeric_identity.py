@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from shoal_controller.core.effects import Note, Send
-from shoal_controller.core.events import Connected
-from shoal_controller.core.machine import new_job, step, view
-from shoal_controller.core.spec import JobSpec
+from shoal_controller.core.machine.effects import Note, Send
+from shoal_controller.core.machine.events import Connected
+from shoal_controller.core.machine.machine import new_job, step, view
+from shoal_controller.core.machine.spec import JobSpec
 from shoal_protos.description import Description
 from shoal_protos.messages import PROTOCOL_VERSION, Hello, Point, Refusal, Status, Welcome
 

@@ -6,7 +6,15 @@ from dataclasses import replace
 
 import pytest
 from planning import World, candidate, transfers
-from shoal_controller.core.planner import BlocksLost, Terms, Wish, plan_change, plan_recovery, plan_start, same_world
+from shoal_controller.core.planning.planner import (
+    BlocksLost,
+    Terms,
+    Wish,
+    plan_change,
+    plan_recovery,
+    plan_start,
+    same_world,
+)
 from shoal_protos.plan import EVERYONE, Plan, Reason, Share
 from shoal_protos.runs import NO_BLOCKS, Runs, every, union
 

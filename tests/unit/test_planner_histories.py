@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner_twin import cheapest_flow
 from planning import World, transfers
-from shoal_controller.core.planner import BlocksLost, Candidate, Terms
+from shoal_controller.core.planning.planner import BlocksLost, Candidate, Terms
 from shoal_protos.plan import EVERYONE
 
 Act = tuple[str, int]

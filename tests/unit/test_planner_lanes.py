@@ -8,7 +8,7 @@ from itertools import combinations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from shoal_controller.core.lanes import NONE_IN_FLIGHT, share_lanes, subtrees
+from shoal_controller.core.planning.lanes import NONE_IN_FLIGHT, share_lanes, subtrees
 
 
 def shares(lanes: int, trainers: int) -> list[tuple[int, ...]]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 from planning import transfers
-from shoal_controller.core.planner import Candidate, Terms, Wish, plan_change, plan_recovery, plan_start
+from shoal_controller.core.planning.planner import Candidate, Terms, Wish, plan_change, plan_recovery, plan_start
 from shoal_protos.plan import Member, Plan, Reason
 from shoal_protos.runs import every
 from shoal_protos.wire import plan_to_bytes

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner_twin import Holders, cheapest_flow, fewest_transfers
 from planning import candidate, transfers
-from shoal_controller.core.planner import Terms, Wish, plan_change
+from shoal_controller.core.planning.planner import Terms, Wish, plan_change
 from shoal_protos.plan import Member, Plan, Reason, Share
 from shoal_protos.runs import Runs, every
 

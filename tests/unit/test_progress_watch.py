@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from machine_driver import MADE_OF, Driver
-from shoal_controller.core.effects import Effect, Note
-from shoal_controller.core.events import Pause
+from shoal_controller.core.machine.effects import Effect, Note
+from shoal_controller.core.machine.events import Pause
 from shoal_protos.activity import StepPhase
 from shoal_protos.messages import Ending, Prepare, Shutdown, Telemetry
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from machine_driver import MADE_OF, Driver
-from shoal_controller.core.events import Pause
+from shoal_controller.core.machine.events import Pause
 
 
 def test_a_job_whose_workers_are_all_refused_says_why_in_its_reason() -> None:

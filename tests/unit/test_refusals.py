@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from machine_driver import Driver
-from shoal_controller.core.durable import Standing
-from shoal_controller.core.effects import Probe
-from shoal_controller.core.events import Disconnected, Probed, Spawned, Tick
+from shoal_controller.core.machine.durable import Standing
+from shoal_controller.core.machine.effects import Probe
+from shoal_controller.core.machine.events import Disconnected, Probed, Spawned, Tick
 
 
 def training(workers: int = 5, **spec: object) -> Driver:

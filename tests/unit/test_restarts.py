@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 from machine_driver import MADE_OF, Driver
-from shoal_controller.core.effects import Adopt, Kill, Note, Persist, Progress, Spawn
-from shoal_controller.core.events import Cancel, DrainWorker, Exited, NeverStarted, Save, Tick
-from shoal_controller.core.phases.population import LINGER_SECONDS
-from shoal_controller.core.spec import Phase
+from shoal_controller.core.machine.effects import Adopt, Kill, Note, Persist, Progress, Spawn
+from shoal_controller.core.machine.events import Cancel, DrainWorker, Exited, NeverStarted, Save, Tick
+from shoal_controller.core.machine.phases.scaling import LINGER_SECONDS
+from shoal_controller.core.machine.spec import Phase
 from shoal_protos.checkpoint import Saved, SaveOutcome, Sighting
 from shoal_protos.messages import Ask, AskKind, Ending, Request, RequestKind, Result, Telemetry
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 from asynchronous import asynchronous
-from shoal_controller.core.effects import Close, Note, Persist, Send
-from shoal_controller.core.events import Pause, Resume, Save, Scale, Tick
-from shoal_controller.core.spec import JobSpec, Phase
+from shoal_controller.core.machine.effects import Close, Note, Persist, Send
+from shoal_controller.core.machine.events import Pause, Resume, Save, Scale, Tick
+from shoal_controller.core.machine.spec import JobSpec, Phase
 from shoal_controller.records import JobEvent
 from shoal_controller.store.store import Put
 from shoal_protos.errors import Conflict, NotFound, StoreError
@@ -198,7 +198,7 @@ async def test_many_notes_of_one_step_are_all_written_in_order(tmp_path):
 
 @asynchronous
 async def test_the_history_is_bounded_and_its_oldest_go_first(tmp_path, monkeypatch):
-    monkeypatch.setattr("shoal_controller.ledger.EVENTS_KEPT", 100)
+    monkeypatch.setattr("shoal_controller.job_repository.EVENTS_KEPT", 100)
     async with running(tmp_path) as world:
         await world.shell.create(SPEC)
         world.machine.answers[Save] = [Note("n", "n") for _ in range(30)]

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 from asynchronous import asynchronous
-from shoal_controller.core.durable import Durable, from_json, to_json
-from shoal_controller.core.effects import Adopt, Kill, Note, Persist, Probe, Spawn
-from shoal_controller.core.events import (
+from shoal_controller.core.machine.durable import Durable, from_json, to_json
+from shoal_controller.core.machine.effects import Adopt, Kill, Note, Persist, Probe, Spawn
+from shoal_controller.core.machine.events import (
     Connected,
     Disconnected,
     Exited,
@@ -23,7 +23,7 @@ from shoal_controller.core.events import (
     Started,
     Tick,
 )
-from shoal_controller.core.spec import JobSpec, Phase, State, WorkerView
+from shoal_controller.core.machine.spec import JobSpec, Phase, State, WorkerView
 from shoal_controller.store.open import open_store
 from shoal_controller.store.store import Put
 from shoal_protos.errors import Conflict, StoreError
@@ -259,8 +259,8 @@ def test_a_field_that_this_version_does_not_know_is_not_dropped():
 
 @asynchronous
 async def test_a_state_larger_than_a_transaction_is_written_in_parts_and_read_again(tmp_path, monkeypatch):
-    monkeypatch.setattr("shoal_controller.ledger.packed", lambda durable: durable.encode())
-    monkeypatch.setattr("shoal_controller.ledger.unpacked", lambda value: value.decode())
+    monkeypatch.setattr("shoal_controller.job_repository.packed", lambda durable: durable.encode())
+    monkeypatch.setattr("shoal_controller.job_repository.unpacked", lambda value: value.decode())
     filler = {"filler": "x" * 3_000_000}
     monkeypatch.setattr(SmallMachine, "filler", filler)
     async with running(tmp_path) as world:
@@ -372,7 +372,7 @@ async def test_a_store_that_fails_for_long_is_waited_for_while_streams_are_heard
 @asynchronous
 async def test_an_operator_is_answered_though_the_store_is_not(tmp_path, monkeypatch):
     monkeypatch.setattr("shoal_controller.runner.WISH_SECONDS", 0.2)
-    monkeypatch.setattr("shoal_controller.ledger.BEGIN_SECONDS", 0.2)
+    monkeypatch.setattr("shoal_controller.job_repository.BEGIN_SECONDS", 0.2)
     store = Shaky(await open_store(f"embedded:{tmp_path}"))
     world = World(store)
     await world.shell.start()

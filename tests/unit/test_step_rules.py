@@ -23,7 +23,7 @@ from shoal.exchange.routes import HANDED
 from shoal.state import TrainingState, tensor_bytes
 from shoal.zero.flat import adopt, empty_flats, lay_out_model, trainable
 from shoal.zero.held import HeldBlocks
-from shoal_controller.core.durable import Standing
+from shoal_controller.core.machine.durable import Standing
 from shoal_protos.errors import UserError
 from shoal_protos.runs import Runs, every
 from torch import nn

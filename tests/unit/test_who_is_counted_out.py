@@ -6,13 +6,13 @@ What a whole job makes of it is told by the simulation's scenarios (`feud`, `con
 from dataclasses import replace
 
 import pytest
-from shoal_controller.core.durable import Durable, Record, Standing
-from shoal_controller.core.events import Connected, Exited, Tick
-from shoal_controller.core.job import Attempt, Job
-from shoal_controller.core.machine import new_job, step
-from shoal_controller.core.phases import feuds
-from shoal_controller.core.spec import JobSpec, Phase
-from shoal_controller.core.turn import Turn
+from shoal_controller.core.machine.durable import Durable, Record, Standing
+from shoal_controller.core.machine.events import Connected, Exited, Tick
+from shoal_controller.core.machine.job import Attempt, Job
+from shoal_controller.core.machine.machine import new_job, step
+from shoal_controller.core.machine.phases import link_faults
+from shoal_controller.core.machine.spec import JobSpec, Phase
+from shoal_controller.core.machine.turn import Turn
 from shoal_protos.description import Description
 from shoal_protos.messages import PROTOCOL_VERSION, Hello, Point, Status
 from shoal_protos.plan import Reason
@@ -36,7 +36,7 @@ def job_of_three() -> Job:
 def broken(job: Job, *reports: tuple[str, str], now: float = 0.0) -> Job:
     """A generation that broke because of these reports, with nobody lost."""
     turn = Turn(job, now)
-    feuds.judge(turn, Attempt(2, Reason.KILL, "", now, now, reports=reports))
+    link_faults.judge(turn, Attempt(2, Reason.KILL, "", now, now, reports=reports))
     return turn.job
 
 
@@ -75,7 +75,7 @@ def test_the_back_off_of_a_worker_that_is_counted_out_again_doubles():
         job = broken(broken(job, ("a", "b"), now=now), ("a", "b"), now=now)
         waits.append(job.durable.avoided_until["b:1"] - now)
         now += waits[-1] + 1.0
-        assert not feuds.avoided(Turn(job, now), "b")
+        assert not link_faults.avoided(Turn(job, now), "b")
     assert waits == [10.0, 20.0, 40.0, 80.0]
 
 

@@ -8,7 +8,7 @@ from typing import Self
 from pydantic import BaseModel, ConfigDict
 from shoal_protos.checkpoint import Sighting
 
-from shoal_controller.core.spec import JobView, Phase, ResizeView, State, WorkerView
+from shoal_controller.core.machine.spec import JobView, Phase, ResizeView, State, WorkerView
 from shoal_controller.records import JobEvent
 
 

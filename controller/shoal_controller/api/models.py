@@ -11,7 +11,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from shoal_controller.api.sentences import shown
-from shoal_controller.core.spec import JobSpec
+from shoal_controller.core.machine.spec import JobSpec
 
 MOST_WORKERS = 4096
 MOST_LANES = 65_536

@@ -24,7 +24,7 @@ from shoal_controller.api.answers import (
 )
 from shoal_controller.api.models import DrainBody, JobBody, ScaleBody
 from shoal_controller.api.stream import EventStream, event_stream, wants_stream
-from shoal_controller.core.events import ConfirmLost, DrainWorker, Pause, Resume, Save, Scale
+from shoal_controller.core.machine.events import ConfirmLost, DrainWorker, Pause, Resume, Save, Scale
 from shoal_controller.shell import Shell
 
 ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": Problem}, "5XX": {"model": Problem}}

@@ -21,10 +21,10 @@ from shoal_protos.channel import FORK_SAFE
 from shoal_protos.errors import ShoalError, StoreError, UserError
 from shoal_protos.plan import WorkerId
 
-from shoal_controller.core.events import Exited, NeverStarted, Spawned
-from shoal_controller.core.spec import JobSpec
-from shoal_controller.launchers.page import Page, Pages, boot_id
+from shoal_controller.core.machine.events import Exited, NeverStarted, Spawned
+from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.launchers.process import Process
+from shoal_controller.launchers.process_record import Page, Pages, boot_id
 from shoal_controller.tasks import end_task, guarded
 from shoal_controller.tokens import token_of_job
 

@@ -12,7 +12,7 @@ from shoal_protos.errors import Refused, ShoalError, UserError
 from shoal_protos.messages import Hello, Refusal
 from shoal_protos.wire import decode_worker, encode_controller
 
-from shoal_controller.core.events import Connected, Said
+from shoal_controller.core.machine.events import Connected, Said
 
 OUTBOX_MESSAGES = 64
 """A worker that leaves so many messages unread is cut off. It comes back with a hello, and hears what is current."""

@@ -21,7 +21,7 @@ from shoal_protos.messages import Carry, ToWorker
 from shoal_protos.plan import Plan
 from shoal_protos.wire import encode_controller
 
-from shoal_controller.core.events import Connected, Disconnected, Said
+from shoal_controller.core.machine.events import Connected, Disconnected, Said
 from shoal_controller.sessions.dialogue import Dialogue
 from shoal_controller.sessions.settings import SessionSettings
 from shoal_controller.tasks import guarded

@@ -1,0 +1,167 @@
+"""Errands of one job: finding, starting and ending processes, and probes; slow work that must not hold up its loop.
+
+Processes are found and started in the order of the effects, by one task. Ends are not behind starts: each has a task of
+its own, which waits for what is being found and for the start of the very worker that it ends, and for nothing else.
+Probes run beside each other, one per process. What comes of an errand goes back as an event. Made by `runner.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any
+
+import structlog
+from shoal_protos.errors import StoreError
+from shoal_protos.plan import WorkerId
+
+from shoal_controller.core.machine.effects import Adopt, Kill, Probe, Spawn
+from shoal_controller.core.machine.events import Event, Exited, NeverStarted, Probed
+from shoal_controller.core.machine.spec import JobSpec
+from shoal_controller.ports import Launcher, Outside
+from shoal_controller.tasks import end_task, guarded
+
+LAUNCHES = 4096
+"""Processes that may wait to be started; more is a defect."""
+
+LAUNCH_SECONDS = 60.0
+"""How long a launcher may take for one process."""
+
+ADOPT_TIMES = 3
+"""How often the launcher is asked what became of an earlier life's processes, if it fails."""
+
+ADOPT_PAUSE_SECONDS = 2.0
+
+log = structlog.get_logger("shoal.background")
+
+Submit = Callable[[Event], Awaitable[None]]
+Alarm = Callable[[BaseException], None]
+Tasks = dict[object, asyncio.Task[None]]
+
+
+class Errands:
+    """What one job has others do."""
+
+    def __init__(self, spec: JobSpec, outside: Outside, submit: Submit) -> None:
+        self._spec = spec
+        self._outside = outside
+        self._submit = submit
+        self._launches: asyncio.Queue[Adopt | Spawn] = asyncio.Queue(LAUNCHES)
+        self._starting: dict[WorkerId, asyncio.Event] = {}
+        """Workers whose start is asked for and not over."""
+        self._unwanted: set[WorkerId] = set()
+        """Those of them that are to be ended before their start has begun."""
+        self._adopted = asyncio.Event()
+        """Not set while the launcher is being asked what it finds."""
+        self._adopted.set()
+        self._kills: Tasks = {}
+        self._probes: Tasks = {}
+        self._launching: asyncio.Task[None] | None = None
+        self._alarm: Alarm | None = None
+
+    def start(self, alarm: Alarm) -> None:
+        """Launch as told. `alarm` hears when that ends unexpectedly."""
+        self._alarm = alarm
+        self._launching = guarded(f"launches of {self._spec.job}", self._launch(), alarm)
+
+    async def stop(self) -> None:
+        """End them all; processes live on."""
+        tasks = [*self._probes.values(), *self._kills.values(), *([self._launching] if self._launching else [])]
+        await asyncio.gather(*(end_task(task) for task in tasks))
+
+    def run(self, errand: Probe | Adopt | Spawn | Kill) -> None:
+        """Have it done; never waits."""
+        match errand:
+            case Probe(worker, incarnation):
+                self._beside(self._probes, (worker, incarnation), f"probe of {worker}", partial(self._probe, errand))
+            case Kill(worker):
+                if worker in self._starting:
+                    self._unwanted.add(worker)
+                self._beside(self._kills, worker, f"end of {worker}", partial(self._kill, worker))
+            case Spawn(worker):
+                self._starting[worker] = asyncio.Event()
+                self._launches.put_nowait(errand)
+            case Adopt():
+                self._adopted.clear()
+                self._launches.put_nowait(errand)
+
+    def _beside(self, tasks: Tasks, who: object, what: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """In a task of its own, unless the same is under way."""
+        if who not in tasks and self._alarm is not None:
+            tasks[who] = guarded(f"{what} of {self._spec.job}", work(), self._alarm)
+            tasks[who].add_done_callback(lambda _: tasks.pop(who, None))
+
+    async def _probe(self, probe: Probe) -> None:
+        reached, refused = await self._outside.prober(probe.address, probe.incarnation)
+        await self._report(Probed(probe.worker, probe.incarnation, refused, reached))
+
+    async def _launch(self) -> None:
+        while True:
+            errand = await self._launches.get()
+            if isinstance(errand, Spawn):
+                await self._start(errand.worker)
+            else:
+                await self._adopt(errand)
+
+    @property
+    def _launcher(self) -> Launcher | None:
+        return self._outside.launchers.get(self._spec.launcher)
+
+    async def _adopt(self, adopt: Adopt) -> None:
+        if self._launcher is not None:
+            for event in await self._found(self._launcher, adopt):
+                await self._report(event)
+        self._adopted.set()
+
+    async def _found(self, launcher: Launcher, adopt: Adopt) -> Sequence[Event]:
+        """What became of an earlier life's processes; where that cannot be told, their streams will."""
+        for pause in (*[ADOPT_PAUSE_SECONDS] * (ADOPT_TIMES - 1), 0.0):
+            try:
+                async with asyncio.timeout(LAUNCH_SECONDS):
+                    return await launcher.adopt(adopt.workers, self._spec)
+            except Exception as error:
+                log.error("workers could not be adopted", job=self._spec.job, error=str(error), exc_info=error)
+            await asyncio.sleep(pause)
+        return ()
+
+    async def _start(self, worker: WorkerId) -> None:
+        if worker in self._unwanted:
+            await self._report(NeverStarted(worker))
+        else:
+            await self._report(await self._spawned(self._launcher, worker))
+        self._unwanted.discard(worker)
+        self._starting.pop(worker).set()
+
+    async def _spawned(self, launcher: Launcher | None, worker: WorkerId) -> Event:
+        """The process, or why there is none."""
+        if launcher is None:
+            return Exited(worker, None, f"this controller has no launcher {self._spec.launcher!r}")
+        try:
+            async with asyncio.timeout(LAUNCH_SECONDS):
+                return await launcher.spawn(worker, self._spec)
+        except TimeoutError:
+            return Exited(worker, None, f"its launcher had not started it after {LAUNCH_SECONDS:g} s")
+        except Exception as error:
+            log.error("a worker could not be started", job=self._spec.job, worker=worker, exc_info=error)
+            return Exited(worker, None, f"it could not be started: {error}")
+
+    async def _kill(self, worker: WorkerId) -> None:
+        """End its process. One whose start is asked for is not started, or ended as soon as it was."""
+        if self._launcher is None:
+            return
+        await self._adopted.wait()
+        if worker in self._starting:
+            await self._starting[worker].wait()
+        try:
+            async with asyncio.timeout(LAUNCH_SECONDS):
+                await self._launcher.kill(worker, self._spec)
+        except Exception as error:
+            log.error("a worker could not be ended", job=self._spec.job, worker=worker, exc_info=error)
+
+    async def _report(self, event: Event) -> None:
+        """A job that is ending or too busy hears of it when it asks again."""
+        try:
+            await self._submit(event)
+        except StoreError as error:
+            log.warning("a job did not hear of an errand", job=self._spec.job, errand=str(event), error=str(error))

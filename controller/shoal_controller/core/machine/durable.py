@@ -1,0 +1,244 @@
+"""What a job must remember over a controller's death, and its text in the store.
+
+Everything that decides who may train, which numbers were given away, what an operator asked for and which deadlines run
+is here; what workers hold and where they stand is asked anew (`job.py`). It changes with the world; of the steps only
+the one that people are shown is kept, by a small write of its own (`effects.Progress`). Times are the machine's `now`:
+seconds since the epoch by the controller's clock, so they mean the same in another life. Pure.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from shoal_protos.checkpoint import Sighting
+from shoal_protos.description import Description
+from shoal_protos.messages import Ending
+from shoal_protos.plan import Plan, Reason, WorkerId
+from shoal_protos.runs import NO_BLOCKS, Runs
+
+from shoal_controller.core.machine.codec import plain, restored
+from shoal_controller.core.machine.figures import Figures
+from shoal_controller.core.machine.spec import JobSpec, Phase
+
+HISTORY = 200
+"""How many resizes are remembered."""
+
+
+class Standing(StrEnum):
+    """What the controller believes of a process."""
+
+    HERE = "here"
+    """Alive as far as is known, or about to say hello."""
+    LOST = "lost"
+    """Counted out; nobody knows whether it is dead. It may come back and then it is HERE again."""
+    DEAD = "dead"
+    """Its death is confirmed, or it has said itself that it failed."""
+
+
+class Leaving(StrEnum):
+    """Why a worker is on its way out."""
+
+    NO = ""
+    DRAIN = "drain"
+    SCALE_DOWN = "scale_down"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One worker of the roster. An id belongs to one process for ever."""
+
+    worker: WorkerId
+    order: int
+    """Age: the lower the older."""
+    launched: bool = False
+    """Whether the launcher was asked to start it."""
+    incarnation: str = ""
+    """Empty until its first hello."""
+    address: str = ""
+    host: str = ""
+    domain: str = ""
+    pid: int | None = None
+    started_at: float | None = None
+    log: str = ""
+    standing: Standing = Standing.HERE
+    leaving: Leaving = Leaving.NO
+    grace_seconds: float = 30.0
+    leaves_at: float = 0.0
+    """When the grace of a leaving worker is over."""
+    ending: Ending | None = None
+    """It was told to end in this way: it changes nothing any more."""
+    shunned: bool = False
+    """Counted out though it lives: its connection to another member keeps breaking."""
+    why: str = ""
+    """Why it is lost, dead or ending."""
+    fault: str = ""
+    """What its failure has in common with the same one of others, at the same step."""
+
+    @property
+    def serves(self) -> bool:
+        """Whether it is alive as far as is known, and wanted."""
+        return self.standing is Standing.HERE and self.ending is None
+
+
+@dataclass(frozen=True, slots=True)
+class Failures:
+    """What has failed since a step above `step` was committed."""
+
+    script: int = 0
+    """Generations in which the script failed."""
+    deaths: int = 0
+    """Generations in which a worker died of something that nobody explains."""
+    by_death: bool = False
+    """Whether the last one was such a death."""
+    step: int = 0
+    """The highest step that is known to have been committed when one of them happened."""
+    generation: int = 0
+    """The last one of them."""
+    order: int = 0
+    """Workers of this age and younger were started after the last one."""
+    alike: str = ""
+    """The fault in which all members of a generation failed, at the same step."""
+
+    @property
+    def times(self) -> int:
+        return self.script + self.deaths
+
+
+@dataclass(frozen=True, slots=True)
+class Feud:
+    """Two living workers whose connection broke generations."""
+
+    times: int
+    named: Mapping[WorkerId, int]
+    """How often each was named by the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """A checkpoint that was asked for and is not known to be made."""
+
+    number: int
+    step: int
+    """The step known when it was asked for: a checkpoint of this step or a later one answers it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resize:
+    """One generation in the job's history; figures come in while it is young."""
+
+    generation: int
+    workers: int
+    reason: Reason
+    from_step: int
+    pause_seconds: float = 0.0
+    phases: Mapping[str, float] = field(default_factory=dict)
+    promoted_blocks: int = 0
+    pause_bytes: int = 0
+    fill_bytes: int = 0
+    checkpoint_bytes: int = 0
+    lost_steps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Corruption:
+    """What is known of copies that differ."""
+
+    blocks: Runs = NO_BLOCKS
+    """That were found to differ since all began, or went back to a checkpoint."""
+    implicated: Mapping[WorkerId, int] = field(default_factory=dict)
+    """In how many differences each worker was."""
+    restoring: str = ""
+    """Why all are to go back to a checkpoint; empty: they are not."""
+    returned_at: int = -1
+    """The highest step that was shown when all went back for that the last time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Durable:
+    """See the module's text. Replaced whole; the shell writes it whenever the machine says `Persist`."""
+
+    spec: JobSpec
+    wanted: int
+    description: Description | None = None
+    phase: Phase = Phase.WAITING
+    reason: str = ""
+    """Why a job is over or stalled, as one sentence."""
+    number: int = 0
+    """The highest generation given away."""
+    floor: int = 0
+    """Generations before this one belong to a life that was given up: nothing of them counts."""
+    committed_in: int = 0
+    """The highest generation in which a step is known to be committed."""
+    current: Plan | None = None
+    """The world that may train."""
+    planned: tuple[Plan, ...] = ()
+    """Planned changes of `current` that may begin; oldest first."""
+    paused: bool = False
+    paused_because: str = ""
+    """Empty where an operator has paused it."""
+    corruption: Corruption = Corruption()
+    went_back_to: Sighting | None = None
+    """The checkpoint that all have last gone back to: what was saved after it in generations before `floor` was given
+    up."""
+    scaled_up: bool = False
+    """An operator asked for more workers, and they have not all come yet."""
+    stopping: bool = False
+    """The job was cancelled and its workers were asked to stop."""
+    roster: Mapping[WorkerId, Record] = field(default_factory=dict)
+    next_id: int = 0
+    next_order: int = 0
+    failures: Failures = field(default_factory=Failures)
+    feuds: Mapping[str, Feud] = field(default_factory=dict)
+    """By the two workers' ids, `a|b`."""
+    avoided: Mapping[str, int] = field(default_factory=dict)
+    """By address: how often a worker there was counted out for its connection."""
+    avoided_until: Mapping[str, float] = field(default_factory=dict)
+    """By address: until when it is left out."""
+    last_refusal: str = ""
+    """Why the last worker that came was turned away, until a world opens."""
+    fingerprint: str = ""
+    loss: float | None = None
+    """Of the last step, once the job has ended."""
+    step_seconds_median: float | None = None
+    """The run's, once the job has ended."""
+    step: int = 0
+    """What people are shown: a step that all members were seen to have committed, at most `SHOW_SECONDS` old."""
+    history: tuple[Resize, ...] = ()
+    figures: Figures = field(default_factory=Figures)
+    skipped_micro_batches: int = 0
+    """Micro-batches that the script gave up, as far as members have told."""
+    not_finite_steps: int = 0
+    """Steps whose loss or gradient was not finite, likewise."""
+    opened: Runs = NO_BLOCKS
+    """The generations that have begun: `latest` takes checkpoints of these."""
+    checkpoints: tuple[Sighting, ...] = ()
+    """The catalogue, newest first."""
+    spoilt: tuple[str, ...] = ()
+    """Paths of checkpoints that a worker could not read."""
+    saves_asked: int = 0
+    """How many checkpoints were asked for: the number of the last request."""
+    save: SaveRequest | None = None
+    """The last request, until it is answered."""
+    parting: bool = False
+    """Only leaving members are left, and nobody has come: no steps run any more, and their state is to be saved."""
+    dismissed: Mapping[WorkerId, float] = field(default_factory=dict)
+    """When processes of the launcher's were told to end that have not ended yet."""
+    spawn_after: float = 0.0
+    """No process is started before this time: the back-off after failures."""
+    ended_at: float | None = None
+    """When the job was over, or its workers were asked to stop."""
+
+
+def to_json(durable: Durable) -> str:
+    """The text that the store keeps."""
+    return json.dumps(plain(durable), separators=(",", ":"), sort_keys=True)
+
+
+def from_json(text: str) -> Durable:
+    """The inverse of `to_json`."""
+    restored_durable = restored(Durable, json.loads(text))
+    assert isinstance(restored_durable, Durable)
+    return restored_durable

@@ -1,0 +1,134 @@
+"""What can happen to a job: the inputs of `machine.step`. Plain data, no behaviour.
+
+A `connection` is a number that the sessions room gives to each stream; it is never used twice in a controller's life.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shoal_protos.messages import Heartbeat, Hello, Inventory, Ready, Request, Result
+from shoal_protos.plan import WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The controller has (re)started with the job's durable state. The first event of every life."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed. The shell sends one every 0.1 s while the job lives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """A worker opened a stream and said hello. Answered by `Welcome` or `Refusal` on that connection."""
+
+    connection: int
+    hello: Hello
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A worker said something on an accepted connection."""
+
+    connection: int
+    message: Heartbeat | Ready | Inventory | Request | Result
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnected:
+    """A stream ended; whether its worker is dead is not known by that."""
+
+    connection: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """The answer to `Probe`: what a connection to the worker's rendezvous port met."""
+
+    worker: WorkerId
+    incarnation: str
+    refused: bool
+    """The host refuses the port. What that proves: `phases/failure_detector.py`."""
+    reached: bool = False
+    """The process of this incarnation has answered there (before the host refused the port, if it did)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spawned:
+    """The launcher has started (or, after a restart of the controller, adopted) a process for this worker."""
+
+    worker: WorkerId
+    pid: int
+    started_at: float
+    """The process's start time as the system tells it: with the pid it names the process for good."""
+    log: str
+    """Path of its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class NeverStarted:
+    """No process of this worker is there, and none has ended: an earlier controller died before it started one."""
+
+    worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class Exited:
+    """The launcher saw the worker's process end, or could not start it: its death is confirmed."""
+
+    worker: WorkerId
+    code: int | None
+    """Exit status; negative: the signal; None: unknown (adopted) or never started."""
+    why: str
+    log_tail: str = ""
+
+
+# ---- an operator's wishes. The machine refuses the impossible: `step` raises a `UserError` and nothing has changed.
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    workers: int
+
+
+@dataclass(frozen=True, slots=True)
+class DrainWorker:
+    worker: WorkerId
+    grace_seconds: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class ConfirmLost:
+    """The operator knows that a silent worker's process is gone: as good as the launcher's word."""
+
+    worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """DELETE: stop the job."""
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Save a checkpoint after the next step."""
+
+
+Event = (
+    Started | Tick | Connected | Said | Disconnected | Probed | Spawned | NeverStarted | Exited
+    | Scale | DrainWorker | ConfirmLost | Pause | Resume | Cancel | Save
+)  # fmt: skip

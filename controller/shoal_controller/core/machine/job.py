@@ -1,0 +1,246 @@
+"""A job as the machine sees it: what is durable, and what is only known while this controller lives.
+
+`Job` is replaced whole by `machine.step`. [Note: what a restart changes] Besides numbers, nothing. Every promise and
+every deadline that others count on is in `durable`; the rest of `Job` is forgotten when the controller dies, because
+
+- it is asked anew: what workers are, hold and have measured comes back with their hellos and heartbeats
+  (`processes`, `connections`, `changes`), what became of launched ones with the launcher's answer to `Adopt`
+  (`spawned`); what was wished is seen to be fulfilled or is planned again (`wished`, `wishes`);
+- it gives *us* time to hear: whoever could not reach a controller that was away gets all of it again (`started`,
+  `ready_since`, `planned_at`, `spawned`, `probed`, and what was told to end in `durable.dismissed`);
+- or it belongs to a number: a change under way is begun again with the next one (`attempt`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import NamedTuple
+
+from shoal_protos.activity import Activity
+from shoal_protos.messages import Change, Inventory, Status, Telemetry
+from shoal_protos.plan import Plan, Reason, WorkerId
+from shoal_protos.runs import NO_BLOCKS, Runs
+
+from shoal_controller.core.machine.durable import Durable
+from shoal_controller.core.machine.figures import Figures
+from shoal_controller.core.machine.spec import JobSpec
+from shoal_controller.core.machine.wait_graph import BrokenLink
+
+
+class Listened(NamedTuple):
+    """How long this controller has listened; see `phases/silence.py`."""
+
+    running: float = 0.0
+    """Seconds of its own running time."""
+    uncut: float = 0.0
+    """The same without the time in which most workers were silent."""
+
+
+NEVER_LISTENED = Listened()
+
+
+@dataclass(frozen=True, slots=True)
+class Pinged:
+    """A worker that had fallen silent was asked directly."""
+
+    at: float
+    """In seconds, as `Listened.uncut`."""
+    suspected: bool = False
+    """It has missed its heartbeats since, and people were told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """What a worker that has said hello in this controller's life last said of itself."""
+
+    worker: WorkerId
+    connection: int | None
+    """None: its stream is broken."""
+    status: Status
+    heard: float
+    """When anything was last heard of it."""
+    heard_at: Listened = NEVER_LISTENED
+    """What `Job.listened` was then."""
+    cut: float | None = None
+    """When its stream broke."""
+    reached: bool | None = None
+    """Whether this controller has reached it at its address and was told its incarnation; None: not known yet."""
+    refused: float | None = None
+    """Since when its host refuses connections to it, while it has no stream."""
+    telemetry: Telemetry = field(default_factory=Telemetry)
+    inventory: Inventory | None = None
+    failure: str = ""
+    activity: Activity = field(default_factory=Activity)
+    """What its training thread does."""
+    builds: tuple[Activity, ...] = ()
+    """Of the groups that it builds, or keeps for plans that may begin."""
+    moved: float = 0.0
+    """When its position was last seen to change."""
+    steady_since: float = 0.0
+    """Since when it has been heard without a gap: a process that was frozen says old things for a moment."""
+    pinged: Pinged | None = None
+    """None: it is not silent."""
+    trains: bool = False
+    """Whether all its parameters were right once: as a member it gets every hand-out from then on."""
+    pace_before: tuple[int, float] | None = None
+    """Its step and its seconds in steps, as of the heartbeat before the last one."""
+    told: tuple[str, int, float] = ("", 0, 0.0)
+    """What it was last told: kind, number, when."""
+    saves_told: int | None = None
+    """The number of the last save that it has told of; None: it has said no heartbeat in this controller's life."""
+    fill_bytes_before: int = 0
+    """Bytes it had received by fills before the present generation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What a plan depends on in one worker, but for the blocks that it holds."""
+
+    worker: WorkerId
+    leaving: bool
+    trains: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Wished:
+    """What a planned change is asked for. How far fills have come is not in it: they come to an end by themselves."""
+
+    pool: tuple[Traits, ...]
+    """Members, then newcomers."""
+    steps: bool
+    promote: bool
+    """Fills are done, so that their targets can be promoted."""
+
+
+class Stage(StrEnum):
+    """How far an attempt at a world made from inventories has come."""
+
+    PREPARE = "prepare"
+    PLAN = "plan"
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A start or a recovery under way: PREPARE(number) → inventories → PLAN(number) → READY of all → OPEN."""
+
+    number: int
+    reason: Reason
+    why: str
+    """What was noticed, by whom."""
+    noticed: float
+    """When the cause was noticed; kept over attempts that follow one another."""
+    since: float
+    """When this number was given."""
+    stage: Stage = Stage.PREPARE
+    start: bool = False
+    """Nobody holds anything: a world is made from newcomers."""
+    asked: frozenset[WorkerId] = frozenset()
+    """Of a start: who takes part. A recovery asks whoever may hold something."""
+    reports: tuple[tuple[WorkerId, WorkerId], ...] = ()
+    """Broken connections between members: who reported, whom."""
+    links: tuple[BrokenLink, ...] = ()
+    """Connections between members that carry nothing, though nobody reports them."""
+    inseparable: str = ""
+    """Why none of those who cannot reach each other stays outside."""
+    inseparable_since: float = 0.0
+    avoid: frozenset[WorkerId] = frozenset()
+    """Whose store should not build the group: it failed last time."""
+    plan: Plan | None = None
+    committed_in: int = 0
+    """The generation in which the plan's step was committed, as far as the inventories tell."""
+    planned_at: float = 0.0
+    """When its plan was sent."""
+    answered: frozenset[WorkerId] = frozenset()
+    """Whose inventories the planner was asked with."""
+    back_from: int = 0
+    """The step from which all go back to a checkpoint."""
+    lost_blocks: Runs = NO_BLOCKS
+    """Blocks of which none of those inventories tells a copy."""
+    waits_for: str = ""
+    """What it waits for, as a sentence."""
+    waits_since: float = 0.0
+    """When it began to wait at this stage."""
+    told_of: str = ""
+    """The last such sentence that went into the history."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """See the module's text."""
+
+    durable: Durable
+    started: float
+    """When this controller's life began."""
+    ticked: float | None = None
+    """When the last tick came."""
+    listened: Listened = NEVER_LISTENED
+    """In this life, up to the last tick."""
+    doubted: bool = False
+    """Most workers are silent, and people were told."""
+    processes: Mapping[WorkerId, Process] = field(default_factory=dict)
+    connections: Mapping[int, WorkerId] = field(default_factory=dict)
+    probed: Mapping[WorkerId, float] = field(default_factory=dict)
+    """When a probe was last sent to a process."""
+    running: frozenset[WorkerId] = frozenset()
+    """Whose process the launcher has started or adopted in this life, and has not seen end."""
+    attempt: Attempt | None = None
+    ready_since: float | None = None
+    """Since when at least one newcomer has waited for a world."""
+    wished: Wished | None = None
+    """What the newest plan was asked for: the planner is asked again only when this changes."""
+    wishes: Mapping[int, Wished] = field(default_factory=dict)
+    """What each planned change that has not begun was asked for, by its generation."""
+    planned_at: float = 0.0
+    """When the newest planned change was made."""
+    spawned: Mapping[WorkerId, float] = field(default_factory=dict)
+    """When processes were asked for that have not said hello."""
+    reaped: float = 0.0
+    """When the processes of a job that is over were last killed."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """By incarnation: the last sentence that turned it away. One that trains on tries again every second."""
+    disbelieved: frozenset[WorkerId] = frozenset()
+    """Of whom it was told that they claim what cannot be."""
+    changes: Mapping[WorkerId, Change] = field(default_factory=dict)
+    """What the present generation's change cost its members."""
+    detect_seconds: float = 0.0
+    """From the cause of the present generation to its PREPARE."""
+    next_ask: int = 1
+    """The number of the next ping."""
+    save_failed: int = -1
+    """The step of the last save that failed."""
+    passed_over: str = ""
+    """What was last told of folders in the checkpoints' place that are none."""
+    voted: tuple[int, int] = (0, 0)
+    """The last vote that is known to have passed: generation, votes passed in it."""
+    voted_at: float = 0.0
+    """When that was noticed."""
+    straggled: frozenset[WorkerId] = frozenset()
+    """Who was last named for holding the others up, since a vote has passed."""
+    step_kept: float = 0.0
+    """When the step that people are shown was last written."""
+    figures: Figures = field(default_factory=Figures)
+    """What is counted; steps are ahead of `durable.figures`, all else is written at once."""
+    figures_known: bool = True
+    """Whether the steps are as many as before: after a restart, once every member has told or a world has opened."""
+    figures_kept: float = 0.0
+    """When the counted steps were last written."""
+
+    @property
+    def spec(self) -> JobSpec:
+        return self.durable.spec
+
+
+def new_job(spec: JobSpec, now: float) -> Job:
+    """A job that was just submitted. Its first event is `Started`."""
+    figures = Figures(created=now)
+    return Job(Durable(spec, wanted=spec.wanted, figures=figures), started=now, figures=figures)
+
+
+def restore(durable: Durable, now: float, step: int | None = None) -> Job:
+    """The job of an earlier controller. Its first event is `Started`. `step`: what `Progress` has written since."""
+    if step is not None:
+        durable = replace(durable, step=step)
+    known = durable.current is None or durable.phase.over
+    return Job(durable, started=now, figures=durable.figures, figures_known=known)

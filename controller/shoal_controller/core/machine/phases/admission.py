@@ -1,0 +1,213 @@
+"""A worker says hello: who it is, whether it may take part, and what it has to know.
+
+The first hello of a job says what the job is made of; every other is held against it. An id belongs to one process for
+ever, and a process keeps its id over broken streams and controllers.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+from shoal_protos.description import ANSWER, Description, first_difference, numerics_differ
+from shoal_protos.messages import PROTOCOL_VERSION, Drain, Hello, Refusal, Welcome
+from shoal_protos.plan import WorkerId
+
+from shoal_controller.core.machine.durable import Durable, Record, Standing
+from shoal_controller.core.machine.effects import Close, Probe, Send
+from shoal_controller.core.machine.events import Connected
+from shoal_controller.core.machine.job import Process
+from shoal_controller.core.machine.phases import claims, ending, failure_detector, worker_messages
+from shoal_controller.core.machine.phases.next_message import tell
+from shoal_controller.core.machine.phases.progress import shown_loss
+from shoal_controller.core.machine.phases.roster import REMEMBERED, forget_the_oldest, unused_id
+from shoal_controller.core.machine.turn import Turn
+
+
+def connected(turn: Turn, event: Connected) -> None:
+    """Answered by Welcome and what is current, or by Refusal."""
+    hello = event.hello
+    if claims.turned_away(turn, event):
+        return None
+    sentence = _impossible(turn, hello)
+    if sentence is not None:
+        return _refuse(turn, event, Refusal(sentence))
+    worker = _identity(turn, hello)
+    if worker is None:
+        return _refuse(turn, event, _second_process(turn, hello))
+    _take_in(turn, worker, event)
+    spec = turn.spec
+    welcome = Welcome(
+        worker, spec.heartbeat_seconds, spec.reconnect_seconds, spec.stall_seconds, turn.durable.number,
+        resume="" if spec.resume is None else json.dumps(spec.resume), known=turn.durable.opened, run=spec.run,
+        step=turn.durable.step, loss=shown_loss(turn.job),
+    )  # fmt: skip
+    turn.do(Send(event.connection, welcome))
+    worker_messages.stated(turn, worker, hello.status)
+    record = turn.record(worker)
+    if record.leaving:
+        turn.say(worker, Drain(record.grace_seconds, turn.durable.number))
+    tell(turn, worker)
+    return None
+
+
+# ---- may it take part?
+
+
+def _impossible(turn: Turn, hello: Hello) -> str | None:
+    """Why this hello cannot be accepted, whoever says it. Defines what the job is made of where nobody has yet."""
+    name, durable, theirs = hello.worker or "(new)", turn.durable, hello.description
+    if false := claims.false_hello(turn, hello):
+        return f"worker {name} says that it {false}. Start the controller with the store that the job was begun with."
+    if hello.version != PROTOCOL_VERSION:
+        return (
+            f"worker {name} speaks protocol version {hello.version}, this controller {PROTOCOL_VERSION}. "
+            "Install the same version of shoal on both sides."
+        )
+    if durable.description is not None:
+        return first_difference(name, theirs, durable.description)
+    if turn.spec.lanes not in (None, theirs.lanes):
+        return (
+            f"worker {name} has {theirs.lanes} lanes in its config, job {turn.spec.job} was submitted with "
+            f"{turn.spec.lanes}. Make them agree, or leave lanes out of the job."
+        )
+    if durable.wanted > theirs.lanes and _may_be_lowered(turn, theirs.lanes):
+        lanes = f"its config has {theirs.lanes} lane{'s' * (theirs.lanes != 1)}"
+        turn.note("scaled", f"the job gets {theirs.lanes} of {durable.wanted} workers, because {lanes}", name)
+        turn.keep(wanted=theirs.lanes)
+    elif durable.wanted > theirs.lanes:
+        return (
+            f"job {turn.spec.job} asks for {durable.wanted} workers, but its config has {theirs.lanes} lanes and every "
+            f"worker trains at least one. Ask for at most {theirs.lanes} workers, or raise lanes."
+        )
+    turn.keep(description=theirs)
+    return None
+
+
+def _may_be_lowered(turn: Turn, lanes: int) -> bool:
+    """Whether nobody has asked for so many workers, and fewer are enough."""
+    spec = turn.spec
+    return spec.wanted_by_default and turn.durable.wanted == spec.wanted and spec.min_workers <= lanes
+
+
+def _refuse(turn: Turn, event: Connected, refusal: Refusal) -> None:
+    hello = event.hello
+    turn.do(Send(event.connection, refusal))
+    turn.do(Close(event.connection))
+    if turn.job.refused.get(hello.incarnation) != refusal.sentence:
+        latest = dict(list(turn.job.refused.items())[1 - REMEMBERED :])
+        turn.change(refused={**latest, hello.incarnation: refusal.sentence})
+        turn.note("refused", refusal.sentence, hello.worker, host=hello.host, pid=hello.pid)
+    turn.keep(last_refusal=refusal.sentence)
+    record = turn.durable.roster.get(hello.worker)
+    if record is not None and record.incarnation in ("", hello.incarnation):
+        turn.mark(record.worker, why=refusal.sentence)
+        if record.launched and turn.durable.description is None:
+            ending.fail(turn, refusal.sentence)
+
+
+# ---- who is it?
+
+
+def _identity(turn: Turn, hello: Hello) -> WorkerId | None:
+    """The id of the process that says hello; None where it claims the id of another living one."""
+    durable = turn.durable
+    record = durable.roster.get(hello.worker)
+    if record is not None and record.incarnation in ("", hello.incarnation):
+        return hello.worker
+    known = (r for r in durable.roster.values() if r.incarnation == hello.incarnation and r.ending is None)
+    given = next((record.worker for record in known), None)
+    if given is not None:
+        return given  # which it has not heard yet
+    if record is None:
+        is_free = hello.worker and not _was_given_away(durable, hello.worker)
+        return hello.worker if is_free else unused_id(turn)
+    process = turn.process(hello.worker)
+    gone = record.standing is not Standing.HERE or record.ending is not None
+    return unused_id(turn) if gone and (process is None or process.connection is None) else None
+
+
+def _was_given_away(durable: Durable, worker: WorkerId) -> bool:
+    """Whether an id that the roster no longer remembers was in use once."""
+    return worker[:1] == "w" and worker[1:].isdecimal() and int(worker[1:]) < durable.next_id
+
+
+def _second_process(turn: Turn, hello: Hello) -> Refusal:
+    record = turn.record(hello.worker)
+    if record.address:
+        turn.do(Probe(record.worker, record.incarnation, record.address))
+    process = turn.process(hello.worker)
+    connected_now = process is not None and process.connection is not None
+    sentence = (
+        f"worker {hello.worker} is in job {turn.spec.job} already, as process {record.pid} on {record.host}; a second "
+        f"process (pid {hello.pid} on {hello.host}) cannot have its id. Start it without SHOAL_WORKER_ID."
+    )
+    return Refusal(sentence, final=connected_now, ends_members=connected_now)
+
+
+# ---- taking it in
+
+
+def _take_in(turn: Turn, worker: WorkerId, event: Connected) -> None:
+    hello, known = event.hello, turn.durable.roster.get(worker)
+    first = known is None or not known.incarnation
+    turn.enlist(_record(turn, worker, hello, known))
+    turn.keep(number=max(turn.durable.number, hello.next_generation))
+    before = turn.process(worker)
+    if before is not None and before.connection not in (None, event.connection):
+        turn.do(Close(before.connection))
+    connections = {number: owner for number, owner in turn.job.connections.items() if owner != worker}
+    process = Process(worker, event.connection, hello.status, turn.now, turn.job.listened)
+    if before is not None:
+        kept = hello.status if hello.status.sequence >= before.status.sequence else before.status
+        process = replace(
+            before,
+            connection=event.connection,
+            status=kept,
+            heard=turn.now,
+            heard_at=turn.job.listened,
+            cut=None,
+            reached=before.reached if known is not None and known.address == hello.address else None,
+            refused=None,
+            pinged=None,
+            told=("", 0, 0.0),
+        )
+    turn.change(
+        connections={**connections, event.connection: worker},
+        processes={**turn.job.processes, worker: process},
+        spawned={other: at for other, at in turn.job.spawned.items() if other != worker},
+    )
+    failure_detector.look_for(turn, worker)
+    if first:
+        turn.note("joined", f"worker {worker} on {hello.host} (pid {hello.pid}) said hello", worker)
+        _note_other_numerics(turn, worker, hello.description)
+    elif known is not None and known.standing is not Standing.HERE:
+        turn.note("returned", f"worker {worker} is back; it was counted out: {known.why}", worker)
+
+
+def _note_other_numerics(turn: Turn, worker: WorkerId, theirs: Description) -> None:
+    """With `mixed_numerics` it may take part, and the job's bits depend on who trains which lane."""
+    jobs = turn.durable.description
+    difference = numerics_differ(worker, theirs, jobs) if jobs is not None else None
+    if difference is not None:
+        what = difference.removesuffix(f" {ANSWER}")
+        turn.note("not_bit_exact", f"{what} mixed_numerics is true: the run is not bit-exact.", worker)
+
+
+def _record(turn: Turn, worker: WorkerId, hello: Hello, known: Record | None) -> Record:
+    """The roster's entry of a process that has said hello."""
+    if known is None:
+        known = Record(worker, turn.durable.next_order)
+        turn.keep(next_order=known.order + 1)
+        forget_the_oldest(turn)
+    revived = known.ending is None and known.standing is not Standing.HERE
+    return replace(
+        known,
+        incarnation=hello.incarnation,
+        address=hello.address,
+        host=hello.host,
+        domain=hello.domain or hello.host,
+        pid=known.pid if known.pid is not None else hello.pid,
+        standing=Standing.HERE if revived else known.standing,
+        why="" if revived else known.why,
+    )

@@ -1,0 +1,189 @@
+"""The catalogue: which checkpoints the job's workers have told of, and which one a world may begin from.
+
+A worker's status names the newest whole one that it knows of; the catalogue remembers them over every worker's and the
+controller's death. One that a worker could not read is never named again. Only recorded here; `recovery` and `stalled`
+conclude.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shoal_protos.checkpoint import Saved, SaveOutcome, Sighting, superfluous
+from shoal_protos.messages import Status
+from shoal_protos.plan import WorkerId
+from shoal_protos.runs import Runs
+
+from shoal_controller.core.machine.durable import Durable, SaveRequest
+from shoal_controller.core.machine.job import Attempt
+from shoal_controller.core.machine.phases import claims
+from shoal_controller.core.machine.phases.progress import known_step
+from shoal_controller.core.machine.turn import Turn
+
+REMEMBERED = 512
+"""Checkpoints in the catalogue, and paths that cannot be read."""
+MOST_SPANS = 1_000
+"""Of the generations that were opened; the oldest gaps are forgotten beyond it."""
+
+
+def latest(durable: Durable) -> Sighting | None:
+    """What a world may begin from. Where copies differ it is one that is known to be sound, if any can be read."""
+    sound = [one for one in durable.checkpoints if one.verified] if durable.corruption.restoring else []
+    return max(sound or durable.checkpoints, default=None)
+
+
+def _is_given_up(durable: Durable, sighting: Sighting) -> bool:
+    """Whether all have gone back behind it."""
+    back = durable.went_back_to
+    return back is not None and back < sighting and sighting.generation < durable.floor
+
+
+def give_up_after(turn: Turn, path: str) -> None:
+    """All have begun at that checkpoint, after `floor` was set: what was saved after it counts no more."""
+    back = next((one for one in turn.durable.checkpoints if one.path == path), None)
+    turn.keep(went_back_to=back)
+    turn.keep(checkpoints=tuple(one for one in turn.durable.checkpoints if not _is_given_up(turn.durable, one)))
+
+
+def seen(turn: Turn, worker: WorkerId, status: Status) -> None:
+    """A worker says which one it knows of, and which number the next generation must exceed."""
+    _exceed(turn, status.highest_saved)
+    sighting = status.checkpoint
+    if sighting is None or sighting.path in turn.durable.spoilt or _is_given_up(turn.durable, sighting):
+        return
+    known = next((one for one in turn.durable.checkpoints if one.path == sighting.path), None)
+    if known is not None:
+        better = replace(known, bytes=max(known.bytes, sighting.bytes), verified=known.verified or sighting.verified)
+        if (better.bytes, better.verified) != (known.bytes, known.verified):
+            others = (one for one in turn.durable.checkpoints if one is not known)
+            _keep(turn, (*others, better))
+        return
+    if not claims.is_credible(turn, worker, sighting):
+        return
+    _keep(turn, (*turn.durable.checkpoints, sighting))
+    _exceed(turn, sighting.generation)
+    turn.keep_figures(replace(turn.job.figures, last_checkpoint=turn.now))
+    what = "saved" if status.generation else "found"
+    foreign = sighting.run and sighting.run != turn.spec.run
+    whose = f"; run {sighting.run} has saved it, this is run {turn.spec.run}" if foreign else ""
+    turn.note(
+        f"checkpoint_{what}", f"a checkpoint of step {sighting.step} was {what} at {sighting.path}{whose}", worker,
+        step=sighting.step, path=sighting.path, run=sighting.run,
+    )  # fmt: skip
+    if status.generation:
+        _answered(turn, sighting.step)
+
+
+def _exceed(turn: Turn, generation: int) -> None:
+    """The next generation comes after this one: what it saves is newer than all that lies there."""
+    if turn.durable.number < generation <= turn.durable.number + claims.GREATEST_LEAP:
+        turn.keep(number=generation)
+
+
+def _keep(turn: Turn, found: tuple[Sighting, ...]) -> None:
+    """Newest first, without those that the workers' retention deletes."""
+    newest = sorted(found, reverse=True)[:REMEMBERED]
+    description = turn.durable.description
+    if description is not None and description.keep:
+        gone = set(superfluous([one.step for one in newest], description.keep, description.keep_every))
+        newest = [one for place, one in enumerate(newest) if place not in gone]
+    turn.keep(checkpoints=tuple(newest))
+
+
+def ask(turn: Turn) -> None:
+    """Ask the world for one. Workers heed a number once, so none is given twice, in whichever controller's life."""
+    number = turn.durable.saves_asked + 1
+    turn.keep(saves_asked=number, save=SaveRequest(number, known_step(turn)))
+
+
+def restarted(turn: Turn) -> None:
+    """What was asked for is asked for again, by a number of its own: it may have failed while nobody was there to hear
+    of it.
+    """
+    if turn.durable.save is not None:
+        number = turn.durable.saves_asked + 1
+        turn.keep(saves_asked=number, save=replace(turn.durable.save, number=number))
+
+
+def _answered(turn: Turn, step: int) -> None:
+    """A save of that step was made, or failed: what was asked for before is done."""
+    request = turn.durable.save
+    if request is not None and step >= request.step:
+        turn.keep(save=None)
+
+
+def went_back(turn: Turn, step: int) -> None:
+    """All begin at an earlier step: a checkpoint of that one or a later one is what was asked for."""
+    request = turn.durable.save
+    if request is not None and request.step > step:
+        turn.keep(save=replace(request, step=step))
+
+
+def damaged(turn: Turn, attempt: Attempt) -> str:
+    """Why the checkpoint of the plan under way cannot be used: what a worker that was to read it says. Or empty."""
+    plan = attempt.plan
+    path = plan.recovery.checkpoint if plan is not None and plan.recovery is not None else ""
+    if plan is None or not path:
+        return ""
+    for member in plan.members:
+        process = turn.process(member.worker)
+        damage = process.status.damage if process is not None else None
+        if damage is not None and damage.path == path:
+            turn.keep(
+                checkpoints=tuple(one for one in turn.durable.checkpoints if one.path != path),
+                spoilt=(*turn.durable.spoilt, path)[-REMEMBERED:],
+            )
+            turn.note("checkpoint_damaged", damage.sentence, member.worker, path=path)
+            _see_the_one_before(turn)
+            return f"worker {member.worker} could not read the checkpoint: {damage.sentence}"
+    return ""
+
+
+def _see_the_one_before(turn: Turn) -> None:
+    """What workers have found instead of it."""
+    for process in tuple(turn.serving()):
+        seen(turn, process.worker, process.status)
+
+
+def opened(turn: Turn, generation: int) -> None:
+    """This store knows the generation: its checkpoints are the job's."""
+    known = turn.durable.opened | Runs(((generation, generation + 1),))
+    spans = known.spans
+    if len(spans) > MOST_SPANS:
+        known = Runs(((spans[0][0], spans[-MOST_SPANS][1]), *spans[1 - MOST_SPANS :]))
+    turn.keep(opened=known)
+
+
+# ---- how saves went
+
+
+def told(turn: Turn, worker: WorkerId) -> None:
+    """Saves that a worker led and has not told of before; what it passed over at its start, once for all workers."""
+    process = turn.job.processes[worker]
+    sentence = process.telemetry.passed_over
+    if sentence and sentence != turn.job.passed_over and turn.durable.current is None:
+        turn.change(passed_over=sentence)
+        turn.note("checkpoint_passed_over", sentence, worker)
+    before = process.saves_told
+    news = [saved for saved in process.telemetry.saves if before is None or saved.number > before]
+    if before is None or news:
+        turn.see(worker, saves_told=news[-1].number if news else 0)
+    for saved in news:
+        _figures(turn, worker, saved)
+        if saved.outcome is SaveOutcome.FAILED and before is not None:  # else perhaps before it was asked for
+            _answered(turn, saved.step)
+
+
+def _figures(turn: Turn, worker: WorkerId, saved: Saved) -> None:
+    match saved.outcome:
+        case SaveOutcome.DONE:
+            turn.count("shoal_checkpoint_bytes_total", saved.bytes)
+            for phase in ("copy", "write", "commit"):
+                turn.observe("shoal_checkpoint_seconds", getattr(saved, f"{phase}_seconds"), phase=phase)
+        case SaveOutcome.FAILED:
+            turn.count("shoal_checkpoint_failures_total")
+            turn.note("checkpoint_failed", f"the checkpoint of step {saved.step} failed: {saved.why}", worker)
+            turn.change(save_failed=saved.step)
+        case SaveOutcome.SKIPPED:
+            turn.count("shoal_checkpoints_skipped_total")
+            turn.note("checkpoint_skipped", f"no checkpoint of step {saved.step}: {saved.why}", worker)

@@ -1,0 +1,158 @@
+"""What a worker claims, checked before any of it is believed.
+
+A worker may be of another run, restored from an older state, or broken; one wrong number must not harm the job for
+good. A message that claims the impossible is dropped whole and told of once; the job goes on as if it had not come.
+Called with everything that workers say; changes nothing of the job but what was told.
+"""
+
+from __future__ import annotations
+
+from shoal_protos.checkpoint import Sighting
+from shoal_protos.messages import Hello, Inventory, Refusal, Result, Status
+from shoal_protos.plan import WorkerId
+
+from shoal_controller.core.machine.effects import Close, Send
+from shoal_controller.core.machine.events import Connected
+from shoal_controller.core.machine.phases.next_message import is_member
+from shoal_controller.core.machine.spec import JobSpec
+from shoal_controller.core.machine.turn import Turn
+
+GREATEST_LEAP = 1 << 20
+"""● So many generations may a first hello, or a checkpoint, be ahead of the store: one that was restored from a backup
+knows fewer numbers than its workers, and no claim takes the numbers to their end.
+"""
+MOST_MESSAGES = 1 << 16
+"""Of one process between two that are heard."""
+
+
+# ---- the run
+
+
+def turned_away(turn: Turn, event: Connected) -> bool:
+    """Whether a worker of another run was refused: nothing of what it says is read."""
+    sentence = other_run(turn.spec, event.hello)
+    if sentence:
+        turn.do(Send(event.connection, Refusal(sentence, ends_members=bool(event.hello.run))))
+        turn.do(Close(event.connection))
+        turn.note("refused", sentence, host=event.hello.host, pid=event.hello.pid)
+    return bool(sentence)
+
+
+def other_run(spec: JobSpec, hello: Hello) -> str:
+    """● Why a worker is none of this run; empty where it is one, or has been in no run yet."""
+    name = hello.worker or "(new)"
+    if hello.run == spec.run:
+        return ""
+    if hello.run:
+        return (
+            f"worker {name} on {hello.host} belongs to run {hello.run} of job {spec.job}, which is over or was "
+            f"replaced; this is run {spec.run}. Start it anew."
+        )
+    if hello.status.generation:
+        return (
+            f"worker {name} on {hello.host} says that it is in generation {hello.status.generation} of job {spec.job} "
+            "and names no run; expected the run that it was welcomed to. Start it anew."
+        )
+    return ""
+
+
+# ---- numbers
+
+
+def false_hello(turn: Turn, hello: Hello) -> str:
+    """Why a hello cannot be true; empty where it can."""
+    known = any(hello.incarnation == turn.record(process.worker).incarnation for process in turn.job.processes.values())
+    highest = turn.durable.number + (0 if known or turn.world is None else GREATEST_LEAP)
+    if hello.next_generation > turn.durable.number + GREATEST_LEAP:
+        return f"knows a checkpoint of generation {hello.next_generation}; expected at most {highest}"
+    return _false_status(turn, hello.status, highest)
+
+
+def is_false(turn: Turn, worker: WorkerId, message: Status | Inventory | Result) -> bool:
+    """● Whether a message of an accepted worker cannot be true: it is dropped, and told of once."""
+    if isinstance(message, Result):
+        why = _false_step(turn, message.step)
+    elif isinstance(message, Inventory):
+        why = _false_inventory(turn, message)
+    else:
+        leap = turn.job.processes[worker].status.sequence + MOST_MESSAGES
+        why = f"has said {message.sequence} messages; expected at most {leap}" if message.sequence > leap else ""
+        why = why or _false_status(turn, message, turn.durable.number)
+    if why and worker not in turn.job.disbelieved:
+        turn.change(disbelieved=turn.job.disbelieved | {worker})
+        turn.note("claim_refused", f"worker {worker} says that it {why}. Such messages of it are ignored.", worker)
+    return bool(why)
+
+
+def _false_status(turn: Turn, status: Status, highest: int) -> str:
+    return _false_order(status, status.promised, highest) or _false_step(turn, status.step)
+
+
+def _false_inventory(turn: Turn, inventory: Inventory) -> str:
+    description = turn.durable.description
+    if description is not None and inventory.lane >= description.lanes:
+        return f"is in lane {inventory.lane}; the job has {description.lanes}"
+    return _false_order(inventory, turn.durable.number, turn.durable.number) or _false_step(turn, inventory.step)
+
+
+def _false_order(said: Status | Inventory, promised: int, highest: int) -> str:
+    """● committed_in ≤ generation ≤ promised ≤ the highest number given."""
+    if said.committed_in <= said.generation <= promised <= highest:
+        return ""
+    return (
+        f"has committed in generation {said.committed_in}, is in {said.generation} and has promised {promised}; "
+        f"expected numbers that do not fall, and at most {highest}"
+    )
+
+
+def _false_step(turn: Turn, step: int) -> str:
+    """No step lies beyond the job's last one, or beyond that of the checkpoint that it began from."""
+    durable = turn.durable
+    last = durable.description.max_steps if durable.description is not None else 0
+    highest = max([last, durable.step, *(one.step for one in durable.checkpoints)])
+    return f"is at step {step}; the job's last one is {highest}" if step > highest else ""
+
+
+# ---- results and checkpoints
+
+
+def counts_for_all(turn: Turn, worker: WorkerId) -> bool:
+    """● Whether what a worker says of its end says something of the job: only of a member of the world or of the one
+    that is being made, or of one that a launcher has started while there is no world yet.
+    """
+    attempt = turn.job.attempt
+    if is_member(turn.world, worker) or is_member(attempt.plan if attempt is not None else None, worker):
+        return True
+    return turn.world is None and turn.record(worker).launched
+
+
+def is_credible(turn: Turn, worker: WorkerId, sighting: Sighting) -> bool:
+    """● Whether a checkpoint may be one of the job's: where its config or `resume` says that they lie."""
+    status = turn.job.processes[worker].status
+    false = _false_place(turn, sighting.path)
+    if status.generation and not false:
+        false = _false_step(turn, sighting.step)
+    if not false and sighting.generation > turn.durable.number + GREATEST_LEAP:
+        false = f"knows a checkpoint of generation {sighting.generation}; this job has given {turn.durable.number}"
+    if false and worker not in turn.job.disbelieved:
+        turn.change(disbelieved=turn.job.disbelieved | {worker})
+        turn.note("claim_refused", f"worker {worker} says that it {false}. Such checkpoints are ignored.", worker)
+    return not false
+
+
+def _false_place(turn: Turn, path: str) -> str:
+    description, resume = turn.durable.description, turn.spec.resume
+    assert description is not None, "the first hello comes before any status"
+    named = (resume,) if isinstance(resume, str) and resume != "latest" else ()
+    places = (*description.checkpoint_places, *named)
+    if any(_lies_in(place, path) for place in places) or (description.can_checkpoint and not places):
+        return ""
+    return f"knows a checkpoint at {path}; expected one in {', '.join(places) or 'no place: the job has none'}"
+
+
+def _lies_in(place: str, path: str) -> bool:
+    """A relative place is one of the worker's own folders: the end of its name is all that is known of it."""
+    place = place.removeprefix("file://").rstrip("/")
+    if place.startswith("/") or "://" in place:
+        return path == place or path.startswith(f"{place}/")
+    return f"/{place.removeprefix('./').removeprefix('~/')}/" in f"{path}/"

@@ -1,0 +1,116 @@
+"""How a job ends: done, failed or cancelled. Every worker is told, and what does not end is ended.
+
+Over means over: an event that comes later changes nothing, but whoever asks is still told how it ended.
+"""
+
+from __future__ import annotations
+
+from shoal_protos.plan import WorkerId
+
+from shoal_controller.core.machine.durable import Record, Standing
+from shoal_controller.core.machine.effects import Adopt, Close, Kill, Send
+from shoal_controller.core.machine.events import Connected, Disconnected, Exited, NeverStarted, Said, Started
+from shoal_controller.core.machine.phases import claims
+from shoal_controller.core.machine.phases.next_message import shutdown_of_all, tell_all
+from shoal_controller.core.machine.spec import Phase
+from shoal_controller.core.machine.turn import Turn
+
+LINGER_SECONDS = 10.0
+"""How long processes have to end by themselves before they are killed."""
+STOP_STEPS = 2
+"""A cancelled job's workers stop after the step that they are in: they have so many steps' time, if that is more."""
+
+
+def finish(turn: Turn, phase: Phase, reason: str) -> None:
+    """The job is over."""
+    if turn.durable.phase.over:
+        return
+    turn.keep(phase=phase, reason=reason, planned=(), save=None, ended_at=turn.now)
+    turn.change(attempt=None, reaped=turn.now)
+    turn.note(phase.value, reason)
+    tell_all(turn)
+    _kill_the_unheard(turn)
+
+
+def _kill_the_unheard(turn: Turn) -> None:
+    """A process that has not said hello cannot be told that the job is over, and holds nothing."""
+    for record in turn.durable.roster.values():
+        if record.launched and not record.incarnation and record.standing is not Standing.DEAD:
+            turn.do(Kill(record.worker))
+
+
+def fail(turn: Turn, reason: str) -> None:
+    finish(turn, Phase.FAILED, reason)
+
+
+def succeed(turn: Turn) -> None:
+    durable = turn.durable
+    finish(turn, Phase.SUCCEEDED, f"done at step {durable.step}, fingerprint {durable.fingerprint or 'not given'}")
+
+
+def stop_seconds(turn: Turn) -> float:
+    """How long workers that were asked to stop may take."""
+    step_seconds = max((process.telemetry.step_seconds for process in turn.serving()), default=0.0)
+    return max(LINGER_SECONDS, STOP_STEPS * step_seconds)
+
+
+# ---- events of a job that is over
+
+
+def restarted(turn: Turn, _: Started) -> None:
+    """What a controller's life begins with: whoever has not ended gets the time that it had to hear of the end anew."""
+    turn.change(reaped=turn.now)
+    lingering = tuple(record.worker for record in turn.durable.roster.values() if _lingers(turn, record))
+    if lingering:
+        turn.do(Adopt(lingering))
+
+
+def connected(turn: Turn, event: Connected) -> None:
+    """A worker comes back to a job that is over: it is told how it ended, if that was its own run."""
+    if claims.turned_away(turn, event):
+        return
+    turn.do(Send(event.connection, shutdown_of_all(turn.durable)))
+    turn.do(Close(event.connection))
+
+
+def said(turn: Turn, event: Said) -> None:
+    """It lags: say again what is current."""
+    worker = turn.job.connections.get(event.connection)
+    if worker is not None:
+        turn.see(worker, heard=turn.now)
+        tell_all(turn)
+
+
+def disconnected(turn: Turn, event: Disconnected) -> None:
+    worker = turn.job.connections.get(event.connection)
+    if worker is not None:
+        turn.see(worker, connection=None)
+        others = {number: name for number, name in turn.job.connections.items() if number != event.connection}
+        turn.change(connections=others)
+
+
+def exited(turn: Turn, event: Exited) -> None:
+    _is_gone(turn, event.worker)
+
+
+def never_started(turn: Turn, event: NeverStarted) -> None:
+    _is_gone(turn, event.worker)
+
+
+def _is_gone(turn: Turn, worker: WorkerId) -> None:
+    if worker in turn.durable.roster:
+        turn.mark(worker, standing=Standing.DEAD)
+        turn.keep(dismissed={name: at for name, at in turn.durable.dismissed.items() if name != worker})
+
+
+def reap(turn: Turn) -> None:
+    """Kill what has not ended by itself."""
+    if turn.now - turn.job.reaped >= LINGER_SECONDS:
+        for record in turn.durable.roster.values():
+            if _lingers(turn, record):
+                turn.do(Kill(record.worker))
+        turn.change(reaped=turn.now)
+
+
+def _lingers(turn: Turn, record: Record) -> bool:
+    return record.launched and (record.standing is not Standing.DEAD or record.worker in turn.durable.dismissed)

@@ -1,0 +1,302 @@
+"""Who is here: broken streams, probes, launchers' reports and silence.
+
+A death is confirmed by the launcher, an operator or a refused connection (`_judge_refusals` says when). Silence alone
+counts a worker out only after it was asked directly, and never when most are silent: then it is the controller that is
+cut off.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shoal_protos.messages import NO_CONTROLLER, WRONG_USE, Ping
+from shoal_protos.plan import WorkerId
+
+from shoal_controller.core.machine.durable import Record, Standing
+from shoal_controller.core.machine.effects import Probe
+from shoal_controller.core.machine.events import Disconnected, Exited, Probed, Spawned
+from shoal_controller.core.machine.job import Pinged, Process
+from shoal_controller.core.machine.phases import failures, silence
+from shoal_controller.core.machine.phases.next_message import is_member
+from shoal_controller.core.machine.phases.roster import has_ended
+from shoal_controller.core.machine.turn import Turn
+
+PING_SECONDS = 0.5
+"""How long a silent worker has to answer when it is asked directly."""
+ASK_AHEAD = 0.6
+"""Of a heartbeat interval: so long before it is suspected a silent worker is asked, so that a frozen one has missed its
+answer when it has missed its heartbeats, and is counted out as soon as it is suspected.
+"""
+ASK_AFTER = 1.5
+"""Heartbeat intervals of silence before which nobody is asked."""
+PROBE_SECONDS = 1.0
+"""How often the store of a worker without a stream is asked for."""
+REACH_AGAIN_SECONDS = 10.0
+"""How often one that could not be reached is tried again."""
+QUICK_PROBE_SECONDS = 0.05
+"""Likewise in the first second: a dying process closes its stream a moment before its store's port."""
+
+
+def disconnected(turn: Turn, event: Disconnected) -> None:
+    """A stream ended: its worker may live on. Its store's port tells whether the process is dead."""
+    worker = turn.job.connections.get(event.connection)
+    if worker is None:
+        return
+    turn.change(
+        connections={number: name for number, name in turn.job.connections.items() if number != event.connection}
+    )
+    turn.see(worker, connection=None, cut=turn.now)
+    record = turn.record(worker)
+    if record.ending is None:
+        turn.note("disconnected", f"worker {worker} on {record.host}: its connection ended ({event.why})", worker)
+    if _death_matters(turn, record):
+        _probe_now(turn, worker)
+
+
+# ---- what a refused connection proves
+
+
+def probed(turn: Turn, event: Probed) -> bool:
+    """Somebody answers at a worker's rendezvous port, or its host refuses connections to it, or nothing is known."""
+    record, process = turn.durable.roster.get(event.worker), turn.process(event.worker)
+    if record is None or process is None or record.incarnation != event.incarnation:
+        return False
+    if event.reached:
+        turn.see(event.worker, reached=True)
+    elif process.reached is None and process.connection is not None:
+        _tell_unreachable(turn, record)
+    if process.connection is None:
+        since = turn.now if process.refused is None else process.refused
+        turn.see(event.worker, refused=since if event.refused else None)
+        _judge_refusals(turn)
+    return True
+
+
+def _tell_unreachable(turn: Turn, record: Record) -> None:
+    turn.see(record.worker, reached=False)
+    turn.note(
+        "unreachable",
+        f"worker {record.worker} on {record.host} talks to this controller, which cannot reach it at {record.address}: "
+        "a refused connection there proves nothing, so its death is noticed by its silence, or by the launcher",
+        record.worker,
+    )
+
+
+def _judge_refusals(turn: Turn) -> None:
+    """● A refused connection proves a death only where this life of the controller has reached that very process there.
+
+    Never within `reconnect_seconds` of the controller's start, nor where a launcher sees the process alive. Where most
+    members refuse, only after `reconnect_seconds`: whoever lives comes back by itself in that time. Firewalls, tunnels
+    and address translation refuse the living too.
+    """
+    if silence.reconnecting(turn):
+        return
+    patience = turn.spec.reconnect_seconds if _most_are_gone(turn) else 0.0
+    for process in tuple(turn.job.processes.values()):
+        if process.refused is not None and turn.now - process.refused >= patience and _may_prove(turn, process):
+            record = turn.record(process.worker)
+            confirm(turn, record.worker, f"its host {record.host} refuses connections to {record.address}")
+
+
+def _may_prove(turn: Turn, process: Process) -> bool:
+    """Whether a refusal proves this process's death."""
+    dead = turn.record(process.worker).standing is Standing.DEAD
+    return bool(process.reached) and process.connection is None and not dead and process.worker not in turn.job.running
+
+
+def _most_are_gone(turn: Turn) -> bool:
+    """Whether more than half of the members have no stream; whose refusal was taken for a death is one of them."""
+    if turn.world is None:
+        return False
+    gone = [member.worker for member in turn.world.members if _is_gone(turn, member.worker)]
+    return 2 * len(gone) > turn.world.world_size
+
+
+def _is_gone(turn: Turn, worker: WorkerId) -> bool:
+    process = turn.process(worker)
+    if turn.record(worker).standing is Standing.DEAD:
+        return process is not None and process.refused is not None
+    return process is None or process.connection is None
+
+
+# ---- what the launcher says
+
+
+def spawned(turn: Turn, event: Spawned) -> None:
+    """The launcher has started or adopted a process."""
+    if event.worker in turn.durable.roster:
+        turn.change(running=turn.job.running | {event.worker})
+        turn.mark(event.worker, pid=event.pid, started_at=event.started_at, log=event.log)
+
+
+def exited(turn: Turn, event: Exited) -> None:
+    """The launcher saw it end, or could not start it."""
+    turn.change(running=turn.job.running - {event.worker})
+    record = turn.durable.roster.get(event.worker)
+    if record is None:
+        return None
+    if record.ending is not None or turn.durable.phase.over:
+        turn.mark(event.worker, standing=Standing.DEAD)
+        return has_ended(turn, event.worker)
+    if _has_died(record, event.code):
+        confirm(turn, event.worker, event.why, event.code)
+        return has_ended(turn, event.worker)
+    if event.code == NO_CONTROLLER:
+        return confirm(turn, event.worker, f"{event.why}: it was in no world and found no controller", event.code)
+    if event.code == WRONG_USE and record.launched and failures.on_wrong_use(turn, event.worker, event.log_tail):
+        return None
+    if event.code == 0 and not record.incarnation and failures.on_end_without_hello(turn, event.worker):
+        return None
+    tail = f"\n{event.log_tail.strip()}" if event.log_tail.strip() else ""
+    where = f" (log: {record.log})" if record.log else ""
+    failures.on_failure(turn, event.worker, f"{record.why or event.why}{where}{tail}", step=_step(turn, event.worker))
+    return has_ended(turn, event.worker)
+
+
+def _has_died(record: Record, code: int | None) -> bool:
+    """By a signal; or nobody knows how, because an earlier controller was its parent: that is no failure of the script.
+    Without a status one that was never started has failed.
+    """
+    was_started = bool(record.incarnation) or record.pid is not None
+    return was_started if code is None else code < 0
+
+
+def _step(turn: Turn, worker: WorkerId) -> int:
+    process = turn.process(worker)
+    return process.status.step if process is not None else 0
+
+
+def confirm(
+    turn: Turn, worker: WorkerId, why: str, code: int | None = None, noticed_by: str = "the controller"
+) -> None:
+    """Its death is certain. `code`: its exit status, where that is known."""
+    record = turn.record(worker)
+    if record.standing is Standing.DEAD:
+        return
+    failures.on_death(turn, worker, code, why)
+    turn.mark(worker, standing=Standing.DEAD, why=why)
+    has_ended(turn, worker)
+    if record.ending is None:
+        turn.note("lost", f"worker {worker} on {record.host} is dead: {why}", worker, noticed_by=noticed_by)
+
+
+# ---- silence, looked at in every tick
+
+
+def watch(turn: Turn) -> None:
+    """Probe who has no stream, ask who is silent, count out who does not answer."""
+    for worker, record in turn.durable.roster.items():
+        if _death_matters(turn, record):
+            process = turn.process(worker)
+            if process is None or process.connection is None or not process.reached:
+                _probe(turn, worker)
+    _judge_refusals(turn)
+    silence.count(turn)
+    if not silence.reconnecting(turn):
+        silence.tell(turn)
+        _count_out(turn, _gone_for_good(turn) if silence.cut_off(turn.job) else _unanswering(turn))
+
+
+def _death_matters(turn: Turn, record: Record) -> bool:
+    """Whether anybody waits to know: of one that was told to end, only while a world with it might train."""
+    if record.standing is Standing.DEAD or not record.incarnation:
+        return False
+    worlds = (turn.durable.current, *turn.durable.planned)
+    return record.ending is None or any(is_member(plan, record.worker) for plan in worlds)
+
+
+def suspect_seconds(turn: Turn) -> float:
+    return turn.spec.heartbeat_seconds * turn.spec.suspect_after
+
+
+def ask_seconds(turn: Turn) -> float:
+    return turn.spec.heartbeat_seconds * max(ASK_AFTER, turn.spec.suspect_after - ASK_AHEAD)
+
+
+def _gone_for_good(turn: Turn) -> list[WorkerId]:
+    """While most are silent: who has been so for `stall_seconds`, and others are heard. Hosts that vanish never refuse,
+    and a wait for most of a job's workers must end too. Where nobody is heard there is nobody to go on with.
+    """
+    quiet = silence.silent(turn.job)
+    if all(process.worker in quiet for process in turn.serving()):
+        return []
+    due = turn.now - turn.spec.stall_seconds
+    return [worker for worker in quiet if turn.record(worker).serves and silence.last_heard(turn.job, worker) < due]
+
+
+def _unanswering(turn: Turn) -> list[WorkerId]:
+    """Who has missed its heartbeats and has not answered when asked."""
+    silent = []
+    for worker, record in turn.durable.roster.items():
+        if not record.serves or not record.incarnation:
+            continue
+        seconds = silence.silence(turn.job, worker)
+        process = turn.process(worker)
+        if process is None or process.connection is None:
+            if seconds > suspect_seconds(turn):
+                silent.append(worker)
+        elif process.pinged is not None:
+            if seconds > suspect_seconds(turn) and _suspect(turn, process, process.pinged):
+                silent.append(worker)
+        elif seconds > ask_seconds(turn):
+            _ask(turn, worker)
+    return silent
+
+
+def _ask(turn: Turn, worker: WorkerId) -> None:
+    turn.see(worker, pinged=Pinged(turn.job.listened.uncut))
+    turn.say(worker, Ping(turn.job.next_ask, turn.durable.number))
+    turn.change(next_ask=turn.job.next_ask + 1)
+
+
+def _suspect(turn: Turn, process: Process, pinged: Pinged) -> bool:
+    """It has missed its heartbeats: says so, once. Whether its time to answer is over too."""
+    if not pinged.suspected:
+        seconds, asked = silence.silence(turn.job, process.worker), turn.job.listened.uncut - pinged.at
+        what = f"worker {process.worker} has been silent for {seconds:.1f} s, and has not answered for {asked:.1f} s"
+        turn.note("suspected", what, process.worker)
+        turn.see(process.worker, pinged=replace(pinged, suspected=True))
+    return turn.job.listened.uncut - pinged.at >= PING_SECONDS
+
+
+def _count_out(turn: Turn, workers: list[WorkerId]) -> None:
+    for worker in workers:
+        seconds = turn.now - silence.last_heard(turn.job, worker)
+        why = f"silent for {seconds:.1f} s and no answer to a ping (suspected after {suspect_seconds(turn):g} s)"
+        turn.mark(worker, standing=Standing.LOST, why=why)
+        turn.note("lost", f"worker {worker} on {turn.record(worker).host} is counted out: {why}", worker)
+
+
+def _probe(turn: Turn, worker: WorkerId) -> None:
+    """Look at the worker's port: just after its stream broke with every tick, then once a second. One that talks to us
+    and could not be reached is tried now and then.
+    """
+    record, process = turn.record(worker), turn.process(worker)
+    if process is not None and process.connection is not None and not process.reached:
+        pause = REACH_AGAIN_SECONDS
+    else:
+        cut_just_now = process is not None and process.cut is not None and turn.now - process.cut < PROBE_SECONDS
+        pause = QUICK_PROBE_SECONDS if cut_just_now else PROBE_SECONDS
+    last = turn.job.probed.get(worker)
+    if record.address and (last is None or turn.now - last >= pause):
+        turn.change(probed={**turn.job.probed, worker: turn.now})
+        turn.do(Probe(worker, record.incarnation, record.address))
+
+
+def _probe_now(turn: Turn, worker: WorkerId) -> None:
+    """Whenever the last one was."""
+    turn.change(probed={name: at for name, at in turn.job.probed.items() if name != worker})
+    _probe(turn, worker)
+
+
+def look_for(turn: Turn, worker: WorkerId) -> None:
+    """A process has said hello: reach it at the place that it names, so that a refusal there can tell of its death."""
+    process = turn.process(worker)
+    if process is not None and not process.reached:
+        _probe_now(turn, worker)
+
+
+def ask_about(turn: Turn, worker: WorkerId) -> None:
+    """A peer says that its connection to this worker broke: see whether it is dead."""
+    if worker in turn.durable.roster and turn.record(worker).standing is not Standing.DEAD:
+        _probe(turn, worker)

@@ -1,0 +1,178 @@
+"""What has failed, how often, and when trying again is given up.
+
+All that fails in one generation counts once, with back-off from the second time on; only a committed step above the one
+at which it happened forgives it, never a fresh start. Failures of the script are given up after `max_restarts`, deaths
+by a signal that nobody explains (an out-of-memory kill, a segmentation fault) after ten times as many, because kills
+that come faster than steps are no fault of the script. Of a kill among survivors nothing stays: they commit the step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import signal
+from dataclasses import replace
+
+from shoal_protos.messages import NO_CONTROLLER, Ending, Fault, Status
+from shoal_protos.plan import Plan, WorkerId
+
+from shoal_controller.core.machine.durable import Failures, Record, Standing
+from shoal_controller.core.machine.phases import ending
+from shoal_controller.core.machine.phases.progress import known_step
+from shoal_controller.core.machine.phases.roster import expect_end
+from shoal_controller.core.machine.turn import Turn
+
+LONGEST_BACKOFF = 30.0
+DEATHS_PER_RESTART = 10
+"""So many times `max_restarts` worlds may die by signals."""
+EXPLAINED = (-signal.SIGINT, -signal.SIGHUP, -signal.SIGTERM, NO_CONTROLLER)
+"""Exit statuses of a process that somebody wanted to end, or that had nobody to work for."""
+
+
+def on_failure(turn: Turn, worker: WorkerId, why: str, fault: Fault | None = None, step: int = 0) -> None:
+    """A worker failed by itself, at or after `step`: it counts as dead and is replaced with back-off."""
+    record = turn.record(worker)
+    if record.ending is not None:
+        return
+    turn.mark(worker, standing=Standing.DEAD, ending=Ending.FAILED, why=why, fault=_signature(fault, step))
+    turn.note("failed", f"worker {worker} failed: {why}", worker)
+    if record.launched:
+        expect_end(turn, worker)
+    turn.change(spawned={name: at for name, at in turn.job.spawned.items() if name != worker})
+    if _is_new(turn, record):
+        _count(turn, _generation(turn, worker), step, script=1)
+    elif turn.durable.failures.by_death:  # the end of its stream came before its reason
+        _count(turn, _generation(turn, worker), step, script=1, deaths=-1)
+    else:
+        _raise_step(turn, step)
+    at = f"worker {worker} at step {max(step, 0)}: {why}"
+    failures = turn.durable.failures
+    if _failed_alike(turn, worker):
+        ending.fail(turn, f"two generations failed alike in all their members, so a third would too; {at}")
+    elif failures.script > turn.spec.max_restarts:
+        ending.fail(turn, f"{_times(failures.script, failures)} (max_restarts is {turn.spec.max_restarts}); {at}")
+
+
+def on_wrong_use(turn: Turn, worker: WorkerId, log_tail: str) -> bool:
+    """What was given to a script cannot work. While nothing trains that fails the job at once; True: it has."""
+    return _give_up_what_cannot_work(turn, worker, turn.record(worker).why or _last_words(log_tail))
+
+
+def on_end_without_hello(turn: Turn, worker: WorkerId) -> bool:
+    """Likewise of a script that has ended well and never joined: another time it would not either."""
+    sentence = "its script ended without calling shoal.initialize, so it never joined the job"
+    return _give_up_what_cannot_work(turn, worker, sentence)
+
+
+def _give_up_what_cannot_work(turn: Turn, worker: WorkerId, sentence: str) -> bool:
+    if turn.world is not None or turn.job.attempt is not None:
+        return False
+    record = turn.record(worker)
+    where = f" (log: {record.log})" if record.log else ""
+    turn.mark(worker, standing=Standing.DEAD, ending=Ending.FAILED, why=sentence)
+    ending.fail(turn, f"worker {worker} cannot work as it was started: {sentence}{where}")
+    return True
+
+
+def on_death(turn: Turn, worker: WorkerId, code: int | None, why: str) -> None:
+    """A worker died, and nobody wanted it to: a kill like any other, unless no step is ever committed in between."""
+    record = turn.record(worker)
+    if code in EXPLAINED or record.leaving or record.ending is not None or not _is_new(turn, record):
+        return
+    _count(turn, _generation(turn, worker), 0, deaths=1)
+    _give_up_deaths(turn, max(1, turn.spec.max_restarts), f"worker {worker}: {why}")
+
+
+def on_world_lost(turn: Turn) -> None:
+    """The state of the current world is not whole with those who are left. Where nothing may fail, that is the end."""
+    members = _members(turn, turn.world) if turn.world is not None else []
+    dead = [record for record in members if record.standing is Standing.DEAD and not record.leaving]
+    if dead and turn.durable.failures.deaths:
+        _give_up_deaths(turn, turn.spec.max_restarts, f"worker {dead[-1].worker}: {dead[-1].why}")
+
+
+def forgive(turn: Turn, status: Status) -> None:
+    """● A step was committed above the one at which something failed: it was no fault that stays."""
+    committed_here = status.committed_in == status.generation > 0
+    if turn.durable.failures.times and committed_here and status.step > turn.durable.failures.step:
+        turn.keep(failures=Failures())
+
+
+def _last_words(log_tail: str) -> str:
+    """What the worker says for people at its end, else its last line."""
+    _, found, sentence = f"\n{log_tail.strip()}".rpartition("\nshoal: ")
+    return sentence if found else log_tail.strip().rpartition("\n")[2]
+
+
+# ---- counting
+
+
+def _generation(turn: Turn, worker: WorkerId) -> int:
+    """The world that a worker was in; 0: none."""
+    process = turn.process(worker)
+    return process.status.generation if process is not None else 0
+
+
+def _is_new(turn: Turn, record: Record) -> bool:
+    """● Whether it belongs to a generation, or was started, after the last failure that was counted."""
+    failures = turn.durable.failures
+    return _generation(turn, record.worker) > failures.generation or record.order >= failures.order
+
+
+def _count(turn: Turn, generation: int, step: int, script: int = 0, deaths: int = 0) -> None:
+    before = turn.durable.failures
+    failures = replace(
+        before,
+        script=before.script + script,
+        deaths=before.deaths + deaths,
+        by_death=deaths > 0,
+        generation=max(before.generation, generation),
+        order=turn.durable.next_order,
+    )
+    turn.keep(failures=failures)
+    _raise_step(turn, step)
+    pause = 0.0 if failures.times == 1 else min(2.0 ** (failures.times - 2), LONGEST_BACKOFF)
+    turn.keep(spawn_after=max(turn.durable.spawn_after, turn.now + pause))
+
+
+def _raise_step(turn: Turn, step: int) -> None:
+    """What is known of a step that was reached comes late, so that only the highest one ever told is the mark."""
+    failures = turn.durable.failures
+    turn.keep(failures=replace(failures, step=max(failures.step, step, known_step(turn))))
+
+
+def _give_up_deaths(turn: Turn, restarts: int, who: str) -> None:
+    failures, most = turn.durable.failures, DEATHS_PER_RESTART * restarts
+    if failures.deaths > most:
+        ending.fail(turn, f"{_times(failures.deaths, failures)} ({most} deaths by a signal are allowed); {who}")
+
+
+def _times(count: int, failures: Failures) -> str:
+    tries = "1 try has" if count == 1 else f"{count} tries have"
+    return f"{tries} failed, none with a committed step beyond {failures.step}"
+
+
+# ---- the same fault again
+
+
+def _signature(fault: Fault | None, step: int) -> str:
+    """What the same fault at the same step has in common; empty for an outage, which may pass."""
+    if fault is None or fault.outage:
+        return ""
+    text = "\n".join((fault.exception, fault.message, fault.frame, str(step)))
+    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:16]
+
+
+def _failed_alike(turn: Turn, worker: WorkerId) -> bool:
+    """Whether all members of this worker's world have failed with one fault, as all of an earlier world had."""
+    world, fault = turn.world, turn.record(worker).fault
+    if world is None or not fault or _generation(turn, worker) != world.generation:
+        return False
+    if any(record.fault != fault for record in _members(turn, world)):
+        return False
+    before = turn.durable.failures.alike
+    turn.keep(failures=replace(turn.durable.failures, alike=fault))
+    return before == fault
+
+
+def _members(turn: Turn, world: Plan) -> list[Record]:
+    return [turn.record(member.worker) for member in world.members]

@@ -1,0 +1,59 @@
+"""The last members of a job leave and nobody has come: their state goes into a checkpoint, and the job waits.
+
+Half of their grace they train on for a newcomer's sake. Then no steps run any more, they are asked to save, and once
+the checkpoint of the very last step is told of they are let go. Whoever comes later begins with it.
+"""
+
+from __future__ import annotations
+
+from shoal_protos.plan import Plan, WorkerId
+
+from shoal_controller.core.machine.phases import checkpoints, lost_blocks, scaling
+from shoal_controller.core.machine.phases.next_message import tell
+from shoal_controller.core.machine.phases.progress import known_step
+from shoal_controller.core.machine.spec import Phase
+from shoal_controller.core.machine.turn import Turn
+
+
+def settle(turn: Turn, world: Plan, members: list[WorkerId]) -> None:
+    """Called while all members are leaving and no newcomer waits."""
+    if not turn.durable.parting:
+        if all(_half_gone(turn, worker) for worker in members):
+            turn.keep(parting=True)
+            turn.change(save_failed=-1)
+            turn.note(
+                "parting", f"nobody has come for whom {', '.join(members)} could stay: their state is being saved"
+            )
+        return
+    if world.steps or not _all_in(turn, world):
+        return  # the change to a world without steps is under way
+    step = known_step(turn)
+    found = checkpoints.latest(turn.durable)
+    if found is not None and found.step == step:  # perhaps by an earlier world: no step is saved twice
+        _part(turn, members, found.path)
+    elif turn.job.save_failed == step and turn.durable.save is None:
+        turn.note("lost", f"the state of the last to leave ({', '.join(members)}) could not be saved: it is lost")
+        _part(turn, members, "")
+    elif turn.durable.save is None:
+        checkpoints.ask(turn)
+        for worker in members:
+            tell(turn, worker)
+
+
+def _half_gone(turn: Turn, worker: WorkerId) -> bool:
+    record = turn.record(worker)
+    return turn.now >= record.leaves_at - record.grace_seconds / 2
+
+
+def _all_in(turn: Turn, world: Plan) -> bool:
+    processes = (turn.process(member.worker) for member in world.members)
+    return all(p is not None and p.status.generation == world.generation for p in processes)
+
+
+def _part(turn: Turn, members: list[WorkerId], path: str) -> None:
+    """Let them go; the job has no world any more."""
+    for worker in members:
+        scaling.dismiss_last(turn, worker, f"; its state is in {path}" if path else "")
+    left = f"the checkpoint at {path} waits for others" if path else "nothing is left"
+    lost_blocks.start_anew(turn, f"the last workers were drained; {left}")
+    turn.keep(phase=Phase.WAITING, reason="")

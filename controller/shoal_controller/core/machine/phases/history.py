@@ -1,0 +1,176 @@
+"""What people see of a change of the world: its place in the job's history, its figures, its metrics, its sentences."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shoal_protos.messages import Change
+from shoal_protos.plan import Plan, Reason, WorkerId
+
+from shoal_controller.core.machine.durable import HISTORY, Resize
+from shoal_controller.core.machine.figures import CHANGE_PHASES
+from shoal_controller.core.machine.phases.progress import known_step
+from shoal_controller.core.machine.turn import Turn
+
+MOST_NAMES = 16
+"""How many workers a sentence names; of more it gives the count."""
+
+
+def planned(turn: Turn, plan: Plan, newest: Plan) -> None:
+    """A planned change was made; `newest` is the plan that it goes on from, or takes the place of."""
+    before, after = {m.worker for m in newest.members}, {m.worker for m in plan.members}
+    moves = [f"{_some(after - before)} in"] * bool(after - before)
+    moves += [f"{_some(before - after)} out"] * bool(before - after)
+    filling = sum(len(fill.blocks) for fill in plan.fills)
+    moves += [f"{filling} blocks to fill"] * bool(filling)
+    what = "; ".join(moves) or "what was filled is promoted, lanes are balanced"
+    turn.note(
+        "plan",
+        f"generation {plan.generation} is to replace {plan.base} ({plan.reason.value}): {what}",
+        reason=plan.reason.value,
+        base=plan.base,
+        workers=len(after),
+        fill_blocks=filling,
+    )
+
+
+def begun(turn: Turn, plan: Plan) -> None:
+    """A planned change has begun, while training went on."""
+    turn.change(detect_seconds=0.0)
+    _enter(turn, plan, known_step(turn), 0)
+    turn.note("begun", f"generation {plan.generation} has begun with {_names(plan)}", reason=plan.reason.value)
+
+
+def opened(turn: Turn, plan: Plan, lost_steps: int, waited: str) -> None:
+    """A world made from inventories may train. `waited`: for whom, as the end of a sentence."""
+    step = plan.recovery.step if plan.recovery is not None else 0
+    _enter(turn, plan, step, lost_steps)
+    turn.note(
+        "open",
+        f"generation {plan.generation} is open with {_names(plan)}, from step {step}{waited}",
+        reason=plan.reason.value,
+        lost_steps=lost_steps,
+        detect_seconds=round(turn.job.detect_seconds, 3),
+    )
+    if lost_steps:
+        turn.count("shoal_job_lost_steps_total", lost_steps)
+    turn.change(figures_known=True)
+
+
+def gone_back(turn: Turn, steps: int) -> None:
+    """The job begins again from step 0."""
+    if turn.durable.history:
+        newest = turn.durable.history[-1]
+        turn.keep(history=(*turn.durable.history[:-1], replace(newest, lost_steps=newest.lost_steps + steps)))
+    turn.count("shoal_job_lost_steps_total", steps)
+
+
+def resized(turn: Turn, reason: Reason, outcome: str) -> None:
+    turn.count("shoal_resizes_total", reason=reason.value, outcome=outcome)
+
+
+def committed(turn: Turn, worker: WorkerId) -> None:
+    """The first step of a generation was committed."""
+    turn.note("trains", f"the first step of generation {turn.durable.committed_in} is committed", worker)
+
+
+def _some(workers: set[WorkerId]) -> str:
+    return ", ".join(sorted(workers)) if len(workers) <= MOST_NAMES else f"{len(workers)} workers"
+
+
+def _names(plan: Plan) -> str:
+    if plan.world_size > MOST_NAMES:
+        return f"{plan.world_size} workers"
+    lanes = (f"{m.worker} ({len(share.lanes)})" for m, share in zip(plan.members, plan.shares, strict=True))
+    return f"{plan.world_size} workers and their lanes: {', '.join(lanes)}"
+
+
+def _enter(turn: Turn, plan: Plan, step: int, lost_steps: int) -> None:
+    """A generation enters the history, and the one before gets its last figures."""
+    history = turn.durable.history
+    if history:
+        filled = fill_bytes(turn)
+        history = (*history[:-1], replace(history[-1], fill_bytes=filled))
+        turn.count("shoal_repartition_bytes_total", filled, source="peer")
+    resize = Resize(plan.generation, plan.world_size, plan.reason, step, lost_steps=lost_steps)
+    turn.keep(history=(*history, resize)[-HISTORY:])
+    turn.change(
+        changes={},
+        processes={
+            worker: replace(process, fill_bytes_before=process.telemetry.fill_bytes)
+            for worker, process in turn.job.processes.items()
+        },
+    )
+    resized(turn, plan.reason, "done")
+
+
+def fill_bytes(turn: Turn) -> int:
+    """What fills have moved in the present generation."""
+    return sum(max(0, p.telemetry.fill_bytes - p.fill_bytes_before) for p in turn.job.processes.values())
+
+
+# ---- what the change cost its members
+
+
+def changes_told(turn: Turn, worker: WorkerId) -> None:
+    """A member tells what the present generation's change cost it; the figures are whole when all have told."""
+    world = turn.world
+    if world is None or worker in turn.job.changes or _told_before(turn, world):
+        return
+    told = turn.job.processes[worker].telemetry.changes
+    change = next((change for change in told if change.generation == world.generation), None)
+    if change is None:
+        return
+    changes = {**turn.job.changes, worker: change}
+    turn.change(changes=changes)
+    if all(member.worker in changes for member in world.members):
+        _figures(turn, world, changes)
+
+
+def _told_before(turn: Turn, world: Plan) -> bool:
+    """A controller that has started again hears the figures of the present world once more."""
+    history = turn.durable.history
+    return bool(history and history[-1].generation == world.generation and history[-1].phases)
+
+
+def _figures(turn: Turn, world: Plan, changes: dict[WorkerId, Change]) -> None:
+    slowest = max(changes, key=lambda worker: changes[worker].pause_seconds)
+    change = changes[slowest]
+    phases = dict(change.phases)
+    if world.recovery is not None:
+        phases = {"detect": turn.job.detect_seconds, **phases}
+    promoted = sum(c.promoted_blocks for c in changes.values())
+    moved = sum(c.pause_bytes for c in changes.values())
+    read = sum(c.checkpoint_bytes for c in changes.values())
+    history = tuple(
+        replace(
+            resize,
+            from_step=change.from_step,
+            pause_seconds=change.pause_seconds,
+            phases=phases,
+            promoted_blocks=promoted,
+            pause_bytes=moved,
+            checkpoint_bytes=read,
+        )
+        if resize.generation == world.generation
+        else resize
+        for resize in turn.durable.history
+    )
+    turn.keep(history=history)
+    for phase in CHANGE_PHASES:
+        if phase in phases:
+            turn.observe("shoal_resize_seconds", phases[phase], phase=phase)
+    turn.observe("shoal_resize_pause_seconds", change.pause_seconds, reason=world.reason.value)
+    turn.count("shoal_blocks_promoted_total", promoted)
+    turn.count("shoal_repartition_bytes_total", moved, source="peer")
+    turn.count("shoal_repartition_bytes_total", read, source="checkpoint")
+    turn.note(
+        "resized",
+        f"generation {world.generation} ({world.reason.value}) paused training for {change.pause_seconds:.3f} s, "
+        f"{promoted} blocks promoted, {moved} bytes moved in the pause",
+        slowest,
+        pause_seconds=change.pause_seconds,
+        phases=phases,
+        promoted_blocks=promoted,
+        pause_bytes=moved,
+    )

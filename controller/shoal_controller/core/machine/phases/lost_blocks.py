@@ -1,0 +1,134 @@
+"""Blocks without a living copy: waiting for whoever may still have one, and starting anew when nobody can.
+
+It is decided when every process that may hold such a block is confirmed dead, at the latest after `stall_seconds`.
+Until then all keep what they have: a thawed sole holder saves the day. Then the newest checkpoint is the other source
+of lost blocks, and all go back to it (`Recovery.checkpoint`); without one a launcher starts anew from step 0.
+"""
+
+from __future__ import annotations
+
+from shoal_protos.messages import Ending
+from shoal_protos.plan import WorkerId
+from shoal_protos.runs import NO_BLOCKS, Runs
+
+from shoal_controller.core.machine.durable import Record, Standing
+from shoal_controller.core.machine.effects import Kill
+from shoal_controller.core.machine.job import Attempt
+from shoal_controller.core.machine.phases import checkpoints, corruption, ending, failures, history, step_figures
+from shoal_controller.core.machine.phases.next_message import tell
+from shoal_controller.core.machine.phases.progress import known_step
+from shoal_controller.core.machine.phases.roster import expect_end
+from shoal_controller.core.machine.spec import Phase
+from shoal_controller.core.machine.turn import Turn
+
+
+def blocks_lost(turn: Turn, attempt: Attempt) -> bool:
+    """The planner has found blocks that no inventory tells a copy of. True: those who are left go back."""
+    turn.keep(phase=Phase.STALLED, reason=_sentence(turn, attempt.lost_blocks))
+    turn.note("stalled", turn.durable.reason, blocks=len(attempt.lost_blocks))
+    return wait(turn, attempt)
+
+
+def wait(turn: Turn, attempt: Attempt) -> bool:
+    """Until nobody is left who may have a copy, or `stall_seconds` are over. True: then those who are left go back to
+    the newest checkpoint.
+    """
+    holders = _may_have(turn, attempt)
+    waited = turn.now - attempt.since
+    if holders and waited <= turn.spec.stall_seconds:
+        return False
+    if _all_done(turn):
+        ending.succeed(turn)
+        return False
+    why = f"{turn.durable.reason}; {_why_no_more(holders, waited)}"
+    history.resized(turn, attempt.reason, "failed")
+    found = checkpoints.latest(turn.durable)
+    if found is not None and attempt.answered:
+        turn.keep(reason=why)
+        return True
+    if found is None and turn.spec.launcher == "none":
+        ending.fail(turn, f"{why}. Set checkpoint.path or more mirrors.")
+    else:
+        start_anew(turn, why)
+    return False
+
+
+def _sentence(turn: Turn, blocks: Runs) -> str:
+    spans = ", ".join(f"{a}" if b == a + 1 else f"{a} to {b - 1}" for a, b in blocks.spans[:8])
+    more = f" and {len(blocks.spans) - 8} more runs" if len(blocks.spans) > 8 else ""
+    count = turn.durable.description.blocks if turn.durable.description is not None else 0
+    return f"no living copy of {len(blocks)} of {count} blocks ({spans}{more})"
+
+
+def _why_no_more(holders: list[WorkerId], waited: float) -> str:
+    if holders:
+        return f"{', '.join(holders)} did not come back within {waited:.0f} s"
+    return "every process that held them is dead"
+
+
+def _may_have(turn: Turn, attempt: Attempt) -> list[WorkerId]:
+    """Who may hold such a block, has not told what it holds, and is not known to be dead."""
+    roster = turn.durable.roster.values()
+    return [record.worker for record in roster if _unknown(record, attempt) and _held(turn, record, attempt)]
+
+
+def _unknown(record: Record, attempt: Attempt) -> bool:
+    """Counted out (perhaps after it had answered), unheard of since the controller was started, or yet to answer."""
+    alive = record.standing is not Standing.DEAD and record.ending is None and bool(record.incarnation)
+    return alive and record.worker not in attempt.answered
+
+
+def _held(turn: Turn, record: Record, attempt: Attempt) -> bool:
+    """What a worker kept by any world it may have been in, or said that it holds."""
+    worlds = [plan for plan in (turn.world, *turn.durable.planned) if plan is not None]
+    ranks = [(plan, plan.rank_of(record.worker, record.incarnation)) for plan in worlds]
+    kept = [plan.shares[rank].keeps | plan.filled(rank, plan.boundaries) for plan, rank in ranks if rank is not None]
+    process = turn.process(record.worker)
+    said = process.status.holds if process is not None else NO_BLOCKS
+    unknown = process is None and not kept  # of a world before the current one: its blocks are not known any more
+    return unknown or any(part & attempt.lost_blocks for part in (said, *kept))
+
+
+def _all_done(turn: Turn) -> bool:
+    """Whether the job has its digests and all who live are done: a death after the last step still ends well."""
+    members = [process for process in turn.serving() if process.status.generation > 0]
+    return bool(turn.durable.fingerprint) and all(process.status.done for process in members)
+
+
+def start_anew(turn: Turn, why: str) -> None:
+    """Nobody is left: every process of a world ends, and others begin, from the newest checkpoint or step 0."""
+    failures.on_world_lost(turn)
+    if turn.durable.phase.over:
+        return
+    durable, found = turn.durable, checkpoints.latest(turn.durable)
+    step = found.step if found is not None else 0
+    shown = max(durable.step, known_step(turn))
+    lost_steps = max(0, shown - step)
+    corruption.give_up_from(turn, shown)
+    turn.keep(
+        phase=Phase.STALLED,
+        reason=why,
+        current=None,
+        planned=(),
+        floor=durable.number + 1,
+        step=step,
+        fingerprint="",
+        loss=None,
+        parting=False,
+    )
+    checkpoints.went_back(turn, step)
+    turn.change(attempt=None, wished=None, ready_since=None)
+    turn.note("anew", f"{why}; starting anew from step {step}, {lost_steps} steps are lost", lost_steps=lost_steps)
+    step_figures.gone_back(turn, step)
+    history.gone_back(turn, lost_steps)
+    for record in tuple(turn.durable.roster.values()):
+        process = turn.process(record.worker)
+        newcomer = process.status.generation == 0 if process is not None else not record.incarnation
+        if record.ending is not None or (newcomer and record.standing is Standing.HERE):
+            continue
+        how = Ending.REPLACED if record.launched else Ending.START_OVER
+        turn.mark(record.worker, ending=how, why=why)
+        tell(turn, record.worker)
+        if record.launched and record.standing is not Standing.DEAD:
+            expect_end(turn, record.worker)
+            turn.do(Kill(record.worker))

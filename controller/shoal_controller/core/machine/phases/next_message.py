@@ -1,0 +1,142 @@
+"""What is current for one worker: the answer to every hello, and to every heartbeat that shows that its worker lags.
+
+No message is an event, so nothing here remembers what was delivered: the worker's status says what it knows, and what
+it lacks is sent again at most once a heartbeat interval.
+"""
+
+from __future__ import annotations
+
+from shoal_protos.messages import (
+    Ask,
+    AskKind,
+    Carry,
+    Ending,
+    Inventory,
+    Open,
+    Point,
+    Prepare,
+    Shutdown,
+    ToWorker,
+)
+from shoal_protos.plan import Plan, WorkerId
+
+from shoal_controller.core.machine.durable import Durable
+from shoal_controller.core.machine.effects import Close, Send
+from shoal_controller.core.machine.job import Attempt, Job, Process, Stage
+from shoal_controller.core.machine.spec import Phase
+from shoal_controller.core.machine.turn import Turn
+
+STOP_REQUEST = 1
+"""The number of the one request to stop that a job makes."""
+
+
+def tell(turn: Turn, worker: WorkerId) -> None:
+    """Say what is current, unless the same was said less than a heartbeat interval ago."""
+    process = turn.process(worker)
+    if process is None or process.connection is None:
+        return
+    message = due(turn.job, process)
+    if message is None:
+        return
+    kind, number, at = process.told
+    key = type(message).__name__, _number(message)
+    if key == (kind, number) and turn.now - at < turn.spec.heartbeat_seconds:
+        return
+    turn.see(worker, told=(*key, turn.now))
+    turn.do(Send(process.connection, message))
+    if isinstance(message, Shutdown):
+        turn.do(Close(process.connection))
+
+
+def tell_all(turn: Turn) -> None:
+    for worker in tuple(turn.job.processes):
+        tell(turn, worker)
+
+
+def due(job: Job, process: Process) -> ToWorker | None:
+    """The one message that this worker needs now."""
+    ending = shutdown_of(job.durable, process.worker)
+    if ending is not None:
+        return ending
+    if job.attempt is not None:
+        return _of_attempt(job.durable, job.attempt, process)
+    return _of_world(job, process)
+
+
+def shutdown_of(durable: Durable, worker: WorkerId) -> Shutdown | None:
+    """How a worker is to end, if it is."""
+    if durable.phase.over:
+        return shutdown_of_all(durable)
+    record = durable.roster[worker]
+    return Shutdown(record.ending, record.why, durable.number) if record.ending is not None else None
+
+
+def shutdown_of_all(durable: Durable) -> Shutdown:
+    """How every worker of a job that is over is to end."""
+    ending = Ending.DONE if durable.phase is Phase.SUCCEEDED else Ending.FAILED
+    return Shutdown(ending, durable.reason, durable.number)
+
+
+def _number(message: ToWorker) -> int:
+    if isinstance(message, Carry):
+        return message.plan.generation
+    return getattr(message, "generation", 0)
+
+
+def is_member(plan: Plan | None, worker: WorkerId) -> bool:
+    return plan is not None and any(member.worker == worker for member in plan.members)
+
+
+def answered(process: Process | None, number: int) -> Inventory | None:
+    """The inventory that answers PREPARE(number)."""
+    inventory = process.inventory if process is not None else None
+    return inventory if inventory is not None and inventory.answers == number else None
+
+
+def may_hold(durable: Durable, process: Process) -> bool:
+    """Whether a process is, or may come to be, in a world: then a recovery asks it."""
+    if process.status.generation:
+        return process.status.generation >= durable.floor
+    worlds = (durable.current, *durable.planned)
+    return any(is_member(plan, process.worker) for plan in worlds)
+
+
+def _of_attempt(durable: Durable, attempt: Attempt, process: Process) -> ToWorker | None:
+    status = process.status
+    if attempt.stage is Stage.PREPARE:
+        asked = process.worker in attempt.asked if attempt.start else may_hold(durable, process)
+        if asked and answered(process, attempt.number) is None:
+            return Prepare(attempt.number)
+        return None
+    knows = status.promised == attempt.number and status.point in (Point.BUILDING, Point.READY)
+    if attempt.plan is not None and is_member(attempt.plan, process.worker) and not knows:
+        return Carry(attempt.plan)
+    return None
+
+
+def _of_world(job: Job, process: Process) -> ToWorker | None:
+    durable, status, world = job.durable, process.status, job.durable.current
+    if world is None or status.point is Point.REHEARSING:
+        return None
+    member = is_member(world, process.worker)
+    if not status.generation and status.point in (Point.BUILDING, Point.READY) and status.promised < world.generation:
+        return Prepare(durable.number)  # a newcomer of a start that was given up
+    if member and status.point is Point.READY and status.promised == world.generation:
+        return Open(world.generation)
+    if durable.planned:
+        plan = durable.planned[-1]
+        takes_part = member or is_member(plan, process.worker)
+        if takes_part and status.promised < plan.generation and status.point is not Point.LEFT:
+            return Carry(plan)
+    if durable.stopping and member and not status.done:
+        return Ask(AskKind.STOP, STOP_REQUEST, world.generation)
+    if durable.save is not None and process.worker == _first_member(job, world):
+        return Ask(AskKind.SAVE, durable.save.number, world.generation)
+    return None
+
+
+def _first_member(job: Job, world: Plan) -> WorkerId | None:
+    """Of a world whoever can be asked for something that all carry out."""
+    processes = (job.processes.get(member.worker) for member in world.members)
+    roster = job.durable.roster
+    return next((p.worker for p in processes if p and p.connection is not None and roster[p.worker].serves), None)

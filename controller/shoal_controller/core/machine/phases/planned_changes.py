@@ -1,0 +1,210 @@
+"""Planned changes: join, drain, scale, pause, promotion after fills. No pause but the switch, and no controller in it.
+
+A plan is made when what is wanted differs from what the newest plan was asked for. It is stored before it is sent; it
+begins when all members of its base vote it, which the controller learns from any status. It is void once another
+generation is current.
+"""
+
+from __future__ import annotations
+
+from shoal_protos.messages import Ending, Point, Status
+from shoal_protos.plan import Plan, Reason, WorkerId
+
+from shoal_controller.core.machine.durable import Leaving
+from shoal_controller.core.machine.job import Process, Traits, Wished
+from shoal_controller.core.machine.phases import (
+    broken_links,
+    checkpoints,
+    history,
+    link_faults,
+    planner_inputs,
+    progress_watch,
+    scaling,
+)
+from shoal_controller.core.machine.phases.next_message import tell
+from shoal_controller.core.machine.phases.planner_inputs import kept
+from shoal_controller.core.machine.turn import Turn
+from shoal_controller.core.machine.wait_graph import BrokenLink
+from shoal_controller.core.planning.planner import same_world
+
+OUTSTANDING = 2
+"""How many planned changes of one base may wait whose members are all here; more are made when one has begun."""
+MOST_PLANNED = 16
+"""How many in all: one that waits for somebody who is gone will hardly begin, but nobody knows that it has not."""
+
+
+# ---- a planned change begins
+
+
+def begun(turn: Turn, status: Status) -> None:
+    begun_in(turn, status.generation)
+
+
+def begun_in(turn: Turn, generation: int) -> None:
+    """Somebody is in a generation that was planned: all of its base have voted it, so it is the current one now."""
+    for plan in turn.durable.planned:
+        if plan.generation == generation:
+            void = [other for other in turn.durable.planned if other.base != generation and other is not plan]
+            turn.keep(current=plan, planned=tuple(p for p in turn.durable.planned if p.base == generation))
+            for other in void:
+                history.resized(turn, other.reason, "superseded")
+            if turn.durable.scaled_up and plan.world_size >= turn.durable.wanted:
+                turn.keep(scaled_up=False)
+            _satisfied(turn, turn.job.wishes.get(generation), plan)
+            checkpoints.opened(turn, generation)
+            history.begun(turn, plan)
+            return
+
+
+def opened(turn: Turn, plan: Plan) -> None:
+    """A world made from inventories was opened: it is what was wanted of those who are in it."""
+    pool = [_traits(turn, member.worker, trains=True) for member in plan.members]
+    _satisfied(turn, Wished(_by_age(turn, pool), plan.steps, promote=False), plan)
+
+
+def _satisfied(turn: Turn, wished: Wished | None, plan: Plan) -> None:
+    """What the plan was asked for is fulfilled, as far as it took part in it: only what is new asks for another one."""
+    members = {member.worker for member in plan.members}
+    if wished is not None:
+        pool = tuple(traits for traits in wished.pool if traits.worker in members)
+        wished = Wished(pool, plan.steps, promote=False)
+    turn.change(wished=wished, wishes={})
+
+
+# ---- a planned change is made
+
+
+def settle(turn: Turn, world: Plan) -> None:
+    """Make a plan where what is wanted has changed; everyone lacking the newest one is told with its heartbeat."""
+    _give_up_on_newcomers(turn, world)
+    if _enough_are_planned(turn) or not _all_in(turn, world):
+        return
+    newcomers = waiting_newcomers(turn, world)
+    wished = _wished(turn, world, newcomers)
+    if wished == turn.job.wished:
+        return
+    turn.change(wished=wished)
+    newest = turn.durable.planned[-1] if turn.durable.planned else world
+    number = turn.durable.number + 1
+    plan = planner_inputs.for_change(turn, world, newcomers, number, _reason(turn, world, newcomers))
+    if same_world(plan, newest) or (newest is world and _only_fills_left(plan, world)):
+        return
+    turn.keep(number=number, planned=(*turn.durable.planned, plan))
+    turn.change(wishes={**turn.job.wishes, number: wished}, planned_at=turn.now)
+    history.planned(turn, plan, newest)
+    for worker in dict.fromkeys(member.worker for member in (*world.members, *plan.members)):
+        tell(turn, worker)
+
+
+def _enough_are_planned(turn: Turn) -> bool:
+    plans = turn.durable.planned
+    live = sum(all(turn.record(member.worker).serves for member in plan.members) for plan in plans)
+    return live >= OUTSTANDING or len(plans) >= MOST_PLANNED
+
+
+def held_up(turn: Turn, world: Plan) -> tuple[BrokenLink, ...]:
+    """The broken links between members that keep the newest plan from being built. A joiner that cannot be reached only
+    stays outside for a while: without it the plan is void.
+    """
+    if not turn.durable.planned:
+        return ()
+    links = progress_watch.in_building(turn, turn.durable.planned[-1], _planned_at(turn))
+    return () if broken_links.keep_out(turn, world, links) else links
+
+
+def _planned_at(turn: Turn) -> float:
+    """What an earlier controller has planned gets its time anew."""
+    return max(turn.job.planned_at, turn.job.started)
+
+
+def _give_up_on_newcomers(turn: Turn, world: Plan) -> None:
+    """A change that does not begin within `stall_seconds` goes on without its newcomers; nobody else waits for them."""
+    plans = turn.durable.planned
+    if not plans or turn.now - _planned_at(turn) <= turn.spec.stall_seconds:
+        return
+    members = {member.worker for member in world.members}
+    why = f"generation {plans[-1].generation} did not begin within {turn.spec.stall_seconds:g} s (stall_seconds)"
+    for member in plans[-1].members:
+        if member.worker not in members and turn.record(member.worker).serves:
+            how = Ending.REPLACED if turn.record(member.worker).launched else Ending.START_OVER
+            scaling.dismiss(turn, member.worker, how, why)
+            tell(turn, member.worker)
+    turn.change(planned_at=turn.now)
+
+
+def _all_in(turn: Turn, world: Plan) -> bool:
+    """Whether every member has been seen in the world that the plan is to replace."""
+    for member in world.members:
+        process = turn.process(member.worker)
+        if process is None or process.status.generation != world.generation:
+            return False
+    return True
+
+
+def waiting_newcomers(turn: Turn, world: Plan) -> list[WorkerId]:
+    """Who may become a member, oldest first, as many as there is room for."""
+    members = {member.worker for member in world.members}
+    if any(process.status.done for process in turn.serving() if process.worker in members):
+        return []  # after the last step nobody joins any more
+    expected = {member.worker for plan in turn.durable.planned[-1:] for member in plan.members}
+    staying = sum(not turn.record(worker).leaving for worker in members)
+    ready = [
+        process
+        for process in turn.serving()
+        if process.status.point in (Point.WAITING, Point.JOINING)
+        and process.worker not in members
+        and (_is_reachable(process) or process.worker in expected)
+        and not turn.record(process.worker).leaving
+        and not link_faults.avoided(turn, process.worker)
+    ]
+    ready.sort(key=lambda process: turn.record(process.worker).order)
+    return [process.worker for process in ready[: max(0, most_workers(turn) - staying)]]
+
+
+def _is_reachable(process: Process) -> bool:
+    return process.connection is not None and (process.pinged is None or not process.pinged.suspected)
+
+
+def most_workers(turn: Turn) -> int:
+    lanes = turn.durable.description.lanes if turn.durable.description is not None else turn.durable.wanted
+    return min(turn.spec.max_workers or lanes, lanes)
+
+
+def _wished(turn: Turn, world: Plan, newcomers: list[WorkerId]) -> Wished:
+    pool = [_traits(turn, m.worker, planner_inputs.trains(turn, world, rank)) for rank, m in enumerate(world.members)]
+    pool += [_traits(turn, worker, trains=False) for worker in newcomers]
+    promote = bool(world.fills) and fills_done(turn, world)
+    return Wished(_by_age(turn, pool), planner_inputs.steps_run(turn, len(pool)), promote)
+
+
+def _by_age(turn: Turn, pool: list[Traits]) -> tuple[Traits, ...]:
+    return tuple(sorted(pool, key=lambda traits: turn.record(traits.worker).order))
+
+
+def _traits(turn: Turn, worker: WorkerId, trains: bool) -> Traits:
+    return Traits(worker, bool(turn.record(worker).leaving), trains)
+
+
+def fills_done(turn: Turn, world: Plan) -> bool:
+    """Whether every fill of the world is held by its target."""
+    return all(
+        fill.blocks <= kept(world, fill.target, turn.job.processes[world.members[fill.target].worker].status)
+        for fill in world.fills
+    )
+
+
+def _only_fills_left(plan: Plan, world: Plan) -> bool:
+    """Whether a plan would only go on with what the world is doing already."""
+    same = (plan.members, plan.shares, plan.steps) == (world.members, world.shares, world.steps)
+    return same and {(f.target, f.blocks) for f in plan.fills} <= {(f.target, f.blocks) for f in world.fills}
+
+
+def _reason(turn: Turn, world: Plan, newcomers: list[WorkerId]) -> Reason:
+    """The most telling of the reasons: who goes, then who comes."""
+    before = turn.durable.planned[-1] if turn.durable.planned else world
+    leaving = {turn.record(member.worker).leaving for member in world.members} - {Leaving.NO}
+    if leaving:
+        return Reason.DRAIN if Leaving.DRAIN in leaving else Reason.SCALE_DOWN
+    if set(newcomers) - {member.worker for member in before.members}:
+        return Reason.SCALE_UP if turn.durable.scaled_up else Reason.JOIN
+    return Reason.BALANCE

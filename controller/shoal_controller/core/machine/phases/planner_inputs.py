@@ -1,0 +1,190 @@
+"""Asking the planner: who counts, what each holds, and what the job wants, taken from what the workers have said.
+
+Two rules that bits depend on live here: what an inventory is worth at the step where a recovery begins (`worth`), and
+what a planned change may count on (`kept`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import ceil
+
+from shoal_protos.description import Description
+from shoal_protos.messages import Inventory, Status
+from shoal_protos.plan import Member, Plan, Reason, WorkerId
+from shoal_protos.runs import NO_BLOCKS, Runs, every, union
+
+from shoal_controller.core.machine.job import Attempt
+from shoal_controller.core.machine.phases import checkpoints, link_faults
+from shoal_controller.core.machine.turn import Turn
+from shoal_controller.core.planning.planner import (
+    BlocksLost,
+    Candidate,
+    Terms,
+    Wish,
+    plan_change,
+    plan_recovery,
+    plan_start,
+)
+
+FILL_SHARE = 0.1
+"""The part of a step's time that fills may take."""
+FILL_BYTES_PER_SECOND = 250e6
+"""What is assumed of a network that nobody has measured: the number in the plan must not depend on who measures."""
+LEAST_FILL_BYTES = 1 << 20
+"""What a step's fills may move at least."""
+
+
+# ---- plans made from inventories
+
+
+def for_start(turn: Turn, workers: list[WorkerId], attempt: Attempt) -> Plan:
+    """A world in which nobody holds anything: all begin from the newest checkpoint, or with the initial state."""
+    candidates = [_candidate(turn, worker, trains=True) for worker in workers]
+    found = checkpoints.latest(turn.durable)
+    reason = Reason.RESTORE if attempt.reason is Reason.RESTORE else Reason.START
+    wish = _wish(turn, candidates, attempt.number, reason, attempt.avoid)
+    return plan_start(wish, candidates, found.step, found.path) if found else plan_start(wish, candidates)
+
+
+def for_recovery(turn: Turn, counting: Mapping[WorkerId, Inventory], attempt: Attempt) -> Plan | Runs:
+    """The plan that the inventories allow, or the blocks of which nobody has a copy."""
+    assert turn.world is not None and turn.durable.description is not None
+    step = max((inventory.step for inventory in counting.values()), default=-1)
+    if step < 0:
+        return every(turn.durable.description.blocks)
+    trusted = {worker: inventory for worker, inventory in counting.items() if not turn.record(worker).shunned}
+    for inventories in (trusted, counting):
+        candidates = [_stopped(turn, worker, inventory, step) for worker, inventory in inventories.items()]
+        behind = any(candidate.counted and counting[candidate.member.worker].step < step for candidate in candidates)
+        record = _record_of(counting, step) if behind else b""
+        wish = _wish(turn, candidates, attempt.number, attempt.reason, attempt.avoid)
+        try:
+            return plan_recovery(wish, candidates, turn.world, step, record)
+        except BlocksLost as lost:
+            blocks = lost.blocks
+    return blocks
+
+
+def can_spare(turn: Turn, counting: Mapping[WorkerId, Inventory], worker: WorkerId) -> bool:
+    """Whether the others hold every block at the step where a recovery begins."""
+    assert turn.durable.description is not None
+    trusted = [name for name in counting if not turn.record(name).shunned]
+    others = {name: counting[name] for name in trusted if name != worker}
+    step = max((inventory.step for inventory in counting.values()), default=-1)
+    held = (value[0] for inventory in others.values() if (value := worth(inventory, step)) is not None)
+    return bool(others) and every(turn.durable.description.blocks) <= union(held)
+
+
+def worth(inventory: Inventory, step: int) -> tuple[Runs, Runs] | None:
+    """● Which blocks it holds at that step, and whose parameters it has; None where it is too far behind.
+
+    Who is one step behind rolls forward, but only the blocks whose gradient is in.
+    """
+    if inventory.step == step:
+        return inventory.holds, inventory.current
+    if inventory.step == step - 1:
+        rolled = inventory.holds & inventory.pending
+        return rolled, rolled
+    return None
+
+
+def _stopped(turn: Turn, worker: WorkerId, inventory: Inventory, step: int) -> Candidate:
+    value = worth(inventory, step)
+    holds, current = value if value is not None else (NO_BLOCKS, NO_BLOCKS)
+    record = turn.record(worker)
+    return Candidate(
+        Member(worker, record.incarnation, record.address),
+        record.domain,
+        record.order,
+        holds=holds,
+        current=current,
+        counted=value is not None,
+        leaving=bool(record.leaving),
+        lane=inventory.lane if inventory.step == step else -1,
+    )
+
+
+def _record_of(inventories: Mapping[WorkerId, Inventory], step: int) -> bytes:
+    return next(inventory.record for inventory in inventories.values() if inventory.step == step)
+
+
+# ---- planned changes
+
+
+def for_change(turn: Turn, world: Plan, newcomers: list[WorkerId], number: int, reason: Reason) -> Plan:
+    """What the world should be next, from what its members keep and have been filled with."""
+    candidates = [_member(turn, world, rank) for rank in range(world.world_size)]
+    candidates += [_candidate(turn, worker, trains=False) for worker in newcomers]
+    return plan_change(_wish(turn, candidates, number, reason), candidates, world)
+
+
+def kept(world: Plan, rank: int, status: Status) -> Runs:
+    """● What a planned change may count on: what its base keeps for a member or has filled, and it says it holds.
+
+    What the base releases may still be there, and be freed before the change begins.
+    """
+    return status.holds & (world.shares[rank].keeps | world.filled(rank, status.boundaries))
+
+
+def trains(turn: Turn, world: Plan, rank: int) -> bool:
+    """Whether a member has all parameters: whoever has lanes, and a standby that has had a hand-out."""
+    return bool(world.shares[rank].lanes) or turn.job.processes[world.members[rank].worker].trains
+
+
+def _member(turn: Turn, world: Plan, rank: int) -> Candidate:
+    worker = world.members[rank].worker
+    process = turn.job.processes[worker]
+    record = turn.record(worker)
+    return Candidate(
+        world.members[rank],
+        record.domain,
+        record.order,
+        holds=kept(world, rank, process.status),
+        trains=trains(turn, world, rank),
+        leaving=bool(record.leaving),
+    )
+
+
+def _candidate(turn: Turn, worker: WorkerId, trains: bool) -> Candidate:
+    """A newcomer."""
+    record = turn.record(worker)
+    member = Member(worker, record.incarnation, record.address)
+    return Candidate(member, record.domain, record.order, trains=trains, leaving=bool(record.leaving))
+
+
+# ---- terms
+
+
+def steps_run(turn: Turn, members: int) -> bool:
+    """Not while the job is paused, is being saved for the last time, or has fewer members than it needs."""
+    return not turn.durable.paused and not turn.durable.parting and members >= turn.spec.min_workers
+
+
+def _wish(
+    turn: Turn, candidates: list[Candidate], number: int, reason: Reason, avoid: frozenset[WorkerId] = frozenset()
+) -> Wish:
+    description = turn.durable.description
+    assert description is not None
+    terms = Terms(
+        description.lanes,
+        description.blocks,
+        description.mirrors,
+        fill_rate(turn, description, candidates),
+        steps_run(turn, len(candidates)),
+    )
+    suspects = frozenset(c.member.worker for c in candidates if link_faults.quarrels(turn, c.member.worker))
+    return Wish(terms, number, reason, avoid | suspects)
+
+
+def fill_rate(turn: Turn, description: Description, candidates: list[Candidate]) -> int:
+    """Blocks that one source sends per step: a tenth of a step's time, more where a drain's clock runs."""
+    step_seconds = max((process.telemetry.step_seconds for process in turn.serving()), default=0.0)
+    wanted = description.fill_bytes_per_step or max(LEAST_FILL_BYTES, FILL_SHARE * step_seconds * FILL_BYTES_PER_SECOND)
+    rate = max(1, int(wanted // max(1, description.state_bytes)))
+    for candidate in candidates:
+        if candidate.leaving:
+            grace = turn.record(candidate.member.worker).leaves_at - turn.now
+            boundaries = max(1, int(grace / 2 / step_seconds)) if step_seconds else 1
+            rate = max(rate, ceil(len(candidate.holds) / boundaries))
+    return rate

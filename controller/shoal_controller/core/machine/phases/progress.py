@@ -1,0 +1,57 @@
+"""How far the job is and how fast, as far as anyone has said."""
+
+from __future__ import annotations
+
+from statistics import median
+
+from shoal_controller.core.machine.job import Job
+from shoal_controller.core.machine.phases import step_figures
+from shoal_controller.core.machine.turn import Turn
+
+SHOW_SECONDS = 1.0
+"""How often the step that people are shown is written and shown, where nothing else is written: workers say theirs with
+their heartbeats.
+"""
+
+
+def known_step(turn: Turn) -> int:
+    """The highest step that any worker is known to have committed in this life of the job."""
+    floor = max(turn.durable.floor, 1)
+    steps = (p.status.step for p in turn.job.processes.values() if p.status.generation >= floor)
+    return max(steps, default=turn.durable.step)
+
+
+def look(turn: Turn) -> None:
+    """Notice the step that every member has committed, and count it. It is written before it is shown."""
+    job, world = turn.job, turn.world
+    if world is None:
+        return
+    processes = (job.processes.get(member.worker) for member in world.members)
+    steps = [p.status.step if p is not None and p.status.generation == world.generation else -1 for p in processes]
+    step = min(steps)
+    if step < 0:
+        return
+    step_figures.passed(turn, step)
+    if not turn.job.figures_known:
+        turn.change(figures_known=True)
+    if step > turn.durable.step and turn.now - job.step_kept >= SHOW_SECONDS:
+        turn.keep(step=step)
+        turn.change(step_kept=turn.now)
+
+
+def shown_loss(job: Job) -> float | None:
+    """Of the furthest member of the current world that knows it."""
+    world = job.durable.current
+    told = [
+        (process.status.step, process.telemetry.loss)
+        for process in (job.processes.get(member.worker) for member in (world.members if world is not None else ()))
+        if process is not None and process.telemetry.loss is not None and job.durable.roster[process.worker].serves
+    ]
+    return max(told)[1] if told else job.durable.loss
+
+
+def step_seconds_median(job: Job) -> float | None:
+    """Over the run's workers, the median of what each says of its last steps; what was kept once they are gone."""
+    told = (process.telemetry.step_seconds_median for process in job.processes.values())
+    seconds = [one for one in told if one > 0]
+    return median(seconds) if seconds else job.durable.step_seconds_median

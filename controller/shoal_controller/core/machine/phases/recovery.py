@@ -1,0 +1,361 @@
+"""A world made from inventories: a start, or a recovery after a loss.
+
+PREPARE(n) stops all who may hold something, their inventories make the plan, PLAN(n) brings them together, OPEN(n) lets
+them train. Whoever is lost on the way means the next number; a newcomer never does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shoal_protos.messages import Ending, Inventory, Point
+from shoal_protos.plan import Plan, Reason, WorkerId
+from shoal_protos.runs import NO_BLOCKS
+
+from shoal_controller.core.machine.durable import Standing
+from shoal_controller.core.machine.job import Attempt, Stage
+from shoal_controller.core.machine.phases import (
+    broken_links,
+    checkpoints,
+    corruption,
+    ending,
+    failures,
+    history,
+    link_faults,
+    lost_blocks,
+    planned_changes,
+    planner_inputs,
+    progress_watch,
+    scaling,
+    step_figures,
+)
+from shoal_controller.core.machine.phases.fencing import asked, is_dead, quorum, unanswered
+from shoal_controller.core.machine.phases.next_message import answered, tell
+from shoal_controller.core.machine.phases.progress import known_step
+from shoal_controller.core.machine.spec import Phase
+from shoal_controller.core.machine.turn import Turn
+from shoal_controller.core.machine.wait_graph import BrokenLink
+
+LONG_WAIT_SECONDS = 1.0
+MOST_NAMES = 8
+
+
+def begin(turn: Turn, attempt: Attempt) -> None:
+    """Give a new number, and ask all who may hold something to stop. It is in the store before anyone hears of it."""
+    number = turn.durable.number + 1
+    attempt = replace(attempt, number=number, since=turn.now, stage=Stage.PREPARE, plan=None, waits_for="")
+    starting = attempt.start and attempt.reason is not Reason.RESTORE
+    turn.keep(number=number, phase=Phase.STARTING if starting else Phase.RESIZING)
+    turn.change(attempt=attempt, wished=None, detect_seconds=turn.now - attempt.noticed)
+    turn.note(
+        "prepare",
+        f"generation {number} is being prepared: {attempt.why}",
+        reason=attempt.reason.value,
+        detect_seconds=round(turn.now - attempt.noticed, 3),
+    )
+    for worker in asked(turn):
+        tell(turn, worker)
+
+
+def lost(
+    turn: Turn, why: str, noticed: float, reports: link_faults.Reports = (), links: tuple[BrokenLink, ...] = ()
+) -> None:
+    """Something broke the world that may train."""
+    begin(turn, Attempt(0, Reason.KILL, why, noticed, turn.now, reports=reports, links=links))
+
+
+def start(turn: Turn, workers: list[WorkerId], why: str) -> None:
+    """A world of newcomers."""
+    begin(turn, Attempt(0, Reason.START, why, turn.now, turn.now, start=True, asked=frozenset(workers)))
+
+
+def again(turn: Turn, attempt: Attempt, why: str, reports: link_faults.Reports = ()) -> None:
+    """Lost again on the way: the next number."""
+    history.resized(turn, attempt.reason, "superseded")
+    builder = attempt.plan.members[attempt.plan.builder].worker if attempt.plan is not None else ""
+    begin(turn, replace(attempt, why=why, reports=reports, avoid=attempt.avoid | {builder}, lost_blocks=NO_BLOCKS))
+
+
+# ---- an attempt, looked at after every event
+
+
+def settle(turn: Turn) -> None:
+    attempt = turn.job.attempt
+    if attempt is None:  # the controller was away in the middle of one
+        if turn.world is not None:
+            lost(turn, "the controller was started again in the middle of a change", turn.now)
+        else:
+            turn.keep(phase=Phase.WAITING)
+    elif attempt.stage is Stage.PREPARE:
+        _prepare(turn, attempt)
+    else:
+        _plan(turn, attempt)
+
+
+def _prepare(turn: Turn, attempt: Attempt) -> None:
+    """All who are asked have answered, and no world may train any more: make the plan."""
+    if attempt.reason is Reason.RESTORE:
+        if not asked(turn):
+            return lost_blocks.start_anew(turn, f"{attempt.why}; nobody is left")
+    elif attempt.start and len(asked(turn)) < turn.spec.min_workers:
+        return _too_few(turn)
+    waiting = unanswered(turn, attempt)
+    if waiting:
+        _wait(turn, attempt, f"waiting for {_names(waiting)} to stop")
+        if _overdue(turn, attempt.since):
+            _give_up(turn, waiting, "did not stop")
+        return None
+    if attempt.start:
+        return _send(turn, planner_inputs.for_start(turn, asked(turn), attempt))
+    world = quorum(turn)
+    if world is not None:
+        unknown = [m.worker for m in world.members if not is_dead(turn, m.worker)]
+        sentence = f"nobody of generation {world.generation} has answered, and {_names(unknown)} may be alive"
+        _wait(turn, attempt, f"{sentence}: it might still train")
+        if _overdue(turn, attempt.since):
+            for worker in unknown:
+                scaling.give_up(turn, worker, f"nothing was heard of it for {turn.spec.stall_seconds:g} s")
+        return None
+    return _make(turn, attempt)
+
+
+def _too_few(turn: Turn) -> None:
+    """Of those who were to start, not enough are left."""
+    least = turn.spec.min_workers
+    turn.note("waiting", f"only {len(asked(turn))} workers are left to start with, min_workers is {least}")
+    turn.keep(phase=Phase.WAITING)
+    turn.change(attempt=None)
+
+
+def _make(turn: Turn, attempt: Attempt) -> None:
+    inventories = _inventories(turn, attempt)
+    if attempt.lost_blocks and attempt.answered == inventories.keys():
+        return _go_back(turn, attempt, turn.durable.reason) if lost_blocks.wait(turn, attempt) else None
+    committed_in = max([turn.durable.committed_in, *(inventory.committed_in for inventory in inventories.values())])
+    counting = {
+        worker: inventory
+        for worker, inventory in inventories.items()
+        if inventory.step >= 0 and counts(inventory, committed_in, turn.durable.floor)
+    }
+    attempt = replace(attempt, committed_in=committed_in, answered=frozenset(inventories))
+    attempt = broken_links.judge(turn, attempt, lambda worker: planner_inputs.can_spare(turn, counting, worker))
+    counting = {worker: inventory for worker, inventory in counting.items() if turn.record(worker).serves}
+    turn.change(attempt=attempt)
+    link_faults.judge(turn, attempt)
+    if turn.durable.corruption.restoring:
+        return _go_back(turn, attempt, turn.durable.corruption.restoring)
+    result = planner_inputs.for_recovery(turn, counting, attempt)
+    if isinstance(result, Plan):
+        _dismiss_stale(turn, inventories, committed_in)
+        _send(turn, result)
+        return broken_links.show(turn, attempt)
+    if committed_in < max(turn.durable.floor, 1):
+        return _begin_again(turn, attempt, sorted(inventories))
+    attempt = replace(attempt, lost_blocks=result)
+    turn.change(attempt=attempt)
+    return _go_back(turn, attempt, turn.durable.reason) if lost_blocks.blocks_lost(turn, attempt) else None
+
+
+def _go_back(turn: Turn, attempt: Attempt, why: str) -> None:
+    """All who are left begin at the newest checkpoint. The world before stays on record until the new one is open: a
+    controller that is started again in between finds the same blocks lost, or corrupt.
+    """
+    failures.on_world_lost(turn)
+    if turn.durable.phase.over:
+        return
+    attempt = replace(
+        attempt,
+        reason=Reason.RESTORE,
+        why=why,
+        start=True,
+        asked=attempt.answered,
+        lost_blocks=NO_BLOCKS,
+        back_from=max(turn.durable.step, known_step(turn)),
+    )
+    turn.change(attempt=attempt)
+    turn.keep(phase=Phase.RESIZING, reason="")
+    _send(turn, planner_inputs.for_start(turn, asked(turn), attempt))
+
+
+def _begin_again(turn: Turn, attempt: Attempt, workers: list[WorkerId]) -> None:
+    """No step was ever committed, so nothing is lost: whoever is left starts, or whoever comes."""
+    if workers:
+        return _send(turn, planner_inputs.for_start(turn, workers, attempt))
+    failures.on_world_lost(turn)
+    if turn.durable.phase.over:
+        return None
+    turn.keep(current=None, planned=(), phase=Phase.WAITING)
+    turn.note("waiting", "every worker was lost before the first step; waiting for others")
+    return turn.change(attempt=None, wished=None, ready_since=None)
+
+
+def _inventories(turn: Turn, attempt: Attempt) -> dict[WorkerId, Inventory]:
+    found = {worker: answered(turn.process(worker), attempt.number) for worker in asked(turn)}
+    return {worker: inventory for worker, inventory in found.items() if inventory is not None}
+
+
+def counts(inventory: Inventory, committed_in: int, floor: int) -> bool:
+    """● An inventory counts if no step was committed in a later generation than its worker's."""
+    return inventory.generation >= committed_in and (inventory.generation >= floor or inventory.generation == 0)
+
+
+def _dismiss_stale(turn: Turn, inventories: dict[WorkerId, Inventory], committed_in: int) -> None:
+    for worker, inventory in inventories.items():
+        if inventory.step >= 0 and not counts(inventory, committed_in, turn.durable.floor):
+            dismiss_stale(turn, worker, inventory.generation, committed_in)
+
+
+def dismiss_stale(turn: Turn, worker: WorkerId, generation: int, committed_in: int) -> None:
+    """A thawed worker whose world went on without it changes nothing any more."""
+    record = turn.record(worker)
+    how = Ending.DRAINED if record.leaving else Ending.REPLACED if record.launched else Ending.START_OVER
+    since = f"a step was committed in generation {committed_in}"
+    if committed_in <= generation:
+        since = f"the job began again from a checkpoint in generation {turn.durable.floor}"
+    why = f"worker {worker} is of generation {generation}, and {since}"
+    scaling.dismiss(turn, worker, how, why)
+    tell(turn, worker)
+
+
+def _send(turn: Turn, plan: Plan) -> None:
+    attempt = turn.job.attempt
+    assert attempt is not None
+    turn.change(attempt=replace(attempt, stage=Stage.PLAN, plan=plan, planned_at=turn.now, waits_for=""))
+    names = _names([member.worker for member in plan.members])
+    step = plan.recovery.step if plan.recovery is not None else 0
+    turn.note(
+        "plan",
+        f"generation {plan.generation} is planned: {names}, from step {step}{_waited(turn, attempt, attempt.since)}",
+        prepare_seconds=round(turn.now - attempt.since, 3),
+    )
+    for member in plan.members:
+        turn.mark(member.worker, shunned=False)  # one that was counted out for its connection, but is needed
+        tell(turn, member.worker)
+
+
+def _plan(turn: Turn, attempt: Attempt) -> None:
+    """All members have built the group and caught up: open."""
+    plan = attempt.plan
+    assert plan is not None
+    gone = [member.worker for member in plan.members if not turn.record(member.worker).serves]
+    if gone:
+        return again(turn, attempt, f"{_names(gone)} lost while generation {plan.generation} was being built")
+    reports = link_faults.reports(turn, plan, building=True)
+    if reports:
+        why = f"{link_faults.sentence(reports)} while generation {plan.generation} was being built"
+        return again(turn, attempt, why, reports)
+    links = progress_watch.in_building(turn, plan, attempt.planned_at)
+    if links:
+        return _without_the_unreachable(turn, attempt, plan, links)
+    damage = checkpoints.damaged(turn, attempt)
+    if damage:
+        return _without_the_damaged(turn, attempt, damage)
+    waiting = [member.worker for member in plan.members if not _is_ready(turn, member.worker, plan)]
+    if not waiting:
+        return _open(turn, attempt, plan)
+    _wait(turn, attempt, f"waiting for {_names(waiting)} to build generation {plan.generation}")
+    if _overdue(turn, attempt.planned_at):
+        _give_up(turn, waiting, "did not get ready")
+    return None
+
+
+def _without_the_unreachable(turn: Turn, attempt: Attempt, plan: Plan, links: tuple[BrokenLink, ...]) -> None:
+    """Of a start, where nobody holds anything, one goes at once; else when it is known what each holds."""
+    why = f"{broken_links.sentence(links)} while generation {plan.generation} was being built"
+    if attempt.start:
+        attempt = replace(attempt, asked=broken_links.left_to_start(turn, attempt.asked, links))
+        return again(turn, attempt, why)
+    return again(turn, replace(attempt, links=links), why)
+
+
+def _without_the_damaged(turn: Turn, attempt: Attempt, why: str) -> None:
+    """The one before, if there is one. A job that was under way begins at step 0 with new processes only."""
+    if attempt.reason is Reason.RESTORE and checkpoints.latest(turn.durable) is None:
+        if turn.spec.launcher == "none":
+            return ending.fail(turn, f"{why} There is no other checkpoint.")
+        return lost_blocks.start_anew(turn, f"{why} There is no other checkpoint")
+    return again(turn, attempt, why)
+
+
+def _is_ready(turn: Turn, worker: WorkerId, plan: Plan) -> bool:
+    process = turn.process(worker)
+    if process is None:
+        return False
+    return process.status.point is Point.READY and process.status.promised == plan.generation
+
+
+def _open(turn: Turn, attempt: Attempt, plan: Plan) -> None:
+    """The new world may train. Stored first, then said."""
+    before = max(turn.durable.step, known_step(turn)) if not attempt.start else attempt.back_from
+    step = plan.recovery.step if plan.recovery is not None else 0
+    shown = max(turn.durable.step, step)
+    goes_back = _goes_back(turn, plan, step)
+    if goes_back:
+        turn.keep(floor=plan.generation)  # whoever was not there when all went back changes nothing any more
+        step_figures.gone_back(turn, step)
+        checkpoints.went_back(turn, step)
+        checkpoints.give_up_after(turn, plan.recovery.checkpoint if plan.recovery is not None else "")
+        corruption.give_up_from(turn, before)
+        shown = step
+    if goes_back or attempt.start:
+        corruption.went_back(turn)
+    checkpoints.opened(turn, plan.generation)
+    turn.keep(
+        current=plan,
+        planned=(),
+        phase=Phase.RUNNING,
+        step=shown,
+        parting=False,
+        committed_in=max(turn.durable.committed_in, attempt.committed_in),
+        reason="",
+        last_refusal="",
+    )
+    turn.change(attempt=None, ready_since=None)
+    planned_changes.opened(turn, plan)
+    history.opened(turn, plan, max(0, before - step), _waited(turn, attempt, attempt.planned_at))
+    for member in plan.members:
+        tell(turn, member.worker)
+
+
+def _goes_back(turn: Turn, plan: Plan, step: int) -> bool:
+    """Whether steps that were shown are given up. A world may begin one step before them, where only those who had not
+    passed the last vote are left; one that begins earlier is of workers who had taken up a checkpoint when the
+    controller died.
+    """
+    from_checkpoint = plan.recovery is not None and bool(plan.recovery.checkpoint)
+    return from_checkpoint or (step < turn.durable.step and plan.reason is Reason.START) or step < turn.durable.step - 1
+
+
+# ---- waiting has an end
+
+
+def _wait(turn: Turn, attempt: Attempt, sentence: str) -> None:
+    """Say what it waits for; in the history only when it takes long, for then somebody will ask why."""
+    since = attempt.waits_since if attempt.waits_for else turn.now
+    attempt = replace(attempt, waits_for=sentence, waits_since=since)
+    if turn.now - since >= LONG_WAIT_SECONDS and sentence != attempt.told_of:
+        attempt = replace(attempt, told_of=sentence)
+        turn.note("waiting", sentence)
+    turn.change(attempt=attempt)
+
+
+def _waited(turn: Turn, attempt: Attempt, since: float) -> str:
+    """Whom the others waited for until now: the last sentence names the last."""
+    return f"; {attempt.waits_for}: {turn.now - since:.3f} s" if attempt.waits_for else ""
+
+
+def _overdue(turn: Turn, since: float) -> bool:
+    """Every stage has its own time: a plan may be sent only after a long wait for blocks that seemed lost."""
+    return turn.now - since > turn.spec.stall_seconds
+
+
+def _give_up(turn: Turn, workers: list[WorkerId], what: str) -> None:
+    for worker in workers:
+        why = f"{what} within {turn.spec.stall_seconds:g} s (stall_seconds)"
+        turn.mark(worker, standing=Standing.LOST, shunned=True, why=why)
+        turn.note("lost", f"worker {worker} is counted out: it {why}", worker)
+
+
+def _names(workers: list[WorkerId]) -> str:
+    more = f" and {len(workers) - MOST_NAMES} more" if len(workers) > MOST_NAMES else ""
+    return ", ".join(workers[:MOST_NAMES]) + more

@@ -1,0 +1,162 @@
+"""A world trains: is it whole, is it done, is another one wanted, who is to be let go?"""
+
+from __future__ import annotations
+
+from shoal_protos.messages import Point
+from shoal_protos.plan import Plan, WorkerId
+
+from shoal_controller.core.machine.job import Process
+from shoal_controller.core.machine.phases import (
+    broken_links,
+    ending,
+    failure_detector,
+    final_drain,
+    link_faults,
+    planned_changes,
+    progress_watch,
+    recovery,
+    scaling,
+    step_figures,
+)
+from shoal_controller.core.machine.phases.next_message import is_member
+from shoal_controller.core.machine.phases.progress import known_step
+from shoal_controller.core.machine.spec import Phase
+from shoal_controller.core.machine.turn import Turn
+
+
+def settle(turn: Turn) -> None:
+    world = turn.world
+    assert world is not None
+    if _at_its_end(turn, world):
+        return _end(turn)
+    if _broken(turn, world):
+        return None
+    _last_ones_grace(turn, world)
+    if turn.world is None:
+        return None  # the last ones have left
+    planned_changes.settle(turn, world)
+    scaling.let_go(turn)
+    _dismiss_the_stale(turn, world)
+    return None
+
+
+# ---- the end
+
+
+def _at_its_end(turn: Turn, world: Plan) -> bool:
+    """Every member that lives has committed the last step, given its digests and ended its script.
+
+    One that died after the last step leaves its digests with the others; the last one leaves them here.
+    """
+    living = [turn.process(m.worker) for m in world.members if turn.record(m.worker).serves]
+    if not living:
+        return bool(turn.durable.fingerprint)
+    ended = all(process is not None and process.status.done and process.status.ended for process in living)
+    return ended and bool(turn.durable.fingerprint)  # a status may come before the digests that it speaks of
+
+
+def _end(turn: Turn) -> None:
+    turn.keep(step=max(turn.durable.step, known_step(turn)))
+    step_figures.passed(turn, turn.durable.step)
+    if turn.durable.stopping:
+        return ending.finish(turn, Phase.CANCELLED, f"cancelled at step {turn.durable.step}")
+    return ending.succeed(turn)
+
+
+# ---- is it whole?
+
+
+def _broken(turn: Turn, world: Plan) -> bool:
+    """Begin a recovery where a member is gone, stopped, or cut off from another."""
+    gone = [member.worker for member in world.members if not turn.record(member.worker).serves]
+    if gone:
+        why = ", ".join(f"worker {worker} is lost ({turn.record(worker).why})" for worker in gone[:4])
+        why += f" and {len(gone) - 4} more" if len(gone) > 4 else ""
+        recovery.lost(turn, why, min(_last_sign(turn, worker) for worker in gone))
+        return True
+    if turn.durable.corruption.restoring:
+        recovery.lost(turn, turn.durable.corruption.restoring, turn.now)
+        return True
+    reports = link_faults.reports(turn, world, building=False)
+    if reports:
+        for _, peer in reports:
+            failure_detector.ask_about(turn, peer)
+        recovery.lost(turn, link_faults.sentence(reports), turn.now, reports)
+        return True
+    links = progress_watch.in_training(turn, world) or planned_changes.held_up(turn, world)
+    if links:
+        recovery.lost(turn, broken_links.sentence(links), turn.job.voted_at, links=links)
+        return True
+    stopped = [member.worker for member in world.members if _has_stopped(turn, world, member.worker)]
+    if stopped:
+        recovery.lost(turn, f"worker {stopped[0]} has stopped", turn.now)
+        return True
+    ahead = [process for process in turn.serving() if process.status.generation > world.generation]
+    if ahead:
+        status = ahead[0].status
+        known = f"the store knows none after {world.generation}: it was restored from an older state"
+        recovery.lost(turn, f"worker {ahead[0].worker} is in generation {status.generation}, and {known}", turn.now)
+        return True
+    back = [process.worker for process in turn.serving() if _could_rejoin(turn, world, process)]
+    if back:
+        turn.mark(back[0], shunned=False)
+        recovery.lost(turn, f"worker {back[0]} is back, with blocks of its own", turn.now)
+    return bool(back)
+
+
+def _last_sign(turn: Turn, worker: WorkerId) -> float:
+    process = turn.process(worker)
+    if process is None:
+        return turn.now
+    return process.cut if process.cut is not None else process.heard
+
+
+def _has_stopped(turn: Turn, world: Plan, worker: WorkerId) -> bool:
+    """Whether a member has stopped for a number that was given up."""
+    process = turn.process(worker)
+    if process is None:
+        return False
+    status = process.status
+    waits_for_open = status.point is Point.READY and status.promised == world.generation
+    return status.point in (Point.STOPPED, Point.BUILDING, Point.READY) and not waits_for_open
+
+
+def _could_rejoin(turn: Turn, world: Plan, process: Process) -> bool:
+    """A thawed worker beside a world that commits no steps: nothing makes it stale, and to take it in is free."""
+    status = process.status
+    stands = status.generation > 0 and status.point not in (Point.LEFT, Point.REHEARSING, Point.WAITING, Point.JOINING)
+    record = turn.record(process.worker)
+    return (
+        not world.steps
+        and stands
+        and not is_member(world, process.worker)
+        and max(turn.durable.committed_in, turn.durable.floor) <= status.generation < world.generation
+        and not (record.leaving or link_faults.avoided(turn, process.worker) or turn.durable.planned)
+    )
+
+
+# ---- who is to go?
+
+
+def _dismiss_the_stale(turn: Turn, world: Plan) -> None:
+    """● A step was committed in a later generation than a worker's: it changes nothing any more."""
+    committed_in = turn.durable.committed_in
+    for process in tuple(turn.serving()):
+        status = process.status
+        stale = 0 < status.generation < max(committed_in, turn.durable.floor)
+        if stale and status.point is not Point.LEFT and not is_member(world, process.worker):
+            recovery.dismiss_stale(turn, process.worker, status.generation, committed_in)
+
+
+def _last_ones_grace(turn: Turn, world: Plan) -> None:
+    """Nobody has come for whom the last leaving workers stayed: their grace is over, the state goes with them."""
+    members = [member.worker for member in world.members]
+    if not all(turn.record(worker).leaving for worker in members) or planned_changes.waiting_newcomers(turn, world):
+        return turn.keep(parting=False) if turn.durable.parting else None
+    if turn.durable.description is not None and turn.durable.description.can_checkpoint:
+        return final_drain.settle(turn, world, members)
+    if all(turn.now >= turn.record(worker).leaves_at for worker in members):
+        turn.note("lost", f"the last to leave ({', '.join(members)}) have nobody to leave their state to: it is lost")
+        for worker in members:
+            scaling.dismiss_last(turn, worker)
+    return None

@@ -1,0 +1,180 @@
+"""How many workers there are: starting them, replacing them, letting them go.
+
+The launcher fills up to `wanted`. A drain never changes `wanted`, so a drained worker is replaced; what is too many
+goes, the youngest first. With launcher `none` workers come by themselves and only leaving is decided here.
+"""
+
+from __future__ import annotations
+
+from shoal_protos.messages import Drain, Ending, Point
+from shoal_protos.plan import WorkerId
+
+from shoal_controller.core.machine.durable import Leaving, Record, Standing
+from shoal_controller.core.machine.effects import Adopt, Kill, Spawn
+from shoal_controller.core.machine.events import NeverStarted
+from shoal_controller.core.machine.phases import failures
+from shoal_controller.core.machine.phases.failures import LONGEST_BACKOFF
+from shoal_controller.core.machine.phases.next_message import is_member, tell
+from shoal_controller.core.machine.phases.roster import expect_end, forget_the_oldest, has_ended, unused_id
+from shoal_controller.core.machine.turn import Turn
+
+LINGER_SECONDS = 60.0
+"""How long a process that was told to end may take."""
+SCALE_DOWN_GRACE = 30.0
+
+
+def launches(turn: Turn) -> bool:
+    return turn.spec.launcher != "none"
+
+
+def staying(turn: Turn) -> list[Record]:
+    """The workers that count towards `wanted`, oldest first: alive as far as is known, and not on their way out."""
+    serving = (record for record in turn.durable.roster.values() if record.serves and not record.leaving)
+    return sorted(serving, key=lambda record: record.order)
+
+
+def settle(turn: Turn) -> None:
+    """Bring the number of processes to `wanted`, where a launcher does it."""
+    if not launches(turn) or turn.durable.phase.over or turn.durable.stopping:
+        return
+    here = staying(turn)
+    for record in reversed(here[turn.durable.wanted :]):
+        drain(turn, record.worker, Leaving.SCALE_DOWN, SCALE_DOWN_GRACE)
+    if turn.now >= turn.durable.spawn_after:
+        for _ in range(turn.durable.wanted - len(here)):
+            _spawn(turn)
+    _give_up_the_unheard(turn)
+    _kill_the_lingering(turn)
+
+
+def _kill_the_lingering(turn: Turn) -> None:
+    """Whoever was told to end, or has said that it failed, and is still there."""
+    for worker, at in turn.durable.dismissed.items():
+        if turn.now - max(at, turn.job.started) > LINGER_SECONDS:
+            turn.note("killed", f"worker {worker} should have ended and has not within {LINGER_SECONDS:g} s", worker)
+            expect_end(turn, worker)
+            turn.do(Kill(worker))
+
+
+def _spawn(turn: Turn) -> None:
+    worker = unused_id(turn)
+    record = Record(worker, turn.durable.next_order, launched=True)
+    turn.keep(next_order=record.order + 1)
+    turn.enlist(record)
+    forget_the_oldest(turn)
+    turn.change(spawned={**turn.job.spawned, worker: turn.now})
+    turn.note("starting", f"worker {worker} is being started", worker)
+    turn.do(Spawn(worker))
+
+
+def _give_up_the_unheard(turn: Turn) -> None:
+    """A process that never says hello is ended after `stall_seconds`."""
+    for worker, at in tuple(turn.job.spawned.items()):
+        if turn.now - at > turn.spec.stall_seconds:
+            turn.do(Kill(worker))
+            failures.on_failure(turn, worker, f"it has not said hello within {turn.spec.stall_seconds:g} s")
+
+
+def restarted(turn: Turn) -> None:
+    """After a controller's restart: what was asked for and never heard of gets its time anew, and the launcher says
+    what became of it. Deadlines go on; a clock that was set back makes none longer than it was.
+    """
+    unheard = [r.worker for r in turn.durable.roster.values() if r.serves and r.launched and not r.incarnation]
+    turn.change(spawned=dict.fromkeys(unheard, turn.now))
+    turn.keep(spawn_after=min(turn.durable.spawn_after, turn.now + LONGEST_BACKOFF))
+    for record in tuple(turn.durable.roster.values()):
+        if record.leaving:
+            turn.mark(record.worker, leaves_at=min(record.leaves_at, turn.now + record.grace_seconds))
+    if launches(turn):
+        turn.do(Adopt((*unheard, *turn.durable.dismissed)))
+
+
+def never_started(turn: Turn, event: NeverStarted) -> None:
+    """An earlier controller died before it started this worker: it is started now, by the id that it was given."""
+    record = turn.durable.roster.get(event.worker)
+    if record is None or record.incarnation or not record.serves:
+        return has_ended(turn, event.worker)
+    turn.change(spawned={**turn.job.spawned, event.worker: turn.now})
+    what = f"worker {event.worker} is being started again: the controller ended before it did"
+    turn.note("starting", what, event.worker)
+    turn.do(Spawn(event.worker))
+    return None
+
+
+# ---- leaving
+
+
+def drain(turn: Turn, worker: WorkerId, why: Leaving, grace_seconds: float) -> None:
+    """A worker is to go: its lanes and blocks move first, as long as the grace lasts."""
+    record = turn.record(worker)
+    if record.leaving or not record.serves:
+        return
+    turn.mark(worker, leaving=why, grace_seconds=grace_seconds, leaves_at=turn.now + grace_seconds)
+    words = "drained" if why is Leaving.DRAIN else "let go, the job is scaled down"
+    turn.note("draining", f"worker {worker} is being {words} (grace {grace_seconds:g} s)", worker)
+    turn.say(worker, Drain(grace_seconds, turn.durable.number))
+
+
+def let_go(turn: Turn) -> None:
+    """Leaving workers that no world has or may have any more."""
+    durable = turn.durable
+    for record in tuple(durable.roster.values()):
+        if not record.leaving or not record.serves:
+            continue
+        process = turn.process(record.worker)
+        worlds = (durable.current, *durable.planned)
+        if any(is_member(plan, record.worker) for plan in worlds) or turn.job.attempt is not None:
+            continue
+        newcomer = process.status.generation == 0 if process is not None else not record.incarnation
+        if newcomer:
+            dismiss(turn, record.worker, Ending.DRAINED, f"worker {record.worker} was drained before it was a member")
+            tell(turn, record.worker)
+        elif process is not None and _left_and_safe(turn, process.status.point):
+            dismiss(turn, record.worker, Ending.DRAINED, f"worker {record.worker} was drained; its blocks live on")
+            tell(turn, record.worker)
+
+
+def _left_and_safe(turn: Turn, point: Point) -> bool:
+    """● A leaving worker keeps its blocks until a vote in the generation without it was seen to pass."""
+    return point in (Point.LEFT, Point.STOPPED) and world_has_voted(turn)
+
+
+def world_has_voted(turn: Turn) -> bool:
+    """Whether a step was committed in the current generation; where no steps run, whether a vote has passed in it."""
+    world = turn.world
+    if world is None:
+        return False
+    if turn.durable.committed_in >= world.generation:
+        return True
+    voted = (p for p in turn.serving() if p.status.generation == world.generation and p.status.boundaries > 0)
+    return not world.steps and any(voted)
+
+
+def dismiss(turn: Turn, worker: WorkerId, how: Ending, why: str) -> None:
+    """Tell a worker to end; from now on it changes nothing."""
+    turn.mark(worker, ending=how, why=why)
+    turn.note("left" if how is Ending.DRAINED else "dismissed", why, worker)
+    process = turn.process(worker)
+    record = turn.record(worker)
+    if record.launched:
+        expect_end(turn, worker)
+    if record.launched and (process is None or not record.incarnation):
+        turn.do(Kill(worker))
+        turn.change(spawned={name: at for name, at in turn.job.spawned.items() if name != worker})
+
+
+def give_up(turn: Turn, worker: WorkerId, why: str) -> None:
+    """Count a silent worker as dead without proof. Should it come back, it is told to end: its world is closed."""
+    record = turn.record(worker)
+    how = Ending.REPLACED if record.launched else Ending.START_OVER
+    turn.mark(worker, standing=Standing.DEAD, ending=how, why=why)
+    if record.launched:
+        expect_end(turn, worker)
+    turn.note("lost", f"worker {worker} is given up: {why}", worker)
+
+
+def dismiss_last(turn: Turn, worker: WorkerId, what: str = "") -> None:
+    """Let a worker go whose state nobody else has."""
+    why = f"worker {worker} was drained, and nobody was here to take its blocks{what}"
+    dismiss(turn, worker, Ending.DRAINED, why)
+    tell(turn, worker)

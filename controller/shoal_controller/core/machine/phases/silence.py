@@ -1,0 +1,119 @@
+"""How long a worker has been silent, and when silence tells nothing.
+
+● Silence is counted in the controller's own running time, not by the clock: a tick comes after all that lay in the
+inbox, and adds at most one heartbeat interval. So a controller that was stopped or is always late counts nobody out for
+its own absence, and still counts out who is frozen. The time of a cut, in which most are silent, is not added at all:
+then it is the controller that does not hear. Only `stall_seconds` goes by the clock.
+"""
+
+from __future__ import annotations
+
+from shoal_protos.plan import WorkerId
+
+from shoal_controller.core.machine.durable import Record, Standing
+from shoal_controller.core.machine.job import NEVER_LISTENED, Job, Listened
+from shoal_controller.core.machine.turn import Turn
+
+QUIET_AFTER = 1.5
+"""Heartbeat intervals after which a worker is silent: it has missed a heartbeat."""
+NAMED = 4
+"""How many silent workers a sentence names."""
+
+
+def count(turn: Turn) -> None:
+    """A tick: time has passed in which the controller has listened, unless it is cut off."""
+    job = turn.job
+    since = job.started if job.ticked is None else job.ticked
+    passed = min(turn.now - since, turn.spec.heartbeat_seconds)
+    running, uncut = job.listened
+    turn.change(ticked=turn.now, listened=Listened(running + passed, uncut if cut_off(job) else uncut + passed))
+
+
+def silence(job: Job, worker: WorkerId) -> float:
+    """Seconds for which nothing was heard of a worker, as counted here."""
+    return job.listened.uncut - _heard_at(job, worker).uncut
+
+
+def _heard_at(job: Job, worker: WorkerId) -> Listened:
+    process = job.processes.get(worker)
+    return process.heard_at if process is not None else NEVER_LISTENED
+
+
+def last_heard(job: Job, worker: WorkerId) -> float:
+    """By the clock; of a worker that has not come back since the controller was started: when that was."""
+    process = job.processes.get(worker)
+    return process.heard if process is not None else job.started
+
+
+def silent(job: Job) -> list[WorkerId]:
+    """Whose silence counts for the rule of the silent majority."""
+    return _silent_of(job, _counting(job))
+
+
+def _silent_of(job: Job, workers: list[WorkerId]) -> list[WorkerId]:
+    quiet_seconds = QUIET_AFTER * job.durable.spec.heartbeat_seconds
+    return [worker for worker in workers if job.listened.running - _heard_at(job, worker).running > quiet_seconds]
+
+
+def cut_off(job: Job) -> bool:
+    """● Whether more than half of the job's workers that are not confirmed dead are silent: it is us, not them."""
+    counting = _counting(job)
+    return 2 * len(_silent_of(job, counting)) > len(counting)
+
+
+def reconnecting(turn: Turn) -> bool:
+    """● Within `reconnect_seconds` of a controller's start nobody is counted out, and no refusal is a proof."""
+    return is_reconnecting(turn.job, turn.now)
+
+
+def is_reconnecting(job: Job, now: float) -> bool:
+    return now - job.started < job.durable.spec.reconnect_seconds
+
+
+def _counting(job: Job) -> list[WorkerId]:
+    return [record.worker for record in job.durable.roster.values() if _counts(job, record)]
+
+
+def _counts(job: Job, record: Record) -> bool:
+    """Whether a worker is one of the job's: one that is stale is not any more."""
+    if record.ending is not None or record.standing is Standing.DEAD or not record.incarnation:
+        return False
+    process = job.processes.get(record.worker)
+    stale = process is not None and 0 < process.status.generation < job.durable.committed_in
+    return record.standing is Standing.HERE or not stale
+
+
+# ---- for people
+
+
+def doubt(job: Job, now: float) -> str:
+    """While most are silent, for longer than one of them would be suspected after: who since when, why nobody is
+    counted out, and until when. Empty otherwise.
+    """
+    if job.durable.phase.over or is_reconnecting(job, now) or not cut_off(job):
+        return ""
+    spec, everyone = job.durable.spec, len(_counting(job))
+    ages = {worker: now - last_heard(job, worker) for worker in silent(job)}
+    quiet = {worker: age for worker, age in ages.items() if age > spec.heartbeat_seconds * spec.suspect_after}
+    if 2 * len(quiet) <= everyone:
+        return ""
+    who = ", ".join(f"{worker} for {age:.0f} s" for worker, age in list(quiet.items())[:NAMED])
+    more = f" and {len(quiet) - NAMED} more" if len(quiet) > NAMED else ""
+    left = max(0.0, spec.stall_seconds - max(quiet.values()))
+    until = "until one of them is heard" if len(quiet) == everyone else f"for up to {left:.0f} s more"
+    return (
+        f"{len(quiet)} of {everyone} {'worker is' if everyone == 1 else 'workers are'} silent ({who}{more}); nobody is "
+        f"counted out, because the controller may be the one that is cut off. Waiting {until}. If they are dead, say "
+        f'so: "shoal lost {spec.job} WORKER"'
+    )
+
+
+def tell(turn: Turn) -> None:
+    """The history says when the doubt begins and when it is over."""
+    sentence = doubt(turn.job, turn.now)
+    if sentence and not turn.job.doubted:
+        turn.note("silent", sentence)
+    elif turn.job.doubted and not sentence:
+        turn.note("heard", "at least half of the workers are heard again, or known to be dead")
+    if bool(sentence) != turn.job.doubted:
+        turn.change(doubted=bool(sentence))

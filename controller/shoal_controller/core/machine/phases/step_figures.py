@@ -1,0 +1,75 @@
+"""Committed steps, counted: how many, how long, since when. What goodput and the sample counter are made of.
+
+A step counts once every member has passed it, so no survivor ever tells of fewer. Called where the shown step moves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import median
+
+from shoal_controller.core.machine.job import Job, Process
+from shoal_controller.core.machine.turn import Turn
+
+KEEP_SECONDS = 10.0
+"""How often the figures are written where nothing else is."""
+FEWEST_AHEAD = 16
+"""Steps that may be shown beyond those written, at least."""
+
+
+def passed(turn: Turn, step: int) -> None:
+    """Every member has committed `step`."""
+    figures = turn.job.figures
+    steps = step - figures.step
+    if steps <= 0:
+        return
+    seconds = _step_seconds(turn.job) or (figures.trained_seconds / figures.steps if figures.steps else 0.0)
+    if seconds > 0:
+        figures = figures.observed("shoal_step_seconds", seconds, {}, times=steps)
+    turn.change(
+        figures=replace(
+            figures,
+            step=step,
+            steps=figures.steps + steps,
+            trained_seconds=figures.trained_seconds + steps * seconds,
+            training_began=turn.now - steps * seconds if figures.training_began is None else figures.training_began,
+            first_commit=turn.now if figures.first_commit is None else figures.first_commit,
+            last_commit=turn.now,
+        ),
+        figures_known=True,
+    )
+    _write_ahead(turn, steps)
+
+
+def gone_back(turn: Turn, step: int) -> None:
+    """The job goes on from an earlier step. Of steps made while no controller watched, and that nobody is left to tell
+    of, as many count as may have been shown.
+    """
+    figures = turn.job.figures
+    steps = figures.steps if turn.job.figures_known else max(figures.steps, turn.durable.figures.steps_bound)
+    turn.keep_figures(replace(figures, step=step, steps=steps))
+    turn.change(figures_known=True)
+
+
+def _write_ahead(turn: Turn, steps: int) -> None:
+    """Now and then the figures are written, with a bound on how many steps are shown until they are written again."""
+    figures, written = turn.job.figures, turn.durable.figures
+    due = turn.now - turn.job.figures_kept >= KEEP_SECONDS
+    if due or figures.steps > written.steps_bound:
+        ahead = max(FEWEST_AHEAD, 2 * (figures.steps - written.steps), steps)
+        turn.keep_figures(replace(figures, steps_bound=figures.steps + ahead))
+        turn.keep(step=max(turn.durable.step, figures.step))
+        turn.change(figures_kept=turn.now, step_kept=turn.now)
+
+
+def _step_seconds(job: Job) -> float:
+    """A step's time between this heartbeat and the one before, over the workers that told: the median."""
+    each = [seconds for process in job.processes.values() if (seconds := _of(process)) > 0]
+    return median(each) if each else 0.0
+
+
+def _of(process: Process) -> float:
+    before, now = process.pace_before, (process.status.step, process.telemetry.training_seconds)
+    if before is not None and now[0] > before[0] and now[1] > before[1]:
+        return (now[1] - before[1]) / (now[0] - before[0])
+    return process.telemetry.step_seconds

@@ -1,0 +1,73 @@
+"""No world yet: waiting for enough workers to begin with."""
+
+from __future__ import annotations
+
+from shoal_protos.messages import Ending, Point
+from shoal_protos.plan import WorkerId
+
+from shoal_controller.core.machine.durable import Durable
+from shoal_controller.core.machine.job import Job, Process
+from shoal_controller.core.machine.phases import link_faults, planned_changes, recovery, scaling
+from shoal_controller.core.machine.turn import Turn
+
+PATIENCE_SECONDS = 10.0
+"""How long a job waits for all wanted workers once the first is ready; then `min` are enough."""
+
+
+def settle(turn: Turn) -> None:
+    """Generation 1 begins when `wanted` workers are ready, or `min` are, 10 s after the first."""
+    scaling.let_go(turn)
+    ready = ready_to_start(turn)
+    if not ready:
+        return turn.change(ready_since=None) if turn.job.ready_since is not None else None
+    since = turn.job.ready_since
+    if since is None:
+        since = turn.now
+        turn.change(ready_since=since)
+    waited = turn.now - since
+    enough = len(ready) >= turn.durable.wanted
+    if enough or (waited >= PATIENCE_SECONDS and len(ready) >= turn.spec.min_workers):
+        chosen = ready[: planned_changes.most_workers(turn)]
+        recovery.start(turn, chosen, f"{len(chosen)} workers are ready")
+    return None
+
+
+def ready_to_start(turn: Turn) -> list[WorkerId]:
+    """Workers that have rehearsed and are in no world, oldest first."""
+    ready = [
+        process.worker
+        for process in turn.serving()
+        if is_ready(turn.job, process)
+        and not turn.record(process.worker).leaving
+        and not link_faults.avoided(turn, process.worker)
+    ]
+    return sorted(ready, key=lambda worker: turn.record(worker).order)
+
+
+def is_ready(job: Job, process: Process) -> bool:
+    """Rehearsed, connected, and nothing of a world that still counts."""
+    fresh = process.status.generation == 0 and process.status.point is not Point.REHEARSING
+    return fresh and process.connection is not None and process.worker in job.durable.roster
+
+
+def sentence(job: Job, now: float) -> str:
+    """What a job without a world waits for."""
+    durable = job.durable
+    serving = [process for process in job.processes.values() if durable.roster[process.worker].serves]
+    ready = sum(is_ready(job, process) for process in serving)
+    coming = sum(record.serves for record in durable.roster.values()) - ready
+    since = f"; waiting for {now - job.ready_since:.0f} s" if job.ready_since is not None else ""
+    short = f", min_workers is {durable.spec.min_workers}" if ready < durable.spec.min_workers else ""
+    paused = "paused by an operator; " if durable.paused else ""
+    return (
+        f"{paused}{ready} of {durable.wanted} workers ready{short}, {coming} more are starting{since}{trouble(durable)}"
+    )
+
+
+def trouble(durable: Durable) -> str:
+    """Why workers that came are not there: the last refusal and the last failure, as the end of a sentence."""
+    failed = [record for record in durable.roster.values() if record.ending is Ending.FAILED]
+    newest = max(failed, key=lambda record: record.order, default=None)
+    said = [f"; the last worker that came was refused: {durable.last_refusal}"] if durable.last_refusal else []
+    said += [f"; worker {newest.worker} failed: {newest.why.strip()}"] if newest is not None else []
+    return "".join(said)

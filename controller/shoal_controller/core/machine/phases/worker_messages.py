@@ -1,0 +1,150 @@
+"""What workers say of themselves: statuses, inventories, wishes, results. Only recorded here; `settle` concludes.
+
+An older status than the last one heard says nothing; whatever is heard proves that its process lives.
+"""
+
+from __future__ import annotations
+
+from shoal_protos.messages import Heartbeat, Inventory, Ready, Request, Result, Status, Telemetry
+from shoal_protos.plan import WorkerId
+
+from shoal_controller.core.machine.durable import Leaving, Standing
+from shoal_controller.core.machine.events import Said
+from shoal_controller.core.machine.job import Process
+from shoal_controller.core.machine.phases import (
+    checkpoints,
+    claims,
+    corruption,
+    ending,
+    failures,
+    history,
+    planned_changes,
+    scaling,
+    training_data,
+)
+from shoal_controller.core.machine.phases.next_message import tell
+from shoal_controller.core.machine.phases.progress import step_seconds_median
+from shoal_controller.core.machine.turn import Turn
+
+
+def said(turn: Turn, event: Said) -> bool:
+    """Returns whether it may matter for the job, so that a plain heartbeat costs next to nothing."""
+    worker = turn.job.connections.get(event.connection)
+    if worker is None:
+        return False
+    message = event.message
+    if isinstance(message, Heartbeat):
+        known = turn.job.processes[worker]
+        before = known.status
+        if claims.is_false(turn, worker, message.status):
+            lively(turn, worker)
+            return False
+        turn.see(worker, pace_before=(before.step, known.telemetry.training_seconds))
+        if message.status.sequence >= before.sequence:
+            _acts(turn, known, message)
+        lively(turn, worker, telemetry=message.telemetry)
+        history.changes_told(turn, worker)
+        checkpoints.told(turn, worker)
+        training_data.told(turn, worker)
+        stated(turn, worker, message.status)
+        tell(turn, worker)
+        return _differs(before, message.status)
+    lively(turn, worker)
+    if isinstance(message, Ready | Inventory | Result):
+        claimed = message.status if isinstance(message, Ready) else message
+        if claims.is_false(turn, worker, claimed):
+            return False
+    if isinstance(message, Ready):
+        stated(turn, worker, message.status)
+    elif isinstance(message, Inventory):
+        _inventory(turn, worker, message)
+    elif isinstance(message, Request):
+        scaling.drain(turn, worker, Leaving.DRAIN, message.grace_seconds)
+    elif isinstance(message, Result):
+        _result(turn, worker, message)
+    return True
+
+
+def _acts(turn: Turn, known: Process, message: Heartbeat) -> None:
+    moved = turn.now if message.activity.position != known.activity.position else known.moved
+    gap = turn.now - known.heard > turn.spec.heartbeat_seconds * turn.spec.suspect_after
+    steady_since = turn.now if gap else known.steady_since
+    turn.see(known.worker, activity=message.activity, builds=message.builds, moved=moved, steady_since=steady_since)
+
+
+def lively(turn: Turn, worker: WorkerId, **seen: Telemetry) -> None:
+    """Something was heard: the process lives, whatever was thought of it."""
+    turn.see(worker, heard=turn.now, heard_at=turn.job.listened, pinged=None, **seen)
+    record = turn.record(worker)
+    if record.standing is not Standing.HERE and record.ending is None:
+        turn.note("returned", f"worker {worker} is back; it was counted out: {record.why}", worker)
+        turn.mark(worker, standing=Standing.HERE, why="")
+
+
+def stated(turn: Turn, worker: WorkerId, status: Status) -> None:
+    """A worker says where it stands."""
+    process = turn.job.processes[worker]
+    if status.sequence < process.status.sequence:
+        return
+    turn.see(worker, status=status, trains=process.trains or (status.current and status.generation > 0))
+    durable = turn.durable
+    highest = max(durable.number, status.promised, status.generation)
+    if highest > durable.number:
+        turn.keep(number=highest)
+    checkpoints.seen(turn, worker, status)
+    corruption.on_status(turn, worker, status)
+    planned_changes.begun(turn, status)
+    if status.committed_in > durable.committed_in:
+        turn.keep(committed_in=status.committed_in)
+        history.committed(turn, worker)
+    failures.forgive(turn, status)
+    if status.drain:
+        scaling.drain(turn, worker, Leaving.DRAIN, status.grace_seconds)
+
+
+def _differs(before: Status, after: Status) -> bool:
+    """Whether anything but step and holdings has changed: for those a tick is soon enough."""
+    return _stands(before) != _stands(after)
+
+
+def _stands(status: Status) -> tuple[object, ...]:
+    ends = status.done, status.ended, status.drain
+    knows = status.checkpoint, status.damage, status.corrupt
+    return status.generation, status.point, status.promised, status.committed_in, status.broken, ends, knows
+
+
+def _inventory(turn: Turn, worker: WorkerId, inventory: Inventory) -> None:
+    attempt = turn.job.attempt
+    if attempt is None or inventory.answers != attempt.number:
+        return
+    turn.see(worker, inventory=inventory)
+    planned_changes.begun_in(turn, inventory.generation)
+
+
+def _result(turn: Turn, worker: WorkerId, result: Result) -> None:
+    """Digests, or why it failed; from a worker that was told to end, or of a life that was given up, it is nothing."""
+    generation = turn.job.processes[worker].status.generation
+    if turn.record(worker).ending is not None or 0 < generation < turn.durable.floor:
+        return
+    if result.failure:
+        if result.everyone and claims.counts_for_all(turn, worker):
+            ending.fail(turn, f"worker {worker}: {result.failure}")
+        else:
+            failures.on_failure(turn, worker, result.failure, result.fault, result.step)
+        return
+    if not claims.counts_for_all(turn, worker):
+        return
+    known = turn.durable.fingerprint
+    if known and result.fingerprint != known and result.step == turn.durable.step:
+        ending.fail(
+            turn,
+            f"worker {worker} ended step {result.step} with fingerprint {result.fingerprint[:16]}…, another worker "
+            f"with {known[:16]}…. Their states differ; this is a defect of Shoal, please report it.",
+        )
+    elif result.fingerprint:
+        turn.keep(
+            fingerprint=result.fingerprint,
+            loss=result.loss,
+            step=max(turn.durable.step, result.step),
+            step_seconds_median=step_seconds_median(turn.job),
+        )

@@ -1,0 +1,140 @@
+"""A job's specification as the core sees it, and the phases and states that people see. Plain data, checked already."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from shoal_protos.checkpoint import Sighting
+
+from shoal_controller.core.machine.figures import Figures
+
+
+class Phase(StrEnum):
+    WAITING = "waiting"
+    STARTING = "starting"
+    RUNNING = "running"
+    RESIZING = "resizing"
+    PAUSED = "paused"
+    STALLED = "stalled"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def over(self) -> bool:
+        return self in (Phase.SUCCEEDED, Phase.FAILED, Phase.CANCELLED)
+
+
+class State(StrEnum):
+    """Of a worker. `ready`: rehearsed, not yet a member."""
+
+    STARTING = "starting"
+    READY = "ready"
+    ACTIVE = "active"
+    DRAINING = "draining"
+    SUSPECTED = "suspected"
+    LOST = "lost"
+    LEFT = "left"
+
+
+@dataclass(frozen=True, slots=True)
+class JobSpec:
+    """The body of `POST /v1/jobs` (INTERFACES.md), with defaults filled in."""
+
+    job: str
+    wanted: int
+    wanted_by_default: bool = field(default=False, kw_only=True)
+    """Nobody has asked for so many: the first worker's lanes may lower it."""
+    min_workers: int = 1
+    max_workers: int | None = None
+    """None: the job's lanes."""
+    launcher: str = "none"
+    """none | local | kubernetes."""
+    command: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    lanes: int | None = None
+    """Where given, every worker's config must agree."""
+    heartbeat_seconds: float = 1.0
+    suspect_after: int = 3
+    """Missed heartbeats."""
+    reconnect_seconds: float = 10.0
+    progress_seconds: float = 10.0
+    stall_seconds: float = 1800.0
+    max_restarts: int = 3
+    resume: str | int | bool | None = None
+    run: str = ""
+    """Which run of the job this is: random, given by the shell when the job is made, and kept as long as it lives."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobView:
+    """`GET /v1/jobs/{job}` and what the report, the metrics and the live display need besides."""
+
+    job: str
+    phase: Phase
+    generation: int
+    wanted: int
+    active: int
+    min_workers: int
+    max_workers: int | None
+    lanes: int | None
+    step: int
+    max_steps: int | None
+    loss: float | None
+    last_checkpoint_step: int | None
+    reason: str
+    ended_at: float | None = None
+    """When the job was over; None while it is not."""
+    workers: tuple[WorkerView, ...] = ()
+    unmirrored_blocks: int = 0
+    figures: Figures = field(default_factory=Figures)
+    """What is counted, as it is in the store."""
+    samples: int | None = None
+    """In committed steps; None: not known yet."""
+    goodput_ratio: float = 0.0
+    last_commit: float | None = None
+    fingerprint: str = ""
+    step_seconds_median: float | None = None
+    resizes: tuple[ResizeView, ...] = ()
+    checkpoints: tuple[Sighting, ...] = ()
+    """Newest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """One row of `GET /v1/jobs/{job}/workers`."""
+
+    worker: str
+    host: str
+    pid: int | None
+    state: State
+    rank: int | None
+    lanes: tuple[int, ...]
+    blocks: int
+    mirrored_blocks: int
+    step: int
+    step_seconds: float
+    memory_bytes: Mapping[str, int]
+    log: str
+    heartbeat_age_seconds: float | None = None
+    waited_for_seconds: float = 0.0
+    """How long others have waited for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResizeView:
+    """One generation, as the run report lists it."""
+
+    generation: int
+    workers: int
+    reason: str
+    from_step: int
+    pause_seconds: float
+    phases: Mapping[str, float]
+    promoted_blocks: int
+    pause_bytes: int
+    fill_bytes: int
+    checkpoint_bytes: int
+    lost_steps: int

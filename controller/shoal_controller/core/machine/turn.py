@@ -1,0 +1,132 @@
+"""One event being worked on: the job as it is so far, the time, and the effects in the order in which they must be.
+
+The functions in `phases/` take a `Turn` and change it; `machine.step` makes it and takes the result out. What is
+durable is written before anything is said: [Note: stored first] in `effects_in_order`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from shoal_protos.messages import ToWorker
+from shoal_protos.plan import Plan, WorkerId
+
+from shoal_controller.core.machine.durable import Durable, Record
+from shoal_controller.core.machine.effects import Effect, Note, Persist, Progress, Send
+from shoal_controller.core.machine.figures import Figures
+from shoal_controller.core.machine.job import Job, Process
+from shoal_controller.core.machine.spec import JobSpec
+
+
+class Turn:
+    """See the module's text."""
+
+    __slots__ = ("_own_processes", "_own_roster", "before", "effects", "job", "now")
+
+    def __init__(self, job: Job, now: float) -> None:
+        self.before = job
+        self.job = job
+        self.now = now
+        self.effects: list[Effect] = []
+        self._own_processes: dict[WorkerId, Process] = {}
+        self._own_roster: dict[WorkerId, Record] = {}
+
+    # ---- reading
+
+    @property
+    def durable(self) -> Durable:
+        return self.job.durable
+
+    @property
+    def spec(self) -> JobSpec:
+        return self.job.durable.spec
+
+    @property
+    def world(self) -> Plan | None:
+        """The plan of the world that may train."""
+        return self.job.durable.current
+
+    def record(self, worker: WorkerId) -> Record:
+        return self.job.durable.roster[worker]
+
+    def serving(self) -> Iterator[Process]:
+        """The processes that are alive as far as is known, and wanted."""
+        roster = self.job.durable.roster
+        return (process for process in self.job.processes.values() if roster[process.worker].serves)
+
+    def process(self, worker: WorkerId) -> Process | None:
+        return self.job.processes.get(worker)
+
+    # ---- changing
+
+    def change(self, **fields: Any) -> None:
+        """Volatile fields of the job."""
+        self.job = replace(self.job, **fields)
+
+    def keep(self, **fields: Any) -> None:
+        """Durable fields of the job."""
+        self.job = replace(self.job, durable=replace(self.job.durable, **fields))
+
+    def enlist(self, record: Record) -> None:
+        """A new or changed record. The roster is copied once a turn, whatever it was before stays as it is."""
+        if self.job.durable.roster is not self._own_roster:
+            self._own_roster = dict(self.job.durable.roster)
+            self.keep(roster=self._own_roster)
+        self._own_roster[record.worker] = record
+
+    def mark(self, worker: WorkerId, **fields: Any) -> None:
+        """Durable fields of one worker, where they differ."""
+        record = self.record(worker)
+        if any(getattr(record, name) != value for name, value in fields.items()):
+            self.enlist(replace(record, **fields))
+
+    def see(self, worker: WorkerId, **fields: Any) -> None:
+        """Volatile fields of one process. All of them are copied once a turn."""
+        if self.job.processes is not self._own_processes:
+            self._own_processes = dict(self.job.processes)
+            self.change(processes=self._own_processes)
+        self._own_processes[worker] = replace(self._own_processes[worker], **fields)
+
+    # ---- what is counted
+
+    def count(self, metric: str, value: float = 1, **labels: str) -> None:
+        """Add to a counter of `figures.COUNTERS`."""
+        self.keep_figures(self.job.figures.counted(metric, value, labels))
+
+    def observe(self, metric: str, value: float, **labels: str) -> None:
+        """One observation of a histogram of `figures.HISTOGRAMS`."""
+        self.keep_figures(self.job.figures.observed(metric, value, labels))
+
+    def keep_figures(self, figures: Figures) -> None:
+        """Durable, so that nothing that was shown goes down in another controller's life."""
+        self.change(figures=figures)
+        self.keep(figures=figures)
+
+    # ---- effects
+
+    def do(self, effect: Effect) -> None:
+        self.effects.append(effect)
+
+    def say(self, worker: WorkerId, message: ToWorker) -> None:
+        """To a connected worker; one whose stream is broken is told when it comes back."""
+        process = self.process(worker)
+        if process is not None and process.connection is not None:
+            self.do(Send(process.connection, message))
+
+    def note(self, kind: str, message: str, worker: WorkerId = "", **data: object) -> None:
+        self.do(Note(kind, message, worker, data))
+
+    def effects_in_order(self) -> list[Effect]:
+        """[Note: stored first] One write, before everything else of this turn.
+
+        So a number is in the store before anyone hears of it, a world before it is opened, a worker before it is
+        started; and a controller that dies between two effects has only left something unsaid, which it will say again.
+        """
+        before, after = self.before.durable, self.job.durable
+        if after == before:
+            return self.effects
+        if after == replace(before, step=after.step):
+            return [Progress(after.step), *self.effects]
+        return [Persist(), *self.effects]

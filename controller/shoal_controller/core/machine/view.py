@@ -1,0 +1,186 @@
+"""What people see of a job: one `JobView` made of all that is known. Nothing is decided here."""
+
+from __future__ import annotations
+
+from shoal_protos.messages import Ending, Point
+from shoal_protos.plan import Plan
+from shoal_protos.runs import NO_BLOCKS, every, union
+
+from shoal_controller.core.machine.durable import Record, Resize, Standing
+from shoal_controller.core.machine.job import Job, Process
+from shoal_controller.core.machine.phases import progress_watch, silence, waiting
+from shoal_controller.core.machine.phases.progress import shown_loss, step_seconds_median
+from shoal_controller.core.machine.spec import JobView, Phase, ResizeView, State, WorkerView
+
+
+def view(job: Job, now: float) -> JobView:
+    durable, spec = job.durable, job.durable.spec
+    members = _members(job)
+    description = durable.description
+    return JobView(
+        job=spec.job,
+        phase=shown_phase(job),
+        generation=durable.current.generation if durable.current is not None else 0,
+        wanted=durable.wanted,
+        active=len(members),
+        min_workers=spec.min_workers,
+        max_workers=spec.max_workers or (description.lanes if description is not None else spec.lanes),
+        lanes=description.lanes if description is not None else spec.lanes,
+        step=durable.step,
+        max_steps=description.max_steps if description is not None else None,
+        loss=shown_loss(job),
+        last_checkpoint_step=durable.checkpoints[0].step if durable.checkpoints else None,
+        checkpoints=durable.checkpoints,
+        reason="; ".join(filter(None, (reason(job, now), silence.doubt(job, now), exactness(job)))),
+        ended_at=durable.ended_at if durable.phase.over else None,
+        workers=_workers(job, now),
+        unmirrored_blocks=_unmirrored(durable.current),
+        figures=durable.figures,
+        samples=_samples(job),
+        goodput_ratio=_goodput(job, now),
+        last_commit=job.figures.last_commit,
+        fingerprint=durable.fingerprint,
+        step_seconds_median=step_seconds_median(job),
+        resizes=tuple(_resize(job, resize) for resize in durable.history),
+    )
+
+
+def shown_phase(job: Job) -> Phase:
+    """`paused` and `waiting` for more members are a running world that commits no steps."""
+    durable = job.durable
+    if durable.phase is Phase.RUNNING and durable.current is not None and not durable.current.steps:
+        return Phase.PAUSED if durable.paused else Phase.WAITING
+    return durable.phase
+
+
+def reason(job: Job, now: float) -> str:
+    """Why the job is where it is, with figures; empty while it simply trains."""
+    durable, spec = job.durable, job.durable.spec
+    if durable.phase.over or durable.phase is Phase.STALLED:
+        return durable.reason
+    if job.attempt is not None:
+        waits = f"; {job.attempt.waits_for} ({now - job.attempt.since:.0f} s so far)" if job.attempt.waits_for else ""
+        return f"{job.attempt.why}{waits}"
+    if durable.current is None:
+        return waiting.sentence(job, now)
+    if durable.stopping:
+        return "cancelled; the workers end after their step"
+    if not durable.current.steps:
+        if durable.paused:
+            return f"paused: {durable.paused_because}" if durable.paused_because else "paused by an operator"
+        active = durable.current.world_size
+        active_workers = f"{active} worker{'s' * (active != 1)} active"
+        return f"{active_workers}, min_workers is {spec.min_workers}{waiting.trouble(durable)}"
+    return progress_watch.reason(job, now)
+
+
+def exactness(job: Job) -> str:
+    """What is to be said of the job's bits; empty where they are those of any other world."""
+    description = job.durable.description
+    return "not bit-exact: mixed_numerics is true" if description is not None and description.mixed_numerics else ""
+
+
+def _members(job: Job) -> list[Process]:
+    world = job.durable.current
+    found = (job.processes.get(member.worker) for member in world.members) if world is not None else ()
+    return [process for process in found if process is not None and job.durable.roster[process.worker].serves]
+
+
+def _samples(job: Job) -> int | None:
+    """In committed steps. None: a controller that was started again has not heard yet how many they are."""
+    if not job.figures_known:
+        return None
+    description = job.durable.description
+    per_step = description.samples_per_step if description is not None else 0
+    return per_step * min(job.figures.steps, job.durable.figures.steps_bound)
+
+
+def _goodput(job: Job, now: float) -> float:
+    """Of the time since the first step began, the share that went into committed steps. It ends with the job."""
+    figures = job.figures
+    if figures.training_began is None or figures.last_commit is None:
+        return 0.0
+    end = figures.last_commit if job.durable.phase.over else max(now, figures.last_commit)
+    wall = end - figures.training_began
+    return min(1.0, figures.trained_seconds / wall) if wall > 0 else 0.0
+
+
+def _unmirrored(world: Plan | None) -> int:
+    if world is None:
+        return 0
+    return len(every(world.blocks) - union(share.mirrored for share in world.shares))
+
+
+def _resize(job: Job, resize: Resize) -> ResizeView:
+    filled = resize.fill_bytes
+    if job.durable.history and resize is job.durable.history[-1]:
+        filled = sum(max(0, p.telemetry.fill_bytes - p.fill_bytes_before) for p in job.processes.values())
+    return ResizeView(
+        generation=resize.generation,
+        workers=resize.workers,
+        reason=resize.reason.value,
+        from_step=resize.from_step,
+        pause_seconds=resize.pause_seconds,
+        phases=resize.phases,
+        promoted_blocks=resize.promoted_blocks,
+        pause_bytes=resize.pause_bytes,
+        fill_bytes=filled,
+        checkpoint_bytes=resize.checkpoint_bytes,
+        lost_steps=resize.lost_steps,
+    )
+
+
+# ---- workers
+
+
+def _workers(job: Job, now: float) -> tuple[WorkerView, ...]:
+    waited_for = progress_watch.waited_for_seconds(job, now)
+    return tuple(
+        _worker(job, record, now, waited_for.get(record.worker, 0.0)) for record in job.durable.roster.values()
+    )
+
+
+def _worker(job: Job, record: Record, now: float, waited_for_seconds: float) -> WorkerView:
+    process, world = job.processes.get(record.worker), job.durable.current
+    rank = (
+        world.rank_of(record.worker, record.incarnation)
+        if world is not None and record.serves and not job.durable.phase.over
+        else None
+    )
+    share = world.shares[rank] if world is not None and rank is not None else None
+    telemetry = process.telemetry if process is not None else None
+    return WorkerView(
+        worker=record.worker,
+        host=record.host,
+        pid=record.pid,
+        state=state(job, record, rank),
+        rank=rank,
+        lanes=share.lanes if share is not None else (),
+        blocks=len(share.owned if share is not None else NO_BLOCKS),
+        mirrored_blocks=len(share.mirrored if share is not None else NO_BLOCKS),
+        step=max(process.status.step, 0) if process is not None else 0,
+        step_seconds=telemetry.step_seconds if telemetry is not None else 0.0,
+        memory_bytes=telemetry.memory_bytes if telemetry is not None else {},
+        log=record.log,
+        waited_for_seconds=waited_for_seconds,
+        heartbeat_age_seconds=now - process.heard if process is not None and record.serves else None,
+    )
+
+
+def state(job: Job, record: Record, rank: int | None) -> State:
+    """One word for where a worker stands."""
+    if job.durable.phase.over and record.ending is None:
+        return State.LOST if record.standing is Standing.LOST or record.why else State.LEFT
+    if record.ending is not None:
+        return State.LOST if record.ending is Ending.FAILED else State.LEFT
+    if record.standing is not Standing.HERE:
+        return State.LOST
+    process = job.processes.get(record.worker)
+    if process is not None and process.pinged is not None and process.pinged.suspected:
+        return State.SUSPECTED
+    if record.leaving:
+        return State.DRAINING
+    if rank is not None:
+        return State.ACTIVE
+    newcomer_ready = process is not None and process.status.point in (Point.WAITING, Point.JOINING)
+    return State.READY if newcomer_ready else State.STARTING

@@ -1,0 +1,58 @@
+"""Fills: which worker still has to receive which blocks, and from whom.
+
+Every copy that the target wants and that does not exist yet is sent by one of those who keep the block meanwhile; all
+have as little to send as can be, and blocks with the fewest copies go first. Called by planner.py last. Pure.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shoal_protos.plan import Fill
+from shoal_protos.runs import Runs, Span
+
+from shoal_controller.core.planning.block_groups import Lot, cut
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Blocks as a plan has them from its first step on: their owner and mirrors hold them with valid bits."""
+
+    lot: Lot
+    owner: int
+    mirrors: tuple[int, ...]
+
+
+def name_fills(kept: Sequence[Kept]) -> list[Fill]:
+    """The fills towards the lots' targets; workers are the planner's indexes."""
+    sent = Counter[int]()
+    spans: defaultdict[tuple[int, int, int], list[Span]] = defaultdict(list)
+    for now in sorted(kept, key=lambda now: len(now.mirrors)):
+        sources = (now.owner, *now.mirrors)
+        for target in now.lot.keepers:
+            if target in now.lot.holders:
+                continue
+            counts = _even_out([sent[source] for source in sources], len(now.lot.blocks))
+            for source, count, blocks in zip(sources, counts, cut(now.lot.blocks, counts), strict=True):
+                sent[source] += count
+                if count:
+                    spans[len(now.mirrors), source, target] += blocks.spans
+    return [Fill(source, target, Runs(spans[copies, source, target])) for copies, source, target in sorted(spans)]
+
+
+def _even_out(loads: Sequence[int], more: int) -> list[int]:
+    """Divides `more` so that the highest load is as low as can be."""
+    given = [0] * len(loads)
+    order = sorted(range(len(loads)), key=lambda index: loads[index])
+    filled = 0
+    for count, index in enumerate(order, start=1):
+        following = loads[order[count]] if count < len(order) else None
+        filled += loads[index]
+        if following is None or following * count - filled >= more:
+            least, extra = divmod(filled + more, count)
+            for place, member in enumerate(order[:count]):
+                given[member] = least + (place < extra) - loads[member]
+            break
+    return given

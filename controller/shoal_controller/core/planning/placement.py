@@ -1,0 +1,255 @@
+"""Placing: gives alike blocks an owner and a mirror each, evenly, with as few transfers as can be.
+
+A *demand* is a number of alike blocks; each of them wants a *pair* of an owner and a mirror, which costs one transfer
+for each of the two that does not hold the block. What is even is said by `Room`. That is a minimum-cost flow: here are
+its state and the simple part, flow.py has the rest. owners.py places all blocks so, and mirrors.py further mirrors of
+blocks whose owner is given. Knows nothing of plans. Pure.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import TypeVar
+
+from shoal_controller.core.planning.block_groups import NOBODY
+from shoal_controller.core.planning.flow import Flow, Reach
+
+Pair = tuple[int, int]
+"""An owner and a mirror."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Alike blocks."""
+
+    count: int
+    holders: tuple[int, ...]
+    """Workers who take blocks and hold these already."""
+    was: int = NOBODY
+    """The owner before, if it is a holder."""
+    owner: int = NOBODY
+    """The owner where it is given."""
+    barred: frozenset[int] = frozenset()
+    """Sites where no mirror may be, besides the owner's."""
+    stays: int = 0
+    """How many of the blocks should stay with the owner before, if not all can."""
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """Who may own these without a transfer, the owner before first."""
+        if self.owner != NOBODY:
+            return (self.owner,)
+        return tuple(sorted(self.holders, key=lambda holder: holder != self.was))
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What is even. All together it is exactly the blocks that there are.
+
+    An owner has at least `least` blocks with each mirror, one more with `extra` of them (`most` says with whom that may
+    be), and `more` owners have one block beyond that.
+    """
+
+    workers: Sequence[int]
+    """Who takes blocks."""
+    mirrors: Sequence[int]
+    """Who mirrors: the workers, or nobody."""
+    site: Sequence[int]
+    """By worker: owner and mirror of a block are never at one site."""
+    least: Callable[[int, int], int]
+    most: Callable[[int, int], int]
+    """The same as `least`, or one more."""
+    below: Sequence[int]
+    """By owner: the sum of its `least`."""
+    extra: Sequence[int]
+    """By owner."""
+    more: int
+    copies: int = 1
+    """How many mirrors each block gets here; with more than one the owners are given."""
+    apart: bool = False
+    """Whether a block must not have two of them at one site (where sites are workers that goes without saying)."""
+    parts: int = 1
+    """How many copies a block has in all: its owner should have this part of all that it holds."""
+
+
+class Placing:
+    """One division of all demands. `placed[demand][pair]` is the outcome of `run`."""
+
+    def __init__(self, demands: Sequence[Demand], room: Room) -> None:
+        self.demands = demands
+        self.room = room
+        self.placed: list[dict[Pair, int]] = [{} for _ in demands]
+        self.wanted = [demand.count * room.copies for demand in demands]
+        self.reach = Reach.STAY
+        self.users: defaultdict[Pair, dict[int, None]] = defaultdict(dict)
+        """By pair: the demands that it has blocks of."""
+        self.load: defaultdict[Pair, int] = defaultdict(int)
+        self.over: list[dict[Pair, None]] = [{} for _ in room.site]
+        """By owner: its pairs with one more than their least."""
+        self.rich: dict[int, None] = {}
+        """Owners with one more than their extra pairs."""
+        self.at_site: Counter[tuple[int, int]] = Counter()
+        """By demand and site, where copies must lie apart."""
+        self._short = list(room.below)
+        self._open = list(room.workers)
+        """Among them all owners that can take more, once nothing is taken back from any."""
+        self._mirrored = [0] * (len(room.site) + 1)
+        self._emptiest_first = [(0, mirror) for mirror in room.mirrors]
+
+    def run(self) -> list[dict[Pair, int]]:
+        """What can stay stays, then what can be free is free, then the rest, the cheapest first."""
+        order = sorted(range(len(self.demands)), key=lambda index: self.demands[index].was == NOBODY)
+        for reach in Reach:
+            if reach is Reach.SHARE and self.room.parts == 1:
+                continue
+            self.reach = reach
+            for index in order:
+                if self.wanted[index]:
+                    self._fill(index)
+            Flow(self).run()
+        for index in order:
+            self._force(index)
+        return self.placed
+
+    def place(self, index: int, pair: Pair, count: int) -> None:
+        """Gives (or, with a negative count, takes back) blocks of a demand to a pair."""
+        owner, mirror = pair
+        least, before = self.room.least(owner, mirror), self.load[pair]
+        after = self.load[pair] = before + count
+        self._short[owner] -= min(after, least) - min(before, least)
+        if (before > least) != (after > least):
+            _keep(self.over[owner], pair, after > least)
+            _keep(self.rich, owner, len(self.over[owner]) > self.room.extra[owner])
+        placed = self.placed[index]
+        placed[pair] = placed.get(pair, 0) + count
+        if not placed[pair]:
+            del placed[pair]
+        _keep(self.users[pair], index, pair in placed)
+        self._mirrored[mirror] += count
+        if self.room.apart:
+            self.at_site[index, self.room.site[mirror]] += count
+        self.wanted[index] -= count
+
+    # ---- without displacing anybody
+
+    def _fill(self, index: int) -> None:
+        """Places as much of a demand as fits within the present reach, one transfer away at most."""
+        demand = self.demands[index]
+        if self.reach is not Reach.ANY:
+            for owner in self.owners_in_reach(index):
+                self._fill_pairs_of(index, owner, demand.holders)
+            return
+        for owner in demand.owners:
+            self._fill_pairs_of(index, owner, self.room.mirrors)
+        if demand.owner == NOBODY and self.wanted[index]:
+            self._open = [owner for owner in self._open if self.is_open(owner)]
+            for owner in self._open:
+                self._fill_pairs_of(index, owner, demand.holders)
+
+    def owners_in_reach(self, index: int) -> tuple[int, ...]:
+        """Who may own this demand without a transfer."""
+        demand = self.demands[index]
+        if self.reach is Reach.STAY:
+            return (demand.was,) if demand.was != NOBODY else ()
+        return demand.owners
+
+    def _fill_pairs_of(self, index: int, owner: int, mirrors: Sequence[int]) -> None:
+        """Places as much of a demand as fits with this owner and these mirrors; who mirrors least comes first."""
+        for room in (self.room_below, self.room_beyond):
+            if room == self.room_below and self._short[owner] <= 0:
+                continue
+            if not self.wanted[index] or not self.is_open(owner):
+                return
+            if self.room.mirrors[0] == NOBODY:
+                self._fill_pair(index, (owner, NOBODY), room)
+            elif len(mirrors) == len(self.room.mirrors):
+                self._fill_from_emptiest(index, owner, room)
+            else:
+                for mirror in sorted(mirrors, key=self._mirrored.__getitem__):
+                    self._fill_pair(index, (owner, mirror), room)
+
+    def _fill_from_emptiest(self, index: int, owner: int, room: Callable[[Pair], int]) -> None:
+        """The same for all mirrors: a heap spares sorting a thousand workers for every block."""
+        heap, seen = self._emptiest_first, []
+        while heap and self.wanted[index] and self.is_open(owner):
+            mirrored, mirror = heappop(heap)
+            if mirrored < self._mirrored[mirror]:
+                heappush(heap, (self._mirrored[mirror], mirror))
+                continue
+            self._fill_pair(index, (owner, mirror), room)
+            seen.append(mirror)
+        for mirror in seen:
+            heappush(heap, (self._mirrored[mirror], mirror))
+
+    def _fill_pair(self, index: int, pair: Pair, room: Callable[[Pair], int]) -> None:
+        count = min(self.wanted[index], room(pair))
+        if count > 0 and (count := min(count, self.room_of_parcel(index, pair))) > 0:
+            self.place(index, pair, count)
+
+    def is_open(self, owner: int) -> bool:
+        return self._short[owner] > 0 or self.room_extra(owner) > 0 or self.room_more(owner) > 0
+
+    def _force(self, index: int) -> None:
+        """Where sites leave no even way, further mirrors go to those who mirror least."""
+        owner = self.demands[index].owner
+        assert owner != NOBODY or not self.wanted[index], f"{self.wanted[index]} blocks of demand {index} have no owner"
+        while self.wanted[index]:
+            mirrors = [mirror for mirror in self.room.mirrors if self.room_of_parcel(index, (owner, mirror)) > 0]
+            self.place(index, (owner, min(mirrors, key=self._mirrored.__getitem__)), 1)
+
+    # ---- room
+
+    def room_of_parcel(self, index: int, pair: Pair) -> int:
+        """How many blocks of this demand the pair may have, besides those that it has."""
+        demand, (owner, mirror) = self.demands[index], pair
+        most = demand.count
+        if mirror == NOBODY:
+            if self.reach is Reach.STAY:
+                most = demand.stays
+            elif self.reach is Reach.SHARE and owner != demand.was:
+                most = -(-demand.count // self.room.parts)
+        else:
+            site = self.room.site[mirror]
+            if mirror == owner or site == self.room.site[owner] or site in demand.barred:
+                return 0
+            if self.room.apart:
+                return most - self.at_site[index, site]
+        return most - self.placed[index].get(pair, 0)
+
+    def room_below(self, pair: Pair) -> int:
+        """How many blocks a pair can take up to its least."""
+        return self.room.least(*pair) - self.load[pair]
+
+    def room_beyond(self, pair: Pair) -> int:
+        """Whether it can take the one beyond."""
+        free = self.room_extra(pair[0]) > 0 or self.room_more(pair[0]) > 0
+        return int(free and self.may_exceed(pair))
+
+    def room_at(self, pair: Pair) -> int:
+        """How many it can take as things stand, up to its least or the one beyond."""
+        below = self.room_below(pair)
+        return below if below > 0 else self.room_beyond(pair)
+
+    def may_exceed(self, pair: Pair) -> bool:
+        """Whether it has its least, and one more is not too much."""
+        return self.load[pair] == self.room.least(*pair) < self.room.most(*pair)
+
+    def room_extra(self, owner: int) -> int:
+        return self.room.extra[owner] - len(self.over[owner])
+
+    def room_more(self, owner: int) -> int:
+        """Whether this owner may have one more extra pair than others."""
+        return int(self.room_extra(owner) == 0 and len(self.rich) < self.room.more)
+
+
+_T = TypeVar("_T")
+
+
+def _keep(members: dict[_T, None], member: _T, wanted: bool) -> None:
+    if wanted:
+        members[member] = None
+    else:
+        members.pop(member, None)

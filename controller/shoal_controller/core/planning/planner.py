@@ -1,0 +1,276 @@
+"""The planner: a pure function from what each process holds, who is here and what is wanted to a `Plan`.
+
+Lanes, then owners, then mirrors, then fills. Ownership changes only by promotion: a plan makes owners and mirrors of
+those who hold a block already, and names fills towards its target; when they are done, the next plan promotes the
+filled. So it never needs to know why the world changes. Called by the job machine; ARCHITECTURE sections 1.3 and 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from shoal_protos.errors import ShoalError
+from shoal_protos.plan import Fill, Member, Plan, Reason, Recovery, Share, WorkerId, check_plan
+from shoal_protos.runs import NO_BLOCKS, Runs, Span, every, union
+
+from shoal_controller.core.planning.block_groups import Lot, gather
+from shoal_controller.core.planning.fills import Kept, name_fills
+from shoal_controller.core.planning.lanes import Lanes, share_lanes
+from shoal_controller.core.planning.mirrors import leave_mirrors, share_mirrors
+from shoal_controller.core.planning.owners import share_owners
+
+
+class BlocksLost(ShoalError):
+    """No candidate holds these blocks: there is no plan without a checkpoint."""
+
+    def __init__(self, blocks: Runs, of: int) -> None:
+        super().__init__(f"{len(blocks)} of {of} blocks have no live copy: {blocks}.")
+        self.blocks = blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One process as the planner sees it."""
+
+    member: Member
+    domain: str
+    """Failure domain."""
+    age: int
+    """Order of joining the job; the youngest has the highest number."""
+    holds: Runs = NO_BLOCKS
+    """Blocks whose state it holds with valid bits at the step where the plan begins. For a planned change: what its
+    base plan keeps for it or has filled, never what the base releases. At a start it does not matter."""
+    current: Runs = NO_BLOCKS
+    """Blocks whose parameters are right at that step; only a recovery asks."""
+    trains: bool = True
+    """All its parameters are right or will be handed out in the recovery: it may get lanes and be a fill's target."""
+    counted: bool = True
+    """Whether its state counts; only a recovery asks."""
+    leaving: bool = False
+    """Being drained: no lanes, its blocks are filled elsewhere, and it is in the plan only as long as it is needed."""
+    lane: int = -1
+    """The lane in flight; -1: none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What the job wants, whatever happens."""
+
+    lanes: int
+    blocks: int
+    mirrors: int
+    """`EVERYONE` in stage 0."""
+    fill_blocks_per_step: int
+    steps: bool = True
+    """Whether optimizer steps run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What is wanted of this one plan."""
+
+    terms: Terms
+    generation: int
+    reason: Reason
+    avoid: frozenset[WorkerId] = frozenset()
+    """Workers whose store should not build the group: it failed last time."""
+
+
+def plan_start(wish: Wish, candidates: Sequence[Candidate], step: int = 0, checkpoint: str = "") -> Plan:
+    """A start: all have all blocks at hand, so the target is reached at once.
+
+    Or a restore from a checkpoint: nothing that the members hold counts. Each reads what it is to own, so that no block
+    is read twice, and mirrors are filled beside training.
+    """
+    everything = every(wish.terms.blocks)
+    world = _compose(wish.terms, [replace(c, holds=everything) for c in _by_age(candidates)], before=None)
+    size = len(world.here)
+    if not checkpoint:
+        return _plan(wish, world, Recovery(step, b"", (True,) * size, (NO_BLOCKS,) * size))
+    owners = [replace(c, holds=share.owned) for c, share in zip(world.here, world.shares, strict=True)]
+    world = _compose(wish.terms, owners, before=None)
+    stale = tuple(everything - share.owned for share in world.shares)
+    return _plan(wish, world, Recovery(step, b"", (False,) * size, stale, checkpoint))
+
+
+def plan_recovery(wish: Wish, candidates: Sequence[Candidate], before: Plan, step: int, record: bytes) -> Plan:
+    """After a loss, from inventories. Raises `BlocksLost`.
+
+    Leaving candidates that nothing needs any more are not among its members.
+    """
+    here = [c if c.counted else replace(c, holds=NO_BLOCKS, current=NO_BLOCKS) for c in _by_age(candidates)]
+    world = _compose(wish.terms, here, before)
+    counted = tuple(candidate.counted for candidate in world.here)
+    follows = (candidate.current | share.keeps for candidate, share in zip(world.here, world.shares, strict=True))
+    stale = tuple(every(wish.terms.blocks) - right for right in follows)
+    return _plan(wish, world, Recovery(step, record, counted, stale))
+
+
+def plan_change(wish: Wish, candidates: Sequence[Candidate], before: Plan) -> Plan:
+    """A planned change of the world of `before`. Raises `BlocksLost` where one who must not leave yet was left out.
+
+    Leaving candidates that nothing needs any more are not among its members.
+    """
+    return _plan(wish, _compose(wish.terms, _by_age(candidates), before), before)
+
+
+def same_world(one: Plan, other: Plan) -> bool:
+    """Whether going from one plan to the other would change nothing."""
+    return (one.members, one.shares, one.fills, one.fill_blocks_per_step, one.steps) == (
+        other.members, other.shares, other.fills, other.fill_blocks_per_step, other.steps
+    )  # fmt: skip
+
+
+# ---- composition. A worker is its index in `here`, oldest first: its rank.
+
+
+@dataclass(frozen=True, slots=True)
+class _World:
+    here: Sequence[Candidate]
+    shares: Sequence[Share]
+    fills: Sequence[Fill]
+
+
+def _compose(terms: Terms, here: Sequence[Candidate], before: Plan | None) -> _World:
+    """Lanes, owners, mirrors, fills."""
+    lots = gather(terms.blocks, [candidate.holds for candidate in here], _owned_before(before, here))
+    if lost := union(lot.blocks for lot in lots if not lot.holders):
+        raise BlocksLost(lost, terms.blocks)
+    keepers = _keepers(here)
+    mirrors = min(terms.mirrors, len(keepers) - 1)
+    domains = _domains(here)
+    apart = len({domains[keeper] for keeper in keepers}) > 1
+    lots = share_owners(lots, keepers, mirrors, domains if apart else range(len(here)))
+    lots = share_mirrors(lots, keepers, mirrors, domains)
+    if mirrors > 1 and _at_rest(before, here, keepers):
+        lots = leave_mirrors(lots, keepers, domains)
+    kept = _promote(lots, keepers, mirrors)
+    lanes = dict(zip(keepers, share_lanes(terms.lanes, [here[keeper].lane for keeper in keepers]), strict=True))
+    return _without_the_needless(_World(here, _shares(len(here), kept, lanes), name_fills(kept)))
+
+
+def _at_rest(before: Plan | None, here: Sequence[Candidate], keepers: Sequence[int]) -> bool:
+    """Whether those who keep blocks are the same as before and have all that they were to get.
+
+    Then nothing is moved any more for an even spread of several mirrors, so that planning comes to an end.
+    """
+    if before is None:
+        return False
+    given: dict[tuple[WorkerId, str], Runs] = {}
+    for rank, (member, share) in enumerate(zip(before.members, before.shares, strict=True)):
+        if blocks := share.keeps | before.filled(rank, before.boundaries):
+            given[member.worker, member.incarnation] = blocks
+    now = {(here[keeper].member.worker, here[keeper].member.incarnation): here[keeper].holds for keeper in keepers}
+    return given.keys() == now.keys() and all(blocks <= now[process] for process, blocks in given.items())
+
+
+def _by_age(candidates: Sequence[Candidate]) -> list[Candidate]:
+    return sorted(candidates, key=lambda candidate: candidate.age)
+
+
+def _domains(here: Sequence[Candidate]) -> list[int]:
+    numbers = {domain: number for number, domain in enumerate(sorted({candidate.domain for candidate in here}))}
+    return [numbers[candidate.domain] for candidate in here]
+
+
+def _keepers(here: Sequence[Candidate]) -> list[int]:
+    """Who trains and keeps blocks in the end. When all are leaving, the oldest stays: somebody must be the last."""
+    able = [worker for worker, candidate in enumerate(here) if candidate.trains]
+    staying = [worker for worker in able if not here[worker].leaving]
+    if not able:
+        raise ValueError(f"none of {len(here)} candidates may train; a world needs one who does")
+    return staying or able[:1]
+
+
+def _owned_before(before: Plan | None, here: Sequence[Candidate]) -> dict[int, Runs]:
+    if before is None:
+        return {}
+    owned: dict[int, Runs] = {}
+    for worker, candidate in enumerate(here):
+        rank = before.rank_of(candidate.member.worker, candidate.member.incarnation)
+        if rank is not None:
+            owned[worker] = before.shares[rank].owned
+    return owned
+
+
+def _promote(lots: Sequence[Lot], keepers: Sequence[int], mirrors: int) -> list[Kept]:
+    """Owners and mirrors until the fills are done: holders only."""
+    staying = frozenset(keepers)
+    return [
+        Kept(lot, lot.owner, lot.mirrors) if lot.holders.issuperset(lot.keepers) else _meanwhile(lot, staying, mirrors)
+        for lot in lots
+    ]
+
+
+def _meanwhile(lot: Lot, keepers: frozenset[int], mirrors: int) -> Kept:
+    """The owner before stays while the wished one is being filled. Who is to keep the blocks comes first.
+
+    Holders beyond the wished copies release the blocks.
+    """
+    wished = [worker for worker in lot.keepers if worker in lot.holders]
+    staying = sorted(lot.holders & keepers)
+    if lot.owner in lot.holders:
+        owner = lot.owner
+    elif lot.was in keepers:
+        owner = lot.was
+    else:
+        owner = (wished or staying or sorted(lot.holders))[0]
+    order = dict.fromkeys((*wished, *staying, *sorted(lot.holders)))
+    del order[owner]
+    return Kept(lot, owner, tuple(order)[:mirrors])
+
+
+def _shares(size: int, kept: Sequence[Kept], lanes: Mapping[int, Lanes]) -> list[Share]:
+    owned: list[list[Span]] = [[] for _ in range(size)]
+    mirrored: list[list[Span]] = [[] for _ in range(size)]
+    for now in kept:
+        owned[now.owner] += now.lot.blocks.spans
+        for mirror in now.mirrors:
+            mirrored[mirror] += now.lot.blocks.spans
+    return [Share(lanes.get(worker, ()), Runs(owned[worker]), Runs(mirrored[worker])) for worker in range(size)]
+
+
+def _without_the_needless(world: _World) -> _World:
+    """Lets those go who are leaving and keep nothing any more; the last one trains and stays."""
+    rank: dict[int, int] = {}
+    for worker, (candidate, share) in enumerate(zip(world.here, world.shares, strict=True)):
+        if not candidate.leaving or share.keeps or share.lanes:
+            rank[worker] = len(rank)
+    fills = [Fill(rank[fill.source], rank[fill.target], fill.blocks) for fill in world.fills]
+    return _World([world.here[worker] for worker in rank], [world.shares[worker] for worker in rank], fills)
+
+
+def _plan(wish: Wish, world: _World, begins: Plan | Recovery) -> Plan:
+    """`begins`: the world that a planned change replaces, or where all stand."""
+    terms, base = wish.terms, begins if isinstance(begins, Plan) else None
+    plan = Plan(
+        generation=wish.generation,
+        base=base.generation if base is not None else 0,
+        reason=wish.reason,
+        lanes=terms.lanes,
+        blocks=terms.blocks,
+        members=tuple(candidate.member for candidate in world.here),
+        shares=tuple(world.shares),
+        fills=tuple(world.fills),
+        fill_blocks_per_step=terms.fill_blocks_per_step,
+        builder=_builder(world.here, wish.avoid, base),
+        steps=terms.steps,
+        recovery=begins if isinstance(begins, Recovery) else None,
+    )
+    check_plan(plan)
+    return plan
+
+
+def _builder(here: Sequence[Candidate], avoid: frozenset[WorkerId], base: Plan | None) -> int:
+    """The oldest that stays and whose store did not fail last time; if there is none, the next best.
+
+    Always a member of the base: in a planned change the builder sends newcomers their first message.
+    """
+
+    def preference(rank: int) -> tuple[bool, bool, bool, int]:
+        member = here[rank].member
+        newcomer = base is not None and base.rank_of(member.worker, member.incarnation) is None
+        return newcomer, member.worker in avoid, here[rank].leaving, rank
+
+    return min(range(len(here)), key=preference)

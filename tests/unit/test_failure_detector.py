@@ -1,0 +1,144 @@
+"""Who is here: a silent worker is asked before it is suspected, and counted out as soon as it is."""
+
+from dataclasses import replace
+
+from shoal_controller.core.machine.durable import Standing
+from shoal_controller.core.machine.effects import Note, Probe, Send
+from shoal_controller.core.machine.events import Connected, Disconnected, Said, Tick
+from shoal_controller.core.machine.machine import new_job, step, view
+from shoal_controller.core.machine.spec import JobSpec, State
+from shoal_protos.description import Description
+from shoal_protos.messages import PROTOCOL_VERSION, Heartbeat, Hello, Ping, Point, Status, Telemetry
+from shoal_protos.plan import EVERYONE
+
+TICK_SECONDS = 0.125  # no rounding in sums of it
+MADE_OF = Description(4, 8, 4096, 8, EVERYONE, 0, 100, (), "SGD", {}, {}, False, False)
+REHEARSING = Status(sequence=0, generation=0, point=Point.REHEARSING, promised=0, step=-1, committed_in=0)
+
+
+class Silence:
+    """Three workers said hello at 0; w1 and w2 go on with heartbeats, w0 says nothing more."""
+
+    def __init__(self, **spec):
+        spec = {"heartbeat_seconds": 1.0, "reconnect_seconds": 0.5, **spec}
+        self.job, self.now, self.sequence = new_job(JobSpec("job", 3, **spec), 0.0), 0.0, 0
+        self.happened, self.told = [], []
+        for number, worker in enumerate(("w0", "w1", "w2")):
+            hello = Hello(
+                PROTOCOL_VERSION, "job", worker, f"{worker}.1", "127.0.0.1:9", "host", 1, "", MADE_OF, REHEARSING
+            )
+            self.feed(Connected(number, hello))
+        self.now = TICK_SECONDS / 2  # ticks fall between the limits, not on them
+
+    def feed(self, event):
+        self.job, effects = step(self.job, event, self.now)
+        for effect in effects:
+            if isinstance(effect, Note) and effect.worker == "w0":
+                self.happened.append((round(self.now, 1), effect.kind))
+            elif isinstance(effect, Note) and effect.kind in ("silent", "heard"):
+                self.told.append(effect.message)
+            elif isinstance(effect, Send) and effect.connection == 0 and isinstance(effect.message, Ping):
+                self.happened.append((round(self.now, 1), "ping"))
+
+    def beat(self, *connections):
+        self.sequence += 1
+        for connection in connections:
+            self.feed(Said(connection, Heartbeat(replace(REHEARSING, sequence=self.sequence), Telemetry())))
+
+    def last(self, seconds, beating=(1, 2)):
+        """Time passes."""
+        for tick in range(1, round(seconds / TICK_SECONDS) + 1):
+            self.now += TICK_SECONDS
+            self.feed(Tick())
+            if tick % 2 == 0:
+                self.beat(*beating)
+
+    @property
+    def states(self):
+        return [worker.state for worker in view(self.job, self.now).workers]
+
+
+def test_a_frozen_worker_has_missed_its_answer_when_it_is_suspected_so_it_is_counted_out_at_once():
+    world = Silence()
+    world.last(4.0)
+    assert world.happened == [(0.0, "joined"), (2.4, "ping"), (3.1, "suspected"), (3.1, "lost")]
+    assert world.job.durable.roster["w0"].standing is Standing.LOST
+
+
+def test_a_slow_worker_that_answers_is_never_suspected():
+    world = Silence()
+    world.last(2.8)
+    world.beat(0)
+    world.last(2.0)
+    assert world.happened == [(0.0, "joined"), (2.4, "ping")]
+    assert world.states == [State.STARTING] * 3
+
+
+def test_nobody_is_counted_out_before_a_ping_had_its_time():
+    world = Silence(heartbeat_seconds=0.2)
+    world.last(0.5)
+    assert world.happened[1:] == [(0.6, "ping")]
+    world.last(TICK_SECONDS)
+    assert world.happened[2:] == [(0.7, "suspected")]
+    assert world.states[0] is State.SUSPECTED
+    world.last(0.5)
+    assert world.happened[3:] == [(1.1, "lost")]
+
+
+def test_healthy_workers_are_not_asked():
+    world = Silence(heartbeat_seconds=0.2, suspect_after=1)
+    world.last(1.0, beating=(0, 1, 2))
+    assert world.happened == [(0.0, "joined")]
+
+
+def test_a_silent_majority_is_neither_suspected_nor_counted_out_and_the_job_says_why_it_waits():
+    world = Silence(stall_seconds=100.0)
+    world.last(6.0, beating=(2,))
+    assert world.happened == [(0.0, "joined")]
+    assert world.states == [State.STARTING] * 3
+    says = "2 of 3 workers are silent (w0 for 6 s, w1 for 6 s); nobody is counted out, because the controller may be"
+    assert says in view(world.job, world.now).reason
+    assert "Waiting for up to 94 s more" in view(world.job, world.now).reason
+    assert len(world.told) == 1 and world.told[0].startswith("2 of 3 workers are silent (w0 for 3 s, w1 for 3 s)")
+
+
+def test_as_most_are_heard_again_the_time_of_the_cut_is_nobodys_silence():
+    world = Silence()
+    world.last(20.0, beating=())
+    world.last(1.25, beating=(1, 2))
+    world.last(1.0, beating=(0, 1, 2))
+    assert world.happened == [(0.0, "joined"), (21.2, "ping")]
+    assert world.told[1:] == ["at least half of the workers are heard again, or known to be dead"]
+    assert "silent" not in view(world.job, world.now).reason
+
+
+def test_a_controller_that_was_stopped_counts_nobody_out_for_its_own_absence():
+    world = Silence()
+    world.last(1.0, beating=(0, 1, 2))
+    world.now += 60.0
+    world.feed(Tick())
+    world.last(1.0, beating=(0, 1, 2))
+    assert world.happened == [(0.0, "joined")]
+
+
+def test_a_controller_whose_every_tick_is_late_still_counts_a_frozen_worker_out():
+    world = Silence()
+    for _ in range(4):
+        world.now += 7.0
+        world.beat(1, 2)
+        world.feed(Tick())
+    assert [kind for _, kind in world.happened] == ["joined", "ping", "suspected", "lost"]
+    assert [record.standing for record in world.job.durable.roster.values()] == [
+        Standing.LOST, Standing.HERE, Standing.HERE,
+    ]  # fmt: skip
+
+
+def test_whose_stream_broke_is_asked_for_with_every_tick_at_first_and_then_once_a_second():
+    world, probes = Silence(), []
+    world.job, effects = step(world.job, Disconnected(0, "its stream ended"), world.now)
+    for _ in range(32):  # four seconds
+        probes.append(sum(isinstance(effect, Probe) and effect.worker == "w0" for effect in effects))
+        world.now += TICK_SECONDS
+        world.job, effects = step(world.job, Tick(), world.now)
+    assert probes[:8] == [1] * 8
+    assert sum(probes[8:]) == 3

@@ -1,0 +1,118 @@
+"""What an operator wishes: done, or refused in a sentence, and then nothing has changed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from machine_driver import MADE_OF, Driver
+from shoal_controller.core.machine.events import (
+    Cancel,
+    ConfirmLost,
+    DrainWorker,
+    Event,
+    Pause,
+    Resume,
+    Save,
+    Scale,
+    Tick,
+)
+from shoal_controller.core.machine.spec import State
+from shoal_protos.errors import Conflict, NotFound, UserError
+from shoal_protos.messages import (
+    Ask,
+    Drain,
+)
+
+
+def refused(job: Driver, wish: Event) -> str:
+    before = job.job
+    with pytest.raises(UserError) as error:
+        job.feed(wish)
+    assert job.job is before
+    return str(error.value)
+
+
+def test_scaling_outside_the_bounds_names_both() -> None:
+    job = Driver(wanted=3, min_workers=2, max_workers=5)
+    assert refused(job, Scale(6)) == "job job cannot be scaled to 6 workers; allowed are from 2 to 5."
+    assert refused(job, Scale(1)) == "job job cannot be scaled to 1 workers; allowed are from 2 to 5."
+
+
+def test_scaling_is_bounded_by_lanes_where_no_maximum_is_given() -> None:
+    job = Driver(wanted=2)
+    job.start(2)
+    assert refused(job, Scale(9)) == "job job cannot be scaled to 9 workers; allowed are from 1 to 8."
+
+
+def test_draining_an_unknown_worker_names_those_there_are() -> None:
+    job = Driver(wanted=2)
+    job.start(2)
+    with pytest.raises(NotFound):
+        job.feed(DrainWorker("w7"))
+    assert refused(job, DrainWorker("w7")) == "job job has no worker w7; its workers are: w0, w1."
+
+
+def test_the_last_worker_is_not_drained_without_a_checkpoint() -> None:
+    job = Driver(wanted=1)
+    job.start(1)
+    assert "worker w0 is the last one of job job: its state would be lost" in refused(job, DrainWorker("w0"))
+
+
+def test_the_last_worker_may_go_when_a_newcomer_is_ready() -> None:
+    job = Driver(wanted=1)
+    job.start(1)
+    job.hello("w1")
+    job.feed(DrainWorker("w0", 7.0))
+    assert Drain(7.0, 1) in job.said("w0") or Drain(7.0, 2) in job.said("w0")
+    assert job.view.workers[0].state is State.DRAINING
+
+
+def test_an_operators_word_ends_the_wait_for_a_silent_majority_at_once() -> None:
+    job = Driver(wanted=3)
+    job.start(3)
+    for _ in range(60):
+        job.now += 0.5
+        job.beat("w0")
+        job.feed(Tick())
+    assert "2 of 3 workers are silent (w1 for 30 s, w2 for 30 s)" in job.view.reason
+    assert refused(job, ConfirmLost("w0")) == (
+        'worker w0 is not lost: it was heard 0.0 s ago. To let it go: "shoal drain job w0".'
+    )
+    job.feed(ConfirmLost("w1"))
+    job.feed(ConfirmLost("w2"))
+    assert [worker.state for worker in job.view.workers] == [State.ACTIVE, State.LOST, State.LOST]
+    assert "silent" not in job.view.reason
+    assert job.job.attempt is not None and "an operator says that its process is gone" in job.job.attempt.why
+    assert refused(job, ConfirmLost("w2")) == ("worker w2 is gone already: an operator says that its process is gone.")
+
+
+def test_draining_twice_or_resuming_what_is_not_paused_is_a_conflict() -> None:
+    job = Driver(wanted=2)
+    job.start(2)
+    job.feed(DrainWorker("w1"))
+    assert refused(job, DrainWorker("w1")) == "worker w1 is being drained already."
+    assert refused(job, Resume()) == "job job is not paused; it is running."
+    job.feed(Pause())
+    assert refused(job, Pause()) == "job job is paused already."
+
+
+def test_a_checkpoint_without_a_path_is_refused() -> None:
+    job = Driver(wanted=1)
+    job.start(1)
+    assert "set checkpoint.path" in refused(job, Save())
+
+
+def test_a_checkpoint_is_asked_of_one_member() -> None:
+    job = Driver(wanted=1, made_of=replace(MADE_OF, can_checkpoint=True))
+    job.start(1)
+    job.feed(Save())
+    assert [type(message) for message in job.said("w0")] == [Ask]
+
+
+def test_a_job_that_is_over_refuses_wishes_and_says_why() -> None:
+    job = Driver(wanted=2)
+    job.feed(Cancel())
+    assert refused(job, Scale(2)) == "job job is over (cancelled): cancelled before it had a world that trains."
+    with pytest.raises(Conflict):
+        job.feed(Pause())
