@@ -20,7 +20,7 @@ from shoal.checkpoint.snapshot import Arena, take_snapshot
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.writer import Author, write_snapshot
 from shoal.exchange.vote import Record
-from shoal.state import Limits, TrainingState, frozen_parameters
+from shoal.training.state import Limits, TrainingState, frozen_parameters
 from shoal_protos.runs import Runs, every
 from torch import nn
 

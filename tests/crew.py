@@ -27,15 +27,15 @@ from shoal.config.load import load_config
 from shoal.core.sampler import Sampler
 from shoal.data.fetch import Fetcher
 from shoal.data.seeds import RandomState
-from shoal.ending import _Ending
-from shoal.engine import Engine
 from shoal.faults import Fault, Faults
 from shoal.numerics import make_exact
 from shoal.optim.take_over import take_over
 from shoal.session.alone import AloneLink
-from shoal.session.seam import Link
-from shoal.starting import _description
-from shoal.state import NEWCOMER, Limits, TrainingState
+from shoal.session.link import Link
+from shoal.training.engine import Engine
+from shoal.training.exit import _Ending
+from shoal.training.start import _description
+from shoal.training.state import NEWCOMER, Limits, TrainingState
 from shoal_controller.core.machine.effects import Note, Probe, Send
 from shoal_controller.core.machine.events import Connected, Disconnected, Event, Probed, Said, Started, Tick
 from shoal_controller.core.machine.job import Job

@@ -1,7 +1,7 @@
 """The link of an engine in a crew: the real dialogue and membership, and groups in memory. No socket, no thread.
 
-What the client does with locks and builders (session/client.py, session/groups.py) is done here under the crew's one
-lock, when the crew comes round.
+What the client does with locks and builders (session/controller_link.py, session/groups.py) is done here under the
+crew's one lock, when the crew comes round.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 from memory_group import MemoryGroup
 from shoal.core.membership import Membership
-from shoal.exchange.group import Group
-from shoal.exchange.letters import read_letter
-from shoal.exchange.routes import FIRST_MESSAGE
+from shoal.exchange.framing import read_letter
+from shoal.exchange.traffic import FIRST_MESSAGE
+from shoal.group.group import Group
 from shoal.session.dialogue import Abort, Build, Dialogue, Effect, Process, Put
-from shoal.session.seam import Begun, Ended, Item, Prepared, Progress, Recover, Resume
+from shoal.session.link import Begun, Ended, Item, Prepared, Progress, Recover, Resume
 from shoal_protos.description import Description
 from shoal_protos.errors import UserError
 from shoal_protos.messages import Ending, Inventory, Result, Status, Telemetry, ToWorker

@@ -11,8 +11,8 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 
 import torch
-from shoal.exchange.group import GATHER_TAG, WorldChanged
-from shoal.exchange.progress import Progress
+from shoal.group.group import GATHER_TAG, WorldChanged
+from shoal.group.progress import Progress
 from torch import Tensor
 
 Way = tuple[int, int, int]

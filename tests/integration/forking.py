@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from integration.linked_workers import DESCRIPTION, NEW
 from integration.scripts import Samples, config, model_of, optimizer_of, scheduler_of
-from shoal.exchange.forks import Connections
-from shoal.exchange.meeting_place import MeetingPlace, reachable
-from shoal.session.client import ControllerLink
+from shoal.group.forks import Connections
+from shoal.group.rendezvous_server import MeetingPlace, reachable
+from shoal.session.controller_link import ControllerLink
 from shoal.session.settings import SessionSettings
 
 

@@ -14,12 +14,12 @@ import threading
 from typing import Any
 
 import torch
-from shoal.exchange.gloo import build_gloo
-from shoal.exchange.group import Group, WorldChanged
-from shoal.exchange.letters import Letter, read_letter
-from shoal.exchange.meeting import Meeting, Stop
-from shoal.exchange.meeting_place import MeetingPlace
-from shoal.exchange.rendezvous import Rendezvous
+from shoal.exchange.framing import Letter, read_letter
+from shoal.group.build import Meeting, Stop
+from shoal.group.gloo import build_gloo
+from shoal.group.group import Group, WorldChanged
+from shoal.group.rendezvous_client import Rendezvous
+from shoal.group.rendezvous_server import MeetingPlace
 
 MUCH = 128 << 20
 """Elements: so many that no machine has passed them on before the process that sends or takes them has frozen."""

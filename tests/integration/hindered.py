@@ -23,7 +23,7 @@ def beside_a_broken_link(result: str, **options: Any) -> None:
 
     `one_way`: only what rank 1 sends.
     """
-    from shoal.exchange.gloo import GlooGroup
+    from shoal.group.gloo import GlooGroup
 
     broken, one_way = Path(options.pop("broken")), options.pop("one_way")
     post = GlooGroup._post

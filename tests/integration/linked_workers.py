@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 import torch
 from integration.small_controller import PATIENCE_SECONDS, SmallController
-from shoal.exchange.group import Group
-from shoal.session.client import ControllerLink
-from shoal.session.seam import Item, Opened, Recover, Stopped
+from shoal.group.group import Group
+from shoal.session.controller_link import ControllerLink
+from shoal.session.link import Item, Opened, Recover, Stopped
 from shoal.session.settings import SessionSettings
 from shoal_protos.description import Description
 from shoal_protos.messages import (

@@ -19,12 +19,12 @@ import torch
 from certificates import authority, certificate
 from integration.linked_workers import DESCRIPTION, NEW, Worker, at, begin_a_world, together, workers
 from integration.small_controller import PATIENCE_SECONDS, SmallController
-from shoal.exchange.group import Group, WorldChanged
-from shoal.exchange.letters import Letter
-from shoal.exchange.meeting import Meeting, Stop
-from shoal.exchange.routes import FIRST_MESSAGE
-from shoal.session.client import ControllerLink
-from shoal.session.seam import Asked, Begun, Ended
+from shoal.exchange.framing import Letter
+from shoal.exchange.traffic import FIRST_MESSAGE
+from shoal.group.build import Meeting, Stop
+from shoal.group.group import Group, WorldChanged
+from shoal.session.controller_link import ControllerLink
+from shoal.session.link import Asked, Begun, Ended
 from shoal.session.settings import SessionSettings
 from shoal_protos.errors import UserError
 from shoal_protos.messages import (

@@ -11,7 +11,7 @@ import threading
 import pytest
 from integration.linked_workers import Worker, begin_a_world
 from integration.small_controller import PATIENCE_SECONDS, SmallController
-from shoal.exchange.group import WorldChanged
+from shoal.group.group import WorldChanged
 from shoal_protos.messages import (
     Heartbeat,
     Ping,

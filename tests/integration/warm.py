@@ -25,7 +25,8 @@ from shoal_protos.channel import FORK_SAFE
 
 TESTS = Path(__file__).resolve().parents[1]
 WARM_MODULES = (
-    "torch", "torch.distributed", "torch._dynamo", "shoal.engine", "shoal.starting", "shoal_controller.server",
+    "torch", "torch.distributed", "torch._dynamo", "shoal.training.engine", "shoal.training.start",
+    "shoal_controller.server",
     "integration.scripts",
 )  # fmt: skip
 """`torch._dynamo`: a process's first optimizer imports it, which takes a second."""

@@ -1,4 +1,5 @@
-"""Saving and taking up, as one simulated worker does it: worker/shoal/saving.py, resuming.py and checkpoint/saver.py.
+"""Saving and taking up, as one simulated worker does it: worker/shoal/training/checkpoint_saving.py,
+checkpoint_loading.py and checkpoint/saver.py.
 
 All decide alike by what the votes say: who asks, whose save is under way, which step is saved. The leader completes a
 save once nobody in the vote is writing any more; the others hear of it in a later vote. Writing goes on beside steps.

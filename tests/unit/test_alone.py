@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from shoal.exchange.group import WorldChanged
-from shoal.exchange.solo import SoloGroup
+from shoal.group.group import WorldChanged
+from shoal.group.solo import SoloGroup
 from shoal.session.alone import AloneLink
-from shoal.session.seam import Opened, Recover, Stopped
+from shoal.session.link import Opened, Recover, Stopped
 from shoal_protos.description import Description
 from shoal_protos.messages import Inventory, Point, Status, Telemetry
 from shoal_protos.runs import NO_BLOCKS, every

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import shoal
 from crew import Task, engine_of
-from shoal.engine import Engine
 from shoal.faults import Faults
 from shoal.session.alone import AloneLink
+from shoal.training.engine import Engine
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PUBLIC = [

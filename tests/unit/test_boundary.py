@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from crew import Crew, Task, engine_of, undisturbed
 from integration.scripts import Samples
-from shoal.engine import Engine
 from shoal.faults import Faults
 from shoal.session.alone import AloneLink
+from shoal.training.engine import Engine
 from shoal_controller.core.machine.events import DrainWorker
 
 OPTIONS: dict[str, Any] = {"max_steps": 6}

@@ -6,8 +6,8 @@ Each test fails when its rule is broken: it was tried.
 from __future__ import annotations
 
 from crew import Crew, Task, Worker, undisturbed
-from shoal.engine import Engine
 from shoal.faults import Fault
+from shoal.training.engine import Engine
 from shoal_controller.core.machine.events import DrainWorker, Pause, Resume
 from shoal_protos.messages import Point
 from shoal_protos.plan import Plan

@@ -9,14 +9,14 @@ import torch
 from checkpoints import Model, fresh, save, train, trained
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from shoal.blocks.flat import views
 from shoal.checkpoint.__main__ import main
 from shoal.checkpoint.catalogue import resolve
 from shoal.checkpoint.manifest import MANIFEST
 from shoal.checkpoint.restore import load_model
 from shoal.checkpoint.storage import LocalStorage
 from shoal.export import export as export_live
-from shoal.state import TrainingState
-from shoal.zero.flat import views
+from shoal.training.state import TrainingState
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 

@@ -12,7 +12,7 @@ from shoal.checkpoint.catalogue import Found, look_into
 from shoal.checkpoint.restore import fits, load_model, load_small_state
 from shoal.checkpoint.storage import LocalStorage
 from shoal.fingerprint import block_digests
-from shoal.state import Limits, TrainingState
+from shoal.training.state import Limits, TrainingState
 from shoal_protos.errors import UserError
 from torch import nn
 

@@ -19,7 +19,7 @@ from shoal.checkpoint.retention import delete
 from shoal.checkpoint.storage import LocalStorage, Storage, open_storage
 from shoal.checkpoint.verify import verify
 from shoal.fingerprint import block_digests, total_of
-from shoal.state import TrainingState
+from shoal.training.state import TrainingState
 from shoal_protos.errors import UserError
 from shoal_protos.runs import NO_BLOCKS, Runs, every
 

@@ -14,10 +14,10 @@ import torch
 from checkpoints import save, trained
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shoal.blocks.host_memory import host_memory
 from shoal.checkpoint.catalogue import checkpoints
 from shoal.checkpoint.errors import StorageFailed, StorageFull
 from shoal.checkpoint.storage import LocalStorage, Storage, Target, open_storage
-from shoal.host_memory import host_memory
 from shoal_protos.errors import UserError
 
 

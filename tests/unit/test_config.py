@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from shoal.config import TrainingConfig, agreement, load_config
 from shoal.config.batch import Sizes, settle
 from shoal.config.reference import page
-from shoal.optim.build import build_optimizer, build_scheduler
+from shoal.optim.from_config import build_optimizer, build_scheduler
 from shoal_protos.errors import UserError
 
 ROOT = Path(__file__).parents[2]

@@ -14,7 +14,7 @@ from crew import Crew, Task, Worker, undisturbed
 from crew_saves import saved
 from hypothesis import given
 from hypothesis import strategies as st
-from shoal.block_checksums import block_checksums
+from shoal.blocks.checksums import block_checksums
 from shoal.checkpoint.catalogue import checkpoints
 from shoal.checkpoint.storage import LocalStorage
 from shoal.core.sampled_blocks import sampled

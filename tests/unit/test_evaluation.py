@@ -8,9 +8,9 @@ import pytest
 import torch
 from crew import Crew, Task, engine_of, undisturbed
 from integration.scripts import Samples
-from shoal.engine import Engine
 from shoal.faults import Faults
 from shoal.session.alone import AloneLink
+from shoal.training.engine import Engine
 from shoal_protos.errors import UserError
 from torch import nn
 

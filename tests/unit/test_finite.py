@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from crew import ONE_AT_A_TIME, Crew, Task, engine_of, undisturbed
-from shoal.engine import Engine
+from shoal.exchange.finite import culprit, is_finite
 from shoal.faults import Faults
-from shoal.finite import culprit, is_finite
 from shoal.session.alone import AloneLink
+from shoal.training.engine import Engine
 from shoal_protos.errors import JobFailed, UserError
 from shoal_protos.milestones import passes_milestone
 from torch import Tensor

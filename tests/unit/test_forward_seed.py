@@ -13,9 +13,9 @@ import pytest
 import torch
 from crew import Crew, Task, engine_of, undisturbed
 from shoal.data.forward_seed import HOOK
-from shoal.engine import Engine
 from shoal.faults import Faults
 from shoal.session.alone import AloneLink
+from shoal.training.engine import Engine
 from torch import Tensor, nn
 
 TASK = Task({"max_steps": 3, "dropout": 0.5})

@@ -11,11 +11,11 @@ from typing import Any
 
 import shoal
 import torch
-from shoal.exchange.gloo import A_MOMENT, GlooGroup, build_gloo
-from shoal.exchange.group import Group
-from shoal.exchange.meeting import Meeting, Stop
-from shoal.exchange.meeting_place import MeetingPlace
-from shoal.exchange.progress import Progress
+from shoal.group.build import Meeting, Stop
+from shoal.group.gloo import A_MOMENT, GlooGroup, build_gloo
+from shoal.group.group import Group
+from shoal.group.progress import Progress
+from shoal.group.rendezvous_server import MeetingPlace
 from shoal.session.groups import Building, Groups
 from worlds import recovery
 

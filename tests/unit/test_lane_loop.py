@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from shoal.core.tree import fold_numbers
-from shoal.lane_loop import LaneLoop
+from shoal.training.lane_loop import LaneLoop
 
 
 def some_state():

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from crew import ONE_AT_A_TIME, Crew, Task, engine_of, undisturbed
-from shoal.engine import Engine
 from shoal.faults import Faults
 from shoal.session.alone import AloneLink
+from shoal.training.engine import Engine
 from shoal_protos.errors import UserError
 from torch import Tensor
 

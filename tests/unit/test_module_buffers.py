@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from integration.scripts import Model
 from shoal.exchange import module_buffers
 from shoal.exchange.module_buffers import LARGE_ELEMENTS, ModuleBuffers
-from shoal.exchange.solo import SoloGroup
+from shoal.group.solo import SoloGroup
 from shoal_protos.errors import UserError
 from torch import Tensor, nn
 

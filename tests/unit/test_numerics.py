@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from crew import Task, undisturbed
-from shoal.engine import Engine
 from shoal.numerics import identity, make_exact
+from shoal.training.engine import Engine
 from shoal_protos.errors import UserError
 
 

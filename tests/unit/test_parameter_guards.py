@@ -12,8 +12,8 @@ import pytest
 import torch
 from crew import Crew, Task, undisturbed
 from integration.scripts import Model
-from shoal.engine import Engine
-from shoal.parameter_guards import WINDOW_ELEMENTS, Windows
+from shoal.training.engine import Engine
+from shoal.training.parameter_guards import WINDOW_ELEMENTS, Windows
 from shoal_protos.errors import UserError
 from torch import Tensor, nn
 

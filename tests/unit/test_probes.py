@@ -5,7 +5,7 @@ import socket
 
 import pytest
 from asynchronous import asynchronous
-from shoal.exchange.meeting_place import MeetingPlace
+from shoal.group.rendezvous_server import MeetingPlace
 from shoal_controller.probes import PROBE_SECONDS, Seen, probe
 from shoal_protos.rendezvous import INCARNATION, entry
 

@@ -7,12 +7,12 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-from shoal.exchange import gloo, progress
-from shoal.exchange.gloo import PIECE_BYTES, GlooGroup
-from shoal.exchange.meeting import Meeting, Stop
-from shoal.exchange.meeting_place import MeetingPlace
-from shoal.exchange.progress import Progress
-from shoal.exchange.rendezvous import Rendezvous
+from shoal.group import gloo, progress
+from shoal.group.build import Meeting, Stop
+from shoal.group.gloo import PIECE_BYTES, GlooGroup
+from shoal.group.progress import Progress
+from shoal.group.rendezvous_client import Rendezvous
+from shoal.group.rendezvous_server import MeetingPlace
 from shoal_protos.activity import MOST_NAMED, StepPhase
 
 

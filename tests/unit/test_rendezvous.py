@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
-from shoal.exchange.group import WorldChanged
-from shoal.exchange.meeting import Meeting, Stop
-from shoal.exchange.meeting_place import MeetingPlace, reachable, split_address
-from shoal.exchange.rendezvous import Rendezvous
+from shoal.group.build import Meeting, Stop
+from shoal.group.group import WorldChanged
+from shoal.group.rendezvous_client import Rendezvous
+from shoal.group.rendezvous_server import MeetingPlace, reachable, split_address
 from shoal_protos.rendezvous import HEAD, MOST_VALUE_BYTES, entry
 
 PATIENCE_SECONDS = 20.0

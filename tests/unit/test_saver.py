@@ -20,7 +20,7 @@ from shoal.checkpoint.snapshot import take_snapshot
 from shoal.checkpoint.storage import LocalStorage
 from shoal.checkpoint.verify import verify
 from shoal.checkpoint.writer import Author
-from shoal.state import TrainingState, frozen_parameters
+from shoal.training.state import TrainingState, frozen_parameters
 from shoal_protos.runs import Runs
 
 OWNERS = [Runs(((0, 5),)), Runs(((5, 6), (8, 12))), Runs(((6, 8),))]

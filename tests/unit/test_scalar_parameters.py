@@ -8,8 +8,8 @@ import pytest
 import torch
 from crew import Crew, Task, undisturbed
 from integration.scripts import Model
-from shoal.zero.flat import adopt, lay_out_model, trainable
-from shoal.zero.held import HeldBlocks
+from shoal.blocks.flat import adopt, lay_out_model, trainable
+from shoal.blocks.held import HeldBlocks
 from shoal_protos.runs import every
 from torch import Tensor, nn
 

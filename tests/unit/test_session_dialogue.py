@@ -8,7 +8,7 @@ import pytest
 from shoal.core.membership import Membership
 from shoal.session.dialogue import Abort, Build, Dialogue, Process, Put
 from shoal.session.inbox import MOST_ASKED, Inbox
-from shoal.session.seam import Asked, Ended, Opened, Stopped
+from shoal.session.link import Asked, Ended, Opened, Stopped
 from shoal_protos.activity import Activity, StepPhase
 from shoal_protos.description import Description
 from shoal_protos.errors import PeerError

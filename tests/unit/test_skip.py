@@ -9,9 +9,9 @@ import torch
 from crew import ONE_AT_A_TIME, Crew, Task, engine_of, undisturbed
 from integration.scripts import Model
 from shoal.core.tree import fold_numbers
-from shoal.engine import Engine
 from shoal.faults import Faults
 from shoal.session.alone import AloneLink
+from shoal.training.engine import Engine
 from shoal_protos.errors import UserError
 
 OPTIONS = {"max_steps": 6}

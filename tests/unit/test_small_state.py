@@ -12,9 +12,9 @@ import pytest
 import safetensors.torch
 import torch
 from crew import Crew, Task, undisturbed
-from shoal.small_state import FIELDS, pack, unpack
-from shoal.starting import check_joiners_can_be_given
-from shoal.state import Limits, TrainingState
+from shoal.training.small_state import FIELDS, pack, unpack
+from shoal.training.start import check_joiners_can_be_given
+from shoal.training.state import Limits, TrainingState
 from shoal_protos.errors import PeerError, UserError
 from torch import nn
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from weakref import ref
 
 from crew import Task, engine_of, train
-from shoal.ending import serve_at_exit
-from shoal.engine import Engine
 from shoal.faults import Faults
 from shoal.session.alone import AloneLink
+from shoal.training.engine import Engine
+from shoal.training.exit import serve_at_exit
 
 
 def trained(task: Task) -> Engine:

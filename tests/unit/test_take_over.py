@@ -10,9 +10,9 @@ import pytest
 import torch
 from crew import Task, undisturbed
 from integration.scripts import scheduler_of
-from shoal.engine import Engine
-from shoal.given import check_given
-from shoal.starting import initialize
+from shoal.training.arguments import check_given
+from shoal.training.engine import Engine
+from shoal.training.start import initialize
 from shoal_protos.errors import UserError
 from torch import nn
 

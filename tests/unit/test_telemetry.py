@@ -6,13 +6,13 @@ from random import Random
 from statistics import median
 
 import pytest
-import shoal.telemetry
-from shoal.telemetry import LATEST_STEPS, Meter
+import shoal.training.telemetry
+from shoal.training.telemetry import LATEST_STEPS, Meter
 
 
 def test_the_median_step_is_that_of_the_latest_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     now, chance = 0.0, Random(1)
-    monkeypatch.setattr(shoal.telemetry.time, "monotonic", lambda: now)
+    monkeypatch.setattr(shoal.training.telemetry.time, "monotonic", lambda: now)
     meter, took = Meter(), []
     for _ in range(LATEST_STEPS + 500):
         before = now

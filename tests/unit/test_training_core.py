@@ -8,13 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shoal.blocks.flat import Gradients, adopt, empty_flats, lay_out_model, trainable
+from shoal.blocks.held import HeldBlocks, probe_state_bytes
+from shoal.blocks.lane_sums import LaneSums
 from shoal.core.layout import Layout, Trainable, lay_out
 from shoal.core.tree import fold_numbers, subtrees
 from shoal.exchange.fills import read_states, write_states
 from shoal.exchange.norm import subtree_sums
-from shoal.zero.flat import Gradients, adopt, empty_flats, lay_out_model, trainable
-from shoal.zero.held import HeldBlocks, probe_state_bytes
-from shoal.zero.lane_sums import LaneSums
 from shoal_protos.errors import UserError
 from shoal_protos.runs import NO_BLOCKS, Runs, every, union
 from torch import nn

@@ -9,7 +9,8 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 from shoal.core.layout import Trainable, lay_out
-from shoal.exchange.routes import Routes
+from shoal.exchange.finite import describe_gradient
+from shoal.exchange.traffic import Routes
 from shoal.exchange.vote import (
     MOST_NAMES,
     NAMES_BYTES,
@@ -22,7 +23,6 @@ from shoal.exchange.vote import (
     check_names,
     check_wishes,
 )
-from shoal.finite import describe_gradient
 from shoal_protos.errors import UserError
 from torch import Tensor
 from worlds import recovery

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from crew import Crew, Task, engine_of, train, undisturbed
-from shoal.engine import Engine
 from shoal.faults import Faults
 from shoal.session.alone import AloneLink
+from shoal.training.engine import Engine
 from shoal_protos.errors import UserError
 from shoal_protos.messages import Welcome
 from shoal_protos.wire.controller import decode_controller, encode_controller

@@ -19,8 +19,8 @@ from shoal_protos.channel import FORK_SAFE
 from shoal_protos.errors import JobFailed, PeerError, ShoalError, UserError
 
 if TYPE_CHECKING:
-    from shoal.engine import Engine
-    from shoal.starting import initialize
+    from shoal.training.engine import Engine
+    from shoal.training.start import initialize
 
 for _name, _value in FORK_SAFE.items():  # before gRPC, whichever module of Shoal is imported first
     os.environ.setdefault(_name, _value)
@@ -37,10 +37,10 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'shoal' has no attribute {name!r}")
     try:
         if name == "Engine":
-            from shoal.engine import Engine
+            from shoal.training.engine import Engine
 
             return Engine
-        from shoal.starting import initialize
+        from shoal.training.start import initialize
 
         return initialize
     except ModuleNotFoundError as error:

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from shoal_protos.errors import UserError
 from torch import Tensor, nn
 
-from shoal.module_names import named_state
+from shoal.core.module_names import named_state
 
 
 def export(module: nn.Module, path: Path) -> None:

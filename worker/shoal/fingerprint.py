@@ -14,10 +14,10 @@ from shoal_protos.runs import Runs
 from torch import Tensor
 
 from shoal.core.layout import Layout
-from shoal.exchange.group import Group
-from shoal.exchange.letters import Letter, read_letter
-from shoal.exchange.routes import DIGESTS
-from shoal.state import TrainingState, digest_of, tensor_bytes
+from shoal.exchange.framing import Letter, read_letter
+from shoal.exchange.traffic import DIGESTS
+from shoal.group.group import Group
+from shoal.training.state import TrainingState, digest_of, tensor_bytes
 from shoal.world import World
 
 

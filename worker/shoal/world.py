@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from shoal_protos.plan import Plan
 from shoal_protos.runs import Runs
 
-from shoal.exchange.group import Group
-from shoal.exchange.routes import Routes
+from shoal.exchange.traffic import Routes
+from shoal.group.group import Group
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from shoal.checkpoint.layout_entry import LayoutEntry
 from shoal.checkpoint.manifest import DataPosition, Manifest
 from shoal.checkpoint.plain import encode
 from shoal.optim.hyper import hyper_parameters
-from shoal.state import TrainingState
+from shoal.training.state import TrainingState
 
 States = Mapping[str, Any]
 """By name: objects with `state_dict` and `load_state_dict`."""

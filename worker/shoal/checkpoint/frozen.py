@@ -17,7 +17,7 @@ from shoal.checkpoint.reader import as_memory
 from shoal.checkpoint.retention import FROZEN
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.writer import head_entry
-from shoal.state import digest_of, tensor_bytes
+from shoal.training.state import digest_of, tensor_bytes
 
 
 def write_frozen(storage: Storage, named: Mapping[str, Tensor], incarnation: str) -> FrozenEntry | None:

@@ -20,6 +20,8 @@ from shoal_protos.errors import UserError
 from shoal_protos.runs import every
 from torch import Tensor
 
+from shoal.blocks.flat import empty_flats, views
+from shoal.blocks.held import HeldBlocks
 from shoal.checkpoint.catalogue import SaveName
 from shoal.checkpoint.commit import commit
 from shoal.checkpoint.container import CODES
@@ -29,8 +31,6 @@ from shoal.checkpoint.snapshot import Arena, take_snapshot
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.writer import Author, write_snapshot
 from shoal.core.layout import Trainable, lay_out
-from shoal.zero.flat import empty_flats, views
-from shoal.zero.held import HeldBlocks
 
 WRAPPINGS = ("state_dict", "model_state_dict", "model", "module")
 """Keys under which training scripts keep a model's state dict among other things."""

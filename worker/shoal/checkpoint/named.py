@@ -13,14 +13,14 @@ import torch
 from shoal_protos.runs import Runs
 from torch import Tensor, nn
 
+from shoal.blocks.flat import views
 from shoal.checkpoint.container import DTYPES
 from shoal.checkpoint.layout_check import Match, match
 from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.reader import Reader
 from shoal.core.layout import Bucket
+from shoal.core.module_names import named_parameters, named_state
 from shoal.exchange.module_buffers import persistent_buffers
-from shoal.module_names import named_parameters, named_state
-from shoal.zero.flat import views
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,15 +16,15 @@ import torch
 from shoal_protos.runs import Runs, Span
 from torch import Tensor
 
+from shoal.blocks.flat import Flats
+from shoal.blocks.held import State
+from shoal.blocks.host_memory import host_memory
 from shoal.checkpoint.container import DTYPES
 from shoal.checkpoint.errors import CheckpointDamaged
 from shoal.checkpoint.manifest import DIGEST_BYTES, Manifest, PieceEntry, TensorEntry
 from shoal.checkpoint.snapshot import PARAMETERS
 from shoal.checkpoint.storage import Storage, Target
 from shoal.core.layout import Bucket
-from shoal.host_memory import host_memory
-from shoal.zero.flat import Flats
-from shoal.zero.held import State
 
 READERS = 4
 """Threads that read and verify: hashing is what takes the time, and it lets others run."""

@@ -18,7 +18,7 @@ from shoal.checkpoint.plain import decode
 from shoal.checkpoint.reader import Reader
 from shoal.exchange.vote import Record
 from shoal.optim.hyper import load_into
-from shoal.state import TrainingState, check_registered, frozen_digest, frozen_parameters
+from shoal.training.state import TrainingState, check_registered, frozen_digest, frozen_parameters
 
 
 def fits(manifest: Manifest, state: TrainingState, allow: tuple[str, ...], where: str) -> bool:

@@ -14,11 +14,11 @@ import torch
 from shoal_protos.runs import Runs, Span
 from torch import Tensor
 
+from shoal.blocks.flat import Flats
+from shoal.blocks.held import HeldBlocks, State
+from shoal.blocks.host_memory import host_memory
 from shoal.checkpoint.container import Region
 from shoal.core.layout import Bucket, Layout
-from shoal.host_memory import host_memory
-from shoal.zero.flat import Flats
-from shoal.zero.held import HeldBlocks, State
 
 PARAMETERS = ""
 """The section of the parameters; optimizer states have their own keys."""

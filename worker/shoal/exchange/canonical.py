@@ -16,12 +16,12 @@ import torch
 from shoal_protos.activity import StepPhase
 from torch import Tensor
 
+from shoal.blocks.lane_sums import LaneSums
 from shoal.core.tree import fold
-from shoal.exchange.group import Group, Work, WorldChanged
-from shoal.exchange.parcels import Arrival, pack, size_of
-from shoal.exchange.routes import MIRRORED, PARTIALS, Routes
-from shoal.finite import culprit, describe_gradient, is_finite
-from shoal.zero.lane_sums import LaneSums
+from shoal.exchange.finite import culprit, describe_gradient, is_finite
+from shoal.exchange.packing import Arrival, pack, size_of
+from shoal.exchange.traffic import MIRRORED, PARTIALS, Routes
+from shoal.group.group import Group, Work, WorldChanged
 
 AHEAD = 2
 """Buckets for which receives are posted beyond the one that is being finished."""

@@ -12,10 +12,10 @@ from shoal_protos.activity import StepPhase
 from shoal_protos.plan import Fill
 from shoal_protos.runs import Span
 
-from shoal.exchange.group import Group
-from shoal.exchange.letters import Letter, read_letter
-from shoal.exchange.routes import FILLED
-from shoal.zero.held import HeldBlocks, State
+from shoal.blocks.held import HeldBlocks, State
+from shoal.exchange.framing import Letter, read_letter
+from shoal.exchange.traffic import FILLED
+from shoal.group.group import Group
 
 
 def send_slice(group: Group, held: HeldBlocks, fills: tuple[Fill, ...]) -> list[Letter]:

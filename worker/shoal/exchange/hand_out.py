@@ -10,10 +10,10 @@ from collections.abc import Callable
 from shoal_protos.activity import StepPhase
 from torch import Tensor
 
-from shoal.exchange.group import Group, Work
-from shoal.exchange.parcels import Arrival, pack, size_of
-from shoal.exchange.routes import HANDED, Ranges
-from shoal.zero.flat import Flats
+from shoal.blocks.flat import Flats
+from shoal.exchange.packing import Arrival, pack, size_of
+from shoal.exchange.traffic import HANDED, Ranges
+from shoal.group.group import Group, Work
 
 AHEAD = 2
 """Buckets in flight beyond the one that is waited for."""

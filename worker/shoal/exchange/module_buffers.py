@@ -18,10 +18,10 @@ from shoal_protos.errors import UserError
 from shoal_protos.runs import Span
 from torch import Tensor, nn
 
+from shoal.core.module_names import plain_name
 from shoal.core.tree import fold, push
-from shoal.exchange.group import Group, Work
-from shoal.exchange.routes import BUFFERS, Routes
-from shoal.module_names import plain_name
+from shoal.exchange.traffic import BUFFERS, Routes
+from shoal.group.group import Group, Work
 
 LARGE_ELEMENTS = 1 << 14
 """Above it, a buffer that was not written is not read either."""

@@ -10,9 +10,9 @@ import torch
 from shoal_protos.runs import Runs
 from torch import Tensor
 
+from shoal.blocks.flat import Flats
 from shoal.core.layout import Layout
 from shoal.core.tree import subtrees
-from shoal.zero.flat import Flats
 
 ROW = 4_096
 

@@ -12,9 +12,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from shoal.exchange.group import GATHER_TAG, Group
 from shoal.exchange.vote import Ballot, Gather, read_ballots
 from shoal.faults import Faults
+from shoal.group.group import GATHER_TAG, Group
 
 
 def gather_of(faults: Faults, group: Group, ballot: Ballot, generation: int) -> Gather:

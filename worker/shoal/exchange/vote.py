@@ -22,8 +22,8 @@ from torch import Tensor
 
 from shoal.core.tree import fold_numbers
 from shoal.exchange.copies import Comparison, compare
-from shoal.exchange.letters import as_bytes_tensor
-from shoal.exchange.routes import Routes
+from shoal.exchange.framing import as_bytes_tensor
+from shoal.exchange.traffic import Routes
 
 TEXT_BYTES = 5_632
 """The JSON part of a row, where nobody has more than two subtrees of lanes."""

@@ -17,10 +17,10 @@ from shoal_protos.plan import Member, Plan, Reason, Recovery, Share, check_plan
 from shoal_protos.runs import NO_BLOCKS, Runs, every
 
 from shoal.core.membership import Membership
-from shoal.exchange.group import Group
-from shoal.exchange.solo import SoloGroup
+from shoal.group.group import Group
+from shoal.group.solo import SoloGroup
 from shoal.session.inbox import Inbox
-from shoal.session.seam import Item, Opened, Prepared, Progress, Recover, Resume, Stopped
+from shoal.session.link import Item, Opened, Prepared, Progress, Recover, Resume, Stopped
 
 
 def _nothing() -> None:

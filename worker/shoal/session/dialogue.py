@@ -44,7 +44,7 @@ from shoal_protos.plan import Plan, check_plan
 from shoal_protos.runs import NO_BLOCKS
 
 from shoal.core.membership import Membership
-from shoal.session.seam import Asked, Ended, Item, Opened, Progress, Resume, Stopped
+from shoal.session.link import Asked, Ended, Item, Opened, Progress, Resume, Stopped
 
 REMEMBERED_ASKS = 64
 HEARTBEAT_SECONDS, RECONNECT_SECONDS = 1.0, 10.0

@@ -16,12 +16,12 @@ from typing import Protocol
 from shoal_protos.activity import Activity, StepPhase
 from shoal_protos.plan import Plan
 
-from shoal.exchange.group import Group, WorldChanged
-from shoal.exchange.letters import read_letter
-from shoal.exchange.meeting import Meeting, Stop, Transport
-from shoal.exchange.meeting_place import reachable
-from shoal.exchange.progress import Progress
-from shoal.exchange.routes import FIRST_MESSAGE
+from shoal.exchange.framing import read_letter
+from shoal.exchange.traffic import FIRST_MESSAGE
+from shoal.group.build import Meeting, Stop, Transport
+from shoal.group.group import Group, WorldChanged
+from shoal.group.progress import Progress
+from shoal.group.rendezvous_server import reachable
 from shoal.logs import get_logger
 
 MOST_BUILDERS = 64

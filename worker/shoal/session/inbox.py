@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 
-from shoal.session.seam import Asked, Ended, Item, Stopped
+from shoal.session.link import Asked, Ended, Item, Stopped
 
 MOST_ASKED = 64
 """More requests than this at once are forgotten, oldest first."""

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from shoal_protos.errors import UserError
 
 from shoal.session.alone import AloneLink
-from shoal.session.client import ControllerLink
-from shoal.session.seam import Link
+from shoal.session.controller_link import ControllerLink
+from shoal.session.link import Link
 from shoal.session.settings import SessionSettings
 
 

@@ -20,8 +20,8 @@ from shoal_protos.errors import UserError
 from shoal_protos.messages import Hello, Refusal, Result, Shutdown, ToController, ToWorker, Welcome
 from shoal_protos.wire import decode_controller, encode_worker
 
-from shoal.exchange.forks import Connections
-from shoal.exchange.meeting_place import split_address
+from shoal.group.forks import Connections
+from shoal.group.rendezvous_server import split_address
 from shoal.logs import get_logger
 from shoal.session.settings import SessionSettings
 from shoal.session.signals import TermSignal

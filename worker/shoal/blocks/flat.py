@@ -1,0 +1,137 @@
+"""Parameters and gradients as flat buckets: the module's tensors are views of them from `initialize` on.
+
+Nothing here knows who owns a block. Shapes: a flat is `(bucket.elements,)` of the bucket's dtype, gaps and padding
+zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from shoal_protos.errors import UserError
+from torch import Tensor, nn
+
+from shoal.blocks.host_memory import host_memory
+from shoal.core.layout import Bucket, Layout, Trainable, lay_out
+from shoal.core.module_names import named_parameters
+
+Flats = list[Tensor]
+"""One flat tensor per bucket, in bucket order."""
+
+
+def trainable(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[Trainable, nn.Parameter]]:
+    """The parameters that get gradients, in registration order, each once (tied ones under their first name).
+
+    Raises `UserError` for one that requires a gradient but is in no optimizer group, for a dtype without an exact
+    optimizer state, and for separate parameters that share storage.
+    """
+    group_of = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    found: list[tuple[Trainable, nn.Parameter]] = []
+    for name, parameter in named_parameters(model):
+        if not parameter.requires_grad:
+            continue
+        if id(parameter) not in group_of:
+            raise UserError(
+                f'parameter "{name}" requires a gradient but is in no group of the optimizer. '
+                "Give it to the optimizer, or freeze it with requires_grad_(False)."
+            )
+        if parameter.dtype not in (torch.float32, torch.float64):
+            raise UserError(
+                f'parameter "{name}" has dtype {parameter.dtype}, which is not supported yet; '
+                "expected torch.float32 or torch.float64."
+            )
+        if parameter.device.type != "cpu":
+            raise UserError(f'parameter "{name}" lies on {parameter.device}, which is not supported yet; expected cpu.')
+        found.append((Trainable(name, tuple(parameter.shape), parameter.dtype, group_of[id(parameter)]), parameter))
+    if not found:
+        raise UserError("the model has no parameter that requires a gradient; there is nothing to train.")
+    _refuse_shared_storage(found)
+    return found
+
+
+def _refuse_shared_storage(found: Sequence[tuple[Trainable, nn.Parameter]]) -> None:
+    spans = sorted((p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), t.name) for t, p in found if p.numel())
+    for (_, stop, name), (start, _, other) in pairwise(spans):
+        if start < stop:
+            raise UserError(
+                f'parameters "{name}" and "{other}" share storage without being tied. '
+                "Make them one nn.Parameter, or give one of them its own memory with clone()."
+            )
+
+
+def lay_out_model(pairs: Sequence[tuple[Trainable, nn.Parameter]]) -> tuple[Layout, list[nn.Parameter]]:
+    """The layout, and the parameters in the order of its slots."""
+    layout = lay_out([info for info, _ in pairs])
+    by_name = {info.name: parameter for info, parameter in pairs}
+    return layout, [by_name[slot.parameter.name] for bucket in layout.buckets for slot in bucket.slots]
+
+
+def empty_flats(layout: Layout) -> Flats:
+    """Zeros in the layout's shape."""
+    return [host_memory(bucket.elements, bucket.dtype) for bucket in layout.buckets]
+
+
+def views(bucket: Bucket, flat: Tensor) -> list[Tensor]:
+    """The views of a flat that have the shapes of the bucket's parameters."""
+    return [flat[slot.start : slot.start + slot.parameter.elements].view(slot.parameter.shape) for slot in bucket.slots]
+
+
+def all_views(layout: Layout, flats: Flats) -> list[Tensor]:
+    """The parameter-shaped views of all buckets, in slot order."""
+    return [view for bucket, flat in zip(layout.buckets, flats, strict=True) for view in views(bucket, flat)]
+
+
+def adopt(layout: Layout, parameters: Sequence[nn.Parameter]) -> Flats:
+    """Moves the parameters' values into flats and makes the parameters views of them."""
+    flats = empty_flats(layout)
+    with torch.no_grad():
+        for parameter, view in zip(parameters, all_views(layout, flats), strict=True):
+            view.copy_(parameter)
+            parameter.data = view
+    return flats
+
+
+def drop_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    """Makes `.grad` None, as `zero_grad()` does: a script finds nothing that it could change."""
+    for parameter in parameters:
+        parameter.grad = None
+
+
+class Gradients:
+    """One copy of all gradients: flats, and the views that become the parameters' `.grad`."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.flats = empty_flats(layout)
+        self._views = all_views(layout, self.flats)
+        self._names = [slot.parameter.name for bucket in layout.buckets for slot in bucket.slots]
+
+    def zero(self) -> None:
+        torch._foreach_zero_(self.flats)
+
+    def put_back(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Makes `.grad` these views again: `zero_grad()` drops them, and backward would then steal a first gradient
+        (−0.0 where an accumulated one is +0.0). Raises `UserError` where `requires_grad` was changed since the start,
+        and where there are gradients that are not the engine's.
+        """
+        for name, parameter, view in zip(self._names, parameters, self._views, strict=True):
+            if not parameter.requires_grad:
+                raise UserError(
+                    f'parameter "{name}" was frozen after shoal.initialize; freeze parameters before it, '
+                    "the layout is fixed from then on."
+                )
+            if parameter.grad is not None and parameter.grad is not view and bool(parameter.grad.any()):
+                raise UserError(
+                    f'parameter "{name}" has a gradient that engine.backward did not make. Call engine.backward(loss) '
+                    "in place of loss.backward(), once for the sum of all losses; drop what other backward passes "
+                    "leave with optimizer.zero_grad()."
+                )
+            parameter.grad = view
+
+    def are_in_place(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Whether no `.grad` is another tensor; None counts as in place."""
+        return all(
+            parameter.grad is None or parameter.grad is view
+            for parameter, view in zip(parameters, self._views, strict=True)
+        )

@@ -1,0 +1,210 @@
+"""The optimizer state of the blocks that this worker holds, and the update of just these blocks.
+
+The user's own optimizer class runs on flat runs of blocks (segments): a shallow twin of the user's object has one flat
+"parameter" per segment, views of the parameter flats. Its hyper-parameters are read from the user's object each step.
+Right for every optimizer that works element by element; segments are cut at block boundaries only, because fused
+kernels give the bits of the whole tensor on no other slices.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from shoal_protos.runs import Runs, Span
+from torch import Tensor
+
+from shoal.blocks.flat import Flats
+from shoal.core.layout import Bucket, Layout
+
+State = dict[str, Tensor]
+"""Optimizer state of a run of blocks: `(elements,)` tensors, and 0-dimensional ones that all its blocks share."""
+
+
+@dataclass(slots=True)
+class Segment:
+    """A run of blocks within one bucket with its state; `parameter` is a view of the bucket's flat."""
+
+    blocks: Span
+    bucket: int
+    elements: Span
+    parameter: Tensor
+
+
+def twin_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """An optimizer of the same class, hyper-parameters and attributes, without parameters."""
+    twin = copy.copy(optimizer)  # torch copies no attribute that a class of the user's own has set
+    for name, value in vars(optimizer).items():
+        if name != "step":  # a scheduler has put a wrapper there that is bound to the user's object
+            twin.__dict__.setdefault(name, value)
+    twin.state = defaultdict(dict)
+    twin.param_groups = [{**group, "params": []} for group in optimizer.param_groups]
+    return twin
+
+
+class HeldBlocks:
+    """Which blocks this worker holds with valid bits, their state, and `apply`, the update."""
+
+    def __init__(
+        self, layout: Layout, optimizer: torch.optim.Optimizer, parameters: Flats, tensors: Mapping[str, Tensor]
+    ) -> None:
+        """`tensors`: the user's parameter objects by name, under which a state that exists already is found."""
+        self._layout = layout
+        self._tensor_of = tensors
+        self._user = optimizer
+        self._twin = twin_of(optimizer)
+        self._parameters = parameters
+        self._segments: list[Segment] = []
+
+    @property
+    def runs(self) -> Runs:
+        return Runs(segment.blocks for segment in self._segments)
+
+    def state_bytes(self) -> int:
+        """Bytes of all state held, counted over tensors."""
+        return sum(
+            value.numel() * value.element_size()
+            for segment in self._segments
+            for value in self._state(segment).values()
+            if isinstance(value, Tensor)
+        )
+
+    def state_bytes_of_a_block(self) -> int:
+        """What one block's state takes, also before there is any."""
+        return probe_state_bytes(self._layout, self._twin)
+
+    def _state(self, segment: Segment) -> dict[str, Any]:
+        state: dict[str, Any] = self._twin.state[segment.parameter]
+        return state
+
+    def _pieces(self, runs: Runs) -> list[tuple[int, Span, Span]]:
+        """(bucket, blocks, elements) of every run, cut at bucket boundaries."""
+        size = self._layout.block_elements
+        return [
+            (bucket.index, (bucket.first_block + start // size, bucket.first_block + stop // size), (start, stop))
+            for bucket, spans in zip(self._layout.buckets, self._layout.cut(runs), strict=True)
+            for start, stop in spans
+        ]
+
+    def hold(self, runs: Runs) -> None:
+        """Begins to hold blocks in the state of step 0."""
+        for bucket, blocks, elements in self._pieces(runs):
+            self._add(bucket, blocks, elements, self._initial(bucket, elements))
+        self._regroup()
+
+    def take(self, states: Mapping[Span, State]) -> None:
+        """Begins to hold blocks in the state that another holder had: each span within one bucket.
+
+        What is held already is replaced: a plan may fill again what the one before had filled and it releases.
+        """
+        self.keep_only(self.runs - Runs(states))
+        for span, state in states.items():
+            for bucket, blocks, elements in self._pieces(Runs((span,))):
+                self._add(bucket, blocks, elements, state)
+        self._regroup()
+
+    def _add(self, bucket: int, blocks: Span, elements: Span, state: State) -> None:
+        parameter = self._parameters[bucket][slice(*elements)]
+        self._segments.append(Segment(blocks, bucket, elements, parameter))
+        if state:
+            self._twin.state[parameter].update(state)
+
+    def _initial(self, bucket: int, elements: Span) -> State:
+        """The state at step 0 that the user's object has already (Adagrad makes it when constructed; a loaded one)."""
+        state: State = {}
+        if not self._user.state:
+            return state
+        start, stop = elements
+        one_element = probe_state(self._user, self._layout.buckets[bucket], 1)
+        shared = {key for key, value in one_element.items() if value.dim() == 0}
+        for slot in self._layout.buckets[bucket].slots:
+            user = self._user.state.get(self._tensor_of[slot.parameter.name], {})
+            first, last = max(start, slot.start), min(stop, slot.start + slot.parameter.elements)
+            for key, value in user.items():
+                if not isinstance(value, Tensor):
+                    continue
+                if value.dim() == 0 and (slot.parameter.shape != () or key in shared):
+                    state[key] = value.clone()
+                elif first < last:
+                    flat = state.setdefault(key, torch.zeros(stop - start, dtype=value.dtype))
+                    flat[first - start : last - start] = value.reshape(-1)[first - slot.start : last - slot.start]
+        return state
+
+    def keep_only(self, runs: Runs) -> None:
+        """Frees every other block; pieces that stay of a cut segment are copied, so that the memory is given back."""
+        if self.runs <= runs:
+            return
+        kept: list[Segment] = []
+        for segment in self._segments:
+            whole = Runs((segment.blocks,))
+            stays = whole & runs
+            if stays == whole:
+                kept.append(segment)
+                continue
+            kept += [self._part(segment, blocks) for blocks in stays.spans]
+            self._twin.state.pop(segment.parameter, None)  # nothing there before the first step
+        self._segments = kept
+        self._regroup()
+
+    def _part(self, segment: Segment, blocks: Span) -> Segment:
+        size = self._layout.block_elements
+        first, last = (blocks[0] - segment.blocks[0]) * size, (blocks[1] - segment.blocks[0]) * size
+        start = segment.elements[0]
+        part = Segment(blocks, segment.bucket, (start + first, start + last), segment.parameter[first:last])
+        self._twin.state[part.parameter].update(
+            {key: _cut(value, first, last).clone() for key, value in self._state(segment).items() if value is not None}
+        )
+        return part
+
+    def _regroup(self) -> None:
+        self._segments.sort(key=lambda segment: segment.blocks)
+        for index, group in enumerate(self._twin.param_groups):
+            group["params"] = [s.parameter for s in self._segments if self._layout.buckets[s.bucket].group == index]
+
+    def states(self, runs: Runs) -> dict[Span, State]:
+        """The state of held blocks, piece by piece, as views: what a fill sends and a digest reads."""
+        found: dict[Span, State] = {}
+        size = self._layout.block_elements
+        for segment in self._segments:
+            for blocks in (Runs((segment.blocks,)) & runs).spans:
+                first, last = (blocks[0] - segment.blocks[0]) * size, (blocks[1] - segment.blocks[0]) * size
+                found[blocks] = {
+                    key: _cut(value, first, last) for key, value in self._state(segment).items() if value is not None
+                }
+        return found
+
+    def apply(self, gradients: Flats, scale: float) -> None:
+        """One update of all held blocks with the reduced gradients, times `scale` (clipping) first."""
+        for segment in self._segments:
+            start, stop = segment.elements
+            segment.parameter.grad = gradients[segment.bucket][start:stop]
+        if scale != 1.0 and self._segments:
+            torch._foreach_mul_([s.parameter.grad for s in self._segments if s.parameter.grad is not None], scale)
+        for mine, theirs in zip(self._twin.param_groups, self._user.param_groups, strict=True):
+            mine.update({key: value for key, value in theirs.items() if key != "params"})
+        self._twin.step()
+        for segment in self._segments:
+            segment.parameter.grad = None
+
+
+def _cut(value: Tensor, first: int, last: int) -> Tensor:
+    return value if value.dim() == 0 else value[first:last]
+
+
+def probe_state_bytes(layout: Layout, optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of optimizer state of one block (the most of any bucket), found by one update of a block of zeros."""
+    states = [probe_state(optimizer, bucket, layout.block_elements) for bucket in layout.buckets]
+    return max(sum(value.numel() * value.element_size() for value in state.values()) for state in states)
+
+
+def probe_state(optimizer: torch.optim.Optimizer, bucket: Bucket, elements: int) -> State:
+    """The state that one update makes of so many zeros of that bucket."""
+    twin, zeros = twin_of(optimizer), torch.zeros(elements, dtype=bucket.dtype)
+    zeros.grad = torch.zeros_like(zeros)
+    twin.param_groups[bucket.group]["params"] = [zeros]
+    twin.step()
+    return {key: value for key, value in twin.state[zeros].items() if isinstance(value, Tensor)}

@@ -1,0 +1,84 @@
+"""The sums over this worker's lanes: one gradient copy per whole subtree of lanes that it has finished.
+
+A stack, as in pairwise summation: a finished lane is pushed, and two siblings are added at once. With k lanes in one
+aligned run that takes log2(k) + 1 copies, 2·log2(k) + 1 at most when they come in order. Copies are pooled over the
+job's life.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from shoal_protos.runs import Span
+
+from shoal.blocks.flat import Gradients
+from shoal.core.layout import Layout
+from shoal.core.tree import push
+
+
+class LaneSums:
+    """`live` is the copy that backward accumulates into; `partials` are the finished ones, ascending, after `push`."""
+
+    def __init__(self, layout: Layout, lanes: int) -> None:
+        self._layout = layout
+        self._lanes = lanes
+        self._pool: list[Gradients] = []
+        self._stack: list[tuple[Span, Gradients]] = []
+        self._chain: list[Gradients] = []
+        self._merged = 0
+        self.live = Gradients(layout)
+
+    def begin_lane(self) -> None:
+        """A zeroed live copy, apart from every finished sum."""
+        if any(kept is self.live for _, kept in self._stack):
+            self.live = self._pool.pop() if self._pool else Gradients(self._layout)
+        self.live.zero()
+
+    def push(self, lane: int) -> None:
+        """The live copy holds the gradient of `lane`; merges it as far as whole subtrees allow."""
+        self.begin_push(lane)
+        self.end_push()
+
+    def begin_push(self, lane: int) -> None:
+        """The gradient of `lane` is being accumulated: `spans` says what its push will leave, `merge` makes it so."""
+        self._chain = [self.live]
+        push(self._stack, lane, self.live, self._lanes, self._joined)
+        self._merged = 0
+
+    def _joined(self, kept: Gradients, _: Gradients) -> Gradients:
+        self._chain.append(kept)
+        return kept
+
+    def merge(self, bucket: int) -> None:
+        """The lane's gradient of this bucket is final; buckets come in order."""
+        assert bucket == self._merged
+        for theirs, mine in pairwise(self._chain):
+            mine.flats[bucket].add_(theirs.flats[bucket])
+        self._merged += 1
+
+    def end_push(self) -> None:
+        """Merges what is left; the copies that are free again go back to the pool."""
+        while self._merged < len(self._layout.buckets):
+            self.merge(self._merged)
+        self._pool += self._chain[:-1]
+        self.live = self._stack[-1][1]
+
+    @property
+    def spans(self) -> list[Span]:
+        """The finished subtrees, ascending."""
+        return [span for span, _ in self._stack]
+
+    def partials(self, bucket: int) -> list[torch.Tensor]:
+        """The finished sums of one bucket, in the order of `spans`: flats of `(bucket.elements,)`."""
+        return [kept.flats[bucket] for _, kept in self._stack]
+
+    def clear(self) -> None:
+        """Forget the step's sums; the live copy keeps its values until the next lane begins."""
+        self._pool += [kept for _, kept in self._stack if kept is not self.live and kept not in self._pool]
+        self._stack = []
+
+    @property
+    def copies(self) -> int:
+        """How many gradient copies exist."""
+        return len(self._pool) + len({id(kept) for _, kept in self._stack} | {id(self.live)})

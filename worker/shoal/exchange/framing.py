@@ -1,0 +1,43 @@
+"""Letters: messages whose length the receiver does not know, as a length and then the bytes.
+
+For what is small or rare: job state for a newcomer, slices of fills, digests. FIRST_MESSAGE letters are read by the
+session's builder thread, the others by the training thread.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shoal.group.group import Group, Work
+
+
+def as_bytes_tensor(content: bytes) -> Tensor:
+    """`(n,)` uint8; owns its memory."""
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+
+
+class Letter:
+    """A letter on its way out; `wait` returns when it has left."""
+
+    def __init__(self, group: Group, to: int, tag: int, content: bytes) -> None:
+        self._length = torch.tensor([len(content)], dtype=torch.int64)
+        self._content = as_bytes_tensor(content)
+        self._works: list[Work] = [group.send(self._length, to, tag)]
+        if content:
+            self._works.append(group.send(self._content, to, tag))
+
+    def wait(self) -> None:
+        """Raises `WorldChanged` when the group is broken."""
+        for work in self._works:
+            work.wait()
+
+
+def read_letter(group: Group, source: int, tag: int) -> bytes:
+    """Blocks for the next letter of that tag. Raises `WorldChanged` when the group is broken."""
+    length = torch.zeros(1, dtype=torch.int64)
+    group.receive(length, source, tag).wait()
+    content = torch.empty(int(length.item()), dtype=torch.uint8)
+    if content.numel():
+        group.receive(content, source, tag).wait()
+    return content.numpy().tobytes()

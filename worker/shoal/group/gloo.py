@@ -1,0 +1,251 @@
+"""A group over gloo, built directly for one generation, with an `abort` that gloo itself does not have.
+
+Called by the session's builder thread (`build_gloo`), by the training thread (sends, receives) and by the session's
+thread (`abort`). The only file that knows torch's process groups and the casts that their missing types need.
+[Note: abort] A receive that nobody sends to is waited on for 1 ms. The application's time-out makes gloo close all
+pairs of the group, so blocked operations raise, here and at the peers. A dead peer's receive raises "closed by peer"
+and closes nothing else: then the next peer is tried. For the same reason no other wait here is a timed one. Who waits
+for an operation that is half-way through is not woken by any of it: [Note: lost wake-ups] in wait_threads.py.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.group.build import Meeting, Stop
+from shoal.group.forks import let_go_in_children
+from shoal.group.group import GATHER_TAG, RESERVED_TAGS, Group, WorldChanged
+from shoal.group.progress import Progress
+from shoal.group.reach import watched
+from shoal.group.rendezvous_client import Rendezvous
+from shoal.group.rendezvous_server import split_address
+from shoal.group.solo import SoloGroup
+from shoal.group.wait_threads import Waiters
+
+ABORT_TAG = RESERVED_TAGS
+FOREVER = timedelta(days=1)
+"""A shorter one would close the group under a first step that compiles. Sockets of gloo's pairs have it too."""
+TIMEVAL = struct.Struct("@ll")
+A_MOMENT = timedelta(milliseconds=1)
+OWN_CLOSURE = "Application timeout"
+"""What gloo says of pairs that this process itself has closed."""
+PIECE_BYTES = 4 << 20
+"""A longer message travels in pieces of this size, so that a slow connection is seen to be alive."""
+FIRST_LOOK_SECONDS, LONGEST_LOOK_SECONDS = 1.0, 60.0
+"""How long a peer is waited for before its connection is looked at, and between two looks."""
+
+
+class _GlooWork(Protocol):
+    def wait(self, timeout: timedelta = ...) -> bool: ...
+
+
+class _Gloo(Protocol):
+    """What we use of `ProcessGroupGloo`, which has no types."""
+
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> _GlooWork: ...
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> _GlooWork: ...
+
+
+def build_gloo(meeting: Meeting, stop: Stop) -> Group:
+    """A `Transport`: meets the others at the builder's place and connects to each of them.
+
+    Stopped while it connects (milliseconds, unless a peer dies or freezes in them), it returns only when gloo gives up,
+    30 s later: the caller does not wait for it.
+    """
+    if meeting.size == 1:
+        return SoloGroup(meeting.progress)
+    guest = Rendezvous(meeting, stop)
+    try:
+        guest.wait_for_all()
+        gloo = _connected(guest, meeting)
+    except RuntimeError as error:
+        raise WorldChanged(f"the group of generation {meeting.generation} could not be built: {error}") from None
+    finally:
+        guest.close()
+    group = GlooGroup(gloo, meeting.rank, meeting.size, meeting.progress)
+    if stop.is_set:
+        group.abort()
+        group.close()
+        raise WorldChanged(f"the building of the group of generation {meeting.generation} was called off")
+    return group
+
+
+def _connected(guest: Rendezvous, meeting: Meeting) -> _Gloo:
+    host, _ = split_address(meeting.addresses[meeting.rank])
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=host)]
+    options._timeout = FOREVER
+    let_go_in_children(_is_of_a_pair)
+    with watched(meeting):
+        return cast(_Gloo, gloo(guest, meeting.rank, meeting.size, options))
+
+
+def _is_of_a_pair(tcp: socket.socket) -> bool:
+    """Known by the time-out of its receives, which nobody else would wait for."""
+    seconds, _ = TIMEVAL.unpack(tcp.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, TIMEVAL.size))
+    return bool(seconds == FOREVER.total_seconds())
+
+
+class _Posted:
+    """A posted message. Keeps its tensor alive until it is done or the group is closed."""
+
+    __slots__ = ("_group", "_tensor", "peer", "works")
+
+    def __init__(self, group: GlooGroup, works: Sequence[_GlooWork], tensor: Tensor, peer: int) -> None:
+        self._group, self.peer = group, peer
+        self.works = works
+        self._tensor: Tensor | None = tensor
+
+    def wait(self) -> None:
+        self._group.settle(self)
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of gloo's works and of the tensor."""
+        self.works, self._tensor = (), None
+
+
+class _Connection:
+    """To one peer. A look posts a receive that nobody sends to, so each takes the place of the one before, and they
+    become ever rarer in the life of a group: what gloo remembers of each is never given back before its end.
+    """
+
+    def __init__(self, receive: Callable[[Tensor], _GlooWork | None]) -> None:
+        self._receive = receive
+        self._pause = FIRST_LOOK_SECONDS
+        self._look: object = None
+
+    def pause(self) -> float:
+        return self._pause
+
+    def look(self) -> str | None:
+        """gloo refuses to post on a closed connection."""
+        self._pause = min(2 * self._pause, LONGEST_LOOK_SECONDS)
+        never_sent = torch.zeros(1)
+        try:
+            self._look = self._receive(never_sent), never_sent
+        except RuntimeError as error:
+            return str(error)
+        return None
+
+
+class GlooGroup:
+    """A `Group` of two or more over gloo."""
+
+    def __init__(self, gloo: _Gloo, rank: int, size: int, progress: Progress) -> None:
+        self.rank, self.size, self.progress = rank, size, progress
+        self.in_flight: set[_Posted] = set()
+        self._gloo: _Gloo | None = gloo
+        self._order = [(rank + distance) % size for distance in range(1, size)]
+        self._closing = threading.Lock()
+        self._waiters = Waiters(progress.piece_done)
+        self._looks: dict[int, _Connection] = {}
+        self._aborted = False
+        self._broken: set[int] = set()
+
+    @property
+    def broken_peers(self) -> tuple[int, ...]:
+        return tuple(sorted(self._broken))
+
+    # ---- on the training thread
+
+    def send(self, tensor: Tensor, to: int, tag: int) -> _Posted:
+        return self._post("send", tensor, to, tag)
+
+    def receive(self, tensor: Tensor, source: int, tag: int) -> _Posted:
+        return self._post("recv", tensor, source, tag)
+
+    def all_gather(self, row: Tensor) -> Tensor:
+        """By sends between all pairs: with eight members a third of the time of gloo's own all-gather."""
+        rows = torch.empty(self.size, row.numel(), dtype=row.dtype)
+        works = [self.send(row, peer, GATHER_TAG) for peer in self._order]
+        works += [self.receive(rows[peer], peer, GATHER_TAG) for peer in reversed(self._order)]
+        rows[self.rank] = row
+        for work in works:
+            work.wait()
+        return rows
+
+    def _post(self, kind: str, tensor: Tensor, peer: int, tag: int) -> _Posted:
+        gloo = self._gloo
+        if gloo is None:
+            raise WorldChanged("the group is closed")
+        try:
+            post = getattr(gloo, kind)
+            works = [post([piece], peer, tag) for piece in _pieces(tensor)]
+        except RuntimeError as error:
+            failure = str(error)
+        else:
+            posted = _Posted(self, works, tensor, peer)
+            self.in_flight.add(posted)
+            return posted
+        raise self.failed(peer, failure)
+
+    def settle(self, posted: _Posted) -> None:
+        """Returns when it is done. Raises `WorldChanged`."""
+        peer = posted.peer
+        self.progress.wait_for(peer)
+        failure = self._waiters.wait(posted.works, self._connection(peer)) if posted.works else "the operation is over"
+        if failure is not None:
+            raise self.failed(peer, failure)
+        self.progress.go_on()
+        self.in_flight.discard(posted)
+
+    def _connection(self, peer: int) -> _Connection:
+        if peer not in self._looks:
+            self._looks[peer] = _Connection(lambda tensor: self._never_receive(tensor, peer))
+        return self._looks[peer]
+
+    def _never_receive(self, tensor: Tensor, peer: int) -> _GlooWork | None:
+        return self._gloo.recv([tensor], peer, ABORT_TAG) if self._gloo is not None else None
+
+    def failed(self, peer: int, failure: str) -> WorldChanged:
+        """Remembers whose connection broke, and says so."""
+        if not self._aborted and OWN_CLOSURE not in failure:
+            self._broken.add(peer)
+        return WorldChanged(f"the exchange with rank {peer} of {self.size} failed: {failure}")
+
+    # ---- from any thread
+
+    def abort(self) -> None:
+        """See [Note: abort]."""
+        with self._closing:
+            if self._aborted or self._gloo is None:
+                return
+            self._aborted = True
+            any(_times_out(self._gloo, peer) for peer in self._order)
+            self._waiters.free("the group was aborted")
+
+    def close(self) -> None:
+        if self.in_flight:
+            self.abort()
+        with self._closing:
+            self._gloo = None
+            self._waiters.close()
+            self._looks.clear()
+            for posted in self.in_flight:
+                posted.forget()
+            self.in_flight.clear()
+
+
+def _pieces(tensor: Tensor) -> Sequence[Tensor]:
+    if tensor.nbytes <= PIECE_BYTES:
+        return (tensor,)
+    return cast(Sequence[Tensor], tensor.view(-1).split(PIECE_BYTES // tensor.element_size()))
+
+
+def _times_out(gloo: _Gloo, peer: int) -> bool:
+    try:
+        gloo.recv([torch.zeros(1)], peer, ABORT_TAG).wait(A_MOMENT)
+    except RuntimeError as error:
+        return "Timed out" in str(error)
+    return False

@@ -1,0 +1,58 @@
+"""The process group of one generation: sends, receives, one small all-gather, and `abort()`.
+
+The engine waits plainly and reads as if nothing could fail; `abort()`, called from the session's thread, makes every
+operation of the group fail at once on the training thread. Knows nothing of plans. `gloo.py` is a group over gloo,
+`solo.py` the group of a world of one; another transport (NCCL) would stand behind the same class.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from shoal.group.progress import Progress
+
+RESERVED_TAGS = 1 << 20
+"""Tags from here on belong to the group itself."""
+GATHER_TAG = RESERVED_TAGS + 1
+"""Of the rows of an all-gather."""
+
+
+class WorldChanged(Exception):
+    """An operation of the group failed, or the session told the training thread to stop: take part in the change."""
+
+
+class Work(Protocol):
+    """A posted send or receive. Its tensor must live until `wait` has returned or the group is closed."""
+
+    def wait(self) -> None:
+        """Blocks until done. Raises `WorldChanged` when the group is broken or aborted."""
+
+
+class Group(Protocol):
+    """One member's end of the group. Tags are small non-negative numbers; messages of one tag keep their order."""
+
+    rank: int
+    size: int
+    progress: Progress
+    """Where the thread that is inside it stands; who steps on says so."""
+
+    def send(self, tensor: Tensor, to: int, tag: int) -> Work:
+        """Posts a send of a contiguous CPU tensor."""
+
+    def receive(self, tensor: Tensor, source: int, tag: int) -> Work:
+        """Posts a receive into a contiguous CPU tensor."""
+
+    def all_gather(self, row: Tensor) -> Tensor:
+        """Every member's row, by rank: `(n,)` uint8 → `(size, n)` uint8. Blocks; raises `WorldChanged`."""
+
+    def abort(self) -> None:
+        """From any thread: every operation blocked in this group raises at once, here and at the peers. Idempotent."""
+
+    def close(self) -> None:
+        """Frees sockets and threads (aborts first where operations may be in flight); buffers are free afterwards."""
+
+    @property
+    def broken_peers(self) -> tuple[int, ...]:
+        """Ranks whose connection was seen to break by this process (not by its own abort)."""

@@ -1,0 +1,124 @@
+"""A meeting at another process's place: what gloo asks for while it connects, in calls that can be called off.
+
+Called on the builder's thread only. The stop shuts the connection down from outside, so every wait ends at once,
+whether the host is alive, frozen or gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from datetime import timedelta
+
+from shoal_protos.rendezvous import HEAD, MOST_KEY_BYTES, MOST_VALUE_BYTES, entry
+from torch._C._distributed_c10d import Store
+
+from shoal.group.build import Meeting, Stop
+from shoal.group.group import WorldChanged
+from shoal.group.rendezvous_server import ALL, split_address
+
+HERE = "here/"
+"""Before a rank: its guest has come."""
+CONNECT_SECONDS = 5.0
+"""To reach the meeting place of a process that was alive when the plan was made."""
+
+
+class Rendezvous(Store):
+    """A guest at a meeting, as a store for gloo. Raises `WorldChanged` when it is called off or the place is lost.
+
+    A reference must be kept as long as gloo uses it: C++ holds only its own half.
+    """
+
+    def __init__(self, meeting: Meeting, stop: Stop) -> None:
+        super().__init__()
+        self._meeting, self._stop = meeting, stop
+        self._address = meeting.addresses[meeting.builder]
+        self._progress = meeting.progress
+        self._entries: dict[str, bytes] = {}
+        host, port = split_address(self._address)
+        self._progress.wait_for(meeting.builder)
+        self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self._stream = self._socket.makefile("rb")
+        stop.calls_off(self._shut_down)
+        try:
+            self._socket.settimeout(CONNECT_SECONDS)
+            self._socket.connect((host, port))
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._socket.settimeout(None)
+        except OSError as error:
+            self.close()
+            raise self._lost(error) from None
+        if stop.is_set:  # the way out was tried before there was a connection
+            self.close()
+            raise self._lost("")
+        self._say(f"g{meeting.generation}", str(meeting.size).encode())
+        self._say(f"{HERE}{meeting.rank}", b"")
+
+    def close(self) -> None:
+        """Leaves the meeting."""
+        self._stream.close()
+        self._socket.close()
+
+    def _shut_down(self) -> None:
+        """From any thread."""
+        with contextlib.suppress(OSError):  # not connected yet, or no more
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def wait_for_all(self) -> None:
+        """Until everybody is here: whoever dies before is not waited for in gloo, which cannot be called off."""
+        ranks = [rank for rank in range(self._meeting.size) if rank != self._meeting.rank]
+        self._progress.wait_for(*ranks)
+        while ALL not in self._entries:
+            self._read_entry()
+            self._progress.still_waits_for([rank for rank in ranks if f"{HERE}{rank}" not in self._entries])
+
+    # ---- what gloo asks
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._say(key, value.encode() if isinstance(value, str) else value)
+
+    def get(self, key: str) -> bytes:
+        self._read_until(key)
+        return self._entries[key]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """As long as it takes: only the stop ends it, so `timeout` is not heeded."""
+        del timeout
+        for key in keys:
+            self._read_until(key)
+
+    def has_extended_api(self) -> bool:
+        return False
+
+    # ---- the connection
+
+    def _say(self, key: str, value: bytes) -> None:
+        try:
+            self._socket.sendall(entry(key, value))
+        except OSError as error:
+            raise self._lost(error) from None
+
+    def _read_until(self, key: str) -> None:
+        while key not in self._entries:
+            self._read_entry()
+
+    def _read_entry(self) -> None:
+        name, size = HEAD.unpack(self._read(HEAD.size))
+        if name > MOST_KEY_BYTES or size > MOST_VALUE_BYTES:
+            raise self._lost("what answers there is no meeting place")
+        posted = self._read(name).decode(errors="replace")
+        self._entries[posted] = self._read(size)
+
+    def _read(self, count: int) -> bytes:
+        try:
+            data = self._stream.read(count)
+        except OSError as error:
+            raise self._lost(error) from None
+        if len(data) < count:
+            raise self._lost("it hung up")
+        return data
+
+    def _lost(self, why: object) -> WorldChanged:
+        if self._stop.is_set:
+            return WorldChanged("the building of the group was called off")
+        return WorldChanged(f"the meeting place at {self._address} is out of reach: {why}")

@@ -1,0 +1,41 @@
+"""The group of a world of one: nobody to send to, a gather of one row.
+
+It keeps the promises of `Group` (an aborted one raises), so that the engine need not know that it is alone. Works where
+there is no gloo.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from shoal.group.group import Work, WorldChanged
+from shoal.group.progress import Progress
+
+
+class SoloGroup:
+    """A `Group` of size one."""
+
+    rank = 0
+    size = 1
+    broken_peers: tuple[int, ...] = ()
+
+    def __init__(self, progress: Progress | None = None) -> None:
+        self.progress = progress or Progress()
+        self._over = ""
+
+    def send(self, tensor: Tensor, to: int, tag: int) -> Work:
+        raise AssertionError(f"{tensor.nbytes} bytes with tag {tag} are sent to rank {to} in a world of one")
+
+    def receive(self, tensor: Tensor, source: int, tag: int) -> Work:
+        raise AssertionError(f"{tensor.nbytes} bytes with tag {tag} are awaited from rank {source} in a world of one")
+
+    def all_gather(self, row: Tensor) -> Tensor:
+        if self._over:
+            raise WorldChanged(f"the group was {self._over}")
+        return row.reshape(1, -1).clone()
+
+    def abort(self) -> None:
+        self._over = self._over or "aborted"
+
+    def close(self) -> None:
+        self._over = self._over or "closed"

@@ -1,0 +1,173 @@
+"""The seam between the training thread and whoever speaks for it to a controller.
+
+The engine knows only this: `Link` is what it asks, `Item`s are what it is told. `session/controller_link.py` is the
+link to a controller, `session/alone.py` the link of a script that has none. Nothing else is shared by the two threads
+but the groups, whose `abort()` the link calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from shoal_protos.description import Description
+from shoal_protos.messages import AskKind, Ending, Inventory, Result, Status, Telemetry
+from shoal_protos.plan import Plan
+from shoal_protos.runs import Runs
+
+from shoal.core.membership import Membership
+from shoal.group.group import Group
+
+Resume = tuple[int | str | bool | None, Runs]
+"""What the job is to go on from (None: the config says it), and the generations that its store knows (none: any)."""
+
+Progress = tuple[int, float | None]
+"""A job's committed steps, and its last loss where there is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """PREPARE was heard: every group is aborted; the answer is `Link.answer(inventory)`."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recover:
+    """PLAN was heard and its group is built: catch up, then `Link.ready(generation)`."""
+
+    plan: Plan
+    group: Group
+    group_seconds: float
+    """What building took."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """OPEN was heard: train."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """To a newcomer: the planned generation began, this is its first message (the small job state)."""
+
+    plan: Plan
+    group: Group
+    state: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The controller asks the next vote to carry a request."""
+
+    kind: AskKind
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Shut down. After `START_OVER` the link says hello as a newcomer: rehearse, or say that nothing is to rehearse."""
+
+    ending: Ending
+    reason: str
+    status: int = 0
+    """What the process exits with where it is neither to start over nor to fail."""
+
+
+Item = Stopped | Recover | Opened | Begun | Asked | Ended
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A planned change for which this process is ready; `group` is None where it is left out."""
+
+    plan: Plan
+    group: Group | None
+    group_seconds: float
+
+
+class Link(Protocol):
+    """What the training thread may ask. Every method is called on the training thread only."""
+
+    alone: bool
+    """No controller: a world of one that nobody else will ever join."""
+    before_meeting: Callable[[], None]
+    """Called on a builder's thread before this process meets others to build a group. Tests strike there."""
+
+    @property
+    def job(self) -> str:
+        """The job's name; empty where there is no controller."""
+
+    @property
+    def run(self) -> str:
+        """The uid of the job's run, once welcomed; without a controller this process is a run of its own."""
+
+    @property
+    def resume(self) -> Resume:
+        """What the job says, once welcomed."""
+
+    @property
+    def progress(self) -> Progress:
+        """How far the job was when this worker was welcomed."""
+
+    @property
+    def worker(self) -> str:
+        """This worker's id; empty until the controller has given one."""
+
+    @property
+    def incarnation(self) -> str:
+        """Random, this process's own; another one after it had to start over."""
+
+    def introduce(self, description: Description, status: Status) -> None:
+        """Say hello and wait until welcomed. Raises `UserError` with the controller's sentence when refused."""
+
+    def rehearsed(self) -> None:
+        """This newcomer is ready to become a member."""
+
+    @property
+    def stopping(self) -> bool:
+        """Whether an item waits that the training thread must see before its next lane. Cheap; no lock."""
+
+    def take(self, seconds: float | None = None) -> Item | None:
+        """The next item, in the order heard; None when none came in time. With None waits for ever (a wait in a world
+        ends only by the controller or by `abort`)."""
+
+    def pause(self, seconds: float) -> None:
+        """Waits between two votes without a step; returns early when an item comes."""
+
+    def answer(self, inventory: Inventory) -> None:
+        """The answer to the last PREPARE; the link repeats it as often as the controller asks."""
+
+    def ready(self, generation: int) -> bool:
+        """READY. False: another PREPARE came meanwhile; go on with `take`."""
+
+    def enter_vote(self, holds: Runs) -> int:
+        """See `Membership.enter_vote`."""
+
+    def leave_vote(self, voted: list[int]) -> Prepared | None:
+        """See `Membership.leave_vote`; with the group of the plan that begins."""
+
+    def begin(self, plan: Plan, group: Group | None) -> None:
+        """The world of `plan` begins in `group` (None: it leaves this process out). All other groups are closed.
+
+        Say where this worker stands (`publish`) right after it: until then the controller hears nothing of it. When a
+        later PREPARE was heard meanwhile, `group` is aborted already, and `take` says so.
+        """
+
+    def membership(self) -> Membership:
+        """A snapshot for reading."""
+
+    def publish(self, status: Status, telemetry: Telemetry) -> None:
+        """State where this worker stands; sent at once when anything but the step changed, else with the heartbeat.
+
+        `sequence`, `point`, `promised`, `generation` and `broken` are filled in by the link.
+        """
+
+    def result(self, result: Result) -> None:
+        """Digests: sent now and on every new stream. Why it failed: waits until the controller has it, at most 60 s."""
+
+    def close(self) -> None:
+        """End the session's thread; idempotent."""

@@ -1,0 +1,157 @@
+"""Going on from a checkpoint: which one this worker knows of, and taking one up when a plan says so.
+
+At its start a worker looks where the config (or the job) tells it to; what it finds is in its status, and the
+controller, which hears all workers, names one in a plan. Called by `initialize` and by resize.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shoal_protos.checkpoint import Damage, Sighting
+from shoal_protos.errors import JobFailed, NotFound
+from shoal_protos.runs import every
+
+from shoal.checkpoint.catalogue import Found, Own, at, highest_generation, resolve
+from shoal.checkpoint.errors import CheckpointDamaged
+from shoal.checkpoint.lineage import Lineage, gone_on
+from shoal.checkpoint.restore import fits, load_blocks, load_model, load_small_state
+from shoal.exchange.hand_out import hand_out
+from shoal.failure import NeedsFreshProcess
+from shoal.logs import get_logger
+from shoal.training.initial_state import agree_on_the_start
+from shoal.world import World
+
+if TYPE_CHECKING:
+    from shoal.training.engine import Engine
+
+log = get_logger("shoal.checkpoint")
+
+
+class Resuming:
+    """This worker's knowledge of checkpoints. `sighting` and `damage` are in its status."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._config = engine.config.checkpoint
+        self.sighting: Sighting | None = None
+        self.damage: Damage | None = None
+        self.highest_saved = 0
+        """The highest generation of any save in `checkpoint.path` when it was last looked into."""
+        self.passed_over: list[str] = []
+        """Why what is newer than the sighting is no checkpoint."""
+        self._spoiled: set[str] = set()
+        self._taken = ""
+        """The last checkpoint that was begun to be read: the initial state is gone from then on."""
+
+    # ---- what is there
+
+    def look(self) -> None:
+        """Finds what to go on from. Raises `UserError` where a checkpoint is of another model, or was named and is not
+        there; `StorageFailed` where the place cannot be read.
+        """
+        asked, known = self._engine.link.resume
+        resume = self._config.resume if asked is None else asked
+        self.passed_over = []
+        self.highest_saved = highest_generation(self._config.path) if self._config.path is not None else 0
+        own = Own(self._engine.link.run, known) if known else None
+        found = resolve(self._config.path, resume, self._skip, own, self._spoiled)
+        self.sighting = None
+        if found is None:
+            return
+        same = fits(found.manifest, self._engine.state, self._config.allow, found.path)
+        step = found.manifest.step if same else 0
+        manifest = found.manifest
+        self.sighting = Sighting(
+            manifest.generation, step, found.path, manifest.data_bytes, manifest.run, manifest.verified
+        )
+        log.info("checkpoint_found", path=found.path, step=found.manifest.step,
+                 means="training goes on from it" if same else "its tensors are taken by name")  # fmt: skip
+
+    def _skip(self, sentence: str) -> None:
+        log.warning("checkpoint_passed_over", reason=sentence)
+        self.passed_over.append(sentence)
+
+    def saved(self, sighting: Sighting) -> None:
+        """A save that this worker took part in was completed."""
+        self.sighting = sighting
+
+    # ---- taking one up
+
+    def take_up(self, world: World) -> int:
+        """All that a plan with a checkpoint asks of this worker; returns the bytes read. Raises `WorldChanged`."""
+        recovery, state, engine = world.plan.recovery, self._engine.state, self._engine
+        assert recovery is not None
+        if engine.over and recovery.step < state.last_step and engine.left_loop:
+            raise NeedsFreshProcess(
+                f"the job goes back to step {recovery.step}, and this script has left its loop at step {state.step}."
+            )
+        try:
+            found = at(recovery.checkpoint, self._skip)
+        except NotFound as error:
+            raise CheckpointDamaged(f"{recovery.checkpoint} is gone: {error}") from error
+        self._taken = found.path
+        state.forget_gradients()
+        engine.done = False
+        if fits(found.manifest, state, self._config.allow, found.path):
+            return self._restore(found, world)
+        log.info("tensors_taken", path=found.path, what=str(load_model(found.reader(), state, self._config.allow)))
+        state.begin_anew(world.plan.shares[world.rank].keeps)
+        agree_on_the_start(world, state)
+        return found.manifest.data_bytes
+
+    def _restore(self, found: Found, world: World) -> int:
+        """Everything as it was at the checkpoint's step: owners read their blocks and hand out what others need."""
+        state, owned, reader = self._engine.state, world.plan.shares[world.rank].owned, found.reader()
+        self._warn_of_other_data(found)
+        load_small_state(reader, state, state.registered)
+        state.lineage = self._lineage(found, world.plan.generation)
+        load_blocks(reader, state, owned)
+        self._engine.faults.at("restore", state.step)
+        hand_out(world.group, state.flats, world.routes.stale)
+        state.current = every(state.layout.blocks)
+        log.info("restored", path=found.path, step=state.step, bytes=reader.bytes_read)
+        return reader.bytes_read
+
+    def _lineage(self, found: Found, began: int) -> Lineage:
+        """Another job's saves are never this one's to delete, though it goes on from one of them."""
+        manifest = found.manifest
+        if manifest.job != self._engine.link.job:
+            return ()
+        return gone_on(manifest.run, manifest.generation, manifest.step, manifest.lineage, began)
+
+    def _warn_of_other_data(self, found: Found) -> None:
+        """Other lanes, batches or seeds than the checkpoint's: training goes on, with other samples."""
+        theirs, ours = found.manifest.data, self._engine.saving.data_position
+        if theirs is not None and theirs != ours:
+            fields = [name for name in type(ours).model_fields if getattr(ours, name) != getattr(theirs, name)]
+            log.warning("other_data_order", checkpoint=found.path, differs=fields,
+                        means="the next samples are not those that the checkpoint's run would have read")  # fmt: skip
+
+    def spoilt(self, path: str, error: CheckpointDamaged) -> None:
+        """The plan's checkpoint cannot be read: say so, and look for the one before. Raises `JobFailed` where there is
+        none to be taken instead.
+        """
+        log.error("checkpoint_damaged", path=path, reason=str(error))
+        asked, _ = self._engine.link.resume
+        resume = self._config.resume if asked is None else asked
+        if resume != "latest" and self.sighting is not None and self.sighting.path == path:
+            raise JobFailed(f"{error} It was named by `resume`; name another one.") from error
+        self._spoiled.add(path)
+        self.damage = Damage(path, str(error))
+        self.look()
+
+    def check_initial(self) -> None:
+        """Raises where this process cannot begin at step 0 any more: `JobFailed` where no other can either."""
+        if self._taken:
+            raise JobFailed(
+                f"{self._taken} cannot be read whole, and there is no other checkpoint to go on from. To begin at step "
+                "0 remove it, or say `resume: false`."
+            )
+        if not self._engine.state.initial:
+            raise NeedsFreshProcess("the job begins at step 0, and this process has trained before; start a new one.")
+
+    def begins(self, path: str) -> None:
+        """A plan is being carried out; what was said of another one's checkpoint is over."""
+        if self.damage is not None and self.damage.path != path:
+            self.damage = None

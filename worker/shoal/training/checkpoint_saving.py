@@ -1,0 +1,287 @@
+"""Saving, as one member sees it: when a save falls due, beginning it at a boundary, hearing how it went.
+
+All members decide alike, because they decide by the vote's record alone: it says who asks, whose save is still being
+written, and which step is saved already. The copy is made here, on the training thread; the rest is the saver's, on its
+own (checkpoint/saver.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from shoal_protos.checkpoint import Saved, SaveOutcome, Sighting
+from shoal_protos.errors import UserError
+from torch import Tensor
+
+from shoal.checkpoint.catalogue import SaveName
+from shoal.checkpoint.draft import Origin, draft_of
+from shoal.checkpoint.errors import StorageFailed
+from shoal.checkpoint.layout_entry import LayoutEntry
+from shoal.checkpoint.manifest import DataPosition
+from shoal.checkpoint.named import tied_names
+from shoal.checkpoint.plain import encode
+from shoal.checkpoint.retention import Keep, Ours
+from shoal.checkpoint.saver import Lead, Outcome, Save, Saver, Status
+from shoal.checkpoint.snapshot import take_snapshot
+from shoal.checkpoint.storage import open_storage
+from shoal.checkpoint.writer import Author
+from shoal.config.training import agreement
+from shoal.exchange.vote import Record, Wish
+from shoal.logs import get_logger
+from shoal.numerics import identity
+from shoal.training.state import frozen_parameters
+from shoal.world import World
+
+if TYPE_CHECKING:
+    from shoal.training.engine import Engine
+
+SAVE = Wish("save")
+SCHEDULED = Wish("scheduled")
+TOLD_SAVES = 8
+BUSY = (Status.WRITING, Status.WRITTEN)
+
+log = get_logger("shoal.checkpoint")
+
+
+class Saving:
+    """See the module's text. Without `shoal.checkpoint.path` it does nothing but refuse."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._config = engine.config.checkpoint
+        self._saver: Saver | None = None
+        if self._config.path is not None:
+            storage = open_storage(self._config.path)
+            storage.prepare()
+            self._saver = Saver(storage, Keep(self._config.keep, self._config.keep_every))
+        self.data_position = self._data_position()
+        self._origin: Origin | None = None
+        self.saved = -1
+        """The step of the newest whole checkpoint of this life of the job."""
+        self._asked_at: int | None = None
+        """From this step on a save fulfils what this worker asks for; None: it asks for nothing."""
+        self._clock = time.monotonic()
+        self._generation = 0
+        """In which the save at hand began."""
+        self.failure: StorageFailed | None = None
+        """Why the last save that this worker asked for failed, until told."""
+        self.told: tuple[Saved, ...] = ()
+        """The last few saves that this worker led, for the controller."""
+        self._number = 0
+
+    def _data_position(self) -> DataPosition:
+        config = self._engine.config
+        return DataPosition(
+            seed=config.seed,
+            lanes=config.lanes,
+            micro_batch_size=config.micro_batch_size,
+            micro_batches_per_lane=config.micro_batches_per_lane,
+            samples=self._engine.loop.samples,
+        )
+
+    # ---- what the script and the controller ask
+
+    def ask(self) -> None:
+        """As soon as possible; from any member, through any change."""
+        if self._saver is None:
+            raise UserError("engine.save_checkpoint needs a place; set `shoal.checkpoint.path` in the config.")
+        self._engine.requests.ask(SAVE)
+
+    def note_ask(self) -> None:
+        """This worker brings the wish into its votes from now on."""
+        self._asked_at = self._engine.state.step + (0 if self._engine.over else 1)
+
+    @property
+    def pending(self) -> Wish | None:
+        """What this worker asks for and is still to be done, as its ballot says it."""
+        return replace(SAVE, step=self._asked_at) if self._asked_at is not None else None
+
+    def register(self, name: str, of: Any) -> None:
+        """An object of the user's whose state is saved with the job's, and given to newcomers."""
+        if not (callable(getattr(of, "state_dict", None)) and callable(getattr(of, "load_state_dict", None))):
+            raise UserError(
+                f'engine.register_state("{name}", …) got a {type(of).__name__}; '
+                "it needs state_dict and load_state_dict."
+            )
+        if name in self._engine.state.registered:
+            raise UserError(f'engine.register_state was called twice for "{name}"; give each state its own name.')
+        if self._engine.world is not None:
+            raise UserError(f'engine.register_state("{name}", …) was called in the loop; call it before.')
+        encode(of.state_dict(), {}, f'the state registered as "{name}"')
+        self._engine.state.registered[name] = of
+
+    # ---- in the vote
+
+    def word(self) -> str:
+        """What the ballot says. What has ended meanwhile is heard first, so that `saved` is told in the same ballot."""
+        if self._saver is None:
+            return ""
+        status = self._saver.status
+        self._hear(self._saver.take_outcome())
+        return str(status)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is under way here."""
+        return self._saver is not None and self._saver.status in BUSY
+
+    def scheduled(self) -> tuple[Wish, ...]:
+        """Rank 0's clock, in the ballot of a step."""
+        minutes = self._config.every_minutes
+        if self._saver is None or minutes is None or self._engine.rank != 0:
+            return ()
+        return (SCHEDULED,) if time.monotonic() - self._clock >= 60 * minutes else ()
+
+    def voted(self, record: Record, world: World, stepped: bool) -> None:
+        """After every vote, on every member with the same record. `stepped`: it committed a step."""
+        if self._saver is None:
+            return
+        said = {m.incarnation: word for m, word in zip(world.plan.members, record.saving, strict=True)}
+        self._saver.heed(said, world.plan.recovery is None, self._engine.corruption.saved_is_sound)
+        self._hear(self._saver.take_outcome())
+        asked = any(wish.kind == "save" and record.saved < wish.step for wish in record.wishes)
+        due = stepped and self._is_due(record)
+        if due:
+            self._clock = time.monotonic()
+        if record.saved != record.step and (asked or due):
+            if not any(word in BUSY for word in record.saving):
+                self._engine.corruption.save_begins()
+                self._begin(self._saver, world)
+            elif due and self._engine.boundary.owed:
+                self._ask_for_the_owed()
+            elif due:
+                self._skip(record.step)
+        if self._asked_at is not None and (record.saved >= self._asked_at or record.saved == record.step):
+            self._asked_at = None
+
+    def _is_due(self, record: Record) -> bool:
+        steps = self._config.every_steps
+        return (steps is not None and record.step % steps == 0) or SCHEDULED in record.wishes
+
+    def _ask_for_the_owed(self) -> None:
+        """The one before is still being written and is most likely lost with a member: as soon as it is over."""
+        if self._engine.rank == 0:
+            self._engine.requests.add(SAVE)
+
+    def _skip(self, step: int) -> None:
+        """All skip it; rank 0 tells."""
+        if self._engine.rank == 0:
+            why = "the checkpoint before is still being written"
+            log.warning("save_skipped", step=step, reason=why)
+            self._tell(Saved(0, step, SaveOutcome.SKIPPED, why=why))
+
+    # ---- a save begins
+
+    def _begin(self, saver: Saver, world: World) -> None:
+        """Copies what this member owns; writing goes on beside training."""
+        engine, plan = self._engine, world.plan
+        began = self._clock = time.monotonic()
+        leader, run = plan.members[0].incarnation, engine.link.run
+        name = SaveName.of(engine.state.step, plan.generation, engine.boundaries, leader, run)
+        self._generation = plan.generation
+        authors = {
+            rank: Author(member.worker, member.incarnation)
+            for rank, (member, share) in enumerate(zip(plan.members, plan.shares, strict=True))
+            if rank == 0 or share.owned
+        }
+        if world.rank not in authors:
+            return None
+        engine.faults.at("save", engine.state.step)
+        lead: Lead | None = None
+        beside: dict[str, Tensor] = {}
+        if world.rank == 0:
+            try:
+                draft, beside = draft_of(engine.state, self.origin, plan.generation, engine.state.registered)
+            except UserError as error:
+                log.error("save_failed", step=name.step, reason=str(error))
+                return saver.refuse(name, str(error))
+            lead = Lead(draft, engine.state.buffers.committed.copy(), frozen_parameters(engine.module), _in_use(world))
+        owned, state = plan.shares[world.rank].owned, engine.state
+        snapshot = take_snapshot(state.layout, state.flats, state.held, owned, beside, saver.ready())
+        save = Save(name, authors[world.rank], tuple(authors.values()), snapshot, lead, Ours(run, state.lineage))
+        saver.begin(save, copy_seconds=time.monotonic() - began)
+        return None
+
+    @property
+    def origin(self) -> Origin:
+        """Made once; nothing of it changes."""
+        if self._origin is None:
+            engine = self._engine
+            layout = LayoutEntry.of(engine.state.layout, tied_names(engine.module))
+            link, position = engine.link, self.data_position
+            self._origin = Origin(link.job, link.run, layout, position, agreement(engine.config), identity())
+        return self._origin
+
+    def enter(self, world: World) -> None:
+        """A world begins: where saves are scheduled, their memory is taken before the first of them needs it."""
+        config = self._config
+        if self._saver is None or (config.every_steps is None and config.every_minutes is None):
+            return
+        state = self._engine.state
+        blocks = len(world.plan.shares[world.rank].owned)
+        parameters = max(bucket.dtype.itemsize for bucket in state.layout.buckets) * state.layout.block_elements
+        self._saver.reserve(blocks * (parameters + state.held.state_bytes_of_a_block()))
+
+    def restored(self, step: int) -> None:
+        """All have gone back to a checkpoint, or to the start: what was saved after it counts no more."""
+        self.saved = step
+        if self._asked_at is not None:
+            self._asked_at = min(self._asked_at, step + 1)
+
+    # ---- a save is over
+
+    def _hear(self, outcome: Outcome | None) -> None:
+        if outcome is None:
+            return
+        if not outcome.failure:
+            self.saved = outcome.name.step
+            name, manifest, run = outcome.name, outcome.manifest, self._engine.link.run
+            size, verified = (manifest.data_bytes, manifest.verified) if manifest is not None else (0, False)
+            self._engine.resuming.saved(Sighting(name.generation, name.step, outcome.path, size, run, verified))
+        elif self.pending and self._generation == self._engine.generation:
+            self._asked_at = None
+            self.failure = StorageFailed(f"the checkpoint of step {outcome.name.step} failed: {outcome.failure}")
+        if outcome.manifest is not None or (outcome.failure and self._engine.rank == 0):
+            self._tell(_as_told(outcome))
+
+    def _tell(self, saved: Saved) -> None:
+        self._number += 1
+        self.told = (*self.told[1 - TOLD_SAVES :], replace(saved, number=self._number))
+
+    @property
+    def saver_end(self) -> Callable[[], None]:
+        """What ends the saving of an engine that is no more."""
+        return self._saver.close if self._saver is not None else _nothing
+
+    def close(self) -> None:
+        """At the process's end: what has begun comes to its end."""
+        if self._saver is not None:
+            self._saver.close()
+
+
+def _nothing() -> None:
+    """Nothing is being saved."""
+
+
+def _in_use(world: World) -> str:
+    """The folder that this generation came from."""
+    recovery = world.plan.recovery
+    return recovery.checkpoint.rstrip("/").rpartition("/")[2] if recovery is not None else ""
+
+
+def _as_told(outcome: Outcome) -> Saved:
+    seconds = outcome.seconds
+    return Saved(
+        number=0,
+        step=outcome.name.step,
+        outcome=SaveOutcome.FAILED if outcome.failure else SaveOutcome.DONE,
+        path=outcome.path,
+        bytes=outcome.manifest.data_bytes if outcome.manifest is not None else 0,
+        copy_seconds=seconds.get("copy", 0.0),
+        write_seconds=seconds.get("write", 0.0),
+        commit_seconds=seconds.get("commit", 0.0),
+        why=outcome.failure,
+    )

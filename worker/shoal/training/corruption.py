@@ -1,0 +1,127 @@
+"""Silent corruption, as one member looks for it: the copies of some blocks are compared by every vote.
+
+A rotating sample beside each step, so that every block's turn comes within `shoal.corruption_steps`; and beside each
+save all blocks, a slice per vote, so that a checkpoint is known to hold what all copies hold. What differs is told;
+what is done about it the controller decides. Off where a job is not bit-exact: copies may differ there.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from shoal_protos.corruption import CorruptBlock
+from shoal_protos.runs import Runs
+from torch import Tensor
+
+from shoal.blocks.checksums import block_checksums
+from shoal.core.sampled_blocks import sampled
+from shoal.exchange.copies import NO_COPY, Comparison
+from shoal.exchange.vote import Record
+from shoal.logs import get_logger
+from shoal.world import World
+
+if TYPE_CHECKING:
+    from shoal.training.engine import Engine
+
+SLICE = 4_096
+"""Blocks of a save that one vote compares: 32 kB of it."""
+MOST_TOLD = 32
+"""Corrupt blocks in a status."""
+
+log = get_logger("shoal")
+
+
+class CorruptionWatch:
+    """See the module's text. `told` is in this worker's status."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        config = engine.config
+        self._every = config.corruption_steps if config.exact and not config.mixed_numerics else 0
+        self.told: tuple[CorruptBlock, ...] = ()
+        """What has differed since all began, or went back to a checkpoint."""
+        self._saved: Tensor | None = None
+        """`(blocks,)` int64: checksums of the own copies at the boundary of the save at hand, while they are compared.
+        """
+        self._saved_step = self._compared = 0
+        self._sound = False
+        self._copies = False
+        """Whether the world at hand has any."""
+
+    # ---- in the vote
+
+    def comparisons(self, step: int) -> tuple[Comparison, ...]:
+        """What the vote for this step compares. The same blocks on all members."""
+        engine = self._engine
+        if not self._every or not self._copies:
+            return ()
+        found = []
+        if step > engine.state.step:
+            blocks = sampled(step, engine.state.layout.blocks, self._every)
+            if blocks:
+                found.append(self._comparison(blocks, self._checksums(blocks), engine.state.step))
+        if self._saved is not None:
+            part = Runs(((self._compared, min(self._compared + SLICE, len(self._saved))),))
+            found.append(self._comparison(part, self._saved[self._compared :][: len(part)], self._saved_step))
+        return tuple(found)
+
+    def _comparison(self, blocks: Runs, checksums: Tensor, step: int) -> Comparison:
+        numbers = torch.tensor(list(blocks), dtype=torch.int64, device="cpu")
+        return Comparison(numbers, checksums, max(0, step - self._every), step)
+
+    def _checksums(self, blocks: Runs) -> Tensor:
+        """Of this member's copies of `blocks`, in their order."""
+        found = torch.full((len(blocks),), NO_COPY, dtype=torch.int64, device="cpu")
+        own = blocks & self._valid
+        if own:
+            held = set(own)
+            places = [place for place, block in enumerate(blocks) if block in held]
+            found[places] = block_checksums(self._engine.state, own)
+        return found
+
+    def voted(self, record: Record) -> None:
+        """All members hear the same."""
+        if self._saved is not None:
+            self._compared += SLICE
+            self._sound = self._sound and not (record.corrupt or record.single)
+            if self._compared >= len(self._saved):
+                self._saved = None
+        self.tell(record)
+
+    def tell(self, record: Record) -> None:
+        """What a passed vote has found; also of one that this member rolls forward with."""
+        for block in record.corrupt:
+            log.error("corrupt_block", block=block.block, step=block.step, reason=block.sentence)
+        self.told = (*self.told, *record.corrupt)[-MOST_TOLD:]
+
+    @property
+    def _valid(self) -> Runs:
+        """The blocks whose state and parameters are those of the committed step here."""
+        return self._engine.state.held.runs & self._engine.state.current
+
+    # ---- beside a save
+
+    def save_begins(self) -> None:
+        """At the boundary of a save, on all members: the copies of all blocks are to be compared as they are now."""
+        if not self._every or not self._copies:
+            return
+        state = self._engine.state
+        self._saved = torch.full((state.layout.blocks,), NO_COPY, dtype=torch.int64, device="cpu")
+        own = self._valid
+        self._saved[list(own)] = block_checksums(state, own)
+        self._saved_step, self._compared, self._sound = state.step, 0, True
+
+    @property
+    def saved_is_sound(self) -> bool | None:
+        """Whether all blocks of the save at hand had two copies at least, and all agreed; None: not known yet."""
+        return None if self._saved is not None else self._sound
+
+    def enter(self, world: World) -> None:
+        """A world begins: what the one before was comparing is over. One without mirrors has nothing to compare."""
+        self._saved, self._sound = None, False
+        self._copies = any(share.mirrored for share in world.plan.shares)
+
+    def restored(self) -> None:
+        """All have gone back to a checkpoint, or to the start: what differed is no more."""
+        self.told = ()

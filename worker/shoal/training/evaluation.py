@@ -1,0 +1,147 @@
+"""Evaluation between two micro-batches: each member over the lanes it holds, waiting for nobody.
+
+The sums travel with the next vote that passes, with the count of lanes that arrived; after the last step with one that
+is cast for them. Nothing that training reads is changed: modes, random state and buffers are put back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from shoal_protos.errors import UserError
+from torch import nn
+
+from shoal.data.seeds import RandomState
+from shoal.exchange.vote import check_names
+
+if TYPE_CHECKING:
+    from shoal.training.engine import Engine
+
+
+@contextmanager
+def _untouched(module: nn.Module) -> Iterator[None]:
+    """Afterwards modes, buffers and random state are what they were."""
+    random, modes = RandomState.save(), [(part, part.training) for part in module.modules()]
+    buffers = [(part, dict(part._buffers)) for part in module.modules()]
+    values = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
+        for part, named in buffers:
+            part._buffers.clear()
+            part._buffers.update(named)
+        with torch.no_grad():
+            for buffer, before in values:
+                if not torch.equal(buffer, before):
+                    buffer.copy_(before)
+        random.restore()
+
+
+Sums = dict[str, list[float]]
+"""By name: a sum, and of how many."""
+
+
+class Evaluation:
+    """`active` within `engine.evaluating()`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.active = False
+        self._anywhere = False
+        self.since_the_step: dict[str, float] = {}
+        """Results that arrived by votes without a step since the last committed one."""
+        self._lane: Sums = {}
+        self._arrived: Sums = {}
+        self._in_vote: Sums = {}
+        """What a vote carries now, or has carried that did not pass."""
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Eval mode without gradients. Raises `UserError` in the middle of a micro-batch."""
+        engine = self._engine
+        at_hand = engine.loop.in_flight and (engine.forward_seed.begun or engine.loop.has_gradient)
+        if at_hand and not self._anywhere:
+            raise UserError(
+                "engine.evaluating was entered between a micro-batch's forward and engine.step; evaluate before the "
+                "forward or after engine.step."
+            )
+        self.active, weights = True, engine.state.module_guard.whole()
+        try:
+            with _untouched(engine.module), engine.forward_seed.away(), torch.no_grad():
+                engine.module.eval()
+                yield
+        finally:
+            self.active, self._lane = False, {}
+        engine.state.module_guard.forgive(weights)
+        if engine.over and engine.left_loop:
+            self.settle()
+
+    @contextmanager
+    def anywhere(self) -> Iterator[None]:
+        """For callbacks of a step: one that a change of the world left owed is called in the midst of a lane."""
+        self._anywhere = True
+        try:
+            yield
+        finally:
+            self._anywhere = False
+
+    def shard(self, dataset: Any) -> Iterator[Any]:
+        """Micro-batches of the samples `i` with `i % lanes` held here, lane by lane; a lane's last may be short."""
+        if not self.active:
+            raise UserError("engine.shard is for `with engine.evaluating():`.")
+        config, loop = self._engine.config, self._engine.loop
+        for lane in self._engine.lanes:
+            numbers = list(range(lane, len(dataset), config.lanes))
+            try:
+                for at in range(0, len(numbers), config.micro_batch_size):
+                    yield loop.collated(dataset, numbers[at : at + config.micro_batch_size])
+                    self._engine.step_on()
+            finally:
+                self._lane_over()
+
+    def report(self, numbers: dict[str, float]) -> None:
+        """One micro-batch's numbers. Raises `UserError` for more names than a vote has room for."""
+        if not numbers.keys() <= self._lane.keys():
+            known = self._lane.keys() | self._arrived.keys() | self._in_vote.keys()
+            check_names(known | numbers.keys(), "engine.report in an evaluation")
+        for name, value in numbers.items():
+            kept = self._lane.setdefault(name, [0.0, 0.0])
+            kept[0] += value
+            kept[1] += 1
+
+    def _lane_over(self) -> None:
+        for name, (total, count) in self._lane.items():
+            kept = self._arrived.setdefault(name, [0.0, 0.0])
+            kept[0] += total / count
+            kept[1] += 1
+        self._lane = {}
+
+    # ---- in the vote
+
+    def sums(self) -> Sums:
+        """What a vote carries: by name the sum of the lanes' means, and how many lanes."""
+        for name, (total, count) in self._arrived.items():
+            kept = self._in_vote.setdefault(name, [0.0, 0.0])
+            kept[0] += total
+            kept[1] += count
+        self._arrived = {}
+        return self._in_vote
+
+    def committed(self) -> None:
+        """A step's vote has passed, here or where this worker's ballot was read: its record has the results."""
+        self._in_vote, self.since_the_step = {}, {}
+
+    def voted(self, results: dict[str, float]) -> None:
+        """A vote without a step has passed."""
+        self._in_vote = {}
+        self.since_the_step.update(results)
+
+    def settle(self) -> None:
+        """After the last step no vote of a step comes: waits for one that carries what is left."""
+        while self._arrived or self._in_vote:
+            self._engine.guarded_vote()

@@ -1,0 +1,116 @@
+"""The end of a script: serve changes until all members are done, or say why this worker failed.
+
+A worker goes on voting after its loop until every member has committed the last step, given its digests and ended its
+script; whoever leaves the loop in another way has failed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from types import TracebackType
+from weakref import ReferenceType, finalize, ref
+
+from shoal_protos.errors import JobFailed, ShoalError, UserError
+from shoal_protos.messages import WRONG_USE, Fault, Result
+
+from shoal.failure import result_of
+from shoal.logs import get_logger, say
+from shoal.training.engine import Engine
+
+log = get_logger("shoal")
+
+
+class _Ending:
+    """Sees how the script ends; runs at exit."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._failure: BaseException | None = None
+        self._hook = sys.excepthook
+        self._pid = os.getpid()
+
+    def excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Remembers the exception that ends the script."""
+        self._failure = error
+        self._hook(kind, error, trace)
+
+    def at_exit(self) -> None:
+        if os.getpid() != self._pid:
+            return
+        engine = self._engine
+        try:
+            if engine.leaving:
+                return
+            if self._failure is not None or not engine.over:
+                engine.link.result(self._result())
+            else:
+                self._serve()
+        finally:
+            engine.saving.close()
+            engine.link.close()
+
+    def _result(self) -> Result:
+        state = self._engine.state
+        if self._failure is not None:
+            return result_of(self._failure, state.step)
+        why = (
+            f"the script ended at step {state.step} of {state.last_step}; "
+            "go through the loop to its end, or call engine.stop()."
+        )
+        return Result(max(0, state.step), failure=why, fault=Fault("", why, ""))
+
+    def _serve(self) -> None:
+        """Votes without a step until told to end."""
+        engine = self._engine
+        try:
+            while engine.saving.busy:
+                engine.guarded_vote()
+            engine.ended = True
+            engine.publish()
+            while not (engine.link.alone and engine.done):
+                engine.guarded_vote()
+        except SystemExit:
+            return
+        except JobFailed as error:
+            say(str(error))
+
+
+class _Sentences:
+    """What Python calls for an error that nobody has caught: one of ours is told in its one sentence."""
+
+    def __init__(self) -> None:
+        self._hook = sys.excepthook
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, ShoalError):
+            say(str(error))
+        else:
+            self._hook(kind, error, trace)
+        if isinstance(error, UserError):
+            raise SystemExit(WRONG_USE)
+
+
+def tell_errors_in_a_sentence() -> None:
+    """Called as soon as anything can be refused. A mistake of the user's ends the script with its own exit status."""
+    if not isinstance(sys.excepthook, _Sentences):
+        sys.excepthook = _Sentences()
+
+
+def serve_at_exit(engine: Engine) -> None:
+    """Called once by `shoal.initialize`."""
+    if engine.link.alone:
+        finalize(engine, engine.saving.saver_end)
+        atexit.register(_end_alone, ref(engine))
+        return
+    ending = _Ending(engine)
+    sys.excepthook = ending.excepthook
+    atexit.register(ending.at_exit)
+
+
+def _end_alone(known: ReferenceType[Engine]) -> None:
+    """Alone nobody waits for an engine: it lives as long as the script keeps it, for a sweep makes many."""
+    engine = known()
+    if engine is not None:
+        _Ending(engine).at_exit()

@@ -1,0 +1,55 @@
+"""How members come to the same initial state: rank 0's in the first generation, the job's frozen parameters later."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from shoal.core.module_names import named_buffers
+from shoal.exchange.framing import as_bytes_tensor
+from shoal.exchange.traffic import STARTED
+from shoal.group.group import Group
+from shoal.logs import get_logger
+from shoal.training.state import TrainingState, digest_of, frozen_parameters
+from shoal.world import World
+
+log = get_logger("shoal")
+
+
+def agree_on_the_start(world: World, state: TrainingState) -> None:
+    """In the first generation rank 0's parameters and buffers replace the others', with a warning where they differ."""
+    tensors = {
+        **{f"bucket {i}": flat for i, flat in enumerate(state.flats)},
+        **frozen_parameters(state.module),
+        **{f"buffer {name}": buffer for name, buffer in named_buffers(state.module)},
+    }
+    group, digests = world.group, world.group.all_gather(as_bytes_tensor(digest_of(list(tensors.items())).encode()))
+    others = [rank for rank in range(group.size) if not torch.equal(digests[rank], digests[0])]
+    if world.rank in others:
+        log.warning("initial_state_replaced", rank=world.rank, by_rank=0,
+                    hint="seed the script before it builds the model, torch.manual_seed(0)")  # fmt: skip
+    _replace(group, list(tensors.values()), 0, others)
+    if world.rank in others:
+        state.buffers.refresh()
+
+
+def share_frozen(group: Group, module: nn.Module, source: int, targets: Sequence[int]) -> None:
+    """Frozen parameters of `source` replace those of `targets`. Called by these; others need not."""
+    _replace(group, list(frozen_parameters(module).values()), source, targets)
+
+
+def _replace(group: Group, tensors: Sequence[Tensor], source: int, targets: Sequence[int]) -> None:
+    works = []
+    for tensor in tensors:
+        packed = tensor.detach().contiguous()
+        content = packed.reshape(-1).view(torch.uint8) if packed.numel() else torch.empty(0, dtype=torch.uint8)
+        if group.rank == source and content.numel():
+            works += [group.send(content, rank, STARTED) for rank in targets]
+        elif group.rank in targets and content.numel():
+            group.receive(content, source, STARTED).wait()
+            if not tensor.is_contiguous():
+                tensor.detach().copy_(packed)
+    for work in works:
+        work.wait()

@@ -1,0 +1,186 @@
+"""Where the user's loop stands within a step: which lane, which micro-batch, what it has summed up so far.
+
+A lane can be void: the world changed under it, and what the user's loop still does with its batch has no effect until
+the iterator yields the next one. Knows no world and no group.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shoal_protos.errors import UserError
+from torch import Tensor
+
+from shoal.blocks.flat import drop_gradients
+from shoal.data.fetch import Fetcher
+from shoal.training.lane_numbers import LaneNumbers
+from shoal.training.loop_guards import CallOrder, check_loss
+from shoal.training.state import TrainingState
+
+
+class LaneLoop:
+    """`lanes` are those of this worker in this step; `lane` is the one at hand."""
+
+    def __init__(self, job_lanes: int, micro_batches: int, fetcher: Fetcher) -> None:
+        self._micro_batches, self._fetcher = micro_batches, fetcher
+        self.numbers = LaneNumbers(job_lanes, micro_batches)
+        self.rehearsed = False
+        self.rehearsing = False
+        self.in_flight = False
+        """The user's loop has a batch whose lane counts."""
+        self._void = False
+        self._order = CallOrder()
+        self.begin_step(())
+
+    def begin_step(self, lanes: tuple[int, ...]) -> None:
+        """From the first lane."""
+        self._void = self._void or self.in_flight
+        self.in_flight = False
+        self._order.reset()
+        self.lanes, self._index, self._micro = lanes, 0, 0
+        self.numbers.begin_step()
+
+    def goes_on(self, lanes: tuple[int, ...]) -> bool:
+        """Whether the lanes finished and the one in flight are among `lanes`; if so, the step goes on with the others.
+
+        Not once the step's last lane is done: its sums have been sent and changed in place.
+        """
+        begun = self.lanes[: self._index + 1] if self.in_flight or self._micro else self.lanes[: self._index]
+        if self.lanes_done or not set(begun) <= set(lanes):
+            return False
+        self.lanes = (*begun, *(lane for lane in lanes if lane not in begun))
+        return True
+
+    @property
+    def lane(self) -> int:
+        return self.lanes[self._index]
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Lane and micro-batch at hand."""
+        return self.lane, self._micro
+
+    @property
+    def lanes_done(self) -> bool:
+        return self._index >= len(self.lanes)
+
+    @property
+    def at_last_backward(self) -> bool:
+        """Whether the next backward is the step's last one here."""
+        return self._index == len(self.lanes) - 1 and self._micro == self._micro_batches - 1
+
+    @property
+    def samples(self) -> int:
+        """Length of the dataset."""
+        return self._fetcher.sampler.samples
+
+    # ---- a micro-batch
+
+    def next_batch(self, state: TrainingState) -> Any:
+        """The next micro-batch of this step. Raises `UserError` where the loop has not ended the one before."""
+        self._order.begin(self._where(state))
+        drop_gradients(state.parameters)
+        if self._micro == 0:
+            state.sums.begin_lane()
+            state.buffers.put_back()
+            self.numbers.begin_lane()
+        else:
+            state.buffers.begin_micro_batch()
+            self.numbers.begin_micro_batch()
+        batch = self._fetcher.micro_batch(state.step, self.lane, self._micro)
+        self.in_flight, self._void = True, False
+        return batch
+
+    def collated(self, dataset: Any, numbers: list[int]) -> Any:
+        """Samples of another dataset as a batch: for evaluation."""
+        return self._fetcher.collated(dataset, numbers)
+
+    def rehearsal_batch(self, state: TrainingState) -> Any:
+        """Lane 0 of step 0: of the right shape for the model, whatever comes of it."""
+        self._order.begin("in the warm-up")
+        self.rehearsing = self.in_flight = True
+        state.sums.begin_lane()
+        return self._fetcher.micro_batch(0, 0, 0)
+
+    def end_rehearsal(self, state: TrainingState) -> None:
+        """Throws the rehearsal's gradients, buffers and losses away."""
+        self._order.check_ended("in the warm-up")
+        self.rehearsing, self.rehearsed, self.in_flight = False, True, False
+        state.sums.clear()
+        state.buffers.put_back()
+        self.numbers.begin_step()
+
+    def prepare_backward(self, loss: Tensor, state: TrainingState) -> None:
+        """All that may be refused of a backward, before anything is changed. Raises `UserError`."""
+        self._order.check_backward(self._where(state))
+        check_loss(loss)
+        state.sums.live.put_back(state.parameters)
+
+    def backward(self, loss: Tensor, state: TrainingState) -> None:
+        """Accumulates into the live gradient copy."""
+        self._order.backward_begins(self._where(state))
+        (loss / self._micro_batches).backward()
+        self._order.backward_ends()
+        state.gradient_guard.made(state.sums.live)
+        self.numbers.add_loss(self.lane if not self.rehearsing else 0, float(loss.detach().double()))
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether the micro-batch at hand has begun its backward."""
+        return self._order.has_gradient
+
+    def skip(self, state: TrainingState) -> None:
+        """Gives the micro-batch at hand up: it has a gradient of zero, and leaves no trace in buffers and numbers."""
+        self._order.skip(self._where(state))
+        state.buffers.undo_micro_batch()
+        self.numbers.skip()
+
+    def _where(self, state: TrainingState) -> str:
+        if self.rehearsing:
+            return "in the warm-up"
+        part = f", micro-batch {self._micro}" if self._micro_batches > 1 else ""
+        return f"step {state.step + 1}, lane {self.lane}{part}"
+
+    def check_step(self, state: TrainingState) -> None:
+        """Raises `UserError` where this micro-batch has no gradient, or the script has changed it."""
+        self._order.check_step(self._where(state))
+        state.gradient_guard.check(state.parameters)
+
+    def end_rehearsal_batch(self, state: TrainingState) -> None:
+        """The user's loop is done with the warm-up's batch."""
+        self.check_step(state)
+        self._order.reset()
+        self.in_flight = False
+
+    def end_micro_batch(self, state: TrainingState) -> None:
+        """After the lane's last micro-batch its gradient joins the subtree sums. Raises `UserError` without one.
+
+        The script's hands are taken off the gradients: what it does with them from here would change finished sums.
+        """
+        self.check_step(state)
+        self._order.reset()
+        drop_gradients(state.parameters)
+        self.in_flight = False
+        self._micro += 1
+        if self._micro < self._micro_batches:
+            return
+        state.buffers.lane_done(self.lane)
+        if self._index < len(self.lanes) - 1:
+            state.sums.push(self.lane)  # the last lane's push began with its backward
+        self.numbers.lane_done(self.lane)
+        self._index, self._micro = self._index + 1, 0
+
+    # ---- a void lane
+
+    def check_void(self, call: str) -> None:
+        """Raises `UserError` when the call stands where no batch was yielded."""
+        if not self._void:
+            raise UserError(
+                f"{call} was called without a micro-batch; call it once for each batch that this engine yields "
+                "(networks that train each other, as in a GAN, belong into one module with one engine)."
+            )
+
+    def forget_void(self, call: str) -> None:
+        """The user's loop is done with a void lane."""
+        self.check_void(call)
+        self._void = False

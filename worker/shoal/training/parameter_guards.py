@@ -1,0 +1,196 @@
+"""That the module still is the one whose parameters lie in the flats, and that nobody but the engine writes to them.
+
+A module that was cut off from its flats trains nothing; a parameter that a script changes is changed on one worker
+only; gradients that it changes may have left for their owners. All of that would be other bits without a word, so it is
+looked for once a step (gradients: once a micro-batch) and told in a sentence. Writes are seen by the version counters
+of tensors; those past them (`.data`, numpy) by comparing one window of the flats, another one each time. Called by the
+engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from operator import is_
+from typing import Any
+
+import torch
+from shoal_protos.errors import UserError
+from torch import Tensor, nn
+
+from shoal.blocks.flat import Flats, Gradients
+
+WINDOW_ELEMENTS = 1 << 14
+BEFORE = "Do that before shoal.initialize: the layout is fixed from then on."
+
+
+def checksum(values: Tensor) -> int:
+    """Of the bits of a flat."""
+    return int(values.view(torch.int32 if values.element_size() == 4 else torch.int64).sum().item())
+
+
+class Windows:
+    """One window of the flats after the other."""
+
+    def __init__(self, flats: Flats) -> None:
+        self._places = [
+            (bucket, start) for bucket, flat in enumerate(flats) for start in range(0, flat.numel(), WINDOW_ELEMENTS)
+        ]
+        self._at = 0
+
+    def turn(self) -> None:
+        self._at = (self._at + 1) % len(self._places)
+
+    def of(self, flats: Flats) -> Tensor:
+        """The window at hand."""
+        bucket, start = self._places[self._at]
+        return flats[bucket][start : start + WINDOW_ELEMENTS]
+
+
+class ModuleGuard:
+    """`trained`: the parameters in the flats, by name, in the order of `flats`' slots."""
+
+    def __init__(self, module: nn.Module, trained: dict[str, nn.Parameter], flats: Flats) -> None:
+        self._module, self._names, self._trained, self._flats = module, list(trained), list(trained.values()), flats
+        self._places = [parameter.data_ptr() for parameter in self._trained]
+        self._windows = Windows(flats)
+        self._versions: list[int] = []
+        self._content: tuple[object, int] | None = None
+        """The world and the checksum of the window, as of the last commit."""
+        self._look_at_structure()
+
+    # ---- structure
+
+    def _look_at_structure(self) -> None:
+        parts = list(self._module.modules())
+        self._containers: list[dict[str, Any]] = [part._parameters for part in parts] + [p._modules for p in parts]
+        self._content_of_containers = self._contained()
+        self._by_name = dict(self._module.named_parameters(remove_duplicate=False))
+        self._all = list(self._module.parameters())
+        self._requires = [parameter.requires_grad for parameter in self._all]
+
+    def _contained(self) -> list[Any]:
+        return list(chain.from_iterable(container.values() for container in self._containers))
+
+    def check(self, world: object) -> None:
+        """Raises `UserError` naming a parameter that was added, removed, replaced, frozen, unfrozen, moved away, or
+        changed since the last commit in this world.
+        """
+        if [parameter.requires_grad for parameter in self._all] != self._requires:
+            self._name_what_is_frozen_otherwise()
+        now, known = self._contained(), self._content_of_containers
+        if len(now) != len(known) or not all(map(is_, now, known)):
+            self._name_what_differs()
+            self._look_at_structure()  # parts without parameters may come and go
+        if [parameter.data_ptr() for parameter in self._trained] != self._places:
+            self._name_what_was_moved()
+        self._check_values(world)
+
+    def _name_what_differs(self) -> None:
+        now = dict(self._module.named_parameters(remove_duplicate=False))
+        for name in sorted(now.keys() | self._by_name.keys()):
+            if now.get(name) is self._by_name.get(name):
+                continue
+            what = "added" if name not in self._by_name else "removed" if name not in now else "replaced"
+            raise UserError(
+                f'parameter "{name}" was {what} after shoal.initialize (another layer, or load_state_dict with '
+                f"assign=True), and would not be trained. {BEFORE}"
+            )
+
+    def _name_what_is_frozen_otherwise(self) -> None:
+        required = {id(parameter): was for parameter, was in zip(self._all, self._requires, strict=True)}
+        for name, parameter in self._by_name.items():
+            if parameter.requires_grad != required[id(parameter)]:
+                what = "unfrozen" if parameter.requires_grad else "frozen"
+                raise UserError(f'parameter "{name}" was {what} after shoal.initialize. {BEFORE}')
+
+    def _name_what_was_moved(self) -> None:
+        for name, parameter, place in zip(self._names, self._trained, self._places, strict=True):
+            if parameter.data_ptr() != place:
+                raise UserError(
+                    f'parameter "{name}" got other memory after shoal.initialize (module.to, .double, .half, '
+                    f"vector_to_parameters, or an assignment to .data), and would not be trained. {BEFORE}"
+                )
+
+    # ---- values
+
+    def mark(self, world: object) -> None:
+        """Whatever the parameters are now is the engine's doing: before the first batch of a world."""
+        if self._content is None or self._content[0] is not world:
+            self._versions = [parameter._version for parameter in self._trained]
+            self._content = (world, checksum(self._windows.of(self._flats)))
+
+    def committed(self, world: object) -> None:
+        """The engine has changed the parameters."""
+        self._windows.turn()
+        self._content = (world, checksum(self._windows.of(self._flats)))
+
+    def _check_values(self, world: object) -> None:
+        versions = [parameter._version for parameter in self._trained]
+        if self._versions and versions != self._versions:
+            at = next(i for i, (new, old) in enumerate(zip(versions, self._versions, strict=True)) if new != old)
+            raise UserError(f'parameter "{self._names[at]}" {CHANGED}')
+        if self._content is None or self._content[0] is not world:
+            return
+        if checksum(self._windows.of(self._flats)) != self._content[1]:
+            raise UserError(f"a parameter {CHANGED}")
+
+    def whole(self) -> list[int]:
+        """Checksums of all parameters."""
+        return [checksum(flat) for flat in self._flats]
+
+    def forgive(self, before: list[int]) -> None:
+        """Parameters that were changed since `before` (`whole()`) and have their values again were not changed."""
+        if self._versions and self.whole() == before:
+            self._versions = [parameter._version for parameter in self._trained]
+
+
+CHANGED = (
+    "was changed by the script or the model's forward (a clamp, a renormalization, load_state_dict): each worker would "
+    "change its own copy. Make it part of the loss or the optimizer; to look at other weights for a while, put them in "
+    "and back within `with engine.evaluating():`."
+)
+
+
+@dataclass(slots=True)
+class _Made:
+    """What `engine.backward` left."""
+
+    gradients: Gradients
+    versions: list[int]
+    content: int
+
+
+class GradientGuard:
+    """Between `engine.backward` and `engine.step` gradients are looked at only."""
+
+    def __init__(self, flats: Flats) -> None:
+        self._windows = Windows(flats)
+        self._made: _Made | None = None
+
+    def made(self, gradients: Gradients) -> None:
+        """`engine.backward` has come to its end."""
+        self._windows.turn()
+        self._made = _Made(gradients, _versions(gradients.flats), checksum(self._windows.of(gradients.flats)))
+
+    def check(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Raises `UserError` where the script has changed them since."""
+        made, self._made = self._made, None
+        if made is None:
+            return
+        if (
+            _versions(made.gradients.flats) != made.versions
+            or not made.gradients.are_in_place(parameters)
+            or checksum(self._windows.of(made.gradients.flats)) != made.content
+        ):
+            self._made = made
+            raise UserError(
+                "gradients were changed between engine.backward and engine.step (clip_grad_norm_ and the like), where "
+                "some are on their way to other workers. Remove it from the loop; to clip, set `gradient_clipping` in "
+                "the config."
+            )
+
+
+def _versions(flats: Flats) -> list[int]:
+    return [flat._version for flat in flats]

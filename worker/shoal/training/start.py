@@ -1,0 +1,137 @@
+"""`shoal.initialize`: checks what the user gave and puts the engine together. Nothing else lives here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from shoal_protos.description import Description, Parameter
+from shoal_protos.errors import UserError
+from shoal_protos.messages import Point, Status
+from shoal_protos.plan import EVERYONE
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from shoal.blocks.held import probe_state_bytes
+from shoal.checkpoint.catalogue import places
+from shoal.checkpoint.plain import encode
+from shoal.config.load import load_config
+from shoal.config.training import TrainingConfig, agreement
+from shoal.core.module_names import named_buffers, named_parameters
+from shoal.core.sampler import Sampler
+from shoal.data.fetch import Fetcher, samples_of
+from shoal.faults import Faults
+from shoal.numerics import identity, make_exact
+from shoal.optim.elementwise import check_optimizer
+from shoal.optim.from_config import build_optimizer, build_scheduler
+from shoal.optim.take_over import take_over
+from shoal.session.open import open_link
+from shoal.training.arguments import check_given
+from shoal.training.engine import Engine
+from shoal.training.exit import serve_at_exit, tell_errors_in_a_sentence
+from shoal.training.state import NEWCOMER, Limits, TrainingState
+
+
+def initialize(
+    model: nn.Module,
+    config: str | Path | Mapping[str, Any],
+    dataset: Any,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: LRScheduler | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+) -> Engine:
+    """Makes the engine of this worker; in a script with no controller in its environment, a world of one.
+
+    `model`: any module, its parameters float32 or float64. `config`: path or dict, docs/configuration.md. `dataset`:
+    any map-style dataset. `optimizer`, `scheduler`: objects over the model's parameters, where the config names none.
+    Raises `UserError` with one sentence for anything that cannot work.
+    """
+    tell_errors_in_a_sentence()
+    check_given(model, optimizer, scheduler)
+    settled = load_config(config)
+    make_exact(settled.exact, settled.torch_threads)
+    sampler = Sampler(
+        samples_of(dataset), settled.lanes, settled.micro_batch_size, settled.micro_batches_per_lane, settled.seed
+    )
+    limits = Limits(settled.lanes, settled.gradient_clipping, sampler.last_step(settled.max_steps, settled.epochs))
+    optimizer = _optimizer(settled, model, optimizer)
+    scheduler = _scheduler(settled, optimizer, scheduler, limits.last_step)
+    state = TrainingState(model, optimizer, scheduler, limits)
+    check_joiners_can_be_given(state)
+    link, fault_text = open_link()
+    fetcher = Fetcher(dataset, collate_fn, sampler, settled.seed, torch.device("cpu"))
+    status = Status(sequence=0, generation=0, point=Point.REHEARSING, promised=0, step=-1, committed_in=0)
+    link.introduce(_description(settled, state, optimizer, sampler.samples), status)
+    engine = Engine(settled, state, link, fetcher, Faults.parse(fault_text, link.worker))
+    engine.resuming.look()
+    take_over(optimizer, scheduler, lambda: state.step > NEWCOMER)
+    serve_at_exit(engine)
+    return engine
+
+
+def check_joiners_can_be_given(state: TrainingState) -> None:
+    """Raises `UserError` for buffers or a scheduler that neither a joiner nor a checkpoint could be given."""
+    encode(state.buffers.committed, {}, "the module's buffers")
+    if state.scheduler is not None:
+        encode(state.scheduler.state_dict(), {}, "the scheduler's state")
+
+
+def _optimizer(
+    config: TrainingConfig, model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> torch.optim.Optimizer:
+    if optimizer is not None and config.optimizer is not None:
+        raise UserError("there are two optimizers, one in the config and one given to shoal.initialize; keep one.")
+    if optimizer is None and config.optimizer is not None:
+        optimizer = build_optimizer(config.optimizer, model)
+    if optimizer is None:
+        raise UserError("there is no optimizer; name one in the config (optimizer.type) or give shoal.initialize one.")
+    check_optimizer(optimizer, config.elementwise)
+    return optimizer
+
+
+def _scheduler(
+    config: TrainingConfig, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None, last_step: int
+) -> LRScheduler | None:
+    if scheduler is not None and config.scheduler is not None:
+        raise UserError("there are two schedulers, one in the config and one given to shoal.initialize; keep one.")
+    if config.scheduler is not None:
+        return build_scheduler(config.scheduler, optimizer, last_step)
+    return scheduler
+
+
+def _description(
+    config: TrainingConfig, state: TrainingState, optimizer: torch.optim.Optimizer, samples: int
+) -> Description:
+    trained = {slot.parameter.name: slot.parameter for bucket in state.layout.buckets for slot in bucket.slots}
+    parameters = tuple(
+        Parameter(name, tuple(p.shape), str(p.dtype), trained[name].group if name in trained else -1)
+        for name, p in named_parameters(state.module)
+    )
+    return Description(
+        lanes=config.lanes,
+        blocks=state.layout.blocks,
+        block_elements=state.layout.block_elements,
+        state_bytes=probe_state_bytes(state.layout, optimizer),
+        mirrors=EVERYONE if config.stage == 0 else config.mirrors,
+        fill_bytes_per_step=config.fill_bytes_per_step,
+        max_steps=state.last_step,
+        parameters=parameters,
+        optimizer=type(optimizer).__name__,
+        config={**agreement(config), "dataset.samples": str(samples), **_beside_the_config(state)},
+        numerics=identity(),
+        mixed_numerics=config.mixed_numerics,
+        can_checkpoint=config.checkpoint.path is not None,
+        checkpoint_places=places(config.checkpoint.path, config.checkpoint.resume),
+        keep=config.checkpoint.keep,
+        keep_every=config.checkpoint.keep_every or 0,
+        on_corruption=config.on_corruption,
+        samples_per_step=config.train_batch_size,
+    )
+
+
+def _beside_the_config(state: TrainingState) -> dict[str, str]:
+    """What else must agree: the class of a scheduler that the script made, and the module's buffers."""
+    buffers = {f"buffer {name}": f"{value.dtype} {tuple(value.shape)}" for name, value in named_buffers(state.module)}
+    return {**buffers, "scheduler": type(state.scheduler).__name__ if state.scheduler is not None else "none"}

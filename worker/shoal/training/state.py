@@ -1,0 +1,224 @@
+"""What training has come to on this worker: parameters, held blocks, buffers, hyper-parameters, the committed step.
+
+`commit` is the only place that moves the step on; a roll-forward calls the same. Knows no group and no controller; only
+the training thread touches it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from shoal_protos.errors import UserError
+from shoal_protos.messages import Inventory
+from shoal_protos.runs import NO_BLOCKS, Runs, every
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from shoal.blocks.flat import adopt, lay_out_model, trainable
+from shoal.blocks.held import HeldBlocks
+from shoal.blocks.lane_sums import LaneSums
+from shoal.checkpoint.lineage import Branch, Lineage
+from shoal.core.layout import Layout
+from shoal.core.module_names import named_parameters
+from shoal.exchange.module_buffers import ModuleBuffers
+from shoal.exchange.vote import Record
+from shoal.optim.hyper import hyper_parameters, load_into
+from shoal.optim.take_over import advance
+from shoal.training.parameter_guards import GradientGuard, ModuleGuard
+from shoal.training.small_state import pack, unpack
+
+NEWCOMER = -1
+"""The step of a worker that has none yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the config says of all steps."""
+
+    lanes: int
+    clipping: float
+    """The greatest norm of a step's gradient; 0: none."""
+    last_step: int
+
+
+class TrainingState:
+    """See the module's text."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scheduler: LRScheduler | None,
+        limits: Limits,
+    ) -> None:
+        pairs = trainable(module, optimizer)
+        self.module, self.optimizer, self.scheduler, self.clipping = module, optimizer, scheduler, limits.clipping
+        self.layout: Layout
+        self.layout, self.parameters = lay_out_model(pairs)
+        self.flats = adopt(self.layout, self.parameters)
+        self.sums = LaneSums(self.layout, limits.lanes)
+        self.held = HeldBlocks(self.layout, optimizer, self.flats, {info.name: tensor for info, tensor in pairs})
+        self.buffers = ModuleBuffers(module, limits.lanes)
+        self.module_guard = ModuleGuard(module, self._named(), self.flats)
+        self.gradient_guard = GradientGuard(self.flats)
+        self.step = NEWCOMER
+        self.last_step = limits.last_step
+        self.committed_in = 0
+        self.record: Record | None = None
+        self.pending = NO_BLOCKS
+        """Held blocks whose next gradient is in; set when a vote is entered with all that the commit reads."""
+        self.current = NO_BLOCKS
+        """Blocks whose parameters are those of `step`."""
+        self.initial = True
+        """Whether nothing but the script has made this process's state: it could begin at step 0."""
+        self.lineage: Lineage = ()
+        """The checkpoints that training has gone on from."""
+        self.registered: dict[str, Any] = {}
+        """The user's own objects with `state_dict` and `load_state_dict`, by name."""
+
+    def _named(self) -> dict[str, nn.Parameter]:
+        """The trained parameters in the order of the flats' slots."""
+        names = [slot.parameter.name for bucket in self.layout.buckets for slot in bucket.slots]
+        return dict(zip(names, self.parameters, strict=True))
+
+    @property
+    def everything(self) -> Runs:
+        return every(self.layout.blocks)
+
+    @property
+    def loss(self) -> float | None:
+        """The last step's, where one was committed."""
+        return self.record.loss if self.record is not None else None
+
+    @property
+    def is_current(self) -> bool:
+        return self.current == self.everything
+
+    # ---- one step
+
+    def commit(self, record: Record, generation: int) -> None:
+        """Applies the step whose vote has passed to all blocks with a pending gradient, and frees every other block."""
+        self.initial = False
+        self.held.keep_only(self.pending)
+        if record.updates:
+            self.held.apply(self.sums.live.flats, self._clip(record.norm))
+        self.optimizer.state.clear()  # what the user's object brought along lives in the held blocks now
+        self.buffers.commit()
+        self.step, self.committed_in, self.record = record.step, generation, record
+        self.current, self.pending = self.held.runs, NO_BLOCKS
+        if self.scheduler is not None and record.updates:
+            advance(self.scheduler, record.loss)
+
+    def _clip(self, norm: float | None) -> float:
+        if norm is None or not self.clipping:
+            return 1.0
+        return min(1.0, self.clipping / (norm + 1e-6))
+
+    def forget_gradients(self) -> None:
+        """The step's sums are void: it is run again, or done."""
+        self.sums.clear()
+        self.buffers.clear()
+        self.pending = NO_BLOCKS
+
+    # ---- standing still
+
+    def inventory(self, answers: int, generation: int, lane: int) -> Inventory:
+        """What a stopped worker reports."""
+        return Inventory(
+            answers=answers,
+            generation=generation,
+            step=self.step,
+            committed_in=self.committed_in,
+            record=self.record.to_bytes() if self.record else b"",
+            holds=self.held.runs,
+            pending=self.pending,
+            current=self.current,
+            lane=lane,
+        )
+
+    def begin_anew(self, keeps: Runs) -> None:
+        """The initial state: step 0, the given blocks held in the state that the user's optimizer starts with."""
+        self.held.keep_only(NO_BLOCKS)
+        self.held.hold(keeps)
+        self.step, self.committed_in, self.record = 0, 0, None
+        self.lineage, self.current = (), self.everything
+        self.buffers.put_back()
+
+    def give_up(self) -> None:
+        """A newcomer again: nothing that it holds counts."""
+        self.held.keep_only(NO_BLOCKS)
+        self.forget_gradients()
+        self.step, self.committed_in, self.record, self.current = NEWCOMER, 0, None, NO_BLOCKS
+
+    # ---- what a newcomer gets
+
+    def small_state(self) -> bytes:
+        """All that a newcomer needs besides parameters and blocks, between processes that run the same script."""
+        return pack(
+            {
+                "step": self.step,
+                "committed_in": self.committed_in,
+                "record": self.record.to_bytes() if self.record else b"",
+                "hyper": hyper_parameters(self.optimizer),
+                "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
+                "buffers": self.buffers.committed,
+                "last_step": self.last_step,
+                "lineage": [branch.model_dump() for branch in self.lineage],
+                "frozen": frozen_digest(self.module),
+                "registered": {name: of.state_dict() for name, of in self.registered.items()},
+            }
+        )
+
+    def load_small_state(self, content: bytes) -> bool:
+        """Takes over another member's small state. True when this module's frozen parameters are the job's too."""
+        given = unpack(content)
+        self.initial = False
+        self.step, self.committed_in = given["step"], given["committed_in"]
+        self.record = Record.from_bytes(given["record"]) if given["record"] else None
+        load_into(self.optimizer, given["hyper"])
+        if self.scheduler is not None and given["scheduler"] is not None:
+            self.scheduler.load_state_dict(given["scheduler"])
+        self.buffers.load(given["buffers"])
+        self.last_step = given["last_step"]
+        self.lineage = tuple(Branch(**branch) for branch in given["lineage"])
+        check_registered(self.registered, given["registered"], "another worker of this job")
+        for name, of in self.registered.items():
+            of.load_state_dict(given["registered"][name])
+        self.current = NO_BLOCKS
+        return bool(given["frozen"] == frozen_digest(self.module))
+
+
+def check_registered(mine: Collection[str], theirs: Collection[str], where: str) -> None:
+    """Raises `UserError` naming the first state that only this script registers, or only `where` has."""
+    for name in sorted(set(mine) ^ set(theirs)):
+        if name in mine:
+            raise UserError(f'{where} has no state "{name}", which this script registers with engine.register_state.')
+        raise UserError(f'{where} has a state "{name}"; this script must register it with engine.register_state.')
+
+
+def frozen_parameters(module: nn.Module) -> dict[str, Tensor]:
+    """By name: the parameters that no optimizer changes; they are in no block."""
+    return {name: parameter.data for name, parameter in named_parameters(module) if not parameter.requires_grad}
+
+
+def frozen_digest(module: nn.Module) -> str:
+    """SHA-256 over names and bytes of the frozen parameters, hexadecimal."""
+    return digest_of(list(frozen_parameters(module).items()))
+
+
+def digest_of(named: Sequence[tuple[str, Tensor]]) -> str:
+    """SHA-256 over names, dtypes, shapes and bytes, hexadecimal."""
+    total = hashlib.sha256()
+    for name, tensor in named:
+        total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        total.update(tensor_bytes(tensor))
+    return total.hexdigest()
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor in memory order, without a copy where it is contiguous."""
+    return memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data).cast("B")

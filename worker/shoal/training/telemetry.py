@@ -1,0 +1,110 @@
+"""The meter: numbers for people. Nothing is decided by them, no bit depends on them."""
+
+from __future__ import annotations
+
+import resource
+import time
+from bisect import bisect_left, insort
+from collections import deque
+from dataclasses import replace
+from pathlib import Path
+
+from shoal_protos.checkpoint import Saved
+from shoal_protos.messages import Change, Telemetry
+
+from shoal.training.state import TrainingState
+
+LATEST_CHANGES = 8
+LATEST_STEPS = 1000
+
+
+class Meter:
+    """Counts what this worker has done since it started."""
+
+    def __init__(self) -> None:
+        self._fill_bytes = 0
+        self._fill_seconds = 0.0
+        self._step_seconds = 0.0
+        self._latest_steps: deque[float] = deque()
+        self._in_order: list[float] = []
+        """The same, kept sorted: their median is told after every step."""
+        self._training_seconds = 0.0
+        self._not_finite = ""
+        self._step_began = time.monotonic()
+        self._changes: list[Change] = []
+        self._change: Change | None = None
+
+    def step_done(self) -> None:
+        """A step is committed and handed out."""
+        now = time.monotonic()
+        self._step_seconds = now - self._step_began
+        self._latest_steps.append(self._step_seconds)
+        insort(self._in_order, self._step_seconds)
+        if len(self._latest_steps) > LATEST_STEPS:
+            del self._in_order[bisect_left(self._in_order, self._latest_steps.popleft())]
+        self._training_seconds += self._step_seconds
+        self._step_began = now
+
+    def filled(self, count: int, seconds: float) -> None:
+        """Bytes of state were received by a fill, and a step was so much longer for it."""
+        self._fill_bytes += count
+        self._fill_seconds += seconds
+
+    def changed(self, change: Change, planned: bool) -> None:
+        """A generation begins; what it cost is told after its first vote."""
+        self._tell({})
+        if planned:
+            change = replace(change, phases={**change.phases, "fill": self._fill_seconds})
+        self._fill_seconds = 0.0
+        self._change = change
+        self._step_began = time.monotonic()
+
+    def voted(self, stepped: bool) -> None:
+        """A vote has passed, and all it asked for is done."""
+        self._tell({"first_step": self._step_seconds} if stepped else {})
+
+    def _median(self) -> float:
+        count = len(self._in_order)
+        return (self._in_order[count // 2] + self._in_order[(count - 1) // 2]) / 2 if count else 0.0
+
+    def _tell(self, more: dict[str, float]) -> None:
+        if self._change is not None:
+            change = replace(self._change, phases={**self._change.phases, **more})
+            self._changes = [*self._changes[-LATEST_CHANGES + 1 :], change]
+            self._change = None
+
+    def telemetry(
+        self, loss: float | None, state: TrainingState, saves: tuple[Saved, ...], passed_over: str
+    ) -> Telemetry:
+        record = state.record
+        if record is not None and record.not_finite:
+            self._not_finite = f"step {record.step}: {record.not_finite}"
+        parameters = sum(flat.numel() * flat.element_size() for flat in state.flats)
+        return Telemetry(
+            loss=loss,
+            step_seconds=self._step_seconds,
+            step_seconds_median=self._median(),
+            training_seconds=self._training_seconds,
+            fill_bytes=self._fill_bytes,
+            memory_bytes={
+                "parameters": parameters,
+                "gradients": parameters * state.sums.copies,
+                "state": state.held.state_bytes(),
+                "rss": resident_bytes(),
+            },
+            changes=tuple(self._changes),
+            saves=saves,
+            passed_over=passed_over,
+            skipped_micro_batches=record.skipped_micro_batches if record else 0,
+            not_finite_steps=record.not_finite_steps if record else 0,
+            not_finite=self._not_finite,
+        )
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in RAM now; its peak where the system does not say (macOS)."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except FileNotFoundError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return pages * resource.getpagesize()
