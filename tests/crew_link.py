@@ -44,7 +44,7 @@ class CrewLink:
         """Of the groups, those built for a change that may begin; and of those being built."""
         self.inventories: list[Inventory] = []
         self.results: list[Result] = []
-        self.before_meeting: Callable[[], None] = lambda: None
+        self.before_building: Callable[[], None] = lambda: None
         self.muted = False
         """Nothing of it is heard."""
         self.closed = False
@@ -210,7 +210,7 @@ class CrewLink:
                         self._items.clear()
                     self._items.append(item)
                 case Build(plan, _):
-                    self.before_meeting()
+                    self.before_building()
                     self.plans[plan.generation] = plan
                 case Abort():
                     self.abort_all()

@@ -14,7 +14,7 @@ import torch
 from integration.linked_workers import DESCRIPTION, NEW
 from integration.scripts import Samples, config, model_of, optimizer_of, scheduler_of
 from shoal.group.forks import Connections
-from shoal.group.rendezvous_server import MeetingPlace, reachable
+from shoal.group.rendezvous_server import RendezvousServer, reachable
 from shoal.session.controller_link import ControllerLink
 from shoal.session.settings import SessionSettings
 
@@ -39,7 +39,7 @@ def fork_beside_own_sockets(result: str) -> None:
 
     All go to one port; to show what a fork does to the parent's, the script has set a time-out for new sockets.
     """
-    place = MeetingPlace("127.0.0.1")
+    rendezvous = RendezvousServer("127.0.0.1")
     server = socket.create_server(("127.0.0.1", 0))
     address = server.getsockname()
     earlier = socket.create_connection(address)
@@ -55,7 +55,7 @@ def fork_beside_own_sockets(result: str) -> None:
     server.accept()
     far_end, _ = server.accept()
     opened.sendall(b"goes on")
-    answers = [far_end.recv(7).decode(), reachable(place.address)]
+    answers = [far_end.recv(7).decode(), reachable(rendezvous.address)]
     told = {"while_opening": while_opening, "settled": settled, "left": left, "blocking": blocking, "answers": answers}
     Path(result).write_text(json.dumps(told))
 

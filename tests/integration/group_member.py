@@ -15,42 +15,42 @@ from typing import Any
 
 import torch
 from shoal.exchange.framing import Letter, read_letter
-from shoal.group.build import Meeting, Stop
+from shoal.group.build import Cancellation, GroupSpec
 from shoal.group.gloo import build_gloo
 from shoal.group.group import Group, WorldChanged
-from shoal.group.rendezvous_client import Rendezvous
-from shoal.group.rendezvous_server import MeetingPlace
+from shoal.group.rendezvous_client import RendezvousClient
+from shoal.group.rendezvous_server import RendezvousServer
 
 MUCH = 128 << 20
 """Elements: so many that no machine has passed them on before the process that sends or takes them has frozen."""
 
 
 class Member:
-    """Its groups by generation, its meetings, and one buffer that outlives groups."""
+    """Its groups by generation, what cancels their building, and one buffer that outlives groups."""
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
-        self.place = MeetingPlace("127.0.0.1")
+        self.server = RendezvousServer("127.0.0.1")
         self.groups: dict[int, Group] = {}
-        self.stops: dict[int, Stop] = {}
+        self.cancellations: dict[int, Cancellation] = {}
         self.buffer = torch.zeros(1000)
 
     def address(self) -> str:
-        return self.place.address
+        return self.server.address
 
     def build(self, generation: int, rank: int, addresses: list[str], builder: int) -> str:
-        stop = self.stops[generation] = Stop()
-        self.groups[generation] = build_gloo(Meeting(generation, rank, tuple(addresses), builder), stop)
+        cancellation = self.cancellations[generation] = Cancellation()
+        self.groups[generation] = build_gloo(GroupSpec(generation, rank, tuple(addresses), builder), cancellation)
         return "built"
 
     def come_to(self, generation: int, address: str, size: int) -> str:
-        """Say at the meeting that we are here, and go no further."""
-        self.visit = Rendezvous(Meeting(generation, size - 1, (address,) * size, 0), Stop())
+        """Say at the rendezvous that we are here, and go no further."""
+        self.client = RendezvousClient(GroupSpec(generation, size - 1, (address,) * size, 0), Cancellation())
         return "came"
 
-    def call_off(self, generation: int) -> str:
-        self.stops[generation].set()
-        return "called off"
+    def cancel(self, generation: int) -> str:
+        self.cancellations[generation].cancel()
+        return "cancelled"
 
     def gather(self, generation: int, number: int) -> list[int]:
         return [int(row) for row in self.groups[generation].all_gather(torch.tensor([number], dtype=torch.uint8))]

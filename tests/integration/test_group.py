@@ -250,20 +250,20 @@ def test_a_broken_connection_names_the_peer_and_an_own_abort_names_nobody() -> N
         assert members[1].ask("broken", generation=1) == []
 
 
-def test_a_member_that_dies_before_it_comes_holds_nobody_when_the_building_is_called_off() -> None:
+def test_a_member_that_dies_before_it_comes_holds_nobody_when_the_building_is_cancelled() -> None:
     with party(3) as members:
         members[2].kill()
         building = members.meet(1)
-        assert [members[rank].ask("call_off", generation=1) for rank in (0, 1)] == ["called off"] * 2
+        assert [members[rank].ask("cancel", generation=1) for rank in (0, 1)] == ["cancelled"] * 2
         assert results(building) == [CHANGED] * 2
         members.build(2, [0, 1])
 
 
-def test_a_frozen_builder_holds_nobody_when_the_building_is_called_off() -> None:
+def test_a_frozen_builder_holds_nobody_when_the_building_is_cancelled() -> None:
     with party(3) as members:
         members[0].signal(signal.SIGSTOP)
         building = members.meet(1)[1:]
-        assert [members[rank].ask("call_off", generation=1) for rank in (1, 2)] == ["called off"] * 2
+        assert [members[rank].ask("cancel", generation=1) for rank in (1, 2)] == ["cancelled"] * 2
         assert results(building) == [CHANGED] * 2
         members.build(2, [1, 2])
 
@@ -281,7 +281,7 @@ def test_a_member_that_dies_while_it_connects_does_not_keep_the_next_group_from_
         members[2].kill()
         members.meet(1)
         for rank in (0, 1):
-            members[rank].ask("call_off", generation=1)
+            members[rank].ask("cancel", generation=1)
         members.build(2, [0, 1])
 
 

@@ -21,7 +21,7 @@ from integration.linked_workers import DESCRIPTION, NEW, Worker, at, begin_a_wor
 from integration.small_controller import PATIENCE_SECONDS, SmallController
 from shoal.exchange.framing import Letter
 from shoal.exchange.traffic import FIRST_MESSAGE
-from shoal.group.build import Meeting, Stop
+from shoal.group.build import Cancellation, GroupSpec
 from shoal.group.group import Group, WorldChanged
 from shoal.session.controller_link import ControllerLink
 from shoal.session.link import Asked, Begun, Ended
@@ -358,7 +358,7 @@ def test_an_unsound_plan_ends_the_worker_with_the_reason() -> None:
 
 
 def test_a_defect_in_the_building_of_a_group_ends_the_worker_with_the_reason() -> None:
-    def broken(meeting: Meeting, stop: Stop) -> Group:
+    def broken(spec: GroupSpec, cancellation: Cancellation) -> Group:
         raise ZeroDivisionError("a defect")
 
     with SmallController() as controller:

@@ -11,27 +11,27 @@ from typing import Any
 
 import shoal
 import torch
-from shoal.group.build import Meeting, Stop
+from shoal.group.build import Cancellation, GroupSpec
 from shoal.group.gloo import A_MOMENT, GlooGroup, build_gloo
 from shoal.group.group import Group
 from shoal.group.progress import Progress
-from shoal.group.rendezvous_server import MeetingPlace
+from shoal.group.rendezvous_server import RendezvousServer
 from shoal.session.groups import Building, Groups
 from worlds import recovery
 
 
 def test_a_groups_own_timeout_is_a_day_because_its_expiry_would_close_the_group() -> None:
-    places = [MeetingPlace("127.0.0.1") for _ in range(2)]
-    addresses = tuple(place.address for place in places)
+    servers = [RendezvousServer("127.0.0.1") for _ in range(2)]
+    addresses = tuple(server.address for server in servers)
     with ThreadPoolExecutor(2) as threads:
-        meetings = [Meeting(1, rank, addresses, builder=0) for rank in range(2)]
-        groups = list(threads.map(lambda meeting: build_gloo(meeting, Stop()), meetings))
+        specs = [GroupSpec(1, rank, addresses, builder=0) for rank in range(2)]
+        groups = list(threads.map(lambda spec: build_gloo(spec, Cancellation()), specs))
     for group in groups:
         assert isinstance(group, GlooGroup)
         assert group._gloo.options._timeout == timedelta(days=1)  # type: ignore[union-attr]
         group.close()
-    for place in places:
-        place.close()
+    for server in servers:
+        server.close()
 
 
 class Recorded:
@@ -96,10 +96,10 @@ def test_whoever_asks_for_a_group_does_not_wait_for_it() -> None:
     """The session's thread hears the plan, the training thread trains: the building waits on a thread of its own."""
     go, builders, told, lock = threading.Event(), [], Told(), threading.RLock()
 
-    def transport(meeting: Meeting, stop: Stop) -> Group:
+    def transport(spec: GroupSpec, cancellation: Cancellation) -> Group:
         builders.append(threading.current_thread())
         go.wait(5)
-        return GlooGroup(Recorded(), meeting.rank, meeting.size, meeting.progress)
+        return GlooGroup(Recorded(), spec.rank, spec.size, spec.progress)
 
     groups = Groups(transport, lock, told)
     with lock:
@@ -111,8 +111,8 @@ def test_whoever_asks_for_a_group_does_not_wait_for_it() -> None:
     groups.close()
 
 
-def test_nobody_waits_in_a_store_that_cannot_be_called_off() -> None:
-    """A TCPStore's client blocks for as long as its host is frozen; Shoal meets over a place of its own."""
+def test_nobody_waits_in_a_store_that_cannot_be_cancelled() -> None:
+    """A TCPStore's client blocks for as long as its host is frozen; Shoal meets over a server of its own."""
     source = Path(shoal.__file__).parent
     names = {
         node.attr if isinstance(node, ast.Attribute) else node.name if isinstance(node, ast.alias) else node.id

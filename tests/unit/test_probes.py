@@ -5,7 +5,7 @@ import socket
 
 import pytest
 from asynchronous import asynchronous
-from shoal.group.rendezvous_server import MeetingPlace
+from shoal.group.rendezvous_server import RendezvousServer
 from shoal_controller.probes import PROBE_SECONDS, Seen, probe
 from shoal_protos.rendezvous import INCARNATION, entry
 
@@ -24,13 +24,13 @@ async def test_a_port_that_nobody_listens_on_is_refused(free_port):
 
 @asynchronous
 async def test_a_worker_is_reached_where_it_says_who_it_is(soon):
-    place = MeetingPlace("127.0.0.1", lambda: "i")
+    server = RendezvousServer("127.0.0.1", lambda: "i")
     try:
-        assert await probe(place.address, "i") == Seen(reached=True, refused=False)
-        assert await probe(place.address, "another") == NOTHING
+        assert await probe(server.address, "i") == Seen(reached=True, refused=False)
+        assert await probe(server.address, "another") == NOTHING
     finally:
-        await asyncio.to_thread(place.close)
-    assert await probe(place.address, "i") == Seen(reached=False, refused=True)
+        await asyncio.to_thread(server.close)
+    assert await probe(server.address, "i") == Seen(reached=False, refused=True)
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from shoal.group import gloo, progress
-from shoal.group.build import Meeting, Stop
+from shoal.group.build import Cancellation, GroupSpec
 from shoal.group.gloo import PIECE_BYTES, GlooGroup
 from shoal.group.progress import Progress
-from shoal.group.rendezvous_client import Rendezvous
-from shoal.group.rendezvous_server import MeetingPlace
+from shoal.group.rendezvous_client import RendezvousClient
+from shoal.group.rendezvous_server import RendezvousServer
 from shoal_protos.activity import MOST_NAMED, StepPhase
 
 
@@ -47,7 +47,7 @@ def test_a_wait_begins_anew_when_a_piece_is_complete(monkeypatch) -> None:
     seen.wait_for(2)
     time.now += 5
     assert (seen.activity(name).waits_for, seen.activity(name).seconds) == (("w2",), 5.0)
-    seen.piece_done()
+    seen.on_piece()
     time.now += 1
     assert seen.activity(name).seconds == 1.0
     seen.go_on()
@@ -61,15 +61,15 @@ def test_the_first_piece_of_a_message_tells_nothing_of_the_connection_because_it
     for seconds in (60.0, 2.0, 3.0):
         seen.wait_for(1)
         time.now += seconds
-        seen.piece_done()
+        seen.on_piece()
         time.now += seconds
-        seen.piece_done()
+        seen.on_piece()
         seen.go_on()
     assert seen.activity(name).slowest_piece_seconds == 60.0
     again = Progress()
     again.wait_for(1)
     time.now += 60.0
-    again.piece_done()
+    again.on_piece()
     assert again.activity(name).slowest_piece_seconds == 0.0
 
 
@@ -128,17 +128,17 @@ def test_of_all_looks_at_a_peer_only_the_last_is_kept_and_they_become_rarer() ->
 
 
 def test_who_builds_a_group_waits_for_those_who_have_not_come() -> None:
-    place = MeetingPlace("127.0.0.1")
+    server = RendezvousServer("127.0.0.1")
     mine = Progress(4)
-    stop = Stop()
+    cancellation = Cancellation()
     with ThreadPoolExecutor(1) as threads:
-        guest = Rendezvous(Meeting(4, 0, (place.address,) * 3, 0, mine), stop)
-        waiting = threads.submit(guest.wait_for_all)
-        other = Rendezvous(Meeting(4, 2, (place.address,) * 3, 0), Stop())
+        client = RendezvousClient(GroupSpec(4, 0, (server.address,) * 3, 0, mine), cancellation)
+        waiting = threads.submit(client.wait_for_all)
+        other = RendezvousClient(GroupSpec(4, 2, (server.address,) * 3, 0), Cancellation())
         while mine.activity(name).waits_for != ("w1",):
             assert not waiting.done()
-        last = Rendezvous(Meeting(4, 1, (place.address,) * 3, 0), Stop())
+        last = RendezvousClient(GroupSpec(4, 1, (server.address,) * 3, 0), Cancellation())
         waiting.result(20)
-    for one in (guest, other, last):
+    for one in (client, other, last):
         one.close()
-    place.close()
+    server.close()

@@ -1,4 +1,4 @@
-"""A process's meeting place and the meetings there: what is posted arrives, and no wait outlives its reason."""
+"""A process's rendezvous server and its rooms: what is posted arrives, and no wait outlives its reason."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
-from shoal.group.build import Meeting, Stop
+from shoal.group.build import Cancellation, GroupSpec
 from shoal.group.group import WorldChanged
-from shoal.group.rendezvous_client import Rendezvous
-from shoal.group.rendezvous_server import MeetingPlace, reachable, split_address
+from shoal.group.rendezvous_client import RendezvousClient
+from shoal.group.rendezvous_server import RendezvousServer, reachable, split_address
 from shoal_protos.rendezvous import HEAD, MOST_VALUE_BYTES, entry
 
 PATIENCE_SECONDS = 20.0
 
 
 @pytest.fixture
-def place() -> Iterator[MeetingPlace]:
-    place = MeetingPlace("127.0.0.1")
-    yield place
-    place.close()
+def server() -> Iterator[RendezvousServer]:
+    server = RendezvousServer("127.0.0.1")
+    yield server
+    server.close()
 
 
 @pytest.fixture
@@ -32,40 +32,40 @@ def away() -> Iterator[Callable[..., Future[object]]]:
         yield threads.submit
 
 
-def test_every_guest_gets_what_was_posted_before_and_after_it_came(place: MeetingPlace) -> None:
-    first = Rendezvous(Meeting(1, 0, (place.address,) * 2, 0), Stop())
+def test_every_client_gets_what_was_posted_before_and_after_it_came(server: RendezvousServer) -> None:
+    first = RendezvousClient(GroupSpec(1, 0, (server.address,) * 2, 0), Cancellation())
     first.set("early", b"\x00\xff")
-    second = Rendezvous(Meeting(1, 0, (place.address,) * 2, 0), Stop())
+    second = RendezvousClient(GroupSpec(1, 0, (server.address,) * 2, 0), Cancellation())
     first.set("late", b"later")
     assert (second.get("early"), second.get("late"), first.get("late")) == (b"\x00\xff", b"later", b"later")
-    for guest in (first, second):
-        guest.wait_for_all()
-        guest.close()
+    for client in (first, second):
+        client.wait_for_all()
+        client.close()
 
 
-def test_all_are_here_only_when_all_are_here(place: MeetingPlace, away: Callable[..., Future[object]]) -> None:
-    guests = [Rendezvous(Meeting(1, 0, (place.address,) * 3, 0), Stop()) for _ in range(2)]
-    waiting = [away(guest.wait_for_all) for guest in guests]
-    guests[0].set("said", b"")
-    guests[1].set("heard", b"")
+def test_all_are_here_only_when_all_are_here(server: RendezvousServer, away: Callable[..., Future[object]]) -> None:
+    clients = [RendezvousClient(GroupSpec(1, 0, (server.address,) * 3, 0), Cancellation()) for _ in range(2)]
+    waiting = [away(client.wait_for_all) for client in clients]
+    clients[0].set("said", b"")
+    clients[1].set("heard", b"")
     assert not any(wait.done() for wait in waiting)
-    guests.append(Rendezvous(Meeting(1, 0, (place.address,) * 3, 0), Stop()))
+    clients.append(RendezvousClient(GroupSpec(1, 0, (server.address,) * 3, 0), Cancellation()))
     for wait in waiting:
         wait.result(PATIENCE_SECONDS)
-    for guest in guests:
-        guest.close()
+    for client in clients:
+        client.close()
 
 
-def test_meetings_do_not_hear_each_other_and_leave_nothing_behind(place: MeetingPlace) -> None:
-    other = Rendezvous(Meeting(2, 0, (place.address,) * 1, 0), Stop())
+def test_rooms_do_not_hear_each_other_and_leave_nothing_behind(server: RendezvousServer) -> None:
+    other = RendezvousClient(GroupSpec(2, 0, (server.address,) * 1, 0), Cancellation())
     other.set("key", b"other")
-    first = Rendezvous(Meeting(1, 0, (place.address,) * 1, 0), Stop())
+    first = RendezvousClient(GroupSpec(1, 0, (server.address,) * 1, 0), Cancellation())
     first.set("key", b"first")
     assert first.get("key") == b"first"
     first.close()
     deadline, seen = threading.Event(), b"first"
-    while seen == b"first":  # until the place has noticed that it left
-        again = Rendezvous(Meeting(1, 0, (place.address,) * 1, 0), Stop())
+    while seen == b"first":  # until the server has noticed that it left
+        again = RendezvousClient(GroupSpec(1, 0, (server.address,) * 1, 0), Cancellation())
         again.set("key", b"again")
         seen = again.get("key")
         again.close()
@@ -74,55 +74,59 @@ def test_meetings_do_not_hear_each_other_and_leave_nothing_behind(place: Meeting
     other.close()
 
 
-def test_a_wait_ends_when_it_is_called_off(place: MeetingPlace, away: Callable[..., Future[object]]) -> None:
-    stop = Stop()
-    guest = Rendezvous(Meeting(1, 0, (place.address,) * 2, 0), stop)
-    waiting = away(guest.wait_for_all)
-    stop.set()
-    with pytest.raises(WorldChanged, match="called off"):
+def test_a_wait_ends_when_it_is_cancelled(server: RendezvousServer, away: Callable[..., Future[object]]) -> None:
+    cancellation = Cancellation()
+    client = RendezvousClient(GroupSpec(1, 0, (server.address,) * 2, 0), cancellation)
+    waiting = away(client.wait_for_all)
+    cancellation.cancel()
+    with pytest.raises(WorldChanged, match="cancelled"):
         waiting.result(PATIENCE_SECONDS)
-    with pytest.raises(WorldChanged, match="called off"):
-        guest.set("key", b"")
-        guest.get("key")
-    guest.close()
+    with pytest.raises(WorldChanged, match="cancelled"):
+        client.set("key", b"")
+        client.get("key")
+    client.close()
 
 
-def test_a_meeting_that_was_called_off_before_is_not_entered(place: MeetingPlace) -> None:
-    stop = Stop()
-    stop.set()
-    with pytest.raises(WorldChanged, match="called off"):
-        Rendezvous(Meeting(1, 0, (place.address,) * 2, 0), stop)
+def test_a_room_whose_building_was_cancelled_before_is_not_entered(server: RendezvousServer) -> None:
+    cancellation = Cancellation()
+    cancellation.cancel()
+    with pytest.raises(WorldChanged, match="cancelled"):
+        RendezvousClient(GroupSpec(1, 0, (server.address,) * 2, 0), cancellation)
 
 
-def test_connecting_to_a_host_that_does_not_answer_is_called_off_too(away: Callable[..., Future[object]]) -> None:
+def test_connecting_to_a_host_that_does_not_answer_is_cancelled_too(away: Callable[..., Future[object]]) -> None:
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
         callers = [socket.socket() for _ in range(3)]
         for caller in callers:
             caller.setblocking(False)
             caller.connect_ex(full.getsockname())
-        stop, tried = Stop(), threading.Event()
-        stop.calls_off(tried.set)
-        connecting = away(Rendezvous, Meeting(1, 0, (f"127.0.0.1:{full.getsockname()[1]}",) * 2, 0), stop)
-        stop.set()
-        with pytest.raises(WorldChanged, match="called off"):
+        cancellation, tried = Cancellation(), threading.Event()
+        cancellation.on_cancel(tried.set)
+        connecting = away(
+            RendezvousClient, GroupSpec(1, 0, (f"127.0.0.1:{full.getsockname()[1]}",) * 2, 0), cancellation
+        )
+        cancellation.cancel()
+        with pytest.raises(WorldChanged, match="cancelled"):
             connecting.result(PATIENCE_SECONDS)
         assert tried.is_set()
         for caller in callers:
             caller.close()
 
 
-def test_a_meeting_place_that_dies_and_one_that_is_dead_are_out_of_reach(away: Callable[..., Future[object]]) -> None:
-    place = MeetingPlace("127.0.0.1")
-    guest = Rendezvous(Meeting(1, 0, (place.address,) * 2, 0), Stop())
-    waiting = away(guest.wait_for_all)
-    assert reachable(place.address)
-    place.close()
+def test_a_rendezvous_server_that_dies_and_one_that_is_dead_are_out_of_reach(
+    away: Callable[..., Future[object]],
+) -> None:
+    server = RendezvousServer("127.0.0.1")
+    client = RendezvousClient(GroupSpec(1, 0, (server.address,) * 2, 0), Cancellation())
+    waiting = away(client.wait_for_all)
+    assert reachable(server.address)
+    server.close()
     with pytest.raises(WorldChanged, match="out of reach: it hung up"):
         waiting.result(PATIENCE_SECONDS)
-    guest.close()
-    assert not reachable(place.address)
+    client.close()
+    assert not reachable(server.address)
     with pytest.raises(WorldChanged, match=r"out of reach: .*refused"):
-        Rendezvous(Meeting(1, 0, (place.address,) * 2, 0), Stop())
+        RendezvousClient(GroupSpec(1, 0, (server.address,) * 2, 0), Cancellation())
 
 
 @pytest.mark.parametrize(
@@ -137,17 +141,17 @@ def test_a_meeting_place_that_dies_and_one_that_is_dead_are_out_of_reach(away: C
     ],
     ids=["nothing", "http", "noise", "no size", "too long", "no text"],
 )
-def test_garbage_on_the_port_harms_no_meeting(place: MeetingPlace, noise: bytes) -> None:
-    guest = Rendezvous(Meeting(7, 0, (place.address,) * 1, 0), Stop())
-    with socket.create_connection(split_address(place.address)) as stranger:
+def test_garbage_on_the_port_harms_no_room(server: RendezvousServer, noise: bytes) -> None:
+    client = RendezvousClient(GroupSpec(7, 0, (server.address,) * 1, 0), Cancellation())
+    with socket.create_connection(split_address(server.address)) as stranger:
         stranger.sendall(noise)
         stranger.shutdown(socket.SHUT_WR)
         stranger.settimeout(PATIENCE_SECONDS)
         while _received(stranger):
             continue
-    guest.set("key", b"value")
-    assert guest.get("key") == b"value"
-    guest.close()
+    client.set("key", b"value")
+    assert client.get("key") == b"value"
+    client.close()
 
 
 def _received(stranger: socket.socket) -> bytes:
@@ -157,12 +161,12 @@ def _received(stranger: socket.socket) -> bytes:
         return b""
 
 
-def test_what_answers_at_the_address_may_be_no_meeting_place(away: Callable[..., Future[object]]) -> None:
+def test_what_answers_at_the_address_may_be_no_rendezvous_server(away: Callable[..., Future[object]]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        guest = Rendezvous(Meeting(1, 0, (f"127.0.0.1:{listener.getsockname()[1]}",) * 2, 0), Stop())
+        client = RendezvousClient(GroupSpec(1, 0, (f"127.0.0.1:{listener.getsockname()[1]}",) * 2, 0), Cancellation())
         connection, _ = listener.accept()
         connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-        with pytest.raises(WorldChanged, match="no meeting place"):
-            guest.wait_for_all()
-        guest.close()
+        with pytest.raises(WorldChanged, match="not a rendezvous server"):
+            client.wait_for_all()
+        client.close()
         connection.close()

@@ -1,7 +1,7 @@
-"""A meeting: where the members of a generation build their group, and the switch that calls the building off.
+"""What building a group takes: where the members of a generation meet, and the switch that cancels it.
 
-Made from a plan by the session, carried out by a `Transport` on a thread of its own. The training thread never waits
-in a meeting, and nobody waits in one for a process that may be dead: `Stop.set` ends every wait at once.
+Made from a plan by the session, carried out by a `Transport` on a thread of its own. The training thread never
+waits there, and nobody waits there for a process that may be dead: `Cancellation.cancel` ends every wait at once.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from shoal.group.progress import Progress
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class GroupSpec:
     """One process's view of the building of one group."""
 
     generation: int
     rank: int
     addresses: tuple[str, ...]
-    """By rank: `HOST:PORT` of each member's meeting place; gloo listens on the same host."""
+    """By rank: `HOST:PORT` of each member's rendezvous server; gloo listens on the same host."""
     builder: int
-    """The rank at whose place the group is built."""
+    """The rank at whose server the group is built."""
     progress: Progress = field(default_factory=Progress, compare=False)
     """Whom the building waits for; the group that comes of it goes on with it."""
 
     @classmethod
-    def of(cls, plan: Plan, rank: int, progress: Progress) -> Meeting:
+    def of(cls, plan: Plan, rank: int, progress: Progress) -> GroupSpec:
         addresses = tuple(member.address for member in plan.members)
         return cls(plan.generation, rank, addresses, plan.builder, progress)
 
@@ -39,33 +39,34 @@ class Meeting:
         return len(self.addresses)
 
 
-class Stop:
-    """The switch. Set once, from any thread; whoever waits somewhere gives it a way to end the wait."""
+class Cancellation:
+    """The switch. Set once, from any thread; whoever waits somewhere registers what ends the wait."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._ways: list[Callable[[], None]] = []
-        self._is_set = False
+        self._callbacks: list[Callable[[], None]] = []
+        self._is_cancelled = False
 
     @property
-    def is_set(self) -> bool:
-        return self._is_set
+    def is_cancelled(self) -> bool:
+        return self._is_cancelled
 
-    def calls_off(self, way: Callable[[], None]) -> None:
-        """`way` is called when this is set; at once where it is set already. It must not block."""
+    def on_cancel(self, callback: Callable[[], None]) -> None:
+        """`callback` is called when this is set; at once where it is set already. It must not block."""
         with self._lock:
-            self._ways.append(way)
-            is_set = self._is_set
-        if is_set:
-            way()
+            self._callbacks.append(callback)
+            is_cancelled = self._is_cancelled
+        if is_cancelled:
+            callback()
 
-    def set(self) -> None:
+    def cancel(self) -> None:
+        """End every wait of the building, and all later ones at once. Idempotent."""
         with self._lock:
-            self._is_set = True
-            ways = list(self._ways)
-        for way in ways:
-            way()
+            self._is_cancelled = True
+            callbacks = list(self._callbacks)
+        for callback in callbacks:
+            callback()
 
 
-Transport = Callable[[Meeting, Stop], Group]
-"""Builds the group of a meeting. Raises `WorldChanged` when stopped, or when somebody is out of reach."""
+Transport = Callable[[GroupSpec, Cancellation], Group]
+"""Builds the group of a spec. Raises `WorldChanged` when cancelled, or when somebody is out of reach."""

@@ -3,8 +3,9 @@
 A child (a data loader's worker) inherits every socket, and one that it holds stays open when its parent is killed: the
 parent then looks frozen, not dead. So a child puts /dev/null in the place of Shoal's sockets, and of no other. It
 neither shuts them down, which would end the parent's connection, nor closes them: whoever closes the number later would
-close what else has got it. gRPC and gloo do not tell their sockets, so the child asks the kernel what each one is.
-Only what a group is built with (gloo's listener, the guest's connection) stays: the building is called off anyway.
+close what else has got it. gRPC and gloo do not tell their sockets, so the child asks the kernel what each one is. Only
+what a group is built with (gloo's listener, the rendezvous client's connection) stays: the building is cancelled
+anyway.
 """
 
 from __future__ import annotations

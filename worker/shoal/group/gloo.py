@@ -21,15 +21,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.group.build import Meeting, Stop
+from shoal.group.build import Cancellation, GroupSpec
 from shoal.group.forks import let_go_in_children
 from shoal.group.group import GATHER_TAG, RESERVED_TAGS, Group, WorldChanged
 from shoal.group.progress import Progress
-from shoal.group.reach import watched
-from shoal.group.rendezvous_client import Rendezvous
+from shoal.group.reach import watch_reach
+from shoal.group.rendezvous_client import RendezvousClient
 from shoal.group.rendezvous_server import split_address
 from shoal.group.solo import SoloGroup
-from shoal.group.wait_threads import Waiters
+from shoal.group.wait_threads import WaitThreads
 
 ABORT_TAG = RESERVED_TAGS
 FOREVER = timedelta(days=1)
@@ -55,39 +55,39 @@ class _Gloo(Protocol):
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> _GlooWork: ...
 
 
-def build_gloo(meeting: Meeting, stop: Stop) -> Group:
-    """A `Transport`: meets the others at the builder's place and connects to each of them.
+def build_gloo(spec: GroupSpec, cancellation: Cancellation) -> Group:
+    """A `Transport`: meets the others at the builder's server and connects to each of them.
 
-    Stopped while it connects (milliseconds, unless a peer dies or freezes in them), it returns only when gloo gives up,
-    30 s later: the caller does not wait for it.
+    Cancelled while it connects (milliseconds, unless a peer dies or freezes in them), it returns only when gloo gives
+    up, 30 s later: the caller does not wait for it.
     """
-    if meeting.size == 1:
-        return SoloGroup(meeting.progress)
-    guest = Rendezvous(meeting, stop)
+    if spec.size == 1:
+        return SoloGroup(spec.progress)
+    client = RendezvousClient(spec, cancellation)
     try:
-        guest.wait_for_all()
-        gloo = _connected(guest, meeting)
+        client.wait_for_all()
+        gloo = _connected(client, spec)
     except RuntimeError as error:
-        raise WorldChanged(f"the group of generation {meeting.generation} could not be built: {error}") from None
+        raise WorldChanged(f"the group of generation {spec.generation} could not be built: {error}") from None
     finally:
-        guest.close()
-    group = GlooGroup(gloo, meeting.rank, meeting.size, meeting.progress)
-    if stop.is_set:
+        client.close()
+    group = GlooGroup(gloo, spec.rank, spec.size, spec.progress)
+    if cancellation.is_cancelled:
         group.abort()
         group.close()
-        raise WorldChanged(f"the building of the group of generation {meeting.generation} was called off")
+        raise WorldChanged(f"the building of the group of generation {spec.generation} was cancelled")
     return group
 
 
-def _connected(guest: Rendezvous, meeting: Meeting) -> _Gloo:
-    host, _ = split_address(meeting.addresses[meeting.rank])
+def _connected(client: RendezvousClient, spec: GroupSpec) -> _Gloo:
+    host, _ = split_address(spec.addresses[spec.rank])
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=host)]
     options._timeout = FOREVER
     let_go_in_children(_is_of_a_pair)
-    with watched(meeting):
-        return cast(_Gloo, gloo(guest, meeting.rank, meeting.size, options))
+    with watch_reach(spec):
+        return cast(_Gloo, gloo(client, spec.rank, spec.size, options))
 
 
 def _is_of_a_pair(tcp: socket.socket) -> bool:
@@ -148,7 +148,7 @@ class GlooGroup:
         self._gloo: _Gloo | None = gloo
         self._order = [(rank + distance) % size for distance in range(1, size)]
         self._closing = threading.Lock()
-        self._waiters = Waiters(progress.piece_done)
+        self._wait_threads = WaitThreads(progress.on_piece)
         self._looks: dict[int, _Connection] = {}
         self._aborted = False
         self._broken: set[int] = set()
@@ -194,7 +194,9 @@ class GlooGroup:
         """Returns when it is done. Raises `WorldChanged`."""
         peer = posted.peer
         self.progress.wait_for(peer)
-        failure = self._waiters.wait(posted.works, self._connection(peer)) if posted.works else "the operation is over"
+        failure = (
+            self._wait_threads.wait(posted.works, self._connection(peer)) if posted.works else "the operation is over"
+        )
         if failure is not None:
             raise self.failed(peer, failure)
         self.progress.go_on()
@@ -223,14 +225,14 @@ class GlooGroup:
                 return
             self._aborted = True
             any(_times_out(self._gloo, peer) for peer in self._order)
-            self._waiters.free("the group was aborted")
+            self._wait_threads.free("the group was aborted")
 
     def close(self) -> None:
         if self.in_flight:
             self.abort()
         with self._closing:
             self._gloo = None
-            self._waiters.close()
+            self._wait_threads.close()
             self._looks.clear()
             for posted in self.in_flight:
                 posted.forget()

@@ -51,7 +51,7 @@ class Progress:
         self._pieces = 0
         self._state = (boundary, phase, bucket, peers, time.monotonic())
 
-    def still_waits_for(self, peers: Sequence[int]) -> None:
+    def keep_waiting_for(self, peers: Sequence[int]) -> None:
         """The others have come: it goes on waiting for these."""
         boundary, phase, bucket, _, since = self._state
         self._state = (boundary, phase, bucket, tuple(peers), since)
@@ -63,7 +63,7 @@ class Progress:
 
     # ---- on the thread that waits for it
 
-    def piece_done(self) -> None:
+    def on_piece(self) -> None:
         """A message, or a piece of one, is complete: the wait begins anew. The first piece may have waited for a peer
         that was busy, so only the later ones tell how slow the connection is.
         """

@@ -1,7 +1,7 @@
 """Who is out of reach while gloo connects: gloo does not say for whom it waits.
 
-When connecting takes long, a thread asks every other member's meeting place, as one does who looks whether a process
-lives; those that do not answer are whom the building waits for. Called by gloo.py.
+When connecting takes long, a thread asks every other member's rendezvous server, as one does who looks whether a
+process lives; those that do not answer are whom the building waits for. Called by gloo.py.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from shoal.group.build import Meeting
+from shoal.group.build import GroupSpec
 from shoal.group.rendezvous_server import reachable
 
 LONG_SECONDS = 1.0
@@ -21,28 +21,28 @@ MOST_NAMED = 8
 
 
 @contextmanager
-def watched(meeting: Meeting) -> Iterator[None]:
-    """Until the block ends the meeting's progress tells for whom it waits: at first for everybody."""
+def watch_reach(spec: GroupSpec) -> Iterator[None]:
+    """Until the block ends the progress tells for whom the building waits: at first for everybody."""
     done = threading.Event()
-    meeting.progress.wait_for(*_others(meeting))
-    threading.Thread(target=_look, args=(meeting, done), name="shoal-group-reach", daemon=True).start()
+    spec.progress.wait_for(*_others(spec))
+    threading.Thread(target=_look, args=(spec, done), name="shoal-group-reach", daemon=True).start()
     try:
         yield
     finally:
         done.set()
 
 
-def _others(meeting: Meeting) -> list[int]:
-    return [rank for rank in range(meeting.size) if rank != meeting.rank]
+def _others(spec: GroupSpec) -> list[int]:
+    return [rank for rank in range(spec.size) if rank != spec.rank]
 
 
-def _look(meeting: Meeting, done: threading.Event) -> None:
+def _look(spec: GroupSpec, done: threading.Event) -> None:
     while not done.wait(LONG_SECONDS):
         away: list[int] = []
-        for rank in _others(meeting):
+        for rank in _others(spec):
             if done.is_set() or len(away) == MOST_NAMED:
                 break
-            if not reachable(meeting.addresses[rank], ANSWER_SECONDS):
+            if not reachable(spec.addresses[rank], ANSWER_SECONDS):
                 away.append(rank)
         if away and not done.is_set():
-            meeting.progress.still_waits_for(away)
+            spec.progress.keep_waiting_for(away)

@@ -1,7 +1,8 @@
-"""A meeting at another process's place: what gloo asks for while it connects, in calls that can be called off.
+"""A client of another process's rendezvous server: what gloo asks for while it connects, in calls that can be
+cancelled.
 
-Called on the builder's thread only. The stop shuts the connection down from outside, so every wait ends at once,
-whether the host is alive, frozen or gone.
+Called on the builder's thread only. The cancellation shuts the connection down from outside, so every wait ends at
+once, whether the host is alive, frozen or gone.
 """
 
 from __future__ import annotations
@@ -13,33 +14,33 @@ from datetime import timedelta
 from shoal_protos.rendezvous import HEAD, MOST_KEY_BYTES, MOST_VALUE_BYTES, entry
 from torch._C._distributed_c10d import Store
 
-from shoal.group.build import Meeting, Stop
+from shoal.group.build import Cancellation, GroupSpec
 from shoal.group.group import WorldChanged
 from shoal.group.rendezvous_server import ALL, split_address
 
 HERE = "here/"
-"""Before a rank: its guest has come."""
+"""Before a rank: its client has come."""
 CONNECT_SECONDS = 5.0
-"""To reach the meeting place of a process that was alive when the plan was made."""
+"""To reach the rendezvous server of a process that was alive when the plan was made."""
 
 
-class Rendezvous(Store):
-    """A guest at a meeting, as a store for gloo. Raises `WorldChanged` when it is called off or the place is lost.
+class RendezvousClient(Store):
+    """One rank of a group being built, as a store for gloo. Raises `WorldChanged` when cancelled or cut off.
 
     A reference must be kept as long as gloo uses it: C++ holds only its own half.
     """
 
-    def __init__(self, meeting: Meeting, stop: Stop) -> None:
+    def __init__(self, spec: GroupSpec, cancellation: Cancellation) -> None:
         super().__init__()
-        self._meeting, self._stop = meeting, stop
-        self._address = meeting.addresses[meeting.builder]
-        self._progress = meeting.progress
+        self._spec, self._cancellation = spec, cancellation
+        self._address = spec.addresses[spec.builder]
+        self._progress = spec.progress
         self._entries: dict[str, bytes] = {}
         host, port = split_address(self._address)
-        self._progress.wait_for(meeting.builder)
+        self._progress.wait_for(spec.builder)
         self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         self._stream = self._socket.makefile("rb")
-        stop.calls_off(self._shut_down)
+        cancellation.on_cancel(self._shut_down)
         try:
             self._socket.settimeout(CONNECT_SECONDS)
             self._socket.connect((host, port))
@@ -48,14 +49,14 @@ class Rendezvous(Store):
         except OSError as error:
             self.close()
             raise self._lost(error) from None
-        if stop.is_set:  # the way out was tried before there was a connection
+        if cancellation.is_cancelled:  # the way out was tried before there was a connection
             self.close()
             raise self._lost("")
-        self._say(f"g{meeting.generation}", str(meeting.size).encode())
-        self._say(f"{HERE}{meeting.rank}", b"")
+        self._post(f"g{spec.generation}", str(spec.size).encode())
+        self._post(f"{HERE}{spec.rank}", b"")
 
     def close(self) -> None:
-        """Leaves the meeting."""
+        """Leave the room."""
         self._stream.close()
         self._socket.close()
 
@@ -65,24 +66,24 @@ class Rendezvous(Store):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def wait_for_all(self) -> None:
-        """Until everybody is here: whoever dies before is not waited for in gloo, which cannot be called off."""
-        ranks = [rank for rank in range(self._meeting.size) if rank != self._meeting.rank]
+        """Until everybody is here: whoever dies before is not waited for in gloo, which cannot be cancelled."""
+        ranks = [rank for rank in range(self._spec.size) if rank != self._spec.rank]
         self._progress.wait_for(*ranks)
         while ALL not in self._entries:
             self._read_entry()
-            self._progress.still_waits_for([rank for rank in ranks if f"{HERE}{rank}" not in self._entries])
+            self._progress.keep_waiting_for([rank for rank in ranks if f"{HERE}{rank}" not in self._entries])
 
     # ---- what gloo asks
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._say(key, value.encode() if isinstance(value, str) else value)
+        self._post(key, value.encode() if isinstance(value, str) else value)
 
     def get(self, key: str) -> bytes:
         self._read_until(key)
         return self._entries[key]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """As long as it takes: only the stop ends it, so `timeout` is not heeded."""
+        """As long as it takes: only the cancellation ends it, so `timeout` is ignored."""
         del timeout
         for key in keys:
             self._read_until(key)
@@ -92,7 +93,7 @@ class Rendezvous(Store):
 
     # ---- the connection
 
-    def _say(self, key: str, value: bytes) -> None:
+    def _post(self, key: str, value: bytes) -> None:
         try:
             self._socket.sendall(entry(key, value))
         except OSError as error:
@@ -105,7 +106,7 @@ class Rendezvous(Store):
     def _read_entry(self) -> None:
         name, size = HEAD.unpack(self._read(HEAD.size))
         if name > MOST_KEY_BYTES or size > MOST_VALUE_BYTES:
-            raise self._lost("what answers there is no meeting place")
+            raise self._lost("what answers there is not a rendezvous server")
         posted = self._read(name).decode(errors="replace")
         self._entries[posted] = self._read(size)
 
@@ -119,6 +120,6 @@ class Rendezvous(Store):
         return data
 
     def _lost(self, why: object) -> WorldChanged:
-        if self._stop.is_set:
-            return WorldChanged("the building of the group was called off")
-        return WorldChanged(f"the meeting place at {self._address} is out of reach: {why}")
+        if self._cancellation.is_cancelled:
+            return WorldChanged("the building of the group was cancelled")
+        return WorldChanged(f"the rendezvous server at {self._address} is out of reach: {why}")

@@ -1,9 +1,9 @@
-"""The meeting place that each process opens at its start: boards on which members of a generation leave addresses.
+"""The rendezvous server that each process opens at its start: rooms in which members of a generation leave addresses.
 
 Not torch's TCPStore: that one asks the name service about every connection it makes or takes (seconds, where names are
-served badly), and its client cannot be called off. Here a guest says which meeting it comes to and how many are
-expected; what a guest posts goes to all guests, what was posted before to whoever comes later, and a last entry, ALL,
-when everybody is here. A board goes when its last guest has left. Whoever connects is told first which process this is:
+served badly), and its client cannot be cancelled. Here a client says which room it enters and how many are
+expected; what a client posts goes to all clients, what was posted before to whoever comes later, and a last entry, ALL,
+when everybody is here. A room goes when its last client has left. Whoever connects is told first which process this is:
 so the controller knows that it has reached it, and may take a later refusal for its death.
 """
 
@@ -20,15 +20,15 @@ from shoal_protos.rendezvous import HEAD, INCARNATION, MOST_KEY_BYTES, MOST_VALU
 from shoal.group.forks import bound_as, keep_in_children, let_go_in_children
 
 ALL = "all"
-"""Posted by the place itself once as many guests are here as are expected."""
+"""Posted by the server itself once as many clients are here as are expected."""
 
-MOST_GUESTS = 1 << 14
+MOST_CLIENTS = 1 << 14
 HELLO_SECONDS = 10.0
-"""For a guest to say why it has come."""
+"""For a client to say which room it enters."""
 BACKLOG = 1024
 CLOSE_SECONDS = 5.0
 TURNS = 4
-"""Of the loop, until a connection that was just taken is a visit that can be ended. (asyncio forgets one that is taken
+"""Of the loop, until a connection that was just accepted can be ended. (asyncio forgets one that is accepted
 while its server closes.)"""
 
 
@@ -39,7 +39,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def reachable(address: str, seconds: float = 1.0) -> bool:
-    """Whether the process that opened this place can be connected to from here."""
+    """Whether the process that serves this address can be connected to from here."""
     try:
         socket.create_connection(split_address(address), timeout=seconds).close()
     except OSError:
@@ -47,32 +47,32 @@ def reachable(address: str, seconds: float = 1.0) -> bool:
     return True
 
 
-class _Board:
-    """One meeting."""
+class _Room:
+    """Where the members of one generation meet."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._posted = bytearray()
-        self.guests: set[asyncio.StreamWriter] = set()
+        self.clients: set[asyncio.StreamWriter] = set()
 
-    async def entertain(self, reader: asyncio.StreamReader, guest: asyncio.StreamWriter) -> None:
-        """Until the guest leaves."""
-        guest.write(bytes(self._posted))
-        self.guests.add(guest)
-        if len(self.guests) == self._size:
+    async def serve(self, reader: asyncio.StreamReader, client: asyncio.StreamWriter) -> None:
+        """Until the client leaves."""
+        client.write(bytes(self._posted))
+        self.clients.add(client)
+        if len(self.clients) == self._size:
             self._post(entry(ALL, b""))
         while True:
             self._post(entry(*await _read(reader)))
 
-    def _post(self, news: bytes) -> None:
+    def _post(self, message: bytes) -> None:
         if len(self._posted) > (2 * self._size + 1) * MOST_VALUE_BYTES:
-            raise ValueError("a board is full")
-        self._posted += news
-        for guest in self.guests:
-            guest.write(news)
+            raise ValueError("a room is full")
+        self._posted += message
+        for client in self.clients:
+            client.write(message)
 
 
-class MeetingPlace:
+class RendezvousServer:
     """This process's own, served by a thread of its own."""
 
     def __init__(self, host: str, incarnation: Callable[[], str] = str) -> None:
@@ -84,10 +84,10 @@ class MeetingPlace:
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._sockets = bound_as(self._listener)
         let_go_in_children(self._sockets)
-        self._boards: dict[str, _Board] = {}
-        self._visits: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
+        self._rooms: dict[str, _Room] = {}
+        self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self._running = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="shoal-meeting-place", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="shoal-rendezvous", daemon=True)
         self._thread.start()
         self._running.wait()
 
@@ -99,47 +99,47 @@ class MeetingPlace:
         keep_in_children(self._sockets)
 
     def _run(self) -> None:
-        asyncio.run(self._serve())
+        asyncio.run(self._accept())
 
-    async def _serve(self) -> None:
+    async def _accept(self) -> None:
         self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
-        server = await asyncio.start_server(self._receive, sock=self._listener, backlog=BACKLOG)
+        server = await asyncio.start_server(self._on_connection, sock=self._listener, backlog=BACKLOG)
         self._running.set()
         await self._over.wait()
         self._loop.remove_reader(self._listener)
         for _ in range(TURNS):
             await asyncio.sleep(0)
         server.close()
-        for guest in self._visits.values():
-            guest.transport.abort()
-        if self._visits:
-            await asyncio.wait(self._visits, timeout=CLOSE_SECONDS)
+        for client in self._connections.values():
+            client.transport.abort()
+        if self._connections:
+            await asyncio.wait(self._connections, timeout=CLOSE_SECONDS)
 
-    def _receive(self, reader: asyncio.StreamReader, guest: asyncio.StreamWriter) -> None:
-        guest.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        visit = asyncio.create_task(self._entertain(reader, guest), name="a guest")
-        self._visits[visit] = guest
-        visit.add_done_callback(self._visits.pop)
+    def _on_connection(self, reader: asyncio.StreamReader, client: asyncio.StreamWriter) -> None:
+        client.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection = asyncio.create_task(self._serve_client(reader, client), name="a client")
+        self._connections[connection] = client
+        connection.add_done_callback(self._connections.pop)
 
-    async def _entertain(self, reader: asyncio.StreamReader, guest: asyncio.StreamWriter) -> None:
-        """One connection: a guest, somebody who looks whether we live, or somebody with no business here."""
-        board, meeting = None, ""
-        guest.write(entry(INCARNATION, self._incarnation().encode()))
+    async def _serve_client(self, reader: asyncio.StreamReader, client: asyncio.StreamWriter) -> None:
+        """One connection: a client, somebody who looks whether we live, or somebody with no business here."""
+        room, name = None, ""
+        client.write(entry(INCARNATION, self._incarnation().encode()))
         try:
             async with asyncio.timeout(HELLO_SECONDS):
-                meeting, size = await _read(reader)
-            board = self._boards.setdefault(meeting, _Board(min(int(size), MOST_GUESTS)))
-            await board.entertain(reader, guest)
+                name, size = await _read(reader)
+            room = self._rooms.setdefault(name, _Room(min(int(size), MOST_CLIENTS)))
+            await room.serve(reader, client)
         except (asyncio.IncompleteReadError, ConnectionError, TimeoutError, ValueError):
             return  # it has left, or what it says is no entry
         finally:
-            if board is not None:
-                board.guests.discard(guest)
-                if not board.guests:
-                    self._boards.pop(meeting, None)
-            guest.transport.abort()  # one that is frozen would never take what is left for it
+            if room is not None:
+                room.clients.discard(client)
+                if not room.clients:
+                    self._rooms.pop(name, None)
+            client.transport.abort()  # one that is frozen would never take what is left for it
             with contextlib.suppress(OSError):
-                await guest.wait_closed()
+                await client.wait_closed()
 
 
 async def _read(reader: asyncio.StreamReader) -> tuple[str, bytes]:

@@ -34,15 +34,15 @@ class Connection(Protocol):
 Answers = SimpleQueue[str | None]
 """What became of the operations: None when all are done, else why one failed. The first answer counts."""
 
-_Asked = SimpleQueue[tuple[Sequence[Waitable], Answers] | None]
+_Tasks = SimpleQueue[tuple[Sequence[Waitable], Answers] | None]
 
 
-class Waiters:
+class WaitThreads:
     """As many threads as there are waits at once: one, as a rule. `done` is called after each operation."""
 
     def __init__(self, done: Callable[[], None]) -> None:
         self._done = done
-        self._idle: list[_Asked] = []
+        self._idle: list[_Tasks] = []
         self._waiting: set[Answers] = set()
         self._over: str | None = None
         """Why no wait is worth while any more."""
@@ -73,22 +73,22 @@ class Waiters:
 
     # ---- the threads
 
-    def _one(self) -> _Asked:
+    def _one(self) -> _Tasks:
         try:
             return self._idle.pop()
         except IndexError:
-            asked: _Asked = SimpleQueue()
-            threading.Thread(target=self._serve, args=(asked,), name="shoal-group-waits", daemon=True).start()
-            return asked
+            tasks: _Tasks = SimpleQueue()
+            threading.Thread(target=self._serve, args=(tasks,), name="shoal-group-waits", daemon=True).start()
+            return tasks
 
-    def _serve(self, asked: _Asked) -> None:
-        while (task := asked.get()) is not None:
+    def _serve(self, tasks: _Tasks) -> None:
+        while (task := tasks.get()) is not None:
             works, answers = task
             answer = _outcome(works, self._done)
             del task, works
-            self._idle.append(asked)
+            self._idle.append(tasks)
             answers.put(answer)
-            if self._over is not None and asked in self._idle:
+            if self._over is not None and tasks in self._idle:
                 return
 
 

@@ -44,7 +44,7 @@ class AloneLink:
         self._membership = Membership(self.worker, self.incarnation)
         self._inbox = Inbox()
         self._description: Description | None = None
-        self.before_meeting: Callable[[], None] = _nothing
+        self.before_building: Callable[[], None] = _nothing
 
     def introduce(self, description: Description, status: Status) -> None:
         del status  # there is nobody to tell

@@ -32,10 +32,10 @@ from shoal_protos.plan import Plan
 from shoal_protos.runs import Runs
 
 from shoal.core.membership import Membership
-from shoal.group.build import Meeting, Stop, Transport
+from shoal.group.build import Cancellation, GroupSpec, Transport
 from shoal.group.gloo import build_gloo
 from shoal.group.group import Group
-from shoal.group.rendezvous_server import MeetingPlace
+from shoal.group.rendezvous_server import RendezvousServer
 from shoal.logs import get_logger
 from shoal.session.dialogue import Abort, Build, Dialogue, Effect, Process, Put
 from shoal.session.groups import Building, Groups
@@ -66,13 +66,13 @@ class ControllerLink:
         self._membership = Membership(settings.worker, secrets.token_hex(8))
         self._inbox = Inbox()
         self._transport = transport
-        self._groups = Groups(self._meet, self._lock, self)
-        self.before_meeting: Callable[[], None] = _nothing
+        self._groups = Groups(self._build_group, self._lock, self)
+        self.before_building: Callable[[], None] = _nothing
         self._spoken = threading.Condition(self._lock)
         """Notified when the controller has welcomed us, refused us, or heard our last word."""
         self._last_word_heard = False
         self._closed = False
-        self._place: MeetingPlace | None = None
+        self._server: RendezvousServer | None = None
         self._dialogue: Dialogue | None = None
         self._thread: SessionThread | None = None
         self._term: TermSignal | None = None
@@ -109,14 +109,14 @@ class ControllerLink:
     # ---- on the training thread
 
     def introduce(self, description: Description, status: Status) -> None:
-        self._place = self._open_place()
+        self._server = self._open_server()
         hostname = socket.gethostname()
         process = Process(
             self._settings.job,
             hostname,
             os.getpid(),
             self._settings.domain or hostname,
-            self._place.address,
+            self._server.address,
             self._settings.run,
             self._settings.grace_seconds,
         )
@@ -130,10 +130,10 @@ class ControllerLink:
             self.close()
             raise SystemExit(exit_status) if exit_status else UserError(ending.reason)
 
-    def _open_place(self) -> MeetingPlace:
+    def _open_server(self) -> RendezvousServer:
         host = self._settings.own_host()
         try:
-            return MeetingPlace(host, lambda: self.incarnation)
+            return RendezvousServer(host, lambda: self.incarnation)
         except OSError as error:
             raise UserError(
                 f"no port can be opened on {host}: {error}. Set SHOAL_HOST to an address of this host."
@@ -226,8 +226,8 @@ class ControllerLink:
         if self._thread is not None:
             self._thread.close()
         uninstall(self._term)
-        if self._place is not None:
-            self._place.close()
+        if self._server is not None:
+            self._server.close()
 
     def _say(self) -> None:
         """Something may be due."""
@@ -309,7 +309,7 @@ class ControllerLink:
         """All of it under one hold of the lock, but for the aborts."""
         with self._spoken:
             over = [building for effect in decide() for building in self._effect(effect)]
-            void = self._groups.call_off(self._membership.live)
+            void = self._groups.cancel(self._membership.live)
             self._spoken.notify_all()
         self._say()
         for building in over:
@@ -323,14 +323,14 @@ class ControllerLink:
             case Build(plan, rank):
                 self._groups.build(plan, rank, newcomer=plan.recovery is None and self._membership.is_newcomer)
             case Abort():
-                return self._groups.call_off_all()
+                return self._groups.cancel_all()
         return []
 
     # ---- on a builder's thread
 
-    def _meet(self, meeting: Meeting, stop: Stop) -> Group:
-        self.before_meeting()
-        return self._transport(meeting, stop)
+    def _build_group(self, spec: GroupSpec, cancellation: Cancellation) -> Group:
+        self.before_building()
+        return self._transport(spec, cancellation)
 
     # ---- on a builder's thread, under the lock
 
@@ -347,7 +347,7 @@ class ControllerLink:
     def begun(self, building: Building, state: bytes) -> None:
         assert building.group is not None
         self._inbox.put(Begun(building.plan, building.group, state))
-        others = self._groups.call_off({building.plan.generation})
+        others = self._groups.cancel({building.plan.generation})
         self._groups.retire(others, abort=True)
 
     def unreachable(self, building: Building, ranks: list[int]) -> None:

@@ -60,7 +60,7 @@ class Process:
     pid: int
     domain: str
     address: str
-    """Of its own meeting place."""
+    """Of its own rendezvous server."""
     run: str = ""
     """Of the job, as its launcher told it; empty: the first welcome does."""
     grace_seconds: float = GRACE_SECONDS

@@ -1,7 +1,7 @@
 """The groups of this process: those being built, those kept for plans that may begin, and the one that trains.
 
 Each is built on a thread of its own, because building waits for other processes. Called under the client's lock, which
-the builders take too when they are done. What is called off is stopped under the lock; aborting and closing it comes
+the builders take too when they are done. What is cancelled ends its waits under the lock; aborting and closing it comes
 after, outside: a group that the training thread may be inside is closed by the training thread (`bury`).
 """
 
@@ -18,7 +18,7 @@ from shoal_protos.plan import Plan
 
 from shoal.exchange.framing import read_letter
 from shoal.exchange.traffic import FIRST_MESSAGE
-from shoal.group.build import Meeting, Stop, Transport
+from shoal.group.build import Cancellation, GroupSpec, Transport
 from shoal.group.group import Group, WorldChanged
 from shoal.group.progress import Progress
 from shoal.group.rendezvous_server import reachable
@@ -40,7 +40,7 @@ class Building:
     rank: int
     newcomer: bool
     """It waits in the group for the first message."""
-    stop: Stop = field(default_factory=Stop)
+    cancellation: Cancellation = field(default_factory=Cancellation)
     progress: Progress = field(init=False)
     """Whom it waits for; then the group's."""
     group: Group | None = None
@@ -56,7 +56,7 @@ class Building:
 
     def abort(self) -> None:
         """Every operation in it, and its building, ends now."""
-        self.stop.set()
+        self.cancellation.cancel()
         if self.group is not None:
             self.group.abort()
 
@@ -104,16 +104,16 @@ class Groups:
         building = self._wanted[plan.generation] = Building(plan, rank, newcomer)
         self._start(f"shoal-group-{plan.generation}", self._build, building)
 
-    def call_off(self, live: set[int]) -> list[Building]:
-        """Stops all but the groups of these generations; the caller aborts what is returned, outside the lock."""
+    def cancel(self, live: set[int]) -> list[Building]:
+        """Cancels all but the groups of these generations; the caller aborts what is returned, outside the lock."""
         over = [self._wanted.pop(generation) for generation in list(self._wanted) if generation not in live]
         for building in over:
-            building.stop.set()
+            building.cancellation.cancel()
         return over
 
-    def call_off_all(self) -> list[Building]:
+    def cancel_all(self) -> list[Building]:
         """Likewise all of them; the training thread, which may be inside one, closes them with `bury`."""
-        over = self.call_off(set())
+        over = self.cancel(set())
         self._over += over
         return over
 
@@ -121,7 +121,7 @@ class Groups:
         """A world begins in `group` (None: without this process). Returns the others, to be retired."""
         mine = [building for building in self._wanted.values() if group is not None and building.group is group]
         self._wanted = {n: building for n, building in self._wanted.items() if building not in mine}
-        over = self.call_off(set())
+        over = self.cancel(set())
         for building in mine:
             building.plan, building.progress.generation = plan, plan.generation
             self._wanted[plan.generation] = building
@@ -135,7 +135,7 @@ class Groups:
             self._start("shoal-group-closing", _close_all, over, abort)
 
     def bury(self) -> None:
-        """On the training thread: close what was called off. Its buffers are free afterwards."""
+        """On the training thread: close what was cancelled. Its buffers are free afterwards."""
         with self._lock:
             over, self._over = self._over, []
         for building in over:
@@ -144,7 +144,7 @@ class Groups:
     def close(self) -> None:
         """All groups end. On the training thread."""
         with self._lock:
-            over = self.call_off_all()
+            over = self.cancel_all()
         for building in over:
             building.abort()
         self.bury()
@@ -170,13 +170,13 @@ class Groups:
     def _build_and_join(self, building: Building) -> None:
         began = time.monotonic()
         try:
-            meeting = Meeting.of(building.plan, building.rank, building.progress)
-            group = self._transport(meeting, building.stop)
+            spec = GroupSpec.of(building.plan, building.rank, building.progress)
+            group = self._transport(spec, building.cancellation)
         except WorldChanged as error:
             self._look_around(building, str(error))
             return
         with self._lock:
-            wanted = not building.stop.is_set
+            wanted = not building.cancellation.is_cancelled
             if wanted:
                 building.progress.reach(StepPhase.BUILT)
                 building.group, building.seconds = group, time.monotonic() - began
@@ -194,18 +194,18 @@ class Groups:
         except WorldChanged:
             return
         with self._lock:
-            if not building.stop.is_set:
+            if not building.cancellation.is_cancelled:
                 self._told.begun(building, state)
 
     def _look_around(self, building: Building, why: str) -> None:
         """Looks who is out of reach from here."""
-        if building.stop.is_set:
+        if building.cancellation.is_cancelled:
             return
         log.warning("group_not_built", generation=building.plan.generation, why=why)
         members = building.plan.members
         ranks = [r for r, member in enumerate(members) if r != building.rank and not reachable(member.address)]
         with self._lock:
-            if not building.stop.is_set:
+            if not building.cancellation.is_cancelled:
                 self._told.unreachable(building, ranks)
 
 

@@ -94,8 +94,8 @@ class Link(Protocol):
 
     alone: bool
     """No controller: a world of one that nobody else will ever join."""
-    before_meeting: Callable[[], None]
-    """Called on a builder's thread before this process meets others to build a group. Tests strike there."""
+    before_building: Callable[[], None]
+    """Called on a builder's thread before this process begins to build a group. Tests strike there."""
 
     @property
     def job(self) -> str:

@@ -96,7 +96,7 @@ class Engine:
         self._bad_gradient = ""
         """Of the step at hand, where this worker's blocks have one."""
         faults.abort = self._abort_group
-        link.before_meeting = lambda: faults.at("group", max(0, state.step))
+        link.before_building = lambda: faults.at("group", max(0, state.step))
 
     def _abort_group(self) -> None:
         if self.world is not None:
