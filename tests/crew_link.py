@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from memory_group import MemoryGroup
 from shoal.core.membership import Membership
-from shoal.exchange.framing import read_letter
+from shoal.exchange.framing import receive_framed
 from shoal.exchange.traffic import FIRST_MESSAGE
 from shoal.group.group import Group
 from shoal.session.dialogue import Abort, Build, Dialogue, Effect, Process, Put
@@ -189,7 +189,7 @@ class CrewLink:
             if group is not None and self.own.is_newcomer:
                 way = (plan.builder, group.rank, FIRST_MESSAGE)
                 if len(group.wire.arrived[way]) == 2:
-                    state = read_letter(group, plan.builder, FIRST_MESSAGE)
+                    state = receive_framed(group, plan.builder, FIRST_MESSAGE)
                     self._drop({generation})
                     self.plans.clear()
                     self._items.append(Begun(plan, group, state))

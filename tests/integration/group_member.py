@@ -14,7 +14,7 @@ import threading
 from typing import Any
 
 import torch
-from shoal.exchange.framing import Letter, read_letter
+from shoal.exchange.framing import FramedSend, receive_framed
 from shoal.group.build import Cancellation, GroupSpec
 from shoal.group.gloo import build_gloo
 from shoal.group.group import Group, WorldChanged
@@ -95,12 +95,12 @@ class Member:
     def mean(self) -> float:
         return float(self.buffer.mean())
 
-    def letter(self, generation: int, to: int, content: str) -> str:
-        Letter(self.groups[generation], to, 0, content.encode()).wait()
+    def send_framed(self, generation: int, to: int, content: str) -> str:
+        FramedSend(self.groups[generation], to, 0, content.encode()).wait()
         return "left"
 
     def read(self, generation: int, source: int) -> str:
-        return read_letter(self.groups[generation], source, 0).decode()
+        return receive_framed(self.groups[generation], source, 0).decode()
 
     def abort(self, generation: int) -> str:
         self.groups[generation].abort()

@@ -138,12 +138,12 @@ def test_every_member_gets_every_row_and_every_message(size: int) -> None:
         assert means == [[float(other) for other in range(size) if other != rank] for rank in range(size)]
 
 
-def test_a_letter_arrives_whole_and_an_empty_one_too() -> None:
+def test_a_framed_message_arrives_whole_and_an_empty_one_too() -> None:
     with party(2) as members:
         members.build(1)
         for content in ("state of the job", ""):
             read = members[1].start("read", generation=1, source=0)
-            members[0].ask("letter", generation=1, to=1, content=content)
+            members[0].ask("send_framed", generation=1, to=1, content=content)
             assert read.result(PATIENCE_SECONDS) == content
 
 

@@ -19,7 +19,7 @@ import torch
 from certificates import authority, certificate
 from integration.linked_workers import DESCRIPTION, NEW, Worker, at, begin_a_world, together, workers
 from integration.small_controller import PATIENCE_SECONDS, SmallController
-from shoal.exchange.framing import Letter
+from shoal.exchange.framing import FramedSend
 from shoal.exchange.traffic import FIRST_MESSAGE
 from shoal.group.build import Cancellation, GroupSpec
 from shoal.group.group import Group, WorldChanged
@@ -267,7 +267,7 @@ def test_a_newcomer_begins_with_the_first_message_of_its_world() -> None:
         begun = [_until_voted(worker, 2) for worker in (a, b)]
         a.plan, a.group = begun[0].plan, begun[0].group
         b.plan, b.group = begun[1].plan, begun[1].group
-        Letter(a.group, 2, FIRST_MESSAGE, b"the job's state").wait()
+        FramedSend(a.group, 2, FIRST_MESSAGE, b"the job's state").wait()
         first = c.takes(Begun)
         assert first.state == b"the job's state"
         c.plan, c.group = first.plan, first.group
@@ -294,7 +294,7 @@ def test_a_newcomer_keeps_an_older_plan_that_begins_after_all() -> None:
         begun = [_until_voted(worker, 2) for worker in (a, b)]
         controller.says("c", Carry(newer), Ping(1))
         controller.hears(Heartbeat, lambda said: said.echo == 1, by="c")
-        Letter(begun[0].group, 2, FIRST_MESSAGE, b"").wait()
+        FramedSend(begun[0].group, 2, FIRST_MESSAGE, b"").wait()
         assert c.takes(Begun).plan.generation == 2
 
 

@@ -27,8 +27,8 @@ def module_with(**buffers: Tensor) -> nn.Module:
 
 def exchanged(buffers: ModuleBuffers, lanes: int) -> dict[str, Tensor]:
     """What a world of one commits."""
-    routes = SimpleNamespace(lane_spans=(((0, lanes),),), others=())
-    buffers.exchange(SoloGroup(), cast(Any, routes))
+    traffic = SimpleNamespace(lane_spans=(((0, lanes),),), others=())
+    buffers.exchange(SoloGroup(), cast(Any, traffic))
     return buffers.pending
 
 

@@ -207,7 +207,7 @@ def handed(worker: Worker) -> int:
     assert world is not None
     peers = [rank for rank in range(world.plan.world_size) if rank != world.rank]
     ways = [(world.rank, peer) for peer in peers] + [(peer, world.rank) for peer in peers]
-    return sum(1 for way in ways for ranges in world.routes.handed(0, *way) if ranges)
+    return sum(1 for way in ways for ranges in world.traffic.handed(0, *way) if ranges)
 
 
 # ---- hyper-parameters and the optimizer

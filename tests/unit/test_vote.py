@@ -10,7 +10,7 @@ import pytest
 import torch
 from shoal.core.layout import Trainable, lay_out
 from shoal.exchange.finite import describe_gradient
-from shoal.exchange.traffic import Routes
+from shoal.exchange.traffic import Traffic
 from shoal.exchange.vote import (
     MOST_NAMES,
     NAMES_BYTES,
@@ -29,7 +29,7 @@ from worlds import recovery
 
 BUCKET = lay_out([Trainable("ü" * 300, (8,), torch.float32, 0)]).buckets[0]
 LAYOUT = lay_out([Trainable("weight", (8,), torch.float32, 0)])
-ROUTES = Routes(recovery(1, "a"), 0, LAYOUT)
+TRAFFIC = Traffic(recovery(1, "a"), 0, LAYOUT)
 
 
 def test_the_vote_runs_on_the_cpu_whatever_the_default_device_is() -> None:
@@ -40,7 +40,7 @@ def test_the_vote_runs_on_the_cpu_whatever_the_default_device_is() -> None:
         return row.reshape(1, -1)
 
     with torch.device("meta"):
-        record = cast(gather, ROUTES, Ballot(step=3, generation=1, hyper="00", losses=(2.0,)), None)
+        record = cast(gather, TRAFFIC, Ballot(step=3, generation=1, hyper="00", losses=(2.0,)), None)
     assert [row.device.type for row in rows] == ["cpu"]
     assert (record.step, record.generations, record.loss) == (3, (1,), 2.0)
 
@@ -53,8 +53,8 @@ def test_a_row_has_the_same_length_whatever_is_in_it() -> None:
         return row.reshape(1, -1)
 
     reports = {f"metric{number}": [float(number)] for number in range(16)}
-    cast(gather, ROUTES, Ballot(1, 1, "00", (1.0,)), None)
-    cast(gather, ROUTES, Ballot(1, 1, "00", (1.0,), reports, wishes=(Wish("save"),)), None)
+    cast(gather, TRAFFIC, Ballot(1, 1, "00", (1.0,)), None)
+    cast(gather, TRAFFIC, Ballot(1, 1, "00", (1.0,), reports, wishes=(Wish("save"),)), None)
     assert lengths == [TEXT_BYTES] * 2
 
 
@@ -64,7 +64,7 @@ def test_the_longest_ballot_that_is_allowed_fits_whatever_lanes_a_worker_has(lan
     plan = replace(recovery(1, "ab"), lanes=64)
     others = tuple(lane for lane in range(64) if lane not in lanes)
     shares = tuple(replace(share, lanes=held) for share, held in zip(plan.shares, (lanes, others), strict=True))
-    routes = Routes(replace(plan, shares=shares), 0, LAYOUT)
+    traffic = Traffic(replace(plan, shares=shares), 0, LAYOUT)
     width = NAMES_BYTES // MOST_NAMES - 3
     names = [f"{number:0{width}}" for number in range(MOST_NAMES - 1)] + ["n" * (width - 1)]
     check_names(names, "engine.report")
@@ -87,12 +87,12 @@ def test_the_longest_ballot_that_is_allowed_fits_whatever_lanes_a_worker_has(lan
             saving="writing",
             saved=2**53,
         )
-        for spans, wishes in zip(routes.lane_spans, ((_longest_wish(),), ()), strict=True)
+        for spans, wishes in zip(traffic.lane_spans, ((_longest_wish(),), ()), strict=True)
     )
     rows: list[Tensor] = []
     with pytest.raises(_Gathered):
-        cast(lambda row: _keep(rows, row), routes, theirs, torch.ones(1, dtype=torch.float64))
-    record = cast(lambda row: torch.stack([row, rows[0]]), routes, mine, torch.ones(1, dtype=torch.float64))
+        cast(lambda row: _keep(rows, row), traffic, theirs, torch.ones(1, dtype=torch.float64))
+    record = cast(lambda row: torch.stack([row, rows[0]]), traffic, mine, torch.ones(1, dtype=torch.float64))
     assert record.wishes == (_longest_wish(),) and set(record.reports) == set(names)
 
 
@@ -122,5 +122,5 @@ def test_names_and_requests_are_refused_where_they_are_given() -> None:
 
 
 def test_the_record_survives_its_bytes() -> None:
-    record = cast(lambda row: row.reshape(1, -1), ROUTES, Ballot(1, 1, "00", (0.1,), wishes=(Wish("stop"),)), None)
+    record = cast(lambda row: row.reshape(1, -1), TRAFFIC, Ballot(1, 1, "00", (0.1,), wishes=(Wish("stop"),)), None)
     assert Record.from_bytes(record.to_bytes()) == record

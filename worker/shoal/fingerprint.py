@@ -14,7 +14,7 @@ from shoal_protos.runs import Runs
 from torch import Tensor
 
 from shoal.core.layout import Layout
-from shoal.exchange.framing import Letter, read_letter
+from shoal.exchange.framing import FramedSend, receive_framed
 from shoal.exchange.traffic import DIGESTS
 from shoal.group.group import Group
 from shoal.training.state import TrainingState, digest_of, tensor_bytes
@@ -77,13 +77,13 @@ def _exchanged(group: Group, mine: dict[int, bytes]) -> list[tuple[int, bytes]]:
     head = ",".join(map(str, numbers.encode())).encode()
     content = head + b"\n" + b"".join(mine[number] for number in numbers)
     others = [peer for peer in range(group.size) if peer != group.rank]
-    letters = [Letter(group, peer, DIGESTS, content) for peer in others]
+    sends = [FramedSend(group, peer, DIGESTS, content) for peer in others]
     found: list[tuple[int, bytes]] = []
     for peer in others:
-        text, _, digests = read_letter(group, peer, DIGESTS).partition(b"\n")
+        text, _, digests = receive_framed(group, peer, DIGESTS).partition(b"\n")
         theirs = Runs.decode([int(n) for n in text.split(b",") if n], 1 << 17)
         width = len(digests) // max(1, len(theirs))
         found += [(number, digests[i * width : (i + 1) * width]) for i, number in enumerate(theirs)]
-    for letter in letters:
-        letter.wait()
+    for send in sends:
+        send.wait()
     return found

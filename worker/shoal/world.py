@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from shoal_protos.plan import Plan
 from shoal_protos.runs import Runs
 
-from shoal.exchange.traffic import Routes
+from shoal.exchange.traffic import Traffic
 from shoal.group.group import Group
 
 
@@ -16,7 +16,7 @@ class World:
     plan: Plan
     rank: int
     group: Group
-    routes: Routes
+    traffic: Traffic
 
     @property
     def lanes(self) -> tuple[int, ...]:
@@ -25,4 +25,4 @@ class World:
 
     def replays(self, boundaries: int) -> Runs:
         """The blocks that this member updates itself at the next vote."""
-        return self.routes.replays(boundaries)[self.rank]
+        return self.traffic.replays(boundaries)[self.rank]

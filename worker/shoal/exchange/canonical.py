@@ -19,8 +19,8 @@ from torch import Tensor
 from shoal.blocks.lane_sums import LaneSums
 from shoal.core.tree import fold
 from shoal.exchange.finite import culprit, describe_gradient, is_finite
-from shoal.exchange.packing import Arrival, pack, size_of
-from shoal.exchange.traffic import MIRRORED, PARTIALS, Routes
+from shoal.exchange.packing import PackedReceive, pack, size_of
+from shoal.exchange.traffic import MIRRORED, PARTIALS, Traffic
 from shoal.group.group import Group, Work, WorldChanged
 
 AHEAD = 2
@@ -39,21 +39,21 @@ class _InFlight:
 class CanonicalReduction:
     """The reduction of one step: made before its last backward, which calls `filled`; then `finish`.
 
-    `routes` and `group` are the world's. Raises `WorldChanged` from the constructor and `finish`.
+    `traffic` and `group` are the world's. Raises `WorldChanged` from the constructor and `finish`.
     """
 
-    def __init__(self, group: Group, routes: Routes, sums: LaneSums, boundaries: int) -> None:
-        self._group, self._routes, self._sums, self._boundaries = group, routes, sums, boundaries
-        self._rank = routes.rank
-        self._flight = [_InFlight() for _ in routes.layout.buckets]
-        self._spans = [(span, rank) for rank in range(group.size) for span in routes.lane_spans[rank]]
+    def __init__(self, group: Group, traffic: Traffic, sums: LaneSums, boundaries: int) -> None:
+        self._group, self._traffic, self._sums, self._boundaries = group, traffic, sums, boundaries
+        self._rank = traffic.rank
+        self._flight = [_InFlight() for _ in traffic.layout.buckets]
+        self._spans = [(span, rank) for rank in range(group.size) for span in traffic.lane_spans[rank]]
         mine = [index for index, (_, rank) in enumerate(self._spans) if rank == self._rank]
-        self._fold = fold([span for span, _ in self._spans], routes.plan.lanes, mine)
+        self._fold = fold([span for span, _ in self._spans], traffic.plan.lanes, mine)
         self._root = self._fold[-1][0] if self._fold else 0
         self._sent = 0
         self._posted = 0
         self._mirror_sends: list[list[tuple[Work, Tensor]]] = []
-        self._mirror_arrivals: list[list[Arrival]] = []
+        self._mirror_arrivals: list[list[PackedReceive]] = []
         self._broken = False
         self.bad_gradient = ""
         """The first parameter in this worker's blocks whose gradient is not finite, and where that comes from."""
@@ -70,11 +70,11 @@ class CanonicalReduction:
 
     def _send(self, bucket: int) -> None:
         self._sent += 1
-        if not self._routes.lane_spans[self._rank]:
+        if not self._traffic.lane_spans[self._rank]:
             return
         flight = self._flight[bucket]
-        for peer in self._routes.others:
-            ranges = self._routes.owned[peer][bucket]
+        for peer in self._traffic.others:
+            ranges = self._traffic.owned[peer][bucket]
             if ranges:
                 message = pack(self._sums.partials(bucket), ranges)
                 flight.packed.append(message)
@@ -86,9 +86,9 @@ class CanonicalReduction:
             self._posted += 1
 
     def _post(self, bucket: int) -> None:
-        ranges = self._routes.owned[self._rank][bucket]
-        for peer in self._routes.others if ranges else ():
-            count = len(self._routes.lane_spans[peer])
+        ranges = self._traffic.owned[self._rank][bucket]
+        for peer in self._traffic.others if ranges else ():
+            count = len(self._traffic.lane_spans[peer])
             if count:
                 message = self._sums.live.flats[bucket].new_empty(count * size_of(ranges))
                 work = self._group.receive(message, peer, PARTIALS)
@@ -128,7 +128,7 @@ class CanonicalReduction:
         flight, at = self._flight[bucket], 0
         for work, _ in flight.arrivals.values():
             work.wait()
-        ranges = self._routes.owned[self._rank][bucket]
+        ranges = self._traffic.owned[self._rank][bucket]
         length = size_of(ranges)
         live = self._sums.live.flats[bucket]
         for start, stop in ranges:
@@ -136,10 +136,10 @@ class CanonicalReduction:
             for into, other in self._fold:
                 parts[into].add_(parts[other])
             root = parts[self._root]
-            mean = torch.div(root, self._routes.plan.lanes, out=live[start:stop])
+            mean = torch.div(root, self._traffic.plan.lanes, out=live[start:stop])
             if not self.bad_gradient and not is_finite(mean):
                 span, _ = self._spans[culprit(parts, self._fold, self._root)]
-                self.bad_gradient = describe_gradient(self._routes.layout.buckets[bucket], start, mean, span)
+                self.bad_gradient = describe_gradient(self._traffic.layout.buckets[bucket], start, mean, span)
             at += stop - start
         flight.arrivals.clear()
 
@@ -163,14 +163,14 @@ class CanonicalReduction:
         live, sends = self._sums.live.flats[bucket], self._flight[bucket].sends
         self._mirror_sends.append([])
         self._mirror_arrivals.append([])
-        for peer in self._routes.others:
-            ranges = self._routes.mirrored(self._boundaries, self._rank, peer)[bucket]
+        for peer in self._traffic.others:
+            ranges = self._traffic.mirrored(self._boundaries, self._rank, peer)[bucket]
             if ranges:
                 message = pack([live], ranges)
                 self._mirror_sends[-1].append((self._group.send(message, peer, MIRRORED), message))
-        for peer in self._routes.others:
+        for peer in self._traffic.others:
             if peer in sends:
                 sends[peer].wait()  # what is mirrored lands where the sum lay that went to the owner
-            ranges = self._routes.mirrored(self._boundaries, peer, self._rank)[bucket]
+            ranges = self._traffic.mirrored(self._boundaries, peer, self._rank)[bucket]
             if ranges:
-                self._mirror_arrivals[-1].append(Arrival(self._group, peer, MIRRORED, live, ranges))
+                self._mirror_arrivals[-1].append(PackedReceive(self._group, peer, MIRRORED, live, ranges))

@@ -13,18 +13,18 @@ from shoal_protos.plan import Fill
 from shoal_protos.runs import Span
 
 from shoal.blocks.held import HeldBlocks, State
-from shoal.exchange.framing import Letter, read_letter
+from shoal.exchange.framing import FramedSend, receive_framed
 from shoal.exchange.traffic import FILLED
 from shoal.group.group import Group
 
 
-def send_slice(group: Group, held: HeldBlocks, fills: tuple[Fill, ...]) -> list[Letter]:
-    """Posts this member's part of a slice; wait for the letters before the vote."""
-    letters = []
+def send_slice(group: Group, held: HeldBlocks, fills: tuple[Fill, ...]) -> list[FramedSend]:
+    """Posts this member's part of a slice; wait for the sends before the vote."""
+    sends = []
     for fill in fills:
         if fill.source == group.rank:
-            letters.append(Letter(group, fill.target, FILLED, write_states(held.states(fill.blocks))))
-    return letters
+            sends.append(FramedSend(group, fill.target, FILLED, write_states(held.states(fill.blocks))))
+    return sends
 
 
 def receive_slice(group: Group, held: HeldBlocks, fills: tuple[Fill, ...]) -> int:
@@ -33,21 +33,21 @@ def receive_slice(group: Group, held: HeldBlocks, fills: tuple[Fill, ...]) -> in
     taken = 0
     for fill in fills:
         if fill.target == group.rank:
-            content = read_letter(group, fill.source, FILLED)
+            content = receive_framed(group, fill.source, FILLED)
             held.take(read_states(content))
             taken += len(content)
     return taken
 
 
-def wait_for(letters: list[Letter], group: Group) -> None:
+def wait_for(sends: list[FramedSend], group: Group) -> None:
     """Until this member's part of a slice has left."""
     group.progress.reach(StepPhase.SENDS)
-    for letter in letters:
-        letter.wait()
+    for send in sends:
+        send.wait()
 
 
 def write_states(states: dict[Span, State]) -> bytes:
-    """The state of some runs of blocks as a letter's content."""
+    """The state of some runs of blocks as a message's content."""
     # cloned: runs that were split or joined share what is one number for all of them, which the format refuses
     tensors = {f"{a}:{b}/{key}": value.clone() for (a, b), state in states.items() for key, value in state.items()}
     spans = ",".join(f"{a}:{b}" for a, b in states)

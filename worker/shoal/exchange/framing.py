@@ -1,6 +1,6 @@
-"""Letters: messages whose length the receiver does not know, as a length and then the bytes.
+"""Framed messages: the receiver does not know how long they are, so a length travels before the bytes.
 
-For what is small or rare: job state for a newcomer, slices of fills, digests. FIRST_MESSAGE letters are read by the
+For what is small or rare: job state for a newcomer, slices of fills, digests. A FIRST_MESSAGE is read by the
 session's builder thread, the others by the training thread.
 """
 
@@ -17,8 +17,8 @@ def as_bytes_tensor(content: bytes) -> Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
 
 
-class Letter:
-    """A letter on its way out; `wait` returns when it has left."""
+class FramedSend:
+    """A framed message on its way out; `wait` returns when it has left."""
 
     def __init__(self, group: Group, to: int, tag: int, content: bytes) -> None:
         self._length = torch.tensor([len(content)], dtype=torch.int64)
@@ -33,8 +33,8 @@ class Letter:
             work.wait()
 
 
-def read_letter(group: Group, source: int, tag: int) -> bytes:
-    """Blocks for the next letter of that tag. Raises `WorldChanged` when the group is broken."""
+def receive_framed(group: Group, source: int, tag: int) -> bytes:
+    """Block for the next framed message of that tag. Raises `WorldChanged` when the group is broken."""
     length = torch.zeros(1, dtype=torch.int64)
     group.receive(length, source, tag).wait()
     content = torch.empty(int(length.item()), dtype=torch.uint8)

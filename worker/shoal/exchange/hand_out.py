@@ -11,7 +11,7 @@ from shoal_protos.activity import StepPhase
 from torch import Tensor
 
 from shoal.blocks.flat import Flats
-from shoal.exchange.packing import Arrival, pack, size_of
+from shoal.exchange.packing import PackedReceive, pack, size_of
 from shoal.exchange.traffic import HANDED, Ranges
 from shoal.group.group import Group, Work
 
@@ -27,12 +27,12 @@ def hand_out(group: Group, parameters: Flats, ranges_of: RangesOf) -> int:
     others = [peer for peer in range(group.size) if peer != group.rank]
     to = {peer: ranges_of(group.rank, peer) for peer in others}
     source = {peer: ranges_of(peer, group.rank) for peer in others}
-    waiting: list[list[Arrival | tuple[Work, Tensor]]] = []
+    waiting: list[list[PackedReceive | tuple[Work, Tensor]]] = []
     for bucket, flat in enumerate(parameters):
-        posted: list[Arrival | tuple[Work, Tensor]] = []
+        posted: list[PackedReceive | tuple[Work, Tensor]] = []
         for peer in others:
             if source[peer][bucket]:
-                posted.append(Arrival(group, peer, HANDED, flat, source[peer][bucket]))
+                posted.append(PackedReceive(group, peer, HANDED, flat, source[peer][bucket]))
         for peer in others:
             if to[peer][bucket]:
                 message = pack([flat], to[peer][bucket])
@@ -51,9 +51,9 @@ def hand_out(group: Group, parameters: Flats, ranges_of: RangesOf) -> int:
     )
 
 
-def _wait(posted: list[Arrival | tuple[Work, Tensor]]) -> None:
+def _wait(posted: list[PackedReceive | tuple[Work, Tensor]]) -> None:
     for one in posted:
-        if isinstance(one, Arrival):
+        if isinstance(one, PackedReceive):
             one.wait()
         else:
             one[0].wait()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from shoal.core.module_names import plain_name
 from shoal.core.tree import fold, push
-from shoal.exchange.traffic import BUFFERS, Routes
+from shoal.exchange.traffic import BUFFERS, Traffic
 from shoal.group.group import Group, Work
 
 LARGE_ELEMENTS = 1 << 14
@@ -207,7 +207,7 @@ class ModuleBuffers:
         """The committed value in the dtype of the sum."""
         return self.committed[name].to(self._sum_dtypes[name])
 
-    def exchange(self, group: Group, routes: Routes) -> None:
+    def exchange(self, group: Group, traffic: Traffic) -> None:
         """Leaves the buffers of the coming commit in `pending`, the same on every member."""
         self.pending = {}
         if not self.committed:
@@ -218,27 +218,27 @@ class ModuleBuffers:
         for dtype in (torch.float32, torch.float64):
             names = [name for name in changed if self._sum_dtypes.get(name) is dtype]
             if names:
-                self._average(group, routes, names)
-        self._copy_lane_0(group, routes, [name for name in changed if name not in self._sum_dtypes])
+                self._average(group, traffic, names)
+        self._copy_lane_0(group, traffic, [name for name in changed if name not in self._sum_dtypes])
 
-    def _average(self, group: Group, routes: Routes, names: list[str]) -> None:
+    def _average(self, group: Group, traffic: Traffic, names: list[str]) -> None:
         """The canonical mean of buffers that are summed in one dtype."""
         dtype = self._sum_dtypes[names[0]]
-        spans = [(span, rank) for rank in range(group.size) for span in routes.lane_spans[rank]]
+        spans = [(span, rank) for rank in range(group.size) for span in traffic.lane_spans[rank]]
         length = sum(self.committed[name].numel() for name in names)
         wide = {name: self._wide(name) for name in names}
         rows = [torch.cat([sums.of(n, wide[n]).reshape(-1) for n in names]) for _, sums in self._stack]
         mine = torch.stack(rows or [torch.empty(0, dtype=dtype)])
         received, works = {group.rank: mine}, list[Work]()
-        for peer in routes.others:
-            if routes.lane_spans[peer]:
-                received[peer] = torch.empty(len(routes.lane_spans[peer]), length, dtype=dtype)
+        for peer in traffic.others:
+            if traffic.lane_spans[peer]:
+                received[peer] = torch.empty(len(traffic.lane_spans[peer]), length, dtype=dtype)
                 works.append(group.receive(received[peer], peer, BUFFERS))
             if self._stack:
                 works.append(group.send(mine, peer, BUFFERS))
         for work in works:
             work.wait()
-        rows = [row.clone() for rank in range(group.size) if routes.lane_spans[rank] for row in received[rank]]
+        rows = [row.clone() for rank in range(group.size) if traffic.lane_spans[rank] for row in received[rank]]
         root = 0
         for into, other in fold([span for span, _ in spans], self._lanes):
             rows[into] += rows[other]
@@ -249,13 +249,13 @@ class ModuleBuffers:
             self.pending[name] = (rows[root][at : at + old.numel()] / self._lanes).view(old.shape).to(old.dtype)
             at += old.numel()
 
-    def _copy_lane_0(self, group: Group, routes: Routes, names: list[str]) -> None:
-        first = next(r for r, spans in enumerate(routes.lane_spans) if spans and spans[0][0] == 0)
+    def _copy_lane_0(self, group: Group, traffic: Traffic, names: list[str]) -> None:
+        first = next(r for r, spans in enumerate(traffic.lane_spans) if spans and spans[0][0] == 0)
         works: list[Work] = []
         for name in names:
             if group.rank == first:
                 value = self._lane_0.get(name, self.committed[name]).contiguous()
-                works += [group.send(_as_bytes(value), peer, BUFFERS) for peer in routes.others]
+                works += [group.send(_as_bytes(value), peer, BUFFERS) for peer in traffic.others]
             else:
                 value = torch.empty_like(self.committed[name]).contiguous()
                 works.append(group.receive(_as_bytes(value), first, BUFFERS))

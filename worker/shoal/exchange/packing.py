@@ -1,7 +1,7 @@
-"""Parcels: several ranges of a flat travel as one message.
+"""Packing: several ranges of a flat travel as one message.
 
-A parcel of one range is a view and costs nothing; several are packed into one buffer of their own. Only this file knows
-how a message maps to the ranges.
+A message of one range is a view and costs nothing; several ranges are packed into one buffer of their own. Only this
+file knows how a message maps to the ranges.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def unpack(message: Tensor, flat: Tensor, ranges: Sequence[Span]) -> None:
         at += stop - start
 
 
-class Arrival:
+class PackedReceive:
     """A posted receive into ranges of a flat; `wait` leaves the values in place."""
 
     def __init__(self, group: Group, source: int, tag: int, flat: Tensor, ranges: Sequence[Span]) -> None:

@@ -1,4 +1,4 @@
-"""Who sends which element ranges to whom in one world: derived from the plan and the layout once per world.
+"""The traffic of a world: who sends which element ranges to whom, derived once from its plan and the layout.
 
 Pure bookkeeping; no tensor, no group. `ranges[bucket]` are element ranges within that bucket's flat.
 """
@@ -20,8 +20,8 @@ FIRST_MESSAGE, PARTIALS, MIRRORED, HANDED, FILLED, BUFFERS, DIGESTS, STARTED = r
 """Tags. Messages of one tag between two members keep their order, so a tag need not name bucket or step."""
 
 
-class Routes:
-    """The routes of one member of a world."""
+class Traffic:
+    """The traffic of one member of a world."""
 
     def __init__(self, plan: Plan, rank: int, layout: Layout) -> None:
         self.plan, self.rank, self.layout = plan, rank, layout

@@ -23,7 +23,7 @@ from torch import Tensor
 from shoal.core.tree import fold_numbers
 from shoal.exchange.copies import Comparison, compare
 from shoal.exchange.framing import as_bytes_tensor
-from shoal.exchange.traffic import Routes
+from shoal.exchange.traffic import Traffic
 
 TEXT_BYTES = 5_632
 """The JSON part of a row, where nobody has more than two subtrees of lanes."""
@@ -133,7 +133,7 @@ Gather = Callable[[Tensor], Tensor]
 
 def cast(
     gather: Gather,
-    routes: Routes,
+    traffic: Traffic,
     ballot: Ballot,
     norms: Tensor | None,
     comparisons: Sequence[Comparison] = (),
@@ -143,8 +143,8 @@ def cast(
     `norms`: `(subtrees owned,)` float64 sums of squares of the reduced gradient, where the step needs the norm.
     `comparisons`: blocks whose copies are compared, the same on all members.
     """
-    most = max(len(spans) for spans in routes.norm_spans) if norms is not None else 0
-    room = _text_bytes(routes)
+    most = max(len(spans) for spans in traffic.norm_spans) if norms is not None else 0
+    room = _text_bytes(traffic)
     end = room + 8 * most
     row = torch.zeros(end + 8 * sum(len(c.blocks) for c in comparisons), dtype=torch.uint8, device="cpu")
     text = as_bytes_tensor(json.dumps(asdict(ballot), separators=(",", ":")).encode())
@@ -155,12 +155,12 @@ def cast(
     if comparisons:
         row[end:].view(torch.int64).copy_(torch.cat([comparison.checksums for comparison in comparisons]))
     rows = gather(row)
-    return replace(_record(routes, rows[:, :end], bool(most)), **_findings(routes, rows[:, end:], comparisons))
+    return replace(_record(traffic, rows[:, :end], bool(most)), **_findings(traffic, rows[:, end:], comparisons))
 
 
-def _findings(routes: Routes, rows: Tensor, comparisons: Sequence[Comparison]) -> dict[str, Any]:
+def _findings(traffic: Traffic, rows: Tensor, comparisons: Sequence[Comparison]) -> dict[str, Any]:
     """Fields of the record."""
-    workers = [member.worker for member in routes.plan.members]
+    workers = [member.worker for member in traffic.plan.members]
     corrupt: list[CorruptBlock] = []
     single = at = 0
     for comparison in comparisons:
@@ -171,8 +171,8 @@ def _findings(routes: Routes, rows: Tensor, comparisons: Sequence[Comparison]) -
     return {"corrupt": tuple(corrupt), "single": single}
 
 
-def _text_bytes(routes: Routes) -> int:
-    subtrees = max(len(spans) for spans in routes.lane_spans)
+def _text_bytes(traffic: Traffic) -> int:
+    subtrees = max(len(spans) for spans in traffic.lane_spans)
     return TEXT_BYTES + SUBTREE_BYTES * max(0, subtrees - 2)
 
 
@@ -201,22 +201,22 @@ def check_wishes(wishes: Sequence[Wish], call: str) -> None:
         )
 
 
-def _record(routes: Routes, rows: Tensor, with_norm: bool) -> Record:
+def _record(traffic: Traffic, rows: Tensor, with_norm: bool) -> Record:
     ballots = read_ballots(rows)
-    lanes = routes.plan.lanes
+    lanes = traffic.plan.lanes
 
     counted = _counted(ballots, lanes)
 
     def reduced(of: list[Sequence[float]]) -> float:
         parts = [
             (span, value)
-            for rank, spans in enumerate(routes.lane_spans)
+            for rank, spans in enumerate(traffic.lane_spans)
             for span, value in zip(spans, of[rank], strict=True)
         ]
         return fold_numbers(parts, lanes) / counted
 
     trained = any(ballot["losses"] for ballot in ballots)
-    norm = _norm(routes, rows) if with_norm else None
+    norm = _norm(traffic, rows) if with_norm else None
     not_finite = _not_finite(ballots, norm)
     return Record(
         step=ballots[0]["step"],
@@ -224,8 +224,8 @@ def _record(routes: Routes, rows: Tensor, with_norm: bool) -> Record:
         loss=reduced([ballot["losses"] for ballot in ballots]) if trained and counted else None,
         norm=norm,
         reports={
-            name: reduced([b["reports"].get(name, _zeros(s)) for b, s in zip(ballots, routes.lane_spans, strict=True)])
-            for name in _reported_everywhere(ballots, routes)
+            name: reduced([b["reports"].get(name, _zeros(s)) for b, s in zip(ballots, traffic.lane_spans, strict=True)])
+            for name in _reported_everywhere(ballots, traffic)
         },
         evaluations=_evaluated([ballot["evaluations"] for ballot in ballots]),
         wishes=tuple(dict.fromkeys(Wish(**wish) for ballot in ballots for wish in ballot["wishes"])),
@@ -257,23 +257,23 @@ def _zeros(spans: Sequence[Span]) -> list[float]:
     return [0.0] * len(spans)
 
 
-def _reported_everywhere(ballots: list[dict[str, Any]], routes: Routes) -> list[str]:
+def _reported_everywhere(ballots: list[dict[str, Any]], traffic: Traffic) -> list[str]:
     """Names that were reported in every lane of which some micro-batch was not skipped."""
     told = []
-    for ballot, spans in zip(ballots, routes.lane_spans, strict=True):
+    for ballot, spans in zip(ballots, traffic.lane_spans, strict=True):
         if ballot["skipped"] < ballot["micro_batches"] * sum(stop - start for start, stop in spans):
             told.append(set(ballot["reports"]))
     return sorted(set.intersection(*told)) if told else []
 
 
-def _norm(routes: Routes, rows: Tensor) -> float:
-    sums = rows[:, _text_bytes(routes) :].clone().view(torch.float64).tolist()
+def _norm(traffic: Traffic, rows: Tensor) -> float:
+    sums = rows[:, _text_bytes(traffic) :].clone().view(torch.float64).tolist()
     parts = [
         (span, value)
-        for spans, values in zip(routes.norm_spans, sums, strict=True)
+        for spans, values in zip(traffic.norm_spans, sums, strict=True)
         for span, value in zip(spans, values, strict=False)
     ]
-    return math.sqrt(fold_numbers(parts, routes.plan.blocks))
+    return math.sqrt(fold_numbers(parts, traffic.plan.blocks))
 
 
 def _evaluated(each: list[dict[str, list[float]]]) -> dict[str, float]:

@@ -16,7 +16,7 @@ from typing import Protocol
 from shoal_protos.activity import Activity, StepPhase
 from shoal_protos.plan import Plan
 
-from shoal.exchange.framing import read_letter
+from shoal.exchange.framing import receive_framed
 from shoal.exchange.traffic import FIRST_MESSAGE
 from shoal.group.build import Cancellation, GroupSpec, Transport
 from shoal.group.group import Group, WorldChanged
@@ -190,7 +190,7 @@ class Groups:
     def _await_first_message(self, building: Building, group: Group) -> None:
         """Until the generation begins, or until it never will: then another one does."""
         try:
-            state = read_letter(group, building.plan.builder, FIRST_MESSAGE)
+            state = receive_framed(group, building.plan.builder, FIRST_MESSAGE)
         except WorldChanged:
             return
         with self._lock:

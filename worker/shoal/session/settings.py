@@ -144,8 +144,8 @@ class SessionSettings(BaseModel):
 def _own_end_of_the_route_to(controller: str) -> str:
     """Raises `OSError`."""
     name, _, port = controller.rpartition(":")
-    routes = socket.getaddrinfo(name.strip("[]"), int(port), type=socket.SOCK_DGRAM)
-    kind, *_, address = min(routes, key=lambda route: route[0] != socket.AF_INET)
+    traffic = socket.getaddrinfo(name.strip("[]"), int(port), type=socket.SOCK_DGRAM)
+    kind, *_, address = min(traffic, key=lambda route: route[0] != socket.AF_INET)
     with socket.socket(kind, socket.SOCK_DGRAM) as probe:
         probe.connect(address)  # sends nothing; the kernel chooses the route
         return str(probe.getsockname()[0])

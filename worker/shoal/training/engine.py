@@ -235,7 +235,7 @@ class Engine:
 
     def _new_reduction(self) -> CanonicalReduction:
         assert self.world is not None
-        return CanonicalReduction(self.world.group, self.world.routes, self.state.sums, self.boundaries)
+        return CanonicalReduction(self.world.group, self.world.traffic, self.state.sums, self.boundaries)
 
     def step(self) -> bool:
         """Ends a micro-batch; after the last one of this worker's last lane it makes the optimizer step.
@@ -294,7 +294,7 @@ class Engine:
         assert world is not None
         reduction, self._reduction = self._reduction or self._new_reduction(), None
         fills = world.plan.fill_slice(self.boundaries)
-        letters = send_slice(world.group, state.held, fills)
+        sends = send_slice(world.group, state.held, fills)
         if self.boundaries and any(world.rank in (fill.source, fill.target) for fill in fills):
             self.faults.at("fill", t)
         self.faults.at("exchange", t)
@@ -303,13 +303,13 @@ class Engine:
         began = time.monotonic()
         self.meter.filled(receive_slice(world.group, state.held, fills), time.monotonic() - began)
         world.group.progress.reach(StepPhase.BUFFERS)
-        state.buffers.exchange(world.group, world.routes)
+        state.buffers.exchange(world.group, world.traffic)
         norms = (
             subtree_sums(state.sums.live.flats, world.plan.shares[world.rank].owned, state.layout)
             if state.clipping
             else None
         )
-        wait_for(letters, world.group)
+        wait_for(sends, world.group)
         state.pending = world.replays(self.boundaries)
         record = self._vote(world, self._ballot(t), norms)  # past this line the step is committed
         self.faults.at("optimizer", t)
@@ -360,7 +360,7 @@ class Engine:
     def _hand_out(self, world: World) -> None:
         """Owners hand out parameters to whoever has not updated them itself: then everybody has all."""
         boundaries, state = self.boundaries, self.state
-        hand_out(world.group, state.flats, lambda owner, receiver: world.routes.handed(boundaries, owner, receiver))
+        hand_out(world.group, state.flats, lambda owner, receiver: world.traffic.handed(boundaries, owner, receiver))
         if self.resize.frozen_in_place:
             state.current = state.everything
 
@@ -368,7 +368,7 @@ class Engine:
         world.group.progress.reach(StepPhase.VOTE)
         self.faults.at("vote", ballot.step)
         gather = gather_of(self.faults, world.group, ballot, world.plan.generation)
-        record = cast(gather, world.routes, ballot, norms, self.corruption.comparisons(ballot.step))
+        record = cast(gather, world.traffic, ballot, norms, self.corruption.comparisons(ballot.step))
         refuse_other_hyper_parameters(world.group, record, self.state.optimizer)
         prepared = self.link.leave_vote(list(record.generations))
         self.resize.begins = prepared
@@ -398,9 +398,9 @@ class Engine:
         if self.over and not self.done:
             self.faults.at("after_last", self.state.step)
         fills = world.plan.fill_slice(self.boundaries)
-        letters = send_slice(world.group, self.state.held, fills)
+        sends = send_slice(world.group, self.state.held, fills)
         self.meter.filled(receive_slice(world.group, self.state.held, fills), 0.0)
-        wait_for(letters, world.group)
+        wait_for(sends, world.group)
         record = self._vote(world, self._ballot(self.state.step), None)
         self.evaluation.voted(record.evaluations)
         if not world.plan.steps and not self.boundaries:

@@ -14,7 +14,7 @@ import torch
 from shoal_protos.errors import JobFailed, UserError
 from shoal_protos.messages import Result
 
-from shoal.exchange.framing import Letter, read_letter
+from shoal.exchange.framing import FramedSend, receive_framed
 from shoal.exchange.traffic import DIGESTS
 from shoal.exchange.vote import Record, Wish, check_wishes
 from shoal.export import export
@@ -158,10 +158,10 @@ def refuse_other_hyper_parameters(group: Group, record: Record, optimizer: torch
     mine = hyper_parameters(optimizer)
     content = json.dumps(mine).encode()
     others = [peer for peer in range(group.size) if peer != group.rank]
-    letters = [Letter(group, peer, DIGESTS, content) for peer in others] if group.rank in (0, rank) else []
-    told = {peer: json.loads(read_letter(group, peer, DIGESTS)) for peer in (0, rank) if peer != group.rank}
-    for letter in letters:
-        letter.wait()
+    sends = [FramedSend(group, peer, DIGESTS, content) for peer in others] if group.rank in (0, rank) else []
+    told = {peer: json.loads(receive_framed(group, peer, DIGESTS)) for peer in (0, rank) if peer != group.rank}
+    for send in sends:
+        send.wait()
     difference = first_difference(told.get(rank, mine), told.get(0, mine))
     raise JobFailed(
         f"the hyper-parameters of rank {rank} differ from rank 0's at step {record.step}: {difference}. "

@@ -17,9 +17,9 @@ from shoal_protos.plan import Plan, Reason
 from shoal_protos.runs import NO_BLOCKS, Runs
 
 from shoal.checkpoint.errors import CheckpointDamaged
-from shoal.exchange.framing import Letter, read_letter
+from shoal.exchange.framing import FramedSend, receive_framed
 from shoal.exchange.hand_out import hand_out
-from shoal.exchange.traffic import FIRST_MESSAGE, STARTED, Routes
+from shoal.exchange.traffic import FIRST_MESSAGE, STARTED, Traffic
 from shoal.exchange.vote import Record, Wish
 from shoal.group.group import Group, WorldChanged
 from shoal.logs import get_logger
@@ -129,7 +129,7 @@ class Resize:
             self._roll_forward(recovery.record)
         self._engine.faults.at("promote", state.step)
         self._clock.note_promoted(len(plan.shares[world.rank].owned - self._owned_before()))
-        self._clock.note_bytes(hand_out(world.group, state.flats, world.routes.stale))
+        self._clock.note_bytes(hand_out(world.group, state.flats, world.traffic.stale))
         state.current = state.everything
 
     def _roll_forward(self, record: bytes) -> None:
@@ -152,10 +152,10 @@ class Resize:
         source = recovery.counted.index(True)
         if world.rank == source:
             content = state.small_state()
-            for letter in [Letter(world.group, r, STARTED, content) for r, c in enumerate(recovery.counted) if not c]:
-                letter.wait()
+            for send in [FramedSend(world.group, r, STARTED, content) for r, c in enumerate(recovery.counted) if not c]:
+                send.wait()
         elif not recovery.counted[world.rank]:
-            self.frozen_in_place = state.load_small_state(read_letter(world.group, source, STARTED))
+            self.frozen_in_place = state.load_small_state(receive_framed(world.group, source, STARTED))
 
     def _share_frozen(self, world: World) -> None:
         """Newcomers whose frozen parameters are not the job's get them from the lowest rank whose are."""
@@ -209,7 +209,7 @@ class Resize:
             was = set(old.plan.members)
             for rank, member in enumerate(world.plan.members):
                 if member not in was:
-                    Letter(world.group, rank, FIRST_MESSAGE, engine.state.small_state()).wait()
+                    FramedSend(world.group, rank, FIRST_MESSAGE, engine.state.small_state()).wait()
         self._enter(world)
 
     def _join(self, plan: Plan, group: Group, small_state: bytes) -> None:
@@ -229,7 +229,7 @@ class Resize:
         link = self._engine.link
         rank = plan.rank_of(link.worker, link.incarnation)
         assert rank is not None, f"plan {plan.generation} leaves out {link.worker}, which was told to carry it out"
-        return World(plan, rank, group, Routes(plan, rank, self._engine.state.layout))
+        return World(plan, rank, group, Traffic(plan, rank, self._engine.state.layout))
 
     def _enter(self, world: World) -> None:
         """The world begins here: it replaces the old one whole."""
