@@ -14,14 +14,14 @@ from shoal.exchange.traffic import Traffic
 from shoal.exchange.vote import (
     MOST_NAMES,
     NAMES_BYTES,
+    REQUESTS_BYTES,
     TEXT_BYTES,
-    WISHES_BYTES,
     Ballot,
     Record,
-    Wish,
+    Request,
     cast,
     check_names,
-    check_wishes,
+    check_requests,
 )
 from shoal_protos.errors import UserError
 from torch import Tensor
@@ -54,7 +54,7 @@ def test_a_row_has_the_same_length_whatever_is_in_it() -> None:
 
     reports = {f"metric{number}": [float(number)] for number in range(16)}
     cast(gather, TRAFFIC, Ballot(1, 1, "00", (1.0,)), None)
-    cast(gather, TRAFFIC, Ballot(1, 1, "00", (1.0,), reports, wishes=(Wish("save"),)), None)
+    cast(gather, TRAFFIC, Ballot(1, 1, "00", (1.0,), reports, requests=(Request("save"),)), None)
     assert lengths == [TEXT_BYTES] * 2
 
 
@@ -83,17 +83,17 @@ def test_the_longest_ballot_that_is_allowed_fits_whatever_lanes_a_worker_has(lan
             bad_gradient=describe_gradient(BUCKET, 0, torch.tensor([math.nan]), (2**31 - 64, 2**31)),
             not_finite_before=2**53,
             evaluations={name: [longest, longest] for name in names},
-            wishes=wishes,
+            requests=requests,
             saving="writing",
             saved=2**53,
         )
-        for spans, wishes in zip(traffic.lane_spans, ((_longest_wish(),), ()), strict=True)
+        for spans, requests in zip(traffic.lane_spans, ((_longest_request(),), ()), strict=True)
     )
     rows: list[Tensor] = []
     with pytest.raises(_Gathered):
         cast(lambda row: _keep(rows, row), traffic, theirs, torch.ones(1, dtype=torch.float64))
     record = cast(lambda row: torch.stack([row, rows[0]]), traffic, mine, torch.ones(1, dtype=torch.float64))
-    assert record.wishes == (_longest_wish(),) and set(record.reports) == set(names)
+    assert record.requests == (_longest_request(),) and set(record.reports) == set(names)
 
 
 class _Gathered(Exception):
@@ -105,11 +105,11 @@ def _keep(rows: list[Tensor], row: Tensor) -> Tensor:
     raise _Gathered
 
 
-def _longest_wish() -> Wish:
-    empty = len(json.dumps([asdict(Wish("export"))], separators=(",", ":")))
-    wish = Wish("export", "x" * (WISHES_BYTES - empty))
-    check_wishes([wish], "engine.export")
-    return wish
+def _longest_request() -> Request:
+    empty = len(json.dumps([asdict(Request("export"))], separators=(",", ":")))
+    request = Request("export", "x" * (REQUESTS_BYTES - empty))
+    check_requests([request], "engine.export")
+    return request
 
 
 def test_names_and_requests_are_refused_where_they_are_given() -> None:
@@ -118,9 +118,11 @@ def test_names_and_requests_are_refused_where_they_are_given() -> None:
     with pytest.raises(UserError, match="at most 16 of together 512 bytes fit into a vote"):
         check_names(["ü" * 100], "engine.report")
     with pytest.raises(UserError, match=r"engine\.export: what is asked for in this step takes \d+ bytes; at most 800"):
-        check_wishes([Wish("export", "x" * 800)], "engine.export")
+        check_requests([Request("export", "x" * 800)], "engine.export")
 
 
 def test_the_record_survives_its_bytes() -> None:
-    record = cast(lambda row: row.reshape(1, -1), TRAFFIC, Ballot(1, 1, "00", (0.1,), wishes=(Wish("stop"),)), None)
+    record = cast(
+        lambda row: row.reshape(1, -1), TRAFFIC, Ballot(1, 1, "00", (0.1,), requests=(Request("stop"),)), None
+    )
     assert Record.from_bytes(record.to_bytes()) == record

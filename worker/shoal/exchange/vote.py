@@ -29,14 +29,14 @@ TEXT_BYTES = 5_632
 """The JSON part of a row, where nobody has more than two subtrees of lanes."""
 MOST_NAMES, NAMES_BYTES = 16, 512
 """What a step may report, and an evaluation likewise."""
-WISHES_BYTES = 800
+REQUESTS_BYTES = 800
 """What one worker may ask for at once."""
 SUBTREE_BYTES = 8 * 54
 """The numbers of one more subtree of lanes: a loss and all reports, as long as a float can be, in whole words."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class Request:
     """A request that the vote carries and all carry out."""
 
     kind: str
@@ -44,7 +44,7 @@ class Wish:
     detail: str = ""
     """A path for an export; for `frozen` the newcomer's digest of its frozen parameters."""
     rank: int = -1
-    """Whose wish it is, where that matters."""
+    """Whose request it is, where that matters."""
     step: int = -1
     """Of a `save` in a vote: the first step at which a checkpoint fulfils it."""
 
@@ -77,7 +77,7 @@ class Ballot:
     """Steps before this one that had either."""
     evaluations: dict[str, list[float]] = field(default_factory=dict)
     """By name: sum over the lanes that it evaluated, and their number."""
-    wishes: tuple[Wish, ...] = ()
+    requests: tuple[Request, ...] = ()
     saving: str = ""
     """How far it is with the save at hand (checkpoint/saver.py)."""
     saved: int = -1
@@ -95,7 +95,7 @@ class Record:
     """Of the mean gradient over all parameters; None where nothing asks for it."""
     reports: dict[str, float]
     evaluations: dict[str, float]
-    wishes: tuple[Wish, ...]
+    requests: tuple[Request, ...]
     hypers: tuple[str, ...]
     saving: tuple[str, ...] = ()
     """By rank."""
@@ -120,7 +120,7 @@ class Record:
     def from_bytes(cls, content: bytes) -> Record:
         """The inverse of `to_bytes`."""
         fields = json.loads(content)
-        fields["wishes"] = tuple(Wish(**wish) for wish in fields["wishes"])
+        fields["requests"] = tuple(Request(**request) for request in fields["requests"])
         fields["corrupt"] = tuple(
             CorruptBlock(**{**block, "workers": tuple(block["workers"])}) for block in fields.get("corrupt", ())
         )
@@ -191,12 +191,12 @@ def check_names(names: Collection[str], call: str) -> None:
         )
 
 
-def check_wishes(wishes: Sequence[Wish], call: str) -> None:
+def check_requests(requests: Sequence[Request], call: str) -> None:
     """Raises `UserError` for more requests at once than a vote has room for. `call`: what asks for the last one."""
-    size = len(json.dumps([asdict(wish) for wish in wishes], separators=(",", ":")))
-    if size > WISHES_BYTES:
+    size = len(json.dumps([asdict(request) for request in requests], separators=(",", ":")))
+    if size > REQUESTS_BYTES:
         raise UserError(
-            f"{call}: what is asked for in this step takes {size} bytes; at most {WISHES_BYTES} fit into a vote. "
+            f"{call}: what is asked for in this step takes {size} bytes; at most {REQUESTS_BYTES} fit into a vote. "
             "Ask for less at once, or give a shorter path."
         )
 
@@ -228,7 +228,7 @@ def _record(traffic: Traffic, rows: Tensor, with_norm: bool) -> Record:
             for name in _reported_everywhere(ballots, traffic)
         },
         evaluations=_evaluated([ballot["evaluations"] for ballot in ballots]),
-        wishes=tuple(dict.fromkeys(Wish(**wish) for ballot in ballots for wish in ballot["wishes"])),
+        requests=tuple(dict.fromkeys(Request(**request) for ballot in ballots for request in ballot["requests"])),
         hypers=tuple(ballot["hyper"] for ballot in ballots),
         saving=tuple(ballot["saving"] for ballot in ballots),
         saved=max(ballot["saved"] for ballot in ballots),

@@ -29,7 +29,7 @@ def ballot_of(engine: Engine, step: int, bad_gradient: str) -> Ballot:
         bad_gradient=bad_gradient if trained else "",
         not_finite_before=before.not_finite_steps if before else 0,
         evaluations=engine.evaluation.sums(),
-        wishes=engine.requests.wishes() + (engine.saving.scheduled() if trained else ()),
+        requests=engine.requests.for_vote() + (engine.saving.scheduled() if trained else ()),
         saving=word,
         saved=engine.saving.saved,
     )

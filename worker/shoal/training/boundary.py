@@ -67,7 +67,7 @@ class Boundary:
         if engine.world is not None:
             engine.world.group.progress.begin_boundary(engine.boundaries)
             engine.saving.voted(record, engine.world, stepped)
-        engine.requests.carry_out(record.wishes)
+        engine.requests.carry_out(record.requests)
         engine.publish()
 
     def _call_back(self, step: int) -> None:
@@ -103,7 +103,7 @@ class Boundary:
     def _settle(self, record: Record) -> None:
         """The vote's record, with what the step's own asked for: its asker may be gone. (Ranks in it are gone too.)"""
         passed = self._engine.state.record
-        asked = [wish for wish in passed.wishes if wish.kind != "frozen"] if passed is not None else []
-        self._carry_out(replace(record, wishes=tuple(dict.fromkeys([*asked, *record.wishes]))), stepped=True)
+        asked = [request for request in passed.requests if request.kind != "frozen"] if passed is not None else []
+        self._carry_out(replace(record, requests=tuple(dict.fromkeys([*asked, *record.requests]))), stepped=True)
         self._owed = False
         self._call_back(record.step)

@@ -29,7 +29,7 @@ from shoal.checkpoint.snapshot import take_snapshot
 from shoal.checkpoint.storage import open_storage
 from shoal.checkpoint.writer import Author
 from shoal.config.training import agreement
-from shoal.exchange.vote import Record, Wish
+from shoal.exchange.vote import Record, Request
 from shoal.logs import get_logger
 from shoal.numerics import identity
 from shoal.training.state import frozen_parameters
@@ -38,8 +38,8 @@ from shoal.world import World
 if TYPE_CHECKING:
     from shoal.training.engine import Engine
 
-SAVE = Wish("save")
-SCHEDULED = Wish("scheduled")
+SAVE = Request("save")
+SCHEDULED = Request("scheduled")
 TOLD_SAVES = 8
 BUSY = (Status.WRITING, Status.WRITTEN)
 
@@ -91,11 +91,11 @@ class Saving:
         self._engine.requests.ask(SAVE)
 
     def note_ask(self) -> None:
-        """This worker brings the wish into its votes from now on."""
+        """This worker brings the request into its votes from now on."""
         self._asked_at = self._engine.state.step + (0 if self._engine.over else 1)
 
     @property
-    def pending(self) -> Wish | None:
+    def pending(self) -> Request | None:
         """What this worker asks for and is still to be done, as its ballot says it."""
         return replace(SAVE, step=self._asked_at) if self._asked_at is not None else None
 
@@ -128,7 +128,7 @@ class Saving:
         """Whether a save is under way here."""
         return self._saver is not None and self._saver.status in BUSY
 
-    def scheduled(self) -> tuple[Wish, ...]:
+    def scheduled(self) -> tuple[Request, ...]:
         """Rank 0's clock, in the ballot of a step."""
         minutes = self._config.every_minutes
         if self._saver is None or minutes is None or self._engine.rank != 0:
@@ -142,7 +142,7 @@ class Saving:
         said = {m.incarnation: word for m, word in zip(world.plan.members, record.saving, strict=True)}
         self._saver.heed(said, world.plan.recovery is None, self._engine.corruption.saved_is_sound)
         self._hear(self._saver.take_outcome())
-        asked = any(wish.kind == "save" and record.saved < wish.step for wish in record.wishes)
+        asked = any(request.kind == "save" and record.saved < request.step for request in record.requests)
         due = stepped and self._is_due(record)
         if due:
             self._clock = time.monotonic()
@@ -159,7 +159,7 @@ class Saving:
 
     def _is_due(self, record: Record) -> bool:
         steps = self._config.every_steps
-        return (steps is not None and record.step % steps == 0) or SCHEDULED in record.wishes
+        return (steps is not None and record.step % steps == 0) or SCHEDULED in record.requests
 
     def _ask_for_the_owed(self) -> None:
         """The one before is still being written and is most likely lost with a member: as soon as it is over."""

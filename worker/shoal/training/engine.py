@@ -30,7 +30,7 @@ from shoal.exchange.finite import stop_where_not_finite, warn
 from shoal.exchange.hand_out import hand_out
 from shoal.exchange.norm import subtree_sums
 from shoal.exchange.torn_vote import gather_of
-from shoal.exchange.vote import Ballot, Record, Wish, cast
+from shoal.exchange.vote import Ballot, Record, Request, cast
 from shoal.failure import result_of
 from shoal.faults import Faults
 from shoal.group.group import WorldChanged
@@ -333,7 +333,7 @@ class Engine:
         if self.rank == 0:
             warn(before, record)
         self.evaluation.committed()
-        self.requests.heed_stop(record)
+        self.requests.on_commit(record)
 
     def _check_whole(self) -> None:
         if self._torn:
@@ -388,7 +388,7 @@ class Engine:
     def _vote_and_idle(self) -> None:
         """Where no step runs (paused, below `min`, the end), members vote all the same, some times a second."""
         world, record = self.world, self.vote_without_step()
-        if all(wish.kind == "save" for wish in record.wishes) and self.world is world:
+        if all(request.kind == "save" for request in record.requests) and self.world is world:
             self.link.pause(IDLE_SECONDS)
 
     def vote_without_step(self) -> Record:
@@ -450,11 +450,11 @@ class Engine:
 
     def fingerprint(self) -> str | None:
         """In the loop asks for it and returns None; after the loop blocks and returns the digest, hexadecimal."""
-        return self.requests.ask(Wish("fingerprint"))
+        return self.requests.ask(Request("fingerprint"))
 
     def export(self, path: str | Path) -> None:
         """Rank 0 writes the model as safetensors; in the loop after this step, after the loop at once."""
-        self.requests.ask(Wish("export", str(path)))
+        self.requests.ask(Request("export", str(path)))
 
     def save_checkpoint(self) -> None:
         """Saves a checkpoint to `shoal.checkpoint.path`; in the loop after this step, after the loop at once."""
@@ -468,7 +468,7 @@ class Engine:
 
     def stop(self) -> None:
         """An early end, voted: all members leave their loops after the same step."""
-        self.requests.ask(Wish("stop"))
+        self.requests.ask(Request("stop"))
 
     def lanes_in_flight(self) -> int:
         """The lane whose micro-batch the user's loop has now; -1: none."""

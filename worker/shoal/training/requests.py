@@ -16,7 +16,7 @@ from shoal_protos.messages import Result
 
 from shoal.exchange.framing import FramedSend, receive_framed
 from shoal.exchange.traffic import DIGESTS
-from shoal.exchange.vote import Record, Wish, check_wishes
+from shoal.exchange.vote import Record, Request, check_requests
 from shoal.export import export
 from shoal.fingerprint import fingerprint
 from shoal.group.group import Group
@@ -34,23 +34,23 @@ log = get_logger("shoal")
 
 
 class Requests:
-    """This worker's own wishes, and how any is carried out."""
+    """This worker's own requests, and how any is carried out."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._mine: list[Wish] = []
-        self._scripts: set[Wish] = set()
+        self._mine: list[Request] = []
+        self._scripts: set[Request] = set()
         """Those that the script has asked for, and whose end it may wait for."""
         self._digest: tuple[int, str] | None = None
         self._failure: UserError | None = None
 
-    def ask(self, wish: Wish) -> str | None:
+    def ask(self, request: Request) -> str | None:
         """In the loop returns at once; after it blocks until carried out, and until a save under way has come to its
         end. A fingerprint's digest is returned then.
 
         In a warm-up it is ignored: whoever warms up is not in the job yet.
         """
-        engine, call = self._engine, f"engine.{CALLS.get(wish.kind, wish.kind)}"
+        engine, call = self._engine, f"engine.{CALLS.get(request.kind, request.kind)}"
         if engine.warming_up:
             return None
         if engine.ended:
@@ -62,9 +62,9 @@ class Requests:
             )
         if engine.world is None and not engine.over:
             raise UserError(f"{call} was called before the loop; ask in the loop or after it.")
-        check_wishes([*self._mine, wish], call)
-        self.add(wish)
-        self._scripts.add(wish)
+        check_requests([*self._mine, request], call)
+        self.add(request)
+        self._scripts.add(request)
         if not engine.left_loop:
             return None
         self.settle()
@@ -74,7 +74,7 @@ class Requests:
         self._failure = engine.saving.failure = None
         if failure is not None:
             raise failure
-        return self._digest[1] if wish.kind == "fingerprint" and self._digest else None
+        return self._digest[1] if request.kind == "fingerprint" and self._digest else None
 
     def settle(self) -> None:
         """After the last step: waits until what this worker's script has asked for is carried out."""
@@ -82,44 +82,44 @@ class Requests:
             self._engine.guarded_vote()
         self._scripts.clear()
 
-    def add(self, wish: Wish) -> None:
-        if wish.kind == "save":
+    def add(self, request: Request) -> None:
+        if request.kind == "save":
             self._engine.saving.note_ask()
-        if wish not in self._mine:
-            self._mine.append(wish)
+        if request not in self._mine:
+            self._mine.append(request)
 
-    def wishes(self) -> tuple[Wish, ...]:
+    def for_vote(self) -> tuple[Request, ...]:
         """What this worker brings into its next vote."""
         if self._engine.resize.frozen_in_place:  # a recovery on the way has brought them
-            self._mine = [wish for wish in self._mine if wish.kind != "frozen"]
+            self._mine = [request for request in self._mine if request.kind != "frozen"]
         self._drop_saved()
         if self._engine.over and not self._engine.done:
-            self.add(Wish("fingerprint"))
+            self.add(Request("fingerprint"))
         save = self._engine.saving.pending
-        return tuple(save if save and wish.kind == "save" else wish for wish in self._mine)
+        return tuple(save if save and request.kind == "save" else request for request in self._mine)
 
-    def heed_stop(self, record: Record) -> None:
-        """A voted stop is part of the commit: whoever rolls forward with the record heeds it too."""
-        if any(wish.kind == "stop" for wish in record.wishes):
+    def on_commit(self, record: Record) -> None:
+        """A voted stop is part of the commit: whoever rolls forward with the record follows it too."""
+        if any(request.kind == "stop" for request in record.requests):
             self._engine.state.last_step = min(self._engine.state.last_step, record.step)
 
-    def carry_out(self, wishes: tuple[Wish, ...]) -> None:
-        """Every member calls it with the same wishes at the same boundary. Raises `WorldChanged`; then they stay."""
-        for wish in wishes:
-            match wish.kind:
+    def carry_out(self, requests: tuple[Request, ...]) -> None:
+        """Every member calls it with the same requests at the same boundary. Raises `WorldChanged`; then they stay."""
+        for request in requests:
+            match request.kind:
                 case "fingerprint":
                     self._fingerprint()
                 case "export":
-                    self._export(Path(wish.detail))
+                    self._export(Path(request.detail))
                 case "frozen":
-                    self._frozen(wish)
-            if wish in self._mine:
-                self._mine.remove(wish)
+                    self._frozen(request)
+            if request in self._mine:
+                self._mine.remove(request)
         self._drop_saved()
 
     def _drop_saved(self) -> None:
         if not self._engine.saving.pending:
-            self._mine = [wish for wish in self._mine if wish.kind != "save"]
+            self._mine = [request for request in self._mine if request.kind != "save"]
 
     def _fingerprint(self) -> None:
         engine = self._engine
@@ -138,13 +138,13 @@ class Requests:
             log.error("export_failed", path=str(path), reason=str(error))
             self._failure = error
 
-    def _frozen(self, wish: Wish) -> None:
+    def _frozen(self, request: Request) -> None:
         """The builder sends its frozen parameters to a newcomer whose own differ."""
         world = self._engine.world
         assert world is not None
-        if world.rank in (world.plan.builder, wish.rank):
-            share_frozen(world.group, self._engine.module, world.plan.builder, [wish.rank])
-        if world.rank == wish.rank:
+        if world.rank in (world.plan.builder, request.rank):
+            share_frozen(world.group, self._engine.module, world.plan.builder, [request.rank])
+        if world.rank == request.rank:
             self._engine.resize.frozen_in_place = True
             if self._engine.state.current:
                 self._engine.state.current = self._engine.state.everything

@@ -20,7 +20,7 @@ from shoal.checkpoint.errors import CheckpointDamaged
 from shoal.exchange.framing import FramedSend, receive_framed
 from shoal.exchange.hand_out import hand_out
 from shoal.exchange.traffic import FIRST_MESSAGE, STARTED, Traffic
-from shoal.exchange.vote import Record, Wish
+from shoal.exchange.vote import Record, Request
 from shoal.group.group import Group, WorldChanged
 from shoal.logs import get_logger
 from shoal.session.link import Asked, Begun, Ended, Opened, Prepared, Recover, Stopped
@@ -68,7 +68,7 @@ class Resize:
                     self._join(plan, group, state)
                     waiting = False
                 case Asked(kind, _):
-                    engine.requests.add(Wish("stop" if kind is AskKind.STOP else "save"))
+                    engine.requests.add(Request("stop" if kind is AskKind.STOP else "save"))
                 case Ended() as ended:
                     waiting = self._end(ended)
 
@@ -220,7 +220,7 @@ class Resize:
         engine.boundary.stand_at(engine.state.step)
         engine.faults.at("join", engine.state.step)
         if not self.frozen_in_place:
-            engine.requests.add(Wish("frozen", rank=world.rank))
+            engine.requests.add(Request("frozen", rank=world.rank))
         self._enter(world)
 
     # ---- entering, leaving
