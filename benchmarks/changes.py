@@ -1,12 +1,12 @@
-"""What planned changes cost: a join with the joiner ready, a drain, scaling down; and how long a newcomer takes.
+"""What planned changes cost: a join with the joiner ready, a drain, scaling down; and how long a joiner takes.
 
     python benchmarks/changes.py --sizes 1M 10M 40M --rounds 7
 
 Three workers and four lanes under a real controller with the local launcher. A round scales to four, drains one worker
-(the launcher starts another in its place) and scales back to three: a newcomer shares the cores with three others, so
+(the launcher starts another in its place) and scales back to three: a joiner shares the cores with three others, so
 that there are four processes in all. `pause` is the run report's: the longest of any
 member from the end of its hand-out to its first lane in the new world. `longer` is how much longer than its neighbours
-the one step was during which the change began, seen from outside. A newcomer's time runs from the start of its process
+the one step was during which the change began, seen from outside. A joiner's time runs from the start of its process
 to its first lane in a committed step.
 """
 
@@ -38,7 +38,7 @@ class Figures:
     def __init__(self) -> None:
         self.pauses: dict[str, list[float]] = defaultdict(list)
         self.longer: dict[str, list[float]] = defaultdict(list)
-        self.newcomers: list[float] = []
+        self.joiners: list[float] = []
         self.slower: list[float] = []
 
 
@@ -55,32 +55,32 @@ def measure(size: str, rounds: int) -> Figures:
             cluster.scale(WORKERS)
             cluster.settle(WORKERS, steps=NEIGHBOURS)
             note_changes(cluster, figures, first)
-            print(f"{size} round {number + 1}/{rounds}: newcomers {figures.newcomers[-2:]}", flush=True)
+            print(f"{size} round {number + 1}/{rounds}: joiners {figures.joiners[-2:]}", flush=True)
     return figures
 
 
 def welcome(cluster: Cluster, figures: Figures, ask: Callable[[], None]) -> None:
-    """Ask for what brings a newcomer, and follow it until it is a member like any other."""
+    """Ask for what brings a joiner, and follow it until it is a member like any other."""
     known = {event["worker"] for event in cluster.events.all if event["kind"] == "starting"}
     ask()
     starting = cluster.events.until(
-        "a newcomer",
+        "a joiner",
         lambda events: next((e for e in events if e["kind"] == "starting" and e["worker"] not in known), {}),
     )
-    newcomer = starting["worker"]
+    joiner = starting["worker"]
     first = cluster.steps.until(
-        f"a lane of {newcomer}", lambda steps: next((s for s in steps if s.worker == newcomer), None)
+        f"a lane of {joiner}", lambda steps: next((s for s in steps if s.worker == joiner), None)
     )
     assert first is not None
-    figures.newcomers.append(first.time - starting["time"])
+    figures.joiners.append(first.time - starting["time"])
     cluster.settle(WORKERS + 1, steps=NEIGHBOURS)
-    slower(cluster, figures, newcomer, starting["time"])
+    slower(cluster, figures, joiner, starting["time"])
 
 
-def slower(cluster: Cluster, figures: Figures, newcomer: str, started: float) -> None:
-    """The others' steps from the newcomer's joining to the end of its fills, against those before its process began."""
+def slower(cluster: Cluster, figures: Figures, joiner: str, started: float) -> None:
+    """The others' steps from the joiner's joining to the end of its fills, against those before its process began."""
     joined = next(
-        event for event in cluster.events.all if event["kind"] == "begun" and f"{newcomer} (" in event["message"]
+        event for event in cluster.events.all if event["kind"] == "begun" and f"{joiner} (" in event["message"]
     )
     later = [e for e in cluster.events.all if e["kind"] == "begun" and e["time"] > joined["time"]]
     until = later[-1]["time"] if later else joined["time"]
@@ -129,20 +129,20 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=["1M", "10M", "40M"])
     parser.add_argument("--rounds", type=int, default=7, help="of each size (default 7)")
     given = parser.parse_args()
-    changes, newcomers = [], []
+    changes, joiners = [], []
     for size in given.sizes:
         figures = measure(size, given.rounds)
         for reason, pauses in sorted(figures.pauses.items()):
             judged = verdict(median(pauses), MOST_PAUSE_SECONDS)
             changes.append([size, reason, spread(pauses), judged, spread(figures.longer[reason])])
-        took, rate = figures.newcomers, figures.slower
-        newcomers.append(
+        took, rate = figures.joiners, figures.slower
+        joiners.append(
             [size, spread(took, 2), verdict(median(took), MOST_NEWCOMER_SECONDS), spread(rate, 2),
              verdict(median(rate), MOST_SLOWER) if rate else "–"]
         )  # fmt: skip
     show("Planned changes", ["model", "change", "pause, s", "target", "step longer by, s"], changes)
     head = ["model", "start to first lane, s", "target", "others' steps while filled", "target"]
-    show("A newcomer", head, newcomers)
+    show("A joiner", head, joiners)
 
 
 if __name__ == "__main__":

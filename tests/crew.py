@@ -35,7 +35,7 @@ from shoal.session.link import Link
 from shoal.training.engine import Engine
 from shoal.training.exit import _Ending
 from shoal.training.start import _description
-from shoal.training.state import NEWCOMER, Limits, TrainingState
+from shoal.training.state import NO_STEP, Limits, TrainingState
 from shoal_controller.core.machine.effects import Note, Probe, Send
 from shoal_controller.core.machine.events import Connected, Disconnected, Event, Probed, Said, Started, Tick
 from shoal_controller.core.machine.job import Job
@@ -93,7 +93,7 @@ def engine_of(task: Task, link: Link, faults: Faults) -> Engine:
     fetcher = Fetcher(Samples(40), None, sampler, settled.seed, torch.device("cpu"))
     status = Status(sequence=0, generation=0, point=Point.REHEARSING, promised=0, step=-1, committed_in=0)
     link.introduce(_description(settled, state, optimizer, sampler.samples), status)
-    take_over(optimizer, state.scheduler, lambda: state.step > NEWCOMER)
+    take_over(optimizer, state.scheduler, lambda: state.step > NO_STEP)
     engine = Engine(settled, state, link, fetcher, faults)
     engine.resuming.look()
     return engine

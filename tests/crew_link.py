@@ -85,8 +85,8 @@ class CrewLink:
         if self.dialogue.ending is not None:
             raise UserError(self.dialogue.ending.reason)
 
-    def rehearsed(self) -> None:
-        self.own.rehearsed()
+    def end_warm_up(self) -> None:
+        self.own.end_warm_up()
         self._said()
 
     @property
@@ -183,10 +183,10 @@ class CrewLink:
         self._said()
 
     def look_for_first_message(self) -> bool:
-        """A newcomer waits in every group that it has built."""
+        """A joiner waits in every group that it has built."""
         for generation, plan in self.plans.items():
             group = self.groups.get(generation)
-            if group is not None and self.own.is_newcomer:
+            if group is not None and self.own.is_joiner:
                 way = (plan.builder, group.rank, FIRST_MESSAGE)
                 if len(group.wire.arrived[way]) == 2:
                     state = receive_framed(group, plan.builder, FIRST_MESSAGE)

@@ -46,7 +46,7 @@ def recovery(generation: int, workers: str, step: int = 0) -> Plan:
 
 
 def planned(generation: int, base: int, workers: str) -> Plan:
-    """A planned change; newcomers in capitals."""
+    """A planned change; joiners in capitals."""
     plan = replace(recovery(generation, workers), base=base, recovery=None, reason=Reason.JOIN)
     check_plan(plan)
     return plan

@@ -23,7 +23,7 @@ def fork_beside_a_session(controller: str, count: int, result: str) -> None:
     """Fork children that end at once while the session talks; how they ended, by exit status, goes to `result`."""
     link = ControllerLink(SessionSettings(controller=controller, job="job", worker="a"))
     link.introduce(DESCRIPTION, NEW)
-    link.rehearsed()
+    link.end_warm_up()
     ends: Counter[int] = Counter()
     for _ in range(count):
         child = os.fork()

@@ -50,7 +50,7 @@ class Worker:
     def introduce(self) -> Hello:
         """On the calling thread: SIGTERM is heard where that is the main thread."""
         self.link.introduce(DESCRIPTION, NEW)
-        self.link.rehearsed()
+        self.link.end_warm_up()
         self.hello = self._controller.hears(Hello, by=self.name)
         return self.hello
 

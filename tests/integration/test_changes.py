@@ -54,7 +54,7 @@ def test_all_but_one_are_told_to_go_at_once_and_the_last_is_kept() -> None:
         cluster.wait_undisturbed()
 
 
-def test_the_last_worker_stays_until_a_newcomer_has_taken_over() -> None:
+def test_the_last_worker_stays_until_a_joiner_has_taken_over() -> None:
     with Cluster(workers=1, options=LONG, pace=PACE) as cluster:
         cluster.wait_step(2)
         cluster.terminate("w0")
@@ -106,7 +106,7 @@ def test_a_paused_job_commits_nothing_and_its_world_can_change() -> None:
         cluster.wait_state("w0", "lost")
         cluster.until("two to go on", lambda job: job["phase"] == "paused" and job["workers"]["active"] == 2)
         cluster.add()
-        cluster.until("a newcomer", lambda job: job["phase"] == "paused" and job["workers"]["active"] == 3)
+        cluster.until("a joiner", lambda job: job["phase"] == "paused" and job["workers"]["active"] == 3)
         assert began_at(cluster, "w3", cluster.job()["generation"]) == step
         cluster.resume()
         cluster.wait_world(3)
@@ -122,7 +122,7 @@ def began_at(cluster: Cluster, worker: str, generation: int) -> int:
     return int(found[1])
 
 
-def test_the_last_worker_of_a_paused_job_hands_over_to_a_newcomer() -> None:
+def test_the_last_worker_of_a_paused_job_hands_over_to_a_joiner() -> None:
     with Cluster(workers=1, options=LONG, pace=PACE) as cluster:
         cluster.wait_step(2)
         cluster.pause()

@@ -1,7 +1,7 @@
 """Workers that do not answer: frozen and thawed, merely slow, sole holders of blocks.
 
 A frozen worker is counted out after its silence; when it thaws its world has gone on, so it changes nothing and comes
-back as a newcomer with another id.
+back as a joiner with another id.
 """
 
 from __future__ import annotations

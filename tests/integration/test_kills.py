@@ -88,7 +88,7 @@ def test_one_is_killed_and_one_is_frozen_at_once() -> None:
         cluster.kill("w1")
         cluster.wait_world(2)
         cluster.cont("w2")
-        cluster.wait_world(3)  # as a newcomer with another id
+        cluster.wait_world(3)  # as a joiner with another id
         assert cluster.workers()["w2"]["state"] == "left"
         cluster.wait_undisturbed()
 
@@ -150,8 +150,8 @@ def test_a_worker_dies_in_the_middle_of_a_fill(victim: str) -> None:
 
 
 @pytest.mark.parametrize("instant", ["backward", "group", "join"])
-def test_a_newcomer_dies_on_its_way_in(instant: str) -> None:
-    """`backward`: in its rehearsal."""
+def test_a_joiner_dies_on_its_way_in(instant: str) -> None:
+    """`backward`: in its warm-up."""
     with Cluster(workers=2, options=LONG, faults=f"w2@0:{instant}:kill", pace=PACE) as cluster:
         cluster.wait_step(2)
         cluster.add()

@@ -256,7 +256,7 @@ def test_a_ping_is_answered_while_the_training_thread_is_blocked() -> None:
 # ---- planned
 
 
-def test_a_newcomer_begins_with_the_first_message_of_its_world() -> None:
+def test_a_joiner_begins_with_the_first_message_of_its_world() -> None:
     with workers("abc") as (controller, them):
         a, b, c = them
         begin_a_world(controller, [a, b])
@@ -284,7 +284,7 @@ def _until_voted(worker: Worker, generation: int) -> Any:
     return worker.link.leave_vote([generation] * 2)
 
 
-def test_a_newcomer_keeps_an_older_plan_that_begins_after_all() -> None:
+def test_a_joiner_keeps_an_older_plan_that_begins_after_all() -> None:
     with workers("abc") as (controller, them):
         a, b, c = them
         begin_a_world(controller, [a, b])
@@ -403,7 +403,7 @@ def test_a_shutdown_ends_the_session_and_wakes_the_training_thread() -> None:
         assert them[0].takes(Ended) == Ended(Ending.FAILED, "the job was cancelled")
 
 
-def test_who_was_counted_out_comes_back_as_a_newcomer_with_a_new_id() -> None:
+def test_who_was_counted_out_comes_back_as_a_joiner_with_a_new_id() -> None:
     with workers("ab") as (controller, them):
         begin_a_world(controller, them)
         before = them[0].link.incarnation
@@ -413,5 +413,5 @@ def test_who_was_counted_out_comes_back_as_a_newcomer_with_a_new_id() -> None:
         hello = controller.hears(Hello, lambda hello: hello.worker == "")
         assert (hello.status.step, hello.status.point, hello.status.holds) == (-1, Point.REHEARSING, NO_BLOCKS)
         assert hello.incarnation != before
-        them[0].link.rehearsed()
+        them[0].link.end_warm_up()
         controller.hears(Heartbeat, lambda said: said.status.point is Point.WAITING, by="given1")

@@ -22,7 +22,7 @@ def test_a_script_alone_goes_through_a_start_like_any_worker() -> None:
     link = AloneLink()
     link.introduce(DESCRIPTION, NEW)
     assert not link.stopping
-    link.rehearsed()
+    link.end_warm_up()
     assert link.stopping and link.take() == Stopped(1)
     link.answer(Inventory(1, 0, -1, 0, b"", NO_BLOCKS, NO_BLOCKS, NO_BLOCKS))
     recover = link.take()
@@ -43,7 +43,7 @@ def test_the_first_generation_comes_after_all_that_were_saved_though_none_of_the
     link = AloneLink()
     link.introduce(DESCRIPTION, NEW)
     link.publish(replace(NEW, highest_saved=7), Telemetry())
-    link.rehearsed()
+    link.end_warm_up()
     assert link.take() == Stopped(8)
 
 

@@ -211,34 +211,34 @@ def test_how_much_a_fill_moves_is_the_plans_number_whatever_a_member_measures() 
     assert max(boundary for _, _, boundary, _ in slices) >= 1, "the fill took one step"
 
 
-# ---- newcomers
+# ---- joiners
 
 
-def test_a_newcomer_rehearses_a_lane_whose_result_is_thrown_away() -> None:
-    rehearsed: list[Engine] = []
+def test_a_joiner_warms_up_on_a_lane_whose_result_is_thrown_away() -> None:
+    warmed_up: list[Engine] = []
 
     def look(engine: Engine) -> None:
         if engine.world is None:
-            rehearsed.append(engine)
+            warmed_up.append(engine)
             engine.report(noise=1e9)
             assert engine.link.membership().point is Point.REHEARSING
 
     task = Task(TASK.options, in_loop=look)
     with Crew("ab", task) as crew:
         crew.train_to(2)
-        newcomer = crew.add("c")
+        joiner = crew.add("c")
         crew.train_to(6)
-        assert newcomer.engine in rehearsed
-        assert "noise" not in newcomer.engine.reports
+        assert joiner.engine in warmed_up
+        assert "noise" not in joiner.engine.reports
         assert crew.finish() == undisturbed(TASK)
 
 
-def test_the_values_of_the_optimizers_groups_reach_a_newcomer() -> None:
+def test_the_values_of_the_optimizers_groups_reach_a_joiner() -> None:
     """A scheduler's state alone would leave the learning rate as the script has set it."""
     with Crew("ab", TASK) as crew:
         crew.train_to(7)
-        newcomer = crew.add("c")
-        crew.train_until("c to be in", lambda: newcomer in crew.members())
+        joiner = crew.add("c")
+        crew.train_until("c to be in", lambda: joiner in crew.members())
         rates = [[group["lr"] for group in worker.engine.state.optimizer.param_groups] for worker in crew.members()]
         assert len(rates) == 3 and rates[0] == rates[1] == rates[2]
         assert rates[0][0] < 1e-3

@@ -121,7 +121,7 @@ def test_what_was_given_up_is_never_the_latest_though_what_came_after_cannot_be_
     state.lineage = gone_on("", 1, 2, (), began=2)
     newest, _ = save(state, storage, generation=2)
     said: list[str] = []
-    found = resolve(storage.url, "latest", said.append, spoiled=[f"{storage.url}/{newest.folder}"])
+    found = resolve(storage.url, "latest", said.append, unreadable=[f"{storage.url}/{newest.folder}"])
     assert found is not None and found.manifest.step == 2
     assert [sentence.partition(" was ")[2] for sentence in said] == [
         "given up: training went back behind it, and on without it."

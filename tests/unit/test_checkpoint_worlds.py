@@ -318,7 +318,7 @@ def remove(place: Path, step: int) -> None:
 
 
 @pytest.mark.parametrize("harm", [spoil, remove])
-def test_one_that_is_damaged_or_gone_is_passed_over_too_when_blocks_are_lost(
+def test_one_that_is_damaged_or_gone_is_skipped_too_when_blocks_are_lost(
     harm: Callable[[Path, int], None], tmp_path: Path
 ) -> None:
     with Crew("abc", task(tmp_path, mirrors=0, every_steps=3)) as crew:
@@ -337,10 +337,10 @@ def test_a_process_that_has_trained_never_begins_at_step_0() -> None:
         for worker in crew.workers.values():
             with pytest.raises(NeedsFreshProcess, match="this process has trained before; start a new one"):
                 worker.engine.resuming.check_initial()
-        newcomer = crew.add("c")
-        crew.train_until("c to be in", lambda: newcomer.engine.world is not None)
+        joiner = crew.add("c")
+        crew.train_until("c to be in", lambda: joiner.engine.world is not None)
         with pytest.raises(NeedsFreshProcess, match="this process has trained before"):
-            newcomer.engine.resuming.check_initial()
+            joiner.engine.resuming.check_initial()
 
 
 def test_a_job_whose_only_checkpoint_cannot_be_read_says_so_and_does_not_begin_anew(tmp_path: Path) -> None:
@@ -389,7 +389,7 @@ class Count:
         self.steps = given["steps"]
 
 
-def test_what_a_script_registers_is_saved_restored_and_given_to_newcomers(tmp_path: Path) -> None:
+def test_what_a_script_registers_is_saved_restored_and_given_to_joiners(tmp_path: Path) -> None:
     counts: dict[str, Count] = {}
 
     def count(engine: Any) -> None:

@@ -147,7 +147,7 @@ def test_nothing_is_told_of_a_job_whose_copies_agree_through_kills_and_joins() -
         crew.train_to(5)
         crew.kill("b")
         crew.add("d")
-        crew.train_until("the newcomer", lambda: len(crew.members()) == 3 and crew.at_rest())
+        crew.train_until("the joiner", lambda: len(crew.members()) == 3 and crew.at_rest())
         assert crew.finish() == undisturbed(PLAIN)
         assert seen(crew) == []
 

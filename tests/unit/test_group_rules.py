@@ -83,7 +83,7 @@ class Told:
         self.done.set()
 
     def begun(self, building: Building, state: bytes) -> None:
-        raise AssertionError("nobody is a newcomer")
+        raise AssertionError("nobody is a joiner")
 
     def unreachable(self, building: Building, ranks: list[int]) -> None:
         raise AssertionError("everybody is here")
@@ -103,7 +103,7 @@ def test_whoever_asks_for_a_group_does_not_wait_for_it() -> None:
 
     groups = Groups(transport, lock, told)
     with lock:
-        groups.build(recovery(1, "ab"), 0, newcomer=False)
+        groups.build(recovery(1, "ab"), 0, joiner=False)
     assert not told.done.is_set()
     go.set()
     assert told.done.wait(20)

@@ -11,15 +11,15 @@ from worlds import BLOCKS, planned, recovery, share_of
 ALL = every(BLOCKS)
 
 
-def newcomer(worker: str = "a") -> Membership:
+def joiner(worker: str = "a") -> Membership:
     membership = Membership(worker, f"{worker}.1")
-    membership.rehearsed()
+    membership.end_warm_up()
     return membership
 
 
 def member_of(generation: int, workers: str, worker: str = "a") -> Membership:
     """Through PREPARE, PLAN, READY and OPEN."""
-    membership = newcomer(worker)
+    membership = joiner(worker)
     plan = recovery(generation, workers)
     assert membership.hear_prepare(generation)
     assert membership.hear_recovery(plan)
@@ -204,20 +204,20 @@ def test_a_stopped_worker_takes_no_planned_change() -> None:
     assert not membership.hear_planned(planned(3, 1, "abC"))
 
 
-# ---- newcomers
+# ---- joiners
 
 
-def test_a_newcomer_that_has_not_rehearsed_is_given_no_plan() -> None:
+def test_a_joiner_that_has_not_rehearsed_is_given_no_plan() -> None:
     membership = Membership("c", "c.1")
     assert not membership.hear_planned(planned(2, 1, "abC"))
     membership.hear_prepare(3)
     assert not membership.hear_recovery(recovery(3, "abC"))
-    membership.rehearsed()
+    membership.end_warm_up()
     assert membership.hear_recovery(recovery(3, "abC"))
 
 
-def test_a_newcomer_keeps_every_plan_that_may_begin() -> None:
-    membership = newcomer("c")
+def test_a_joiner_keeps_every_plan_that_may_begin() -> None:
+    membership = joiner("c")
     first, second = planned(2, 1, "abC"), planned(3, 1, "aC")
     assert membership.hear_planned(first)
     membership.built(2)
@@ -229,16 +229,16 @@ def test_a_newcomer_keeps_every_plan_that_may_begin() -> None:
     assert membership.live == {2}
 
 
-def test_a_newcomer_drops_the_plans_whose_base_is_no_longer_current() -> None:
-    membership = newcomer("c")
+def test_a_joiner_drops_the_plans_whose_base_is_no_longer_current() -> None:
+    membership = joiner("c")
     membership.hear_planned(planned(2, 1, "abC"))
     membership.hear_planned(planned(3, 1, "aC"))
     membership.hear_planned(planned(5, 2, "abC"))
     assert membership.live == {0, 2, 5}  # 2 may have begun without our having heard its first message
 
 
-def test_prepare_voids_all_that_a_newcomer_has_built() -> None:
-    membership = newcomer("c")
+def test_prepare_voids_all_that_a_joiner_has_built() -> None:
+    membership = joiner("c")
     membership.hear_planned(planned(2, 1, "abC"))
     membership.built(2)
     assert membership.hear_prepare(3)
@@ -254,10 +254,10 @@ def test_a_group_that_is_built_for_a_replaced_plan_counts_for_nothing() -> None:
     assert membership.enter_vote(ALL) == 1
 
 
-def test_a_worker_that_starts_over_is_a_newcomer_whose_numbers_still_grow() -> None:
+def test_a_worker_that_starts_over_is_a_joiner_whose_numbers_still_grow() -> None:
     membership = member_of(7, "ab")
     membership.start_over()
-    assert membership.is_newcomer and membership.generation == 0 and membership.plan is None
+    assert membership.is_joiner and membership.generation == 0 and membership.plan is None
     assert not membership.hear_prepare(7)
     assert membership.newest_heard == 7
 
@@ -265,6 +265,6 @@ def test_a_worker_that_starts_over_is_a_newcomer_whose_numbers_still_grow() -> N
 @pytest.mark.parametrize("worker", ["a", "b"])
 def test_another_process_with_the_same_id_is_not_in_the_plan(worker: str) -> None:
     membership = Membership(worker, "another")
-    membership.rehearsed()
+    membership.end_warm_up()
     membership.hear_prepare(1)
     assert not membership.hear_recovery(recovery(1, "ab"))

@@ -49,7 +49,7 @@ def dialogue_of(worker: str = "a") -> Dialogue:
     dialogue = Dialogue(Membership(worker, f"{worker}.1"), process, DESCRIPTION, NEW)
     dialogue.hello()
     dialogue.hear(WELCOME)
-    dialogue.membership.rehearsed()
+    dialogue.membership.end_warm_up()
     dialogue.outgoing()
     return dialogue
 
@@ -95,7 +95,7 @@ def test_a_worker_in_a_world_that_no_store_has_named_its_id_to_ends_by_no_refusa
     assert dialogue.hear(replace(REFUSED, ends_members=True, cluster="")) == []
 
 
-def test_a_newcomer_ends_by_a_final_refusal_whoever_gives_it() -> None:
+def test_a_joiner_ends_by_a_final_refusal_whoever_gives_it() -> None:
     dialogue = dialogue_of()
     assert dialogue.hear(replace(REFUSED, final=False)) == []
     assert dialogue.hear(REFUSED) == [Put(Ended(Ending.FAILED, "there is no job job")), Abort()]
@@ -304,7 +304,7 @@ def test_only_a_final_refusal_ends_it() -> None:
     assert dialogue.hear(Refusal("another model")) == [Put(Ended(Ending.FAILED, "another model")), Abort()]
 
 
-def test_who_starts_over_is_another_newcomer() -> None:
+def test_who_starts_over_is_another_joiner() -> None:
     dialogue = member_of(3, "ab")
     dialogue.stand(replace(NEW, step=9, holds=every(2)), Telemetry())
     dialogue.hear(Shutdown(Ending.START_OVER, "counted out"))

@@ -159,7 +159,7 @@ def test_a_step_in_which_all_are_skipped_updates_nothing_and_the_job_goes_on() -
 
 
 def test_a_hand_out_is_made_after_a_skipped_step_too() -> None:
-    """A newcomer has no parameters before one, and trains no lane."""
+    """A joiner has no parameters before one, and trains no lane."""
 
     def body(engine: Engine, batch: Any) -> None:
         if engine.global_step >= 2:
@@ -170,7 +170,7 @@ def test_a_hand_out_is_made_after_a_skipped_step_too() -> None:
     with Crew("abc", Task({"max_steps": 200}, body=body)) as crew:
         crew.train_to(2)
         joiner = crew.add("d")
-        crew.train_until("the newcomer trains", lambda: bool(joiner.engine.lanes))
+        crew.train_until("the joiner trains", lambda: bool(joiner.engine.lanes))
         theirs = crew.workers["a"].engine.state.flats
         assert all(torch.equal(a, d) for a, d in zip(theirs, joiner.engine.state.flats, strict=True))
 

@@ -144,13 +144,13 @@ def checkpoints(storage: Storage, skipped: Skipped, own: Own | None = None) -> I
                 skipped(str(error))
 
 
-def _latest(found: Iterator[Found], skipped: Skipped, spoiled: Collection[str]) -> Found | None:
+def _latest(found: Iterator[Found], skipped: Skipped, unreadable: Collection[str]) -> Found | None:
     """The newest that can be read, and that no newer one, readable or not, has given up."""
     lineage: list[Branch] = []
     for one in found:
         if is_given_up(one.name.generation, one.name.step, lineage):
             skipped(f"{one.path} was given up: training went back behind it, and on without it.")
-        elif one.path not in spoiled:
+        elif one.path not in unreadable:
             return one
         lineage += one.manifest.lineage
     return None
@@ -161,12 +161,12 @@ def resolve(
     resume: int | str | bool,
     skipped: Skipped,
     own: Own | None = None,
-    spoiled: Collection[str] = (),
+    unreadable: Collection[str] = (),
 ) -> Found | None:
     """The checkpoint that `resume` means: "latest", a step, a path or URL, or False; None where there is nothing.
 
     `path`: where this job keeps its own. A step or a path that is not there is an error (`NotFound`), and one that is
-    named is taken whoever saved it. `spoiled`: paths that cannot be read; the latest is one of others.
+    named is taken whoever saved it. `unreadable`: paths that cannot be read; the latest is one of others.
     """
     if resume is False:
         return None
@@ -178,7 +178,7 @@ def resolve(
         raise NotFound(f"resume is step {resume}, and no `shoal.checkpoint.path` says where checkpoints are.")
     storage = open_storage(path)
     if resume == "latest":
-        return _latest(checkpoints(storage, skipped, own), skipped, spoiled)
+        return _latest(checkpoints(storage, skipped, own), skipped, unreadable)
     for found in checkpoints(storage, skipped):
         if found.name.step == resume:
             return found

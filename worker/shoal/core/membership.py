@@ -12,7 +12,7 @@ from shoal_protos.messages import Point
 from shoal_protos.plan import Plan, WorkerId
 from shoal_protos.runs import Runs
 
-NEWCOMER = (Point.REHEARSING, Point.WAITING, Point.JOINING)
+JOINER = (Point.REHEARSING, Point.WAITING, Point.JOINING)
 
 
 class Membership:
@@ -24,7 +24,7 @@ class Membership:
         self.start_over()
 
     def start_over(self) -> None:
-        """Back to a newcomer that has rehearsed nothing; `promised` stays, numbers only grow."""
+        """Back to a joiner that is not warm; `promised` stays, numbers only grow."""
         self.promised = getattr(self, "promised", 0)
         self.stopped_for = 0
         self.generation = 0
@@ -43,8 +43,8 @@ class Membership:
         self.voting = False
 
     @property
-    def is_newcomer(self) -> bool:
-        return self.point in NEWCOMER
+    def is_joiner(self) -> bool:
+        return self.point in JOINER
 
     def _rank_in(self, plan: Plan) -> int | None:
         return plan.rank_of(self.worker, self.incarnation)
@@ -84,7 +84,7 @@ class Membership:
         newest = max(self.promised, self.generation, self.next.generation if self.next else 0)
         if plan.generation <= newest or self.begins is not None:
             return False
-        if self.is_newcomer:
+        if self.is_joiner:
             if self.point is Point.REHEARSING or self._rank_in(plan) is None:
                 return False
             self._keep_beside(plan)
@@ -94,14 +94,14 @@ class Membership:
             self.deferred = plan  # what a member voted it keeps until that vote is over
             return False
         self.next, self.next_built = plan, False
-        if self.is_newcomer:
+        if self.is_joiner:
             self.point = Point.WAITING
         elif not self.builds(plan):
             self.next_built = True
         return True
 
     def _keep_beside(self, plan: Plan) -> None:
-        """A newcomer has no vote: it keeps every plan that may begin. Void is one whose base is no longer current."""
+        """A joiner has no vote: it keeps every plan that may begin. Void is one whose base is no longer current."""
         if self.next is not None:
             self.kept[self.next.generation] = self.next
         void = [n for n, kept in self.kept.items() if kept.base < plan.base and n != plan.base]
@@ -112,12 +112,12 @@ class Membership:
         """Whether this process needs a new group for a planned change: not when left out, nor for the same members."""
         if self._rank_in(plan) is None:
             return False
-        return self.plan is None or self.is_newcomer or plan.members != self.plan.members
+        return self.plan is None or self.is_joiner or plan.members != self.plan.members
 
     # ---- told by the driver
 
-    def rehearsed(self) -> None:
-        """The newcomer is ready to become a member."""
+    def end_warm_up(self) -> None:
+        """The joiner is warm, and ready to become a member."""
         if self.point is Point.REHEARSING:
             self.point = Point.WAITING
 
@@ -125,7 +125,7 @@ class Membership:
         """The group of a planned change is built."""
         if self.next is not None and self.next.generation == generation:
             self.next_built = True
-            if self.is_newcomer:
+            if self.is_joiner:
                 self.point = Point.JOINING
                 self.promised = max(self.promised, generation)
 
@@ -169,7 +169,7 @@ class Membership:
     # ---- a world begins
 
     def begin(self, plan: Plan) -> None:
-        """The world of `plan` begins here: after a hand-out, on OPEN, or on a newcomer's first message.
+        """The world of `plan` begins here: after a hand-out, on OPEN, or on a joiner's first message.
 
         A later PREPARE may have been heard while the driver was on its way here: then it begins, and stands stopped.
         """

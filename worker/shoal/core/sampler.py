@@ -1,7 +1,7 @@
 """Which samples a micro-batch reads: a fresh seeded shuffle per epoch, the same for every world.
 
 Pure. A shuffle is never laid out: the samples at some places of the epoch are computed from the places by a keyed
-permutation, so a dataset of any length costs no memory, a newcomer starts in the middle of an epoch at once, and the
+permutation, so a dataset of any length costs no memory, a joiner starts in the middle of an epoch at once, and the
 order depends on integer arithmetic alone (no version of Python, numpy or torch can change it).
 """
 

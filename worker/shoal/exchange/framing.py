@@ -1,6 +1,6 @@
 """Framed messages: the receiver does not know how long they are, so a length travels before the bytes.
 
-For what is small or rare: job state for a newcomer, slices of fills, digests. A FIRST_MESSAGE is read by the
+For what is small or rare: job state for a joiner, slices of fills, digests. A FIRST_MESSAGE is read by the
 session's builder thread, the others by the training thread.
 """
 

@@ -42,7 +42,7 @@ class Request:
     kind: str
     """fingerprint | export | save | scheduled (a save by the clock of rank 0) | stop | frozen"""
     detail: str = ""
-    """A path for an export; for `frozen` the newcomer's digest of its frozen parameters."""
+    """A path for an export; for `frozen` the joiner's digest of its frozen parameters."""
     rank: int = -1
     """Whose request it is, where that matters."""
     step: int = -1

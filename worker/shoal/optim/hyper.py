@@ -1,5 +1,5 @@
 """Hyper-parameters: what the optimizer's groups hold beside parameters. Read each step, hashed into the vote, sent to
-newcomers (a scheduler's state alone would not set them), written into checkpoints.
+joiners (a scheduler's state alone would not set them), written into checkpoints.
 
 They are plain values: numbers, truth values, strings, None, and tuples of them, so they survive JSON bit by bit.
 """

@@ -50,8 +50,8 @@ class AloneLink:
         del status  # there is nobody to tell
         self._description = description
 
-    def rehearsed(self) -> None:
-        self._membership.rehearsed()
+    def end_warm_up(self) -> None:
+        self._membership.end_warm_up()
         self._stop()
 
     def _stop(self) -> None:
@@ -125,8 +125,8 @@ class AloneLink:
     def publish(self, status: Status, telemetry: Telemetry) -> None:
         """There is nobody to tell; but a checkpoint that cannot be read means to begin from another one."""
         del telemetry
-        spoilt = status.damage.path if status.damage is not None else ""
-        again = bool(spoilt) and self._checkpoint is not None and self._checkpoint.path == spoilt
+        unreadable = status.damage.path if status.damage is not None else ""
+        again = bool(unreadable) and self._checkpoint is not None and self._checkpoint.path == unreadable
         if not self._membership.generation:
             self._checkpoint, self._highest_saved = status.checkpoint, status.highest_saved
         if again:

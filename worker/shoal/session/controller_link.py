@@ -139,9 +139,9 @@ class ControllerLink:
                 f"no port can be opened on {host}: {error}. Set SHOAL_HOST to an address of this host."
             ) from None
 
-    def rehearsed(self) -> None:
+    def end_warm_up(self) -> None:
         with self._lock:
-            self._membership.rehearsed()
+            self._membership.end_warm_up()
             self.dialogue.notice()
         self._say()
 
@@ -321,7 +321,7 @@ class ControllerLink:
             case Put(item):
                 self._inbox.put(item)
             case Build(plan, rank):
-                self._groups.build(plan, rank, newcomer=plan.recovery is None and self._membership.is_newcomer)
+                self._groups.build(plan, rank, joiner=plan.recovery is None and self._membership.is_joiner)
             case Abort():
                 return self._groups.cancel_all()
         return []
@@ -351,7 +351,7 @@ class ControllerLink:
         self._groups.retire(others, abort=True)
 
     def unreachable(self, building: Building, ranks: list[int]) -> None:
-        """Nobody of this world may be to blame: a newcomer that died on its way in is the controller's affair."""
+        """Nobody of this world may be to blame: a joiner that died on its way in is the controller's affair."""
         plan = building.plan
         if not ranks:
             others = [rank for rank in range(plan.world_size) if rank != building.rank]

@@ -266,7 +266,7 @@ class Dialogue:
         self.notice()
 
     def start_over(self, incarnation: str) -> None:
-        """As a newcomer with a new id, which the controller gives."""
+        """As a joiner with a new id, which the controller gives."""
         self.membership.worker, self.membership.incarnation = "", incarnation
         self.membership.start_over()
         self.ending, self.welcomed, self.broken = None, False, ()

@@ -38,7 +38,7 @@ class Building:
 
     plan: Plan
     rank: int
-    newcomer: bool
+    joiner: bool
     """It waits in the group for the first message."""
     cancellation: Cancellation = field(default_factory=Cancellation)
     progress: Progress = field(init=False)
@@ -95,13 +95,13 @@ class Groups:
 
     # ---- under the lock
 
-    def build(self, plan: Plan, rank: int, newcomer: bool) -> None:
+    def build(self, plan: Plan, rank: int, joiner: bool) -> None:
         """Start building; `Told` hears the rest."""
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         if len(self._threads) >= MOST_BUILDERS:
             log.error("group_not_built", generation=plan.generation, why=f"{MOST_BUILDERS} groups are being built")
             return
-        building = self._wanted[plan.generation] = Building(plan, rank, newcomer)
+        building = self._wanted[plan.generation] = Building(plan, rank, joiner)
         self._start(f"shoal-group-{plan.generation}", self._build, building)
 
     def cancel(self, live: set[int]) -> list[Building]:
@@ -184,7 +184,7 @@ class Groups:
         if not wanted:
             group.abort()
             group.close()
-        elif building.newcomer:
+        elif building.joiner:
             self._await_first_message(building, group)
 
     def _await_first_message(self, building: Building, group: Group) -> None:

@@ -52,7 +52,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """To a newcomer: the planned generation began, this is its first message (the small job state)."""
+    """To a joiner: the planned generation began, this is its first message (the small job state)."""
 
     plan: Plan
     group: Group
@@ -69,7 +69,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Shut down. After `START_OVER` the link says hello as a newcomer: rehearse, or say that nothing is to rehearse."""
+    """Shut down. After `START_OVER` the link says hello as a joiner, which ends its warm-up at once or runs it."""
 
     ending: Ending
     reason: str
@@ -124,8 +124,8 @@ class Link(Protocol):
     def introduce(self, description: Description, status: Status) -> None:
         """Say hello and wait until welcomed. Raises `UserError` with the controller's sentence when refused."""
 
-    def rehearsed(self) -> None:
-        """This newcomer is ready to become a member."""
+    def end_warm_up(self) -> None:
+        """This joiner is warm, and ready to become a member."""
 
     @property
     def stopping(self) -> bool:

@@ -38,9 +38,9 @@ class Resuming:
         self.damage: Damage | None = None
         self.highest_saved = 0
         """The highest generation of any save in `checkpoint.path` when it was last looked into."""
-        self.passed_over: list[str] = []
+        self.skipped: list[str] = []
         """Why what is newer than the sighting is no checkpoint."""
-        self._spoiled: set[str] = set()
+        self._unreadable: set[str] = set()
         self._taken = ""
         """The last checkpoint that was begun to be read: the initial state is gone from then on."""
 
@@ -52,10 +52,10 @@ class Resuming:
         """
         asked, known = self._engine.link.resume
         resume = self._config.resume if asked is None else asked
-        self.passed_over = []
+        self.skipped = []
         self.highest_saved = highest_generation(self._config.path) if self._config.path is not None else 0
         own = Own(self._engine.link.run, known) if known else None
-        found = resolve(self._config.path, resume, self._skip, own, self._spoiled)
+        found = resolve(self._config.path, resume, self._skip, own, self._unreadable)
         self.sighting = None
         if found is None:
             return
@@ -69,8 +69,8 @@ class Resuming:
                  means="training goes on from it" if same else "its tensors are taken by name")  # fmt: skip
 
     def _skip(self, sentence: str) -> None:
-        log.warning("checkpoint_passed_over", reason=sentence)
-        self.passed_over.append(sentence)
+        log.warning("checkpoint_skipped", reason=sentence)
+        self.skipped.append(sentence)
 
     def saved(self, sighting: Sighting) -> None:
         """A save that this worker took part in was completed."""
@@ -128,7 +128,7 @@ class Resuming:
             log.warning("other_data_order", checkpoint=found.path, differs=fields,
                         means="the next samples are not those that the checkpoint's run would have read")  # fmt: skip
 
-    def spoilt(self, path: str, error: CheckpointDamaged) -> None:
+    def on_unreadable(self, path: str, error: CheckpointDamaged) -> None:
         """The plan's checkpoint cannot be read: say so, and look for the one before. Raises `JobFailed` where there is
         none to be taken instead.
         """
@@ -137,7 +137,7 @@ class Resuming:
         resume = self._config.resume if asked is None else asked
         if resume != "latest" and self.sighting is not None and self.sighting.path == path:
             raise JobFailed(f"{error} It was named by `resume`; name another one.") from error
-        self._spoiled.add(path)
+        self._unreadable.add(path)
         self.damage = Damage(path, str(error))
         self.look()
 

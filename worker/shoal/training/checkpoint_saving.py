@@ -100,7 +100,7 @@ class Saving:
         return replace(SAVE, step=self._asked_at) if self._asked_at is not None else None
 
     def register(self, name: str, of: Any) -> None:
-        """An object of the user's whose state is saved with the job's, and given to newcomers."""
+        """An object of the user's whose state is saved with the job's, and given to joiners."""
         if not (callable(getattr(of, "state_dict", None)) and callable(getattr(of, "load_state_dict", None))):
             raise UserError(
                 f'engine.register_state("{name}", …) got a {type(of).__name__}; '

@@ -45,7 +45,7 @@ from shoal.training.evaluation import Evaluation
 from shoal.training.lane_loop import LaneLoop
 from shoal.training.requests import Requests, refuse_other_hyper_parameters
 from shoal.training.resize import Resize
-from shoal.training.state import NEWCOMER, TrainingState
+from shoal.training.state import NO_STEP, TrainingState
 from shoal.training.telemetry import Meter
 from shoal.world import World
 
@@ -122,7 +122,7 @@ class Engine:
     @property
     def warming_up(self) -> bool:
         """Whether the loop's body runs for a warm-up: its result is thrown away, requests made in it are ignored."""
-        return self.loop.rehearsing
+        return self.loop.is_warming_up
 
     @property
     def generation(self) -> int:
@@ -132,7 +132,7 @@ class Engine:
     @property
     def global_step(self) -> int:
         """Committed steps of the job."""
-        return self.state.step if self.state.step > NEWCOMER else self.link.progress[0]
+        return self.state.step if self.state.step > NO_STEP else self.link.progress[0]
 
     @property
     def lanes(self) -> list[int]:
@@ -142,7 +142,7 @@ class Engine:
     @property
     def loss(self) -> float:
         """The last step's canonical loss: the mean over all lanes; nan before the first step."""
-        loss = self.state.loss if self.state.step > NEWCOMER else self.link.progress[1]
+        loss = self.state.loss if self.state.step > NO_STEP else self.link.progress[1]
         return loss if loss is not None else math.nan
 
     @property
@@ -169,7 +169,7 @@ class Engine:
         while not self.over:
             self._check_whole()
             if self.world is None:
-                yield from self._rehearsal()
+                yield from self._warm_up()
                 self.resize.take_part()
             elif self.link.stopping:
                 self.resize.take_part()
@@ -187,17 +187,17 @@ class Engine:
         """The last step is committed."""
         return 0 <= self.state.last_step <= self.state.step
 
-    def _rehearsal(self) -> Iterator[Any]:
-        """A newcomer runs one lane whose result is thrown away, so that compiling stalls nobody; then it is ready."""
-        if self.loop.rehearsed:
+    def _warm_up(self) -> Iterator[Any]:
+        """A joiner runs one lane whose result is thrown away, so that compiling stalls nobody; then it is ready."""
+        if self.loop.is_warm:
             return
         if not self.link.alone:
-            batch = self.loop.rehearsal_batch(self.state)
+            batch = self.loop.warm_up_batch(self.state)
             self.forward_seed.arm(0, 0, 0)
             yield batch
-        self.loop.end_rehearsal(self.state)
+        self.loop.end_warm_up(self.state)
         self.publish()  # what it knows of checkpoints, before anyone counts on it
-        self.link.rehearsed()
+        self.link.end_warm_up()
         self.publish()
 
     def backward(self, loss: Tensor) -> None:
@@ -245,8 +245,8 @@ class Engine:
         if not self.loop.in_flight:
             self.loop.forget_void("engine.step")
             return False
-        if self.loop.rehearsing:
-            self.loop.end_rehearsal_batch(self.state)
+        if self.loop.is_warming_up:
+            self.loop.end_warm_up_batch(self.state)
             return False
         if self.loop.at_last_backward:
             self.state.module_guard.check(self.world)
@@ -276,7 +276,7 @@ class Engine:
             self.loop.forget_void("engine.skip")
             return False
         self.loop.skip(self.state)
-        if not self.loop.rehearsing and self.loop.at_last_backward:
+        if not self.loop.is_warming_up and self.loop.at_last_backward:
             self.state.sums.push(self.loop.lane)
         return self.step()
 
@@ -404,7 +404,7 @@ class Engine:
         record = self._vote(world, self._ballot(self.state.step), None)
         self.evaluation.voted(record.evaluations)
         if not world.plan.steps and not self.boundaries:
-            self._hand_out(world)  # newcomers would wait for a step's
+            self._hand_out(world)  # joiners would wait for a step's
         self.boundaries += 1
         self.boundary.pass_vote(record)
         return record
@@ -420,7 +420,7 @@ class Engine:
             highest_saved=self.resuming.highest_saved,
             corrupt=self.corruption.told,
         )  # fmt: skip
-        passed_over = " ".join(self.resuming.passed_over)
+        passed_over = " ".join(self.resuming.skipped)
         self.link.publish(status, self.meter.telemetry(state.loss, state, self.saving.told, passed_over))
 
     # ---- what a script asks for
@@ -461,7 +461,7 @@ class Engine:
         self.saving.ask()
 
     def register_state(self, name: str, of: Any) -> None:
-        """An object with `state_dict` and `load_state_dict`: rank 0's is saved in checkpoints and given to newcomers.
+        """An object with `state_dict` and `load_state_dict`: rank 0's is saved in checkpoints and given to joiners.
         Before the loop.
         """
         self.saving.register(name, of)

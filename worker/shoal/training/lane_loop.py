@@ -24,8 +24,8 @@ class LaneLoop:
     def __init__(self, job_lanes: int, micro_batches: int, fetcher: Fetcher) -> None:
         self._micro_batches, self._fetcher = micro_batches, fetcher
         self.numbers = LaneNumbers(job_lanes, micro_batches)
-        self.rehearsed = False
-        self.rehearsing = False
+        self.is_warm = False
+        self.is_warming_up = False
         self.in_flight = False
         """The user's loop has a batch whose lane counts."""
         self._void = False
@@ -95,17 +95,17 @@ class LaneLoop:
         """Samples of another dataset as a batch: for evaluation."""
         return self._fetcher.collated(dataset, numbers)
 
-    def rehearsal_batch(self, state: TrainingState) -> Any:
+    def warm_up_batch(self, state: TrainingState) -> Any:
         """Lane 0 of step 0: of the right shape for the model, whatever comes of it."""
         self._order.begin("in the warm-up")
-        self.rehearsing = self.in_flight = True
+        self.is_warming_up = self.in_flight = True
         state.sums.begin_lane()
         return self._fetcher.micro_batch(0, 0, 0)
 
-    def end_rehearsal(self, state: TrainingState) -> None:
-        """Throws the rehearsal's gradients, buffers and losses away."""
+    def end_warm_up(self, state: TrainingState) -> None:
+        """Throw the warm-up's gradients, buffers and losses away."""
         self._order.check_ended("in the warm-up")
-        self.rehearsing, self.rehearsed, self.in_flight = False, True, False
+        self.is_warming_up, self.is_warm, self.in_flight = False, True, False
         state.sums.clear()
         state.buffers.put_back()
         self.numbers.begin_step()
@@ -122,7 +122,7 @@ class LaneLoop:
         (loss / self._micro_batches).backward()
         self._order.backward_ends()
         state.gradient_guard.made(state.sums.live)
-        self.numbers.add_loss(self.lane if not self.rehearsing else 0, float(loss.detach().double()))
+        self.numbers.add_loss(self.lane if not self.is_warming_up else 0, float(loss.detach().double()))
 
     @property
     def has_gradient(self) -> bool:
@@ -136,7 +136,7 @@ class LaneLoop:
         self.numbers.skip()
 
     def _where(self, state: TrainingState) -> str:
-        if self.rehearsing:
+        if self.is_warming_up:
             return "in the warm-up"
         part = f", micro-batch {self._micro}" if self._micro_batches > 1 else ""
         return f"step {state.step + 1}, lane {self.lane}{part}"
@@ -146,7 +146,7 @@ class LaneLoop:
         self._order.check_step(self._where(state))
         state.gradient_guard.check(state.parameters)
 
-    def end_rehearsal_batch(self, state: TrainingState) -> None:
+    def end_warm_up_batch(self, state: TrainingState) -> None:
         """The user's loop is done with the warm-up's batch."""
         self.check_step(state)
         self._order.reset()

@@ -139,7 +139,7 @@ class Requests:
             self._failure = error
 
     def _frozen(self, request: Request) -> None:
-        """The builder sends its frozen parameters to a newcomer whose own differ."""
+        """The builder sends its frozen parameters to a joiner whose own differ."""
         world = self._engine.world
         assert world is not None
         if world.rank in (world.plan.builder, request.rank):

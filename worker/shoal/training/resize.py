@@ -1,7 +1,7 @@
 """A change of the world as one worker carries it out: ARCHITECTURE section 4.
 
 Loss: stop, report the inventory, and with the plan roll forward if need be, promote, hand out what is stale, be ready,
-open. Planned: begin after the hand-out of the vote that named it. A newcomer waits for its first message. All of it on
+open. Planned: begin after the hand-out of the vote that named it. A joiner waits for its first message. All of it on
 the training thread, between two of the engine's steps.
 """
 
@@ -96,7 +96,7 @@ class Resize:
             self._engine.publish()
             return  # another PREPARE is on its way
         except CheckpointDamaged as error:
-            self._engine.resuming.spoilt(plan.recovery.checkpoint, error)
+            self._engine.resuming.on_unreadable(plan.recovery.checkpoint, error)
             self._engine.publish()
             return  # the controller names another one
         self._clock.promoted()
@@ -158,7 +158,7 @@ class Resize:
             self.frozen_in_place = state.load_small_state(receive_framed(world.group, source, STARTED))
 
     def _share_frozen(self, world: World) -> None:
-        """Newcomers whose frozen parameters are not the job's get them from the lowest rank whose are."""
+        """Joiners whose frozen parameters are not the job's get them from the lowest rank whose are."""
         in_place = self._engine.boundary.agree(world, self.frozen_in_place)
         lacking = [rank for rank, there in enumerate(in_place) if not there]
         if lacking:
@@ -213,7 +213,7 @@ class Resize:
         self._enter(world)
 
     def _join(self, plan: Plan, group: Group, small_state: bytes) -> None:
-        """A newcomer's first message: it is a standby until a hand-out has given it all parameters."""
+        """A joiner's first message: it is a standby until a hand-out has given it all parameters."""
         engine = self._engine
         world = self._world(plan, group)
         self.frozen_in_place = engine.state.load_small_state(small_state)
@@ -261,7 +261,7 @@ class Resize:
                 engine.world, self._caught_up, self.begins = None, None, None
                 engine.state.give_up()
                 engine.loop.begin_step(())
-                engine.link.rehearsed()
+                engine.link.end_warm_up()
                 engine.publish()
                 return True
             case Ending.FAILED:

@@ -31,7 +31,7 @@ from shoal.session.open import open_link
 from shoal.training.arguments import check_given
 from shoal.training.engine import Engine
 from shoal.training.exit import serve_at_exit, tell_errors_in_a_sentence
-from shoal.training.state import NEWCOMER, Limits, TrainingState
+from shoal.training.state import NO_STEP, Limits, TrainingState
 
 
 def initialize(
@@ -66,7 +66,7 @@ def initialize(
     link.introduce(_description(settled, state, optimizer, sampler.samples), status)
     engine = Engine(settled, state, link, fetcher, Faults.parse(fault_text, link.worker))
     engine.resuming.look()
-    take_over(optimizer, scheduler, lambda: state.step > NEWCOMER)
+    take_over(optimizer, scheduler, lambda: state.step > NO_STEP)
     serve_at_exit(engine)
     return engine
 

@@ -31,7 +31,7 @@ from shoal.optim.take_over import advance
 from shoal.training.parameter_guards import GradientGuard, ModuleGuard
 from shoal.training.small_state import pack, unpack
 
-NEWCOMER = -1
+NO_STEP = -1
 """The step of a worker that has none yet."""
 
 
@@ -65,7 +65,7 @@ class TrainingState:
         self.buffers = ModuleBuffers(module, limits.lanes)
         self.module_guard = ModuleGuard(module, self._named(), self.flats)
         self.gradient_guard = GradientGuard(self.flats)
-        self.step = NEWCOMER
+        self.step = NO_STEP
         self.last_step = limits.last_step
         self.committed_in = 0
         self.record: Record | None = None
@@ -149,15 +149,15 @@ class TrainingState:
         self.buffers.put_back()
 
     def give_up(self) -> None:
-        """A newcomer again: nothing that it holds counts."""
+        """A joiner again: nothing that it holds counts."""
         self.held.keep_only(NO_BLOCKS)
         self.forget_gradients()
-        self.step, self.committed_in, self.record, self.current = NEWCOMER, 0, None, NO_BLOCKS
+        self.step, self.committed_in, self.record, self.current = NO_STEP, 0, None, NO_BLOCKS
 
-    # ---- what a newcomer gets
+    # ---- what a joiner gets
 
     def small_state(self) -> bytes:
-        """All that a newcomer needs besides parameters and blocks, between processes that run the same script."""
+        """All that a joiner needs besides parameters and blocks, between processes that run the same script."""
         return pack(
             {
                 "step": self.step,
