@@ -65,8 +65,8 @@ class Elastic:
         self._engine, self._folder = engine, folder
         self._batches = iter(engine)
         self.begun = self.stall = 0.0
-        self._voted = engine.saving.voted
-        engine.saving.voted = self._timed  # type: ignore[method-assign]
+        self._voted = engine.saving.on_vote
+        engine.saving.on_vote = self._timed  # type: ignore[method-assign]
 
     def _timed(self, *given: Any) -> None:
         """The only call in which training waits for a save."""

@@ -371,7 +371,7 @@ class Crew:
             if isinstance(effect, Send):
                 link = self._links.get(effect.connection)
                 if link is not None and not link.muted:
-                    link.hear(effect.message)
+                    link.on_message(effect.message)
             elif isinstance(effect, Note):
                 self.events.append((effect.kind, effect.message))
             elif isinstance(effect, Probe):
@@ -410,7 +410,7 @@ class Crew:
                 for rank, link in enumerate(links):
                     assert link is not None
                     worker = next(w for w in self.workers.values() if w.link is link)
-                    link.built(plan, MemoryGroup(wire, rank, worker.wait))
+                    link.on_built(plan, MemoryGroup(wire, rank, worker.wait))
                 return True
         return False
 

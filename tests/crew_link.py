@@ -87,7 +87,7 @@ class CrewLink:
 
     def end_warm_up(self) -> None:
         self.own.end_warm_up()
-        self._said()
+        self._notify()
 
     @property
     def stopping(self) -> bool:
@@ -97,8 +97,8 @@ class CrewLink:
         for plan in (self.own.recovery, self.own.plan):
             group = self.groups.get(plan.generation) if plan is not None else None
             if plan is not None and group is not None:
-                self.dialogue.see_broken({plan.members[rank].worker for rank in group.broken_peers})
-        self._said()
+                self.dialogue.on_broken_peers({plan.members[rank].worker for rank in group.broken_peers})
+        self._notify()
         if seconds is None:
             self._wait(lambda: bool(self._items))
         item = self._items.popleft() if self._items else None
@@ -116,22 +116,22 @@ class CrewLink:
     def answer(self, inventory: Inventory) -> None:
         self.inventories.append(inventory)
         self.dialogue.answer(inventory)
-        self._said()
+        self._notify()
 
-    def ready(self, generation: int) -> bool:
-        is_ready = self.dialogue.ready(generation)
-        self._said()
+    def report_ready(self, generation: int) -> bool:
+        is_ready = self.dialogue.report_ready(generation)
+        self._notify()
         return is_ready
 
     def enter_vote(self, holds: Runs) -> int:
         voted = self.own.enter_vote(holds)
-        self._said()
+        self._notify()
         return voted
 
     def leave_vote(self, voted: list[int]) -> Prepared | None:
         plan = self.own.leave_vote(voted)
         if plan is None:
-            self._carry_out(self.dialogue.vote_over())
+            self._carry_out(self.dialogue.on_vote_over())
             return None
         if plan.rank_of(self.worker, self.incarnation) is None:
             return Prepared(plan, None, 0.0)
@@ -149,13 +149,13 @@ class CrewLink:
         return copy.copy(self.own)
 
     def publish(self, status: Status, telemetry: Telemetry) -> None:
-        self.dialogue.stand(status, telemetry)
-        self._said()
+        self.dialogue.update_status(status, telemetry)
+        self._notify()
 
     def result(self, result: Result) -> None:
         self.results.append(result)
         self.dialogue.report(result)
-        self._said()
+        self._notify()
         if result.failure:
             self._wait(lambda: Result not in self.dialogue._due)
 
@@ -163,24 +163,24 @@ class CrewLink:
         self.closed = True
         self.abort_all()
 
-    def _said(self) -> None:
+    def _notify(self) -> None:
         self.crew.changed.notify_all()
 
     # ---- when the crew comes round
 
-    def hear(self, message: ToWorker) -> None:
-        self._carry_out(self.dialogue.hear(message))
+    def on_message(self, message: ToWorker) -> None:
+        self._carry_out(self.dialogue.on_message(message))
 
-    def built(self, plan: Plan, group: MemoryGroup) -> None:
+    def on_built(self, plan: Plan, group: MemoryGroup) -> None:
         """All members have met."""
         self.groups[plan.generation] = group
         if plan.recovery is not None:
             del self.plans[plan.generation]
             self._items.append(Recover(plan, group, 0.0))
         else:
-            self.own.built(plan.generation)
+            self.own.on_built(plan.generation)
             self.dialogue.notice()
-        self._said()
+        self._notify()
 
     def look_for_first_message(self) -> bool:
         """A joiner waits in every group that it has built."""
@@ -215,7 +215,7 @@ class CrewLink:
                 case Abort():
                     self.abort_all()
         self._drop(self.own.live)
-        self._said()
+        self._notify()
 
     def _drop(self, live: set[int]) -> None:
         for generation in [number for number in self.groups if number not in live]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from crew import Crew, Worker
-from shoal.checkpoint.saver import Status
+from shoal.checkpoint.saver import SaveStatus
 
 MOST_STEPS = 20
 """After the save, until the controller knows of it."""
@@ -25,4 +25,4 @@ def rests(worker: Worker) -> bool:
     if worker.engine.global_step < worker.crew.allowed or worker.seen[-1] != "forward":
         return False
     part = saver.outcome is not None and "write" in saver.outcome.seconds
-    return saver.status is not Status.WRITING or (saver.leads and part and not saver._verdict.is_set())
+    return saver.status is not SaveStatus.WRITING or (saver.leads and part and not saver._verdict.is_set())

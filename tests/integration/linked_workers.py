@@ -124,7 +124,7 @@ def begin_a_world(controller: SmallController, them: list[Worker], generation: i
         controller.says(worker.name, Carry(plan))
     for worker in them:
         worker.recovers()
-        assert worker.link.ready(generation)
+        assert worker.link.report_ready(generation)
         controller.hears(Ready, by=worker.name)
     for worker in them:
         controller.says(worker.name, Open(generation))

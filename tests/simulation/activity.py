@@ -78,7 +78,7 @@ def _build(worker: SimWorker, generation: int, since: float) -> Activity:
     seconds = worker.clock.now - since
     plan = worker.simulation.watch.plans[generation]
     if generation in training.built:
-        waits = _ids(_first_speaker(training, plan)) if worker.membership.is_newcomer else ()
+        waits = _ids(_first_speaker(training, plan)) if worker.membership.is_joiner else ()
         return Activity(generation, 0, StepPhase.BUILT, 0, waits, seconds)
     return Activity(generation, 0, StepPhase.BUILDING, 0, _ids(training.groups.missing(worker, plan)), seconds)
 

@@ -191,7 +191,7 @@ def _heeds_no_age(activities: Any, limit_seconds: float) -> Any:
     return BROKEN_LINKS(activities, -1.0)
 
 
-HEAR_PLANNED = Membership.hear_planned
+HEAR_PLANNED = Membership.on_planned
 BROKEN_LINKS = progress_watch.broken_links
 ENTER_VOTE = Membership.enter_vote
 COUNT = silence.count
@@ -222,8 +222,8 @@ MUTATIONS: dict[str, list[Patch]] = {
     "a claim is checked before it is believed": [(claims, "is_false", lambda turn, worker, message: False)],
     "a worker of another run is turned away": [(claims, "other_run", lambda spec, hello: "")],
     "a planned generation begins when all votes name it": [(Membership, "leave_vote", _minimum_begins)],
-    "what a member voted it keeps until that vote is over": [(Membership, "hear_planned", _hears_in_a_vote)],
-    "a newcomer keeps every planned generation": [(Membership, "hear_planned", _keeps_only_the_newest)],
+    "what a member voted it keeps until that vote is over": [(Membership, "on_planned", _hears_in_a_vote)],
+    "a newcomer keeps every planned generation": [(Membership, "on_planned", _keeps_only_the_newest)],
     "a worker does not get ready for a plan that needs a block it lacks": [
         (Membership, "enter_vote", _votes_without_holding),
         (planner_inputs, "kept", _counts_all),

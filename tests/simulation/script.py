@@ -108,7 +108,7 @@ class Script:
             self._wait("everyone in one world that trains", lambda: settled(simulation, begin))
         elif words[0] == "promises":
             process = simulation.by_id(what)
-            self._wait(f"{what} promises {words[1]}", lambda: process.membership.newest_heard == int(words[1]))
+            self._wait(f"{what} promises {words[1]}", lambda: process.membership.newest_known == int(words[1]))
         else:
             self._at(what, words)
 

@@ -121,7 +121,7 @@ class Session:
     def _key(self) -> object:
         m, t, s = self.membership, self.worker.training, self.worker.training.saving
         knows = s.knows, s.damage, t.copies.told
-        return m.generation, m.point, m.newest_heard, t.broken, t.done, t.ended, self.drains, knows
+        return m.generation, m.point, m.newest_known, t.broken, t.done, t.ended, self.drains, knows
 
     def status(self) -> Status:
         m, t, s = self.membership, self.worker.training, self.worker.training.saving
@@ -129,7 +129,7 @@ class Session:
         if self.claims is not None:
             return replace(self.claims, sequence=self.sequence)
         return Status(
-            self.sequence, m.generation, m.point, m.newest_heard, t.step, t.committed_in, t.boundary, t.holds(),
+            self.sequence, m.generation, m.point, m.newest_known, t.step, t.committed_in, t.boundary, t.holds(),
             t.current, tuple(sorted(t.broken)), t.done, t.ended, self.drains, checkpoint=s.knows, damage=s.damage,
             corrupt=t.copies.told,
         )  # fmt: skip
@@ -154,7 +154,7 @@ class Session:
         if self.membership.worker not in ("", message.worker):
             return  # meant for what this process was before it started over
         self.membership.worker, self.run, self.cluster = message.worker, message.run, message.cluster
-        if self.membership.is_newcomer:
+        if self.membership.is_joiner:
             saving.generations = message.known
             saving.look()
         if not self.welcomed:
@@ -168,7 +168,7 @@ class Session:
     def _prepare(self, message: Prepare) -> None:
         training = self.worker.training
         groups = self._groups()
-        if self.membership.hear_prepare(message.generation):
+        if self.membership.on_prepare(message.generation):
             training.halt(groups)
             training.code.run(training.user_seconds(), training.report, message.generation)
         elif message.generation == self.membership.promised and training.reported == message.generation:
@@ -183,7 +183,7 @@ class Session:
     def _plan(self, message: Carry) -> None:
         plan, training = message.plan, self.worker.training
         if plan.recovery is not None:
-            if training.reported >= plan.generation and self.membership.hear_recovery(plan):
+            if training.reported >= plan.generation and self.membership.on_recovery(plan):
                 training.build_recovery(plan)
         else:
             self.hear_plan(plan)
@@ -191,11 +191,11 @@ class Session:
     def hear_plan(self, plan: Plan) -> None:
         """A planned change; also one that waited for the end of a vote."""
         before = self.membership.next
-        if self.membership.hear_planned(plan):
+        if self.membership.on_planned(plan):
             self.worker.training.build_planned(plan, before)
 
     def _open(self, message: Open) -> None:
-        if self.membership.hear_open(message.generation):
+        if self.membership.on_open(message.generation):
             self.worker.training.opened()
 
     def _ask(self, message: Ask) -> None:
@@ -228,7 +228,7 @@ class Session:
 
     def ready(self, generation: int) -> None:
         """READY, and the same in a heartbeat."""
-        if self.membership.ready(generation):
+        if self.membership.report_ready(generation):
             self.say(Ready(generation, self.status()))
             self.changed()
 

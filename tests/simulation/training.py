@@ -97,7 +97,7 @@ class Training:
 
     def _rehearsed(self) -> None:
         self.saving.look()
-        self.membership.rehearsed()
+        self.membership.end_warm_up()
         self.worker.session.changed()
 
     # ---- messages
@@ -307,7 +307,7 @@ class Training:
 
     def build_planned(self, plan: Plan, before: Plan | None) -> None:
         """In the background. A member gives up the group that it was building; a newcomer keeps each."""
-        if before is not None and not self.membership.is_newcomer:
+        if before is not None and not self.membership.is_joiner:
             self.groups.withdraw(self.worker, before.generation)
         if self.membership.builds(plan):
             self.closed.discard(plan.generation)  # a stop that came late has ended an earlier attempt
@@ -318,8 +318,8 @@ class Training:
         if generation not in self.closed:
             self.built.add(generation)
             self.building[generation] = self.worker.clock.now
-            self.membership.built(generation)
-            if self.membership.is_newcomer:
+            self.membership.on_built(generation)
+            if self.membership.is_joiner:
                 self.stage = "first message"
                 self.progress()
             self.worker.session.changed()

@@ -30,7 +30,7 @@ def test_a_script_alone_goes_through_a_start_like_any_worker() -> None:
     plan = recover.plan
     assert plan.shares[0].lanes == tuple(range(8)) and plan.shares[0].owned == every(5)
     assert plan.recovery is not None and plan.recovery.step == 0
-    assert link.ready(1) and link.take() == Opened(1)
+    assert link.report_ready(1) and link.take() == Opened(1)
     link.begin(plan, recover.group)
     link.publish(NEW, Telemetry())
     assert link.membership().point is Point.TRAINING

@@ -79,16 +79,16 @@ class Told:
     def __init__(self) -> None:
         self.done = threading.Event()
 
-    def built(self, building: Building) -> None:
+    def on_built(self, building: Building) -> None:
         self.done.set()
 
-    def begun(self, building: Building, state: bytes) -> None:
+    def on_begun(self, building: Building, state: bytes) -> None:
         raise AssertionError("nobody is a joiner")
 
-    def unreachable(self, building: Building, ranks: list[int]) -> None:
+    def on_peers_unreachable(self, building: Building, ranks: list[int]) -> None:
         raise AssertionError("everybody is here")
 
-    def failed(self, error: Exception) -> None:
+    def on_failure(self, error: Exception) -> None:
         raise error
 
 

@@ -21,10 +21,10 @@ def member_of(generation: int, workers: str, worker: str = "a") -> Membership:
     """Through PREPARE, PLAN, READY and OPEN."""
     membership = joiner(worker)
     plan = recovery(generation, workers)
-    assert membership.hear_prepare(generation)
-    assert membership.hear_recovery(plan)
-    assert membership.ready(generation)
-    assert membership.hear_open(generation)
+    assert membership.on_prepare(generation)
+    assert membership.on_recovery(plan)
+    assert membership.report_ready(generation)
+    assert membership.on_open(generation)
     membership.begin(plan)
     assert membership.point is Point.TRAINING
     return membership
@@ -35,58 +35,58 @@ def member_of(generation: int, workers: str, worker: str = "a") -> Membership:
 
 def test_a_worker_stops_once_for_each_prepare() -> None:
     membership = member_of(1, "ab")
-    assert membership.hear_prepare(2)
+    assert membership.on_prepare(2)
     assert membership.point is Point.STOPPED
-    assert not membership.hear_prepare(2)
-    assert not membership.hear_prepare(1)
+    assert not membership.on_prepare(2)
+    assert not membership.on_prepare(1)
     assert (membership.promised, membership.generation) == (2, 1)
 
 
 def test_a_plan_is_carried_out_only_for_the_last_prepare_and_once() -> None:
     membership = member_of(1, "ab")
-    membership.hear_prepare(2)
-    membership.hear_prepare(3)
-    assert not membership.hear_recovery(recovery(2, "ab"))
-    assert membership.hear_recovery(recovery(3, "ab"))
-    assert not membership.hear_recovery(recovery(3, "ab"))
+    membership.on_prepare(2)
+    membership.on_prepare(3)
+    assert not membership.on_recovery(recovery(2, "ab"))
+    assert membership.on_recovery(recovery(3, "ab"))
+    assert not membership.on_recovery(recovery(3, "ab"))
     assert membership.point is Point.BUILDING
 
 
 def test_a_plan_that_leaves_this_process_out_is_not_its_business() -> None:
     membership = member_of(1, "ab")
-    membership.hear_prepare(2)
-    assert not membership.hear_recovery(recovery(2, "bc"))
+    membership.on_prepare(2)
+    assert not membership.on_recovery(recovery(2, "bc"))
 
 
 def test_a_ready_that_comes_after_another_prepare_is_none() -> None:
     membership = member_of(1, "ab")
-    membership.hear_prepare(2)
-    membership.hear_recovery(recovery(2, "ab"))
-    membership.hear_prepare(3)
-    assert not membership.ready(2)
-    assert not membership.hear_open(2)
-    assert not membership.hear_open(3)
+    membership.on_prepare(2)
+    membership.on_recovery(recovery(2, "ab"))
+    membership.on_prepare(3)
+    assert not membership.report_ready(2)
+    assert not membership.on_open(2)
+    assert not membership.on_open(3)
 
 
 def test_a_worker_opens_only_what_it_is_ready_for() -> None:
     membership = member_of(1, "ab")
-    membership.hear_prepare(2)
-    membership.hear_recovery(recovery(2, "ab"))
-    assert not membership.hear_open(2)
-    membership.ready(2)
-    assert membership.hear_open(2)
+    membership.on_prepare(2)
+    membership.on_recovery(recovery(2, "ab"))
+    assert not membership.on_open(2)
+    membership.report_ready(2)
+    assert membership.on_open(2)
 
 
 def test_a_world_that_begins_after_a_later_prepare_begins_stopped() -> None:
     membership = member_of(1, "ab")
     plan = recovery(2, "ab")
-    membership.hear_prepare(2)
-    membership.hear_recovery(plan)
-    membership.ready(2)
-    membership.hear_prepare(3)
+    membership.on_prepare(2)
+    membership.on_recovery(plan)
+    membership.report_ready(2)
+    membership.on_prepare(3)
     membership.begin(plan)
     assert (membership.generation, membership.point, membership.promised) == (2, Point.STOPPED, 3)
-    assert membership.hear_recovery(recovery(3, "ab"))
+    assert membership.on_recovery(recovery(3, "ab"))
 
 
 # ---- planned
@@ -95,10 +95,10 @@ def test_a_world_that_begins_after_a_later_prepare_begins_stopped() -> None:
 def test_a_member_votes_the_old_number_until_it_is_ready_and_then_the_new_one() -> None:
     membership = member_of(1, "ab")
     plan = planned(2, 1, "abC")
-    assert membership.hear_planned(plan) and membership.builds(plan)
+    assert membership.on_planned(plan) and membership.builds(plan)
     assert membership.enter_vote(ALL) == 1
     membership.leave_vote([1, 1])
-    membership.built(2)
+    membership.on_built(2)
     assert membership.enter_vote(ALL) == 2
     assert membership.leave_vote([2, 2]) is plan
     membership.begin(plan)
@@ -107,8 +107,8 @@ def test_a_member_votes_the_old_number_until_it_is_ready_and_then_the_new_one() 
 
 def test_a_planned_generation_begins_only_when_all_vote_it() -> None:
     membership = member_of(1, "ab")
-    membership.hear_planned(planned(2, 1, "abC"))
-    membership.built(2)
+    membership.on_planned(planned(2, 1, "abC"))
+    membership.on_built(2)
     membership.enter_vote(ALL)
     assert membership.leave_vote([2, 1]) is None
     membership.enter_vote(ALL)
@@ -118,7 +118,7 @@ def test_a_planned_generation_begins_only_when_all_vote_it() -> None:
 def test_a_member_is_not_ready_for_a_plan_that_needs_a_block_it_lacks() -> None:
     membership = member_of(1, "ab")
     plan = planned(2, 1, "ab")
-    membership.hear_planned(plan)
+    membership.on_planned(plan)
     assert membership.enter_vote(NO_BLOCKS) == 1
     membership.leave_vote([1, 1])
     assert membership.enter_vote(share_of(plan, "a")) == 2
@@ -127,18 +127,18 @@ def test_a_member_is_not_ready_for_a_plan_that_needs_a_block_it_lacks() -> None:
 def test_what_a_member_voted_it_keeps_until_the_vote_is_over() -> None:
     membership = member_of(1, "ab")
     plan = planned(2, 1, "ab")
-    membership.hear_planned(plan)
+    membership.on_planned(plan)
     membership.enter_vote(ALL)
-    assert not membership.hear_planned(planned(3, 1, "abC"))
+    assert not membership.on_planned(planned(3, 1, "abC"))
     assert membership.leave_vote([2, 2]) is plan
 
 
 def test_a_vote_that_named_no_new_generation_leaves_room_for_a_newer_plan() -> None:
     membership = member_of(1, "ab")
-    membership.hear_planned(planned(2, 1, "abC"))
+    membership.on_planned(planned(2, 1, "abC"))
     membership.enter_vote(ALL)
     newer = planned(3, 1, "ab")
-    assert membership.hear_planned(newer)
+    assert membership.on_planned(newer)
     membership.leave_vote([1, 1])
     assert membership.enter_vote(ALL) == 3
 
@@ -146,24 +146,24 @@ def test_a_vote_that_named_no_new_generation_leaves_room_for_a_newer_plan() -> N
 def test_a_plan_that_begins_is_not_replaced_by_a_newer_one() -> None:
     membership = member_of(1, "ab")
     plan = planned(2, 1, "ab")
-    membership.hear_planned(plan)
+    membership.on_planned(plan)
     membership.enter_vote(ALL)
     membership.leave_vote([2, 2])
-    assert not membership.hear_planned(planned(3, 1, "abC"))
+    assert not membership.on_planned(planned(3, 1, "abC"))
 
 
 def test_a_plan_on_another_base_is_void() -> None:
     membership = member_of(4, "ab")
-    assert not membership.hear_planned(planned(6, 3, "abC"))
-    assert not membership.hear_planned(planned(4, 3, "abC"))
-    assert membership.hear_planned(planned(5, 4, "abC"))
+    assert not membership.on_planned(planned(6, 3, "abC"))
+    assert not membership.on_planned(planned(4, 3, "abC"))
+    assert membership.on_planned(planned(5, 4, "abC"))
 
 
 def test_no_group_is_built_for_the_same_members_nor_by_one_that_is_left_out() -> None:
     membership = member_of(1, "ab")
     same, without = planned(2, 1, "ab"), planned(3, 1, "b")
-    assert membership.hear_planned(same) and not membership.builds(same)
-    assert membership.hear_planned(without) and not membership.builds(without)
+    assert membership.on_planned(same) and not membership.builds(same)
+    assert membership.on_planned(without) and not membership.builds(without)
     assert membership.enter_vote(NO_BLOCKS) == 3
 
 
@@ -171,7 +171,7 @@ def test_no_group_is_built_for_the_same_members_nor_by_one_that_is_left_out() ->
 def test_a_group_is_built_for_other_members(members: str) -> None:
     membership = member_of(1, "ab")
     plan = planned(2, 1, members)
-    assert membership.hear_planned(plan)
+    assert membership.on_planned(plan)
     assert membership.builds(plan)
     assert membership.enter_vote(ALL) == 1
 
@@ -179,29 +179,29 @@ def test_a_group_is_built_for_other_members(members: str) -> None:
 def test_a_worker_that_is_left_out_has_left_and_still_stops_when_told() -> None:
     membership = member_of(1, "ab")
     plan = planned(2, 1, "b")
-    membership.hear_planned(plan)
+    membership.on_planned(plan)
     membership.enter_vote(ALL)
     membership.leave_vote([2, 2])
     membership.begin(plan)
     assert (membership.point, membership.generation) == (Point.LEFT, 1)
-    assert membership.hear_prepare(3)
+    assert membership.on_prepare(3)
     assert membership.point is Point.STOPPED
 
 
 def test_prepare_voids_a_plan_that_was_voted_and_not_yet_begun() -> None:
     membership = member_of(1, "ab")
-    membership.hear_planned(planned(2, 1, "ab"))
+    membership.on_planned(planned(2, 1, "ab"))
     membership.enter_vote(ALL)
     membership.leave_vote([2, 2])
-    assert membership.newest_heard == 2
-    assert membership.hear_prepare(3)
+    assert membership.newest_known == 2
+    assert membership.on_prepare(3)
     assert membership.begins is None and membership.generation == 1
 
 
 def test_a_stopped_worker_takes_no_planned_change() -> None:
     membership = member_of(1, "ab")
-    membership.hear_prepare(2)
-    assert not membership.hear_planned(planned(3, 1, "abC"))
+    membership.on_prepare(2)
+    assert not membership.on_planned(planned(3, 1, "abC"))
 
 
 # ---- joiners
@@ -209,20 +209,20 @@ def test_a_stopped_worker_takes_no_planned_change() -> None:
 
 def test_a_joiner_that_has_not_rehearsed_is_given_no_plan() -> None:
     membership = Membership("c", "c.1")
-    assert not membership.hear_planned(planned(2, 1, "abC"))
-    membership.hear_prepare(3)
-    assert not membership.hear_recovery(recovery(3, "abC"))
+    assert not membership.on_planned(planned(2, 1, "abC"))
+    membership.on_prepare(3)
+    assert not membership.on_recovery(recovery(3, "abC"))
     membership.end_warm_up()
-    assert membership.hear_recovery(recovery(3, "abC"))
+    assert membership.on_recovery(recovery(3, "abC"))
 
 
 def test_a_joiner_keeps_every_plan_that_may_begin() -> None:
     membership = joiner("c")
     first, second = planned(2, 1, "abC"), planned(3, 1, "aC")
-    assert membership.hear_planned(first)
-    membership.built(2)
+    assert membership.on_planned(first)
+    membership.on_built(2)
     assert (membership.point, membership.promised) == (Point.JOINING, 2)
-    assert membership.hear_planned(second)
+    assert membership.on_planned(second)
     assert membership.live == {0, 2, 3}
     membership.begin(first)
     assert (membership.generation, membership.point) == (2, Point.TRAINING)
@@ -231,26 +231,26 @@ def test_a_joiner_keeps_every_plan_that_may_begin() -> None:
 
 def test_a_joiner_drops_the_plans_whose_base_is_no_longer_current() -> None:
     membership = joiner("c")
-    membership.hear_planned(planned(2, 1, "abC"))
-    membership.hear_planned(planned(3, 1, "aC"))
-    membership.hear_planned(planned(5, 2, "abC"))
+    membership.on_planned(planned(2, 1, "abC"))
+    membership.on_planned(planned(3, 1, "aC"))
+    membership.on_planned(planned(5, 2, "abC"))
     assert membership.live == {0, 2, 5}  # 2 may have begun without our having heard its first message
 
 
 def test_prepare_voids_all_that_a_joiner_has_built() -> None:
     membership = joiner("c")
-    membership.hear_planned(planned(2, 1, "abC"))
-    membership.built(2)
-    assert membership.hear_prepare(3)
+    membership.on_planned(planned(2, 1, "abC"))
+    membership.on_built(2)
+    assert membership.on_prepare(3)
     assert membership.point is Point.WAITING
     assert membership.live == {0}
 
 
 def test_a_group_that_is_built_for_a_replaced_plan_counts_for_nothing() -> None:
     membership = member_of(1, "ab")
-    membership.hear_planned(planned(2, 1, "abC"))
-    membership.hear_planned(planned(3, 1, "abD"))
-    membership.built(2)
+    membership.on_planned(planned(2, 1, "abC"))
+    membership.on_planned(planned(3, 1, "abD"))
+    membership.on_built(2)
     assert membership.enter_vote(ALL) == 1
 
 
@@ -258,13 +258,13 @@ def test_a_worker_that_starts_over_is_a_joiner_whose_numbers_still_grow() -> Non
     membership = member_of(7, "ab")
     membership.start_over()
     assert membership.is_joiner and membership.generation == 0 and membership.plan is None
-    assert not membership.hear_prepare(7)
-    assert membership.newest_heard == 7
+    assert not membership.on_prepare(7)
+    assert membership.newest_known == 7
 
 
 @pytest.mark.parametrize("worker", ["a", "b"])
 def test_another_process_with_the_same_id_is_not_in_the_plan(worker: str) -> None:
     membership = Membership(worker, "another")
     membership.end_warm_up()
-    membership.hear_prepare(1)
-    assert not membership.hear_recovery(recovery(1, "ab"))
+    membership.on_prepare(1)
+    assert not membership.on_recovery(recovery(1, "ab"))

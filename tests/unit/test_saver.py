@@ -15,7 +15,7 @@ from shoal.checkpoint.draft import draft_of
 from shoal.checkpoint.errors import StorageFailed, StorageFull
 from shoal.checkpoint.manifest import MANIFEST
 from shoal.checkpoint.retention import Keep
-from shoal.checkpoint.saver import Lead, Save, Saver, Status
+from shoal.checkpoint.saver import Lead, Save, Saver, SaveStatus
 from shoal.checkpoint.snapshot import take_snapshot
 from shoal.checkpoint.storage import LocalStorage
 from shoal.checkpoint.verify import verify
@@ -72,10 +72,10 @@ class World:
             if number and thread:
                 thread.join(10)
 
-    def vote(self, *present: int) -> list[Status]:
+    def vote(self, *present: int) -> list[SaveStatus]:
         ballots = {AUTHORS[number].incarnation: str(self.savers[number].status) for number in present or range(3)}
         for number in present or range(3):
-            self.savers[number].heed(ballots)
+            self.savers[number].on_vote(ballots)
         return [saver.status for saver in self.savers]
 
     def finish(self) -> None:
@@ -115,7 +115,7 @@ def whole(root: Path) -> list[int]:
     return [name.step for name in found]
 
 
-W, R, F, FREE = Status.WRITING, Status.WRITTEN, Status.FAILED, Status.IDLE
+W, R, F, FREE = SaveStatus.WRITING, SaveStatus.WRITTEN, SaveStatus.FAILED, SaveStatus.IDLE
 
 
 def test_the_leader_completes_a_save_once_nobody_is_writing(tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_a_leader_that_did_not_begin_leaves_no_checkpoint(tmp_path: Path) -> Non
         three.begin()
         three.write(1, 2)
         for saver in three.savers[1:]:  # w0 rolled forward past the boundary at which the others began
-            saver.heed({"i0": "", "i1": str(three.savers[1].status), "i2": str(three.savers[2].status)})
+            saver.on_vote({"i0": "", "i1": str(three.savers[1].status), "i2": str(three.savers[2].status)})
         assert [saver.status for saver in three.savers[1:]] == [FREE, FREE]
         assert three.savers[1].outcome and "did not begin" in three.savers[1].outcome.failure
 
@@ -311,6 +311,6 @@ def test_what_a_leader_that_is_gone_has_completed_stays_whole(tmp_path: Path) ->
         three.vote()
         three.finish()
         for saver in three.savers[1:]:  # it died after its manifest was there
-            saver.heed({"i1": str(three.savers[1].status), "i2": str(three.savers[2].status)})
+            saver.on_vote({"i1": str(three.savers[1].status), "i2": str(three.savers[2].status)})
             saver._join()
         assert whole(tmp_path) == [2]

@@ -48,7 +48,7 @@ def dialogue_of(worker: str = "a") -> Dialogue:
     process = Process("job", "host", 1, "rack", "127.0.0.1:1")
     dialogue = Dialogue(Membership(worker, f"{worker}.1"), process, DESCRIPTION, NEW)
     dialogue.hello()
-    dialogue.hear(WELCOME)
+    dialogue.on_message(WELCOME)
     dialogue.membership.end_warm_up()
     dialogue.outgoing()
     return dialogue
@@ -57,7 +57,7 @@ def dialogue_of(worker: str = "a") -> Dialogue:
 def test_every_hello_after_the_welcome_names_the_run_and_one_of_a_launched_process_from_the_first() -> None:
     dialogue = dialogue_of()
     assert dialogue.hello().run == ""
-    dialogue.hear(replace(WELCOME, run="run-1"))
+    dialogue.on_message(replace(WELCOME, run="run-1"))
     assert dialogue.hello().run == "run-1"
     dialogue.start_over("a.2")
     assert dialogue.hello().run == "run-1"
@@ -82,8 +82,8 @@ def test_a_worker_in_a_world_ends_only_where_the_store_that_has_welcomed_it_says
     refusal: Refusal, ends: bool
 ) -> None:
     dialogue = member_of(1, "a")
-    dialogue.hear(replace(WELCOME, cluster="ours"))
-    effects = dialogue.hear(refusal)
+    dialogue.on_message(replace(WELCOME, cluster="ours"))
+    effects = dialogue.on_message(refusal)
     assert bool(effects) is ends and (dialogue.ending is not None) is ends
     assert dialogue.refusal == refusal.sentence
     again = dialogue.hello()
@@ -92,13 +92,13 @@ def test_a_worker_in_a_world_ends_only_where_the_store_that_has_welcomed_it_says
 
 def test_a_worker_in_a_world_that_no_store_has_named_its_id_to_ends_by_no_refusal() -> None:
     dialogue = member_of(1, "a")
-    assert dialogue.hear(replace(REFUSED, ends_members=True, cluster="")) == []
+    assert dialogue.on_message(replace(REFUSED, ends_members=True, cluster="")) == []
 
 
 def test_a_joiner_ends_by_a_final_refusal_whoever_gives_it() -> None:
     dialogue = dialogue_of()
-    assert dialogue.hear(replace(REFUSED, final=False)) == []
-    assert dialogue.hear(REFUSED) == [Put(Ended(Ending.FAILED, "there is no job job")), Abort()]
+    assert dialogue.on_message(replace(REFUSED, final=False)) == []
+    assert dialogue.on_message(REFUSED) == [Put(Ended(Ending.FAILED, "there is no job job")), Abort()]
 
 
 def inventory(answers: int) -> Inventory:
@@ -108,13 +108,13 @@ def inventory(answers: int) -> Inventory:
 def member_of(generation: int, workers: str) -> Dialogue:
     """Through a start, as the client drives it."""
     dialogue, plan = dialogue_of(), recovery(generation, workers)
-    assert dialogue.hear(Prepare(generation)) == [Put(Stopped(generation)), Abort()]
+    assert dialogue.on_message(Prepare(generation)) == [Put(Stopped(generation)), Abort()]
     dialogue.answer(inventory(generation))
-    assert dialogue.hear(Carry(plan)) == [Build(plan, 0)]
-    assert dialogue.ready(generation)
-    assert dialogue.hear(Open(generation)) == [Put(Opened(generation))]
+    assert dialogue.on_message(Carry(plan)) == [Build(plan, 0)]
+    assert dialogue.report_ready(generation)
+    assert dialogue.on_message(Open(generation)) == [Put(Opened(generation))]
     dialogue.begin(plan)
-    dialogue.stand(replace(NEW, step=0), Telemetry())
+    dialogue.update_status(replace(NEW, step=0), Telemetry())
     dialogue.outgoing()
     return dialogue
 
@@ -135,61 +135,61 @@ def heartbeat(dialogue: Dialogue) -> Heartbeat:
 
 def test_a_worker_answers_prepare_with_an_inventory_as_often_as_it_is_asked() -> None:
     dialogue = dialogue_of()
-    dialogue.hear(Prepare(1))
-    assert dialogue.hear(Prepare(1)) == []
+    dialogue.on_message(Prepare(1))
+    assert dialogue.on_message(Prepare(1)) == []
     assert inventory(1) not in dialogue.outgoing()
     dialogue.answer(inventory(1))
     assert inventory(1) in dialogue.outgoing()
-    dialogue.hear(Prepare(1))
+    dialogue.on_message(Prepare(1))
     assert inventory(1) in dialogue.outgoing()
 
 
 def test_an_inventory_for_an_older_prepare_is_not_sent() -> None:
     dialogue = dialogue_of()
-    dialogue.hear(Prepare(1))
-    dialogue.hear(Prepare(2))
+    dialogue.on_message(Prepare(1))
+    dialogue.on_message(Prepare(2))
     dialogue.outgoing()
     dialogue.answer(inventory(1))
     assert dialogue.outgoing() == []
-    dialogue.hear(Prepare(2))
+    dialogue.on_message(Prepare(2))
     assert inventory(1) not in dialogue.outgoing()
 
 
 def test_stopping_is_said_at_once_with_the_number_stopped_for() -> None:
     dialogue = member_of(1, "ab")
-    dialogue.hear(Prepare(2))
+    dialogue.on_message(Prepare(2))
     status = heartbeat(dialogue).status
     assert (status.point, status.promised, status.generation) == (Point.STOPPED, 2, 1)
 
 
 def test_ready_is_said_at_once_and_never_for_a_generation_that_was_called_off() -> None:
     dialogue = dialogue_of()
-    dialogue.hear(Prepare(1))
-    dialogue.hear(Carry(recovery(1, "ab")))
+    dialogue.on_message(Prepare(1))
+    dialogue.on_message(Carry(recovery(1, "ab")))
     dialogue.outgoing()
-    assert dialogue.ready(1)
-    dialogue.hear(Prepare(2))
+    assert dialogue.report_ready(1)
+    dialogue.on_message(Prepare(2))
     assert Ready not in map(type, dialogue.outgoing())
-    dialogue.hear(Carry(recovery(2, "ab")))
-    dialogue.ready(2)
+    dialogue.on_message(Carry(recovery(2, "ab")))
+    dialogue.report_ready(2)
     ready = next(message for message in dialogue.outgoing() if isinstance(message, Ready))
     assert (ready.generation, ready.status.point) == (2, Point.READY)
 
 
 def test_an_open_that_comes_twice_opens_once() -> None:
     dialogue = dialogue_of()
-    dialogue.hear(Prepare(1))
-    dialogue.hear(Carry(recovery(1, "ab")))
-    dialogue.ready(1)
-    assert dialogue.hear(Open(1)) == [Put(Opened(1))]
-    assert dialogue.hear(Open(1)) == []
+    dialogue.on_message(Prepare(1))
+    dialogue.on_message(Carry(recovery(1, "ab")))
+    dialogue.report_ready(1)
+    assert dialogue.on_message(Open(1)) == [Put(Opened(1))]
+    assert dialogue.on_message(Open(1)) == []
 
 
 def test_an_unsound_plan_is_not_carried_out() -> None:
     dialogue = dialogue_of()
-    dialogue.hear(Prepare(1))
+    dialogue.on_message(Prepare(1))
     with pytest.raises(PeerError, match="plan 1 is unsound"):
-        dialogue.hear(Carry(replace(recovery(1, "ab"), builder=2)))
+        dialogue.on_message(Carry(replace(recovery(1, "ab"), builder=2)))
 
 
 # ---- what is said, and when
@@ -197,29 +197,29 @@ def test_an_unsound_plan_is_not_carried_out() -> None:
 
 def test_a_step_alone_waits_for_the_heartbeat_and_any_other_change_does_not() -> None:
     dialogue = member_of(1, "ab")
-    dialogue.stand(replace(NEW, step=1, committed_in=1), Telemetry())
+    dialogue.update_status(replace(NEW, step=1, committed_in=1), Telemetry())
     assert said(dialogue) == ["Heartbeat"]
-    dialogue.stand(replace(NEW, step=2, committed_in=1, boundaries=2), Telemetry(loss=1.0))
+    dialogue.update_status(replace(NEW, step=2, committed_in=1, boundaries=2), Telemetry(loss=1.0))
     assert not dialogue.due
-    dialogue.stand(replace(NEW, step=2, committed_in=1, holds=every(1)), Telemetry())
+    dialogue.update_status(replace(NEW, step=2, committed_in=1, holds=every(1)), Telemetry())
     assert said(dialogue) == ["Heartbeat"]
-    dialogue.stand(replace(NEW, step=3, committed_in=1, holds=every(1), done=True), Telemetry())
+    dialogue.update_status(replace(NEW, step=3, committed_in=1, holds=every(1), done=True), Telemetry())
     assert said(dialogue) == ["Heartbeat"]
 
 
 def test_nothing_is_said_of_a_world_before_the_training_thread_has_said_where_it_stands_in_it() -> None:
     dialogue = member_of(1, "ab")
     plan = planned(2, 1, "ab")
-    dialogue.stand(replace(NEW, step=5, boundaries=9), Telemetry())
+    dialogue.update_status(replace(NEW, step=5, boundaries=9), Telemetry())
     dialogue.outgoing()
-    dialogue.hear(Carry(plan))
+    dialogue.on_message(Carry(plan))
     dialogue.membership.enter_vote(every(BLOCKS))
     assert dialogue.membership.leave_vote([2, 2]) is plan
     dialogue.begin(plan)
     dialogue.beat()
     status = heartbeat(dialogue).status
     assert (status.generation, status.boundaries) == (1, 9)
-    dialogue.stand(replace(NEW, step=5, boundaries=0), Telemetry())
+    dialogue.update_status(replace(NEW, step=5, boundaries=0), Telemetry())
     status = heartbeat(dialogue).status
     assert (status.generation, status.boundaries) == (2, 0)
 
@@ -235,25 +235,25 @@ def test_sequence_numbers_grow_with_every_message_and_over_streams() -> None:
 
 def test_a_ping_is_answered_with_its_number() -> None:
     dialogue = dialogue_of()
-    dialogue.hear(Ping(7))
+    dialogue.on_message(Ping(7))
     assert heartbeat(dialogue).echo == 7
 
 
 def test_a_broken_connection_is_said_at_once_and_forgotten_in_the_next_world() -> None:
     dialogue = member_of(1, "ab")
-    dialogue.see_broken({"b"})
+    dialogue.on_broken_peers({"b"})
     assert heartbeat(dialogue).status.broken == ("b",)
-    dialogue.see_broken({"b"})
+    dialogue.on_broken_peers({"b"})
     assert not dialogue.due
-    dialogue.hear(Prepare(2))
+    dialogue.on_message(Prepare(2))
     assert heartbeat(dialogue).status.broken == ("b",)
-    dialogue.hear(Carry(recovery(2, "ab")))
+    dialogue.on_message(Carry(recovery(2, "ab")))
     assert heartbeat(dialogue).status.broken == ()
 
 
 def test_a_new_stream_begins_with_where_the_worker_stands_and_says_again_what_must_be_known() -> None:
     dialogue = member_of(1, "ab")
-    dialogue.ask_to_be_drained()
+    dialogue.request_drain()
     dialogue.report(Result(10, "beef"))
     assert said(dialogue) == ["Request", "Heartbeat", "Result"]
     hello = dialogue.hello()
@@ -263,11 +263,11 @@ def test_a_new_stream_begins_with_where_the_worker_stands_and_says_again_what_mu
 
 def test_a_prepare_that_is_heard_on_a_new_stream_is_answered_without_the_training_thread() -> None:
     dialogue = member_of(1, "ab")
-    dialogue.hear(Prepare(2))
+    dialogue.on_message(Prepare(2))
     dialogue.answer(inventory(2))
     dialogue.outgoing()
     assert dialogue.hello().status.point is Point.STOPPED
-    assert dialogue.hear(Prepare(2)) == []
+    assert dialogue.on_message(Prepare(2)) == []
     assert inventory(2) in dialogue.outgoing()
 
 
@@ -281,33 +281,33 @@ def test_the_controller_gives_a_worker_its_id_and_the_pace_of_its_heart() -> Non
 
 def test_the_same_request_is_put_to_the_training_thread_once() -> None:
     dialogue = dialogue_of()
-    assert dialogue.hear(Ask(AskKind.SAVE, 3)) == [Put(Asked(AskKind.SAVE, 3))]
-    assert dialogue.hear(Ask(AskKind.SAVE, 3)) == []
-    assert dialogue.hear(Ask(AskKind.SAVE, 4)) == [Put(Asked(AskKind.SAVE, 4))]
+    assert dialogue.on_message(Ask(AskKind.SAVE, 3)) == [Put(Asked(AskKind.SAVE, 3))]
+    assert dialogue.on_message(Ask(AskKind.SAVE, 3)) == []
+    assert dialogue.on_message(Ask(AskKind.SAVE, 4)) == [Put(Asked(AskKind.SAVE, 4))]
 
 
 def test_a_drain_changes_nothing_until_a_plan_leaves_the_worker_out() -> None:
     dialogue = member_of(1, "ab")
-    assert dialogue.hear(Drain(30.0)) == [] and not dialogue.due
+    assert dialogue.on_message(Drain(30.0)) == [] and not dialogue.due
 
 
 def test_a_shutdown_ends_it_with_the_reason() -> None:
     dialogue = member_of(1, "ab")
-    assert dialogue.hear(Shutdown(Ending.FAILED, "why")) == [Put(Ended(Ending.FAILED, "why")), Abort()]
+    assert dialogue.on_message(Shutdown(Ending.FAILED, "why")) == [Put(Ended(Ending.FAILED, "why")), Abort()]
     assert dialogue.ending is not None
 
 
 def test_only_a_final_refusal_ends_it() -> None:
     dialogue = dialogue_of()
-    assert dialogue.hear(Refusal("the controller is starting", final=False)) == []
+    assert dialogue.on_message(Refusal("the controller is starting", final=False)) == []
     assert dialogue.ending is None
-    assert dialogue.hear(Refusal("another model")) == [Put(Ended(Ending.FAILED, "another model")), Abort()]
+    assert dialogue.on_message(Refusal("another model")) == [Put(Ended(Ending.FAILED, "another model")), Abort()]
 
 
 def test_who_starts_over_is_another_joiner() -> None:
     dialogue = member_of(3, "ab")
-    dialogue.stand(replace(NEW, step=9, holds=every(2)), Telemetry())
-    dialogue.hear(Shutdown(Ending.START_OVER, "counted out"))
+    dialogue.update_status(replace(NEW, step=9, holds=every(2)), Telemetry())
+    dialogue.on_message(Shutdown(Ending.START_OVER, "counted out"))
     dialogue.start_over("other")
     hello = dialogue.hello()
     assert isinstance(hello, Hello)
@@ -350,7 +350,7 @@ def test_the_inbox_is_bounded() -> None:
 
 def test_a_heartbeat_tells_what_the_training_thread_does_and_which_groups_are_being_built() -> None:
     dialogue = member_of(1, "ab")
-    dialogue.hear(Carry(planned(2, 1, "abC")))
+    dialogue.on_message(Carry(planned(2, 1, "abC")))
     trains, builds = Activity(1, 3, StepPhase.VOTE, 0, ("b",), 2.5), Activity(2, waits_for=("c",), seconds=1.0)
     dialogue.activities = {1: trains, 2: builds}
     dialogue.beat()
@@ -360,9 +360,9 @@ def test_a_heartbeat_tells_what_the_training_thread_does_and_which_groups_are_be
 
 def test_while_a_world_is_made_anew_the_training_thread_is_in_its_group_as_soon_as_that_is_built() -> None:
     dialogue = member_of(1, "ab")
-    dialogue.hear(Prepare(2))
+    dialogue.on_message(Prepare(2))
     dialogue.answer(inventory(2))
-    dialogue.hear(Carry(recovery(2, "ab")))
+    dialogue.on_message(Carry(recovery(2, "ab")))
     told = []
     for activity in (Activity(2, waits_for=("b",)), Activity(2, 0, StepPhase.CATCHING_UP, 0, ("b",))):
         dialogue.activities = {2: activity}

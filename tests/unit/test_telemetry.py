@@ -18,5 +18,5 @@ def test_the_median_step_is_that_of_the_latest_steps(monkeypatch: pytest.MonkeyP
         before = now
         now += chance.choice((0.1, 0.2, chance.random()))
         took.append(now - before)
-        meter.step_done()
+        meter.on_step()
         assert meter._median() == pytest.approx(median(took[-LATEST_STEPS:]))

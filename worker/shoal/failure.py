@@ -29,11 +29,11 @@ class NeedsFreshProcess(ShoalError):
 
 def result_of(error: BaseException, step: int) -> Result:
     """What the controller is told."""
-    return Result(max(0, step), failure=_told(error), everyone=_is_everyones(error), fault=_fault_of(error))
+    return Result(max(0, step), failure=_describe(error), everyone=_is_everyones(error), fault=_fault_of(error))
 
 
-def _told(error: BaseException) -> str:
-    """One of our own errors is told in its one sentence."""
+def _describe(error: BaseException) -> str:
+    """One of our own errors is described by its one sentence."""
     if isinstance(error, ShoalError):
         return str(error)
     lines = "".join(traceback.format_exception(error))

@@ -15,29 +15,29 @@ from torch import Tensor, nn
 from shoal.core.layout import Layout
 
 
-class Readiness:
+class BucketHooks:
     """`arm` before the last backward of a step, `disarm` after it."""
 
     def __init__(self, layout: Layout, parameters: Sequence[nn.Parameter]) -> None:
         self._slots = [len(bucket.slots) for bucket in layout.buckets]
-        self._tell: Callable[[int], None] | None = None
+        self._on_filled: Callable[[int], None] | None = None
         self._missing: list[set[int]] = []
         self._next = 0
         owners = [(b, s) for b, count in enumerate(self._slots) for s in range(count)]
         for (bucket, slot), parameter in zip(owners, parameters, strict=True):
-            parameter.register_post_accumulate_grad_hook(partial(self._accumulated, bucket, slot))
+            parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, bucket, slot))
 
-    def arm(self, tell: Callable[[int], None]) -> None:
-        """Calls `tell(bucket)` for each bucket, in order, as soon as it and all before it are whole."""
+    def arm(self, on_filled: Callable[[int], None]) -> None:
+        """Call `on_filled(bucket)` for each bucket, in order, as soon as it and all before it are whole."""
         self._missing = [set(range(count)) for count in self._slots]
-        self._next, self._tell = 0, tell
+        self._next, self._on_filled = 0, on_filled
 
     def disarm(self) -> None:
-        """Buckets with unused parameters were never told; whoever armed sees to them."""
-        self._tell = None
+        """Buckets with unused parameters never came; whoever armed sees to them."""
+        self._on_filled = None
 
-    def _accumulated(self, bucket: int, slot: int, _: Tensor) -> None:
-        if self._tell is None:
+    def _on_gradient(self, bucket: int, slot: int, _: Tensor) -> None:
+        if self._on_filled is None:
             return
         if bucket < self._next:
             raise UserError(
@@ -47,4 +47,4 @@ class Readiness:
         self._missing[bucket].discard(slot)
         while self._next < len(self._missing) and not self._missing[self._next]:
             self._next += 1
-            self._tell(self._next - 1)
+            self._on_filled(self._next - 1)

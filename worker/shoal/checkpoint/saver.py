@@ -1,6 +1,6 @@
 """One save at a time, on a thread beside training: write the own file; the leader then completes or gives up the save.
 
-The training thread calls `begin` at a boundary and `heed` after each vote; what stands in between is `status`, which
+The training thread calls `begin` at a boundary and `on_vote` after each vote; what stands in between is `status`, which
 every ballot says, so that all decide alike. The leader (rank 0 when the save began) writes the manifest once no other
 member is writing any more; a member that is gone may have written its part all the same, so the disk decides. Retention
 follows. Nothing here waits for training, and training for nothing here.
@@ -42,8 +42,8 @@ T = TypeVar("T")
 log = get_logger("shoal.checkpoint")
 
 
-class Status(StrEnum):
-    """What a ballot says of its member's part in a save."""
+class SaveStatus(StrEnum):
+    """A member's part in a save, as its ballot gives it."""
 
     IDLE = ""
     WRITING = "writing"
@@ -99,16 +99,16 @@ class Saver:
         self.arena = Arena()
         self.outcome: Outcome | None = None
         self._fresh: Outcome | None = None
-        """Not told yet."""
+        """Not taken yet."""
         self._save: Save | None = None
-        self._status = Status.IDLE
+        self._status = SaveStatus.IDLE
         self._thread: threading.Thread | None = None
         self._verdict = threading.Event()
         self._gone: frozenset[str] = frozenset()
         """Whose parts may still come, though they take part in votes no more."""
         self._give_up = ""
         self._verified = False
-        self._leader_heard = False
+        self._leader_has_begun = False
         self._frozen: FrozenEntry | None = None
 
     # ---- on the training thread
@@ -122,7 +122,7 @@ class Saver:
             self._thread.start()
 
     @property
-    def status(self) -> Status:
+    def status(self) -> SaveStatus:
         return self._status
 
     @property
@@ -138,27 +138,27 @@ class Saver:
     def begin(self, save: Save, copy_seconds: float) -> None:
         """Starts writing. The one before must be over."""
         self._join()
-        self._save, self._status = save, Status.WRITING
+        self._save, self._status = save, SaveStatus.WRITING
         self._verdict.clear()
-        self._give_up, self._gone, self._leader_heard, self._verified = "", frozenset(), False, False
+        self._give_up, self._gone, self._leader_has_begun, self._verified = "", frozenset(), False, False
         self.outcome = Outcome(save.name, f"{self.storage.url}/{save.name.folder}", seconds={"copy": copy_seconds})
         self._fresh = self.outcome
         self._thread = threading.Thread(target=self._run, args=(save,), name="shoal-save", daemon=True)
         self._thread.start()
 
-    def heed(self, ballots: Mapping[str, str], planned: bool = True, sound: bool | None = False) -> None:
-        """After a vote: what each present member (by incarnation) has said in it. `planned`: who is not present has
+    def on_vote(self, ballots: Mapping[str, str], planned: bool = True, sound: bool | None = False) -> None:
+        """After a vote: the status of each present member, by incarnation. `planned`: who is not present has
         left by a planned change, and its process writes on; otherwise it is dead. `sound`: whether all copies of what
         is saved agree; None: they are still being compared.
         """
         save = self._save
-        if save is None or self._status is Status.IDLE:
+        if save is None or self._status is SaveStatus.IDLE:
             return
         if save.lead is not None:
             self._decide(save, ballots, planned, sound)
-        elif ballots.get(save.members[0].incarnation) == Status.WRITING:
-            self._leader_heard = True
-        elif self._status is not Status.WRITING:
+        elif ballots.get(save.members[0].incarnation) == SaveStatus.WRITING:
+            self._leader_has_begun = True
+        elif self._status is not SaveStatus.WRITING:
             self._settle(save, ballots.get(save.members[0].incarnation))
 
     def _decide(self, save: Save, ballots: Mapping[str, str], planned: bool, sound: bool | None) -> None:
@@ -166,38 +166,42 @@ class Saver:
         if self._verdict.is_set():
             return
         others = {author.incarnation: author for author in save.members[1:]}
-        said = {incarnation: ballots[incarnation] for incarnation in others if incarnation in ballots}
-        if Status.WRITING in said.values() or sound is None:
+        statuses = {incarnation: ballots[incarnation] for incarnation in others if incarnation in ballots}
+        if SaveStatus.WRITING in statuses.values() or sound is None:
             return
-        failed = [others[incarnation].worker for incarnation, word in said.items() if word == Status.FAILED]
+        failed = [others[incarnation].worker for incarnation, status in statuses.items() if status == SaveStatus.FAILED]
         if failed:
             self._give_up = f"{', '.join(failed)} could not write"
-        self._gone = frozenset(others.keys() - said.keys()) if planned else frozenset()
+        self._gone = frozenset(others.keys() - statuses.keys()) if planned else frozenset()
         self._verified = sound
         self._verdict.set()
 
-    def _settle(self, save: Save, word: str | None) -> None:
+    def _settle(self, save: Save, status: str | None) -> None:
         """Another member: the leader is through, or gone. One that is gone may have completed it all the same."""
         assert self.outcome is not None
         leader = save.members[0].worker
-        if word is None:
+        if status is None:
             self.outcome.failure = f"{leader}, which led it, is gone"
-        elif not self.outcome.failure and not (self._leader_heard and word != Status.FAILED):
-            said = "which led it, says that it failed" if self._leader_heard else "which was to lead it, did not begin"
-            self.outcome.failure = f"{leader}, {said}"
+        elif not self.outcome.failure and not (self._leader_has_begun and status != SaveStatus.FAILED):
+            reason = (
+                "which led it, says that it failed" if self._leader_has_begun else "which was to lead it, did not begin"
+            )
+            self.outcome.failure = f"{leader}, {reason}"
             self._join()
             self._thread = threading.Thread(target=self._withdraw, args=(save,), name="shoal-save", daemon=True)
             self._thread.start()
-        self._save, self._status = None, Status.IDLE
+        self._save, self._status = None, SaveStatus.IDLE
 
     def refuse(self, name: SaveName, why: str) -> None:
         """A save that this member cannot even begin."""
-        self._save, self._status = None, Status.FAILED
+        self._save, self._status = None, SaveStatus.FAILED
         self._fresh = Outcome(name, f"{self.storage.url}/{name.folder}", failure=why)
 
     def take_outcome(self) -> Outcome | None:
         """How the save at hand went, once it is over; once."""
-        over = self._save is None or (self._save.lead is not None and self._status in (Status.IDLE, Status.FAILED))
+        over = self._save is None or (
+            self._save.lead is not None and self._status in (SaveStatus.IDLE, SaveStatus.FAILED)
+        )
         if not over:
             return None
         outcome, self._fresh = self._fresh, None
@@ -228,13 +232,13 @@ class Saver:
             entry = self._making_room(save, lambda: self._write(save))
             outcome.bytes, outcome.seconds["write"] = entry.bytes, time.monotonic() - began
             if save.lead is None:
-                self._status = Status.WRITTEN
+                self._status = SaveStatus.WRITTEN
                 return
             outcome.manifest = self._complete(save, save.lead, outcome)
-            self._status = Status.IDLE
+            self._status = SaveStatus.IDLE
         except ShoalError as error:
             self._fail(save, outcome, str(error))
-        except Exception as error:  # whatever it is, training goes on and the failure is told
+        except Exception as error:  # whatever it is, training goes on and the failure is reported
             log.exception("save_broke", checkpoint=outcome.path)
             self._fail(save, outcome, f"{type(error).__name__}: {error}")
 
@@ -253,11 +257,11 @@ class Saver:
             return write()
 
     def _fail(self, save: Save, outcome: Outcome, why: str) -> None:
-        """What was written is given back before anybody hears of it: the next save may need the room."""
+        """What was written is given back before anybody knows of it: the next save may need the room."""
         outcome.failure = why
         log.error("save_failed", checkpoint=outcome.path, reason=why)
         self._withdraw(save)
-        self._status = Status.FAILED
+        self._status = SaveStatus.FAILED
 
     def _withdraw(self, save: Save) -> None:
         """The own part; the leader, once nobody writes any more, takes all that is there."""

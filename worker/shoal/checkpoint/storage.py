@@ -85,8 +85,8 @@ def open_storage(url: str) -> Storage:
 
 
 @contextmanager
-def told(doing: str, url: str) -> Iterator[None]:
-    """Turns whatever a file system raises into a sentence; `FileNotFoundError` and `EOFError` pass."""
+def as_storage_error(doing: str, url: str) -> Iterator[None]:
+    """Turn whatever a file system raises into a sentence; `FileNotFoundError` and `EOFError` pass."""
     try:
         yield
     except (FileNotFoundError, EOFError, ShoalError):
@@ -99,14 +99,14 @@ def told(doing: str, url: str) -> Iterator[None]:
 
 
 def _meaning(error: OSError) -> str:
-    what = (error.strerror or str(error)).rstrip(".")
+    reason = (error.strerror or str(error)).rstrip(".")
     if error.errno in (*NO_ROOM, errno.EFBIG):
-        return f"{what[0].lower()}{what[1:]}; free some space, keep fewer checkpoints, or choose another place"
+        return f"{reason[0].lower()}{reason[1:]}; free some space, keep fewer checkpoints, or choose another place"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return f"{what[0].lower()}{what[1:]}; give this user the right to write there, or choose another place"
+        return f"{reason[0].lower()}{reason[1:]}; give this user the right to write there, or choose another place"
     if error.errno in (errno.ENOTDIR, errno.EEXIST):
         return "a file of that name is in the way; choose another place"
-    return what
+    return reason
 
 
 class LocalStorage:
@@ -117,13 +117,13 @@ class LocalStorage:
         self.url = str(root)
 
     def prepare(self) -> None:
-        with told("keep checkpoints", self.url):
+        with as_storage_error("keep checkpoints", self.url):
             self._root.mkdir(parents=True, exist_ok=True)
             if not os.access(self._root, os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     def write(self, name: str, chunks: Iterable[memoryview]) -> int:
-        with told(f"write {name}", self.url):
+        with as_storage_error(f"write {name}", self.url):
             path = self._root / name
             path.parent.mkdir(parents=True, exist_ok=True)
             file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
@@ -141,25 +141,25 @@ class LocalStorage:
         path = self._root / name
         beside = f"{Path(name).parent}/.{path.name}.{secrets.token_hex(4)}"
         self.write(beside, [memoryview(content)])
-        with told(f"write {name}", self.url):
+        with as_storage_error(f"write {name}", self.url):
             (self._root / beside).rename(path)
             for folder in (path.parent, self._root):
                 _flush_folder(folder)
 
     def read(self, name: str, most: int) -> bytes:
-        with told(f"read {name}", self.url), (self._root / name).open("rb") as file:
+        with as_storage_error(f"read {name}", self.url), (self._root / name).open("rb") as file:
             content = file.read(most + 1)
         if len(content) > most:
             raise StorageFailed(f"{name} in {self.url} is larger than {most} bytes; it is none of Shoal's.")
         return content
 
     def read_ranges(self, name: str, targets: Sequence[Target]) -> None:
-        with told(f"read {name}", self.url), (self._root / name).open("rb", buffering=0) as file:
+        with as_storage_error(f"read {name}", self.url), (self._root / name).open("rb", buffering=0) as file:
             for at, parts in _joined(targets):
                 _read_all(file.fileno(), at, parts)
 
     def list(self, folder: str = "") -> dict[str, int | None]:
-        with told("look for checkpoints", self.url):
+        with as_storage_error("look for checkpoints", self.url):
             try:
                 with os.scandir(self._root / folder) as entries:
                     return {e.name: None if e.is_dir() else e.stat().st_size for e in entries}
@@ -167,11 +167,11 @@ class LocalStorage:
                 return {}
 
     def remove(self, name: str) -> None:
-        with told(f"remove {name}", self.url):
+        with as_storage_error(f"remove {name}", self.url):
             (self._root / name).unlink(missing_ok=True)
 
     def remove_folder(self, folder: str) -> None:
-        with told(f"remove {folder}", self.url):
+        with as_storage_error(f"remove {folder}", self.url):
             try:
                 (self._root / folder).rmdir()
             except FileNotFoundError:
@@ -278,7 +278,7 @@ class ObjectStorage:
 
     def write(self, name: str, chunks: Iterable[memoryview]) -> int:
         written = 0
-        with told(f"write {name}", self.url), self._bucket():
+        with as_storage_error(f"write {name}", self.url), self._bucket():
             file = self._files.open(self._path(name), "wb")
             try:
                 for chunk in chunks:
@@ -299,11 +299,11 @@ class ObjectStorage:
             self._files.rm_file(self._path(name))  # the kinds that write in place
 
     def publish(self, name: str, content: bytes) -> None:
-        with told(f"write {name}", self.url), self._bucket():
+        with as_storage_error(f"write {name}", self.url), self._bucket():
             self._files.pipe_file(self._path(name), content)
 
     def read(self, name: str, most: int) -> bytes:
-        with told(f"read {name}", self.url):
+        with as_storage_error(f"read {name}", self.url):
             content = bytes(self._files.cat_file(self._path(name), start=0, end=most + 1))
         if len(content) > most:
             raise StorageFailed(f"{name} in {self.url} is larger than {most} bytes; it is none of Shoal's.")
@@ -322,7 +322,7 @@ class ObjectStorage:
     def _fetch(self, name: str, batch: list[tuple[int, list[memoryview]]]) -> None:
         starts = [at for at, _ in batch]
         stops = [at + sum(part.nbytes for part in parts) for at, parts in batch]
-        with told(f"read {name}", self.url):
+        with as_storage_error(f"read {name}", self.url):
             found = self._files.cat_ranges([self._path(name)] * len(batch), starts, stops, on_error="raise")
         for content, (at, parts) in zip(found, batch, strict=True):
             view, taken = memoryview(content), 0
@@ -334,7 +334,7 @@ class ObjectStorage:
 
     def list(self, folder: str = "") -> dict[str, int | None]:
         path = self._path(folder)
-        with told("look for checkpoints", self.url), self._bucket():
+        with as_storage_error("look for checkpoints", self.url), self._bucket():
             try:
                 entries = self._files.ls(path, detail=True)
             except FileNotFoundError as error:
@@ -345,7 +345,7 @@ class ObjectStorage:
         return {name: None if e["type"] == "directory" else int(e["size"]) for name, e in found.items() if name}
 
     def remove(self, name: str) -> None:
-        with told(f"remove {name}", self.url):
+        with as_storage_error(f"remove {name}", self.url):
             try:
                 self._files.rm_file(self._path(name))
             except FileNotFoundError:
@@ -353,7 +353,7 @@ class ObjectStorage:
 
     def remove_folder(self, folder: str) -> None:
         """An object store has no folders; other kinds of fsspec may."""
-        with told(f"remove {folder}", self.url):
+        with as_storage_error(f"remove {folder}", self.url):
             if self._files.exists(self._path(folder)) and not self.list(folder):
                 self._files.rmdir(self._path(folder))
 

@@ -1,9 +1,9 @@
 """The worker's side of the generation protocol: what it has promised, what it may vote, which world it is in.
 
-One object per process, fed by whoever hears the controller (the session's thread, the simulator) and asked by whoever
-trains (the training thread, the simulated worker). Pure: it holds no group, no socket, no clock. Its drivers carry out
-what its answers say and guard it with one lock. ARCHITECTURE section 4; the abstract model's names are `promised`,
-`ready` (here `voted`), `next`, `keep` (here `kept`) and `go` (here `begins`).
+One object per process, fed by whoever listens to the controller (the session's thread, the simulator) and asked by
+whoever trains (the training thread, the simulated worker). Pure: it holds no group, no socket, no clock. Its drivers
+carry out what its answers say and guard it with one lock. ARCHITECTURE section 4; the abstract model's names are
+`promised`, `ready` (here `voted`), `next`, `keep` (here `kept`) and `go` (here `begins`).
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class Membership:
     def _rank_in(self, plan: Plan) -> int | None:
         return plan.rank_of(self.worker, self.incarnation)
 
-    # ---- heard from the controller
+    # ---- from the controller
 
-    def hear_prepare(self, generation: int) -> bool:
+    def on_prepare(self, generation: int) -> bool:
         """PREPARE. True: abort every group now (the current one, and all that are being built or kept), then report.
 
         False with `promised == generation`: it has stopped already, say the inventory again.
@@ -66,8 +66,8 @@ class Membership:
             self.point = Point.WAITING  # of no world yet, also where the one that it built was never opened
         return True
 
-    def hear_recovery(self, plan: Plan) -> bool:
-        """PLAN made from inventories. True: build its group, catch up, then call `ready`."""
+    def on_recovery(self, plan: Plan) -> bool:
+        """PLAN made from inventories. True: build its group, catch up, then call `report_ready`."""
         wanted = plan.generation == self.promised and self.recovery is None and self._rank_in(plan) is not None
         if not wanted or self.point not in (Point.STOPPED, Point.WAITING):
             return False
@@ -75,11 +75,11 @@ class Membership:
         self.point = Point.BUILDING
         return True
 
-    def hear_open(self, generation: int) -> bool:
+    def on_open(self, generation: int) -> bool:
         """OPEN. True: begin the world of the recovery."""
         return generation == self.promised and self.point is Point.READY
 
-    def hear_planned(self, plan: Plan) -> bool:
+    def on_planned(self, plan: Plan) -> bool:
         """A planned change. True: build its group in the background (none needed where `builds(plan)` is false)."""
         newest = max(self.promised, self.generation, self.next.generation if self.next else 0)
         if plan.generation <= newest or self.begins is not None:
@@ -114,14 +114,14 @@ class Membership:
             return False
         return self.plan is None or self.is_joiner or plan.members != self.plan.members
 
-    # ---- told by the driver
+    # ---- from the driver
 
     def end_warm_up(self) -> None:
         """The joiner is warm, and ready to become a member."""
         if self.point is Point.REHEARSING:
             self.point = Point.WAITING
 
-    def built(self, generation: int) -> None:
+    def on_built(self, generation: int) -> None:
         """The group of a planned change is built."""
         if self.next is not None and self.next.generation == generation:
             self.next_built = True
@@ -129,7 +129,7 @@ class Membership:
                 self.point = Point.JOINING
                 self.promised = max(self.promised, generation)
 
-    def ready(self, generation: int) -> bool:
+    def report_ready(self, generation: int) -> bool:
         """The recovery's group is built and all is in place. False: another PREPARE came meanwhile."""
         if self.recovery is None or self.recovery.generation != generation:
             return False
@@ -159,9 +159,9 @@ class Membership:
         return self.begins
 
     def take_deferred(self) -> Plan | None:
-        """The newest plan heard during the vote that is over now, once: to be heard again.
+        """The newest plan that came during the vote that is over now, once: to be carried out.
 
-        A standby is in a vote nearly all the time; it would never hear of another plan than the one it votes.
+        A standby is in a vote nearly all the time; no other plan than the one it votes would ever be taken up.
         """
         deferred, self.deferred = self.deferred, None
         return deferred
@@ -171,7 +171,7 @@ class Membership:
     def begin(self, plan: Plan) -> None:
         """The world of `plan` begins here: after a hand-out, on OPEN, or on a joiner's first message.
 
-        A later PREPARE may have been heard while the driver was on its way here: then it begins, and stands stopped.
+        A later PREPARE may have come while the driver was on its way here: then it begins, and stands stopped.
         """
         self.promised = max(self.promised, plan.generation)
         if self._rank_in(plan) is None:
@@ -191,6 +191,6 @@ class Membership:
         return {self.generation, *self.kept} | {plan.generation for plan in plans if plan is not None}
 
     @property
-    def newest_heard(self) -> int:
+    def newest_known(self) -> int:
         """What the status says as `promised`: the highest generation stopped for, built or voted."""
         return max(self.promised, self.generation, self.voted)

@@ -37,7 +37,7 @@ class _InFlight:
 
 
 class CanonicalReduction:
-    """The reduction of one step: made before its last backward, which calls `filled`; then `finish`.
+    """The reduction of one step: made before its last backward, which calls `on_filled`; then `finish`.
 
     `traffic` and `group` are the world's. Raises `WorldChanged` from the constructor and `finish`.
     """
@@ -59,7 +59,7 @@ class CanonicalReduction:
         """The first parameter in this worker's blocks whose gradient is not finite, and where that comes from."""
         self._post_up_to(AHEAD)
 
-    def filled(self, bucket: int) -> None:
+    def on_filled(self, bucket: int) -> None:
         """The last backward has filled this bucket: its sums leave for their owners. Never raises: `finish` will."""
         self._sums.merge(bucket)
         if not self._broken:

@@ -14,8 +14,8 @@ import torch
 from shoal_protos.corruption import CorruptBlock
 from torch import Tensor
 
-MOST_TOLD = 8
-"""Blocks that one record names; what differs beyond is told when it is compared again."""
+MOST_REPORTED = 8
+"""Blocks that one record names; what differs beyond is reported when it is compared again."""
 NO_COPY = 0
 
 
@@ -55,7 +55,7 @@ def compare(comparison: Comparison, rows: Tensor, workers: Sequence[str]) -> Fin
                 comparison.step,
                 _whose({workers[rank]: value for rank, value in enumerate(rows[:, column].tolist()) if value}),
             )
-            for column in differ[:MOST_TOLD]
+            for column in differ[:MOST_REPORTED]
         ),
         int((copies < 2).sum()),
     )

@@ -259,11 +259,11 @@ def _zeros(spans: Sequence[Span]) -> list[float]:
 
 def _reported_everywhere(ballots: list[dict[str, Any]], traffic: Traffic) -> list[str]:
     """Names that were reported in every lane of which some micro-batch was not skipped."""
-    told = []
+    reported = []
     for ballot, spans in zip(ballots, traffic.lane_spans, strict=True):
         if ballot["skipped"] < ballot["micro_batches"] * sum(stop - start for start, stop in spans):
-            told.append(set(ballot["reports"]))
-    return sorted(set.intersection(*told)) if told else []
+            reported.append(set(ballot["reports"]))
+    return sorted(set.intersection(*reported)) if reported else []
 
 
 def _norm(traffic: Traffic, rows: Tensor) -> float:

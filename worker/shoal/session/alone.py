@@ -58,7 +58,7 @@ class AloneLink:
         """A new number: of the first generation, or of the next after all that were saved."""
         known = self._checkpoint.generation if self._checkpoint is not None else 0
         self._number = 1 + max(self._number, known, self._highest_saved)
-        self._membership.hear_prepare(self._number)
+        self._membership.on_prepare(self._number)
         self._inbox.put(Stopped(self._number))
 
     @property
@@ -75,7 +75,7 @@ class AloneLink:
     def answer(self, inventory: Inventory) -> None:
         plan = self._plan(inventory)
         check_plan(plan)
-        self._membership.hear_recovery(plan)
+        self._membership.on_recovery(plan)
         self._inbox.put(Recover(plan, SoloGroup(), 0.0))
 
     def _plan(self, inventory: Inventory) -> Plan:
@@ -102,8 +102,8 @@ class AloneLink:
             return Recovery(max(0, inventory.step), inventory.record, counted=(True,), stale=(NO_BLOCKS,))
         return Recovery(found.step, b"", counted=(False,), stale=(NO_BLOCKS,), checkpoint=found.path)
 
-    def ready(self, generation: int) -> bool:
-        is_ready = self._membership.ready(generation)
+    def report_ready(self, generation: int) -> bool:
+        is_ready = self._membership.report_ready(generation)
         if is_ready:
             self._inbox.put(Opened(generation))
         return is_ready

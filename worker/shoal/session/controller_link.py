@@ -69,8 +69,8 @@ class ControllerLink:
         self._groups = Groups(self._build_group, self._lock, self)
         self.before_building: Callable[[], None] = _nothing
         self._spoken = threading.Condition(self._lock)
-        """Notified when the controller has welcomed us, refused us, or heard our last word."""
-        self._last_word_heard = False
+        """Notified when the controller has welcomed us, refused us, or got our last word."""
+        self._last_word_arrived = False
         self._closed = False
         self._server: RendezvousServer | None = None
         self._dialogue: Dialogue | None = None
@@ -143,7 +143,7 @@ class ControllerLink:
         with self._lock:
             self._membership.end_warm_up()
             self.dialogue.notice()
-        self._say()
+        self._wake_if_due()
 
     @property
     def stopping(self) -> bool:
@@ -167,19 +167,19 @@ class ControllerLink:
     def answer(self, inventory: Inventory) -> None:
         with self._lock:
             self.dialogue.answer(inventory)
-        self._say()
+        self._wake_if_due()
 
-    def ready(self, generation: int) -> bool:
+    def report_ready(self, generation: int) -> bool:
         with self._lock:
-            is_ready = self.dialogue.ready(generation)
-        self._say()
+            is_ready = self.dialogue.report_ready(generation)
+        self._wake_if_due()
         return is_ready
 
     def enter_vote(self, holds: Runs) -> int:
         with self._lock:
             voted = self._membership.enter_vote(holds)
             self.dialogue.notice()
-        self._say()
+        self._wake_if_due()
         return voted
 
     def leave_vote(self, voted: list[int]) -> Prepared | None:
@@ -187,7 +187,7 @@ class ControllerLink:
             membership = self._membership
             plan = membership.leave_vote(voted)
             if plan is None:
-                self._carry_out(self.dialogue.vote_over)
+                self._carry_out(self.dialogue.on_vote_over)
                 return None
             if plan.rank_of(self.worker, self.incarnation) is None:
                 return Prepared(plan, None, 0.0)
@@ -208,13 +208,13 @@ class ControllerLink:
 
     def publish(self, status: Status, telemetry: Telemetry) -> None:
         with self._lock:
-            self.dialogue.stand(status, telemetry)
-        self._say()
+            self.dialogue.update_status(status, telemetry)
+        self._wake_if_due()
 
     def result(self, result: Result) -> None:
         with self._spoken:
             self.dialogue.report(result)
-            self._say()
+            self._wake_if_due()
             if result.failure and not self.silent:
                 self._spoken.wait_for(lambda: self.silent, REPORT_SECONDS)
 
@@ -229,7 +229,7 @@ class ControllerLink:
         if self._server is not None:
             self._server.close()
 
-    def _say(self) -> None:
+    def _wake_if_due(self) -> None:
         """Something may be due."""
         if self._thread is not None and self.dialogue.due:
             self._thread.wake()
@@ -241,8 +241,8 @@ class ControllerLink:
             for plan in (membership.recovery, membership.begins, membership.plan):
                 building = self._groups.of(plan.generation) if plan is not None else None
                 if plan is not None and building is not None and building.group is not None:
-                    self.dialogue.see_broken({plan.members[rank].worker for rank in building.group.broken_peers})
-        self._say()
+                    self.dialogue.on_broken_peers({plan.members[rank].worker for rank in building.group.broken_peers})
+        self._wake_if_due()
 
     # ---- on the session's thread
 
@@ -252,7 +252,7 @@ class ControllerLink:
 
     @property
     def silent(self) -> bool:
-        return self.dialogue.ending is not None or self._last_word_heard
+        return self.dialogue.ending is not None or self._last_word_arrived
 
     def hello(self) -> Hello:
         with self._lock:
@@ -266,24 +266,24 @@ class ControllerLink:
                 self.dialogue.activities = self._groups.activities()
             return self.dialogue.outgoing()
 
-    def hear(self, message: ToWorker) -> None:
+    def on_message(self, message: ToWorker) -> None:
         before = self.dialogue.refusal
-        self._carry_out(lambda: self.dialogue.hear(message))
+        self._carry_out(lambda: self.dialogue.on_message(message))
         if isinstance(message, Refusal) and self.dialogue.ending is None and message.sentence != before:
             log.warning("refused", reason=message.sentence, means="goes on, and tries again")
 
-    def terminated(self) -> None:
+    def on_sigterm(self) -> None:
         log.info("sigterm", worker=self.worker, means="asks to be drained")
         with self._lock:
-            self.dialogue.ask_to_be_drained()
-        self._say()
+            self.dialogue.request_drain()
+        self._wake_if_due()
 
-    def last_word_was_heard(self) -> None:
+    def on_last_word(self) -> None:
         with self._spoken:
-            self._last_word_heard = True
+            self._last_word_arrived = True
             self._spoken.notify_all()
 
-    def out_of_reach(self, seconds: float) -> None:
+    def on_controller_unreachable(self, seconds: float) -> None:
         """Who has nothing to lose waits only so long for a controller that is not there.
 
         That is a worker whose script has ended, and one in no world that a launcher has started: the launcher may be
@@ -298,7 +298,7 @@ class ControllerLink:
             log.warning("leaving", reason=why, status=NO_CONTROLLER)
             self._end(Ending.REPLACED, why, NO_CONTROLLER)
 
-    def failed(self, error: Exception) -> None:
+    def on_failure(self, error: Exception) -> None:
         """A thread of the session cannot go on; without it nothing would ever end a wait of the training thread."""
         self._end(Ending.FAILED, f"the session with the controller failed: {error}")
 
@@ -311,7 +311,7 @@ class ControllerLink:
             over = [building for effect in decide() for building in self._effect(effect)]
             void = self._groups.cancel(self._membership.live)
             self._spoken.notify_all()
-        self._say()
+        self._wake_if_due()
         for building in over:
             building.abort()
         self._groups.retire(void, abort=True)
@@ -334,23 +334,23 @@ class ControllerLink:
 
     # ---- on a builder's thread, under the lock
 
-    def built(self, building: Building) -> None:
+    def on_built(self, building: Building) -> None:
         plan = building.plan
         if plan.recovery is not None:
             assert building.group is not None
             self._inbox.put(Recover(plan, building.group, building.seconds))
         else:
-            self._membership.built(plan.generation)
+            self._membership.on_built(plan.generation)
             self.dialogue.notice()
-            self._say()
+            self._wake_if_due()
 
-    def begun(self, building: Building, state: bytes) -> None:
+    def on_begun(self, building: Building, state: bytes) -> None:
         assert building.group is not None
         self._inbox.put(Begun(building.plan, building.group, state))
         others = self._groups.cancel({building.plan.generation})
         self._groups.retire(others, abort=True)
 
-    def unreachable(self, building: Building, ranks: list[int]) -> None:
+    def on_peers_unreachable(self, building: Building, ranks: list[int]) -> None:
         """Nobody of this world may be to blame: a joiner that died on its way in is the controller's affair."""
         plan = building.plan
         if not ranks:
@@ -359,5 +359,5 @@ class ControllerLink:
         named = {plan.members[rank].worker for rank in ranks}
         if plan.recovery is None and self._membership.plan is not None:
             named &= {member.worker for member in self._membership.plan.members}
-        self.dialogue.see_broken(named)
-        self._say()
+        self.dialogue.on_broken_peers(named)
+        self._wake_if_due()

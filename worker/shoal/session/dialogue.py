@@ -1,8 +1,9 @@
 """What this process says to its controller, and what it makes of the answers. No I/O, no clock, no thread.
 
-Fed by the session's thread (`hear`, `opened`), by the training thread through the client (`stand`, `answer`, …) and by
-the builders; its driver carries out the effects that it returns, sends what `outgoing` gives, and holds one lock around
-all of it. What is to be said is kept as the latest of each kind, so nothing piles up while no controller is there.
+Fed by the session's thread (`on_message`), by the training thread through the client (`update_status`, `answer`, …) and
+by the builders; its driver carries out the effects that it returns, sends what `outgoing` gives, and holds one lock
+around all of it. What is to be said is kept as the latest of each kind, so nothing piles up while no controller is
+there.
 """
 
 from __future__ import annotations
@@ -62,9 +63,9 @@ class Process:
     address: str
     """Of its own rendezvous server."""
     run: str = ""
-    """Of the job, as its launcher told it; empty: the first welcome does."""
+    """Of the job, as its launcher named it; empty: the first welcome does."""
     grace_seconds: float = GRACE_SECONDS
-    """What it asks for where it wishes to be drained."""
+    """What it asks for where it asks to be drained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,14 +102,14 @@ class Dialogue:
         self.resume: Resume = (None, NO_BLOCKS)
         self.progress: Progress = (0, None)
         self.run = process.run
-        """The run of the job that this process belongs to, once a launcher or the controller has told it."""
+        """The run of the job that this process belongs to, once a launcher or the controller has named it."""
         self.cluster = ""
         """The id of the store that has welcomed this process."""
         self.welcomed = False
         self.ending: Shutdown | None = None
         """Set when the controller has said the last word."""
         self.status = 0
-        """What this process then exits with, where it was told to end and has not failed."""
+        """What this process then exits with, where it is to end and has not failed."""
         self.refusal = ""
         """The sentence of a final refusal, or of the last one that said to try again."""
         self.broken: tuple[str, ...] = ()
@@ -117,12 +118,12 @@ class Dialogue:
         """By generation, as its driver last saw it: what this process does in its groups."""
         self._status, self._telemetry = status, Telemetry()
         self._held_back: Status | None = None
-        """What is said meanwhile, from a world's beginning until the training thread says where it stands in it."""
-        self._said = status
+        """What is sent meanwhile, from a world's beginning until the training thread says where it stands in it."""
+        self._last_sent = status
         self._sequence = 0
         self._drain = False
         self._echo = 0
-        self._opened = 0
+        self._opened_generation = 0
         self._asks: deque[tuple[str, int]] = deque(maxlen=REMEMBERED_ASKS)
         self._inventory: Inventory | None = None
         self._result: Result | None = None
@@ -147,7 +148,7 @@ class Dialogue:
             pid=self.process.pid,
             domain=self.process.domain,
             description=self.description,
-            status=self._standing(),
+            status=self._next_status(),
             next_generation=self._status.checkpoint.generation if self._status.checkpoint is not None else 0,
             run=self.run,
         )
@@ -171,27 +172,29 @@ class Dialogue:
             return self._heartbeat()
         if kind is Ready:
             is_ready = self.membership.point is Point.READY
-            return Ready(self.membership.promised, self._standing()) if is_ready else None
+            return Ready(self.membership.promised, self._next_status()) if is_ready else None
         if kind is Request:
             return Request(RequestKind.DRAIN, self.process.grace_seconds, self.membership.generation)
         return self._inventory if kind is Inventory else self._result
 
     def _heartbeat(self) -> Heartbeat:
         """The training thread is in the group of the world, or of the one that takes its place."""
-        told = dict(self.activities)
+        activities = dict(self.activities)
         coming = (self.membership.recovery, self.membership.begins)
-        inside = [plan.generation for plan in coming if plan is not None and plan.generation in told]
-        inside = [number for number in inside if told[number].phase > StepPhase.BUILT or told[number].boundary]
-        activity = told.pop(next(iter(inside), self.membership.generation), Activity(self.membership.generation))
-        return Heartbeat(self._standing(), self._telemetry, self._echo, activity, tuple(told.values()))
+        inside = [plan.generation for plan in coming if plan is not None and plan.generation in activities]
+        inside = [
+            number for number in inside if activities[number].phase > StepPhase.BUILT or activities[number].boundary
+        ]
+        activity = activities.pop(next(iter(inside), self.membership.generation), Activity(self.membership.generation))
+        return Heartbeat(self._next_status(), self._telemetry, self._echo, activity, tuple(activities.values()))
 
-    def _standing(self) -> Status:
+    def _next_status(self) -> Status:
         """The status now, with the next number."""
-        self._said = replace(self._composed(), sequence=self._sequence + 1)
+        self._last_sent = replace(self._current_status(), sequence=self._sequence + 1)
         self._sequence += 1
-        return self._said
+        return self._last_sent
 
-    def _composed(self) -> Status:
+    def _current_status(self) -> Status:
         if self._held_back is not None:
             return replace(self._held_back, drain=self._drain)
         membership = self.membership
@@ -199,7 +202,7 @@ class Dialogue:
             self._status,
             generation=membership.generation,
             point=membership.point,
-            promised=membership.newest_heard,
+            promised=membership.newest_known,
             broken=self.broken,
             drain=self._drain,
             grace_seconds=self.process.grace_seconds,
@@ -207,7 +210,7 @@ class Dialogue:
 
     def notice(self) -> None:
         """Something may have changed: a heartbeat is due at once if more than the step did."""
-        if _matter(self._composed()) != _matter(self._said):
+        if _without_progress(self._current_status()) != _without_progress(self._last_sent):
             self.beat()
 
     @property
@@ -217,15 +220,15 @@ class Dialogue:
 
     # ---- from the training thread
 
-    def stand(self, status: Status, telemetry: Telemetry) -> None:
+    def update_status(self, status: Status, telemetry: Telemetry) -> None:
         """Where the training thread says that it stands."""
         self._status, self._telemetry, self._held_back = status, telemetry, None
         self.notice()
 
-    def vote_over(self) -> list[Effect]:
-        """A vote has passed that changes nothing: what was heard meanwhile is heard now."""
+    def on_vote_over(self) -> list[Effect]:
+        """A vote has passed that changes nothing: what came meanwhile is carried out now."""
         deferred = self.membership.take_deferred()
-        return self._carry(deferred) if deferred is not None else []
+        return self._on_plan(deferred) if deferred is not None else []
 
     def answer(self, inventory: Inventory) -> None:
         """The answer to the last PREPARE."""
@@ -234,33 +237,33 @@ class Dialogue:
             self._due[Inventory] = None
         self.notice()
 
-    def ready(self, generation: int) -> bool:
+    def report_ready(self, generation: int) -> bool:
         """False: another PREPARE came meanwhile."""
-        if not self.membership.ready(generation):
+        if not self.membership.report_ready(generation):
             return False
         self._due[Ready] = None
         return True
 
     def begin(self, plan: Plan) -> None:
         """A world begins. It is told to the controller when the training thread next says where it stands."""
-        self._held_back = self._composed()
+        self._held_back = self._current_status()
         self.membership.begin(plan)
         self.broken = ()
 
     def report(self, result: Result) -> None:
-        """How it ended. Said again on every new stream."""
+        """How it ended. Sent again on every new stream."""
         self._result = replace(result, generation=self.membership.generation)
         self._due[Result] = None
 
     # ---- from elsewhere
 
-    def ask_to_be_drained(self) -> None:
+    def request_drain(self) -> None:
         """SIGTERM."""
         self._drain = True
         self._due[Request] = None
         self.beat()
 
-    def see_broken(self, peers: set[str]) -> None:
+    def on_broken_peers(self, peers: set[str]) -> None:
         """Connections of the current group were seen to break."""
         self.broken = tuple(sorted(peers.union(self.broken)))
         self.notice()
@@ -276,7 +279,7 @@ class Dialogue:
 
     # ---- from the controller
 
-    def hear(self, message: ToWorker) -> list[Effect]:
+    def on_message(self, message: ToWorker) -> list[Effect]:
         """Raises `PeerError` for an unsound plan."""
         effects = self._effects(message)
         self.notice()
@@ -285,16 +288,16 @@ class Dialogue:
     def _effects(self, message: ToWorker) -> list[Effect]:
         match message:
             case Welcome():
-                self._welcome(message)
+                self._on_welcome(message)
             case Ping(number):
                 self._echo = number
                 self.beat()
             case Prepare(generation):
-                return self._prepare(generation)
+                return self._on_prepare(generation)
             case Carry(plan):
-                return self._carry(plan)
-            case Open(generation) if self.membership.hear_open(generation) and generation != self._opened:
-                self._opened = generation
+                return self._on_plan(plan)
+            case Open(generation) if self.membership.on_open(generation) and generation != self._opened_generation:
+                self._opened_generation = generation
                 return [Put(Opened(generation))]
             case Ask(kind, number) if (kind, number) not in self._asks:
                 self._asks.append((kind, number))
@@ -306,7 +309,7 @@ class Dialogue:
                 ended = self._is_final(message)
                 return self.end(Shutdown(Ending.FAILED, message.sentence)) if ended else []
             case Open() | Ask() | Drain():
-                pass  # heard before; a drain needs nothing but the plan that will leave us out
+                pass  # came before; a drain needs nothing but the plan that will leave us out
         return []
 
     def _is_final(self, refusal: Refusal) -> bool:
@@ -315,7 +318,7 @@ class Dialogue:
             return refusal.final
         return refusal.ends_members and bool(self.cluster) and refusal.cluster == self.cluster
 
-    def _welcome(self, welcome: Welcome) -> None:
+    def _on_welcome(self, welcome: Welcome) -> None:
         self.membership.worker = welcome.worker
         self.heartbeat_seconds, self.reconnect_seconds = welcome.heartbeat_seconds, welcome.reconnect_seconds
         self.resume = (json.loads(welcome.resume) if welcome.resume else None, welcome.known)
@@ -323,21 +326,21 @@ class Dialogue:
         self.progress = (welcome.step, welcome.loss)
         self.welcomed = True
 
-    def _prepare(self, generation: int) -> list[Effect]:
-        if self.membership.hear_prepare(generation):
+    def _on_prepare(self, generation: int) -> list[Effect]:
+        if self.membership.on_prepare(generation):
             self._inventory = None
             return [Put(Stopped(generation)), Abort()]
         if self._inventory is not None and self._inventory.answers == generation == self.membership.promised:
             self._due[Inventory] = None
         return []
 
-    def _carry(self, plan: Plan) -> list[Effect]:
+    def _on_plan(self, plan: Plan) -> list[Effect]:
         check_plan(plan)
         membership = self.membership
         if plan.recovery is not None:
-            wanted = membership.hear_recovery(plan)
+            wanted = membership.on_recovery(plan)
         else:
-            wanted = membership.hear_planned(plan) and membership.builds(plan)
+            wanted = membership.on_planned(plan) and membership.builds(plan)
         rank = plan.rank_of(membership.worker, membership.incarnation)
         if not wanted or rank is None:
             return []
@@ -346,11 +349,11 @@ class Dialogue:
         return [Build(plan, rank)]
 
     def end(self, shutdown: Shutdown, status: int = 0) -> list[Effect]:
-        """Nothing more is said or heard."""
+        """Nothing more is sent or taken in."""
         self.ending, self.status = shutdown, status
         return [Put(Ended(shutdown.ending, shutdown.reason, status)), Abort()]
 
 
-def _matter(status: Status) -> Status:
+def _without_progress(status: Status) -> Status:
     """What is worth a heartbeat of its own when it changes."""
     return replace(status, sequence=0, step=0, boundaries=0)

@@ -66,21 +66,21 @@ class Building:
             self.group.close()
 
 
-class Told(Protocol):
-    """Who hears what became of a building. Called under the lock, and only while the building is wanted."""
+class BuildListener(Protocol):
+    """Who learns what became of a building. Called under the lock, and only while the building is wanted."""
 
-    def built(self, building: Building) -> None: ...
-    def begun(self, building: Building, state: bytes) -> None: ...
-    def unreachable(self, building: Building, ranks: list[int]) -> None: ...
-    def failed(self, error: Exception) -> None:
+    def on_built(self, building: Building) -> None: ...
+    def on_begun(self, building: Building, state: bytes) -> None: ...
+    def on_peers_unreachable(self, building: Building, ranks: list[int]) -> None: ...
+    def on_failure(self, error: Exception) -> None:
         """A defect: the thread cannot go on. Not under the lock."""
 
 
 class Groups:
     """All of this process's groups by generation."""
 
-    def __init__(self, transport: Transport, lock: threading.RLock, told: Told) -> None:
-        self._transport, self._lock, self._told = transport, lock, told
+    def __init__(self, transport: Transport, lock: threading.RLock, listener: BuildListener) -> None:
+        self._transport, self._lock, self._listener = transport, lock, listener
         self._wanted: dict[int, Building] = {}
         self._over: list[Building] = []
         self._threads: list[threading.Thread] = []
@@ -96,7 +96,7 @@ class Groups:
     # ---- under the lock
 
     def build(self, plan: Plan, rank: int, joiner: bool) -> None:
-        """Start building; `Told` hears the rest."""
+        """Start building; `BuildListener` hears the rest."""
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         if len(self._threads) >= MOST_BUILDERS:
             log.error("group_not_built", generation=plan.generation, why=f"{MOST_BUILDERS} groups are being built")
@@ -154,8 +154,8 @@ class Groups:
 
     # ---- a builder's thread
 
-    def _start(self, name: str, what: Callable[..., None], *given: object) -> None:
-        thread = threading.Thread(target=what, args=given, name=name, daemon=True)
+    def _start(self, name: str, target: Callable[..., None], *given: object) -> None:
+        thread = threading.Thread(target=target, args=given, name=name, daemon=True)
         with self._lock:
             self._threads.append(thread)
         thread.start()
@@ -165,7 +165,7 @@ class Groups:
             self._build_and_join(building)
         except Exception as error:
             log.exception("building_failed", generation=building.plan.generation)
-            self._told.failed(error)
+            self._listener.on_failure(error)
 
     def _build_and_join(self, building: Building) -> None:
         began = time.monotonic()
@@ -180,7 +180,7 @@ class Groups:
             if wanted:
                 building.progress.reach(StepPhase.BUILT)
                 building.group, building.seconds = group, time.monotonic() - began
-                self._told.built(building)
+                self._listener.on_built(building)
         if not wanted:
             group.abort()
             group.close()
@@ -195,7 +195,7 @@ class Groups:
             return
         with self._lock:
             if not building.cancellation.is_cancelled:
-                self._told.begun(building, state)
+                self._listener.on_begun(building, state)
 
     def _look_around(self, building: Building, why: str) -> None:
         """Looks who is out of reach from here."""
@@ -206,7 +206,7 @@ class Groups:
         ranks = [r for r, member in enumerate(members) if r != building.rank and not reachable(member.address)]
         with self._lock:
             if not building.cancellation.is_cancelled:
-                self._told.unreachable(building, ranks)
+                self._listener.on_peers_unreachable(building, ranks)
 
 
 def _close_all(over: list[Building], abort: bool) -> None:

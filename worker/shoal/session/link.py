@@ -35,7 +35,7 @@ class Stopped:
 
 @dataclass(frozen=True, slots=True)
 class Recover:
-    """PLAN was heard and its group is built: catch up, then `Link.ready(generation)`."""
+    """PLAN was heard and its group is built: catch up, then `Link.report_ready(generation)`."""
 
     plan: Plan
     group: Group
@@ -141,7 +141,7 @@ class Link(Protocol):
     def answer(self, inventory: Inventory) -> None:
         """The answer to the last PREPARE; the link repeats it as often as the controller asks."""
 
-    def ready(self, generation: int) -> bool:
+    def report_ready(self, generation: int) -> bool:
         """READY. False: another PREPARE came meanwhile; go on with `take`."""
 
     def enter_vote(self, holds: Runs) -> int:

@@ -1,4 +1,4 @@
-"""SIGTERM as a wish to be drained, heard at once by the session's thread.
+"""SIGTERM as a request to be drained, seen at once by the session's thread.
 
 A Python handler does not run while the main thread sits in a call of gloo's; the wake-up descriptor is written by the
 C handler, so the session's thread reads it in any case. Children that this process forks get the old behaviour back.
@@ -30,7 +30,7 @@ class TermSignal:
             signal.signal(signal.SIGTERM, self._on_term)
         self._forwards_to = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
 
-    def heard(self) -> bool:
+    def has_come(self) -> bool:
         """Whether a SIGTERM is among the signals that came. Others had their wake-up descriptor first: it gets all."""
         try:
             numbers = self.reader.recv(4096)

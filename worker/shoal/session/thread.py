@@ -1,7 +1,8 @@
 """The session's thread: one stream to the controller, opened again with back-off for ever while training goes on.
 
 It moves messages between the stream and the client (`Driver`), keeps the heartbeat, and reads SIGTERM. It decides
-nothing; what is said and what is heard is the dialogue's. If it ends unexpectedly the client is told (`failed`).
+nothing; what is sent and what comes of an answer is the dialogue's. If it ends unexpectedly the link is informed
+(`on_failure`).
 """
 
 from __future__ import annotations
@@ -52,11 +53,11 @@ class Driver(Protocol):
 
     def hello(self) -> Hello: ...
     def outgoing(self, beat: bool) -> list[ToController]: ...
-    def hear(self, message: ToWorker) -> None: ...
-    def terminated(self) -> None: ...
-    def last_word_was_heard(self) -> None: ...
-    def out_of_reach(self, seconds: float) -> None: ...
-    def failed(self, error: Exception) -> None: ...
+    def on_message(self, message: ToWorker) -> None: ...
+    def on_sigterm(self) -> None: ...
+    def on_last_word(self) -> None: ...
+    def on_controller_unreachable(self, seconds: float) -> None: ...
+    def on_failure(self, error: Exception) -> None: ...
 
     @property
     def heartbeat_seconds(self) -> float: ...
@@ -104,7 +105,7 @@ class SessionThread:
             asyncio.run(self._live())
         except Exception as error:
             log.exception("session_failed")
-            self._driver.failed(error)
+            self._driver.on_failure(error)
         finally:
             self._running.set()
 
@@ -124,7 +125,7 @@ class SessionThread:
             if self._welcomed:
                 lost = now
             else:
-                self._driver.out_of_reach(now - lost)
+                self._driver.on_controller_unreachable(now - lost)
                 self._address = next(self._addresses)
             steady = self._welcomed and now - began > STEADY_SECONDS
             pause = FIRST_PAUSE_SECONDS if steady else min(2 * pause, LONGEST_PAUSE_SECONDS)
@@ -132,8 +133,8 @@ class SessionThread:
                 await self._rest(pause)
 
     def _read_signals(self, term: TermSignal) -> None:
-        if term.heard():
-            self._driver.terminated()
+        if term.has_come():
+            self._driver.on_sigterm()
 
     def _stir(self) -> None:
         self._woken.set()
@@ -203,7 +204,7 @@ class SessionThread:
             if isinstance(end, Exception):
                 raise end
         if not any(ends):
-            self._driver.last_word_was_heard()
+            self._driver.on_last_word()
 
     async def _read(self, call: Call) -> None:
         while True:
@@ -215,7 +216,7 @@ class SessionThread:
             if isinstance(message, Welcome):
                 self._welcomed, self._complained = True, False
                 self._connections.settled()
-            self._driver.hear(message)
+            self._driver.on_message(message)
             if isinstance(message, Shutdown | Refusal):
                 return
 

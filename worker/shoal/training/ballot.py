@@ -15,7 +15,7 @@ def ballot_of(engine: Engine, step: int, bad_gradient: str) -> Ballot:
     """`step`: the one that the vote would commit; the last committed one where it commits none."""
     state, numbers = engine.state, engine.loop.numbers
     trained, before = step > state.step, state.record
-    word = engine.saving.word()
+    save_status = engine.saving.ballot_status()
     return Ballot(
         step=step,
         generation=engine.link.enter_vote(state.pending if trained else state.held.runs),
@@ -30,6 +30,6 @@ def ballot_of(engine: Engine, step: int, bad_gradient: str) -> Ballot:
         not_finite_before=before.not_finite_steps if before else 0,
         evaluations=engine.evaluation.sums(),
         requests=engine.requests.for_vote() + (engine.saving.scheduled() if trained else ()),
-        saving=word,
+        saving=save_status,
         saved=engine.saving.saved,
     )

@@ -62,11 +62,11 @@ class Boundary:
 
     def _carry_out(self, record: Record, stepped: bool) -> None:
         engine = self._engine
-        engine.meter.voted(stepped)
-        engine.corruption.voted(record)
+        engine.meter.on_vote(stepped)
+        engine.corruption.on_vote(record)
         if engine.world is not None:
             engine.world.group.progress.begin_boundary(engine.boundaries)
-            engine.saving.voted(record, engine.world, stepped)
+            engine.saving.on_vote(record, engine.world, stepped)
         engine.requests.carry_out(record.requests)
         engine.publish()
 

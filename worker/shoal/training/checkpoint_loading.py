@@ -72,7 +72,7 @@ class Resuming:
         log.warning("checkpoint_skipped", reason=sentence)
         self.skipped.append(sentence)
 
-    def saved(self, sighting: Sighting) -> None:
+    def on_saved(self, sighting: Sighting) -> None:
         """A save that this worker took part in was completed."""
         self.sighting = sighting
 
@@ -151,7 +151,7 @@ class Resuming:
         if not self._engine.state.initial:
             raise NeedsFreshProcess("the job begins at step 0, and this process has trained before; start a new one.")
 
-    def begins(self, path: str) -> None:
+    def on_recovery(self, path: str) -> None:
         """A plan is being carried out; what was said of another one's checkpoint is over."""
         if self.damage is not None and self.damage.path != path:
             self.damage = None

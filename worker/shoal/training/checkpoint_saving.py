@@ -1,4 +1,4 @@
-"""Saving, as one member sees it: when a save falls due, beginning it at a boundary, hearing how it went.
+"""Saving, as one member sees it: when a save falls due, beginning it at a boundary, learning how it went.
 
 All members decide alike, because they decide by the vote's record alone: it says who asks, whose save is still being
 written, and which step is saved already. The copy is made here, on the training thread; the rest is the saver's, on its
@@ -24,7 +24,7 @@ from shoal.checkpoint.manifest import DataPosition
 from shoal.checkpoint.named import tied_names
 from shoal.checkpoint.plain import encode
 from shoal.checkpoint.retention import Keep, Ours
-from shoal.checkpoint.saver import Lead, Outcome, Save, Saver, Status
+from shoal.checkpoint.saver import Lead, Outcome, Save, Saver, SaveStatus
 from shoal.checkpoint.snapshot import take_snapshot
 from shoal.checkpoint.storage import open_storage
 from shoal.checkpoint.writer import Author
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 SAVE = Request("save")
 SCHEDULED = Request("scheduled")
-TOLD_SAVES = 8
-BUSY = (Status.WRITING, Status.WRITTEN)
+RECENT_SAVES = 8
+BUSY = (SaveStatus.WRITING, SaveStatus.WRITTEN)
 
 log = get_logger("shoal.checkpoint")
 
@@ -67,8 +67,8 @@ class Saving:
         self._generation = 0
         """In which the save at hand began."""
         self.failure: StorageFailed | None = None
-        """Why the last save that this worker asked for failed, until told."""
-        self.told: tuple[Saved, ...] = ()
+        """Why the last save that this worker asked for failed, until raised."""
+        self.recent: tuple[Saved, ...] = ()
         """The last few saves that this worker led, for the controller."""
         self._number = 0
 
@@ -90,7 +90,7 @@ class Saving:
             raise UserError("engine.save_checkpoint needs a place; set `shoal.checkpoint.path` in the config.")
         self._engine.requests.ask(SAVE)
 
-    def note_ask(self) -> None:
+    def remember_request(self) -> None:
         """This worker brings the request into its votes from now on."""
         self._asked_at = self._engine.state.step + (0 if self._engine.over else 1)
 
@@ -115,12 +115,12 @@ class Saving:
 
     # ---- in the vote
 
-    def word(self) -> str:
-        """What the ballot says. What has ended meanwhile is heard first, so that `saved` is told in the same ballot."""
+    def ballot_status(self) -> str:
+        """What the ballot gives. What has ended is taken in first, so that the same ballot has it in `saved`."""
         if self._saver is None:
             return ""
         status = self._saver.status
-        self._hear(self._saver.take_outcome())
+        self._on_outcome(self._saver.take_outcome())
         return str(status)
 
     @property
@@ -135,20 +135,20 @@ class Saving:
             return ()
         return (SCHEDULED,) if time.monotonic() - self._clock >= 60 * minutes else ()
 
-    def voted(self, record: Record, world: World, stepped: bool) -> None:
+    def on_vote(self, record: Record, world: World, stepped: bool) -> None:
         """After every vote, on every member with the same record. `stepped`: it committed a step."""
         if self._saver is None:
             return
-        said = {m.incarnation: word for m, word in zip(world.plan.members, record.saving, strict=True)}
-        self._saver.heed(said, world.plan.recovery is None, self._engine.corruption.saved_is_sound)
-        self._hear(self._saver.take_outcome())
+        statuses = {m.incarnation: status for m, status in zip(world.plan.members, record.saving, strict=True)}
+        self._saver.on_vote(statuses, world.plan.recovery is None, self._engine.corruption.saved_is_sound)
+        self._on_outcome(self._saver.take_outcome())
         asked = any(request.kind == "save" and record.saved < request.step for request in record.requests)
         due = stepped and self._is_due(record)
         if due:
             self._clock = time.monotonic()
         if record.saved != record.step and (asked or due):
-            if not any(word in BUSY for word in record.saving):
-                self._engine.corruption.save_begins()
+            if not any(status in BUSY for status in record.saving):
+                self._engine.corruption.on_save()
                 self._begin(self._saver, world)
             elif due and self._engine.boundary.owed:
                 self._ask_for_the_owed()
@@ -167,11 +167,11 @@ class Saving:
             self._engine.requests.add(SAVE)
 
     def _skip(self, step: int) -> None:
-        """All skip it; rank 0 tells."""
+        """All skip it; rank 0 reports it."""
         if self._engine.rank == 0:
             why = "the checkpoint before is still being written"
             log.warning("save_skipped", step=step, reason=why)
-            self._tell(Saved(0, step, SaveOutcome.SKIPPED, why=why))
+            self._remember(Saved(0, step, SaveOutcome.SKIPPED, why=why))
 
     # ---- a save begins
 
@@ -215,7 +215,7 @@ class Saving:
             self._origin = Origin(link.job, link.run, layout, position, agreement(engine.config), identity())
         return self._origin
 
-    def enter(self, world: World) -> None:
+    def on_world(self, world: World) -> None:
         """A world begins: where saves are scheduled, their memory is taken before the first of them needs it."""
         config = self._config
         if self._saver is None or (config.every_steps is None and config.every_minutes is None):
@@ -225,7 +225,7 @@ class Saving:
         parameters = max(bucket.dtype.itemsize for bucket in state.layout.buckets) * state.layout.block_elements
         self._saver.reserve(blocks * (parameters + state.held.state_bytes_of_a_block()))
 
-    def restored(self, step: int) -> None:
+    def on_return_to(self, step: int) -> None:
         """All have gone back to a checkpoint, or to the start: what was saved after it counts no more."""
         self.saved = step
         if self._asked_at is not None:
@@ -233,23 +233,23 @@ class Saving:
 
     # ---- a save is over
 
-    def _hear(self, outcome: Outcome | None) -> None:
+    def _on_outcome(self, outcome: Outcome | None) -> None:
         if outcome is None:
             return
         if not outcome.failure:
             self.saved = outcome.name.step
             name, manifest, run = outcome.name, outcome.manifest, self._engine.link.run
             size, verified = (manifest.data_bytes, manifest.verified) if manifest is not None else (0, False)
-            self._engine.resuming.saved(Sighting(name.generation, name.step, outcome.path, size, run, verified))
+            self._engine.resuming.on_saved(Sighting(name.generation, name.step, outcome.path, size, run, verified))
         elif self.pending and self._generation == self._engine.generation:
             self._asked_at = None
             self.failure = StorageFailed(f"the checkpoint of step {outcome.name.step} failed: {outcome.failure}")
         if outcome.manifest is not None or (outcome.failure and self._engine.rank == 0):
-            self._tell(_as_told(outcome))
+            self._remember(_as_message(outcome))
 
-    def _tell(self, saved: Saved) -> None:
+    def _remember(self, saved: Saved) -> None:
         self._number += 1
-        self.told = (*self.told[1 - TOLD_SAVES :], replace(saved, number=self._number))
+        self.recent = (*self.recent[1 - RECENT_SAVES :], replace(saved, number=self._number))
 
     @property
     def saver_end(self) -> Callable[[], None]:
@@ -272,7 +272,7 @@ def _in_use(world: World) -> str:
     return recovery.checkpoint.rstrip("/").rpartition("/")[2] if recovery is not None else ""
 
 
-def _as_told(outcome: Outcome) -> Saved:
+def _as_message(outcome: Outcome) -> Saved:
     seconds = outcome.seconds
     return Saved(
         number=0,

@@ -1,7 +1,7 @@
 """Silent corruption, as one member looks for it: the copies of some blocks are compared by every vote.
 
 A rotating sample beside each step, so that every block's turn comes within `shoal.corruption_steps`; and beside each
-save all blocks, a slice per vote, so that a checkpoint is known to hold what all copies hold. What differs is told;
+save all blocks, a slice per vote, so that a checkpoint is known to hold what all copies hold. What differs is reported;
 what is done about it the controller decides. Off where a job is not bit-exact: copies may differ there.
 """
 
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
 
 SLICE = 4_096
 """Blocks of a save that one vote compares: 32 kB of it."""
-MOST_TOLD = 32
+MOST_REPORTED = 32
 """Corrupt blocks in a status."""
 
 log = get_logger("shoal")
 
 
 class CorruptionWatch:
-    """See the module's text. `told` is in this worker's status."""
+    """See the module's text. `corrupt` is in this worker's status."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         config = engine.config
         self._every = config.corruption_steps if config.exact and not config.mixed_numerics else 0
-        self.told: tuple[CorruptBlock, ...] = ()
+        self.corrupt: tuple[CorruptBlock, ...] = ()
         """What has differed since all began, or went back to a checkpoint."""
         self._saved: Tensor | None = None
         """`(blocks,)` int64: checksums of the own copies at the boundary of the save at hand, while they are compared.
@@ -80,20 +80,20 @@ class CorruptionWatch:
             found[places] = block_checksums(self._engine.state, own)
         return found
 
-    def voted(self, record: Record) -> None:
-        """All members hear the same."""
+    def on_vote(self, record: Record) -> None:
+        """All members have the same record."""
         if self._saved is not None:
             self._compared += SLICE
             self._sound = self._sound and not (record.corrupt or record.single)
             if self._compared >= len(self._saved):
                 self._saved = None
-        self.tell(record)
+        self.on_record(record)
 
-    def tell(self, record: Record) -> None:
+    def on_record(self, record: Record) -> None:
         """What a passed vote has found; also of one that this member rolls forward with."""
         for block in record.corrupt:
             log.error("corrupt_block", block=block.block, step=block.step, reason=block.sentence)
-        self.told = (*self.told, *record.corrupt)[-MOST_TOLD:]
+        self.corrupt = (*self.corrupt, *record.corrupt)[-MOST_REPORTED:]
 
     @property
     def _valid(self) -> Runs:
@@ -102,7 +102,7 @@ class CorruptionWatch:
 
     # ---- beside a save
 
-    def save_begins(self) -> None:
+    def on_save(self) -> None:
         """At the boundary of a save, on all members: the copies of all blocks are to be compared as they are now."""
         if not self._every or not self._copies:
             return
@@ -117,11 +117,11 @@ class CorruptionWatch:
         """Whether all blocks of the save at hand had two copies at least, and all agreed; None: not known yet."""
         return None if self._saved is not None else self._sound
 
-    def enter(self, world: World) -> None:
+    def on_world(self, world: World) -> None:
         """A world begins: what the one before was comparing is over. One without mirrors has nothing to compare."""
         self._saved, self._sound = None, False
         self._copies = any(share.mirrored for share in world.plan.shares)
 
-    def restored(self) -> None:
+    def on_return(self) -> None:
         """All have gone back to a checkpoint, or to the start: what differed is no more."""
-        self.told = ()
+        self.corrupt = ()

@@ -20,7 +20,7 @@ from shoal_protos.errors import UserError
 from shoal_protos.messages import Status
 from torch import Tensor, nn
 
-from shoal.blocks.bucket_hooks import Readiness
+from shoal.blocks.bucket_hooks import BucketHooks
 from shoal.config.training import TrainingConfig
 from shoal.data.fetch import Fetcher
 from shoal.data.forward_seed import ForwardSeed
@@ -91,7 +91,7 @@ class Engine:
         """The controller has told this worker to end, or it has said why it failed; nothing is left to report."""
         self._torn = ""
         """Why an update failed half-way: this worker counts as dead."""
-        self._readiness = Readiness(state.layout, state.parameters)
+        self._bucket_hooks = BucketHooks(state.layout, state.parameters)
         self._reduction: CanonicalReduction | None = None
         self._bad_gradient = ""
         """Of the step at hand, where this worker's blocks have one."""
@@ -226,11 +226,11 @@ class Engine:
             self.backward(loss)
             return
         self.state.sums.begin_push(self.loop.lane)
-        self._readiness.arm(self._reduction.filled)
+        self._bucket_hooks.arm(self._reduction.on_filled)
         try:
             self.loop.backward(loss, self.state)
         finally:
-            self._readiness.disarm()
+            self._bucket_hooks.disarm()
         self.state.sums.end_push()
 
     def _new_reduction(self) -> CanonicalReduction:
@@ -301,7 +301,7 @@ class Engine:
         reduction.finish(reduced=lambda: self.faults.at("mirror", t))
         self._bad_gradient = reduction.bad_gradient
         began = time.monotonic()
-        self.meter.filled(receive_slice(world.group, state.held, fills), time.monotonic() - began)
+        self.meter.on_fill(receive_slice(world.group, state.held, fills), time.monotonic() - began)
         world.group.progress.reach(StepPhase.BUFFERS)
         state.buffers.exchange(world.group, world.traffic)
         norms = (
@@ -332,7 +332,7 @@ class Engine:
             raise
         if self.rank == 0:
             warn(before, record)
-        self.evaluation.committed()
+        self.evaluation.on_commit()
         self.requests.on_commit(record)
 
     def _check_whole(self) -> None:
@@ -351,10 +351,10 @@ class Engine:
         self.loop.begin_step(world.lanes)
         self.faults.at("hand_out", state.step)
         self._hand_out(world)
-        state.module_guard.committed(world)
+        state.module_guard.on_commit(world)
         self.boundaries += 1
         assert state.record is not None
-        self.meter.step_done()
+        self.meter.on_step()
         self.boundary.pass_step(state.record)
 
     def _hand_out(self, world: World) -> None:
@@ -399,10 +399,10 @@ class Engine:
             self.faults.at("after_last", self.state.step)
         fills = world.plan.fill_slice(self.boundaries)
         sends = send_slice(world.group, self.state.held, fills)
-        self.meter.filled(receive_slice(world.group, self.state.held, fills), 0.0)
+        self.meter.on_fill(receive_slice(world.group, self.state.held, fills), 0.0)
         wait_for(sends, world.group)
         record = self._vote(world, self._ballot(self.state.step), None)
-        self.evaluation.voted(record.evaluations)
+        self.evaluation.on_vote(record.evaluations)
         if not world.plan.steps and not self.boundaries:
             self._hand_out(world)  # joiners would wait for a step's
         self.boundaries += 1
@@ -418,10 +418,10 @@ class Engine:
             current=state.is_current and self.world is not None, done=self.done, ended=self.ended,
             checkpoint=self.resuming.sighting, damage=self.resuming.damage,
             highest_saved=self.resuming.highest_saved,
-            corrupt=self.corruption.told,
+            corrupt=self.corruption.corrupt,
         )  # fmt: skip
         passed_over = " ".join(self.resuming.skipped)
-        self.link.publish(status, self.meter.telemetry(state.loss, state, self.saving.told, passed_over))
+        self.link.publish(status, self.meter.telemetry(state.loss, state, self.saving.recent, passed_over))
 
     # ---- what a script asks for
 

@@ -132,11 +132,11 @@ class Evaluation:
         self._arrived = {}
         return self._in_vote
 
-    def committed(self) -> None:
+    def on_commit(self) -> None:
         """A step's vote has passed, here or where this worker's ballot was read: its record has the results."""
         self._in_vote, self.since_the_step = {}, {}
 
-    def voted(self, results: dict[str, float]) -> None:
+    def on_vote(self, results: dict[str, float]) -> None:
         """A vote without a step has passed."""
         self._in_vote = {}
         self.since_the_step.update(results)

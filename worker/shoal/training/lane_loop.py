@@ -121,7 +121,7 @@ class LaneLoop:
         self._order.backward_begins(self._where(state))
         (loss / self._micro_batches).backward()
         self._order.backward_ends()
-        state.gradient_guard.made(state.sums.live)
+        state.gradient_guard.on_backward(state.sums.live)
         self.numbers.add_loss(self.lane if not self.is_warming_up else 0, float(loss.detach().double()))
 
     @property

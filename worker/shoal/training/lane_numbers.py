@@ -73,8 +73,8 @@ class LaneNumbers:
     def reports(self) -> dict[str, list[float]]:
         """By name: one per whole subtree; names that some lane did not report are left out."""
         each = [numbers for _, (_, numbers) in self._sums]
-        told = [numbers for numbers in each if numbers is not None]
-        names = set.intersection(*map(set, told)) if told else set()
+        counted = [numbers for numbers in each if numbers is not None]
+        names = set.intersection(*map(set, counted)) if counted else set()
         return {name: [numbers[name] if numbers else 0.0 for numbers in each] for name in sorted(names)}
 
     @property

@@ -121,7 +121,7 @@ class ModuleGuard:
             self._versions = [parameter._version for parameter in self._trained]
             self._content = (world, checksum(self._windows.of(self._flats)))
 
-    def committed(self, world: object) -> None:
+    def on_commit(self, world: object) -> None:
         """The engine has changed the parameters."""
         self._windows.turn()
         self._content = (world, checksum(self._windows.of(self._flats)))
@@ -169,7 +169,7 @@ class GradientGuard:
         self._windows = Windows(flats)
         self._made: _Made | None = None
 
-    def made(self, gradients: Gradients) -> None:
+    def on_backward(self, gradients: Gradients) -> None:
         """`engine.backward` has come to its end."""
         self._windows.turn()
         self._made = _Made(gradients, _versions(gradients.flats), checksum(self._windows.of(gradients.flats)))

@@ -84,7 +84,7 @@ class Requests:
 
     def add(self, request: Request) -> None:
         if request.kind == "save":
-            self._engine.saving.note_ask()
+            self._engine.saving.remember_request()
         if request not in self._mine:
             self._mine.append(request)
 
@@ -159,10 +159,10 @@ def refuse_other_hyper_parameters(group: Group, record: Record, optimizer: torch
     content = json.dumps(mine).encode()
     others = [peer for peer in range(group.size) if peer != group.rank]
     sends = [FramedSend(group, peer, DIGESTS, content) for peer in others] if group.rank in (0, rank) else []
-    told = {peer: json.loads(receive_framed(group, peer, DIGESTS)) for peer in (0, rank) if peer != group.rank}
+    theirs = {peer: json.loads(receive_framed(group, peer, DIGESTS)) for peer in (0, rank) if peer != group.rank}
     for send in sends:
         send.wait()
-    difference = first_difference(told.get(rank, mine), told.get(0, mine))
+    difference = first_difference(theirs.get(rank, mine), theirs.get(0, mine))
     raise JobFailed(
         f"the hyper-parameters of rank {rank} differ from rank 0's at step {record.step}: {difference}. "
         "Set them by the scheduler or by what all workers know alike, such as engine.global_step."

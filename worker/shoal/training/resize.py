@@ -51,7 +51,7 @@ class Resize:
         """Does what the controller says until this worker is in a world. May raise SystemExit or JobFailed."""
         engine = self._engine
         if broken:
-            self._clock.stopped()
+            self._clock.start()
             engine.publish()
         waiting = broken or engine.world is None
         while waiting or engine.link.stopping:
@@ -60,7 +60,7 @@ class Resize:
                     waiting = True
                     self._stop(generation)
                 case Recover(plan, group, seconds):
-                    self._clock.planned(seconds)
+                    self._clock.end_plan(seconds)
                     self._recover(plan, group)
                 case Opened():
                     waiting = not self._open()
@@ -77,17 +77,17 @@ class Resize:
     def _stop(self, generation: int) -> None:
         """Answer PREPARE: nothing is in flight any more, and this is what I hold."""
         engine = self._engine
-        self._clock.stopped()
+        self._clock.start()
         engine.faults.at("prepare", max(0, engine.state.step))
         self.begins, self._caught_up = None, None
         in_world = engine.world.plan.generation if engine.world else engine.link.membership().generation
         engine.link.answer(engine.state.inventory(generation, in_world, engine.lanes_in_flight()))
-        self._clock.prepared()
+        self._clock.end_prepare()
 
     def _recover(self, plan: Plan, group: Group) -> None:
         """Roll forward if need be, promote, hand out what is stale; then READY."""
         assert plan.recovery is not None
-        self._engine.resuming.begins(plan.recovery.checkpoint)
+        self._engine.resuming.on_recovery(plan.recovery.checkpoint)
         group.progress.reach(StepPhase.CATCHING_UP)
         try:
             world = self._world(plan, group)
@@ -99,8 +99,8 @@ class Resize:
             self._engine.resuming.on_unreadable(plan.recovery.checkpoint, error)
             self._engine.publish()
             return  # the controller names another one
-        self._clock.promoted()
-        if self._engine.link.ready(plan.generation):
+        self._clock.end_promote()
+        if self._engine.link.report_ready(plan.generation):
             self._caught_up = world
 
     def _catch_up(self, world: World) -> None:
@@ -109,15 +109,15 @@ class Resize:
         if recovery.checkpoint:
             self._clock.note_checkpoint(self._engine.resuming.take_up(world))
             self.frozen_in_place = True
-            self._engine.saving.restored(recovery.step)
+            self._engine.saving.on_return_to(recovery.step)
             self._engine.boundary.stand_at(recovery.step)
-            self._engine.corruption.restored()
+            self._engine.corruption.on_return()
             return
         if plan.reason is Reason.START:
             self._engine.resuming.check_initial()
-            self._engine.saving.restored(-1)
+            self._engine.saving.on_return_to(-1)
             self._engine.boundary.stand_at(0)
-            self._engine.corruption.restored()
+            self._engine.corruption.on_return()
             state.begin_anew(plan.shares[world.rank].keeps)
             agree_on_the_start(world, state)
             return
@@ -139,9 +139,9 @@ class Resize:
         passed = Record.from_bytes(record)
         generation = engine.world.plan.generation if engine.world else engine.state.committed_in
         engine.commit(passed, generation)
-        engine.corruption.tell(passed)
+        engine.corruption.on_record(passed)
         log.info("rolled_forward", step=passed.step, committed_in=generation)
-        engine.meter.step_done()
+        engine.meter.on_step()
 
     def _share_small_state(self, world: World) -> None:
         """Members whose state does not count get it from the lowest rank whose does."""
@@ -180,7 +180,7 @@ class Resize:
             if engine.boundary.owed:
                 engine.vote_without_step()
         except WorldChanged:
-            self._clock.stopped()
+            self._clock.start()
             engine.publish()
             return False
         return True
@@ -194,7 +194,7 @@ class Resize:
             return
         engine, old = self._engine, self._engine.world
         assert old is not None
-        self._clock.stopped()
+        self._clock.start()
         engine.faults.at("begin", engine.state.step)
         if prepared.plan.rank_of(engine.link.worker, engine.link.incarnation) is None:
             engine.link.begin(prepared.plan, None)
@@ -204,7 +204,7 @@ class Resize:
             engine.resize.take_part()
             return
         world = self._world(prepared.plan, prepared.group or old.group)
-        self._clock.planned(prepared.group_seconds)
+        self._clock.end_plan(prepared.group_seconds)
         if world.rank == world.plan.builder:
             was = set(old.plan.members)
             for rank, member in enumerate(world.plan.members):
@@ -244,12 +244,12 @@ class Resize:
             engine.state.forget_gradients()
             engine.loop.begin_step(world.lanes)
         engine.state.pending = NO_BLOCKS
-        change = self._clock.begun(plan.generation, engine.state.step, plan.recovery is not None)
-        engine.meter.changed(change, planned=plan.recovery is None)
+        change = self._clock.end(plan.generation, engine.state.step, plan.recovery is not None)
+        engine.meter.on_change(change, planned=plan.recovery is None)
         log.info("world", generation=plan.generation, reason=str(plan.reason), rank=world.rank,
                  world_size=plan.world_size, lanes=list(world.lanes), step=engine.state.step)  # fmt: skip
-        engine.corruption.enter(world)
-        engine.saving.enter(world)
+        engine.corruption.on_world(world)
+        engine.saving.on_world(world)
         engine.publish()
 
     def _end(self, ended: Ended) -> bool:
@@ -292,19 +292,19 @@ class _Clock:
         self._phases[phase] = self._phases.get(phase, 0.0) + now - self._mark
         self._mark = now
 
-    def stopped(self) -> None:
+    def start(self) -> None:
         if self._began is None:
             self._began = self._mark = time.monotonic()
 
-    def prepared(self) -> None:
+    def end_prepare(self) -> None:
         self._lap("prepare")
 
-    def planned(self, group_seconds: float) -> None:
+    def end_plan(self, group_seconds: float) -> None:
         self._lap("plan")
         self._phases["group"] = self._phases.get("group", 0.0) + group_seconds
         self._phases["plan"] = max(0.0, self._phases["plan"] - group_seconds)
 
-    def promoted(self) -> None:
+    def end_promote(self) -> None:
         self._lap("promote")
 
     def note_promoted(self, blocks: int) -> None:
@@ -316,7 +316,7 @@ class _Clock:
     def note_checkpoint(self, count: int) -> None:
         self._checkpoint_bytes = count
 
-    def begun(self, generation: int, step: int, recovered: bool) -> Change:
+    def end(self, generation: int, step: int, recovered: bool) -> Change:
         if self._began is None:
             self._began = self._mark = time.monotonic()
         self._lap("open" if recovered else "switch")

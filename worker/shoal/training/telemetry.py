@@ -27,14 +27,14 @@ class Meter:
         self._step_seconds = 0.0
         self._latest_steps: deque[float] = deque()
         self._in_order: list[float] = []
-        """The same, kept sorted: their median is told after every step."""
+        """The same, kept sorted: their median is reported after every step."""
         self._training_seconds = 0.0
         self._not_finite = ""
         self._step_began = time.monotonic()
         self._changes: list[Change] = []
         self._change: Change | None = None
 
-    def step_done(self) -> None:
+    def on_step(self) -> None:
         """A step is committed and handed out."""
         now = time.monotonic()
         self._step_seconds = now - self._step_began
@@ -45,29 +45,29 @@ class Meter:
         self._training_seconds += self._step_seconds
         self._step_began = now
 
-    def filled(self, count: int, seconds: float) -> None:
+    def on_fill(self, count: int, seconds: float) -> None:
         """Bytes of state were received by a fill, and a step was so much longer for it."""
         self._fill_bytes += count
         self._fill_seconds += seconds
 
-    def changed(self, change: Change, planned: bool) -> None:
-        """A generation begins; what it cost is told after its first vote."""
-        self._tell({})
+    def on_change(self, change: Change, planned: bool) -> None:
+        """A generation begins; what it cost is reported after its first vote."""
+        self._record_change({})
         if planned:
             change = replace(change, phases={**change.phases, "fill": self._fill_seconds})
         self._fill_seconds = 0.0
         self._change = change
         self._step_began = time.monotonic()
 
-    def voted(self, stepped: bool) -> None:
+    def on_vote(self, stepped: bool) -> None:
         """A vote has passed, and all it asked for is done."""
-        self._tell({"first_step": self._step_seconds} if stepped else {})
+        self._record_change({"first_step": self._step_seconds} if stepped else {})
 
     def _median(self) -> float:
         count = len(self._in_order)
         return (self._in_order[count // 2] + self._in_order[(count - 1) // 2]) / 2 if count else 0.0
 
-    def _tell(self, more: dict[str, float]) -> None:
+    def _record_change(self, more: dict[str, float]) -> None:
         if self._change is not None:
             change = replace(self._change, phases={**self._change.phases, **more})
             self._changes = [*self._changes[-LATEST_CHANGES + 1 :], change]
