@@ -1,13 +1,13 @@
-# `make demo` and `make test` set themselves up: they need nothing but Python 3.11 to 3.13 and a package index.
+# `make demo` and `make test` set themselves up: they need only Python 3.11 to 3.13 and a package index.
 #
-#   make demo       a training job is killed, scaled and drained, and ends with the bits of an undisturbed one
-#   make test       everything that must hold: lint, types, import contracts, generated code, all tests
-#   make simulate   more of the simulation: make simulate SEEDS=20000, or SEED=17 to replay one
-#   make faults     an hour of mixed faults on real jobs, each of which must end with the undisturbed bits
+#   make demo       run a job through failures and verify that the result is bit-identical
+#   make test       run everything that must pass: lint, types, import contracts, generated code, all tests
+#   make simulate   run more of the simulation: make simulate SEEDS=20000, or SEED=17 to replay one
+#   make faults     run real jobs under mixed faults for an hour; each must end with the undisturbed bits
 #   make mutants    break every rule of docs/rules.md in a copy, and report what no test notices
-#   make protos     generate the code for protos/shoal_protos/session.proto again
-#   make docs       write the generated pages of docs/ again: phases, controller, configuration
-#   make format     put all files into the form that `make lint` asks for
+#   make protos     regenerate the code of protos/shoal_protos/session.proto
+#   make docs       regenerate pages of docs/: phases, controller, configuration
+#   make format     format all files as `make lint` expects them
 
 PYTHON ?= $(shell for v in python3.11 python3.12 python3.13 python3; do $$v -c "" 2>/dev/null && echo $$v && exit; done)
 VENV := .venv
