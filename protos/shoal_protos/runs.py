@@ -60,10 +60,6 @@ class Runs:
             count -= stop - start
         return Runs(taken)
 
-    def shifted(self, by: int) -> Runs:
-        """Every block number plus `by`."""
-        return Runs((start + by, stop + by) for start, stop in self._spans)
-
     def within(self, start: int, stop: int) -> Runs:
         """The blocks in `[start, stop)`."""
         return self & Runs(((start, stop),))

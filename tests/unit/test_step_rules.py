@@ -17,12 +17,13 @@ from crew import Crew, Task, Worker, undisturbed
 from integration.scripts import optimizer_of
 from shoal.blocks.flat import adopt, empty_flats, lay_out_model, trainable
 from shoal.blocks.held import HeldBlocks
+from shoal.blocks.host_memory import tensor_bytes
 from shoal.core.layout import Bucket, Layout
 from shoal.exchange.norm import subtree_sums
 from shoal.exchange.traffic import HANDED
 from shoal.group.group import GATHER_TAG
 from shoal.training.engine import Engine
-from shoal.training.state import TrainingState, tensor_bytes
+from shoal.training.state import TrainingState
 from shoal_controller.core.machine.durable import Standing
 from shoal_protos.errors import UserError
 from shoal_protos.runs import Runs, every

@@ -13,11 +13,12 @@ from collections.abc import Mapping
 from shoal_protos.runs import Runs
 from torch import Tensor
 
+from shoal.blocks.host_memory import tensor_bytes
 from shoal.core.layout import Layout
 from shoal.exchange.framing import FramedSend, receive_framed
 from shoal.exchange.traffic import DIGESTS
 from shoal.group.group import Group
-from shoal.training.state import TrainingState, digest_of, tensor_bytes
+from shoal.training.state import TrainingState, digest_of
 from shoal.world import World
 
 

@@ -52,7 +52,7 @@ def trainable(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[
 
 
 def _refuse_shared_storage(found: Sequence[tuple[Trainable, nn.Parameter]]) -> None:
-    spans = sorted((p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), t.name) for t, p in found if p.numel())
+    spans = sorted((p.data_ptr(), p.data_ptr() + p.nbytes, t.name) for t, p in found if p.numel())
     for (_, stop, name), (start, _, other) in pairwise(spans):
         if start < stop:
             raise UserError(

@@ -67,7 +67,7 @@ class HeldBlocks:
     def state_bytes(self) -> int:
         """Bytes of all state held, counted over tensors."""
         return sum(
-            value.numel() * value.element_size()
+            value.nbytes
             for segment in self._segments
             for value in self._state(segment).values()
             if isinstance(value, Tensor)
@@ -198,7 +198,7 @@ def _cut(value: Tensor, first: int, last: int) -> Tensor:
 def probe_state_bytes(layout: Layout, optimizer: torch.optim.Optimizer) -> int:
     """Bytes of optimizer state of one block (the most of any bucket), found by one update of a block of zeros."""
     states = [probe_state(optimizer, bucket, layout.block_elements) for bucket in layout.buckets]
-    return max(sum(value.numel() * value.element_size() for value in state.values()) for state in states)
+    return max(sum(value.nbytes for value in state.values()) for state in states)
 
 
 def probe_state(optimizer: torch.optim.Optimizer, bucket: Bucket, elements: int) -> State:

@@ -7,6 +7,7 @@ file's order already. The dtype codes are the vocabulary of manifests too. Any s
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -52,10 +53,7 @@ class Region:
 
     @property
     def bytes(self) -> int:
-        count = self.dtype.itemsize
-        for size in self.shape:
-            count *= size
-        return count
+        return self.dtype.itemsize * math.prod(self.shape)
 
 
 def header(regions: Sequence[Region], metadata: Mapping[str, str]) -> bytes:

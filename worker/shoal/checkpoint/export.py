@@ -13,9 +13,10 @@ from pathlib import Path
 import torch
 from shoal_protos.errors import UserError
 
+from shoal.blocks.host_memory import tensor_bytes
 from shoal.checkpoint.container import Region, header
 from shoal.checkpoint.named import Known, names, tensors
-from shoal.checkpoint.reader import Reader, as_memory
+from shoal.checkpoint.reader import Reader
 from shoal.checkpoint.storage import LocalStorage
 
 FLOATS = {
@@ -54,4 +55,4 @@ def _stream(regions: Sequence[Region], head: bytes, reader: Reader) -> Iterator[
     yield memoryview(head)
     for region, (name, tensor) in zip(regions, tensors(reader), strict=True):
         assert region.name == name, f"{name} stands where {region.name} was announced"
-        yield as_memory(tensor.to(region.dtype).contiguous())
+        yield tensor_bytes(tensor.to(region.dtype))

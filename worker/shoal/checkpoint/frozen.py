@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
+from shoal.blocks.host_memory import tensor_bytes
 from shoal.checkpoint.container import CODES, Region, header
 from shoal.checkpoint.manifest import FrozenEntry, TensorEntry, safe_name
-from shoal.checkpoint.reader import as_memory
 from shoal.checkpoint.retention import FROZEN
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.writer import head_entry
-from shoal.training.state import digest_of, tensor_bytes
+from shoal.training.state import digest_of
 
 
 def write_frozen(storage: Storage, named: Mapping[str, Tensor], incarnation: str) -> FrozenEntry | None:
@@ -50,4 +50,4 @@ def write_frozen(storage: Storage, named: Mapping[str, Tensor], incarnation: str
 def _stream(head: bytes, named: Mapping[str, Tensor]) -> Iterator[memoryview]:
     yield memoryview(head)
     for tensor in named.values():
-        yield as_memory(tensor.detach().cpu().contiguous())
+        yield tensor_bytes(tensor.cpu())

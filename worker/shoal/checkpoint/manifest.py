@@ -11,6 +11,7 @@ import base64
 import binascii
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterator
 from functools import cached_property
@@ -74,6 +75,10 @@ class TensorEntry(Entry):
     shape: Shape
     at: Count
     sha256: Digest
+
+    @property
+    def bytes(self) -> int:
+        return DTYPES[self.dtype].itemsize * math.prod(self.shape)
 
 
 class HeadEntry(Entry):
@@ -259,7 +264,7 @@ def _broken_ranges(file: FileEntry | FrozenEntry, name: str) -> Iterator[str]:
     if file.head.bytes > file.bytes:
         yield f"the header lies beyond the {file.bytes} bytes of {name}"
     for tensor, entry in file.tensors.items():
-        if entry.at + tensor_bytes(entry) > file.bytes:
+        if entry.at + entry.bytes > file.bytes:
             yield f'tensor "{tensor}" lies beyond the {file.bytes} bytes of {name}'
 
 
@@ -306,13 +311,6 @@ def broken_cover(files: tuple[FileEntry, ...], layout: Layout) -> Iterator[str]:
 
 def _named(start: int, stop: int) -> str:
     return f"block {start} is" if stop == start + 1 else f"blocks {start} to {stop - 1} are"
-
-
-def tensor_bytes(entry: TensorEntry) -> int:
-    count = DTYPES[entry.dtype].itemsize
-    for size in entry.shape:
-        count *= size
-    return count
 
 
 def safe_name(text: str) -> str:

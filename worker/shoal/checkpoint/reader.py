@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shoal.blocks.flat import Flats
 from shoal.blocks.held import State
-from shoal.blocks.host_memory import host_memory
+from shoal.blocks.host_memory import host_memory, tensor_bytes
 from shoal.checkpoint.container import DTYPES
 from shoal.checkpoint.errors import CheckpointDamaged
 from shoal.checkpoint.manifest import DIGEST_BYTES, Manifest, PieceEntry, TensorEntry
@@ -57,7 +57,7 @@ class _Part:
 
     def range_of(self, key: str, target: Tensor) -> _Range:
         """The range that fills `target` with these blocks' part of one tensor; a number that all share whole."""
-        piece, view = self.piece, as_memory(target)
+        piece, view = self.piece, tensor_bytes(target)
         column = 0 if key == PARAMETERS else 1 + sorted(piece.state).index(key)
         at = piece.at if key == PARAMETERS else piece.state[key].at
         what = "the parameters" if key == PARAMETERS else f"state {key}"
@@ -246,12 +246,7 @@ def _column(digests: bytes, column: int) -> bytes:
 
 
 def _range_of_tensor(file: str, name: str, entry: TensorEntry, target: Tensor) -> _Range:
-    return _Range(file, entry.at, as_memory(target), [bytes.fromhex(entry.sha256)], f'tensor "{name}"', None)
-
-
-def as_memory(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor, to be written."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data) if tensor.numel() else memoryview(bytearray())
+    return _Range(file, entry.at, tensor_bytes(target), [bytes.fromhex(entry.sha256)], f'tensor "{name}"', None)
 
 
 def _split(one: _Range) -> Iterator[_Range]:

@@ -8,6 +8,7 @@ whole blocks. Block numbers run through all buckets. Pure: shapes and dtypes onl
 from __future__ import annotations
 
 import hashlib
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,10 +34,7 @@ class Trainable:
 
     @property
     def elements(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)

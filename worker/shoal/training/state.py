@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.blocks.flat import adopt, lay_out_model, trainable
 from shoal.blocks.held import HeldBlocks
+from shoal.blocks.host_memory import tensor_bytes
 from shoal.blocks.lane_sums import LaneSums
 from shoal.checkpoint.lineage import Branch, Lineage
 from shoal.core.layout import Layout
@@ -217,8 +218,3 @@ def digest_of(named: Sequence[tuple[str, Tensor]]) -> str:
         total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         total.update(tensor_bytes(tensor))
     return total.hexdigest()
-
-
-def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor in memory order, without a copy where it is contiguous."""
-    return memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data).cast("B")

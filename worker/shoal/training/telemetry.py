@@ -79,7 +79,7 @@ class Meter:
         record = state.record
         if record is not None and record.not_finite:
             self._not_finite = f"step {record.step}: {record.not_finite}"
-        parameters = sum(flat.numel() * flat.element_size() for flat in state.flats)
+        parameters = sum(flat.nbytes for flat in state.flats)
         return Telemetry(
             loss=loss,
             step_seconds=self._step_seconds,

@@ -30,16 +30,6 @@ def share_lanes(lanes: int, flights: Sequence[int]) -> list[Lanes]:
     return shares
 
 
-def subtrees(lanes: int, held: Sequence[int]) -> int:
-    """How many maximal aligned subtrees of the tree over `lanes` (an odd node passes up) cover exactly `held`."""
-    nodes, width, count = set(held), lanes, 0
-    while width > 1:
-        whole = {node // 2 for node in nodes if node ^ 1 in nodes or (node == width - 1 and node % 2 == 0)}
-        count += sum(node // 2 not in whole for node in nodes)
-        nodes, width = whole, (width + 1) // 2
-    return count + len(nodes)
-
-
 def _one_trainer_each(lanes: int, flights: Sequence[int]) -> list[int]:
     """A lane that two say to have in flight is the older one's."""
     seen: set[int] = set()
