@@ -37,12 +37,12 @@ from shoal.training.exit import _Ending
 from shoal.training.start import _description
 from shoal.training.state import NO_STEP, Limits, TrainingState
 from shoal_controller.core.machine.effects import Note, Probe, Send
-from shoal_controller.core.machine.events import Connected, Disconnected, Event, Probed, Said, Started, Tick
+from shoal_controller.core.machine.events import Connected, Disconnected, Event, MessageReceived, Probed, Started, Tick
 from shoal_controller.core.machine.job import Job
 from shoal_controller.core.machine.machine import new_job, step
 from shoal_controller.core.machine.spec import JobSpec
 from shoal_protos.errors import UserError
-from shoal_protos.messages import Point, Status
+from shoal_protos.messages import MemberState, Status
 from torch import nn
 
 PATIENCE_SECONDS = 30.0
@@ -91,7 +91,7 @@ def engine_of(task: Task, link: Link, faults: Faults) -> Engine:
     optimizer = task.optimizer(model)
     state = TrainingState(model, optimizer, task.scheduler(optimizer), limits)
     fetcher = Fetcher(Samples(40), None, sampler, settled.seed, torch.device("cpu"))
-    status = Status(sequence=0, generation=0, point=Point.REHEARSING, promised=0, step=-1, committed_in=0)
+    status = Status(sequence=0, generation=0, state=MemberState.WARMING_UP, promised=0, step=-1, committed_in=0)
     link.introduce(_description(settled, state, optimizer, sampler.samples), status)
     take_over(optimizer, state.scheduler, lambda: state.step > NO_STEP)
     engine = Engine(settled, state, link, fetcher, faults)
@@ -393,7 +393,7 @@ class Crew:
                 did = True
                 continue
             for message in link.dialogue.outgoing() if not link.muted else ():
-                self._feed(Said(connection, message))
+                self._feed(MessageReceived(connection, message))
                 did = True
             did |= link.look_for_first_message()
         return self._meet() or did

@@ -6,7 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 from shoal_controller.core.machine.effects import Effect, Kill, Note, Persist, Send, Spawn
-from shoal_controller.core.machine.events import Connected, Disconnected, Event, Exited, Probed, Said, Started, Tick
+from shoal_controller.core.machine.events import (
+    Connected,
+    Disconnected,
+    Event,
+    Exited,
+    MessageReceived,
+    Probed,
+    Started,
+    Tick,
+)
 from shoal_controller.core.machine.figures import series_key
 from shoal_controller.core.machine.machine import from_json, new_job, restore, step, to_json, view
 from shoal_controller.core.machine.spec import JobSpec, JobView
@@ -17,7 +26,7 @@ from shoal_protos.messages import (
     Heartbeat,
     Hello,
     Inventory,
-    Point,
+    MemberState,
     Status,
     Telemetry,
     ToWorker,
@@ -27,7 +36,7 @@ from shoal_protos.plan import Plan
 from shoal_protos.runs import NO_BLOCKS, every
 
 MADE_OF = Description(8, 8, 4096, 1 << 15, 1, 0, 100, (), "AdamW", {}, {}, False, False)
-NEW = Status(0, 0, Point.WAITING, 0, -1, 0)
+NEW = Status(0, 0, MemberState.WAITING, 0, -1, 0)
 RUN = "run-1"
 
 
@@ -114,7 +123,7 @@ class Driver:
         self.builds[worker] = ((Activity(generation, 0, phase, 0, waits_for), self.now),)
 
     def say(self, worker: str, message: Any) -> list[Effect]:
-        return self.feed(Said(self.connections[worker], message))
+        return self.feed(MessageReceived(self.connections[worker], message))
 
     def die(self, worker: str) -> None:
         """Its stream breaks, and its host refuses its port."""
@@ -142,7 +151,7 @@ class Driver:
                 self.stop(worker, status)
         plan = self.planned()
         for member in plan.members:
-            self.beat(member.worker, point=Point.READY, promised=plan.generation)
+            self.beat(member.worker, state=MemberState.READY, promised=plan.generation)
         for member in plan.members:
             self.train(member.worker, plan)
 
@@ -150,8 +159,8 @@ class Driver:
         attempt = self.job.attempt
         if attempt is None:
             return
-        point = Point.STOPPED if status.generation else Point.WAITING
-        self.beat(worker, point=point, promised=attempt.number)
+        point = MemberState.STOPPED if status.generation else MemberState.WAITING
+        self.beat(worker, state=point, promised=attempt.number)
         held = status.holds if status.step >= 0 else NO_BLOCKS
         parameters = every(self.made_of.blocks) if status.step >= 0 else NO_BLOCKS
         record = b"r" if status.step > 0 else b""
@@ -168,8 +177,9 @@ class Driver:
         assert rank is not None
         before = plan.recovery.step if plan.recovery is not None else self.statuses[worker].step
         self.beat(
-            worker, generation=plan.generation, point=Point.TRAINING, promised=plan.generation, step=before + steps,
-            committed_in=plan.generation, boundaries=steps, holds=plan.shares[rank].keeps, current=True,
+            worker, generation=plan.generation, state=MemberState.TRAINING, promised=plan.generation,
+            step=before + steps, committed_in=plan.generation, boundaries=steps,
+            holds=plan.shares[rank].keeps, parameters_current=True,
         )  # fmt: skip
 
     def planned(self) -> Plan:

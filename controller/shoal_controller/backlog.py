@@ -11,9 +11,9 @@ from shoal_controller.core.machine.events import (
     Disconnected,
     Event,
     Exited,
+    MessageReceived,
     NeverStarted,
     Probed,
-    Said,
     Spawned,
 )
 
@@ -46,8 +46,8 @@ class Backlog:
 def _key(event: Event) -> Key:
     """What a later event must share with an earlier one to take its place."""
     match event:
-        case Said(connection, message):
-            return Said, connection, type(message)
+        case MessageReceived(connection, message):
+            return MessageReceived, connection, type(message)
         case Connected(connection) | Disconnected(connection):
             return type(event), connection
         case Probed(worker) | Spawned(worker) | Exited(worker) | NeverStarted(worker):

@@ -12,7 +12,7 @@ from enum import StrEnum
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Sighting:
+class CheckpointRef:
     """A whole checkpoint that a worker knows of. Ordered by when it was made: generations only grow."""
 
     generation: int
@@ -29,7 +29,7 @@ class Sighting:
 
 
 @dataclass(frozen=True, slots=True)
-class Damage:
+class UnreadableCheckpoint:
     """A checkpoint that a worker was told to begin from and could not read."""
 
     path: str
@@ -46,7 +46,7 @@ class SaveOutcome(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class SaveReport:
     """One save as the member that led it tells it, for events and metrics."""
 
     number: int

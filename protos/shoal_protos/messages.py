@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from shoal_protos.activity import Activity
-from shoal_protos.checkpoint import Damage, Saved, Sighting
+from shoal_protos.checkpoint import CheckpointRef, SaveReport, UnreadableCheckpoint
 from shoal_protos.corruption import CorruptBlock
 from shoal_protos.description import Description
 from shoal_protos.plan import Plan, WorkerId
@@ -20,10 +20,10 @@ from shoal_protos.runs import NO_BLOCKS, Runs
 PROTOCOL_VERSION = 1
 
 
-class Point(StrEnum):
+class MemberState(StrEnum):
     """Where a worker stands in a change of the world."""
 
-    REHEARSING = "rehearsing"
+    WARMING_UP = "warming_up"
     """A newcomer that is not ready: it builds its model or rehearses its lane."""
     WAITING = "waiting"
     """A newcomer that is ready; it is in no world."""
@@ -78,9 +78,9 @@ class Telemetry:
     """By kind: parameters, gradients, state, rss."""
     changes: tuple[Change, ...] = ()
     """The last few, newest last."""
-    saves: tuple[Saved, ...] = ()
+    saves: tuple[SaveReport, ...] = ()
     """Those that this process led: the last few, newest last."""
-    passed_over: str = ""
+    skipped_folders: str = ""
     """Why folders of newer saves than the checkpoint that it has found are none, a sentence for each."""
     skipped_micro_batches: int = 0
     """Micro-batches that the job has given up, up to this worker's last committed step."""
@@ -102,7 +102,7 @@ class Status:
     """Grows with every message of the process; an older one than the last heard says nothing."""
     generation: int
     """The world it is in; 0: none yet."""
-    point: Point
+    state: MemberState
     promised: int
     """The highest generation that it has stopped for, built or voted."""
     step: int
@@ -113,7 +113,7 @@ class Status:
     """Votes passed in its generation."""
     holds: Runs = NO_BLOCKS
     """Blocks whose state it holds with valid bits as of `step`."""
-    current: bool = False
+    parameters_current: bool = False
     """Whether all its parameters are those of `step`: only then may it train lanes, receive fills or hand out."""
     broken: tuple[WorkerId, ...] = ()
     """Peers of its generation to whom its connection broke."""
@@ -125,9 +125,9 @@ class Status:
     """It was asked to end (SIGTERM) and wishes to be drained."""
     grace_seconds: float = GRACE_SECONDS
     """How long it may then take to go."""
-    checkpoint: Sighting | None = None
+    checkpoint: CheckpointRef | None = None
     """The newest whole checkpoint that it knows of: found at its start, or saved since."""
-    damage: Damage | None = None
+    unreadable_checkpoint: UnreadableCheckpoint | None = None
     """The checkpoint of the plan that it is carrying out cannot be read."""
     highest_saved: int = 0
     """The highest generation of any save, whole or not, that lay in `checkpoint.path` at its start. The next one
@@ -269,7 +269,7 @@ class Welcome:
     """The world that it is said in; 0: none, or nothing depends on it."""
     resume: str = ""
     """The job's `resume` as JSON, which overrides the config's; empty: the job says nothing."""
-    known: Runs = NO_BLOCKS
+    opened_generations: Runs = NO_BLOCKS
     """The generations that this job's store has opened; empty: none yet, any checkpoint may be the latest."""
     run: str = ""
     """The job's run, which every later hello names."""
@@ -298,7 +298,7 @@ class Prepare:
 
 
 @dataclass(frozen=True, slots=True)
-class Carry:
+class PlanMessage:
     """PLAN: a plan with a recovery answers the inventories of its generation; one with a base is a planned change."""
 
     plan: Plan
@@ -385,4 +385,4 @@ class Refusal:
     """The id of the store that says so; a worker in a world believes only the one that it was welcomed with."""
 
 
-ToWorker = Welcome | Ping | Prepare | Carry | Open | Ask | Drain | Shutdown | Refusal
+ToWorker = Welcome | Ping | Prepare | PlanMessage | Open | Ask | Drain | Shutdown | Refusal

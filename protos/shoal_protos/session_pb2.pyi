@@ -40,34 +40,34 @@ REQUEST_KIND_UNSPECIFIED: RequestKind.ValueType  # 0
 REQUEST_KIND_DRAIN: RequestKind.ValueType  # 1
 Global___RequestKind: _TypeAlias = RequestKind  # noqa: Y015
 
-class _Point:
+class _MemberState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
 
-class _PointEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Point.ValueType], _builtins.type):
+class _MemberStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MemberState.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
-    POINT_UNSPECIFIED: _Point.ValueType  # 0
-    POINT_REHEARSING: _Point.ValueType  # 1
-    POINT_WAITING: _Point.ValueType  # 2
-    POINT_JOINING: _Point.ValueType  # 3
-    POINT_TRAINING: _Point.ValueType  # 4
-    POINT_STOPPED: _Point.ValueType  # 5
-    POINT_BUILDING: _Point.ValueType  # 6
-    POINT_READY: _Point.ValueType  # 7
-    POINT_LEFT: _Point.ValueType  # 8
+    MEMBER_STATE_UNSPECIFIED: _MemberState.ValueType  # 0
+    MEMBER_STATE_WARMING_UP: _MemberState.ValueType  # 1
+    MEMBER_STATE_WAITING: _MemberState.ValueType  # 2
+    MEMBER_STATE_JOINING: _MemberState.ValueType  # 3
+    MEMBER_STATE_TRAINING: _MemberState.ValueType  # 4
+    MEMBER_STATE_STOPPED: _MemberState.ValueType  # 5
+    MEMBER_STATE_BUILDING: _MemberState.ValueType  # 6
+    MEMBER_STATE_READY: _MemberState.ValueType  # 7
+    MEMBER_STATE_LEFT: _MemberState.ValueType  # 8
 
-class Point(_Point, metaclass=_PointEnumTypeWrapper): ...
+class MemberState(_MemberState, metaclass=_MemberStateEnumTypeWrapper): ...
 
-POINT_UNSPECIFIED: Point.ValueType  # 0
-POINT_REHEARSING: Point.ValueType  # 1
-POINT_WAITING: Point.ValueType  # 2
-POINT_JOINING: Point.ValueType  # 3
-POINT_TRAINING: Point.ValueType  # 4
-POINT_STOPPED: Point.ValueType  # 5
-POINT_BUILDING: Point.ValueType  # 6
-POINT_READY: Point.ValueType  # 7
-POINT_LEFT: Point.ValueType  # 8
-Global___Point: _TypeAlias = Point  # noqa: Y015
+MEMBER_STATE_UNSPECIFIED: MemberState.ValueType  # 0
+MEMBER_STATE_WARMING_UP: MemberState.ValueType  # 1
+MEMBER_STATE_WAITING: MemberState.ValueType  # 2
+MEMBER_STATE_JOINING: MemberState.ValueType  # 3
+MEMBER_STATE_TRAINING: MemberState.ValueType  # 4
+MEMBER_STATE_STOPPED: MemberState.ValueType  # 5
+MEMBER_STATE_BUILDING: MemberState.ValueType  # 6
+MEMBER_STATE_READY: MemberState.ValueType  # 7
+MEMBER_STATE_LEFT: MemberState.ValueType  # 8
+Global___MemberState: _TypeAlias = MemberState  # noqa: Y015
 
 class _SaveOutcome:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -514,30 +514,30 @@ class Status(_message.Message):
 
     SEQUENCE_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
-    POINT_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
     PROMISED_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     COMMITTED_IN_FIELD_NUMBER: _builtins.int
     BOUNDARIES_FIELD_NUMBER: _builtins.int
     HOLDS_FIELD_NUMBER: _builtins.int
-    CURRENT_FIELD_NUMBER: _builtins.int
+    PARAMETERS_CURRENT_FIELD_NUMBER: _builtins.int
     BROKEN_FIELD_NUMBER: _builtins.int
     DONE_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
     CHECKPOINT_FIELD_NUMBER: _builtins.int
-    DAMAGE_FIELD_NUMBER: _builtins.int
+    UNREADABLE_CHECKPOINT_FIELD_NUMBER: _builtins.int
     HIGHEST_SAVED_FIELD_NUMBER: _builtins.int
     GRACE_SECONDS_FIELD_NUMBER: _builtins.int
     CORRUPT_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     generation: _builtins.int
-    point: Global___Point.ValueType
+    state: Global___MemberState.ValueType
     promised: _builtins.int
     step: _builtins.int
     committed_in: _builtins.int
     boundaries: _builtins.int
-    current: _builtins.bool
+    parameters_current: _builtins.bool
     done: _builtins.bool
     ended: _builtins.bool
     drain: _builtins.bool
@@ -548,9 +548,9 @@ class Status(_message.Message):
     @_builtins.property
     def broken(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
-    def checkpoint(self) -> Global___Sighting: ...
+    def checkpoint(self) -> Global___CheckpointRef: ...
     @_builtins.property
-    def damage(self) -> Global___Damage: ...
+    def unreadable_checkpoint(self) -> Global___UnreadableCheckpoint: ...
     @_builtins.property
     def corrupt(self) -> _containers.RepeatedCompositeFieldContainer[Global___CorruptBlock]: ...
     def __init__(
@@ -558,26 +558,26 @@ class Status(_message.Message):
         *,
         sequence: _builtins.int = ...,
         generation: _builtins.int = ...,
-        point: Global___Point.ValueType = ...,
+        state: Global___MemberState.ValueType = ...,
         promised: _builtins.int = ...,
         step: _builtins.int = ...,
         committed_in: _builtins.int = ...,
         boundaries: _builtins.int = ...,
         holds: _abc.Iterable[_builtins.int] | None = ...,
-        current: _builtins.bool = ...,
+        parameters_current: _builtins.bool = ...,
         broken: _abc.Iterable[_builtins.str] | None = ...,
         done: _builtins.bool = ...,
         ended: _builtins.bool = ...,
         drain: _builtins.bool = ...,
-        checkpoint: Global___Sighting | None = ...,
-        damage: Global___Damage | None = ...,
+        checkpoint: Global___CheckpointRef | None = ...,
+        unreadable_checkpoint: Global___UnreadableCheckpoint | None = ...,
         highest_saved: _builtins.int = ...,
         grace_seconds: _builtins.float = ...,
         corrupt: _abc.Iterable[Global___CorruptBlock] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "damage", b"damage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "unreadable_checkpoint", b"unreadable_checkpoint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boundaries", b"boundaries", "broken", b"broken", "checkpoint", b"checkpoint", "committed_in", b"committed_in", "corrupt", b"corrupt", "current", b"current", "damage", b"damage", "done", b"done", "drain", b"drain", "ended", b"ended", "generation", b"generation", "grace_seconds", b"grace_seconds", "highest_saved", b"highest_saved", "holds", b"holds", "point", b"point", "promised", b"promised", "sequence", b"sequence", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boundaries", b"boundaries", "broken", b"broken", "checkpoint", b"checkpoint", "committed_in", b"committed_in", "corrupt", b"corrupt", "done", b"done", "drain", b"drain", "ended", b"ended", "generation", b"generation", "grace_seconds", b"grace_seconds", "highest_saved", b"highest_saved", "holds", b"holds", "parameters_current", b"parameters_current", "promised", b"promised", "sequence", b"sequence", "state", b"state", "step", b"step", "unreadable_checkpoint", b"unreadable_checkpoint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -613,7 +613,7 @@ class CorruptBlock(_message.Message):
 Global___CorruptBlock: _TypeAlias = CorruptBlock  # noqa: Y015
 
 @_typing.final
-class Sighting(_message.Message):
+class CheckpointRef(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     GENERATION_FIELD_NUMBER: _builtins.int
@@ -644,10 +644,10 @@ class Sighting(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Sighting: _TypeAlias = Sighting  # noqa: Y015
+Global___CheckpointRef: _TypeAlias = CheckpointRef  # noqa: Y015
 
 @_typing.final
-class Damage(_message.Message):
+class UnreadableCheckpoint(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PATH_FIELD_NUMBER: _builtins.int
@@ -666,7 +666,7 @@ class Damage(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Damage: _TypeAlias = Damage  # noqa: Y015
+Global___UnreadableCheckpoint: _TypeAlias = UnreadableCheckpoint  # noqa: Y015
 
 @_typing.final
 class Telemetry(_message.Message):
@@ -700,7 +700,7 @@ class Telemetry(_message.Message):
     CHANGES_FIELD_NUMBER: _builtins.int
     SAVES_FIELD_NUMBER: _builtins.int
     STEP_SECONDS_MEDIAN_FIELD_NUMBER: _builtins.int
-    PASSED_OVER_FIELD_NUMBER: _builtins.int
+    SKIPPED_FOLDERS_FIELD_NUMBER: _builtins.int
     SKIPPED_MICRO_BATCHES_FIELD_NUMBER: _builtins.int
     NOT_FINITE_STEPS_FIELD_NUMBER: _builtins.int
     NOT_FINITE_FIELD_NUMBER: _builtins.int
@@ -709,7 +709,7 @@ class Telemetry(_message.Message):
     training_seconds: _builtins.float
     fill_bytes: _builtins.int
     step_seconds_median: _builtins.float
-    passed_over: _builtins.str
+    skipped_folders: _builtins.str
     skipped_micro_batches: _builtins.int
     not_finite_steps: _builtins.int
     not_finite: _builtins.str
@@ -718,7 +718,7 @@ class Telemetry(_message.Message):
     @_builtins.property
     def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Change]: ...
     @_builtins.property
-    def saves(self) -> _containers.RepeatedCompositeFieldContainer[Global___Saved]: ...
+    def saves(self) -> _containers.RepeatedCompositeFieldContainer[Global___SaveReport]: ...
     def __init__(
         self,
         *,
@@ -728,16 +728,16 @@ class Telemetry(_message.Message):
         fill_bytes: _builtins.int = ...,
         memory_bytes: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         changes: _abc.Iterable[Global___Change] | None = ...,
-        saves: _abc.Iterable[Global___Saved] | None = ...,
+        saves: _abc.Iterable[Global___SaveReport] | None = ...,
         step_seconds_median: _builtins.float = ...,
-        passed_over: _builtins.str = ...,
+        skipped_folders: _builtins.str = ...,
         skipped_micro_batches: _builtins.int = ...,
         not_finite_steps: _builtins.int = ...,
         not_finite: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "changes", b"changes", "fill_bytes", b"fill_bytes", "loss", b"loss", "memory_bytes", b"memory_bytes", "not_finite", b"not_finite", "not_finite_steps", b"not_finite_steps", "passed_over", b"passed_over", "saves", b"saves", "skipped_micro_batches", b"skipped_micro_batches", "step_seconds", b"step_seconds", "step_seconds_median", b"step_seconds_median", "training_seconds", b"training_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "changes", b"changes", "fill_bytes", b"fill_bytes", "loss", b"loss", "memory_bytes", b"memory_bytes", "not_finite", b"not_finite", "not_finite_steps", b"not_finite_steps", "saves", b"saves", "skipped_folders", b"skipped_folders", "skipped_micro_batches", b"skipped_micro_batches", "step_seconds", b"step_seconds", "step_seconds_median", b"step_seconds_median", "training_seconds", b"training_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__loss: _TypeAlias = _typing.Literal["loss"]  # noqa: Y015
     _WhichOneofArgType__loss: _TypeAlias = _typing.Literal["_loss", b"_loss"]  # noqa: Y015
@@ -746,7 +746,7 @@ class Telemetry(_message.Message):
 Global___Telemetry: _TypeAlias = Telemetry  # noqa: Y015
 
 @_typing.final
-class Saved(_message.Message):
+class SaveReport(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NUMBER_FIELD_NUMBER: _builtins.int
@@ -786,7 +786,7 @@ class Saved(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Saved: _TypeAlias = Saved  # noqa: Y015
+Global___SaveReport: _TypeAlias = SaveReport  # noqa: Y015
 
 @_typing.final
 class Change(_message.Message):
@@ -1055,7 +1055,7 @@ class Welcome(_message.Message):
     STALL_SECONDS_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
-    KNOWN_FIELD_NUMBER: _builtins.int
+    OPENED_GENERATIONS_FIELD_NUMBER: _builtins.int
     RUN_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     LOSS_FIELD_NUMBER: _builtins.int
@@ -1071,7 +1071,7 @@ class Welcome(_message.Message):
     loss: _builtins.float
     cluster: _builtins.str
     @_builtins.property
-    def known(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def opened_generations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
@@ -1081,7 +1081,7 @@ class Welcome(_message.Message):
         stall_seconds: _builtins.float = ...,
         generation: _builtins.int = ...,
         resume: _builtins.str = ...,
-        known: _abc.Iterable[_builtins.int] | None = ...,
+        opened_generations: _abc.Iterable[_builtins.int] | None = ...,
         run: _builtins.str = ...,
         step: _builtins.int = ...,
         loss: _builtins.float | None = ...,
@@ -1089,7 +1089,7 @@ class Welcome(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "cluster", b"cluster", "generation", b"generation", "heartbeat_seconds", b"heartbeat_seconds", "known", b"known", "loss", b"loss", "reconnect_seconds", b"reconnect_seconds", "resume", b"resume", "run", b"run", "stall_seconds", b"stall_seconds", "step", b"step", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "cluster", b"cluster", "generation", b"generation", "heartbeat_seconds", b"heartbeat_seconds", "loss", b"loss", "opened_generations", b"opened_generations", "reconnect_seconds", b"reconnect_seconds", "resume", b"resume", "run", b"run", "stall_seconds", b"stall_seconds", "step", b"step", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__loss: _TypeAlias = _typing.Literal["loss"]  # noqa: Y015
     _WhichOneofArgType__loss: _TypeAlias = _typing.Literal["_loss", b"_loss"]  # noqa: Y015

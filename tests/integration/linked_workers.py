@@ -15,23 +15,13 @@ from shoal.session.controller_link import ControllerLink
 from shoal.session.link import Item, Opened, Recover, Stopped
 from shoal.session.settings import SessionSettings
 from shoal_protos.description import Description
-from shoal_protos.messages import (
-    Carry,
-    Hello,
-    Inventory,
-    Open,
-    Point,
-    Prepare,
-    Ready,
-    Status,
-    Telemetry,
-)
+from shoal_protos.messages import Hello, Inventory, MemberState, Open, PlanMessage, Prepare, Ready, Status, Telemetry
 from shoal_protos.plan import Member, Plan
 from shoal_protos.runs import NO_BLOCKS, every
 from worlds import BLOCKS, recovery
 
 DESCRIPTION = Description(2, BLOCKS, 4096, 8, 1, 0, 10, (), "SGD", {}, {}, False, False)
-NEW = Status(0, 0, Point.REHEARSING, 0, step=-1, committed_in=0)
+NEW = Status(0, 0, MemberState.WARMING_UP, 0, step=-1, committed_in=0)
 
 Wanted = TypeVar("Wanted", bound=Item)
 
@@ -121,7 +111,7 @@ def begin_a_world(controller: SmallController, them: list[Worker], generation: i
         worker.stops(generation)
         controller.hears(Inventory, lambda inventory: inventory.answers == generation, by=worker.name)
     for worker in them:
-        controller.says(worker.name, Carry(plan))
+        controller.says(worker.name, PlanMessage(plan))
     for worker in them:
         worker.recovers()
         assert worker.link.report_ready(generation)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import grpc
 import grpc.aio
-from shoal_controller.core.machine.events import Connected, Disconnected, Said
+from shoal_controller.core.machine.events import Connected, Disconnected, MessageReceived
 from shoal_controller.sessions.service import SessionService
 from shoal_controller.sessions.settings import SessionSettings
 from shoal_protos.channel import CHANNEL_OPTIONS, METHOD
@@ -19,7 +19,7 @@ from shoal_protos.messages import (
     PROTOCOL_VERSION,
     Heartbeat,
     Hello,
-    Point,
+    MemberState,
     Refusal,
     Status,
     Telemetry,
@@ -35,12 +35,12 @@ SECONDS = 20.0
 HELLO = Hello(
     version=PROTOCOL_VERSION, job="demo", worker="w0", incarnation="a1", address="127.0.0.1:29500", host="here",
     pid=1, domain="here", description=Description(8, 40, 4096, 1, 1, 0, 10, (), "AdamW", {}, {}, False, False),
-    status=Status(1, 0, Point.REHEARSING, 0, -1, 0),
+    status=Status(1, 0, MemberState.WARMING_UP, 0, -1, 0),
 )  # fmt: skip
 BEAT = Heartbeat(replace(HELLO.status, sequence=2), Telemetry())
 WELCOME = Welcome("w0", 1.0, 10.0, 1800.0)
 
-Event = Connected | Said | Disconnected
+Event = Connected | MessageReceived | Disconnected
 
 
 class Jobs:

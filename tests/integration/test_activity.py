@@ -8,7 +8,7 @@ from typing import Any
 from integration.linked_workers import at, begin_a_world, workers
 from integration.small_controller import PATIENCE_SECONDS, SmallController
 from shoal_protos.activity import StepPhase
-from shoal_protos.messages import Carry, Heartbeat, Ping
+from shoal_protos.messages import Heartbeat, Ping, PlanMessage
 from worlds import planned
 
 
@@ -37,11 +37,11 @@ def test_a_heartbeat_says_for_whom_a_group_that_is_being_built_waits() -> None:
     with workers("abc") as (controller, (a, b, c)):
         begin_a_world(controller, [a, b])
         change = at(planned(2, 1, "abC"), [a, b, c])
-        controller.says("a", Carry(change))
+        controller.says("a", PlanMessage(change))
         beats(controller, "a", lambda beat: [build.waits_for for build in beat.builds] == [("b", "c")])
-        controller.says("b", Carry(change))
+        controller.says("b", PlanMessage(change))
         beats(controller, "a", lambda beat: [build.waits_for for build in beat.builds] == [("c",)])
-        controller.says("c", Carry(change))
+        controller.says("c", PlanMessage(change))
         built = beats(controller, "a", lambda beat: [build.phase for build in beat.builds] == [StepPhase.BUILT])
         assert built.builds[0].waits_for == ()
         beats(controller, "c", lambda beat: [build.waits_for for build in beat.builds] == [("a",)])

@@ -31,13 +31,13 @@ from shoal_protos.messages import (
     NO_CONTROLLER,
     Ask,
     AskKind,
-    Carry,
     Ending,
     Heartbeat,
     Hello,
     Inventory,
+    MemberState,
     Ping,
-    Point,
+    PlanMessage,
     Prepare,
     Refusal,
     Result,
@@ -179,7 +179,7 @@ def test_a_world_begins_and_its_members_exchange() -> None:
         begin_a_world(controller, them)
         assert together(them, Worker.gathers) == [[97, 98], [97, 98]]
         status = controller.hears(Heartbeat, lambda said: said.status.generation == 1, by="b").status
-        assert (status.point, status.step) == (Point.TRAINING, 0)
+        assert (status.state, status.step) == (MemberState.TRAINING, 0)
 
 
 def test_prepare_wakes_a_training_thread_that_is_blocked() -> None:
@@ -216,8 +216,8 @@ def test_prepare_ends_the_building_of_a_group_that_a_dead_member_will_never_join
         for worker in them:
             controller.says(worker.name, Prepare(1))
             worker.stops(1)
-            controller.says(worker.name, Carry(with_a_dead_one))
-            controller.hears(Heartbeat, lambda said: said.status.point is Point.BUILDING, by=worker.name)
+            controller.says(worker.name, PlanMessage(with_a_dead_one))
+            controller.hears(Heartbeat, lambda said: said.status.state is MemberState.BUILDING, by=worker.name)
         begin_a_world(controller, them, 2)
         assert together(them, Worker.gathers) == [[97, 98], [97, 98]]
 
@@ -227,7 +227,7 @@ def test_a_builder_out_of_reach_is_reported() -> None:
         plan = replace(at(recovery(1, "abz"), them), builder=2)
         controller.says("a", Prepare(1))
         them[0].stops(1)
-        controller.says("a", Carry(plan))
+        controller.says("a", PlanMessage(plan))
         controller.hears(Heartbeat, lambda said: said.status.broken == ("z",), by="a")
 
 
@@ -262,8 +262,8 @@ def test_a_joiner_begins_with_the_first_message_of_its_world() -> None:
         begin_a_world(controller, [a, b])
         plan = at(planned(2, 1, "abC"), them)
         for worker in them:
-            controller.says(worker.name, Carry(plan))
-        controller.hears(Heartbeat, lambda said: said.status.point is Point.JOINING, by="c")
+            controller.says(worker.name, PlanMessage(plan))
+        controller.hears(Heartbeat, lambda said: said.status.state is MemberState.JOINING, by="c")
         begun = [_until_voted(worker, 2) for worker in (a, b)]
         a.plan, a.group = begun[0].plan, begun[0].group
         b.plan, b.group = begun[1].plan, begun[1].group
@@ -290,9 +290,9 @@ def test_a_joiner_keeps_an_older_plan_that_begins_after_all() -> None:
         begin_a_world(controller, [a, b])
         older, newer = at(planned(2, 1, "abC"), them), at(planned(3, 1, "aC"), them)
         for worker in them:
-            controller.says(worker.name, Carry(older))
+            controller.says(worker.name, PlanMessage(older))
         begun = [_until_voted(worker, 2) for worker in (a, b)]
-        controller.says("c", Carry(newer), Ping(1))
+        controller.says("c", PlanMessage(newer), Ping(1))
         controller.hears(Heartbeat, lambda said: said.echo == 1, by="c")
         FramedSend(begun[0].group, 2, FIRST_MESSAGE, b"").wait()
         assert c.takes(Begun).plan.generation == 2
@@ -303,7 +303,7 @@ def test_a_planned_change_without_new_members_keeps_the_group() -> None:
         begin_a_world(controller, them)
         plan = at(planned(2, 1, "ab"), them)
         for worker in them:
-            controller.says(worker.name, Carry(plan))
+            controller.says(worker.name, PlanMessage(plan))
             begun = _until_voted(worker, 2)
             assert begun.group is worker.group
             worker.plan = begun.plan
@@ -318,12 +318,12 @@ def test_a_planned_change_without_new_members_keeps_the_group() -> None:
 def test_a_worker_that_a_plan_leaves_out_has_no_group() -> None:
     with workers("ab") as (controller, them):
         begin_a_world(controller, them)
-        controller.says("b", Carry(at(planned(2, 1, "a"), them)))
+        controller.says("b", PlanMessage(at(planned(2, 1, "a"), them)))
         begun = _until_voted(them[1], 2)
         assert begun.group is None
         them[1].link.begin(begun.plan, None)
         them[1].link.publish(replace(NEW, step=3), Telemetry())
-        controller.hears(Heartbeat, lambda said: said.status.point is Point.LEFT, by="b")
+        controller.hears(Heartbeat, lambda said: said.status.state is MemberState.LEFT, by="b")
 
 
 # ---- the controller
@@ -337,7 +337,7 @@ def test_training_goes_on_while_no_controller_is_there_and_the_next_one_hears_wh
         them[0].link.publish(replace(NEW, step=7), Telemetry())
         controller.start()
         hello = controller.hears(Hello, by="a")
-        assert (hello.status.generation, hello.status.point, hello.status.step) == (1, Point.TRAINING, 7)
+        assert (hello.status.generation, hello.status.state, hello.status.step) == (1, MemberState.TRAINING, 7)
         controller.hears(Hello, by="b")
 
 
@@ -352,7 +352,7 @@ def test_an_unsound_plan_ends_the_worker_with_the_reason() -> None:
     with workers("a") as (controller, them):
         controller.says("a", Prepare(1))
         them[0].stops(1)
-        controller.says("a", Carry(replace(at(recovery(1, "a"), them), steps=True, lanes=3)))
+        controller.says("a", PlanMessage(replace(at(recovery(1, "a"), them), steps=True, lanes=3)))
         ended = them[0].takes(Ended)
         assert ended.ending is Ending.FAILED and "plan 1 is unsound" in ended.reason
 
@@ -367,7 +367,7 @@ def test_a_defect_in_the_building_of_a_group_ends_the_worker_with_the_reason() -
         worker.introduce()
         controller.says("a", Prepare(1))
         worker.stops(1)
-        controller.says("a", Carry(at(recovery(1, "a"), [worker])))
+        controller.says("a", PlanMessage(at(recovery(1, "a"), [worker])))
         ended = worker.takes(Ended)
         assert ended.ending is Ending.FAILED and "a defect" in ended.reason
         worker.close()
@@ -411,7 +411,7 @@ def test_who_was_counted_out_comes_back_as_a_joiner_with_a_new_id() -> None:
         them[0].link.publish(replace(NEW, step=9, holds=every(2)), Telemetry())
         them[0].takes(Ended)
         hello = controller.hears(Hello, lambda hello: hello.worker == "")
-        assert (hello.status.step, hello.status.point, hello.status.holds) == (-1, Point.REHEARSING, NO_BLOCKS)
+        assert (hello.status.step, hello.status.state, hello.status.holds) == (-1, MemberState.WARMING_UP, NO_BLOCKS)
         assert hello.incarnation != before
         them[0].link.end_warm_up()
-        controller.hears(Heartbeat, lambda said: said.status.point is Point.WAITING, by="given1")
+        controller.hears(Heartbeat, lambda said: said.status.state is MemberState.WAITING, by="given1")

@@ -9,18 +9,11 @@ import grpc
 import grpc.aio
 import pytest
 from integration.session_port import BEAT, HELLO, WELCOME, Event, Jobs, Port, hears_only, on_port
-from shoal_controller.core.machine.events import Connected, Disconnected, Said
+from shoal_controller.core.machine.events import Connected, Disconnected, MessageReceived
 from shoal_controller.sessions.service import SessionService
 from shoal_controller.sessions.settings import SessionSettings
 from shoal_protos.errors import Conflict, StoreError, UserError
-from shoal_protos.messages import (
-    Carry,
-    Ending,
-    Ping,
-    Prepare,
-    Refusal,
-    Shutdown,
-)
+from shoal_protos.messages import Ending, Ping, PlanMessage, Prepare, Refusal, Shutdown
 from shoal_protos.plan import Member, Plan, Reason, Share
 from shoal_protos.runs import every
 
@@ -32,7 +25,7 @@ def test_a_worker_says_hello_is_welcomed_and_goes() -> None:
             assert await worker.hear() == WELCOME
             connected = await port.jobs.next()
             assert isinstance(connected, Connected) and connected.hello == HELLO
-            assert await port.jobs.next() == Said(connected.connection, BEAT)
+            assert await port.jobs.next() == MessageReceived(connected.connection, BEAT)
             await worker.call.done_writing()
             assert await worker.hear() is None
             assert await worker.code() is grpc.StatusCode.OK
@@ -118,9 +111,9 @@ def test_a_plan_reaches_all_its_members() -> None:
                 await worker.say(replace(HELLO, worker=f"w{number}"))
                 connected = await port.jobs.next()
                 assert isinstance(connected, Connected)
-                port.service.send(connected.connection, Carry(plan))
+                port.service.send(connected.connection, PlanMessage(plan))
             for worker in (first, second):
-                assert [await worker.hear(), await worker.hear()] == [WELCOME, Carry(plan)]
+                assert [await worker.hear(), await worker.hear()] == [WELCOME, PlanMessage(plan)]
 
     on_port(scene)
 

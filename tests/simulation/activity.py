@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from shoal_protos.activity import Activity, StepPhase
-from shoal_protos.messages import Point
+from shoal_protos.messages import MemberState
 from shoal_protos.plan import Plan
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def activity(worker: SimWorker) -> Activity:
     training, membership = worker.training, worker.membership
     seconds = worker.clock.now - training.stage_since
     recovery = membership.recovery
-    if recovery is not None and membership.point is Point.READY:
+    if recovery is not None and membership.point is MemberState.READY:
         return Activity(recovery.generation, 1, StepPhase.LANES, 0, (), seconds)
     if training.stage == "catch up" and recovery is not None:
         waits = _ids(missing(training))

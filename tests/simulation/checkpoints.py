@@ -10,7 +10,7 @@ from collections.abc import Collection
 from random import Random
 from typing import TYPE_CHECKING
 
-from shoal_protos.checkpoint import Sighting, superfluous
+from shoal_protos.checkpoint import CheckpointRef, superfluous
 from shoal_protos.runs import Runs
 
 from .network import Still
@@ -37,13 +37,13 @@ class Checkpoints:
         self.chance: Random = Still(0) if simulation.still else chance
         self.parts: dict[str, dict[str, Part]] = {}
         """By path and incarnation of the writer."""
-        self.there: dict[Sighting, Part] = {}
+        self.there: dict[CheckpointRef, Part] = {}
         """The whole ones that were not deleted."""
         self.damaged: set[str] = set()
         self.made = self.failed = self.parted = 0
         """Saves that were completed or given up, and last workers that left their state in one."""
 
-    def publish(self, sighting: Sighting, writers: Collection[str], in_use: str) -> bool:
+    def publish(self, sighting: CheckpointRef, writers: Collection[str], in_use: str) -> bool:
         """Makes it exist, if the writers' parts are all there; older ones may go."""
         parts = self.parts.get(sighting.path, {})
         whole = {block: value for writer in writers for block, value in parts.get(writer, {}).items()}
@@ -64,7 +64,7 @@ class Checkpoints:
             if newest[place].path != in_use:
                 del self.there[newest[place]]
 
-    def newest(self, spoilt: Collection[str], known: Runs) -> Sighting | None:
+    def newest(self, spoilt: Collection[str], known: Runs) -> CheckpointRef | None:
         """What a worker finds that looks for the latest, of the generations that its job knows."""
         found = (one for one in self.there if one.path not in spoilt and (not known or one.generation in known))
         return max(found, default=None)

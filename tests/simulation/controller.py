@@ -27,9 +27,9 @@ from shoal_controller.core.machine.events import (
     Disconnected,
     Event,
     Exited,
+    MessageReceived,
     NeverStarted,
     Probed,
-    Said,
     Spawned,
     Started,
     Tick,
@@ -119,7 +119,7 @@ class ControllerHost:
         self.feed(Connected(stream.number, hello))  # type: ignore[arg-type]
 
     def said(self, stream: Stream, message: object) -> None:
-        self.feed(Said(stream.number, message))  # type: ignore[arg-type]
+        self.feed(MessageReceived(stream.number, message))  # type: ignore[arg-type]
 
     def stream_ended(self, stream: Stream) -> None:
         if self.alive and self.life == stream.life and self.streams.pop(stream.number, None) is not None:

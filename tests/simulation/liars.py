@@ -9,7 +9,7 @@ from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING
 
-from shoal_protos.messages import Heartbeat, Point, Status
+from shoal_protos.messages import Heartbeat, MemberState, Status
 from shoal_protos.runs import every
 
 if TYPE_CHECKING:
@@ -66,6 +66,6 @@ class Liars:
         worker = simulation.start_process(claimed)
         worker.session.run = OLD_RUN
         worker.session.claims = Status(
-            0, generation, Point.TRAINING, generation, 5000, generation, 5000, every(simulation.blocks), True,
+            0, generation, MemberState.TRAINING, generation, 5000, generation, 5000, every(simulation.blocks), True,
         )  # fmt: skip
         return worker

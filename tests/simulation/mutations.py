@@ -38,8 +38,8 @@ from shoal_controller.core.machine.phases import (
 from shoal_controller.core.machine.phases.next_message import is_member
 from shoal_controller.core.machine.spec import Phase
 from shoal_controller.core.machine.turn import Turn
-from shoal_protos.checkpoint import Sighting
-from shoal_protos.messages import Point
+from shoal_protos.checkpoint import CheckpointRef
+from shoal_protos.messages import MemberState
 from shoal_protos.plan import Plan
 from shoal_protos.runs import Runs, every
 
@@ -73,8 +73,8 @@ def _votes_without_holding(self: Membership, holds: Runs) -> int:
     return ENTER_VOTE(self, every(1 << 20))
 
 
-def _left_is_safe(turn: Turn, point: Point) -> bool:
-    return point in (Point.LEFT, Point.STOPPED)
+def _left_is_safe(turn: Turn, point: MemberState) -> bool:
+    return point in (MemberState.LEFT, MemberState.STOPPED)
 
 
 def _counts_all(world: Plan, rank: int, status: Any) -> Runs:
@@ -104,7 +104,7 @@ def _dismisses_early(turn: Turn, world: Plan) -> None:
     """Whoever is not a member of the world is stale at once."""
     for process in tuple(turn.serving()):
         status = process.status
-        behind = 0 < status.generation < world.generation and status.point is not Point.LEFT
+        behind = 0 < status.generation < world.generation and status.state is not MemberState.LEFT
         if behind and not is_member(world, process.worker):
             recovery.dismiss_stale(turn, process.worker, status.generation, world.generation)
 
@@ -129,7 +129,7 @@ def _blames_in_any_case(turn: Turn, attempt: Any) -> None:
 
 
 def _hears_of_the_new_world_only(plan: Plan, status: Any) -> list[str]:
-    speaks = status.point is Point.TRAINING and status.generation == plan.generation
+    speaks = status.state is MemberState.TRAINING and status.generation == plan.generation
     return [peer for peer in status.broken if speaks and is_member(plan, peer)]
 
 
@@ -141,7 +141,7 @@ def _is_silent(turn: Turn, one: Any) -> None:
     """A difference is noted, and that is all."""
 
 
-def _oldest(durable: Durable) -> Sighting | None:
+def _oldest(durable: Durable) -> CheckpointRef | None:
     return min(durable.checkpoints, default=None)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from shoal_protos.checkpoint import Damage, Saved, SaveOutcome, Sighting
+from shoal_protos.checkpoint import CheckpointRef, SaveOutcome, SaveReport, UnreadableCheckpoint
 from shoal_protos.plan import Plan
 from shoal_protos.runs import NO_BLOCKS, Runs
 
@@ -52,7 +52,7 @@ class Ballot:
 class Save:
     """One save as one member sees it. `writers[0]` leads."""
 
-    sighting: Sighting
+    sighting: CheckpointRef
     writers: tuple[str, ...]
     part: Part
     leads: bool
@@ -74,13 +74,13 @@ class Saving:
         self.word = Word.IDLE
         self.saved = -1
         self._asked_at = -1
-        self.told: tuple[Saved, ...] = ()
+        self.told: tuple[SaveReport, ...] = ()
         self._save: Save | None = None
         self._over: Save | None = None
         """Over, and not heard of yet."""
         # what it knows of checkpoints
-        self.knows: Sighting | None = None
-        self.damage: Damage | None = None
+        self.knows: CheckpointRef | None = None
+        self.damage: UnreadableCheckpoint | None = None
         self.generations: Runs = NO_BLOCKS
         self._spoilt: set[str] = set()
         self.taken = ""
@@ -162,7 +162,7 @@ class Saving:
         path = f"{training.step}-{plan.generation}-{training.boundary}"
         part = {block: training.blocks[block] for block in world.owned[training.rank]}
         in_use = plan.recovery.checkpoint if plan.recovery is not None else ""
-        sighting = Sighting(plan.generation, training.step, path)
+        sighting = CheckpointRef(plan.generation, training.step, path)
         self._save = save = Save(sighting, writers, part, training.rank == 0, in_use)
         self.word, self._over = Word.WRITING, None
         self.worker.after(WRITE_SECONDS * self.place.chance.random(), self._written, save)
@@ -231,7 +231,7 @@ class Saving:
         if save.leads:
             outcome = SaveOutcome.FAILED if save.failure else SaveOutcome.DONE
             number = self.told[-1].number + 1 if self.told else 1
-            self.told = (*self.told[-7:], Saved(number, save.sighting.step, outcome, why=save.failure))
+            self.told = (*self.told[-7:], SaveReport(number, save.sighting.step, outcome, why=save.failure))
 
     # ---- taking up
 
@@ -248,7 +248,7 @@ class Saving:
         meets_it = self.worker.training.rank == 0 or self.place.chance.random() < 0.5  # the blocks with the flipped bit
         if content is None or (path in self.place.damaged and meets_it):
             self._spoilt.add(path)
-            self.damage = Damage(path, f"{path} {'is damaged' if content else 'is not there'}.")
+            self.damage = UnreadableCheckpoint(path, f"{path} {'is damaged' if content else 'is not there'}.")
             self.look()
             return None
         return content

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from shoal_protos.messages import (
     Ask,
     AskKind,
-    Carry,
     Ending,
     Heartbeat,
     Hello,
     Open,
     Ping,
+    PlanMessage,
     Prepare,
     Ready,
     Refusal,
@@ -130,7 +130,8 @@ class Session:
             return replace(self.claims, sequence=self.sequence)
         return Status(
             self.sequence, m.generation, m.point, m.newest_known, t.step, t.committed_in, t.boundary, t.holds(),
-            t.current, tuple(sorted(t.broken)), t.done, t.ended, self.drains, checkpoint=s.knows, damage=s.damage,
+            t.current, tuple(sorted(t.broken)), t.done, t.ended, self.drains, checkpoint=s.knows,
+            unreadable_checkpoint=s.damage,
             corrupt=t.copies.told,
         )  # fmt: skip
 
@@ -155,7 +156,7 @@ class Session:
             return  # meant for what this process was before it started over
         self.membership.worker, self.run, self.cluster = message.worker, message.run, message.cluster
         if self.membership.is_joiner:
-            saving.generations = message.known
+            saving.generations = message.opened_generations
             saving.look()
         if not self.welcomed:
             self.welcomed = True
@@ -180,7 +181,7 @@ class Session:
         plans = [plan for plan in (m.next, m.recovery, m.begins, *m.kept.values()) if plan is not None]
         return {m.generation, *(plan.generation for plan in plans)}
 
-    def _plan(self, message: Carry) -> None:
+    def _plan(self, message: PlanMessage) -> None:
         plan, training = message.plan, self.worker.training
         if plan.recovery is not None:
             if training.reported >= plan.generation and self.membership.on_recovery(plan):
@@ -237,7 +238,7 @@ HEARS: dict[type, Callable[[Session, object], None]] = {
     Welcome: Session._welcome,
     Ping: Session._ping,
     Prepare: Session._prepare,
-    Carry: Session._plan,
+    PlanMessage: Session._plan,
     Open: Session._open,
     Ask: Session._ask,
     Shutdown: Session._shutdown,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shoal_protos.messages import Inventory, Point, Result
+from shoal_protos.messages import Inventory, MemberState, Result
 from shoal_protos.plan import Plan, Reason
 from shoal_protos.runs import NO_BLOCKS, Runs
 
@@ -151,7 +151,7 @@ class Training:
     def _lanes_done(self, generation: int, boundary: int) -> None:
         world = self.world
         stale = generation != self.generation or boundary != self.boundary or self.stage
-        if stale or self.membership.point is not Point.TRAINING or world is None:
+        if stale or self.membership.point is not MemberState.TRAINING or world is None:
             return
         if not self.idle and world.plan.shares[self.rank].lanes:
             if self.simulation.script.strikes(self):
@@ -371,7 +371,11 @@ class Training:
     def report(self, generation: int) -> None:
         """The inventory, once the training thread has seen the stop."""
         m = self.membership
-        if m.promised != generation or m.point not in (Point.STOPPED, Point.WAITING, Point.REHEARSING):
+        if m.promised != generation or m.point not in (
+            MemberState.STOPPED,
+            MemberState.WAITING,
+            MemberState.WARMING_UP,
+        ):
             return
         self.reported = generation
         step = right(self.step) if self.step >= 0 else []

@@ -11,8 +11,8 @@ from shoal_controller.core.machine.durable import Durable, Standing
 from shoal_controller.core.machine.events import DrainWorker, Event
 from shoal_controller.core.machine.job import Job
 from shoal_controller.core.machine.spec import Phase
-from shoal_protos.checkpoint import Sighting
-from shoal_protos.messages import Carry, Ending, Open, Prepare
+from shoal_protos.checkpoint import CheckpointRef
+from shoal_protos.messages import Ending, Open, PlanMessage, Prepare
 from shoal_protos.plan import Plan, Reason
 
 from .symbols import right
@@ -102,7 +102,7 @@ class Watch:
         if plan.recovery is not None and plan.generation not in self.opened:
             self.violated("a world trains before it was opened", worker, plan.generation)
 
-    def saved(self, sighting: Sighting, whole: dict[int, int]) -> None:
+    def saved(self, sighting: CheckpointRef, whole: dict[int, int]) -> None:
         """A checkpoint that is whole has the bits of its step."""
         expected = right(sighting.step)
         wrong = [block for block in sorted(whole) if whole[block] != expected[block]]
@@ -134,7 +134,7 @@ class Watch:
         stored_world = stored.current.generation if stored.current is not None else 0
         if isinstance(message, Open) and stored_world != message.generation:
             self.violated("a world was opened before it was stored", message.generation)
-        if isinstance(message, Carry):
+        if isinstance(message, PlanMessage):
             plan = message.plan
             if plan.generation > stored.number or (plan.base and plan.generation not in self.stored_plans):
                 self.violated("a plan was said before it was stored", plan.generation)

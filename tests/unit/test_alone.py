@@ -11,11 +11,11 @@ from shoal.group.solo import SoloGroup
 from shoal.session.alone import AloneLink
 from shoal.session.link import Opened, Recover, Stopped
 from shoal_protos.description import Description
-from shoal_protos.messages import Inventory, Point, Status, Telemetry
+from shoal_protos.messages import Inventory, MemberState, Status, Telemetry
 from shoal_protos.runs import NO_BLOCKS, every
 
 DESCRIPTION = Description(8, 5, 4096, 8, 1, 0, 10, (), "SGD", {}, {}, False, False)
-NEW = Status(0, 0, Point.REHEARSING, 0, step=-1, committed_in=0)
+NEW = Status(0, 0, MemberState.WARMING_UP, 0, step=-1, committed_in=0)
 
 
 def test_a_script_alone_goes_through_a_start_like_any_worker() -> None:
@@ -33,7 +33,7 @@ def test_a_script_alone_goes_through_a_start_like_any_worker() -> None:
     assert link.report_ready(1) and link.take() == Opened(1)
     link.begin(plan, recover.group)
     link.publish(NEW, Telemetry())
-    assert link.membership().point is Point.TRAINING
+    assert link.membership().point is MemberState.TRAINING
     voted = link.enter_vote(every(5))
     assert voted == 1 and link.leave_vote([voted]) is None
     assert link.take(0.0) is None and not link.stopping

@@ -19,7 +19,7 @@ from shoal_controller.core.machine.spec import JobSpec, Phase, ResizeView, State
 from shoal_controller.shell import Shell
 from shoal_controller.store.open import open_store
 from shoal_controller.tokens import token_of_job
-from shoal_protos.checkpoint import Sighting
+from shoal_protos.checkpoint import CheckpointRef
 from small_machine import SmallMachine, Written
 
 ATTACKS = sorted((Path(__file__).parents[1] / "attacks" / "rest").glob("*.json"))
@@ -169,7 +169,7 @@ async def test_workers_are_shown_as_the_interfaces_say(tmp_path):
 
 @asynchronous
 async def test_checkpoints_are_listed_newest_first(tmp_path):
-    found = (Sighting(3, 40, "/c/step-40", 99), Sighting(1, 20, "/c/step-20"))
+    found = (CheckpointRef(3, 40, "/c/step-40", 99), CheckpointRef(1, 20, "/c/step-20"))
     shown = {"checkpoints": found, "last_checkpoint_step": 40}
     async with serving(tmp_path, machine=SmallMachine(shown=shown)) as api:
         await api.ask("POST", "/v1/jobs", 202, json=TRAIN)

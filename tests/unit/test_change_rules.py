@@ -9,7 +9,7 @@ from crew import Crew, Task, Worker, undisturbed
 from shoal.faults import Fault
 from shoal.training.engine import Engine
 from shoal_controller.core.machine.events import DrainWorker, Pause, Resume
-from shoal_protos.messages import Point
+from shoal_protos.messages import MemberState
 from shoal_protos.plan import Plan
 from shoal_protos.runs import NO_BLOCKS, Runs, every
 
@@ -162,7 +162,7 @@ def test_a_leaving_worker_keeps_its_blocks_until_a_step_is_committed_without_it(
         leaver, heir = crew.workers["a"], crew.add("b")
         crew.train_until("b to be in", lambda: len(current(crew).members) == 2)
         crew.wish(DrainWorker("a"))
-        crew.train_until("a to be left out", lambda: leaver.link.own.point is Point.LEFT)
+        crew.train_until("a to be left out", lambda: leaver.link.own.point is MemberState.LEFT)
         crew.beat(5)
         assert current(crew).world_size == 1 and heir.engine.boundaries == 0, "no step was committed without it"
         assert leaver.alive and leaver.engine.state.held.runs == every(current(crew).blocks)
@@ -221,7 +221,7 @@ def test_a_joiner_warms_up_on_a_lane_whose_result_is_thrown_away() -> None:
         if engine.world is None:
             warmed_up.append(engine)
             engine.report(noise=1e9)
-            assert engine.link.membership().point is Point.REHEARSING
+            assert engine.link.membership().point is MemberState.WARMING_UP
 
     task = Task(TASK.options, in_loop=look)
     with Crew("ab", task) as crew:

@@ -11,11 +11,11 @@ from shoal_controller.core.machine.effects import Close
 from shoal_controller.core.machine.events import Started
 from shoal_controller.core.machine.job import restore
 from shoal_controller.core.machine.spec import Phase
-from shoal_protos.checkpoint import Sighting
+from shoal_protos.checkpoint import CheckpointRef
 from shoal_protos.messages import (
     Heartbeat,
     Inventory,
-    Point,
+    MemberState,
     Ready,
     Refusal,
     Result,
@@ -27,7 +27,9 @@ from shoal_protos.messages import (
 from shoal_protos.runs import every
 from shoal_protos.wire.bounds import MAX_NUMBER
 
-OLD = Status(900, 1, Point.TRAINING, 1, step=5000, committed_in=1, boundaries=5000, holds=every(8), current=True)
+OLD = Status(
+    900, 1, MemberState.TRAINING, 1, step=5000, committed_in=1, boundaries=5000, holds=every(8), parameters_current=True
+)
 
 
 # ---- the run
@@ -85,8 +87,8 @@ def test_a_job_that_is_over_tells_its_own_workers_how_it_ended_and_turns_others_
 
 def test_a_checkpoint_of_another_run_is_read_and_the_event_names_that_run() -> None:
     job = Driver(wanted=2, made_of=replace(MADE_OF, can_checkpoint=True))
-    found = Sighting(step=7, generation=3, path="/checkpoints/7", bytes=1, run="run-0")
-    job.hello("w0", status=Status(0, 0, Point.WAITING, 0, -1, 0, checkpoint=found))
+    found = CheckpointRef(step=7, generation=3, path="/checkpoints/7", bytes=1, run="run-0")
+    job.hello("w0", status=Status(0, 0, MemberState.WAITING, 0, -1, 0, checkpoint=found))
     assert job.view.last_checkpoint_step == 7
     assert "a checkpoint of step 7 was found at /checkpoints/7; run run-0 has saved it, this is run run-1" in job.notes
 
@@ -258,13 +260,15 @@ def test_a_checkpoint_is_one_of_the_jobs_only_where_its_config_or_resume_says_th
     places = ("/checkpoints/run",)
     job = Driver(made_of=replace(MADE_OF, can_checkpoint=True, checkpoint_places=places), resume=resume)
     job.start(2)
-    job.beat("w0", checkpoint=Sighting(step=1, generation=1, path=path, bytes=1))
+    job.beat("w0", checkpoint=CheckpointRef(step=1, generation=1, path=path, bytes=1))
     assert [one.path for one in job.view.checkpoints] == ([path] if is_one else [])
     assert ("expected one in /checkpoints/run" in "".join(job.notes)) is not is_one
 
 
-@pytest.mark.parametrize("sighting", [Sighting(1, 10**12, "/checkpoints/x", 1), Sighting(1 << 40, 1, "/checkpoints/x")])
-def test_a_checkpoint_of_a_step_or_generation_that_cannot_be_is_ignored(sighting: Sighting) -> None:
+@pytest.mark.parametrize(
+    "sighting", [CheckpointRef(1, 10**12, "/checkpoints/x", 1), CheckpointRef(1 << 40, 1, "/checkpoints/x")]
+)
+def test_a_checkpoint_of_a_step_or_generation_that_cannot_be_is_ignored(sighting: CheckpointRef) -> None:
     job = Driver(made_of=replace(MADE_OF, can_checkpoint=True, checkpoint_places=("/checkpoints",)))
     job.start(2)
     job.beat("w0", checkpoint=sighting)

@@ -11,13 +11,13 @@ from shoal_controller.core.machine.effects import Note
 from shoal_controller.core.machine.events import Resume
 from shoal_controller.core.machine.figures import series_key
 from shoal_controller.core.machine.spec import Phase
-from shoal_protos.checkpoint import Damage, Sighting
+from shoal_protos.checkpoint import CheckpointRef, UnreadableCheckpoint
 from shoal_protos.corruption import CorruptBlock, OnCorruption
 from shoal_protos.messages import Ending, Prepare
 from shoal_protos.plan import Reason
 
-SOUND = Sighting(1, 10, "/c/sound", 5, verified=True)
-NEWER = Sighting(1, 20, "/c/newer", 5)
+SOUND = CheckpointRef(1, 10, "/c/sound", 5, verified=True)
+NEWER = CheckpointRef(1, 20, "/c/newer", 5)
 
 
 def job(policy: OnCorruption = OnCorruption.RESTORE, workers: int = 3, **spec: Any) -> Driver:
@@ -110,7 +110,7 @@ def test_what_was_saved_after_that_checkpoint_counts_no_more() -> None:
     driver.beat("w1", checkpoint=NEWER)
     assert driver.job.durable.checkpoints == (SOUND,)
     assert driver.job.durable.current is not None
-    late = Sighting(driver.job.durable.current.generation, 15, "/c/after")
+    late = CheckpointRef(driver.job.durable.current.generation, 15, "/c/after")
     driver.beat("w1", checkpoint=late)
     assert driver.job.durable.checkpoints == (late, SOUND)
 
@@ -160,7 +160,7 @@ def test_without_a_checkpoint_that_can_be_read_others_begin_anew_once() -> None:
     driver.beat("w2", corrupt=(differ(3, "w0", "w1"),))
     for worker in ("w0", "w1", "w2"):
         driver.stop(worker, driver.statuses[worker])
-    driver.beat("w1", damage=Damage(SOUND.path, "a part is not there."))
+    driver.beat("w1", unreadable_checkpoint=UnreadableCheckpoint(SOUND.path, "a part is not there."))
     driver.statuses.clear()
     for number in range(3):
         driver.exit(f"w{number}", 0)

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import pytest
-from shoal_controller.core.machine.events import Connected, Said
+from shoal_controller.core.machine.events import Connected, MessageReceived
 from shoal_controller.sessions.dialogue import OUTBOX_MESSAGES, Dialogue
 from shoal_protos.description import Description
 from shoal_protos.errors import NotFound, StoreError, UserError
-from shoal_protos.messages import PROTOCOL_VERSION, Heartbeat, Hello, Point, Prepare, Refusal, Status, Telemetry
+from shoal_protos.messages import PROTOCOL_VERSION, Heartbeat, Hello, MemberState, Prepare, Refusal, Status, Telemetry
 from shoal_protos.runs import NO_BLOCKS, Runs
 from shoal_protos.wire import decode_controller, encode_controller, encode_worker
 
 HELLO = Hello(
     version=PROTOCOL_VERSION, job="demo", worker="", incarnation="a1", address="127.0.0.1:29500", host="here",
     pid=1, domain="here", description=Description(8, 40, 4096, 1, 1, 0, 10, (), "AdamW", {}, {}, False, False),
-    status=Status(1, 0, Point.REHEARSING, 0, -1, 0),
+    status=Status(1, 0, MemberState.WARMING_UP, 0, -1, 0),
 )  # fmt: skip
 
 
 def beat(holds: Runs = NO_BLOCKS) -> Heartbeat:
-    return Heartbeat(Status(2, 1, Point.TRAINING, 1, 3, 1, holds=holds), Telemetry())
+    return Heartbeat(Status(2, 1, MemberState.TRAINING, 1, 3, 1, holds=holds), Telemetry())
 
 
 def greeted() -> Dialogue:
@@ -31,7 +31,7 @@ def greeted() -> Dialogue:
 def test_a_hello_connects_and_what_follows_is_said() -> None:
     dialogue = Dialogue(7)
     assert dialogue.hear(encode_worker(HELLO)) == Connected(7, HELLO)
-    assert dialogue.hear(encode_worker(beat())) == Said(7, beat())
+    assert dialogue.hear(encode_worker(beat())) == MessageReceived(7, beat())
 
 
 def test_a_stream_begins_with_a_hello() -> None:

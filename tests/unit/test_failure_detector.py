@@ -4,16 +4,16 @@ from dataclasses import replace
 
 from shoal_controller.core.machine.durable import Standing
 from shoal_controller.core.machine.effects import Note, Probe, Send
-from shoal_controller.core.machine.events import Connected, Disconnected, Said, Tick
+from shoal_controller.core.machine.events import Connected, Disconnected, MessageReceived, Tick
 from shoal_controller.core.machine.machine import new_job, step, view
 from shoal_controller.core.machine.spec import JobSpec, State
 from shoal_protos.description import Description
-from shoal_protos.messages import PROTOCOL_VERSION, Heartbeat, Hello, Ping, Point, Status, Telemetry
+from shoal_protos.messages import PROTOCOL_VERSION, Heartbeat, Hello, MemberState, Ping, Status, Telemetry
 from shoal_protos.plan import EVERYONE
 
 TICK_SECONDS = 0.125  # no rounding in sums of it
 MADE_OF = Description(4, 8, 4096, 8, EVERYONE, 0, 100, (), "SGD", {}, {}, False, False)
-REHEARSING = Status(sequence=0, generation=0, point=Point.REHEARSING, promised=0, step=-1, committed_in=0)
+WARMING_UP = Status(sequence=0, generation=0, state=MemberState.WARMING_UP, promised=0, step=-1, committed_in=0)
 
 
 class Silence:
@@ -25,7 +25,7 @@ class Silence:
         self.happened, self.told = [], []
         for number, worker in enumerate(("w0", "w1", "w2")):
             hello = Hello(
-                PROTOCOL_VERSION, "job", worker, f"{worker}.1", "127.0.0.1:9", "host", 1, "", MADE_OF, REHEARSING
+                PROTOCOL_VERSION, "job", worker, f"{worker}.1", "127.0.0.1:9", "host", 1, "", MADE_OF, WARMING_UP
             )
             self.feed(Connected(number, hello))
         self.now = TICK_SECONDS / 2  # ticks fall between the limits, not on them
@@ -43,7 +43,7 @@ class Silence:
     def beat(self, *connections):
         self.sequence += 1
         for connection in connections:
-            self.feed(Said(connection, Heartbeat(replace(REHEARSING, sequence=self.sequence), Telemetry())))
+            self.feed(MessageReceived(connection, Heartbeat(replace(WARMING_UP, sequence=self.sequence), Telemetry())))
 
     def last(self, seconds, beating=(1, 2)):
         """Time passes."""

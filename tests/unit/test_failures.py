@@ -9,8 +9,8 @@ import pytest
 from machine_driver import MADE_OF, Driver
 from shoal_controller.core.machine.events import DrainWorker, Exited, Spawned
 from shoal_controller.core.machine.spec import Phase
-from shoal_protos.checkpoint import Sighting
-from shoal_protos.messages import NO_CONTROLLER, WRONG_USE, Fault, Point, Result
+from shoal_protos.checkpoint import CheckpointRef
+from shoal_protos.messages import NO_CONTROLLER, WRONG_USE, Fault, MemberState, Result
 
 FAULT = Fault("ValueError", "NaN in the loss", "train.py:31 forward")
 OUTAGE = replace(FAULT, exception="FileNotFoundError", outage=True)
@@ -35,7 +35,7 @@ def start(job: Driver) -> list[str]:
         job.stop(worker, job.statuses[worker])
     plan = job.planned()
     for member in plan.members:
-        job.beat(member.worker, point=Point.READY, promised=plan.generation)
+        job.beat(member.worker, state=MemberState.READY, promised=plan.generation)
     return here
 
 
@@ -160,10 +160,10 @@ def test_only_a_committed_step_above_the_one_of_the_failure_forgives_it() -> Non
 def test_a_step_that_was_only_restored_forgives_nothing() -> None:
     job = job_of(1, max_restarts=9, made_of=replace(MADE_OF, can_checkpoint=True))
     workers = live(job, 10)
-    job.beat(workers[0], checkpoint=Sighting(1, 40, "/checkpoints/40", 1))
+    job.beat(workers[0], checkpoint=CheckpointRef(1, 40, "/checkpoints/40", 1))
     raise_in(job, workers, 10, None)
     (worker,) = start(job)
-    job.beat(worker, generation=2, point=Point.TRAINING, step=40, committed_in=0)
+    job.beat(worker, generation=2, state=MemberState.TRAINING, step=40, committed_in=0)
     assert job.job.durable.failures.script == 1
 
 

@@ -7,7 +7,7 @@ from shoal_controller.core.machine.job import Attempt, Job, Process
 from shoal_controller.core.machine.phases.fencing import quorum
 from shoal_controller.core.machine.spec import JobSpec, Phase
 from shoal_controller.core.machine.turn import Turn
-from shoal_protos.messages import Inventory, Point, Status
+from shoal_protos.messages import Inventory, MemberState, Status
 from shoal_protos.plan import Plan, Reason
 from shoal_protos.runs import NO_BLOCKS
 from worlds import planned, recovery
@@ -15,7 +15,7 @@ from worlds import planned, recovery
 CURRENT = recovery(1, "abc")
 PLANNED = planned(2, 1, "abD")
 """It may have begun without anyone having said so."""
-STOPPED = Status(sequence=1, generation=1, point=Point.STOPPED, promised=3, step=5, committed_in=1)
+STOPPED = Status(sequence=1, generation=1, state=MemberState.STOPPED, promised=3, step=5, committed_in=1)
 ANSWER = Inventory(3, 1, 5, 1, b"", NO_BLOCKS, NO_BLOCKS, NO_BLOCKS)
 
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from machine_driver import MADE_OF, Driver
-from shoal_protos.messages import Point, Result, Telemetry
+from shoal_protos.messages import MemberState, Result, Telemetry
 
 PER_STEP = 12
 
@@ -88,7 +88,9 @@ def test_steps_that_are_made_again_count_again() -> None:
     job.wait(5.0)
     assert job.counted("shoal_job_lost_steps_total") == 10
     fresh = job.spawned[-1] if job.spawned else "w1"
-    job.hello(fresh, status=replace(job.statuses["w0"], generation=0, step=-1, committed_in=0, point=Point.WAITING))
+    job.hello(
+        fresh, status=replace(job.statuses["w0"], generation=0, step=-1, committed_in=0, state=MemberState.WAITING)
+    )
     del job.statuses["w0"]
     job.tick()
     job.recover()

@@ -11,14 +11,14 @@ from shoal_controller.core.machine.effects import Close, Persist, Send
 from shoal_controller.core.machine.events import Cancel, Disconnected, Event, Exited, Scale
 from shoal_controller.core.machine.machine import SETTLE, TABLE
 from shoal_controller.core.machine.spec import Phase, State
-from shoal_protos.checkpoint import Sighting
+from shoal_protos.checkpoint import CheckpointRef
 from shoal_protos.messages import (
     Ask,
-    Carry,
     Change,
     Ending,
+    MemberState,
     Open,
-    Point,
+    PlanMessage,
     Prepare,
     Refusal,
     Result,
@@ -62,7 +62,7 @@ def test_a_job_starts_with_min_workers_ten_seconds_after_the_first() -> None:
 def test_a_job_below_min_workers_says_what_it_waits_for() -> None:
     job = Driver(wanted=3, min_workers=3)
     job.hello("w0")
-    job.hello("w1", status=replace(NEW, point=Point.REHEARSING))
+    job.hello("w1", status=replace(NEW, state=MemberState.WARMING_UP))
     job.wait(12)
     assert job.view.reason == "1 of 3 workers ready, min_workers is 3, 1 more are starting; waiting for 12 s"
 
@@ -74,9 +74,9 @@ def test_a_world_opens_when_all_are_ready_and_is_stored_before_it_is_said() -> N
     for worker in ("w0", "w1"):
         job.stop(worker, NEW)
     plan = job.planned()
-    job.beat("w0", point=Point.READY, promised=1)
+    job.beat("w0", state=MemberState.READY, promised=1)
     assert job.said("w0") == []
-    job.beat("w1", point=Point.READY, promised=1)
+    job.beat("w1", state=MemberState.READY, promised=1)
     assert isinstance(job.effects[0], Persist)
     opened = [effect.message for effect in job.of(Send)]
     assert opened == [Open(1), Open(1)]
@@ -166,7 +166,7 @@ def test_lanes_of_the_spec_must_be_those_of_the_config() -> None:
 
 def test_a_worker_of_a_world_that_the_store_does_not_know_is_refused() -> None:
     job = Driver()
-    job.hello("w0", status=replace(NEW, generation=3, point=Point.TRAINING, step=9), run=RUN)
+    job.hello("w0", status=replace(NEW, generation=3, state=MemberState.TRAINING, step=9), run=RUN)
     assert "is in 3 and has promised 0; expected numbers that do not fall, and at most 0" in refusal(job)
 
 
@@ -258,7 +258,7 @@ def test_an_older_status_says_nothing() -> None:
     job.start(2)
     sequence = job.statuses["w0"].sequence
     job.sequence = sequence - 2
-    job.beat("w0", step=0, point=Point.STOPPED)
+    job.beat("w0", step=0, state=MemberState.STOPPED)
     assert job.view.phase is Phase.RUNNING
 
 
@@ -267,7 +267,7 @@ def test_a_planned_change_is_stored_and_then_sent_to_members_and_newcomers() -> 
     job.start(2)
     job.hello("w2")
     assert isinstance(job.effects[0], Persist)
-    carried = [effect.message for effect in job.of(Send) if isinstance(effect.message, Carry)]
+    carried = [effect.message for effect in job.of(Send) if isinstance(effect.message, PlanMessage)]
     assert len(carried) == 3
     assert {carry.plan.base for carry in carried} == {1}
     assert job.job.durable.planned == (carried[0].plan,)
@@ -393,7 +393,7 @@ def test_every_opened_world_is_counted_with_its_reason() -> None:
     for worker in ("w0", "w1"):
         job.stop(worker, NEW)
     for worker in ("w0", "w1"):
-        job.beat(worker, point=Point.READY, promised=1)
+        job.beat(worker, state=MemberState.READY, promised=1)
     assert job.counted("shoal_resizes_total", reason="start", outcome="done") == 1
 
 
@@ -444,7 +444,7 @@ def test_what_is_durable_is_written_before_anything_else_of_its_event_goes_out()
 def test_a_checkpoint_that_could_not_be_read_does_not_come_back_by_another_workers_word() -> None:
     job = Driver(wanted=2, made_of=replace(MADE_OF, can_checkpoint=True))
     job.start(2)
-    sound, unreadable = Sighting(1, 4, "/saves/step-4"), Sighting(1, 5, "/saves/step-5")
+    sound, unreadable = CheckpointRef(1, 4, "/saves/step-4"), CheckpointRef(1, 5, "/saves/step-5")
     job.beat("w0", checkpoint=sound)
     job.job = replace(job.job, durable=replace(job.job.durable, spoilt=(unreadable.path,)))
     job.beat("w1", checkpoint=unreadable)

@@ -7,11 +7,11 @@ from shoal_controller.core.machine.events import Connected
 from shoal_controller.core.machine.machine import new_job, step, view
 from shoal_controller.core.machine.spec import JobSpec
 from shoal_protos.description import Description
-from shoal_protos.messages import PROTOCOL_VERSION, Hello, Point, Refusal, Status, Welcome
+from shoal_protos.messages import PROTOCOL_VERSION, Hello, MemberState, Refusal, Status, Welcome
 
 NUMERICS = {"torch": "2.13.0", "threads": "1", "cpu_capability": "AVX512"}
 MADE_OF = Description(4, 8, 4096, 8, 1, 0, 100, (), "SGD", {}, NUMERICS, False, False)
-REHEARSING = Status(sequence=0, generation=0, point=Point.REHEARSING, promised=0, step=-1, committed_in=0)
+WARMING_UP = Status(sequence=0, generation=0, state=MemberState.WARMING_UP, promised=0, step=-1, committed_in=0)
 
 
 def hellos(*descriptions: Description):
@@ -20,7 +20,7 @@ def hellos(*descriptions: Description):
     for number, made_of in enumerate(descriptions):
         worker = f"w{number}"
         hello = Hello(
-            PROTOCOL_VERSION, "job", worker, f"process{number}", "127.0.0.1:9", "host", 1, "", made_of, REHEARSING
+            PROTOCOL_VERSION, "job", worker, f"process{number}", "127.0.0.1:9", "host", 1, "", made_of, WARMING_UP
         )
         job, effects = step(job, Connected(number, hello), 0.0)
         said += [effect.message for effect in effects if isinstance(effect, Send)]

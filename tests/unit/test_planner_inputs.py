@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from shoal_controller.core.machine.phases.planner_inputs import kept, worth
-from shoal_protos.messages import Inventory, Point, Status
+from shoal_protos.messages import Inventory, MemberState, Status
 from shoal_protos.plan import Fill, Plan
 from shoal_protos.runs import NO_BLOCKS, Runs, every
 from worlds import recovery
@@ -13,7 +13,7 @@ EVERYTHING = every(6)
 
 def status(holds: Runs, boundaries: int) -> Status:
     return Status(
-        sequence=1, generation=1, point=Point.TRAINING, promised=1, step=3, committed_in=1, boundaries=boundaries,
+        sequence=1, generation=1, state=MemberState.TRAINING, promised=1, step=3, committed_in=1, boundaries=boundaries,
         holds=holds,
     )  # fmt: skip
 

@@ -7,7 +7,7 @@ from shoal_controller.core.machine.effects import Adopt, Kill, Note, Persist, Pr
 from shoal_controller.core.machine.events import Cancel, DrainWorker, Exited, NeverStarted, Save, Tick
 from shoal_controller.core.machine.phases.scaling import LINGER_SECONDS
 from shoal_controller.core.machine.spec import Phase
-from shoal_protos.checkpoint import Saved, SaveOutcome, Sighting
+from shoal_protos.checkpoint import CheckpointRef, SaveOutcome, SaveReport
 from shoal_protos.messages import Ask, AskKind, Ending, Request, RequestKind, Result, Telemetry
 
 SAVING = replace(MADE_OF, can_checkpoint=True)
@@ -95,15 +95,15 @@ def test_only_a_save_of_that_step_or_a_later_one_answers_what_was_asked_for() ->
     job.beat("w0", step=before + 5)
     job.beat("w1", step=before + 5)
     job.feed(Save())
-    job.beat("w0", checkpoint=Sighting(1, before, "earlier"))
+    job.beat("w0", checkpoint=CheckpointRef(1, before, "earlier"))
     assert job.job.durable.save is not None
-    job.beat("w0", checkpoint=Sighting(1, before + 6, "later"))
+    job.beat("w0", checkpoint=CheckpointRef(1, before + 6, "later"))
     assert job.job.durable.save is None
 
 
 def test_a_failure_that_may_have_been_before_the_request_does_not_answer_it_after_a_restart() -> None:
     job = training(made_of=SAVING)
-    failed = Saved(1, job.statuses["w0"].step, SaveOutcome.FAILED, why="the disk is full")
+    failed = SaveReport(1, job.statuses["w0"].step, SaveOutcome.FAILED, why="the disk is full")
     job.beat("w0", Telemetry(saves=(failed,)))
     job.feed(Save())
     restarted(job)

@@ -15,15 +15,15 @@ from shoal_protos.errors import PeerError
 from shoal_protos.messages import (
     Ask,
     AskKind,
-    Carry,
     Drain,
     Ending,
     Heartbeat,
     Hello,
     Inventory,
+    MemberState,
     Open,
     Ping,
-    Point,
+    PlanMessage,
     Prepare,
     Ready,
     Refusal,
@@ -40,7 +40,7 @@ from shoal_protos.runs import NO_BLOCKS, every
 from worlds import BLOCKS, planned, recovery
 
 DESCRIPTION = Description(2, BLOCKS, 4096, 8, EVERYONE, 0, 10, (), "SGD", {}, {}, False, False)
-NEW = Status(0, 0, Point.REHEARSING, 0, step=-1, committed_in=0)
+NEW = Status(0, 0, MemberState.WARMING_UP, 0, step=-1, committed_in=0)
 WELCOME = Welcome("a", 0.5, 10.0, 1800.0)
 
 
@@ -110,7 +110,7 @@ def member_of(generation: int, workers: str) -> Dialogue:
     dialogue, plan = dialogue_of(), recovery(generation, workers)
     assert dialogue.on_message(Prepare(generation)) == [Put(Stopped(generation)), Abort()]
     dialogue.answer(inventory(generation))
-    assert dialogue.on_message(Carry(plan)) == [Build(plan, 0)]
+    assert dialogue.on_message(PlanMessage(plan)) == [Build(plan, 0)]
     assert dialogue.report_ready(generation)
     assert dialogue.on_message(Open(generation)) == [Put(Opened(generation))]
     dialogue.begin(plan)
@@ -159,27 +159,27 @@ def test_stopping_is_said_at_once_with_the_number_stopped_for() -> None:
     dialogue = member_of(1, "ab")
     dialogue.on_message(Prepare(2))
     status = heartbeat(dialogue).status
-    assert (status.point, status.promised, status.generation) == (Point.STOPPED, 2, 1)
+    assert (status.state, status.promised, status.generation) == (MemberState.STOPPED, 2, 1)
 
 
 def test_ready_is_said_at_once_and_never_for_a_generation_that_was_called_off() -> None:
     dialogue = dialogue_of()
     dialogue.on_message(Prepare(1))
-    dialogue.on_message(Carry(recovery(1, "ab")))
+    dialogue.on_message(PlanMessage(recovery(1, "ab")))
     dialogue.outgoing()
     assert dialogue.report_ready(1)
     dialogue.on_message(Prepare(2))
     assert Ready not in map(type, dialogue.outgoing())
-    dialogue.on_message(Carry(recovery(2, "ab")))
+    dialogue.on_message(PlanMessage(recovery(2, "ab")))
     dialogue.report_ready(2)
     ready = next(message for message in dialogue.outgoing() if isinstance(message, Ready))
-    assert (ready.generation, ready.status.point) == (2, Point.READY)
+    assert (ready.generation, ready.status.state) == (2, MemberState.READY)
 
 
 def test_an_open_that_comes_twice_opens_once() -> None:
     dialogue = dialogue_of()
     dialogue.on_message(Prepare(1))
-    dialogue.on_message(Carry(recovery(1, "ab")))
+    dialogue.on_message(PlanMessage(recovery(1, "ab")))
     dialogue.report_ready(1)
     assert dialogue.on_message(Open(1)) == [Put(Opened(1))]
     assert dialogue.on_message(Open(1)) == []
@@ -189,7 +189,7 @@ def test_an_unsound_plan_is_not_carried_out() -> None:
     dialogue = dialogue_of()
     dialogue.on_message(Prepare(1))
     with pytest.raises(PeerError, match="plan 1 is unsound"):
-        dialogue.on_message(Carry(replace(recovery(1, "ab"), builder=2)))
+        dialogue.on_message(PlanMessage(replace(recovery(1, "ab"), builder=2)))
 
 
 # ---- what is said, and when
@@ -212,7 +212,7 @@ def test_nothing_is_said_of_a_world_before_the_training_thread_has_said_where_it
     plan = planned(2, 1, "ab")
     dialogue.update_status(replace(NEW, step=5, boundaries=9), Telemetry())
     dialogue.outgoing()
-    dialogue.on_message(Carry(plan))
+    dialogue.on_message(PlanMessage(plan))
     dialogue.membership.enter_vote(every(BLOCKS))
     assert dialogue.membership.leave_vote([2, 2]) is plan
     dialogue.begin(plan)
@@ -247,7 +247,7 @@ def test_a_broken_connection_is_said_at_once_and_forgotten_in_the_next_world() -
     assert not dialogue.due
     dialogue.on_message(Prepare(2))
     assert heartbeat(dialogue).status.broken == ("b",)
-    dialogue.on_message(Carry(recovery(2, "ab")))
+    dialogue.on_message(PlanMessage(recovery(2, "ab")))
     assert heartbeat(dialogue).status.broken == ()
 
 
@@ -257,7 +257,7 @@ def test_a_new_stream_begins_with_where_the_worker_stands_and_says_again_what_mu
     dialogue.report(Result(10, "beef"))
     assert said(dialogue) == ["Request", "Heartbeat", "Result"]
     hello = dialogue.hello()
-    assert (hello.status.generation, hello.status.point, hello.status.drain) == (1, Point.TRAINING, True)
+    assert (hello.status.generation, hello.status.state, hello.status.drain) == (1, MemberState.TRAINING, True)
     assert dialogue.outgoing() == [Result(10, "beef", generation=1), Request(RequestKind.DRAIN, generation=1)]
 
 
@@ -266,7 +266,7 @@ def test_a_prepare_that_is_heard_on_a_new_stream_is_answered_without_the_trainin
     dialogue.on_message(Prepare(2))
     dialogue.answer(inventory(2))
     dialogue.outgoing()
-    assert dialogue.hello().status.point is Point.STOPPED
+    assert dialogue.hello().status.state is MemberState.STOPPED
     assert dialogue.on_message(Prepare(2)) == []
     assert inventory(2) in dialogue.outgoing()
 
@@ -312,7 +312,7 @@ def test_who_starts_over_is_another_joiner() -> None:
     hello = dialogue.hello()
     assert isinstance(hello, Hello)
     assert (hello.worker, hello.incarnation) == ("", "other")
-    assert (hello.status.point, hello.status.step, hello.status.holds) == (Point.REHEARSING, -1, NO_BLOCKS)
+    assert (hello.status.state, hello.status.step, hello.status.holds) == (MemberState.WARMING_UP, -1, NO_BLOCKS)
     assert hello.status.promised == 3
     assert dialogue.ending is None
 
@@ -350,7 +350,7 @@ def test_the_inbox_is_bounded() -> None:
 
 def test_a_heartbeat_tells_what_the_training_thread_does_and_which_groups_are_being_built() -> None:
     dialogue = member_of(1, "ab")
-    dialogue.on_message(Carry(planned(2, 1, "abC")))
+    dialogue.on_message(PlanMessage(planned(2, 1, "abC")))
     trains, builds = Activity(1, 3, StepPhase.VOTE, 0, ("b",), 2.5), Activity(2, waits_for=("c",), seconds=1.0)
     dialogue.activities = {1: trains, 2: builds}
     dialogue.beat()
@@ -362,7 +362,7 @@ def test_while_a_world_is_made_anew_the_training_thread_is_in_its_group_as_soon_
     dialogue = member_of(1, "ab")
     dialogue.on_message(Prepare(2))
     dialogue.answer(inventory(2))
-    dialogue.on_message(Carry(recovery(2, "ab")))
+    dialogue.on_message(PlanMessage(recovery(2, "ab")))
     told = []
     for activity in (Activity(2, waits_for=("b",)), Activity(2, 0, StepPhase.CATCHING_UP, 0, ("b",))):
         dialogue.activities = {2: activity}

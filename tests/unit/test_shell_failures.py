@@ -13,10 +13,10 @@ from shoal_controller.core.machine.events import (
     Connected,
     Disconnected,
     Exited,
+    MessageReceived,
     NeverStarted,
     Pause,
     Probed,
-    Said,
     Save,
     Scale,
     Spawned,
@@ -27,10 +27,10 @@ from shoal_controller.core.machine.spec import JobSpec, Phase, State, WorkerView
 from shoal_controller.store.open import open_store
 from shoal_controller.store.store import Put
 from shoal_protos.errors import Conflict, StoreError
-from shoal_protos.messages import Ending, Heartbeat, Point, Refusal, Shutdown, Status, Telemetry
+from shoal_protos.messages import Ending, Heartbeat, MemberState, Refusal, Shutdown, Status, Telemetry
 from small_machine import SPEC, SmallMachine, World, running
 
-STATUS = Status(0, 0, Point.WAITING, 0, -1, 0)
+STATUS = Status(0, 0, MemberState.WAITING, 0, -1, 0)
 
 # ---- errands
 
@@ -338,7 +338,7 @@ async def test_a_store_that_fails_for_a_moment_is_asked_again_and_written_once(t
 @asynchronous
 async def test_a_store_that_fails_for_long_is_waited_for_while_streams_are_heard(tmp_path):
     heard = []
-    machine = SmallMachine({Said: lambda _, event: heard.append(event.message) or ()})
+    machine = SmallMachine({MessageReceived: lambda _, event: heard.append(event.message) or ()})
     store = Shaky(await open_store(f"embedded:{tmp_path}"))
     world = World(store, machine)
     await world.shell.start()
@@ -350,9 +350,9 @@ async def test_a_store_that_fails_for_long_is_waited_for_while_streams_are_heard
     with pytest.raises(StoreError, match="job train cannot be changed now: the store has taken no write for 0 s"):
         await world.shell.submit("train", Scale(5))
     for number in range(3_000):
-        await world.shell.submit("train", Said(7, Heartbeat(replace(STATUS, sequence=number), Telemetry())))
+        await world.shell.submit("train", MessageReceived(7, Heartbeat(replace(STATUS, sequence=number), Telemetry())))
     await world.shell.submit("train", Connected(8, None))
-    await world.shell.submit("train", Said(8, Heartbeat(STATUS, Telemetry())))
+    await world.shell.submit("train", MessageReceived(8, Heartbeat(STATUS, Telemetry())))
     await world.shell.submit("train", Disconnected(8, "it gave up"))
     assert "nothing is decided until it does" in world.shell.view("train").reason
     with pytest.raises(StoreError, match="it does not answer"):

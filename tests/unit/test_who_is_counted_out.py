@@ -14,12 +14,12 @@ from shoal_controller.core.machine.phases import link_faults
 from shoal_controller.core.machine.spec import JobSpec, Phase
 from shoal_controller.core.machine.turn import Turn
 from shoal_protos.description import Description
-from shoal_protos.messages import PROTOCOL_VERSION, Hello, Point, Status
+from shoal_protos.messages import PROTOCOL_VERSION, Hello, MemberState, Status
 from shoal_protos.plan import Reason
 from worlds import BLOCKS, recovery, share_of
 
 MADE_OF = Description(3, BLOCKS, 4096, 8, 1, 0, 100, (), "SGD", {}, {}, False, False)
-IN_A_WORLD = Status(sequence=1, generation=1, point=Point.TRAINING, promised=1, step=3, committed_in=1)
+IN_A_WORLD = Status(sequence=1, generation=1, state=MemberState.TRAINING, promised=1, step=3, committed_in=1)
 
 
 def job_of_three() -> Job:

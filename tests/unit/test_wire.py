@@ -19,23 +19,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shoal_protos import session_pb2 as pb
 from shoal_protos import wire
-from shoal_protos.checkpoint import Damage, Saved, SaveOutcome, Sighting
+from shoal_protos.checkpoint import CheckpointRef, SaveOutcome, SaveReport, UnreadableCheckpoint
 from shoal_protos.description import Description, Parameter
 from shoal_protos.errors import UserError
 from shoal_protos.messages import (
     PROTOCOL_VERSION,
     Ask,
     AskKind,
-    Carry,
     Change,
     Drain,
     Ending,
     Heartbeat,
     Hello,
     Inventory,
+    MemberState,
     Open,
     Ping,
-    Point,
+    PlanMessage,
     Prepare,
     Ready,
     Refusal,
@@ -69,12 +69,13 @@ addresses = st.sampled_from(["10.0.0.7:29500", "localhost:1", "[::1]:65535", "w0
 runs = st.sets(st.integers(0, BLOCKS - 1)).map(Runs.of)
 records = st.binary(max_size=50)
 
-sightings = st.builds(Sighting, generation=numbers, step=numbers, path=labels, bytes=numbers)
+sightings = st.builds(CheckpointRef, generation=numbers, step=numbers, path=labels, bytes=numbers)
 statuses = st.builds(
-    Status, sequence=numbers, generation=numbers, point=st.sampled_from(Point), promised=numbers, step=steps,
-    committed_in=numbers, boundaries=numbers, holds=runs, current=st.booleans(),
+    Status, sequence=numbers, generation=numbers, state=st.sampled_from(MemberState), promised=numbers, step=steps,
+    committed_in=numbers, boundaries=numbers, holds=runs, parameters_current=st.booleans(),
     broken=st.lists(names, max_size=3).map(tuple), done=st.booleans(), ended=st.booleans(), drain=st.booleans(),
-    checkpoint=st.none() | sightings, damage=st.none() | st.builds(Damage, path=labels, sentence=texts),
+    checkpoint=st.none() | sightings,
+    unreadable_checkpoint=st.none() | st.builds(UnreadableCheckpoint, path=labels, sentence=texts),
 )  # fmt: skip
 parameters = st.builds(
     Parameter, name=labels, shape=st.lists(numbers, max_size=4).map(tuple), dtype=labels, group=st.integers(-1, 99)
@@ -93,14 +94,14 @@ changes = st.builds(
     checkpoint_bytes=numbers,
 )  # fmt: skip
 saves = st.builds(
-    Saved, number=numbers, step=numbers, outcome=st.sampled_from(SaveOutcome), path=labels, bytes=numbers,
+    SaveReport, number=numbers, step=numbers, outcome=st.sampled_from(SaveOutcome), path=labels, bytes=numbers,
     copy_seconds=seconds, write_seconds=seconds, commit_seconds=seconds, why=texts,
 )  # fmt: skip
 telemetries = st.builds(
     Telemetry, loss=losses, step_seconds=seconds, step_seconds_median=seconds,
     training_seconds=seconds, fill_bytes=numbers,
     memory_bytes=st.dictionaries(names, numbers, max_size=3), changes=st.lists(changes, max_size=2).map(tuple),
-    saves=st.lists(saves, max_size=2).map(tuple), passed_over=texts,
+    saves=st.lists(saves, max_size=2).map(tuple), skipped_folders=texts,
     skipped_micro_batches=numbers, not_finite_steps=numbers, not_finite=texts,
 )  # fmt: skip
 from_worker = st.one_of(
@@ -152,7 +153,7 @@ from_controller = st.one_of(
     st.builds(Welcome, names, seconds, seconds, seconds, numbers, labels, runs),
     st.builds(Ping, numbers, numbers),
     st.builds(Prepare, positive),
-    st.builds(Carry, plans()),
+    st.builds(PlanMessage, plans()),
     st.builds(Open, positive),
     st.builds(Ask, st.sampled_from(AskKind), numbers, numbers),
     st.builds(Drain, seconds, numbers),
@@ -231,7 +232,7 @@ def test_there_are_attacks() -> None:
 HELLO = Hello(
     version=PROTOCOL_VERSION, job="demo", worker="w0", incarnation="a1", address="127.0.0.1:29500", host="here",
     pid=1, domain="here", description=Description(8, BLOCKS, 4096, 1, 1, 0, 10, (), "AdamW", {}, {}, False, False),
-    status=Status(1, 0, Point.REHEARSING, 0, -1, 0),
+    status=Status(1, 0, MemberState.WARMING_UP, 0, -1, 0),
 )  # fmt: skip
 
 
@@ -305,10 +306,10 @@ def _plan_of_a_thousand(rng: random.Random, workers: int = 1000, blocks: int = 6
 
 def test_a_plan_for_a_thousand_workers_and_65536_blocks_fits_in_one_mebibyte() -> None:
     plan = _plan_of_a_thousand(random.Random(3))
-    data = wire.encode_controller(Carry(plan))
+    data = wire.encode_controller(PlanMessage(plan))
     assert len(plan.fills) > 5000
     assert len(data) <= 1 << 20
-    assert wire.decode_controller(data) == Carry(plan)
+    assert wire.decode_controller(data) == PlanMessage(plan)
 
 
 def test_the_generated_code_is_what_the_proto_files_say() -> None:

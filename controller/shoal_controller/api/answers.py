@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Self
 
 from pydantic import BaseModel, ConfigDict
-from shoal_protos.checkpoint import Sighting
+from shoal_protos.checkpoint import CheckpointRef
 
 from shoal_controller.core.machine.spec import JobView, Phase, ResizeView, State, WorkerView
 from shoal_controller.records import JobEvent
@@ -128,7 +128,7 @@ class CheckpointAnswer(Answer):
     bytes: int
 
     @classmethod
-    def of(cls, sighting: Sighting) -> Self:
+    def of(cls, sighting: CheckpointRef) -> Self:
         return cls(step=sighting.step, generation=sighting.generation, path=sighting.path, bytes=sighting.bytes)
 
 

@@ -12,7 +12,7 @@ from shoal_protos.errors import Refused, ShoalError, UserError
 from shoal_protos.messages import Hello, Refusal
 from shoal_protos.wire import decode_worker, encode_controller
 
-from shoal_controller.core.machine.events import Connected, Said
+from shoal_controller.core.machine.events import Connected, MessageReceived
 
 OUTBOX_MESSAGES = 64
 """A worker that leaves so many messages unread is cut off. It comes back with a hello, and hears what is current."""
@@ -37,7 +37,7 @@ class Dialogue:
         """Whether nothing that is said now would go out."""
         return self.closing or self.overflowed
 
-    def hear(self, data: bytes) -> Connected | Said:
+    def hear(self, data: bytes) -> Connected | MessageReceived:
         """The event that a message is for its job. Raises `UserError` where the message must not be."""
         if self.hello is None:
             message = decode_worker(data)
@@ -50,7 +50,7 @@ class Dialogue:
         message = decode_worker(data, self.hello.description.blocks)
         if isinstance(message, Hello):
             raise UserError("a second hello came on one stream; a worker opens a new stream to say hello again")
-        return Said(self.connection, message)
+        return MessageReceived(self.connection, message)
 
     def late(self, seconds: float) -> UserError:
         """What to refuse the stream with when no hello came in time."""

@@ -17,11 +17,11 @@ import grpc.aio
 import structlog
 from shoal_protos.channel import CHANNEL_OPTIONS, KEEPALIVE_SECONDS, METHOD
 from shoal_protos.errors import NotFound, ShoalError, UserError
-from shoal_protos.messages import Carry, ToWorker
+from shoal_protos.messages import PlanMessage, ToWorker
 from shoal_protos.plan import Plan
 from shoal_protos.wire import encode_controller
 
-from shoal_controller.core.machine.events import Connected, Disconnected, Said
+from shoal_controller.core.machine.events import Connected, Disconnected, MessageReceived
 from shoal_controller.sessions.dialogue import Dialogue
 from shoal_controller.sessions.settings import SessionSettings
 from shoal_controller.tasks import guarded
@@ -51,7 +51,7 @@ Context = grpc.aio.ServicerContext[bytes, bytes]
 class Jobs(Protocol):
     """Where events go: the shell. Raises `ShoalError` where the job is unknown or over, or the store fails."""
 
-    async def submit(self, job: str, event: Connected | Said | Disconnected) -> object:
+    async def submit(self, job: str, event: Connected | MessageReceived | Disconnected) -> object:
         """Hand an event to a job."""
 
 
@@ -163,7 +163,7 @@ class SessionService:
 
     def _encoded(self, message: ToWorker) -> bytes:
         """One plan goes to all its members: it is written once."""
-        if not isinstance(message, Carry):
+        if not isinstance(message, PlanMessage):
             return encode_controller(message)
         if self._last_plan is None or self._last_plan[0] is not message.plan:
             self._last_plan = (message.plan, encode_controller(message))
@@ -229,7 +229,7 @@ class SessionService:
         stream.dialogue.refuse(error)
         stream.stir()
 
-    async def _submit(self, job: str, event: Connected | Said) -> None:
+    async def _submit(self, job: str, event: Connected | MessageReceived) -> None:
         try:
             await self._jobs.submit(job, event)
         except NotFound as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shoal_protos import session_pb2 as pb
-from shoal_protos.checkpoint import Damage, Saved, SaveOutcome, Sighting
+from shoal_protos.checkpoint import CheckpointRef, SaveOutcome, SaveReport, UnreadableCheckpoint
 from shoal_protos.wire import bounds
 
 OUTCOMES = {
@@ -14,19 +14,19 @@ OUTCOMES = {
 OUTCOME_NUMBERS = {outcome: number for number, outcome in OUTCOMES.items()}
 
 
-def write_sighting(sighting: Sighting) -> pb.Sighting:
-    return pb.Sighting(
-        generation=sighting.generation,
-        step=sighting.step,
-        path=sighting.path,
-        bytes=sighting.bytes,
-        run=sighting.run,
-        verified=sighting.verified,
+def write_checkpoint_ref(ref: CheckpointRef) -> pb.CheckpointRef:
+    return pb.CheckpointRef(
+        generation=ref.generation,
+        step=ref.step,
+        path=ref.path,
+        bytes=ref.bytes,
+        run=ref.run,
+        verified=ref.verified,
     )
 
 
-def read_sighting(message: pb.Sighting) -> Sighting:
-    return Sighting(
+def read_checkpoint_ref(message: pb.CheckpointRef) -> CheckpointRef:
+    return CheckpointRef(
         generation=bounds.whole("checkpoint.generation", message.generation),
         step=bounds.whole("checkpoint.step", message.step),
         path=bounds.label("checkpoint.path", message.path),
@@ -36,18 +36,19 @@ def read_sighting(message: pb.Sighting) -> Sighting:
     )
 
 
-def write_damage(damage: Damage) -> pb.Damage:
-    return pb.Damage(path=damage.path, sentence=bounds.readable(damage.sentence))
+def write_unreadable(unreadable: UnreadableCheckpoint) -> pb.UnreadableCheckpoint:
+    return pb.UnreadableCheckpoint(path=unreadable.path, sentence=bounds.readable(unreadable.sentence))
 
 
-def read_damage(message: pb.Damage) -> Damage:
-    return Damage(
-        path=bounds.label("damage.path", message.path), sentence=bounds.text("damage.sentence", message.sentence)
+def read_unreadable(message: pb.UnreadableCheckpoint) -> UnreadableCheckpoint:
+    return UnreadableCheckpoint(
+        path=bounds.label("unreadable.path", message.path),
+        sentence=bounds.text("unreadable.sentence", message.sentence),
     )
 
 
-def write_saved(saved: Saved) -> pb.Saved:
-    return pb.Saved(
+def write_save_report(saved: SaveReport) -> pb.SaveReport:
+    return pb.SaveReport(
         number=saved.number,
         step=saved.step,
         outcome=OUTCOME_NUMBERS[saved.outcome],
@@ -60,8 +61,8 @@ def write_saved(saved: Saved) -> pb.Saved:
     )
 
 
-def read_saved(message: pb.Saved) -> Saved:
-    return Saved(
+def read_save_report(message: pb.SaveReport) -> SaveReport:
+    return SaveReport(
         number=bounds.whole("saved.number", message.number),
         step=bounds.whole("saved.step", message.step),
         outcome=bounds.word("saved.outcome", OUTCOMES, message.outcome),

@@ -9,11 +9,11 @@ from shoal_protos.errors import UserError
 from shoal_protos.messages import (
     Ask,
     AskKind,
-    Carry,
     Drain,
     Ending,
     Open,
     Ping,
+    PlanMessage,
     Prepare,
     Refusal,
     Shutdown,
@@ -48,7 +48,7 @@ def _write(message: ToWorker) -> pb.ControllerMessage:
             return pb.ControllerMessage(ping=pb.Ping(number=message.number, generation=message.generation))
         case Prepare():
             return pb.ControllerMessage(prepare=pb.Prepare(generation=message.generation))
-        case Carry():
+        case PlanMessage():
             return pb.ControllerMessage(plan=write_plan(message.plan))
         case Open():
             return pb.ControllerMessage(open=pb.Open(generation=message.generation))
@@ -78,7 +78,7 @@ def decode_controller(data: bytes) -> ToWorker:
         case "prepare":
             return Prepare(bounds.whole("prepare.generation", message.prepare.generation, least=1))
         case "plan":
-            return Carry(read_plan(message.plan))
+            return PlanMessage(read_plan(message.plan))
         case "open":
             return Open(bounds.whole("open.generation", message.open.generation, least=1))
         case "request":
@@ -101,7 +101,7 @@ def _write_welcome(welcome: Welcome) -> pb.Welcome:
         stall_seconds=welcome.stall_seconds,
         generation=welcome.generation,
         resume=welcome.resume,
-        known=welcome.known.encode(),
+        opened_generations=welcome.opened_generations.encode(),
         run=welcome.run,
         cluster=welcome.cluster,
         step=welcome.step,
@@ -117,8 +117,10 @@ def _read_welcome(message: pb.Welcome) -> Welcome:
         stall_seconds=bounds.seconds("welcome.stall_seconds", message.stall_seconds),
         generation=bounds.whole("welcome.generation", message.generation),
         resume=bounds.label("welcome.resume", message.resume),
-        known=bounds.runs(
-            "welcome.known", bounds.few("welcome.known", message.known, bounds.MAX_ENTRIES), bounds.MAX_NUMBER
+        opened_generations=bounds.runs(
+            "welcome.opened_generations",
+            bounds.few("welcome.opened_generations", message.opened_generations, bounds.MAX_ENTRIES),
+            bounds.MAX_NUMBER,
         ),
         run=message.run and bounds.name("welcome.run", message.run),
         cluster=message.cluster and bounds.name("welcome.cluster", message.cluster),

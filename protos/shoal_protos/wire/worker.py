@@ -16,7 +16,7 @@ from shoal_protos.messages import (
     Heartbeat,
     Hello,
     Inventory,
-    Point,
+    MemberState,
     Ready,
     Request,
     RequestKind,
@@ -28,26 +28,26 @@ from shoal_protos.messages import (
 from shoal_protos.wire import bounds
 from shoal_protos.wire.activity import read_activity, write_activity
 from shoal_protos.wire.checkpoint import (
-    read_damage,
-    read_saved,
-    read_sighting,
-    write_damage,
-    write_saved,
-    write_sighting,
+    read_checkpoint_ref,
+    read_save_report,
+    read_unreadable,
+    write_checkpoint_ref,
+    write_save_report,
+    write_unreadable,
 )
 from shoal_protos.wire.description import read_description, write_description
 
-POINTS = {
-    pb.POINT_REHEARSING: Point.REHEARSING,
-    pb.POINT_WAITING: Point.WAITING,
-    pb.POINT_JOINING: Point.JOINING,
-    pb.POINT_TRAINING: Point.TRAINING,
-    pb.POINT_STOPPED: Point.STOPPED,
-    pb.POINT_BUILDING: Point.BUILDING,
-    pb.POINT_READY: Point.READY,
-    pb.POINT_LEFT: Point.LEFT,
+STATES = {
+    pb.MEMBER_STATE_WARMING_UP: MemberState.WARMING_UP,
+    pb.MEMBER_STATE_WAITING: MemberState.WAITING,
+    pb.MEMBER_STATE_JOINING: MemberState.JOINING,
+    pb.MEMBER_STATE_TRAINING: MemberState.TRAINING,
+    pb.MEMBER_STATE_STOPPED: MemberState.STOPPED,
+    pb.MEMBER_STATE_BUILDING: MemberState.BUILDING,
+    pb.MEMBER_STATE_READY: MemberState.READY,
+    pb.MEMBER_STATE_LEFT: MemberState.LEFT,
 }
-POINT_NUMBERS = {point: number for number, point in POINTS.items()}
+STATE_NUMBERS = {point: number for number, point in STATES.items()}
 KINDS = {pb.REQUEST_KIND_DRAIN: RequestKind.DRAIN}
 KIND_NUMBERS = {kind: number for number, kind in KINDS.items()}
 
@@ -149,20 +149,22 @@ def _write_status(status: Status) -> pb.Status:
     return pb.Status(
         sequence=status.sequence,
         generation=status.generation,
-        point=POINT_NUMBERS[status.point],
+        state=STATE_NUMBERS[status.state],
         promised=status.promised,
         step=status.step,
         committed_in=status.committed_in,
         boundaries=status.boundaries,
         holds=status.holds.encode(),
-        current=status.current,
+        parameters_current=status.parameters_current,
         broken=status.broken,
         done=status.done,
         ended=status.ended,
         drain=status.drain,
         grace_seconds=status.grace_seconds,
-        checkpoint=write_sighting(status.checkpoint) if status.checkpoint is not None else None,
-        damage=write_damage(status.damage) if status.damage is not None else None,
+        checkpoint=write_checkpoint_ref(status.checkpoint) if status.checkpoint is not None else None,
+        unreadable_checkpoint=write_unreadable(status.unreadable_checkpoint)
+        if status.unreadable_checkpoint is not None
+        else None,
         highest_saved=status.highest_saved,
         corrupt=[
             pb.CorruptBlock(block=one.block, first_step=one.first_step, step=one.step, workers=one.workers)
@@ -176,20 +178,22 @@ def _read_status(message: pb.Status, blocks: int) -> Status:
     return Status(
         sequence=bounds.whole("status.sequence", message.sequence),
         generation=bounds.whole("status.generation", message.generation),
-        point=bounds.word("status.point", POINTS, message.point),
+        state=bounds.word("status.state", STATES, message.state),
         promised=bounds.whole("status.promised", message.promised),
         step=bounds.whole("status.step", message.step, least=-1),
         committed_in=bounds.whole("status.committed_in", message.committed_in),
         boundaries=bounds.whole("status.boundaries", message.boundaries),
         holds=bounds.runs("status.holds", message.holds, blocks),
-        current=message.current,
+        parameters_current=message.parameters_current,
         broken=tuple(bounds.name("status.broken", worker) for worker in broken),
         done=message.done,
         ended=message.ended,
         drain=message.drain,
         grace_seconds=bounds.seconds("status.grace_seconds", message.grace_seconds),
-        checkpoint=read_sighting(message.checkpoint) if message.HasField("checkpoint") else None,
-        damage=read_damage(message.damage) if message.HasField("damage") else None,
+        checkpoint=read_checkpoint_ref(message.checkpoint) if message.HasField("checkpoint") else None,
+        unreadable_checkpoint=read_unreadable(message.unreadable_checkpoint)
+        if message.HasField("unreadable_checkpoint")
+        else None,
         highest_saved=bounds.whole("status.highest_saved", message.highest_saved),
         corrupt=tuple(
             _read_corrupt(block, blocks) for block in bounds.few("status.corrupt", message.corrupt, bounds.MAX_CORRUPT)
@@ -219,8 +223,8 @@ def _write_heartbeat(heartbeat: Heartbeat) -> pb.Heartbeat:
             fill_bytes=telemetry.fill_bytes,
             memory_bytes=dict(telemetry.memory_bytes),
             changes=[_write_change(change) for change in telemetry.changes[-bounds.MAX_CHANGES :]],
-            saves=[write_saved(saved) for saved in telemetry.saves[-bounds.MAX_CHANGES :]],
-            passed_over=bounds.readable(telemetry.passed_over),
+            saves=[write_save_report(saved) for saved in telemetry.saves[-bounds.MAX_CHANGES :]],
+            skipped_folders=bounds.readable(telemetry.skipped_folders),
             skipped_micro_batches=telemetry.skipped_micro_batches,
             not_finite_steps=telemetry.not_finite_steps,
             not_finite=bounds.readable(telemetry.not_finite),
@@ -241,8 +245,8 @@ def _read_heartbeat(message: pb.Heartbeat, blocks: int) -> Heartbeat:
         fill_bytes=bounds.whole("telemetry.fill_bytes", told.fill_bytes),
         memory_bytes=_read_bytes("telemetry.memory_bytes", told.memory_bytes),
         changes=tuple(map(_read_change, bounds.few("telemetry.changes", told.changes, bounds.MAX_CHANGES))),
-        saves=tuple(map(read_saved, bounds.few("telemetry.saves", told.saves, bounds.MAX_CHANGES))),
-        passed_over=bounds.text("telemetry.passed_over", told.passed_over),
+        saves=tuple(map(read_save_report, bounds.few("telemetry.saves", told.saves, bounds.MAX_CHANGES))),
+        skipped_folders=bounds.text("telemetry.skipped_folders", told.skipped_folders),
         skipped_micro_batches=bounds.whole("telemetry.skipped_micro_batches", told.skipped_micro_batches),
         not_finite_steps=bounds.whole("telemetry.not_finite_steps", told.not_finite_steps),
         not_finite=bounds.text("telemetry.not_finite", told.not_finite),

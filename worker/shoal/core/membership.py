@@ -8,11 +8,11 @@ carry out what its answers say and guard it with one lock. ARCHITECTURE section 
 
 from __future__ import annotations
 
-from shoal_protos.messages import Point
+from shoal_protos.messages import MemberState
 from shoal_protos.plan import Plan, WorkerId
 from shoal_protos.runs import Runs
 
-JOINER = (Point.REHEARSING, Point.WAITING, Point.JOINING)
+JOINER = (MemberState.WARMING_UP, MemberState.WAITING, MemberState.JOINING)
 
 
 class Membership:
@@ -28,7 +28,7 @@ class Membership:
         self.promised = getattr(self, "promised", 0)
         self.stopped_for = 0
         self.generation = 0
-        self.point = Point.REHEARSING
+        self.point = MemberState.WARMING_UP
         self.plan: Plan | None = None
         self._forget()
 
@@ -61,23 +61,23 @@ class Membership:
         self.promised = self.stopped_for = generation
         self._forget()
         if self.generation:
-            self.point = Point.STOPPED
-        elif self.point is not Point.REHEARSING:
-            self.point = Point.WAITING  # of no world yet, also where the one that it built was never opened
+            self.point = MemberState.STOPPED
+        elif self.point is not MemberState.WARMING_UP:
+            self.point = MemberState.WAITING  # of no world yet, also where the one that it built was never opened
         return True
 
     def on_recovery(self, plan: Plan) -> bool:
         """PLAN made from inventories. True: build its group, catch up, then call `report_ready`."""
         wanted = plan.generation == self.promised and self.recovery is None and self._rank_in(plan) is not None
-        if not wanted or self.point not in (Point.STOPPED, Point.WAITING):
+        if not wanted or self.point not in (MemberState.STOPPED, MemberState.WAITING):
             return False
         self.recovery = plan
-        self.point = Point.BUILDING
+        self.point = MemberState.BUILDING
         return True
 
     def on_open(self, generation: int) -> bool:
         """OPEN. True: begin the world of the recovery."""
-        return generation == self.promised and self.point is Point.READY
+        return generation == self.promised and self.point is MemberState.READY
 
     def on_planned(self, plan: Plan) -> bool:
         """A planned change. True: build its group in the background (none needed where `builds(plan)` is false)."""
@@ -85,17 +85,17 @@ class Membership:
         if plan.generation <= newest or self.begins is not None:
             return False
         if self.is_joiner:
-            if self.point is Point.REHEARSING or self._rank_in(plan) is None:
+            if self.point is MemberState.WARMING_UP or self._rank_in(plan) is None:
                 return False
             self._keep_beside(plan)
-        elif plan.base != self.generation or self.point is not Point.TRAINING:
+        elif plan.base != self.generation or self.point is not MemberState.TRAINING:
             return False
         elif self.voting and self.voted > self.generation:
             self.deferred = plan  # what a member voted it keeps until that vote is over
             return False
         self.next, self.next_built = plan, False
         if self.is_joiner:
-            self.point = Point.WAITING
+            self.point = MemberState.WAITING
         elif not self.builds(plan):
             self.next_built = True
         return True
@@ -118,22 +118,22 @@ class Membership:
 
     def end_warm_up(self) -> None:
         """The joiner is warm, and ready to become a member."""
-        if self.point is Point.REHEARSING:
-            self.point = Point.WAITING
+        if self.point is MemberState.WARMING_UP:
+            self.point = MemberState.WAITING
 
     def on_built(self, generation: int) -> None:
         """The group of a planned change is built."""
         if self.next is not None and self.next.generation == generation:
             self.next_built = True
             if self.is_joiner:
-                self.point = Point.JOINING
+                self.point = MemberState.JOINING
                 self.promised = max(self.promised, generation)
 
     def report_ready(self, generation: int) -> bool:
         """The recovery's group is built and all is in place. False: another PREPARE came meanwhile."""
         if self.recovery is None or self.recovery.generation != generation:
             return False
-        self.point = Point.READY
+        self.point = MemberState.READY
         return True
 
     # ---- the vote
@@ -175,13 +175,13 @@ class Membership:
         """
         self.promised = max(self.promised, plan.generation)
         if self._rank_in(plan) is None:
-            self.point = Point.LEFT  # `generation` stays: it says which world its blocks are of
+            self.point = MemberState.LEFT  # `generation` stays: it says which world its blocks are of
         else:
             self.generation = plan.generation
             self.plan = plan
-            self.point = Point.TRAINING
+            self.point = MemberState.TRAINING
         if self.stopped_for > plan.generation:
-            self.point = Point.STOPPED
+            self.point = MemberState.STOPPED
         self._forget()
 
     @property

@@ -10,7 +10,7 @@ import copy
 import secrets
 from collections.abc import Callable
 
-from shoal_protos.checkpoint import Sighting
+from shoal_protos.checkpoint import CheckpointRef
 from shoal_protos.description import Description
 from shoal_protos.messages import Inventory, Result, Status, Telemetry
 from shoal_protos.plan import Member, Plan, Reason, Recovery, Share, check_plan
@@ -38,7 +38,7 @@ class AloneLink:
 
     def __init__(self) -> None:
         self.incarnation = self.run = secrets.token_hex(8)
-        self._checkpoint: Sighting | None = None
+        self._checkpoint: CheckpointRef | None = None
         self._highest_saved = 0
         self._number = 0
         self._membership = Membership(self.worker, self.incarnation)
@@ -125,7 +125,7 @@ class AloneLink:
     def publish(self, status: Status, telemetry: Telemetry) -> None:
         """There is nobody to tell; but a checkpoint that cannot be read means to begin from another one."""
         del telemetry
-        unreadable = status.damage.path if status.damage is not None else ""
+        unreadable = status.unreadable_checkpoint.path if status.unreadable_checkpoint is not None else ""
         again = bool(unreadable) and self._checkpoint is not None and self._checkpoint.path == unreadable
         if not self._membership.generation:
             self._checkpoint, self._highest_saved = status.checkpoint, status.highest_saved

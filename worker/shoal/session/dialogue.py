@@ -19,15 +19,15 @@ from shoal_protos.messages import (
     GRACE_SECONDS,
     PROTOCOL_VERSION,
     Ask,
-    Carry,
     Drain,
     Ending,
     Heartbeat,
     Hello,
     Inventory,
+    MemberState,
     Open,
     Ping,
-    Point,
+    PlanMessage,
     Prepare,
     Ready,
     Refusal,
@@ -171,7 +171,7 @@ class Dialogue:
         if kind is Heartbeat:
             return self._heartbeat()
         if kind is Ready:
-            is_ready = self.membership.point is Point.READY
+            is_ready = self.membership.point is MemberState.READY
             return Ready(self.membership.promised, self._next_status()) if is_ready else None
         if kind is Request:
             return Request(RequestKind.DRAIN, self.process.grace_seconds, self.membership.generation)
@@ -201,7 +201,7 @@ class Dialogue:
         return replace(
             self._status,
             generation=membership.generation,
-            point=membership.point,
+            state=membership.point,
             promised=membership.newest_known,
             broken=self.broken,
             drain=self._drain,
@@ -274,7 +274,7 @@ class Dialogue:
         self.membership.start_over()
         self.ending, self.welcomed, self.broken = None, False, ()
         self._inventory = self._result = None
-        self._status = Status(self._sequence, 0, Point.REHEARSING, 0, step=-1, committed_in=0)
+        self._status = Status(self._sequence, 0, MemberState.WARMING_UP, 0, step=-1, committed_in=0)
         self._held_back = None
 
     # ---- from the controller
@@ -294,7 +294,7 @@ class Dialogue:
                 self.beat()
             case Prepare(generation):
                 return self._on_prepare(generation)
-            case Carry(plan):
+            case PlanMessage(plan):
                 return self._on_plan(plan)
             case Open(generation) if self.membership.on_open(generation) and generation != self._opened_generation:
                 self._opened_generation = generation
@@ -321,7 +321,7 @@ class Dialogue:
     def _on_welcome(self, welcome: Welcome) -> None:
         self.membership.worker = welcome.worker
         self.heartbeat_seconds, self.reconnect_seconds = welcome.heartbeat_seconds, welcome.reconnect_seconds
-        self.resume = (json.loads(welcome.resume) if welcome.resume else None, welcome.known)
+        self.resume = (json.loads(welcome.resume) if welcome.resume else None, welcome.opened_generations)
         self.run, self.cluster = welcome.run, welcome.cluster
         self.progress = (welcome.step, welcome.loss)
         self.welcomed = True

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shoal_protos.checkpoint import Damage, Sighting
+from shoal_protos.checkpoint import CheckpointRef, UnreadableCheckpoint
 from shoal_protos.errors import JobFailed, NotFound
 from shoal_protos.runs import every
 
@@ -34,8 +34,8 @@ class Resuming:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._config = engine.config.checkpoint
-        self.sighting: Sighting | None = None
-        self.damage: Damage | None = None
+        self.sighting: CheckpointRef | None = None
+        self.damage: UnreadableCheckpoint | None = None
         self.highest_saved = 0
         """The highest generation of any save in `checkpoint.path` when it was last looked into."""
         self.skipped: list[str] = []
@@ -62,7 +62,7 @@ class Resuming:
         same = fits(found.manifest, self._engine.state, self._config.allow, found.path)
         step = found.manifest.step if same else 0
         manifest = found.manifest
-        self.sighting = Sighting(
+        self.sighting = CheckpointRef(
             manifest.generation, step, found.path, manifest.data_bytes, manifest.run, manifest.verified
         )
         log.info("checkpoint_found", path=found.path, step=found.manifest.step,
@@ -72,7 +72,7 @@ class Resuming:
         log.warning("checkpoint_skipped", reason=sentence)
         self.skipped.append(sentence)
 
-    def on_saved(self, sighting: Sighting) -> None:
+    def on_saved(self, sighting: CheckpointRef) -> None:
         """A save that this worker took part in was completed."""
         self.sighting = sighting
 
@@ -138,7 +138,7 @@ class Resuming:
         if resume != "latest" and self.sighting is not None and self.sighting.path == path:
             raise JobFailed(f"{error} It was named by `resume`; name another one.") from error
         self._unreadable.add(path)
-        self.damage = Damage(path, str(error))
+        self.damage = UnreadableCheckpoint(path, str(error))
         self.look()
 
     def check_initial(self) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from shoal_protos.checkpoint import Saved, SaveOutcome, Sighting
+from shoal_protos.checkpoint import CheckpointRef, SaveOutcome, SaveReport
 from shoal_protos.errors import UserError
 from torch import Tensor
 
@@ -68,7 +68,7 @@ class Saving:
         """In which the save at hand began."""
         self.failure: StorageFailed | None = None
         """Why the last save that this worker asked for failed, until raised."""
-        self.recent: tuple[Saved, ...] = ()
+        self.recent: tuple[SaveReport, ...] = ()
         """The last few saves that this worker led, for the controller."""
         self._number = 0
 
@@ -171,7 +171,7 @@ class Saving:
         if self._engine.rank == 0:
             why = "the checkpoint before is still being written"
             log.warning("save_skipped", step=step, reason=why)
-            self._remember(Saved(0, step, SaveOutcome.SKIPPED, why=why))
+            self._remember(SaveReport(0, step, SaveOutcome.SKIPPED, why=why))
 
     # ---- a save begins
 
@@ -240,14 +240,14 @@ class Saving:
             self.saved = outcome.name.step
             name, manifest, run = outcome.name, outcome.manifest, self._engine.link.run
             size, verified = (manifest.data_bytes, manifest.verified) if manifest is not None else (0, False)
-            self._engine.resuming.on_saved(Sighting(name.generation, name.step, outcome.path, size, run, verified))
+            self._engine.resuming.on_saved(CheckpointRef(name.generation, name.step, outcome.path, size, run, verified))
         elif self.pending and self._generation == self._engine.generation:
             self._asked_at = None
             self.failure = StorageFailed(f"the checkpoint of step {outcome.name.step} failed: {outcome.failure}")
         if outcome.manifest is not None or (outcome.failure and self._engine.rank == 0):
             self._remember(_as_message(outcome))
 
-    def _remember(self, saved: Saved) -> None:
+    def _remember(self, saved: SaveReport) -> None:
         self._number += 1
         self.recent = (*self.recent[1 - RECENT_SAVES :], replace(saved, number=self._number))
 
@@ -272,9 +272,9 @@ def _in_use(world: World) -> str:
     return recovery.checkpoint.rstrip("/").rpartition("/")[2] if recovery is not None else ""
 
 
-def _as_message(outcome: Outcome) -> Saved:
+def _as_message(outcome: Outcome) -> SaveReport:
     seconds = outcome.seconds
-    return Saved(
+    return SaveReport(
         number=0,
         step=outcome.name.step,
         outcome=SaveOutcome.FAILED if outcome.failure else SaveOutcome.DONE,

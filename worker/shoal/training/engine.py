@@ -413,10 +413,10 @@ class Engine:
         """States where this worker stands; the link says it at once unless only the step has changed."""
         state = self.state
         status = Status(
-            sequence=0, generation=0, point=self.link.membership().point, promised=0,
+            sequence=0, generation=0, state=self.link.membership().point, promised=0,
             step=state.step, committed_in=state.committed_in, boundaries=self.boundaries, holds=state.held.runs,
-            current=state.is_current and self.world is not None, done=self.done, ended=self.ended,
-            checkpoint=self.resuming.sighting, damage=self.resuming.damage,
+            parameters_current=state.is_current and self.world is not None, done=self.done, ended=self.ended,
+            checkpoint=self.resuming.sighting, unreadable_checkpoint=self.resuming.damage,
             highest_saved=self.resuming.highest_saved,
             corrupt=self.corruption.corrupt,
         )  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from shoal_protos.description import Description, Parameter
 from shoal_protos.errors import UserError
-from shoal_protos.messages import Point, Status
+from shoal_protos.messages import MemberState, Status
 from shoal_protos.plan import EVERYONE
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
@@ -62,7 +62,7 @@ def initialize(
     check_joiners_can_be_given(state)
     link, fault_text = open_link()
     fetcher = Fetcher(dataset, collate_fn, sampler, settled.seed, torch.device("cpu"))
-    status = Status(sequence=0, generation=0, point=Point.REHEARSING, promised=0, step=-1, committed_in=0)
+    status = Status(sequence=0, generation=0, state=MemberState.WARMING_UP, promised=0, step=-1, committed_in=0)
     link.introduce(_description(settled, state, optimizer, sampler.samples), status)
     engine = Engine(settled, state, link, fetcher, Faults.parse(fault_text, link.worker))
     engine.resuming.look()

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from shoal_protos.checkpoint import Sighting
+from shoal_protos.checkpoint import CheckpointRef
 from shoal_protos.description import Description
 from shoal_protos.messages import Ending
 from shoal_protos.plan import Plan, Reason, WorkerId
@@ -180,7 +180,7 @@ class Durable:
     paused_because: str = ""
     """Empty where an operator has paused it."""
     corruption: Corruption = Corruption()
-    went_back_to: Sighting | None = None
+    went_back_to: CheckpointRef | None = None
     """The checkpoint that all have last gone back to: what was saved after it in generations before `floor` was given
     up."""
     scaled_up: bool = False
@@ -214,7 +214,7 @@ class Durable:
     """Steps whose loss or gradient was not finite, likewise."""
     opened: Runs = NO_BLOCKS
     """The generations that have begun: `latest` takes checkpoints of these."""
-    checkpoints: tuple[Sighting, ...] = ()
+    checkpoints: tuple[CheckpointRef, ...] = ()
     """The catalogue, newest first."""
     spoilt: tuple[str, ...] = ()
     """Paths of checkpoints that a worker could not read."""

@@ -30,7 +30,7 @@ class Connected:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class MessageReceived:
     """A worker said something on an accepted connection."""
 
     connection: int
@@ -129,6 +129,6 @@ class Save:
 
 
 Event = (
-    Started | Tick | Connected | Said | Disconnected | Probed | Spawned | NeverStarted | Exited
+    Started | Tick | Connected | MessageReceived | Disconnected | Probed | Spawned | NeverStarted | Exited
     | Scale | DrainWorker | ConfirmLost | Pause | Resume | Cancel | Save
 )  # fmt: skip

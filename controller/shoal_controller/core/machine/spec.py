@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from shoal_protos.checkpoint import Sighting
+from shoal_protos.checkpoint import CheckpointRef
 
 from shoal_controller.core.machine.figures import Figures
 
@@ -98,7 +98,7 @@ class JobView:
     fingerprint: str = ""
     step_seconds_median: float | None = None
     resizes: tuple[ResizeView, ...] = ()
-    checkpoints: tuple[Sighting, ...] = ()
+    checkpoints: tuple[CheckpointRef, ...] = ()
     """Newest first."""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal_protos.messages import Ending, Point
+from shoal_protos.messages import Ending, MemberState
 from shoal_protos.plan import Plan
 from shoal_protos.runs import NO_BLOCKS, every, union
 
@@ -182,5 +182,5 @@ def state(job: Job, record: Record, rank: int | None) -> State:
         return State.DRAINING
     if rank is not None:
         return State.ACTIVE
-    newcomer_ready = process is not None and process.status.point in (Point.WAITING, Point.JOINING)
+    newcomer_ready = process is not None and process.status.state in (MemberState.WAITING, MemberState.JOINING)
     return State.READY if newcomer_ready else State.STARTING

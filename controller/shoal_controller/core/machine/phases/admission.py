@@ -39,8 +39,8 @@ def connected(turn: Turn, event: Connected) -> None:
     spec = turn.spec
     welcome = Welcome(
         worker, spec.heartbeat_seconds, spec.reconnect_seconds, spec.stall_seconds, turn.durable.number,
-        resume="" if spec.resume is None else json.dumps(spec.resume), known=turn.durable.opened, run=spec.run,
-        step=turn.durable.step, loss=shown_loss(turn.job),
+        resume="" if spec.resume is None else json.dumps(spec.resume), opened_generations=turn.durable.opened,
+        run=spec.run, step=turn.durable.step, loss=shown_loss(turn.job),
     )  # fmt: skip
     turn.do(Send(event.connection, welcome))
     worker_messages.stated(turn, worker, hello.status)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shoal_protos.checkpoint import Saved, SaveOutcome, Sighting, superfluous
+from shoal_protos.checkpoint import CheckpointRef, SaveOutcome, SaveReport, superfluous
 from shoal_protos.messages import Status
 from shoal_protos.plan import WorkerId
 from shoal_protos.runs import Runs
@@ -26,13 +26,13 @@ MOST_SPANS = 1_000
 """Of the generations that were opened; the oldest gaps are forgotten beyond it."""
 
 
-def latest(durable: Durable) -> Sighting | None:
+def latest(durable: Durable) -> CheckpointRef | None:
     """What a world may begin from. Where copies differ it is one that is known to be sound, if any can be read."""
     sound = [one for one in durable.checkpoints if one.verified] if durable.corruption.restoring else []
     return max(sound or durable.checkpoints, default=None)
 
 
-def _is_given_up(durable: Durable, sighting: Sighting) -> bool:
+def _is_given_up(durable: Durable, sighting: CheckpointRef) -> bool:
     """Whether all have gone back behind it."""
     back = durable.went_back_to
     return back is not None and back < sighting and sighting.generation < durable.floor
@@ -80,7 +80,7 @@ def _exceed(turn: Turn, generation: int) -> None:
         turn.keep(number=generation)
 
 
-def _keep(turn: Turn, found: tuple[Sighting, ...]) -> None:
+def _keep(turn: Turn, found: tuple[CheckpointRef, ...]) -> None:
     """Newest first, without those that the workers' retention deletes."""
     newest = sorted(found, reverse=True)[:REMEMBERED]
     description = turn.durable.description
@@ -127,7 +127,7 @@ def damaged(turn: Turn, attempt: Attempt) -> str:
         return ""
     for member in plan.members:
         process = turn.process(member.worker)
-        damage = process.status.damage if process is not None else None
+        damage = process.status.unreadable_checkpoint if process is not None else None
         if damage is not None and damage.path == path:
             turn.keep(
                 checkpoints=tuple(one for one in turn.durable.checkpoints if one.path != path),
@@ -160,7 +160,7 @@ def opened(turn: Turn, generation: int) -> None:
 def told(turn: Turn, worker: WorkerId) -> None:
     """Saves that a worker led and has not told of before; what it passed over at its start, once for all workers."""
     process = turn.job.processes[worker]
-    sentence = process.telemetry.passed_over
+    sentence = process.telemetry.skipped_folders
     if sentence and sentence != turn.job.passed_over and turn.durable.current is None:
         turn.change(passed_over=sentence)
         turn.note("checkpoint_passed_over", sentence, worker)
@@ -174,7 +174,7 @@ def told(turn: Turn, worker: WorkerId) -> None:
             _answered(turn, saved.step)
 
 
-def _figures(turn: Turn, worker: WorkerId, saved: Saved) -> None:
+def _figures(turn: Turn, worker: WorkerId, saved: SaveReport) -> None:
     match saved.outcome:
         case SaveOutcome.DONE:
             turn.count("shoal_checkpoint_bytes_total", saved.bytes)

@@ -7,7 +7,7 @@ Called with everything that workers say; changes nothing of the job but what was
 
 from __future__ import annotations
 
-from shoal_protos.checkpoint import Sighting
+from shoal_protos.checkpoint import CheckpointRef
 from shoal_protos.messages import Hello, Inventory, Refusal, Result, Status
 from shoal_protos.plan import WorkerId
 
@@ -126,7 +126,7 @@ def counts_for_all(turn: Turn, worker: WorkerId) -> bool:
     return turn.world is None and turn.record(worker).launched
 
 
-def is_credible(turn: Turn, worker: WorkerId, sighting: Sighting) -> bool:
+def is_credible(turn: Turn, worker: WorkerId, sighting: CheckpointRef) -> bool:
     """● Whether a checkpoint may be one of the job's: where its config or `resume` says that they lie."""
     status = turn.job.processes[worker].status
     false = _false_place(turn, sighting.path)

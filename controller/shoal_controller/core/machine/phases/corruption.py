@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from shoal_protos.checkpoint import Sighting
+from shoal_protos.checkpoint import CheckpointRef
 from shoal_protos.corruption import CorruptBlock, OnCorruption
 from shoal_protos.messages import Ending, Status
 from shoal_protos.plan import WorkerId
@@ -48,7 +48,7 @@ def on_status(turn: Turn, worker: WorkerId, status: Status) -> None:
         _conclude(turn, found[0])
 
 
-def verified(durable: Durable) -> Sighting | None:
+def verified(durable: Durable) -> CheckpointRef | None:
     """The newest checkpoint of which it is known that all copies agreed when it was saved."""
     return max((one for one in durable.checkpoints if one.verified), default=None)
 

@@ -9,7 +9,7 @@ from shoal_protos.plan import WorkerId
 
 from shoal_controller.core.machine.durable import Record, Standing
 from shoal_controller.core.machine.effects import Adopt, Close, Kill, Send
-from shoal_controller.core.machine.events import Connected, Disconnected, Exited, NeverStarted, Said, Started
+from shoal_controller.core.machine.events import Connected, Disconnected, Exited, MessageReceived, NeverStarted, Started
 from shoal_controller.core.machine.phases import claims
 from shoal_controller.core.machine.phases.next_message import shutdown_of_all, tell_all
 from shoal_controller.core.machine.spec import Phase
@@ -73,7 +73,7 @@ def connected(turn: Turn, event: Connected) -> None:
     turn.do(Close(event.connection))
 
 
-def said(turn: Turn, event: Said) -> None:
+def said(turn: Turn, event: MessageReceived) -> None:
     """It lags: say again what is current."""
     worker = turn.job.connections.get(event.connection)
     if worker is not None:

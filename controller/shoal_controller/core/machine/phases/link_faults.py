@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from shoal_protos.messages import Point, Status
+from shoal_protos.messages import MemberState, Status
 from shoal_protos.plan import Plan, WorkerId
 
 from shoal_controller.core.machine.durable import Feud
@@ -33,7 +33,7 @@ def reports(turn: Turn, plan: Plan, building: bool) -> Reports:
             continue
         status = process.status
         if building:
-            built = status.promised == plan.generation and status.point in (Point.BUILDING, Point.READY)
+            built = status.promised == plan.generation and status.state in (MemberState.BUILDING, MemberState.READY)
             peers = [peer for peer in status.broken if built and is_member(plan, peer)]
         else:
             peers = _broken_in_training(plan, status)
@@ -43,7 +43,7 @@ def reports(turn: Turn, plan: Plan, building: bool) -> Reports:
 
 def _broken_in_training(plan: Plan, status: Status) -> list[WorkerId]:
     """● A member that the planned change has not reached yet speaks of the world before: there it is stuck."""
-    if status.point is not Point.TRAINING:
+    if status.state is not MemberState.TRAINING:
         return []
     behind = 0 < status.generation < plan.generation
     return [peer for peer in status.broken if behind or is_member(plan, peer)]

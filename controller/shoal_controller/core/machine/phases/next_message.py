@@ -9,11 +9,11 @@ from __future__ import annotations
 from shoal_protos.messages import (
     Ask,
     AskKind,
-    Carry,
     Ending,
     Inventory,
+    MemberState,
     Open,
-    Point,
+    PlanMessage,
     Prepare,
     Shutdown,
     ToWorker,
@@ -78,7 +78,7 @@ def shutdown_of_all(durable: Durable) -> Shutdown:
 
 
 def _number(message: ToWorker) -> int:
-    if isinstance(message, Carry):
+    if isinstance(message, PlanMessage):
         return message.plan.generation
     return getattr(message, "generation", 0)
 
@@ -108,26 +108,30 @@ def _of_attempt(durable: Durable, attempt: Attempt, process: Process) -> ToWorke
         if asked and answered(process, attempt.number) is None:
             return Prepare(attempt.number)
         return None
-    knows = status.promised == attempt.number and status.point in (Point.BUILDING, Point.READY)
+    knows = status.promised == attempt.number and status.state in (MemberState.BUILDING, MemberState.READY)
     if attempt.plan is not None and is_member(attempt.plan, process.worker) and not knows:
-        return Carry(attempt.plan)
+        return PlanMessage(attempt.plan)
     return None
 
 
 def _of_world(job: Job, process: Process) -> ToWorker | None:
     durable, status, world = job.durable, process.status, job.durable.current
-    if world is None or status.point is Point.REHEARSING:
+    if world is None or status.state is MemberState.WARMING_UP:
         return None
     member = is_member(world, process.worker)
-    if not status.generation and status.point in (Point.BUILDING, Point.READY) and status.promised < world.generation:
+    if (
+        not status.generation
+        and status.state in (MemberState.BUILDING, MemberState.READY)
+        and status.promised < world.generation
+    ):
         return Prepare(durable.number)  # a newcomer of a start that was given up
-    if member and status.point is Point.READY and status.promised == world.generation:
+    if member and status.state is MemberState.READY and status.promised == world.generation:
         return Open(world.generation)
     if durable.planned:
         plan = durable.planned[-1]
         takes_part = member or is_member(plan, process.worker)
-        if takes_part and status.promised < plan.generation and status.point is not Point.LEFT:
-            return Carry(plan)
+        if takes_part and status.promised < plan.generation and status.state is not MemberState.LEFT:
+            return PlanMessage(plan)
     if durable.stopping and member and not status.done:
         return Ask(AskKind.STOP, STOP_REQUEST, world.generation)
     if durable.save is not None and process.worker == _first_member(job, world):

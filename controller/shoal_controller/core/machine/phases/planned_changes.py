@@ -7,7 +7,7 @@ generation is current.
 
 from __future__ import annotations
 
-from shoal_protos.messages import Ending, Point, Status
+from shoal_protos.messages import Ending, MemberState, Status
 from shoal_protos.plan import Plan, Reason, WorkerId
 
 from shoal_controller.core.machine.durable import Leaving
@@ -151,7 +151,7 @@ def waiting_newcomers(turn: Turn, world: Plan) -> list[WorkerId]:
     ready = [
         process
         for process in turn.serving()
-        if process.status.point in (Point.WAITING, Point.JOINING)
+        if process.status.state in (MemberState.WAITING, MemberState.JOINING)
         and process.worker not in members
         and (_is_reachable(process) or process.worker in expected)
         and not turn.record(process.worker).leaving

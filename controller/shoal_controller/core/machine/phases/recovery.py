@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shoal_protos.messages import Ending, Inventory, Point
+from shoal_protos.messages import Ending, Inventory, MemberState
 from shoal_protos.plan import Plan, Reason, WorkerId
 from shoal_protos.runs import NO_BLOCKS
 
@@ -281,7 +281,7 @@ def _is_ready(turn: Turn, worker: WorkerId, plan: Plan) -> bool:
     process = turn.process(worker)
     if process is None:
         return False
-    return process.status.point is Point.READY and process.status.promised == plan.generation
+    return process.status.state is MemberState.READY and process.status.promised == plan.generation
 
 
 def _open(turn: Turn, attempt: Attempt, plan: Plan) -> None:

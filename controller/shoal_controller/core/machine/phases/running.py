@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal_protos.messages import Point
+from shoal_protos.messages import MemberState
 from shoal_protos.plan import Plan, WorkerId
 
 from shoal_controller.core.machine.job import Process
@@ -117,14 +117,19 @@ def _has_stopped(turn: Turn, world: Plan, worker: WorkerId) -> bool:
     if process is None:
         return False
     status = process.status
-    waits_for_open = status.point is Point.READY and status.promised == world.generation
-    return status.point in (Point.STOPPED, Point.BUILDING, Point.READY) and not waits_for_open
+    waits_for_open = status.state is MemberState.READY and status.promised == world.generation
+    return status.state in (MemberState.STOPPED, MemberState.BUILDING, MemberState.READY) and not waits_for_open
 
 
 def _could_rejoin(turn: Turn, world: Plan, process: Process) -> bool:
     """A thawed worker beside a world that commits no steps: nothing makes it stale, and to take it in is free."""
     status = process.status
-    stands = status.generation > 0 and status.point not in (Point.LEFT, Point.REHEARSING, Point.WAITING, Point.JOINING)
+    stands = status.generation > 0 and status.state not in (
+        MemberState.LEFT,
+        MemberState.WARMING_UP,
+        MemberState.WAITING,
+        MemberState.JOINING,
+    )
     record = turn.record(process.worker)
     return (
         not world.steps
@@ -144,7 +149,7 @@ def _dismiss_the_stale(turn: Turn, world: Plan) -> None:
     for process in tuple(turn.serving()):
         status = process.status
         stale = 0 < status.generation < max(committed_in, turn.durable.floor)
-        if stale and status.point is not Point.LEFT and not is_member(world, process.worker):
+        if stale and status.state is not MemberState.LEFT and not is_member(world, process.worker):
             recovery.dismiss_stale(turn, process.worker, status.generation, committed_in)
 
 

@@ -6,7 +6,7 @@ goes, the youngest first. With launcher `none` workers come by themselves and on
 
 from __future__ import annotations
 
-from shoal_protos.messages import Drain, Ending, Point
+from shoal_protos.messages import Drain, Ending, MemberState
 from shoal_protos.plan import WorkerId
 
 from shoal_controller.core.machine.durable import Leaving, Record, Standing
@@ -129,14 +129,14 @@ def let_go(turn: Turn) -> None:
         if newcomer:
             dismiss(turn, record.worker, Ending.DRAINED, f"worker {record.worker} was drained before it was a member")
             tell(turn, record.worker)
-        elif process is not None and _left_and_safe(turn, process.status.point):
+        elif process is not None and _left_and_safe(turn, process.status.state):
             dismiss(turn, record.worker, Ending.DRAINED, f"worker {record.worker} was drained; its blocks live on")
             tell(turn, record.worker)
 
 
-def _left_and_safe(turn: Turn, point: Point) -> bool:
+def _left_and_safe(turn: Turn, point: MemberState) -> bool:
     """● A leaving worker keeps its blocks until a vote in the generation without it was seen to pass."""
-    return point in (Point.LEFT, Point.STOPPED) and world_has_voted(turn)
+    return point in (MemberState.LEFT, MemberState.STOPPED) and world_has_voted(turn)
 
 
 def world_has_voted(turn: Turn) -> bool:

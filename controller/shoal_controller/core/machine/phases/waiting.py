@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal_protos.messages import Ending, Point
+from shoal_protos.messages import Ending, MemberState
 from shoal_protos.plan import WorkerId
 
 from shoal_controller.core.machine.durable import Durable
@@ -46,7 +46,7 @@ def ready_to_start(turn: Turn) -> list[WorkerId]:
 
 def is_ready(job: Job, process: Process) -> bool:
     """Rehearsed, connected, and nothing of a world that still counts."""
-    fresh = process.status.generation == 0 and process.status.point is not Point.REHEARSING
+    fresh = process.status.generation == 0 and process.status.state is not MemberState.WARMING_UP
     return fresh and process.connection is not None and process.worker in job.durable.roster
 
 

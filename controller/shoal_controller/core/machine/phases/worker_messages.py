@@ -9,7 +9,7 @@ from shoal_protos.messages import Heartbeat, Inventory, Ready, Request, Result, 
 from shoal_protos.plan import WorkerId
 
 from shoal_controller.core.machine.durable import Leaving, Standing
-from shoal_controller.core.machine.events import Said
+from shoal_controller.core.machine.events import MessageReceived
 from shoal_controller.core.machine.job import Process
 from shoal_controller.core.machine.phases import (
     checkpoints,
@@ -27,7 +27,7 @@ from shoal_controller.core.machine.phases.progress import step_seconds_median
 from shoal_controller.core.machine.turn import Turn
 
 
-def said(turn: Turn, event: Said) -> bool:
+def said(turn: Turn, event: MessageReceived) -> bool:
     """Returns whether it may matter for the job, so that a plain heartbeat costs next to nothing."""
     worker = turn.job.connections.get(event.connection)
     if worker is None:
@@ -86,7 +86,7 @@ def stated(turn: Turn, worker: WorkerId, status: Status) -> None:
     process = turn.job.processes[worker]
     if status.sequence < process.status.sequence:
         return
-    turn.see(worker, status=status, trains=process.trains or (status.current and status.generation > 0))
+    turn.see(worker, status=status, trains=process.trains or (status.parameters_current and status.generation > 0))
     durable = turn.durable
     highest = max(durable.number, status.promised, status.generation)
     if highest > durable.number:
@@ -109,8 +109,8 @@ def _differs(before: Status, after: Status) -> bool:
 
 def _stands(status: Status) -> tuple[object, ...]:
     ends = status.done, status.ended, status.drain
-    knows = status.checkpoint, status.damage, status.corrupt
-    return status.generation, status.point, status.promised, status.committed_in, status.broken, ends, knows
+    knows = status.checkpoint, status.unreadable_checkpoint, status.corrupt
+    return status.generation, status.state, status.promised, status.committed_in, status.broken, ends, knows
 
 
 def _inventory(turn: Turn, worker: WorkerId, inventory: Inventory) -> None:
