@@ -1,12 +1,14 @@
-"""Hosts as network namespaces on one bridge, whose links can be cut one way or both. Needs root, `ip` and `nft`.
+"""Hosts as network namespaces on one bridge, whose links can be hindered. Needs root, `ip`, `tc` and `nft`.
 
     with Hosts(4) as hosts:
-        hosts.cut(1, 2)          # packets from host 1 to host 2 are dropped
+        hosts.cut(1, 2)           # packets from host 1 to host 2 are dropped, as by a broken switch
+        hosts.refuse(1, 2)        # connections of host 1 to host 2 are reset, as by a firewall
+        hosts.lose(1, 2, 20)      # 20 of 100 packets are lost
+        hosts.shape(2, 2000)      # host 2 has 2,000 kbit/s each way, and packets wait for their turn
         hosts.heal()
 
-Host 0 is the controller's, and this process is there while the context lasts. Packets are dropped and nothing is
-refused, as by a broken switch. Where namespaces cannot be had, `Loopback` stands in: every process on this host, and no
-links to cut.
+Host 0 is the controller's, and this process is there while the context lasts. Where namespaces cannot be had,
+`Loopback` stands in: every process on this host, and no links to hinder.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from typing import Self
 
 SUBNET = "10.77"
 CLONE_NEWNET = 0x40000000
+QUEUE = "burst 16kb latency 2s"
+"""Of a shaped host: a full queue delays what comes last by two seconds."""
 
 
 class Loopback:
@@ -53,11 +57,12 @@ class Hosts:
         self._name = f"shoal{os.getpid() % 100_000}"
         self._net = f"{SUBNET}.{os.getpid() % 250}"
         self._hosts = range(count + 1)
+        self._shaped: set[int] = set()
         self._home = os.open("/proc/self/ns/net", os.O_RDONLY)
 
     @staticmethod
     def can_be_had() -> bool:
-        return os.geteuid() == 0 and all(map(shutil.which, ("ip", "nft")))
+        return os.geteuid() == 0 and all(map(shutil.which, ("ip", "tc", "nft")))
 
     def __enter__(self) -> Self:
         try:
@@ -83,12 +88,35 @@ class Hosts:
 
     def cut(self, source: int, target: int) -> None:
         """Packets from one host to another are dropped where they arrive."""
-        _run(f"{self._at(target)} nft add rule inet cuts arriving ip saddr {self.address(source)} drop")
+        self._arriving(source, target, "drop")
+
+    def refuse(self, source: int, target: int) -> None:
+        """TCP connections of one host to another are reset, those that there are as well as new ones."""
+        self._arriving(source, target, "meta l4proto tcp reject with tcp reset")
+
+    def lose(self, source: int, target: int, percent: int) -> None:
+        """So many of a hundred packets from one host to another are dropped, by chance."""
+        self._arriving(source, target, f"numgen random mod 100 < {percent} drop")
+
+    def shape(self, host: int, kbit: int) -> None:
+        """All that a host sends, and all that is sent to it, has so many kbit/s."""
+        self._shaped.add(host)
+        self._queue(host, "replace", f"tbf rate {kbit}kbit {QUEUE}")
 
     def heal(self) -> None:
         """All links are whole."""
         for host in self._hosts:
             _run(f"{self._at(host)} nft flush chain inet cuts arriving")
+        while self._shaped:
+            self._queue(self._shaped.pop(), "del", "")
+
+    def _arriving(self, source: int, target: int, verdict: str) -> None:
+        _run(f"{self._at(target)} nft add rule inet cuts arriving ip saddr {self.address(source)} {verdict}")
+
+    def _queue(self, host: int, act: str, what: str) -> None:
+        """At both ends of the host's cable."""
+        _run(f"{self._at(host)} tc qdisc {act} dev wire root {what}")
+        _run(f"{self._at(0)} tc qdisc {act} dev port{host} root {what}")
 
     def _make(self) -> None:
         for host in self._hosts:

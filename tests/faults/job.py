@@ -23,6 +23,9 @@ import httpx
 from faults.hosts import Hosts, Loopback
 
 SCRIPT = Path(__file__).with_name("train.py")
+STRANGER = Path(__file__).with_name("stranger.py")
+LISTENS = "0A"
+"""The state of a listening socket in /proc/net/tcp."""
 SHOAL = str(Path(sys.executable).with_name("shoal"))
 TOKEN = "faults"
 HTTP, GRPC = 7070, 7071
@@ -46,6 +49,7 @@ class Job:
         self._controller: subprocess.Popen[bytes] | None = None
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         """By host."""
+        self._strangers: list[subprocess.Popen[bytes]] = []
         self._log = (self.folder / "log").open("ab")
 
     def __enter__(self) -> Self:
@@ -65,7 +69,7 @@ class Job:
     def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
         if kind is not None:
             print(self.story())
-        for process in (*self._processes.values(), self._controller):
+        for process in (*self._processes.values(), *self._strangers, self._controller):
             if process is not None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
@@ -104,6 +108,19 @@ class Job:
         if process is not None and process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, number)
+
+    def take_port(self, host: int, manner: str) -> subprocess.Popen[bytes] | None:
+        """Kill the worker of a host, and let a stranger listen where it did. None: it was dead already."""
+        process = self._processes[host]
+        ports = _listening(process.pid)
+        self.signal_worker(host, signal.SIGKILL)
+        process.wait()
+        if not ports:
+            return None
+        command = [sys.executable, str(STRANGER), self.hosts.address(host), str(ports[0]), manner]
+        stranger = self._start(host, command)
+        self._strangers.append(stranger)
+        return stranger
 
     def replace_ended(self) -> list[int]:
         """Start a worker on each host whose own has ended; which hosts."""
@@ -153,6 +170,16 @@ class Job:
         lines = [f"{event['time']:.1f} {event['kind']}: {event['message']}" for event in events[-150:]]
         log = (self.folder / "log").read_text(errors="replace")[-6000:]
         return "\n".join([*lines, str(self.look()), "---- log", log])
+
+
+def _listening(pid: int) -> list[int]:
+    """The ports of a process's host on which somebody listens."""
+    try:
+        lines = Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]
+    except OSError:  # it has ended
+        return []
+    rows = [line.split() for line in lines]
+    return [int(local.rpartition(":")[2], 16) for _, local, _, state, *_ in rows if state == LISTENS]
 
 
 def wait(what: str, seen: Callable[[], Any], seconds: float = 60.0) -> Any:

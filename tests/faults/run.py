@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from faults.hosts import Hosts, Loopback
 from faults.job import NAME, PAUSE, SCRIPT, Job, wait
+from faults.stranger import MANNERS
 
 STEPS, PACE = 500, 0.08
 WORKERS = 4
@@ -46,6 +47,7 @@ class Faults:
         kinds += [self.kill_controller, self.freeze_controller]
         if job.hosts.has_links:
             kinds += [self.cut_pair, self.cut_one_way, self.cut_from_controller, self.fill_disk]
+            kinds += [self.refuse, self.refuse_controller, self.lose, self.shape, self.take_port]
         self._kinds = kinds
 
     def strike(self) -> None:
@@ -147,9 +149,34 @@ class Faults:
         self._cut(*self._chance.choice([(0, self._host()), (self._host(), 0)]))
 
     def _cut(self, source: int, target: int) -> None:
+        self._hinder(lambda hosts: hosts.cut(source, target))
+
+    def refuse(self) -> None:
+        source, target = self._two()
+        self._hinder(lambda hosts: hosts.refuse(source, target))
+
+    def refuse_controller(self) -> None:
+        """A firewall between the controller and some hosts: what the living refuse proves nothing."""
+        chosen = self._chance.sample(range(1, WORKERS + 1), self._chance.randint(1, WORKERS))
+        self._hinder(lambda hosts: [hosts.refuse(0, host) for host in chosen])
+
+    def lose(self) -> None:
+        (source, target), percent = self._two(), self._chance.choice([1, 5, 20])
+        self._hinder(lambda hosts: hosts.lose(source, target, percent))
+
+    def shape(self) -> None:
+        host, kbit = self._host(), self._chance.choice([500, 2_000, 20_000])
+        self._hinder(lambda hosts: hosts.shape(host, kbit))
+
+    def _hinder(self, act: Callable[[Hosts], object]) -> None:
         assert isinstance(self._job.hosts, Hosts)
-        self._job.hosts.cut(source, target)
+        act(self._job.hosts)
         self._later(1.0, 20.0, self._job.hosts.heal)
+
+    def take_port(self) -> None:
+        stranger = self._job.take_port(self._host(), self._chance.choice(MANNERS))
+        if stranger is not None:
+            self._later(5.0, 30.0, stranger.kill)
 
     def fill_disk(self) -> None:
         self._job.fill_disk()
