@@ -55,7 +55,7 @@ def fork_beside_own_sockets(result: str) -> None:
     server.accept()
     far_end, _ = server.accept()
     opened.sendall(b"goes on")
-    answers = [far_end.recv(7).decode(), reachable(rendezvous.address)]
+    answers = [far_end.recv(7).decode(), reachable(rendezvous.address, "")]
     told = {"while_opening": while_opening, "settled": settled, "left": left, "blocking": blocking, "answers": answers}
     Path(result).write_text(json.dumps(told))
 

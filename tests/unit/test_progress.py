@@ -132,7 +132,7 @@ def test_who_builds_a_group_waits_for_those_who_have_not_come() -> None:
     mine = Progress(4)
     cancellation = Cancellation()
     with ThreadPoolExecutor(1) as threads:
-        client = RendezvousClient(GroupSpec(4, 0, (server.address,) * 3, 0, mine), cancellation)
+        client = RendezvousClient(GroupSpec(4, 0, (server.address,) * 3, 0, progress=mine), cancellation)
         waiting = threads.submit(client.wait_for_all)
         other = RendezvousClient(GroupSpec(4, 2, (server.address,) * 3, 0), Cancellation())
         while mine.activity(name).waits_for != ("w1",):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -13,7 +14,7 @@ from shoal.group.build import Cancellation, GroupSpec
 from shoal.group.group import WorldChanged
 from shoal.group.rendezvous_client import RendezvousClient
 from shoal.group.rendezvous_server import RendezvousServer, reachable, split_address
-from shoal_protos.rendezvous import HEAD, MOST_VALUE_BYTES, entry
+from shoal_protos.rendezvous import HEAD, INCARNATION, MOST_VALUE_BYTES, entry
 
 PATIENCE_SECONDS = 20.0
 
@@ -119,12 +120,12 @@ def test_a_rendezvous_server_that_dies_and_one_that_is_dead_are_out_of_reach(
     server = RendezvousServer("127.0.0.1")
     client = RendezvousClient(GroupSpec(1, 0, (server.address,) * 2, 0), Cancellation())
     waiting = away(client.wait_for_all)
-    assert reachable(server.address)
+    assert reachable(server.address, "")
     server.close()
     with pytest.raises(WorldChanged, match="out of reach: it hung up"):
         waiting.result(PATIENCE_SECONDS)
     client.close()
-    assert not reachable(server.address)
+    assert not reachable(server.address, "")
     with pytest.raises(WorldChanged, match=r"out of reach: .*refused"):
         RendezvousClient(GroupSpec(1, 0, (server.address,) * 2, 0), Cancellation())
 
@@ -161,12 +162,41 @@ def _received(stranger: socket.socket) -> bytes:
         return b""
 
 
-def test_what_answers_at_the_address_may_be_no_rendezvous_server(away: Callable[..., Future[object]]) -> None:
+@pytest.mark.parametrize("says", [b"HTTP/1.1 400 Bad Request\r\n\r\n", entry(INCARNATION, b"another"), b"\xff" * 9])
+def test_who_has_got_the_port_of_a_dead_member_is_not_taken_for_it(
+    away: Callable[..., Future[object]], says: bytes
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        client = RendezvousClient(GroupSpec(1, 0, (f"127.0.0.1:{listener.getsockname()[1]}",) * 2, 0), Cancellation())
-        connection, _ = listener.accept()
-        connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-        with pytest.raises(WorldChanged, match="not a rendezvous server"):
-            client.wait_for_all()
-        client.close()
-        connection.close()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        spec = GroupSpec(1, 0, (address,) * 2, 0, ("the one that died",) * 2)
+        for call, *given in ((RendezvousClient, spec, Cancellation()), (reachable, address, "the one that died")):
+            entering = away(call, *given)
+            with listener.accept()[0] as connection:
+                connection.sendall(says)
+                connection.shutdown(socket.SHUT_WR)
+                if exception := entering.exception(PATIENCE_SECONDS):
+                    assert "not the process that the plan names" in str(exception)
+                else:
+                    assert entering.result() is False
+                assert _received(connection) == b"", "nothing is said to whoever it is"
+
+
+def test_a_worker_of_another_job_with_a_dead_members_port_and_a_room_of_that_name_gets_no_client(
+    away: Callable[..., Future[object]],
+) -> None:
+    with contextlib.closing(RendezvousServer("127.0.0.1", lambda: "other job")) as server:
+        theirs = GroupSpec(5, 0, (server.address,) * 2, 0, ("other job",) * 2)
+        first = RendezvousClient(theirs, Cancellation())
+        waiting = away(first.wait_for_all)
+        with pytest.raises(WorldChanged, match="not the process that the plan names"):
+            RendezvousClient(GroupSpec(5, 1, (server.address,) * 2, 0, ("dead",) * 2), Cancellation())
+        assert not waiting.done()
+        second = RendezvousClient(GroupSpec(5, 1, (server.address,) * 2, 0, ("other job",) * 2), Cancellation())
+        waiting.result(PATIENCE_SECONDS)
+        for client in (first, second):
+            client.close()
+
+
+def test_who_is_too_busy_to_say_who_it_is_is_within_reach() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        assert reachable(f"127.0.0.1:{listener.getsockname()[1]}", "busy", seconds=0.05)

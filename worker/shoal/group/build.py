@@ -26,17 +26,24 @@ class GroupSpec:
     """By rank: `HOST:PORT` of each member's rendezvous server; gloo listens on the same host."""
     builder: int
     """The rank at whose server the group is built."""
+    incarnations: tuple[str, ...] = ()
+    """By rank: whoever else answers at a member's address is not that member."""
     progress: Progress = field(default_factory=Progress, compare=False)
     """Whom the building waits for; the group that comes of it goes on with it."""
 
     @classmethod
     def of(cls, plan: Plan, rank: int, progress: Progress) -> GroupSpec:
         addresses = tuple(member.address for member in plan.members)
-        return cls(plan.generation, rank, addresses, plan.builder, progress)
+        incarnations = tuple(member.incarnation for member in plan.members)
+        return cls(plan.generation, rank, addresses, plan.builder, incarnations, progress)
 
     @property
     def size(self) -> int:
         return len(self.addresses)
+
+    def incarnation(self, rank: int) -> str:
+        """Empty where servers say nothing of themselves."""
+        return self.incarnations[rank] if self.incarnations else ""
 
 
 class Cancellation:

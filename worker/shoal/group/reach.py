@@ -42,7 +42,7 @@ def _look(spec: GroupSpec, done: threading.Event) -> None:
         for rank in _others(spec):
             if done.is_set() or len(away) == MOST_NAMED:
                 break
-            if not reachable(spec.addresses[rank], ANSWER_SECONDS):
+            if not reachable(spec.addresses[rank], spec.incarnation(rank), ANSWER_SECONDS):
                 away.append(rank)
         if away and not done.is_set():
             spec.progress.keep_waiting_for(away)

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import Store
 
 from shoal.group.build import Cancellation, GroupSpec
 from shoal.group.group import WorldChanged
-from shoal.group.rendezvous_server import ALL, split_address
+from shoal.group.rendezvous_server import ALL, is_greeted, split_address
 
 HERE = "here/"
 """Before a rank: its client has come."""
@@ -52,8 +52,21 @@ class RendezvousClient(Store):
         if cancellation.is_cancelled:  # the way out was tried before there was a connection
             self.close()
             raise self._lost("")
+        self._check_server()
         self._post(f"g{spec.generation}", str(spec.size).encode())
         self._post(f"{HERE}{spec.rank}", b"")
+
+    def _check_server(self) -> None:
+        """● Before anything is said: another job's worker may have got the port of one that is dead, and rooms of two
+        jobs can have one name.
+        """
+        spec = self._spec
+        try:
+            if not is_greeted(self._read, spec.incarnation(spec.builder)):
+                raise self._lost("what answers there is not the process that the plan names")
+        except WorldChanged:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Leave the room."""

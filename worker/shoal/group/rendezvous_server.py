@@ -38,13 +38,28 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def reachable(address: str, seconds: float = 1.0) -> bool:
-    """Whether the process that serves this address can be connected to from here."""
+def reachable(address: str, incarnation: str, seconds: float = 1.0) -> bool:
+    """Whether the process that serves this address can be connected to from here. One that is too busy to say who it is
+    can be; another process that has got its port is not the one that was looked for.
+    """
     try:
-        socket.create_connection(split_address(address), timeout=seconds).close()
+        connection = socket.create_connection(split_address(address), timeout=seconds)
     except OSError:
         return False
-    return True
+    with connection, connection.makefile("rb") as stream:
+        try:
+            return is_greeted(stream.read, incarnation)
+        except TimeoutError:
+            return True
+        except OSError:
+            return False
+
+
+def is_greeted(read: Callable[[int], bytes], incarnation: str) -> bool:
+    """Whether the first that a connection says is that the process of this incarnation answers."""
+    greeting = entry(INCARNATION, incarnation.encode())
+    head, rest = greeting[: HEAD.size], greeting[HEAD.size :]
+    return read(len(head)) == head and read(len(rest)) == rest
 
 
 class _Room:

@@ -203,7 +203,8 @@ class Groups:
             return
         log.warning("group_not_built", generation=building.plan.generation, why=why)
         members = building.plan.members
-        ranks = [r for r, member in enumerate(members) if r != building.rank and not reachable(member.address)]
+        others = [(rank, member) for rank, member in enumerate(members) if rank != building.rank]
+        ranks = [rank for rank, member in others if not reachable(member.address, member.incarnation)]
         with self._lock:
             if not building.cancellation.is_cancelled:
                 self._listener.on_peers_unreachable(building, ranks)
