@@ -65,14 +65,14 @@ class Elastic:
         self._engine, self._folder = engine, folder
         self._batches = iter(engine)
         self.begun = self.stall = 0.0
-        self._voted = engine.saving.on_vote
-        engine.saving.on_vote = self._timed  # type: ignore[method-assign]
+        self._voted = engine.parts.saving.on_vote
+        engine.parts.saving.on_vote = self._timed  # type: ignore[method-assign]
 
     def _timed(self, *given: Any) -> None:
         """The only call in which training waits for a save."""
-        began, was_busy = time.time(), self._engine.saving.busy
+        began, was_busy = time.time(), self._engine.parts.saving.busy
         self._voted(*given)
-        if self._engine.saving.busy and not was_busy:
+        if self._engine.parts.saving.busy and not was_busy:
             self.begun, self.stall = began, time.time() - began
 
     def step(self) -> None:
@@ -86,7 +86,7 @@ class Elastic:
     @property
     def busy(self) -> bool:
         """Rank 0 is the last: it writes the manifest, and deletes the checkpoint before."""
-        return self._engine.rank == 0 and self._engine.saving.busy
+        return self._engine.rank == 0 and self._engine.parts.saving.busy
 
     def whole(self) -> Path:
         return max(self._folder.glob("step-*")) / "manifest.json"
@@ -213,11 +213,11 @@ def restores(engine: shoal.Engine, given: argparse.Namespace) -> dict[str, list[
     """Both ways end with the state in place, ready for the next step; the first of each fills a fresh process."""
     sharded = Sharded(given.size, MICRO_BATCH)
     newest = str(max((given.folder / "dcp").iterdir()))
-    world = engine.world
+    world = engine.context.world
     assert world is not None
     ways: dict[str, Callable[[], object]] = {
         "DCP load": lambda: sharded.load(newest),
-        "Shoal": lambda: engine.resuming.take_up(world),
+        "Shoal": lambda: engine.parts.loading.take_up(world),
     }
     found: dict[str, list[Figures]] = {name: [] for name in ways}
     for _ in range(given.rounds + 1):

@@ -95,7 +95,7 @@ def engine_of(task: Task, link: Link, faults: Faults) -> Engine:
     link.introduce(_description(settled, state, optimizer, sampler.samples), status)
     take_over(optimizer, state.scheduler, lambda: state.step > NO_STEP)
     engine = Engine(settled, state, link, fetcher, faults)
-    engine.resuming.look()
+    engine.parts.loading.look()
     return engine
 
 
@@ -163,7 +163,7 @@ class Worker:
     @property
     def planned(self) -> bool:
         """Whether a fault that was planted for it has not struck yet."""
-        return bool(self.engine.faults._planted)
+        return bool(self.engine.context.faults._planted)
 
     def wait(self, until: Callable[[], bool]) -> None:
         """Gives the lock away, but not its random state. Raises `Killed` when its process is to be no more."""
@@ -194,7 +194,7 @@ class Worker:
 
     def _stop_saving(self) -> None:
         """A killed process writes nothing more; its thread here would wait for the others for ever."""
-        saver = self.engine.saving._saver if hasattr(self, "engine") else None
+        saver = self.engine.parts.saving._saver if hasattr(self, "engine") else None
         if saver is not None and self.killed:
             saver._give_up = "its process is no more"
             saver._verdict.set()
@@ -226,7 +226,7 @@ class Worker:
         crew, rounds = self.crew, self.crew.rounds
         crew.changed.notify_all()
         self.wait(
-            lambda: self.link.stopping or (crew.rounds > rounds and self.engine.state.step < crew.allowed),
+            lambda: self.link.stopping or (crew.rounds > rounds and self.engine.context.state.step < crew.allowed),
         )
 
 
@@ -284,7 +284,7 @@ class Crew:
     def plant(self, name: str, step: int, point: str, action: str = "kill") -> None:
         """A fault for that worker, once it stands there in that step or a later one."""
         with self.changed:
-            self.workers[name].engine.faults._planted.append(Fault(name, step, point, action))
+            self.workers[name].engine.context.faults._planted.append(Fault(name, step, point, action))
 
     def wish(self, event: Event) -> None:
         """An operator's."""

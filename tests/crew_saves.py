@@ -20,7 +20,7 @@ def saved(crew: Crew, step: int) -> None:
 
 def rests(worker: Worker) -> bool:
     """Whether its step is done, and nothing is being written for it, as far as that does not wait for a vote."""
-    saver = worker.engine.saving._saver
+    saver = worker.engine.parts.saving._saver
     assert saver is not None
     if worker.engine.global_step < worker.crew.allowed or worker.seen[-1] != "forward":
         return False

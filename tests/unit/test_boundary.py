@@ -101,7 +101,7 @@ def test_step_says_once_for_each_step_that_it_was_committed() -> None:
 
     def step(engine: Engine) -> None:
         if engine.step():
-            told.setdefault(engine.link.worker, []).append(engine.global_step)
+            told.setdefault(engine.context.link.worker, []).append(engine.global_step)
 
     with Crew("abc", Task(OPTIONS, step=step)) as crew:
         crew.train_to(1)

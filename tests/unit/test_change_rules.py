@@ -20,16 +20,16 @@ SLICES = Task({"max_steps": 12, "shoal": {"fill_bytes_per_step": 100_000}})
 
 
 def keeps(worker: Worker) -> Runs:
-    world = worker.engine.world
+    world = worker.engine.context.world
     assert world is not None
     return world.plan.shares[world.rank].keeps
 
 
 def filled(worker: Worker) -> Runs:
     """What has come by the fill beside this step."""
-    world = worker.engine.world
+    world = worker.engine.context.world
     assert world is not None
-    return world.plan.filled(world.rank, worker.engine.boundaries + 1)
+    return world.plan.filled(world.rank, worker.engine.context.boundaries + 1)
 
 
 def current(crew: Crew) -> Plan:
@@ -46,7 +46,7 @@ def test_who_has_not_passed_a_vote_that_another_has_rolls_forward_in_the_generat
 
     def look(worker: Worker, point: str, _: int) -> None:
         if point == "opened" and current(crew).generation > 0 and worker.link.own.promised > 1:
-            committed_in[worker.name] = worker.engine.state.committed_in
+            committed_in[worker.name] = worker.engine.context.state.committed_in
 
     with Crew("abc", TASK) as crew:
         crew.watchers.append(look)
@@ -72,9 +72,9 @@ def test_a_step_that_is_rolled_forward_was_committed_in_the_generation_of_its_vo
     def look(worker: Worker, point: str, _: int) -> None:
         if point == "opened" and worker.name == "b" and not opened:
             opened.append(worker.link.own.promised)
-            worker.engine.faults._planted.append(Fault("b", 4, "in_vote", "kill"))
+            worker.engine.context.faults._planted.append(Fault("b", 4, "in_vote", "kill"))
         elif point == "promote" and opened:
-            committed_in[worker.name] = worker.engine.state.committed_in
+            committed_in[worker.name] = worker.engine.context.state.committed_in
 
     with Crew("abcd", TASK) as crew:
         crew.train_to(3)
@@ -108,8 +108,8 @@ def test_a_block_whose_gradient_is_not_in_does_not_roll_forward() -> None:
     def look(worker: Worker, point: str, step: int) -> None:
         if worker.name != "a":
             return
-        state = worker.engine.state
-        if point == "vote" and worker.engine.boundaries == 0 and state.held.runs - keeps(worker):
+        state = worker.engine.context.state
+        if point == "vote" and worker.engine.context.boundaries == 0 and state.held.runs - keeps(worker):
             released.append(state.held.runs - keeps(worker))
             crew.plant("c", step, "in_vote")
         elif point == "roll_forward":
@@ -135,18 +135,18 @@ def test_what_a_plan_releases_is_freed_after_its_first_commit_and_leaves_the_inv
 
     def look(worker: Worker, point: str, _: int) -> None:
         engine, told = worker.engine, worker.link.dialogue._status.holds
-        if engine.world is None or engine.over:
+        if engine.context.world is None or engine.context.over:
             return
         if point == "begin":
-            assert told == engine.state.held.runs
-        elif point == "vote" and engine.boundaries == 0:
-            assert keeps(worker) <= engine.state.held.runs
-            assert engine.state.held.runs - keeps(worker) - filled(worker) <= told
-            kept_until_then.append(engine.state.held.runs - keeps(worker) - filled(worker))
+            assert told == engine.context.state.held.runs
+        elif point == "vote" and engine.context.boundaries == 0:
+            assert keeps(worker) <= engine.context.state.held.runs
+            assert engine.context.state.held.runs - keeps(worker) - filled(worker) <= told
+            kept_until_then.append(engine.context.state.held.runs - keeps(worker) - filled(worker))
         elif point == "hand_out":
-            assert engine.state.held.runs == engine.world.replays(engine.boundaries)
-        elif point == "forward" and engine.boundaries > 0:
-            assert told == engine.state.held.runs
+            assert engine.context.state.held.runs == engine.context.world.replays(engine.context.boundaries)
+        elif point == "forward" and engine.context.boundaries > 0:
+            assert told == engine.context.state.held.runs
 
     with Crew("ab", TASK) as crew:
         crew.watchers.append(look)
@@ -164,8 +164,8 @@ def test_a_leaving_worker_keeps_its_blocks_until_a_step_is_committed_without_it(
         crew.wish(DrainWorker("a"))
         crew.train_until("a to be left out", lambda: leaver.link.own.point is MemberState.LEFT)
         crew.beat(5)
-        assert current(crew).world_size == 1 and heir.engine.boundaries == 0, "no step was committed without it"
-        assert leaver.alive and leaver.engine.state.held.runs == every(current(crew).blocks)
+        assert current(crew).world_size == 1 and heir.engine.context.boundaries == 0, "no step was committed without it"
+        assert leaver.alive and leaver.engine.context.state.held.runs == every(current(crew).blocks)
         crew.kill("b")
         crew.add("c")
         assert crew.finish() == undisturbed(LONG)
@@ -185,7 +185,7 @@ def test_pause_and_resume_are_planned_changes_after_which_all_stand_at_the_same_
         assert paused.base == 1 and paused.recovery is None
         crew.beat(5)
         steps = {worker.engine.global_step for worker in crew.workers.values()}
-        boundaries = [worker.engine.boundaries for worker in crew.workers.values()]
+        boundaries = [worker.engine.context.boundaries for worker in crew.workers.values()]
         assert len(steps) == 1 and min(boundaries) > 0, "they vote on, without a step"
         crew.wish(Resume())
         assert crew.finish() == undisturbed(TASK)
@@ -197,10 +197,10 @@ def test_how_much_a_fill_moves_is_the_plans_number_whatever_a_member_measures() 
 
     def look(worker: Worker, point: str, _: int) -> None:
         engine = worker.engine
-        engine.meter._step_seconds = {"a": 100.0, "b": 0.001, "c": 1.0}[worker.name]  # each of another opinion
-        if point == "fill" and engine.world is not None:
-            rate = engine.world.plan.fill_blocks_per_step
-            slices.append((worker.name, engine.generation, engine.boundaries, rate))
+        engine.context.meter._step_seconds = {"a": 100.0, "b": 0.001, "c": 1.0}[worker.name]  # each of another opinion
+        if point == "fill" and engine.context.world is not None:
+            rate = engine.context.world.plan.fill_blocks_per_step
+            slices.append((worker.name, engine.generation, engine.context.boundaries, rate))
 
     with Crew("ab", SLICES) as crew:
         crew.watchers.append(look)
@@ -218,10 +218,10 @@ def test_a_joiner_warms_up_on_a_lane_whose_result_is_thrown_away() -> None:
     warmed_up: list[Engine] = []
 
     def look(engine: Engine) -> None:
-        if engine.world is None:
+        if engine.context.world is None:
             warmed_up.append(engine)
             engine.report(noise=1e9)
-            assert engine.link.membership().point is MemberState.WARMING_UP
+            assert engine.context.link.membership().point is MemberState.WARMING_UP
 
     task = Task(TASK.options, in_loop=look)
     with Crew("ab", task) as crew:
@@ -239,7 +239,9 @@ def test_the_values_of_the_optimizers_groups_reach_a_joiner() -> None:
         crew.train_to(7)
         joiner = crew.add("c")
         crew.train_until("c to be in", lambda: joiner in crew.members())
-        rates = [[group["lr"] for group in worker.engine.state.optimizer.param_groups] for worker in crew.members()]
+        rates = [
+            [group["lr"] for group in worker.engine.context.state.optimizer.param_groups] for worker in crew.members()
+        ]
         assert len(rates) == 3 and rates[0] == rates[1] == rates[2]
         assert rates[0][0] < 1e-3
         assert crew.finish() == undisturbed(TASK)
@@ -253,9 +255,9 @@ def test_a_plan_makes_owners_and_mirrors_only_of_those_who_hold_the_blocks() -> 
 
     def look(worker: Worker, point: str, _: int) -> None:
         nonlocal begun
-        if point == "forward" and worker.engine.boundaries == 0 and worker.engine.world is not None:
+        if point == "forward" and worker.engine.context.boundaries == 0 and worker.engine.context.world is not None:
             begun += 1
-            assert keeps(worker) <= worker.engine.state.held.runs
+            assert keeps(worker) <= worker.engine.context.state.held.runs
 
     with Crew("abc", SLICES) as crew:
         crew.watchers.append(look)
@@ -280,6 +282,6 @@ def test_a_job_has_its_fingerprint_though_the_last_status_comes_before_the_diges
     with Crew("a", TASK) as crew:
         crew.watchers.append(look)
         crew.allow()
-        crew.until("the script's end", lambda: crew.workers["a"].engine.ended)
+        crew.until("the script's end", lambda: crew.workers["a"].engine.context.ended)
         crew.workers["a"].link.muted = False
         assert crew.finish() == undisturbed(TASK)

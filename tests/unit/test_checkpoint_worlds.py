@@ -115,7 +115,7 @@ def test_what_is_saved_after_going_back_is_newer_than_all_that_was_saved_before(
 
 def test_two_runs_in_one_place_delete_only_their_own(tmp_path: Path) -> None:
     def wait_for_the_disk(engine: Any) -> None:
-        saver = engine.saving._saver
+        saver = engine.parts.saving._saver
         if saver._verdict.is_set():
             saver._join()
 
@@ -156,7 +156,7 @@ def test_a_script_asks_for_one_and_one_caller_is_enough(workers: str, tmp_path: 
     asked = []
 
     def ask(engine: Any) -> None:
-        if engine.global_step == 3 and engine.link.worker == workers[len(workers) // 2] and not asked:
+        if engine.global_step == 3 and engine.context.link.worker == workers[len(workers) // 2] and not asked:
             asked.append(engine.save_checkpoint())
 
     with Crew(workers, replace(task(tmp_path), in_loop=ask)) as crew:
@@ -202,7 +202,7 @@ def test_a_job_without_a_place_refuses_to_save() -> None:
 
 def test_an_asked_save_that_a_death_breaks_off_is_made_in_the_next_world(tmp_path: Path) -> None:
     def ask(engine: Any) -> None:
-        if engine.global_step == 3 and engine.link.worker == "b":
+        if engine.global_step == 3 and engine.context.link.worker == "b":
             engine.save_checkpoint()
 
     with Crew("abc", replace(task(tmp_path), in_loop=ask)) as crew:
@@ -336,11 +336,11 @@ def test_a_process_that_has_trained_never_begins_at_step_0() -> None:
         crew.train_to(2)
         for worker in crew.workers.values():
             with pytest.raises(NeedsFreshProcess, match="this process has trained before; start a new one"):
-                worker.engine.resuming.check_initial()
+                worker.engine.parts.loading.check_initial()
         joiner = crew.add("c")
-        crew.train_until("c to be in", lambda: joiner.engine.world is not None)
+        crew.train_until("c to be in", lambda: joiner.engine.context.world is not None)
         with pytest.raises(NeedsFreshProcess, match="this process has trained before"):
-            joiner.engine.resuming.check_initial()
+            joiner.engine.parts.loading.check_initial()
 
 
 def test_a_job_whose_only_checkpoint_cannot_be_read_says_so_and_does_not_begin_anew(tmp_path: Path) -> None:
@@ -393,11 +393,11 @@ def test_what_a_script_registers_is_saved_restored_and_given_to_joiners(tmp_path
     counts: dict[str, Count] = {}
 
     def count(engine: Any) -> None:
-        counts[engine.link.worker].steps = engine.global_step
+        counts[engine.context.link.worker].steps = engine.global_step
 
     def register(engine: Any) -> None:
-        counts[engine.link.worker] = Count()
-        engine.register_state("count", counts[engine.link.worker])
+        counts[engine.context.link.worker] = Count()
+        engine.register_state("count", counts[engine.context.link.worker])
 
     def registering(of: Task) -> Task:
         return replace(of, prepare=register, in_loop=count)
@@ -406,11 +406,11 @@ def test_what_a_script_registers_is_saved_restored_and_given_to_joiners(tmp_path
         crew.train_to(4)
         saved(crew, 4)
         crew.add("c")
-        crew.train_until("c to join", lambda: crew.workers["c"].engine.world is not None)
+        crew.train_until("c to join", lambda: crew.workers["c"].engine.context.world is not None)
         assert counts["c"].steps >= 4
     with Crew("d", registering(task(tmp_path))) as crew:
         crew.allow(4)
-        crew.until("its start", lambda: crew.workers["d"].engine.world is not None)
+        crew.until("its start", lambda: crew.workers["d"].engine.context.world is not None)
         begins = crew.workers["d"].engine.global_step
         assert begins >= 4
         assert counts["d"].steps == begins - 1  # counted before that step, at whose end it was saved

@@ -35,10 +35,10 @@ def task(place: Path | None = None, **shoal: Any) -> Task:
 def memory_of(worker: Worker, what: str, owned: bool) -> tuple[Tensor, int]:
     """A tensor of a block that a worker owns, or mirrors, and the block's number."""
     engine = worker.engine
-    assert engine.world is not None
-    share = engine.world.plan.shares[engine.world.rank]
+    assert engine.context.world is not None
+    share = engine.context.world.plan.shares[engine.context.world.rank]
     block = next(iter(share.owned if owned else share.mirrored))
-    state, one = engine.state, Runs(((block, block + 1),))
+    state, one = engine.context.state, Runs(((block, block + 1),))
     if what == "parameters":
         bucket = state.layout.bucket_of(block)
         first = (block - bucket.first_block) * state.layout.block_elements
@@ -97,7 +97,7 @@ def test_a_checksum_changes_with_any_bit_of_its_block_and_with_nothing_else(what
     with Crew("ab", task()) as crew:
         crew.train_to(2)
         with crew.changed:
-            state = crew.workers["a"].engine.state
+            state = crew.workers["a"].engine.context.state
             held = state.held.runs
             before = block_checksums(state, held)
             assert torch.equal(before, block_checksums(state, held))
@@ -165,7 +165,9 @@ def test_a_world_without_mirrors_spends_nothing_on_comparing() -> None:
         crew.train_to(3)
         with crew.changed:
             engine = crew.workers["a"].engine
-            assert [engine.corruption.comparisons(engine.global_step + n) for n in range(1, SOON + 1)] == [()] * SOON
+            assert [engine.parts.corruption.comparisons(engine.global_step + n) for n in range(1, SOON + 1)] == [
+                ()
+            ] * SOON
 
 
 # ---- what follows

@@ -104,7 +104,7 @@ def test_its_last_numbers_arrive_though_no_step_follows() -> None:
 
 def test_after_the_loop_all_lanes_numbers_are_in_one_mean() -> None:
     def step(engine: Engine) -> None:
-        if engine.step() and engine.over:
+        if engine.step() and engine.context.over:
             with engine.evaluating():
                 for _ in engine.shard(DATA):
                     engine.report(lane=float(engine.rank))

@@ -50,7 +50,7 @@ def bad_gradient(engine: Engine, batch: Any) -> None:
 
 
 def is_lane(engine: Engine, lane: int) -> bool:
-    return engine.global_step == 2 and engine.loop.lanes != () and engine.loop.lane == lane
+    return engine.global_step == 2 and engine.context.loop.lanes != () and engine.context.loop.lane == lane
 
 
 @pytest.mark.parametrize("clipping", [0.0, 1.0])
@@ -69,7 +69,7 @@ def test_a_step_that_is_not_finite_fails_the_job_before_its_update(body: Any, se
             body(engine, batch)
     assert "The step was not made: the model is that of step 2." in str(failed.value)
     assert engine.global_step == 2
-    assert all(bool(torch.isfinite(flat).all()) for flat in engine.state.flats)
+    assert all(bool(torch.isfinite(flat).all()) for flat in engine.context.state.flats)
 
 
 def test_a_script_that_swallows_that_cannot_go_on() -> None:
@@ -119,15 +119,15 @@ def test_a_job_that_goes_on_regardless_tells_of_it(workers: str) -> None:
         crew.add("z")
         crew.finish()
         told = [message for kind, message in crew.events if kind == "not_finite"]
-        assert crew.workers["a"].engine.state.record is not None
-        assert crew.workers["a"].engine.state.record.not_finite_steps == 12
+        assert crew.workers["a"].engine.context.state.record is not None
+        assert crew.workers["a"].engine.context.state.record.not_finite_steps == 12
     assert told[0].startswith("steps that were not finite so far: 1; step 2: the loss of lane 0 is nan and the")
     assert len(told) == 2 and told[1].startswith("steps that were not finite so far: 1")
 
 
 def test_skipped_micro_batches_are_counted_and_told_of() -> None:
     def body(engine: Engine, batch: Any) -> None:
-        if engine.global_step in (1, 2) and engine.loop.lanes and engine.loop.lane != 0:
+        if engine.global_step in (1, 2) and engine.context.loop.lanes and engine.context.loop.lane != 0:
             engine.skip()
             return
         engine.backward(loss_of(engine, batch))

@@ -75,7 +75,7 @@ def test_a_float64_buffer_keeps_its_bits_in_the_mean() -> None:
     task = Task({"max_steps": 6}, model=Counting)
     with Crew("ab", task) as crew:
         assert crew.finish() == undisturbed(task)
-        committed = crew.workers["a"].engine.state.buffers.committed
+        committed = crew.workers["a"].engine.context.state.buffers.committed
     assert committed["count"].item() == 16_777_222
     assert (
         committed["narrow"].dtype == torch.float16 and committed["narrow"].item() == torch.tensor(1.5**6).half().item()

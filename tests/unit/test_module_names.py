@@ -38,7 +38,7 @@ def run(model: Callable[[], nn.Module], steps: int, saves: Path) -> tuple[str, d
         engine.step()
     engine.save_checkpoint()
     engine.export(saves / "model.safetensors")
-    engine.saving.close()
+    engine.parts.saving.close()
     return str(engine.fingerprint()), load_file(saves / "model.safetensors")
 
 

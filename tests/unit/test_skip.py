@@ -48,15 +48,16 @@ def test_what_is_skipped_counts_nowhere_whatever_the_world(workers: str, micro_b
     options = {**OPTIONS, "micro_batches_per_lane": micro_batches}
     task = Task(options, body=skipping)
     right, alone = counted(options, skipping)
-    assert alone.state.record is not None and 2 < alone.state.record.skipped_micro_batches < 24 * micro_batches
+    expected = alone.context.state.record
+    assert expected is not None and 2 < expected.skipped_micro_batches < 24 * micro_batches
     with Crew(workers, task) as crew:
         crew.train_to(2)
         crew.plant(workers[-1], 3, "exchange")
         assert crew.finish() == right
-        record = crew.workers["a"].engine.state.record
+        record = crew.workers["a"].engine.context.state.record
     assert record is not None
-    assert record.skipped_micro_batches == alone.state.record.skipped_micro_batches
-    assert (record.loss, record.reports) == (alone.state.record.loss, alone.state.record.reports)
+    assert record.skipped_micro_batches == expected.skipped_micro_batches
+    assert (record.loss, record.reports) == (expected.loss, expected.reports)
 
 
 def test_a_skipped_micro_batch_has_a_gradient_of_zero_and_the_mean_stays_over_all() -> None:
@@ -112,7 +113,7 @@ def test_the_loss_and_reports_are_the_means_over_what_was_not_skipped(micro_batc
     lanes: dict[int, list[float]] = {lane: [0.0, 0.0] for lane in range(4)}
 
     def noting(engine: Engine, batch: Any) -> None:
-        lane, loss = engine.loop.lane, engine.module(**batch)
+        lane, loss = engine.context.loop.lane, engine.module(**batch)
         engine.report(loss=loss.detach().double())
         if is_bad(batch):
             engine.skip()
@@ -135,7 +136,7 @@ def test_a_step_in_which_all_are_skipped_updates_nothing_and_the_job_goes_on() -
 
     def note(engine: Engine) -> None:
         def see(engine: Engine) -> None:
-            state = engine.state
+            state = engine.context.state
             weights = "".join(str(flat.view(torch.int32).sum().item()) for flat in state.flats)
             seen[engine.global_step] = (weights, state.optimizer.param_groups[0]["lr"], state.scheduler.last_epoch)
 
@@ -151,7 +152,7 @@ def test_a_step_in_which_all_are_skipped_updates_nothing_and_the_job_goes_on() -
     right, engine = counted(OPTIONS, body, prepare=note)
     assert sorted(seen) == [1, 2, 3, 4, 5, 6]
     assert seen[3] == seen[2] and seen[4] != seen[3] and seen[6][2] == 5
-    assert engine.state.record is not None and engine.state.record.skipped_micro_batches == 4
+    assert engine.context.state.record is not None and engine.context.state.record.skipped_micro_batches == 4
     with Crew("abc", task) as crew:
         crew.train_to(2)
         crew.add("d")
@@ -171,8 +172,8 @@ def test_a_hand_out_is_made_after_a_skipped_step_too() -> None:
         crew.train_to(2)
         joiner = crew.add("d")
         crew.train_until("the joiner trains", lambda: bool(joiner.engine.lanes))
-        theirs = crew.workers["a"].engine.state.flats
-        assert all(torch.equal(a, d) for a, d in zip(theirs, joiner.engine.state.flats, strict=True))
+        theirs = crew.workers["a"].engine.context.state.flats
+        assert all(torch.equal(a, d) for a, d in zip(theirs, joiner.engine.context.state.flats, strict=True))
 
 
 def test_all_may_be_skipped_in_the_very_first_step() -> None:

@@ -41,14 +41,14 @@ def test_a_loop_that_drops_every_gradient_gets_the_same_bits(micro_batches: int)
 
     def zero_grad(engine: Engine) -> None:
         engine.module.zero_grad(set_to_none=True)
-        assert engine.state.record is None or engine.state.record.norm, "there are no gradients"
+        assert engine.context.state.record is None or engine.context.state.record.norm, "there are no gradients"
 
     assert undisturbed(Task(options, in_loop=zero_grad)) == undisturbed(Task(options))
 
 
 def test_a_lane_begins_with_zeroed_gradients() -> None:
     def look(engine: Engine) -> None:
-        assert not any(flat.any() for flat in engine.state.sums.live.flats)
+        assert not any(flat.any() for flat in engine.context.state.sums.live.flats)
 
     undisturbed(Task({"max_steps": 3}, in_loop=look))
 
@@ -142,8 +142,8 @@ def test_every_member_has_the_next_buffers_before_it_votes() -> None:
     entered: dict[int, list[dict[str, list[float]]]] = {}
 
     def look(worker: Worker, point: str, step: int) -> None:
-        if point == "vote" and not worker.engine.over:
-            pending = worker.engine.state.buffers.pending
+        if point == "vote" and not worker.engine.context.over:
+            pending = worker.engine.context.state.buffers.pending
             entered.setdefault(step, []).append({name: value.flatten().tolist() for name, value in pending.items()})
 
     with Crew("abc", TASK) as crew:
@@ -161,17 +161,17 @@ def test_nothing_that_a_commit_or_hand_out_writes_is_touched_or_posted_before_th
 
     def look(worker: Worker, point: str, step: int) -> None:
         nonlocal looked
-        world = worker.engine.world
-        if world is None or worker.engine.over:
+        world = worker.engine.context.world
+        if world is None or worker.engine.context.over:
             return
         posts = [way[2] for kind, way in world.group.wire.posts if way[kind == "receive"] == world.rank]
         if point == "forward":
-            state_of.setdefault((worker.name, step), everything(worker.engine.state))
+            state_of.setdefault((worker.name, step), everything(worker.engine.context.state))
         elif point == "vote":
-            assert posts.count(HANDED) == worker.engine.boundaries * handed(worker)
+            assert posts.count(HANDED) == worker.engine.context.boundaries * handed(worker)
             posts_of[worker.name] = len(posts)
         elif point == "optimizer":
-            assert state_of[worker.name, step] == everything(worker.engine.state)
+            assert state_of[worker.name, step] == everything(worker.engine.context.state)
             assert set(posts[posts_of[worker.name] :]) == {GATHER_TAG}
             looked += 1
 
@@ -187,11 +187,11 @@ def test_who_enters_a_vote_has_waited_for_all_that_it_posted(options: dict[str, 
 
     def look(worker: Worker, point: str, _: int) -> None:
         nonlocal looked, filled
-        world = worker.engine.world
+        world = worker.engine.context.world
         if point == "vote" and world is not None:
             assert not world.group.unwaited
             looked += 1
-            filled += bool(world.plan.fill_slice(worker.engine.boundaries))
+            filled += bool(world.plan.fill_slice(worker.engine.context.boundaries))
 
     with Crew("abc", Task({"max_steps": 12, **options})) as crew:
         crew.watchers.append(look)
@@ -204,7 +204,7 @@ def test_who_enters_a_vote_has_waited_for_all_that_it_posted(options: dict[str, 
 
 def handed(worker: Worker) -> int:
     """Messages of one hand-out that this member sends and receives."""
-    world = worker.engine.world
+    world = worker.engine.context.world
     assert world is not None
     peers = [rank for rank in range(world.plan.world_size) if rank != world.rank]
     ways = [(world.rank, peer) for peer in peers] + [(peer, world.rank) for peer in peers]
@@ -224,7 +224,7 @@ def test_hyper_parameters_that_differ_fail_the_job_naming_group_and_key(note: st
 
     def other_rate(engine: Engine) -> None:
         if engine.global_step == 2:
-            engine.state.optimizer.param_groups[1]["lr"] = 0.5
+            engine.context.state.optimizer.param_groups[1]["lr"] = 0.5
 
     task = replace(TASK, optimizer=with_a_note)
     with Crew("abc", task, {"c": replace(task, in_loop=other_rate)}) as crew:

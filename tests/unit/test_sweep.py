@@ -23,7 +23,7 @@ def trained(task: Task) -> Engine:
 def test_an_engine_that_the_script_has_let_go_frees_its_memory() -> None:
     for _ in range(2):
         engine = trained(Task({"max_steps": 2}))
-        kept = [ref(engine), ref(engine.module), ref(engine.state)]
+        kept = [ref(engine), ref(engine.module), ref(engine.context.state)]
         del engine
         gc.collect()
         assert [one() for one in kept] == [None] * 3
@@ -32,8 +32,8 @@ def test_an_engine_that_the_script_has_let_go_frees_its_memory() -> None:
 def test_a_save_that_an_engine_has_begun_is_whole_when_the_engine_is_gone(tmp_path: Path) -> None:
     task = Task({"max_steps": 2, "shoal": {"checkpoint": {"path": str(tmp_path), "every_steps": 2}}})
     engine = trained(task)
-    while not engine.saving.busy and not list(tmp_path.glob("*/manifest.json")):
-        engine.guarded_vote()
+    while not engine.parts.saving.busy and not list(tmp_path.glob("*/manifest.json")):
+        engine.training.vote()
     del engine
     gc.collect()
     assert len(list(tmp_path.glob("*/manifest.json"))) == 1

@@ -20,12 +20,15 @@ OPTIONS = {"max_steps": 3}
 
 
 def optimizer_of(engine: Engine) -> torch.optim.Optimizer:
-    return engine.state.optimizer
+    return engine.context.state.optimizer
 
 
 CALLS: list[tuple[Callable[[Engine], Any], str]] = [
     (lambda e: optimizer_of(e).step(), r"remove optimizer\.step\(\) from the loop and call engine\.step\(\)"),
-    (lambda e: e.state.scheduler.step(), r"remove scheduler\.step\(\) from the loop, where it would run once per"),
+    (
+        lambda e: e.context.state.scheduler.step(),
+        r"remove scheduler\.step\(\) from the loop, where it would run once per",
+    ),
     (lambda e: optimizer_of(e).state_dict(), r"lies in blocks on all workers.*engine\.save_checkpoint\(\)"),
     (lambda e: optimizer_of(e).load_state_dict({}), r"load_state_dict was called in the loop.*checkpoint\.resume"),
     (

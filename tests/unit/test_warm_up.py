@@ -22,7 +22,7 @@ def test_a_joiners_body_sees_the_jobs_step_and_loss_and_no_rank() -> None:
     seen: list[tuple[int, int, float, bool]] = []
 
     def look(engine: Engine) -> None:
-        if engine.world is None:
+        if engine.context.world is None:
             seen.append((engine.rank, engine.global_step, engine.loss, engine.warming_up))
         else:
             assert not engine.warming_up and engine.rank >= 0
@@ -80,7 +80,7 @@ def test_in_the_loop_a_request_returns_at_once_even_after_the_last_step(tmp_path
     for batch in engine:
         engine.backward(engine.module(**batch))
         assert engine.step() in (True, False)
-        if engine.over:
+        if engine.context.over:
             assert engine.fingerprint() is None
             engine.export(file)
             assert not file.exists()
@@ -103,7 +103,7 @@ def test_a_request_after_a_loop_that_was_left_early_is_refused_in_a_sentence() -
         break
     with pytest.raises(UserError, match=r"engine\.stop was called after the loop was left at step 0 of 2"):
         engine.stop()
-    engine.ended = True
+    engine.context.ended = True
     with pytest.raises(UserError, match=r"engine\.fingerprint was called after the script's end"):
         engine.fingerprint()
 

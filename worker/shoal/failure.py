@@ -1,6 +1,6 @@
 """A failure of this worker as the controller is told it: a sentence for people, and what tells the same fault again.
 
-Used where a script ends in an error (exit.py) and where an update does (engine.py).
+Used where a script ends in an error (exit.py) and where an update does (update.py).
 """
 
 from __future__ import annotations

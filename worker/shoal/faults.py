@@ -12,6 +12,8 @@ import re
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from shoal_protos.errors import UserError
 
@@ -80,6 +82,36 @@ class Faults:
             self.abort()
         else:
             os.kill(os.getpid(), signal.SIGKILL if action == "kill" else signal.SIGSTOP)
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class AtAStep(Protocol):
+    """Whose methods are fault points."""
+
+    faults: Faults
+    number: int
+    """The step at hand."""
+
+
+S = TypeVar("S", bound=AtAStep)
+
+
+def fault_point(point: str) -> Callable[[Callable[Concatenate[S, P], T]], Callable[Concatenate[S, P], T]]:
+    """Of a method: a fault that is planted at `point` strikes before it runs."""
+    assert point in POINTS
+
+    def decorate(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
+        @wraps(method)
+        def struck(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+            self.faults.at(point, self.number)
+            return method(self, *args, **kwargs)
+
+        return struck
+
+    return decorate
 
 
 def _parsed(part: str) -> Fault:

@@ -94,10 +94,10 @@ class CanonicalReduction:
                 work = self._group.receive(message, peer, PARTIALS)
                 self._flight[bucket].arrivals[peer] = (work, message)
 
-    def finish(self, reduced: Callable[[], None]) -> None:
+    def finish(self, on_reduced: Callable[[], None]) -> None:
         """Everything that is left, until every owned and mirrored range holds its reduced gradient.
 
-        `reduced` is called for each bucket before it is mirrored. Raises `WorldChanged`; the sums are void then.
+        `on_reduced` is called for each bucket before it is mirrored. Raises `WorldChanged`; the sums are void then.
         """
         if self._broken:
             raise WorldChanged("the group broke while the last backward ran")
@@ -108,7 +108,7 @@ class CanonicalReduction:
                 self._send(self._sent)
             progress.reach(StepPhase.REDUCTION, 2 * bucket)
             self._reduce(bucket)
-            reduced()
+            on_reduced()
             progress.reach(StepPhase.REDUCTION, 2 * bucket + 1)
             self._mirror(bucket)
             self._flight[bucket].packed.clear()

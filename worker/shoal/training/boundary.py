@@ -3,32 +3,41 @@
 Saves begin, requests are carried out, callbacks are called, a planned generation begins. A world that breaks between
 the vote and the boundary leaves it owed: the new world settles it by a vote without a step before it trains on, so that
 no committed step is without its callback or its checkpoint. Only a rank 0 that dies when all others have passed the
-boundary takes what its callbacks have done, or not done, with it. Called by the engine and by resize.py.
+boundary takes what its callbacks have done, or not done, with it. Called by step.py and resize.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
 from shoal.exchange.vote import Record
+from shoal.training.checkpoint_saving import CheckpointSaving
+from shoal.training.context import TrainingContext
+from shoal.training.corruption import CorruptionWatch
+from shoal.training.evaluation import Evaluation
+from shoal.training.requests import Requests
+from shoal.training.status import StatusReport
 from shoal.world import World
-
-if TYPE_CHECKING:
-    from shoal.training.engine import Engine
-
-StepCallback = Callable[["Engine"], None]
 
 
 class Boundary:
     """See the module's text."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._callbacks: list[StepCallback] = []
+    def __init__(
+        self,
+        context: TrainingContext,
+        corruption: CorruptionWatch,
+        saving: CheckpointSaving,
+        evaluation: Evaluation,
+        requests: Requests,
+        status: StatusReport,
+    ) -> None:
+        self._context, self._corruption, self._saving = context, corruption, saving
+        self._evaluation, self._requests, self._status = evaluation, requests, status
+        self._callbacks: list[Callable[[], None]] = []
         self._settled = 0
         """The last step whose boundary this member has passed, or knows to be passed."""
         self._called = 0
@@ -36,7 +45,8 @@ class Boundary:
         self._owed = False
         """The world that is being built begins by settling its step."""
 
-    def on_step(self, callback: StepCallback) -> None:
+    def add_callback(self, callback: Callable[[], None]) -> None:
+        """Called once per committed step, on whoever is rank 0 then."""
         self._callbacks.append(callback)
 
     def stand_at(self, step: int) -> None:
@@ -44,13 +54,29 @@ class Boundary:
         self._settled = self._called = step
         self._owed = False
 
+    def go_back_to(self, step: int, saved: int) -> None:
+        """All have gone back to a checkpoint, or to the start (then `saved` is -1): what came after counts no more."""
+        self._saving.on_return_to(saved)
+        self.stand_at(step)
+        self._corruption.on_return()
+
+    def on_world(self, world: World) -> None:
+        """A world begins."""
+        self._corruption.on_world(world)
+        self._saving.on_world(world)
+        self._requests.on_world()
+        self._status.publish()
+
+    def on_roll_forward(self, record: Record) -> None:
+        """This member has the record of a vote that it has not passed itself."""
+        self._corruption.on_record(record)
+
     # ---- in a world
 
     def pass_step(self, record: Record) -> None:
         """After a commit and its hand-out. Raises `WorldChanged`; then it is owed."""
         self._carry_out(record, stepped=True)
         self._call_back(record.step)
-        self._engine.resize.begin_planned()
 
     def pass_vote(self, record: Record) -> None:
         """After a vote without a step."""
@@ -58,36 +84,36 @@ class Boundary:
             self._settle(record)
         else:
             self._carry_out(record, stepped=False)
-        self._engine.resize.begin_planned()
 
     def _carry_out(self, record: Record, stepped: bool) -> None:
-        engine = self._engine
-        engine.meter.on_vote(stepped)
-        engine.corruption.on_vote(record)
-        if engine.world is not None:
-            engine.world.group.progress.begin_boundary(engine.boundaries)
-            engine.saving.on_vote(record, engine.world, stepped)
-        engine.requests.carry_out(record.requests)
-        engine.publish()
+        context = self._context
+        context.meter.on_vote(stepped)
+        self._corruption.on_vote(record)
+        if context.world is not None:
+            context.world.group.progress.begin_boundary(context.boundaries)
+            self._saving.on_vote(record, context.world, stepped, self._owed)
+        self._requests.carry_out(record.requests)
+        self._status.publish()
 
     def _call_back(self, step: int) -> None:
-        if self._engine.rank == 0 and self._called < step:
+        if self._context.rank == 0 and self._called < step:
             self._called = step
-            with self._engine.evaluation.anywhere():
+            with self._evaluation.anywhere():
                 for callback in self._callbacks:
-                    callback(self._engine)
+                    callback()
         self._settled = step
 
     # ---- over a change
 
-    def agree(self, world: World, frozen_in_place: bool) -> list[bool]:
-        """In a recovery: whether the boundary of its step is owed, on all members alike; returns by rank the answers
-        to `frozen_in_place`, which travel along. Raises `WorldChanged`.
+    def agree(self, world: World) -> list[bool]:
+        """In a recovery: whether the boundary of its step is owed, on all members alike; returns by rank whose frozen
+        parameters are in place, which travels along. Raises `WorldChanged`.
         """
         recovery = world.plan.recovery
         assert recovery is not None
         counts, step = recovery.counted[world.rank], recovery.step
-        mine = [int(frozen_in_place), self._settled if counts else step, self._called if counts else -1]
+        in_place = int(self._context.state.frozen_in_place)
+        mine = [in_place, self._settled if counts else step, self._called if counts else -1]
         rows = world.group.all_gather(torch.tensor(mine, dtype=torch.int64))
         self._owed = int(rows[:, 1].min()) < step
         self._called = min(int(rows[:, 2].max()), step)
@@ -102,7 +128,7 @@ class Boundary:
 
     def _settle(self, record: Record) -> None:
         """The vote's record, with what the step's own asked for: its asker may be gone. (Ranks in it are gone too.)"""
-        passed = self._engine.state.record
+        passed = self._context.state.record
         asked = [request for request in passed.requests if request.kind != "frozen"] if passed is not None else []
         self._carry_out(replace(record, requests=tuple(dict.fromkeys([*asked, *record.requests]))), stepped=True)
         self._owed = False

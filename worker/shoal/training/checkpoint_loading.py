@@ -6,8 +6,6 @@ controller, which hears all workers, names one in a plan. Called by `initialize`
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from shoal_protos.checkpoint import CheckpointRef, UnreadableCheckpoint
 from shoal_protos.errors import JobFailed, NotFound
 from shoal_protos.runs import every
@@ -19,21 +17,19 @@ from shoal.checkpoint.restore import fits, load_blocks, load_model, load_small_s
 from shoal.exchange.hand_out import hand_out
 from shoal.failure import NeedsFreshProcess
 from shoal.logs import get_logger
+from shoal.training.context import TrainingContext
 from shoal.training.initial_state import agree_on_the_start
 from shoal.world import World
-
-if TYPE_CHECKING:
-    from shoal.training.engine import Engine
 
 log = get_logger("shoal.checkpoint")
 
 
-class Resuming:
+class CheckpointLoading:
     """This worker's knowledge of checkpoints. `sighting` and `damage` are in its status."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._config = engine.config.checkpoint
+    def __init__(self, context: TrainingContext) -> None:
+        self._context = context
+        self._config = context.config.checkpoint
         self.sighting: CheckpointRef | None = None
         self.damage: UnreadableCheckpoint | None = None
         self.highest_saved = 0
@@ -50,16 +46,16 @@ class Resuming:
         """Finds what to go on from. Raises `UserError` where a checkpoint is of another model, or was named and is not
         there; `StorageFailed` where the place cannot be read.
         """
-        asked, known = self._engine.link.resume
+        asked, known = self._context.link.resume
         resume = self._config.resume if asked is None else asked
         self.skipped = []
         self.highest_saved = highest_generation(self._config.path) if self._config.path is not None else 0
-        own = Own(self._engine.link.run, known) if known else None
+        own = Own(self._context.link.run, known) if known else None
         found = resolve(self._config.path, resume, self._skip, own, self._unreadable)
         self.sighting = None
         if found is None:
             return
-        same = fits(found.manifest, self._engine.state, self._config.allow, found.path)
+        same = fits(found.manifest, self._context.state, self._config.allow, found.path)
         step = found.manifest.step if same else 0
         manifest = found.manifest
         self.sighting = CheckpointRef(
@@ -80,9 +76,9 @@ class Resuming:
 
     def take_up(self, world: World) -> int:
         """All that a plan with a checkpoint asks of this worker; returns the bytes read. Raises `WorldChanged`."""
-        recovery, state, engine = world.plan.recovery, self._engine.state, self._engine
+        recovery, state, context = world.plan.recovery, self._context.state, self._context
         assert recovery is not None
-        if engine.over and recovery.step < state.last_step and engine.left_loop:
+        if context.over and recovery.step < state.last_step and context.left_loop:
             raise NeedsFreshProcess(
                 f"the job goes back to step {recovery.step}, and this script has left its loop at step {state.step}."
             )
@@ -92,7 +88,7 @@ class Resuming:
             raise CheckpointDamaged(f"{recovery.checkpoint} is gone: {error}") from error
         self._taken = found.path
         state.forget_gradients()
-        engine.done = False
+        context.done = False
         if fits(found.manifest, state, self._config.allow, found.path):
             return self._restore(found, world)
         log.info("tensors_taken", path=found.path, what=str(load_model(found.reader(), state, self._config.allow)))
@@ -102,12 +98,12 @@ class Resuming:
 
     def _restore(self, found: Found, world: World) -> int:
         """Everything as it was at the checkpoint's step: owners read their blocks and hand out what others need."""
-        state, owned, reader = self._engine.state, world.plan.shares[world.rank].owned, found.reader()
+        state, owned, reader = self._context.state, world.plan.shares[world.rank].owned, found.reader()
         self._warn_of_other_data(found)
         load_small_state(reader, state, state.registered)
         state.lineage = self._lineage(found, world.plan.generation)
         load_blocks(reader, state, owned)
-        self._engine.faults.at("restore", state.step)
+        self._context.faults.at("restore", state.step)
         hand_out(world.group, state.flats, world.traffic.stale)
         state.current = every(state.layout.blocks)
         log.info("restored", path=found.path, step=state.step, bytes=reader.bytes_read)
@@ -116,13 +112,13 @@ class Resuming:
     def _lineage(self, found: Found, began: int) -> Lineage:
         """Another job's saves are never this one's to delete, though it goes on from one of them."""
         manifest = found.manifest
-        if manifest.job != self._engine.link.job:
+        if manifest.job != self._context.link.job:
             return ()
         return gone_on(manifest.run, manifest.generation, manifest.step, manifest.lineage, began)
 
     def _warn_of_other_data(self, found: Found) -> None:
         """Other lanes, batches or seeds than the checkpoint's: training goes on, with other samples."""
-        theirs, ours = found.manifest.data, self._engine.saving.data_position
+        theirs, ours = found.manifest.data, self._context.data_position
         if theirs is not None and theirs != ours:
             fields = [name for name in type(ours).model_fields if getattr(ours, name) != getattr(theirs, name)]
             log.warning("other_data_order", checkpoint=found.path, differs=fields,
@@ -133,7 +129,7 @@ class Resuming:
         none to be taken instead.
         """
         log.error("checkpoint_damaged", path=path, reason=str(error))
-        asked, _ = self._engine.link.resume
+        asked, _ = self._context.link.resume
         resume = self._config.resume if asked is None else asked
         if resume != "latest" and self.sighting is not None and self.sighting.path == path:
             raise JobFailed(f"{error} It was named by `resume`; name another one.") from error
@@ -148,7 +144,7 @@ class Resuming:
                 f"{self._taken} cannot be read whole, and there is no other checkpoint to go on from. To begin at step "
                 "0 remove it, or say `resume: false`."
             )
-        if not self._engine.state.initial:
+        if not self._context.state.initial:
             raise NeedsFreshProcess("the job begins at step 0, and this process has trained before; start a new one.")
 
     def on_recovery(self, path: str) -> None:

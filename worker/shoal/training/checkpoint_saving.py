@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shoal_protos.checkpoint import CheckpointRef, SaveOutcome, SaveReport
 from shoal_protos.errors import UserError
@@ -20,7 +20,6 @@ from shoal.checkpoint.catalogue import SaveName
 from shoal.checkpoint.draft import Origin, draft_of
 from shoal.checkpoint.errors import StorageFailed
 from shoal.checkpoint.layout_entry import LayoutEntry
-from shoal.checkpoint.manifest import DataPosition
 from shoal.checkpoint.named import tied_names
 from shoal.checkpoint.plain import encode
 from shoal.checkpoint.retention import Keep, Ours
@@ -32,11 +31,11 @@ from shoal.config.training import agreement
 from shoal.exchange.vote import Record, Request
 from shoal.logs import get_logger
 from shoal.numerics import identity
+from shoal.training.checkpoint_loading import CheckpointLoading
+from shoal.training.context import TrainingContext
+from shoal.training.corruption import CorruptionWatch
 from shoal.training.state import frozen_parameters
 from shoal.world import World
-
-if TYPE_CHECKING:
-    from shoal.training.engine import Engine
 
 SAVE = Request("save")
 SCHEDULED = Request("scheduled")
@@ -46,18 +45,17 @@ BUSY = (SaveStatus.WRITING, SaveStatus.WRITTEN)
 log = get_logger("shoal.checkpoint")
 
 
-class Saving:
+class CheckpointSaving:
     """See the module's text. Without `shoal.checkpoint.path` it does nothing but refuse."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._config = engine.config.checkpoint
+    def __init__(self, context: TrainingContext, corruption: CorruptionWatch, loading: CheckpointLoading) -> None:
+        self._context, self._corruption, self._loading = context, corruption, loading
+        self._config = context.config.checkpoint
         self._saver: Saver | None = None
         if self._config.path is not None:
             storage = open_storage(self._config.path)
             storage.prepare()
             self._saver = Saver(storage, Keep(self._config.keep, self._config.keep_every))
-        self.data_position = self._data_position()
         self._origin: Origin | None = None
         self.saved = -1
         """The step of the newest whole checkpoint of this life of the job."""
@@ -72,27 +70,16 @@ class Saving:
         """The last few saves that this worker led, for the controller."""
         self._number = 0
 
-    def _data_position(self) -> DataPosition:
-        config = self._engine.config
-        return DataPosition(
-            seed=config.seed,
-            lanes=config.lanes,
-            micro_batch_size=config.micro_batch_size,
-            micro_batches_per_lane=config.micro_batches_per_lane,
-            samples=self._engine.loop.samples,
-        )
-
     # ---- what the script and the controller ask
 
-    def ask(self) -> None:
-        """As soon as possible; from any member, through any change."""
+    def check_configured(self) -> None:
+        """Raises `UserError` where there is no place to save to."""
         if self._saver is None:
             raise UserError("engine.save_checkpoint needs a place; set `shoal.checkpoint.path` in the config.")
-        self._engine.requests.ask(SAVE)
 
     def remember_request(self) -> None:
         """This worker brings the request into its votes from now on."""
-        self._asked_at = self._engine.state.step + (0 if self._engine.over else 1)
+        self._asked_at = self._context.state.step + (0 if self._context.over else 1)
 
     @property
     def pending(self) -> Request | None:
@@ -106,12 +93,12 @@ class Saving:
                 f'engine.register_state("{name}", …) got a {type(of).__name__}; '
                 "it needs state_dict and load_state_dict."
             )
-        if name in self._engine.state.registered:
+        if name in self._context.state.registered:
             raise UserError(f'engine.register_state was called twice for "{name}"; give each state its own name.')
-        if self._engine.world is not None:
+        if self._context.world is not None:
             raise UserError(f'engine.register_state("{name}", …) was called in the loop; call it before.')
         encode(of.state_dict(), {}, f'the state registered as "{name}"')
-        self._engine.state.registered[name] = of
+        self._context.state.registered[name] = of
 
     # ---- in the vote
 
@@ -131,16 +118,18 @@ class Saving:
     def scheduled(self) -> tuple[Request, ...]:
         """Rank 0's clock, in the ballot of a step."""
         minutes = self._config.every_minutes
-        if self._saver is None or minutes is None or self._engine.rank != 0:
+        if self._saver is None or minutes is None or self._context.rank != 0:
             return ()
         return (SCHEDULED,) if time.monotonic() - self._clock >= 60 * minutes else ()
 
-    def on_vote(self, record: Record, world: World, stepped: bool) -> None:
-        """After every vote, on every member with the same record. `stepped`: it committed a step."""
+    def on_vote(self, record: Record, world: World, stepped: bool, owed: bool) -> None:
+        """After every vote, on every member with the same record. `stepped`: it committed a step; `owed`: it settles a
+        boundary that the world before did not come to.
+        """
         if self._saver is None:
             return
         statuses = {m.incarnation: status for m, status in zip(world.plan.members, record.saving, strict=True)}
-        self._saver.on_vote(statuses, world.plan.recovery is None, self._engine.corruption.saved_is_sound)
+        self._saver.on_vote(statuses, world.plan.recovery is None, self._corruption.saved_is_sound)
         self._on_outcome(self._saver.take_outcome())
         asked = any(request.kind == "save" and record.saved < request.step for request in record.requests)
         due = stepped and self._is_due(record)
@@ -148,9 +137,9 @@ class Saving:
             self._clock = time.monotonic()
         if record.saved != record.step and (asked or due):
             if not any(status in BUSY for status in record.saving):
-                self._engine.corruption.on_save()
+                self._corruption.on_save()
                 self._begin(self._saver, world)
-            elif due and self._engine.boundary.owed:
+            elif due and owed:
                 self._ask_for_the_owed()
             elif due:
                 self._skip(record.step)
@@ -163,12 +152,12 @@ class Saving:
 
     def _ask_for_the_owed(self) -> None:
         """The one before is still being written and is most likely lost with a member: as soon as it is over."""
-        if self._engine.rank == 0:
-            self._engine.requests.add(SAVE)
+        if self._context.rank == 0:
+            self.remember_request()
 
     def _skip(self, step: int) -> None:
         """All skip it; rank 0 reports it."""
-        if self._engine.rank == 0:
+        if self._context.rank == 0:
             why = "the checkpoint before is still being written"
             log.warning("save_skipped", step=step, reason=why)
             self._remember(SaveReport(0, step, SaveOutcome.SKIPPED, why=why))
@@ -177,10 +166,10 @@ class Saving:
 
     def _begin(self, saver: Saver, world: World) -> None:
         """Copies what this member owns; writing goes on beside training."""
-        engine, plan = self._engine, world.plan
+        context, plan = self._context, world.plan
         began = self._clock = time.monotonic()
-        leader, run = plan.members[0].incarnation, engine.link.run
-        name = SaveName.of(engine.state.step, plan.generation, engine.boundaries, leader, run)
+        leader, run = plan.members[0].incarnation, context.link.run
+        name = SaveName.of(context.state.step, plan.generation, context.boundaries, leader, run)
         self._generation = plan.generation
         authors = {
             rank: Author(member.worker, member.incarnation)
@@ -189,17 +178,18 @@ class Saving:
         }
         if world.rank not in authors:
             return None
-        engine.faults.at("save", engine.state.step)
+        context.faults.at("save", context.state.step)
         lead: Lead | None = None
         beside: dict[str, Tensor] = {}
         if world.rank == 0:
             try:
-                draft, beside = draft_of(engine.state, self.origin, plan.generation, engine.state.registered)
+                draft, beside = draft_of(context.state, self.origin, plan.generation, context.state.registered)
             except UserError as error:
                 log.error("save_failed", step=name.step, reason=str(error))
                 return saver.refuse(name, str(error))
-            lead = Lead(draft, engine.state.buffers.committed.copy(), frozen_parameters(engine.module), _in_use(world))
-        owned, state = plan.shares[world.rank].owned, engine.state
+            buffers, frozen = context.state.buffers.committed.copy(), frozen_parameters(context.state.module)
+            lead = Lead(draft, buffers, frozen, _in_use(world))
+        owned, state = plan.shares[world.rank].owned, context.state
         snapshot = take_snapshot(state.layout, state.flats, state.held, owned, beside, saver.ready())
         save = Save(name, authors[world.rank], tuple(authors.values()), snapshot, lead, Ours(run, state.lineage))
         saver.begin(save, copy_seconds=time.monotonic() - began)
@@ -209,10 +199,10 @@ class Saving:
     def origin(self) -> Origin:
         """Made once; nothing of it changes."""
         if self._origin is None:
-            engine = self._engine
-            layout = LayoutEntry.of(engine.state.layout, tied_names(engine.module))
-            link, position = engine.link, self.data_position
-            self._origin = Origin(link.job, link.run, layout, position, agreement(engine.config), identity())
+            context = self._context
+            layout = LayoutEntry.of(context.state.layout, tied_names(context.state.module))
+            link, position = context.link, context.data_position
+            self._origin = Origin(link.job, link.run, layout, position, agreement(context.config), identity())
         return self._origin
 
     def on_world(self, world: World) -> None:
@@ -220,7 +210,7 @@ class Saving:
         config = self._config
         if self._saver is None or (config.every_steps is None and config.every_minutes is None):
             return
-        state = self._engine.state
+        state = self._context.state
         blocks = len(world.plan.shares[world.rank].owned)
         parameters = max(bucket.dtype.itemsize for bucket in state.layout.buckets) * state.layout.block_elements
         self._saver.reserve(blocks * (parameters + state.held.state_bytes_of_a_block()))
@@ -238,13 +228,13 @@ class Saving:
             return
         if not outcome.failure:
             self.saved = outcome.name.step
-            name, manifest, run = outcome.name, outcome.manifest, self._engine.link.run
+            name, manifest, run = outcome.name, outcome.manifest, self._context.link.run
             size, verified = (manifest.data_bytes, manifest.verified) if manifest is not None else (0, False)
-            self._engine.resuming.on_saved(CheckpointRef(name.generation, name.step, outcome.path, size, run, verified))
-        elif self.pending and self._generation == self._engine.generation:
+            self._loading.on_saved(CheckpointRef(name.generation, name.step, outcome.path, size, run, verified))
+        elif self.pending and self._generation == self._context.generation:
             self._asked_at = None
             self.failure = StorageFailed(f"the checkpoint of step {outcome.name.step} failed: {outcome.failure}")
-        if outcome.manifest is not None or (outcome.failure and self._engine.rank == 0):
+        if outcome.manifest is not None or (outcome.failure and self._context.rank == 0):
             self._remember(_as_message(outcome))
 
     def _remember(self, saved: SaveReport) -> None:

@@ -7,8 +7,6 @@ what is done about it the controller decides. Off where a job is not bit-exact: 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from shoal_protos.corruption import CorruptBlock
 from shoal_protos.runs import Runs
@@ -19,10 +17,8 @@ from shoal.core.sampled_blocks import sampled
 from shoal.exchange.copies import NO_COPY, Comparison
 from shoal.exchange.vote import Record
 from shoal.logs import get_logger
+from shoal.training.context import TrainingContext
 from shoal.world import World
-
-if TYPE_CHECKING:
-    from shoal.training.engine import Engine
 
 SLICE = 4_096
 """Blocks of a save that one vote compares: 32 kB of it."""
@@ -35,9 +31,8 @@ log = get_logger("shoal")
 class CorruptionWatch:
     """See the module's text. `corrupt` is in this worker's status."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        config = engine.config
+    def __init__(self, context: TrainingContext) -> None:
+        self._state, config = context.state, context.config
         self._every = config.corruption_steps if config.exact and not config.mixed_numerics else 0
         self.corrupt: tuple[CorruptBlock, ...] = ()
         """What has differed since all began, or went back to a checkpoint."""
@@ -53,14 +48,13 @@ class CorruptionWatch:
 
     def comparisons(self, step: int) -> tuple[Comparison, ...]:
         """What the vote for this step compares. The same blocks on all members."""
-        engine = self._engine
         if not self._every or not self._copies:
             return ()
         found = []
-        if step > engine.state.step:
-            blocks = sampled(step, engine.state.layout.blocks, self._every)
+        if step > self._state.step:
+            blocks = sampled(step, self._state.layout.blocks, self._every)
             if blocks:
-                found.append(self._comparison(blocks, self._checksums(blocks), engine.state.step))
+                found.append(self._comparison(blocks, self._checksums(blocks), self._state.step))
         if self._saved is not None:
             part = Runs(((self._compared, min(self._compared + SLICE, len(self._saved))),))
             found.append(self._comparison(part, self._saved[self._compared :][: len(part)], self._saved_step))
@@ -77,7 +71,7 @@ class CorruptionWatch:
         if own:
             held = set(own)
             places = [place for place, block in enumerate(blocks) if block in held]
-            found[places] = block_checksums(self._engine.state, own)
+            found[places] = block_checksums(self._state, own)
         return found
 
     def on_vote(self, record: Record) -> None:
@@ -98,7 +92,7 @@ class CorruptionWatch:
     @property
     def _valid(self) -> Runs:
         """The blocks whose state and parameters are those of the committed step here."""
-        return self._engine.state.held.runs & self._engine.state.current
+        return self._state.held.runs & self._state.current
 
     # ---- beside a save
 
@@ -106,7 +100,7 @@ class CorruptionWatch:
         """At the boundary of a save, on all members: the copies of all blocks are to be compared as they are now."""
         if not self._every or not self._copies:
             return
-        state = self._engine.state
+        state = self._state
         self._saved = torch.full((state.layout.blocks,), NO_COPY, dtype=torch.int64, device="cpu")
         own = self._valid
         self._saved[list(own)] = block_checksums(state, own)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from shoal_protos.errors import UserError
@@ -16,9 +16,7 @@ from torch import nn
 
 from shoal.data.seeds import RandomState
 from shoal.exchange.vote import check_names
-
-if TYPE_CHECKING:
-    from shoal.training.engine import Engine
+from shoal.training.context import TrainingContext
 
 
 @contextmanager
@@ -49,8 +47,8 @@ Sums = dict[str, list[float]]
 class Evaluation:
     """`active` within `engine.evaluating()`."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, context: TrainingContext) -> None:
+        self._context = context
         self.active = False
         self._anywhere = False
         self.since_the_step: dict[str, float] = {}
@@ -63,23 +61,21 @@ class Evaluation:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Eval mode without gradients. Raises `UserError` in the middle of a micro-batch."""
-        engine = self._engine
-        at_hand = engine.loop.in_flight and (engine.forward_seed.begun or engine.loop.has_gradient)
+        context, module = self._context, self._context.state.module
+        at_hand = context.loop.in_flight and (context.forward_seed.begun or context.loop.has_gradient)
         if at_hand and not self._anywhere:
             raise UserError(
                 "engine.evaluating was entered between a micro-batch's forward and engine.step; evaluate before the "
                 "forward or after engine.step."
             )
-        self.active, weights = True, engine.state.module_guard.whole()
+        self.active, weights = True, context.state.module_guard.whole()
         try:
-            with _untouched(engine.module), engine.forward_seed.away(), torch.no_grad():
-                engine.module.eval()
+            with _untouched(module), context.forward_seed.away(), torch.no_grad():
+                module.eval()
                 yield
         finally:
             self.active, self._lane = False, {}
-        engine.state.module_guard.forgive(weights)
-        if engine.over and engine.left_loop:
-            self.settle()
+        context.state.module_guard.forgive(weights)
 
     @contextmanager
     def anywhere(self) -> Iterator[None]:
@@ -94,13 +90,14 @@ class Evaluation:
         """Micro-batches of the samples `i` with `i % lanes` held here, lane by lane; a lane's last may be short."""
         if not self.active:
             raise UserError("engine.shard is for `with engine.evaluating():`.")
-        config, loop = self._engine.config, self._engine.loop
-        for lane in self._engine.lanes:
+        context = self._context
+        config, loop = context.config, context.loop
+        for lane in context.lanes:
             numbers = list(range(lane, len(dataset), config.lanes))
             try:
                 for at in range(0, len(numbers), config.micro_batch_size):
                     yield loop.collated(dataset, numbers[at : at + config.micro_batch_size])
-                    self._engine.step_on()
+                    context.step_on()
             finally:
                 self._lane_over()
 
@@ -141,7 +138,7 @@ class Evaluation:
         self._in_vote = {}
         self.since_the_step.update(results)
 
-    def settle(self) -> None:
-        """After the last step no vote of a step comes: waits for one that carries what is left."""
-        while self._arrived or self._in_vote:
-            self._engine.guarded_vote()
+    @property
+    def unsettled(self) -> bool:
+        """Whether there are results that no vote has carried yet: after the last step none of a step comes."""
+        return bool(self._arrived or self._in_vote)

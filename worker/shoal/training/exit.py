@@ -39,20 +39,20 @@ class _Ending:
     def at_exit(self) -> None:
         if os.getpid() != self._pid:
             return
-        engine = self._engine
+        context = self._engine.context
         try:
-            if engine.leaving:
+            if context.leaving:
                 return
-            if self._failure is not None or not engine.over:
-                engine.link.result(self._result())
+            if self._failure is not None or not context.over:
+                context.link.result(self._result())
             else:
                 self._serve()
         finally:
-            engine.saving.close()
-            engine.link.close()
+            self._engine.parts.saving.close()
+            context.link.close()
 
     def _result(self) -> Result:
-        state = self._engine.state
+        state = self._engine.context.state
         if self._failure is not None:
             return result_of(self._failure, state.step)
         why = (
@@ -63,14 +63,14 @@ class _Ending:
 
     def _serve(self) -> None:
         """Votes without a step until told to end."""
-        engine = self._engine
+        context, parts, training = self._engine.context, self._engine.parts, self._engine.training
         try:
-            while engine.saving.busy:
-                engine.guarded_vote()
-            engine.ended = True
-            engine.publish()
-            while not (engine.link.alone and engine.done):
-                engine.guarded_vote()
+            while parts.saving.busy:
+                training.vote()
+            context.ended = True
+            parts.status.publish()
+            while not (context.link.alone and context.done):
+                training.vote()
         except SystemExit:
             return
         except JobFailed as error:
@@ -100,8 +100,8 @@ def tell_errors_in_a_sentence() -> None:
 
 def serve_at_exit(engine: Engine) -> None:
     """Called once by `shoal.initialize`."""
-    if engine.link.alone:
-        finalize(engine, engine.saving.saver_end)
+    if engine.context.link.alone:
+        finalize(engine, engine.parts.saving.saver_end)
         atexit.register(_end_alone, ref(engine))
         return
     ending = _Ending(engine)

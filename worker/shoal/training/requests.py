@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from shoal_protos.errors import JobFailed, UserError
@@ -22,13 +21,11 @@ from shoal.fingerprint import fingerprint
 from shoal.group.group import Group
 from shoal.logs import get_logger
 from shoal.optim.hyper import first_difference, hyper_parameters
+from shoal.training.checkpoint_saving import SAVE, CheckpointSaving
+from shoal.training.context import TrainingContext
 from shoal.training.initial_state import share_frozen
 
-if TYPE_CHECKING:
-    from shoal.training.engine import Engine
-
-CALLS = {"save": "save_checkpoint"}
-"""Methods whose name is not their request's."""
+FINGERPRINT = Request("fingerprint")
 
 log = get_logger("shoal")
 
@@ -36,72 +33,69 @@ log = get_logger("shoal")
 class Requests:
     """This worker's own requests, and how any is carried out."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, context: TrainingContext, saving: CheckpointSaving) -> None:
+        self._context, self._saving = context, saving
         self._mine: list[Request] = []
         self._scripts: set[Request] = set()
         """Those that the script has asked for, and whose end it may wait for."""
-        self._digest: tuple[int, str] | None = None
+        self.digest = ""
+        """The last fingerprint that was asked for."""
         self._failure: UserError | None = None
 
-    def ask(self, request: Request) -> str | None:
-        """In the loop returns at once; after it blocks until carried out, and until a save under way has come to its
-        end. A fingerprint's digest is returned then.
-
-        In a warm-up it is ignored: whoever warms up is not in the job yet.
-        """
-        engine, call = self._engine, f"engine.{CALLS.get(request.kind, request.kind)}"
-        if engine.warming_up:
-            return None
-        if engine.ended:
+    def check(self, request: Request, call: str) -> None:
+        """Raises `UserError` for what the script cannot ask for now. `call`: how it asks."""
+        context = self._context
+        if context.ended:
             raise UserError(f"{call} was called after the script's end.")
-        if engine.left_loop and not engine.over:
+        if context.left_loop and not context.over:
             raise UserError(
-                f"{call} was called after the loop was left at step {engine.state.step} of {engine.state.last_step}; "
+                f"{call} was called after the loop was left at step {context.state.step} of {context.state.last_step}; "
                 "call it in the loop (engine.stop() ends it early), and go through the loop to its end."
             )
-        if engine.world is None and not engine.over:
+        if context.world is None and not context.over:
             raise UserError(f"{call} was called before the loop; ask in the loop or after it.")
         check_requests([*self._mine, request], call)
-        self.add(request)
-        self._scripts.add(request)
-        if not engine.left_loop:
-            return None
-        self.settle()
-        while engine.saving.busy:
-            engine.guarded_vote()
-        failure = self._failure or engine.saving.failure
-        self._failure = engine.saving.failure = None
-        if failure is not None:
-            raise failure
-        return self._digest[1] if request.kind == "fingerprint" and self._digest else None
 
-    def settle(self) -> None:
-        """After the last step: waits until what this worker's script has asked for is carried out."""
-        while self._scripts.intersection(self._mine):
-            self._engine.guarded_vote()
-        self._scripts.clear()
-
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, by_script: bool = False) -> None:
+        """From now on it is in this worker's votes, until it is carried out."""
+        if by_script:
+            self._scripts.add(request)
         if request.kind == "save":
-            self._engine.saving.remember_request()
-        if request not in self._mine:
+            self._saving.remember_request()
+        elif request not in self._mine:
             self._mine.append(request)
 
-    def for_vote(self) -> tuple[Request, ...]:
-        """What this worker brings into its next vote."""
-        if self._engine.resize.frozen_in_place:  # a recovery on the way has brought them
-            self._mine = [request for request in self._mine if request.kind != "frozen"]
-        self._drop_saved()
-        if self._engine.over and not self._engine.done:
-            self.add(Request("fingerprint"))
-        save = self._engine.saving.pending
-        return tuple(save if save and request.kind == "save" else request for request in self._mine)
+    @property
+    def awaited(self) -> bool:
+        """Whether something that the script has asked for is still to be carried out."""
+        return any(request in self._scripts for request in self._open)
 
-    def on_commit(self, record: Record) -> None:
-        """A voted stop is part of the commit: whoever rolls forward with the record follows it too."""
-        if any(request.kind == "stop" for request in record.requests):
-            self._engine.state.last_step = min(self._engine.state.last_step, record.step)
+    def forget_scripts(self) -> None:
+        """The script waits for nothing any more."""
+        self._scripts.clear()
+
+    def take_failure(self) -> Exception | None:
+        """Why the last thing that the script asked for could not be done, once."""
+        failure = self._failure or self._saving.failure
+        self._failure = self._saving.failure = None
+        return failure
+
+    @property
+    def _open(self) -> list[Request]:
+        return [*self._mine, SAVE] if self._saving.pending else self._mine
+
+    @property
+    def pending(self) -> tuple[Request, ...]:
+        """What this worker brings into its next vote."""
+        mine, save = list(self._mine), self._saving.pending
+        if self._context.over and not self._context.done and FINGERPRINT not in mine:
+            mine.append(FINGERPRINT)
+        return (*mine, save) if save else tuple(mine)
+
+    def on_world(self) -> None:
+        """A world begins; a recovery on the way to it may have brought the frozen parameters."""
+        if self._context.state.frozen_in_place:
+            self._mine = [request for request in self._mine if request.kind != "frozen"]
 
     def carry_out(self, requests: tuple[Request, ...]) -> None:
         """Every member calls it with the same requests at the same boundary. Raises `WorldChanged`; then they stay."""
@@ -115,39 +109,34 @@ class Requests:
                     self._frozen(request)
             if request in self._mine:
                 self._mine.remove(request)
-        self._drop_saved()
-
-    def _drop_saved(self) -> None:
-        if not self._engine.saving.pending:
-            self._mine = [request for request in self._mine if request.kind != "save"]
 
     def _fingerprint(self) -> None:
-        engine = self._engine
-        assert engine.world is not None
-        self._digest = (engine.state.step, fingerprint(engine.state, engine.world))
-        if engine.over and not engine.done:
-            engine.done = True
-            engine.link.result(Result(engine.state.step, self._digest[1], engine.state.loss))
+        context = self._context
+        assert context.world is not None
+        self.digest = fingerprint(context.state, context.world)
+        if context.over and not context.done:
+            context.done = True
+            context.link.result(Result(context.state.step, self.digest, context.state.loss))
 
     def _export(self, path: Path) -> None:
-        if self._engine.rank != 0:
+        if self._context.rank != 0:
             return
         try:
-            export(self._engine.module, path)
+            export(self._context.state.module, path)
         except UserError as error:
             log.error("export_failed", path=str(path), reason=str(error))
             self._failure = error
 
     def _frozen(self, request: Request) -> None:
         """The builder sends its frozen parameters to a joiner whose own differ."""
-        world = self._engine.world
+        world, state = self._context.world, self._context.state
         assert world is not None
         if world.rank in (world.plan.builder, request.rank):
-            share_frozen(world.group, self._engine.module, world.plan.builder, [request.rank])
+            share_frozen(world.group, state.module, world.plan.builder, [request.rank])
         if world.rank == request.rank:
-            self._engine.resize.frozen_in_place = True
-            if self._engine.state.current:
-                self._engine.state.current = self._engine.state.everything
+            state.frozen_in_place = True
+            if state.current:
+                state.current = state.everything
 
 
 def refuse_other_hyper_parameters(group: Group, record: Record, optimizer: torch.optim.Optimizer) -> None:

@@ -65,7 +65,7 @@ def initialize(
     status = Status(sequence=0, generation=0, state=MemberState.WARMING_UP, promised=0, step=-1, committed_in=0)
     link.introduce(_description(settled, state, optimizer, sampler.samples), status)
     engine = Engine(settled, state, link, fetcher, Faults.parse(fault_text, link.worker))
-    engine.resuming.look()
+    engine.parts.loading.look()
     take_over(optimizer, scheduler, lambda: state.step > NO_STEP)
     serve_at_exit(engine)
     return engine

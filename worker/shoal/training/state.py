@@ -74,6 +74,8 @@ class TrainingState:
         """Held blocks whose next gradient is in; set when a vote is entered with all that the commit reads."""
         self.current = NO_BLOCKS
         """Blocks whose parameters are those of `step`."""
+        self.frozen_in_place = True
+        """Whether this module's frozen parameters are known to be the job's."""
         self.initial = True
         """Whether nothing but the script has made this process's state: it could begin at step 0."""
         self.lineage: Lineage = ()
@@ -113,6 +115,8 @@ class TrainingState:
         self.current, self.pending = self.held.runs, NO_BLOCKS
         if self.scheduler is not None and record.updates:
             advance(self.scheduler, record.loss)
+        if any(request.kind == "stop" for request in record.requests):
+            self.last_step = min(self.last_step, record.step)
 
     def _clip(self, norm: float | None) -> float:
         if norm is None or not self.clipping:
@@ -174,8 +178,8 @@ class TrainingState:
             }
         )
 
-    def load_small_state(self, content: bytes) -> bool:
-        """Takes over another member's small state. True when this module's frozen parameters are the job's too."""
+    def load_small_state(self, content: bytes) -> None:
+        """Takes over another member's small state."""
         given = unpack(content)
         self.initial = False
         self.step, self.committed_in = given["step"], given["committed_in"]
@@ -190,7 +194,7 @@ class TrainingState:
         for name, of in self.registered.items():
             of.load_state_dict(given["registered"][name])
         self.current = NO_BLOCKS
-        return bool(given["frozen"] == frozen_digest(self.module))
+        self.frozen_in_place = bool(given["frozen"] == frozen_digest(self.module))
 
 
 def check_registered(mine: Collection[str], theirs: Collection[str], where: str) -> None:

@@ -1,0 +1,91 @@
+"""What the parts of a worker's training side share: the world, the state, the loop, and how far this worker is.
+
+The engine owns it, every part takes it, and none of them knows the engine. Parts that need each other are given each
+other in one direction, as parts.py says. Only the training thread touches it.
+"""
+
+from __future__ import annotations
+
+from shoal.checkpoint.manifest import DataPosition
+from shoal.config.training import TrainingConfig
+from shoal.data.forward_seed import ForwardSeed
+from shoal.faults import Faults
+from shoal.session.link import Link, Prepared
+from shoal.training.lane_loop import LaneLoop
+from shoal.training.state import TrainingState
+from shoal.training.telemetry import Meter
+from shoal.world import World
+
+
+class TrainingContext:
+    """See the module's text."""
+
+    def __init__(
+        self, config: TrainingConfig, state: TrainingState, link: Link, loop: LaneLoop, faults: Faults
+    ) -> None:
+        self.config, self.state, self.link, self.loop, self.faults = config, state, link, loop, faults
+        self.meter = Meter()
+        self.forward_seed = ForwardSeed(state.module, config.seed)
+        self.world: World | None = None
+        """The one that this worker is in."""
+        self.boundaries = 0
+        """Votes that have passed in this world."""
+        self.begins: Prepared | None = None
+        """The planned generation that all have voted for and that begins at the next boundary."""
+        self.done = False
+        """The last step is committed and its digests are given."""
+        self.left_loop = False
+        """The script has gone through its loop, and cannot go back."""
+        self.ended = False
+        """The script has ended."""
+        self.leaving = False
+        """The controller has told this worker to end, or it has said why it failed; nothing is left to report."""
+
+    @property
+    def over(self) -> bool:
+        """Whether the last step is committed."""
+        return 0 <= self.state.last_step <= self.state.step
+
+    @property
+    def rank(self) -> int:
+        """This worker's number in the world; -1 while it is in none (before the loop, and in a warm-up)."""
+        if self.world is not None:
+            return self.world.rank
+        return 0 if self.link.alone else -1
+
+    @property
+    def generation(self) -> int:
+        """The number of the world; 0: in none."""
+        return self.world.plan.generation if self.world else 0
+
+    @property
+    def lanes(self) -> tuple[int, ...]:
+        """The numbers of the lanes trained here."""
+        return self.world.lanes if self.world else ()
+
+    @property
+    def lane_in_flight(self) -> int:
+        """The lane whose micro-batch the user's loop has now; -1: none."""
+        return self.loop.lane if self.loop.in_flight and self.world is not None else -1
+
+    @property
+    def data_position(self) -> DataPosition:
+        """What decides which samples a step reads, as checkpoints have it."""
+        config = self.config
+        return DataPosition(
+            seed=config.seed,
+            lanes=config.lanes,
+            micro_batch_size=config.micro_batch_size,
+            micro_batches_per_lane=config.micro_batches_per_lane,
+            samples=self.loop.samples,
+        )
+
+    def step_on(self) -> None:
+        """The user's code has come further, as far as anyone watches it."""
+        if self.world is not None:
+            self.world.group.progress.step_on()
+
+    def abort_group(self) -> None:
+        """What a test's fault does to the group of the world."""
+        if self.world is not None:
+            self.world.group.abort()

@@ -1,0 +1,38 @@
+"""What this worker states to its controller: where it stands, what it holds, which checkpoints it knows of."""
+
+from __future__ import annotations
+
+from shoal_protos.messages import Status
+
+from shoal.training.checkpoint_loading import CheckpointLoading
+from shoal.training.checkpoint_saving import CheckpointSaving
+from shoal.training.context import TrainingContext
+from shoal.training.corruption import CorruptionWatch
+
+
+class StatusReport:
+    """Composed anew whenever something has changed."""
+
+    def __init__(
+        self,
+        context: TrainingContext,
+        loading: CheckpointLoading,
+        saving: CheckpointSaving,
+        corruption: CorruptionWatch,
+    ) -> None:
+        self._context, self._loading, self._saving, self._corruption = context, loading, saving, corruption
+
+    def publish(self) -> None:
+        """States it; the link sends it at once unless only the step has changed."""
+        context = self._context
+        state = context.state
+        status = Status(
+            sequence=0, generation=0, state=context.link.membership().point, promised=0,
+            step=state.step, committed_in=state.committed_in, boundaries=context.boundaries, holds=state.held.runs,
+            parameters_current=state.is_current and context.world is not None, done=context.done, ended=context.ended,
+            checkpoint=self._loading.sighting, unreadable_checkpoint=self._loading.damage,
+            highest_saved=self._loading.highest_saved,
+            corrupt=self._corruption.corrupt,
+        )  # fmt: skip
+        skipped = " ".join(self._loading.skipped)
+        context.link.publish(status, context.meter.telemetry(state.loss, state, self._saving.recent, skipped))

@@ -1,0 +1,182 @@
+"""One optimizer step, as ARCHITECTURE section 3 tells it: `Step.make` is its list, one line per sentence.
+
+And what stands in for it where no step runs: a vote alone. Raises `WorldChanged` wherever the world breaks; then the
+step was not made here, or, past its vote, its boundary is owed.
+"""
+
+from __future__ import annotations
+
+import time
+
+from shoal_protos.activity import StepPhase
+from shoal_protos.plan import Fill
+from torch import Tensor
+
+from shoal.blocks.bucket_hooks import BucketHooks
+from shoal.exchange.canonical import CanonicalReduction
+from shoal.exchange.fills import receive_slice, send_slice, wait_for
+from shoal.exchange.framing import FramedSend
+from shoal.exchange.hand_out import hand_out
+from shoal.exchange.norm import subtree_sums
+from shoal.exchange.vote import Record
+from shoal.faults import fault_point
+from shoal.training.boundary import Boundary
+from shoal.training.context import TrainingContext
+from shoal.training.evaluation import Evaluation
+from shoal.training.update import Update
+from shoal.training.voting import Voting
+from shoal.world import World
+
+
+class Step:
+    """Of one worker, again and again. `number` is the step at hand."""
+
+    def __init__(
+        self, context: TrainingContext, voting: Voting, update: Update, boundary: Boundary, evaluation: Evaluation
+    ) -> None:
+        self._context, self._voting, self.update, self._boundary = context, voting, update, boundary
+        self._evaluation = evaluation
+        self._hooks = BucketHooks(context.state.layout, context.state.parameters)
+        self._reduction: CanonicalReduction | None = None
+        self.faults = context.faults
+        self.number = 0
+
+    # ---- a step
+
+    def begin_reduction(self) -> None:
+        """Before the last backward: receives are posted. Raises `WorldChanged`."""
+        self._reduction = self._new_reduction()
+
+    def last_backward(self, loss: Tensor) -> None:
+        """Buckets leave for their owners as soon as the step's last backward has filled them."""
+        assert self._reduction is not None
+        loop, state = self._context.loop, self._context.state
+        state.sums.begin_push(loop.lane)
+        self._hooks.arm(self._reduction.on_filled)
+        try:
+            loop.backward(loss, state)
+        finally:
+            self._hooks.disarm()
+        state.sums.end_push()
+
+    def make(self) -> None:
+        """Reduce, vote, update, hand out: one optimizer step, or none of it."""
+        self.number = self._context.state.step + 1
+        reduction, fills = self._take_reduction(), self._slice()
+        sends = self._send_fills(fills)
+        self._reduce(reduction)
+        self._receive_fills(fills)
+        self._exchange_buffers()
+        norms = self._sums_of_squares()
+        wait_for(sends, self._world.group)
+        self._note_pending()
+        record = self._vote(reduction.bad_gradient, norms)  # past this line the step is committed
+        self._apply(record)
+        self._hand_out()
+        self._boundary.pass_step(record)
+
+    @property
+    def _world(self) -> World:
+        assert self._context.world is not None
+        return self._context.world
+
+    def _take_reduction(self) -> CanonicalReduction:
+        """The one that the last backward has begun; a standby has none."""
+        reduction, self._reduction = self._reduction or self._new_reduction(), None
+        return reduction
+
+    def _new_reduction(self) -> CanonicalReduction:
+        context, world = self._context, self._world
+        return CanonicalReduction(world.group, world.traffic, context.state.sums, context.boundaries)
+
+    def _slice(self) -> tuple[Fill, ...]:
+        """What is filled beside this vote."""
+        return self._world.plan.fill_slice(self._context.boundaries)
+
+    def _send_fills(self, fills: tuple[Fill, ...]) -> list[FramedSend]:
+        world = self._world
+        sends = send_slice(world.group, self._context.state.held, fills)
+        if self._context.boundaries and any(world.rank in (fill.source, fill.target) for fill in fills):
+            self._on_later_slice()
+        return sends
+
+    @fault_point("fill")
+    def _on_later_slice(self) -> None:
+        """A slice that is not the first is on its way."""
+
+    @fault_point("exchange")
+    def _reduce(self, reduction: CanonicalReduction) -> None:
+        reduction.finish(on_reduced=self._on_reduced)
+
+    @fault_point("mirror")
+    def _on_reduced(self) -> None:
+        """A bucket's reduced gradient is here, and not yet with its mirrors."""
+
+    def _receive_fills(self, fills: tuple[Fill, ...]) -> None:
+        began = time.monotonic()
+        taken = receive_slice(self._world.group, self._context.state.held, fills)
+        self._context.meter.on_fill(taken, time.monotonic() - began)
+
+    def _exchange_buffers(self) -> None:
+        self._world.group.progress.reach(StepPhase.BUFFERS)
+        self._context.state.buffers.exchange(self._world.group, self._world.traffic)
+
+    def _sums_of_squares(self) -> Tensor | None:
+        """`(subtrees owned,)` float64, where gradients are clipped."""
+        state = self._context.state
+        if not state.clipping:
+            return None
+        return subtree_sums(state.sums.live.flats, self._world.plan.shares[self._world.rank].owned, state.layout)
+
+    def _note_pending(self) -> None:
+        """All that the commit reads is here: these blocks could roll forward."""
+        self._context.state.pending = self._world.replays(self._context.boundaries)
+
+    @fault_point("vote")
+    def _vote(self, bad_gradient: str = "", norms: Tensor | None = None) -> Record:
+        return self._voting.vote(self._world, self.number, bad_gradient, norms)
+
+    @fault_point("optimizer")
+    def _apply(self, record: Record) -> None:
+        self.update.apply(record, self._world.plan.generation)
+        self._context.state.forget_gradients()
+        self._context.loop.begin_step(self._world.lanes)
+
+    @fault_point("hand_out")
+    def _hand_out(self) -> None:
+        context = self._context
+        self._hand_out_parameters()
+        context.state.module_guard.on_commit(self._world)
+        context.boundaries += 1
+        context.meter.on_step()
+
+    def _hand_out_parameters(self) -> None:
+        """To whoever has not updated them itself: then everybody has all."""
+        world, state, boundaries = self._world, self._context.state, self._context.boundaries
+        hand_out(world.group, state.flats, lambda owner, receiver: world.traffic.handed(boundaries, owner, receiver))
+        if state.frozen_in_place:
+            state.current = state.everything
+
+    # ---- no step
+
+    def vote_alone(self) -> Record:
+        """A vote without a step: changes begin by it, fills run, requests travel, an owed boundary is settled."""
+        context, group, held = self._context, self._world.group, self._context.state.held
+        self.number = context.state.step
+        if context.over and not context.done:
+            self._on_end()
+        fills = self._slice()
+        sends = send_slice(group, held, fills)
+        context.meter.on_fill(receive_slice(group, held, fills), 0.0)
+        wait_for(sends, group)
+        record = self._vote()
+        self._evaluation.on_vote(record.evaluations)
+        if not self._world.plan.steps and not context.boundaries:
+            self._hand_out_parameters()  # joiners would wait for a step's
+        context.boundaries += 1
+        self._boundary.pass_vote(record)
+        return record
+
+    @fault_point("after_last")
+    def _on_end(self) -> None:
+        """The last step is committed, and its digests are not given yet."""

@@ -1,0 +1,202 @@
+"""What the user's loop does, one call after the other: batches, backwards, steps; and the votes where it does none.
+
+All that can fail in an exchange is inside `backward` and `end_micro_batch`; when the world changes they take part in
+the change (resize.py) and return, and the next batch is what is to be done next, perhaps the same lane again. Knows the
+controller only through its link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from shoal.exchange.vote import Request
+from shoal.group.group import WorldChanged
+from shoal.numerics import check_threads
+from shoal.training.context import TrainingContext
+from shoal.training.parts import Parts
+
+IDLE_SECONDS = 0.1
+"""Pause between two votes without a step."""
+
+
+class TrainingLoop:
+    """Of one engine."""
+
+    def __init__(self, context: TrainingContext, parts: Parts) -> None:
+        self._context, self._parts = context, parts
+
+    # ---- batches
+
+    def batches(self) -> Iterator[Any]:
+        """What the user's loop is to train, until the last step is committed and all that was asked for is done."""
+        context = self._context
+        context.left_loop = False
+        try:
+            yield from self._batches()
+            self._settle_evaluations()
+            self._settle_requests()
+        finally:
+            context.left_loop = True
+            context.forward_seed.disarm()
+
+    def _batches(self) -> Iterator[Any]:
+        context, parts = self._context, self._parts
+        while not context.over:
+            parts.update.check_whole()
+            if context.world is None:
+                yield from self._warm_up()
+                parts.resize.take_part()
+            elif context.link.stopping:
+                parts.resize.take_part()
+            elif context.world.lanes:
+                context.faults.at("forward", context.state.step + 1)
+                context.state.module_guard.mark(context.world)
+                batch = context.loop.next_batch(context.state)
+                context.forward_seed.arm(context.state.step, *context.loop.place)
+                yield batch
+            else:
+                self._guarded(self._standby_step if context.world.plan.steps else self._vote_and_idle)
+
+    def _warm_up(self) -> Iterator[Any]:
+        """A joiner runs one lane whose result is thrown away, so that compiling stalls nobody; then it is ready."""
+        context, status = self._context, self._parts.status
+        if context.loop.is_warm:
+            return
+        if not context.link.alone:
+            batch = context.loop.warm_up_batch(context.state)
+            context.forward_seed.arm(0, 0, 0)
+            yield batch
+        context.loop.end_warm_up(context.state)
+        status.publish()  # what it knows of checkpoints, before anyone counts on it
+        context.link.end_warm_up()
+        status.publish()
+
+    # ---- a micro-batch
+
+    def backward(self, loss: Tensor) -> None:
+        """`Engine.backward`."""
+        context, loop, state = self._context, self._context.loop, self._context.state
+        self._parts.update.check_whole()
+        if context.world is not None and context.link.stopping:
+            self._parts.resize.take_part()
+        if not loop.in_flight:
+            loop.check_void("engine.backward")
+            return
+        loop.prepare_backward(loss, state)
+        context.faults.at("backward", state.step + 1)
+        if context.world is None or not loop.at_last_backward:
+            loop.backward(loss, state)
+            return
+        try:
+            self._parts.step.begin_reduction()
+        except WorldChanged:
+            self._parts.resize.take_part(broken=True)
+            self.backward(loss)
+            return
+        self._parts.step.last_backward(loss)
+
+    def end_micro_batch(self) -> bool:
+        """`Engine.step`."""
+        context, loop, state = self._context, self._context.loop, self._context.state
+        if not loop.in_flight:
+            loop.forget_void("engine.step")
+            return False
+        if loop.is_warming_up:
+            loop.end_warm_up_batch(state)
+            return False
+        if loop.at_last_backward:
+            state.module_guard.check(context.world)
+            state.buffers.check()
+            check_threads(context.config.torch_threads)
+        before = state.step
+        loop.end_micro_batch(state)
+        context.step_on()
+        if loop.lanes_done:
+            self._guarded(self._parts.step.make)
+        return state.step > before  # also where others had passed the vote, and this worker caught up
+
+    def skip(self) -> bool:
+        """`Engine.skip`."""
+        loop, state = self._context.loop, self._context.state
+        self._parts.update.check_whole()
+        if not loop.in_flight:
+            loop.forget_void("engine.skip")
+            return False
+        loop.skip(state)
+        if not loop.is_warming_up and loop.at_last_backward:
+            state.sums.push(loop.lane)
+        return self.end_micro_batch()
+
+    # ---- without a batch
+
+    def _standby_step(self) -> None:
+        """A member without lanes takes part in the exchange, the vote and the hand-out all the same."""
+        self._context.state.sums.live.zero()
+        self._parts.step.make()
+
+    def vote(self) -> None:
+        """One vote without a step, or a part in a change of the world."""
+        if self._context.world is None or self._context.link.stopping:
+            self._parts.resize.take_part()
+        else:
+            self._guarded(self._vote_and_idle)
+
+    def _vote_and_idle(self) -> None:
+        """Where no step runs (paused, below `min`, the end), members vote all the same, some times a second."""
+        record = self._parts.step.vote_alone()
+        if all(request.kind == "save" for request in record.requests) and self._context.begins is None:
+            self._context.link.pause(IDLE_SECONDS)
+
+    def _guarded(self, action: Callable[[], object]) -> None:
+        """`action`, which passes a vote, and the generation that the vote has named; or a part in a change."""
+        try:
+            action()
+            self._parts.resize.begin_planned()
+        except WorldChanged:
+            self._parts.resize.take_part(broken=True)
+
+    # ---- what the script waits for
+
+    def ask(self, request: Request, call: str) -> str | None:
+        """In the loop returns at once; after it blocks until carried out, and until a save under way has come to its
+        end. A fingerprint's digest is returned then.
+
+        In a warm-up it is ignored: whoever warms up is not in the job yet.
+        """
+        context, requests, saving = self._context, self._parts.requests, self._parts.saving
+        if context.loop.is_warming_up:
+            return None
+        requests.check(request, call)
+        requests.add(request, by_script=True)
+        if not context.left_loop:
+            return None
+        self._settle_requests()
+        while saving.busy:
+            self.vote()
+        failure = requests.take_failure()
+        if failure is not None:
+            raise failure
+        return requests.digest if request.kind == "fingerprint" else None
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """`Engine.evaluating`."""
+        with self._parts.evaluation.running():
+            yield
+        if self._context.over and self._context.left_loop:
+            self._settle_evaluations()
+
+    def _settle_requests(self) -> None:
+        """After the last step: waits until what this worker's script has asked for is carried out."""
+        while self._parts.requests.awaited:
+            self.vote()
+        self._parts.requests.forget_scripts()
+
+    def _settle_evaluations(self) -> None:
+        """After the last step no vote of a step comes: waits for one that carries what is left."""
+        while self._parts.evaluation.unsettled:
+            self.vote()

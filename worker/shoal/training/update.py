@@ -1,0 +1,45 @@
+"""The update: what makes a vote's record real on this worker; of a step, and of one that it rolls forward.
+
+The only caller of `TrainingState.commit`. An update that fails half-way leaves a torn state: this worker counts as dead
+from then on, also where its script goes on after the error.
+"""
+
+from __future__ import annotations
+
+from shoal_protos.errors import UserError
+
+from shoal.exchange.finite import stop_where_not_finite, warn
+from shoal.exchange.vote import Record
+from shoal.failure import result_of
+from shoal.training.context import TrainingContext
+from shoal.training.evaluation import Evaluation
+
+
+class Update:
+    """See the module's text."""
+
+    def __init__(self, context: TrainingContext, evaluation: Evaluation) -> None:
+        self._context, self._evaluation = context, evaluation
+        self._torn = ""
+        """Why an update failed half-way."""
+
+    def apply(self, record: Record, generation: int) -> None:
+        """`generation`: the one in which the vote passed. Raises `JobFailed` for a step that is not finite."""
+        context, before = self._context, self._context.state.record
+        try:
+            if context.config.stop_on_nan:
+                stop_where_not_finite(record)
+            context.state.commit(record, generation)
+        except BaseException as error:
+            result = result_of(error, context.state.step)
+            self._torn, context.leaving = result.failure, True
+            context.link.result(result)
+            raise
+        if context.rank == 0:
+            warn(before, record)
+        self._evaluation.on_commit()
+
+    def check_whole(self) -> None:
+        """Raises `UserError` where the state is torn."""
+        if self._torn:
+            raise UserError(f"this worker is out of the job since its update failed: {self._torn.splitlines()[0]}")

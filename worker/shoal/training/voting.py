@@ -1,0 +1,67 @@
+"""A vote as this member takes part in it: its ballot, the all-gather, and what everybody's record says of itself."""
+
+from __future__ import annotations
+
+from shoal_protos.activity import StepPhase
+from torch import Tensor
+
+from shoal.exchange.torn_vote import gather_of
+from shoal.exchange.vote import Ballot, Record, cast
+from shoal.optim.hyper import digest, hyper_parameters
+from shoal.training.checkpoint_saving import CheckpointSaving
+from shoal.training.context import TrainingContext
+from shoal.training.corruption import CorruptionWatch
+from shoal.training.evaluation import Evaluation
+from shoal.training.requests import Requests, refuse_other_hyper_parameters
+from shoal.world import World
+
+
+class Voting:
+    """Called by the step, once all that a commit needs is here."""
+
+    def __init__(
+        self,
+        context: TrainingContext,
+        corruption: CorruptionWatch,
+        saving: CheckpointSaving,
+        evaluation: Evaluation,
+        requests: Requests,
+    ) -> None:
+        self._context, self._corruption = context, corruption
+        self._saving, self._evaluation, self._requests = saving, evaluation, requests
+
+    def vote(self, world: World, step: int, bad_gradient: str, norms: Tensor | None) -> Record:
+        """Returns once all members have voted. `step`: the one that it commits; the last committed one where it commits
+        none. `norms`: `(subtrees owned,)` float64, where the step needs the norm. Raises `WorldChanged`.
+        """
+        context, group = self._context, world.group
+        ballot = self._ballot(step, bad_gradient)
+        group.progress.reach(StepPhase.VOTE)
+        gather = gather_of(context.faults, group, ballot, world.plan.generation)
+        record = cast(gather, world.traffic, ballot, norms, self._corruption.comparisons(step))
+        refuse_other_hyper_parameters(group, record, context.state.optimizer)
+        context.begins = context.link.leave_vote(list(record.generations))
+        return record
+
+    def _ballot(self, step: int, bad_gradient: str) -> Ballot:
+        context = self._context
+        state, numbers = context.state, context.loop.numbers
+        trained, before = step > state.step, state.record
+        save_status = self._saving.ballot_status()
+        return Ballot(
+            step=step,
+            generation=context.link.enter_vote(state.pending if trained else state.held.runs),
+            hyper=digest(hyper_parameters(state.optimizer)).hex(),
+            losses=numbers.losses if trained else (),
+            reports=numbers.reports if trained else {},
+            skipped=numbers.skipped if trained else 0,
+            micro_batches=context.config.micro_batches_per_lane,
+            skipped_before=before.skipped_micro_batches if before else 0,
+            bad_loss=numbers.not_finite if trained else "",
+            bad_gradient=bad_gradient,
+            not_finite_before=before.not_finite_steps if before else 0,
+            evaluations=self._evaluation.sums(),
+            requests=self._requests.pending + (self._saving.scheduled() if trained else ()),
+            saving=save_status,
+            saved=self._saving.saved,
+        )
