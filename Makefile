@@ -6,7 +6,7 @@
 #   make faults     run real jobs under mixed faults for an hour; each must end with the undisturbed bits
 #   make mutants    break every rule of docs/rules.md in a copy, and report what no test notices
 #   make protos     regenerate the code of protos/shoal_protos/session.proto
-#   make docs       regenerate pages of docs/: phases, controller, configuration
+#   make docs       regenerate pages of docs/: phases, events, controller, configuration
 #   make format     format all files as `make lint` expects them
 
 PYTHON ?= $(shell for v in python3.11 python3.12 python3.13 python3; do $$v -c "" 2>/dev/null && echo $$v && exit; done)
@@ -72,6 +72,7 @@ protos: $(READY)
 
 docs: $(READY)
 	$(BIN)/python docs/generate/phases.py
+	$(BIN)/python docs/generate/events.py
 	$(BIN)/python docs/generate/controller.py
 	$(BIN)/python -m shoal.config.reference > docs/configuration.md
 

@@ -30,6 +30,7 @@ def listing() -> str:
             needed = " (required)" if key in schema.get("required", ()) else ""
             default = f" = {value['default']!r}" if "default" in value else ""
             lines.append(f"  {key}: {_kind(value)}{default}{needed}")
+            lines += [f"    {allowed}" for allowed in value.get("enum", ())]
         if "enum" in schema:
             lines.append(f"  {', '.join(schema['enum'])}")
     return "\n".join(lines) + "\n"
@@ -54,8 +55,6 @@ def _kind(schema: dict[str, Any]) -> str:
         return str(schema["$ref"]).rpartition("/")[2]
     if "anyOf" in schema:
         return " | ".join(map(_kind, schema["anyOf"]))
-    if "enum" in schema:
-        return " | ".join(map(repr, schema["enum"]))
     limits = ("minimum", "maximum", "exclusiveMinimum", "maxItems", "pattern")
     bounds = "".join(f" {name} {schema[name]}" for name in limits if name in schema)
     inner = f"[{_kind(schema['items'])}]" if "items" in schema else ""

@@ -36,6 +36,7 @@ class JobEvent:
 
     time: float
     kind: str
+    """An `EventKind`, perhaps of another version."""
     generation: int
     worker: str
     message: str

@@ -31,6 +31,7 @@ from shoal_controller.core.machine.effects import (
     Send,
     Spawn,
 )
+from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.events import (
     Cancel,
     ConfirmLost,
@@ -325,8 +326,10 @@ class Runner:
         now = self._life.clock()
         generation = self._life.machine.view(self._job, now).generation
         for note in notes:
-            log.info(note.message, job=self.spec.job, kind=note.kind, generation=generation, worker=note.worker or None)
-        return [JobEvent(now, note.kind, generation, note.worker, note.message, dict(note.data)) for note in notes]
+            log.info(
+                note.message, job=self.spec.job, kind=str(note.kind), generation=generation, worker=note.worker or None
+            )
+        return [JobEvent(now, str(note.kind), generation, note.worker, note.message, dict(note.data)) for note in notes]
 
     def _follow_stream(self, event: Event) -> None:
         if isinstance(event, Connected):
@@ -339,7 +342,7 @@ class Runner:
     async def _break(self, error: Exception) -> None:
         """The job has failed; the controller and its other jobs have not."""
         self._note_break(error)
-        event = JobEvent(self._life.clock(), "failed", self._shown.generation, "", self._broken)
+        event = JobEvent(self._life.clock(), EventKind.FAILED, self._shown.generation, "", self._broken)
         await self.ledger.write([event], broken=self._broken)
         for connection in sorted(self._connections):
             self._shut_down(connection)

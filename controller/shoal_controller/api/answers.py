@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Self
+from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from shoal_protos.checkpoint import CheckpointRef
 
+from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.spec import JobView, Phase, ResizeView, State, WorkerView
 from shoal_controller.records import JobEvent
 
@@ -98,7 +99,8 @@ class EventAnswer(Answer):
     """Its number in the job, from 1 on."""
     time: float
     """Seconds since 1970."""
-    kind: str
+    kind: Annotated[str, Field(json_schema_extra={"enum": [kind.value for kind in EventKind]})]
+    """What happened: docs/events.md lists all kinds."""
     generation: int
     worker: str
     """Empty where it concerns no single worker."""

@@ -21,11 +21,12 @@ from shoal_controller.cli.endings import DONE, FAILED, INTERRUPTED
 from shoal_controller.cli.printed import Printed
 from shoal_controller.cli.serve import Here, Interrupts
 from shoal_controller.cli.tables import number, resizes_table, show
+from shoal_controller.core.machine.event_kind import EventKind
 
 SAVE_SECONDS = 60.0
 """How long the checkpoint of an interrupted job may take; it ends without it then."""
 
-NOT_SAVED = ("checkpoint_failed", "checkpoint_skipped")
+NOT_SAVED = (EventKind.CHECKPOINT_FAILED, EventKind.CHECKPOINT_SKIPPED)
 """Events that say so."""
 
 

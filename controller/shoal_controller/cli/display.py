@@ -21,12 +21,13 @@ from shoal_controller.cli.client import Client, Json
 from shoal_controller.cli.printed import Printed
 from shoal_controller.cli.progress import Rate
 from shoal_controller.cli.tables import console, event_line, number, phase, step_of
+from shoal_controller.core.machine.event_kind import EventKind
 
 POLL_SECONDS = 0.25
 QUIET_SECONDS = 5.0
 """Without a terminal and without a change, a line this often."""
 
-IN_PASSING = {"disconnected", "plan", "prepare", "trains", "waiting"}
+IN_PASSING = {EventKind.DISCONNECTED, EventKind.PLAN, EventKind.PREPARE, EventKind.TRAINS, EventKind.WAITING}
 """Kinds of events that the display leaves out: the job's reason says so at that moment. `shoal events` has them all."""
 
 OVER = ("succeeded", "failed", "cancelled")

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from shoal_protos.messages import ToWorker
 from shoal_protos.plan import WorkerId
 
+from shoal_controller.core.machine.event_kind import EventKind
+
 
 @dataclass(frozen=True, slots=True)
 class Persist:
@@ -76,7 +78,7 @@ class Kill:
 class Note:
     """One entry of the job's event history; the same sentence goes to the log."""
 
-    kind: str
+    kind: EventKind
     message: str
     worker: WorkerId = ""
     data: Mapping[str, object] = field(default_factory=dict)

@@ -15,6 +15,7 @@ from shoal_protos.plan import Plan, WorkerId
 
 from shoal_controller.core.machine.durable import Durable, Record
 from shoal_controller.core.machine.effects import Effect, Note, Persist, Progress, Send
+from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.figures import Figures
 from shoal_controller.core.machine.job import Job, Process
 from shoal_controller.core.machine.spec import JobSpec
@@ -115,7 +116,7 @@ class Turn:
         if process is not None and process.connection is not None:
             self.do(Send(process.connection, message))
 
-    def note(self, kind: str, message: str, worker: WorkerId = "", **data: object) -> None:
+    def note(self, kind: EventKind, message: str, worker: WorkerId = "", **data: object) -> None:
         self.do(Note(kind, message, worker, data))
 
     def effects_in_order(self) -> list[Effect]:

@@ -15,6 +15,7 @@ from shoal_protos.plan import WorkerId
 
 from shoal_controller.core.machine.durable import Durable, Record, Standing
 from shoal_controller.core.machine.effects import Close, Probe, Send
+from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.events import Connected
 from shoal_controller.core.machine.job import Process
 from shoal_controller.core.machine.phases import claims, ending, failure_detector, worker_messages
@@ -73,7 +74,7 @@ def _impossible(turn: Turn, hello: Hello) -> str | None:
         )
     if durable.wanted > theirs.lanes and _may_be_lowered(turn, theirs.lanes):
         lanes = f"its config has {theirs.lanes} lane{'s' * (theirs.lanes != 1)}"
-        turn.note("scaled", f"the job gets {theirs.lanes} of {durable.wanted} workers, because {lanes}", name)
+        turn.note(EventKind.SCALED, f"the job gets {theirs.lanes} of {durable.wanted} workers, because {lanes}", name)
         turn.keep(wanted=theirs.lanes)
     elif durable.wanted > theirs.lanes:
         return (
@@ -97,7 +98,7 @@ def _refuse(turn: Turn, event: Connected, refusal: Refusal) -> None:
     if turn.job.refused.get(hello.incarnation) != refusal.sentence:
         latest = dict(list(turn.job.refused.items())[1 - REMEMBERED :])
         turn.change(refused={**latest, hello.incarnation: refusal.sentence})
-        turn.note("refused", refusal.sentence, hello.worker, host=hello.host, pid=hello.pid)
+        turn.note(EventKind.REFUSED, refusal.sentence, hello.worker, host=hello.host, pid=hello.pid)
     turn.keep(last_refusal=refusal.sentence)
     record = turn.durable.roster.get(hello.worker)
     if record is not None and record.incarnation in ("", hello.incarnation):
@@ -179,10 +180,10 @@ def _take_in(turn: Turn, worker: WorkerId, event: Connected) -> None:
     )
     failure_detector.look_for(turn, worker)
     if first:
-        turn.note("joined", f"worker {worker} on {hello.host} (pid {hello.pid}) said hello", worker)
+        turn.note(EventKind.JOINED, f"worker {worker} on {hello.host} (pid {hello.pid}) said hello", worker)
         _note_other_numerics(turn, worker, hello.description)
     elif known is not None and known.standing is not Standing.HERE:
-        turn.note("returned", f"worker {worker} is back; it was counted out: {known.why}", worker)
+        turn.note(EventKind.RETURNED, f"worker {worker} is back; it was counted out: {known.why}", worker)
 
 
 def _note_other_numerics(turn: Turn, worker: WorkerId, theirs: Description) -> None:
@@ -191,7 +192,7 @@ def _note_other_numerics(turn: Turn, worker: WorkerId, theirs: Description) -> N
     difference = numerics_differ(worker, theirs, jobs) if jobs is not None else None
     if difference is not None:
         what = difference.removesuffix(f" {ANSWER}")
-        turn.note("not_bit_exact", f"{what} mixed_numerics is true: the run is not bit-exact.", worker)
+        turn.note(EventKind.NOT_BIT_EXACT, f"{what} mixed_numerics is true: the run is not bit-exact.", worker)
 
 
 def _record(turn: Turn, worker: WorkerId, hello: Hello, known: Record | None) -> Record:

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from shoal_protos.plan import Plan, WorkerId
 
+from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.job import Attempt
 from shoal_controller.core.machine.phases import link_faults, scaling
 from shoal_controller.core.machine.phases.next_message import is_member
@@ -46,7 +47,7 @@ def judge(turn: Turn, attempt: Attempt, can_be_spared: Callable[[WorkerId], bool
     both = " and ".join(sorted(links[0].ends))
     why = f"{both} cannot reach each other, and both hold blocks that nobody else has; trying again"
     if not attempt.inseparable:
-        turn.note("stalled", why, both=sorted(links[0].ends))
+        turn.note(EventKind.STALLED, why, both=sorted(links[0].ends))
     elif turn.now - since > turn.spec.stall_seconds:
         scaling.give_up(turn, blamed[0], f"{_why(blamed[0], links)} for {turn.now - since:.0f} s (stall_seconds)")
         return replace(attempt, links=(), inseparable="")
@@ -62,7 +63,7 @@ def left_to_start(turn: Turn, asked: frozenset[WorkerId], links: Iterable[Broken
     """Nobody holds anything yet: whoever is on most of the links starts later."""
     blamed = most_blamed(turn, links)[0]
     seconds = link_faults.back_off(turn, blamed)
-    turn.note("kept_out", f"worker {blamed} may join in {seconds:g} s: {_why(blamed, links)}", blamed)
+    turn.note(EventKind.KEPT_OUT, f"worker {blamed} may join in {seconds:g} s: {_why(blamed, links)}", blamed)
     return asked - {blamed}
 
 
@@ -79,5 +80,5 @@ def keep_out(turn: Turn, world: Plan, links: Iterable[BrokenLink]) -> bool:
     joiners = [worker for worker in most_blamed(turn, links) if not is_member(world, worker)]
     if joiners and not link_faults.avoided(turn, joiners[0]):
         seconds = link_faults.back_off(turn, joiners[0])
-        turn.note("kept_out", f"{sentence(links)}; {joiners[0]} may join again in {seconds:g} s", joiners[0])
+        turn.note(EventKind.KEPT_OUT, f"{sentence(links)}; {joiners[0]} may join again in {seconds:g} s", joiners[0])
     return bool(joiners)

@@ -15,6 +15,7 @@ from shoal_protos.plan import WorkerId
 from shoal_protos.runs import Runs
 
 from shoal_controller.core.machine.durable import Durable, SaveRequest
+from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.job import Attempt
 from shoal_controller.core.machine.phases import claims
 from shoal_controller.core.machine.phases.progress import known_step
@@ -67,7 +68,8 @@ def seen(turn: Turn, worker: WorkerId, status: Status) -> None:
     foreign = sighting.run and sighting.run != turn.spec.run
     whose = f"; run {sighting.run} has saved it, this is run {turn.spec.run}" if foreign else ""
     turn.note(
-        f"checkpoint_{what}", f"a checkpoint of step {sighting.step} was {what} at {sighting.path}{whose}", worker,
+        EventKind.CHECKPOINT_SAVED if status.generation else EventKind.CHECKPOINT_FOUND,
+        f"a checkpoint of step {sighting.step} was {what} at {sighting.path}{whose}", worker,
         step=sighting.step, path=sighting.path, run=sighting.run,
     )  # fmt: skip
     if status.generation:
@@ -133,7 +135,7 @@ def damaged(turn: Turn, attempt: Attempt) -> str:
                 checkpoints=tuple(one for one in turn.durable.checkpoints if one.path != path),
                 spoilt=(*turn.durable.spoilt, path)[-REMEMBERED:],
             )
-            turn.note("checkpoint_damaged", damage.sentence, member.worker, path=path)
+            turn.note(EventKind.CHECKPOINT_DAMAGED, damage.sentence, member.worker, path=path)
             _see_the_one_before(turn)
             return f"worker {member.worker} could not read the checkpoint: {damage.sentence}"
     return ""
@@ -163,7 +165,7 @@ def told(turn: Turn, worker: WorkerId) -> None:
     sentence = process.telemetry.skipped_folders
     if sentence and sentence != turn.job.passed_over and turn.durable.current is None:
         turn.change(passed_over=sentence)
-        turn.note("checkpoint_passed_over", sentence, worker)
+        turn.note(EventKind.CHECKPOINT_PASSED_OVER, sentence, worker)
     before = process.saves_told
     news = [saved for saved in process.telemetry.saves if before is None or saved.number > before]
     if before is None or news:
@@ -182,8 +184,8 @@ def _figures(turn: Turn, worker: WorkerId, saved: SaveReport) -> None:
                 turn.observe("shoal_checkpoint_seconds", getattr(saved, f"{phase}_seconds"), phase=phase)
         case SaveOutcome.FAILED:
             turn.count("shoal_checkpoint_failures_total")
-            turn.note("checkpoint_failed", f"the checkpoint of step {saved.step} failed: {saved.why}", worker)
+            turn.note(EventKind.CHECKPOINT_FAILED, f"the checkpoint of step {saved.step} failed: {saved.why}", worker)
             turn.change(save_failed=saved.step)
         case SaveOutcome.SKIPPED:
             turn.count("shoal_checkpoints_skipped_total")
-            turn.note("checkpoint_skipped", f"no checkpoint of step {saved.step}: {saved.why}", worker)
+            turn.note(EventKind.CHECKPOINT_SKIPPED, f"no checkpoint of step {saved.step}: {saved.why}", worker)

@@ -12,6 +12,7 @@ from shoal_protos.messages import Hello, Inventory, Refusal, Result, Status
 from shoal_protos.plan import WorkerId
 
 from shoal_controller.core.machine.effects import Close, Send
+from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.events import Connected
 from shoal_controller.core.machine.phases.next_message import is_member
 from shoal_controller.core.machine.spec import JobSpec
@@ -34,7 +35,7 @@ def turned_away(turn: Turn, event: Connected) -> bool:
     if sentence:
         turn.do(Send(event.connection, Refusal(sentence, ends_members=bool(event.hello.run))))
         turn.do(Close(event.connection))
-        turn.note("refused", sentence, host=event.hello.host, pid=event.hello.pid)
+        turn.note(EventKind.REFUSED, sentence, host=event.hello.host, pid=event.hello.pid)
     return bool(sentence)
 
 
@@ -80,7 +81,9 @@ def is_false(turn: Turn, worker: WorkerId, message: Status | Inventory | Result)
         why = why or _false_status(turn, message, turn.durable.number)
     if why and worker not in turn.job.disbelieved:
         turn.change(disbelieved=turn.job.disbelieved | {worker})
-        turn.note("claim_refused", f"worker {worker} says that it {why}. Such messages of it are ignored.", worker)
+        turn.note(
+            EventKind.CLAIM_REFUSED, f"worker {worker} says that it {why}. Such messages of it are ignored.", worker
+        )
     return bool(why)
 
 
@@ -136,7 +139,9 @@ def is_credible(turn: Turn, worker: WorkerId, sighting: CheckpointRef) -> bool:
         false = f"knows a checkpoint of generation {sighting.generation}; this job has given {turn.durable.number}"
     if false and worker not in turn.job.disbelieved:
         turn.change(disbelieved=turn.job.disbelieved | {worker})
-        turn.note("claim_refused", f"worker {worker} says that it {false}. Such checkpoints are ignored.", worker)
+        turn.note(
+            EventKind.CLAIM_REFUSED, f"worker {worker} says that it {false}. Such checkpoints are ignored.", worker
+        )
     return not false
 
 

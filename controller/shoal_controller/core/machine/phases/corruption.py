@@ -17,6 +17,7 @@ from shoal_protos.plan import WorkerId
 from shoal_protos.runs import NO_BLOCKS, Runs
 
 from shoal_controller.core.machine.durable import Durable
+from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.phases import scaling
 from shoal_controller.core.machine.phases.next_message import is_member, tell
 from shoal_controller.core.machine.phases.progress import known_step
@@ -40,7 +41,7 @@ def on_status(turn: Turn, worker: WorkerId, status: Status) -> None:
     for one in found:
         turn.count("shoal_corrupt_blocks_total")
         turn.note(
-            "corrupt_block", one.sentence, block=one.block, first_step=one.first_step, step=one.step,
+            EventKind.CORRUPT_BLOCK, one.sentence, block=one.block, first_step=one.first_step, step=one.step,
             workers=list(one.workers),
         )  # fmt: skip
     if not turn.durable.corruption.restoring:
@@ -102,7 +103,9 @@ def _conclude(turn: Turn, one: CorruptBlock) -> None:
         before = turn.durable.corruption.returned_at
         return _pause(turn, f"{one.sentence}; all went back for that from step {before}, and are not beyond it again")
     turn.keep(corruption=replace(turn.durable.corruption, restoring=one.sentence))
-    turn.note("restoring", f"all go back to the checkpoint of step {found.step}: {one.sentence}", path=found.path)
+    turn.note(
+        EventKind.RESTORING, f"all go back to the checkpoint of step {found.step}: {one.sentence}", path=found.path
+    )
     return None
 
 
@@ -115,4 +118,4 @@ def _pause(turn: Turn, why: str) -> None:
     if turn.durable.paused:
         return
     turn.keep(paused=True, paused_because=why)
-    turn.note("paused", f"the job is being paused: {why}")
+    turn.note(EventKind.PAUSED, f"the job is being paused: {why}")

@@ -9,6 +9,7 @@ from shoal_protos.plan import WorkerId
 
 from shoal_controller.core.machine.durable import Record, Standing
 from shoal_controller.core.machine.effects import Adopt, Close, Kill, Send
+from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.events import Connected, Disconnected, Exited, MessageReceived, NeverStarted, Started
 from shoal_controller.core.machine.phases import claims
 from shoal_controller.core.machine.phases.next_message import shutdown_of_all, tell_all
@@ -27,7 +28,7 @@ def finish(turn: Turn, phase: Phase, reason: str) -> None:
         return
     turn.keep(phase=phase, reason=reason, planned=(), save=None, ended_at=turn.now)
     turn.change(attempt=None, reaped=turn.now)
-    turn.note(phase.value, reason)
+    turn.note(EventKind[phase.name], reason)
     tell_all(turn)
     _kill_the_unheard(turn)
 

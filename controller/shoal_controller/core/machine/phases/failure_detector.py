@@ -14,6 +14,7 @@ from shoal_protos.plan import WorkerId
 
 from shoal_controller.core.machine.durable import Record, Standing
 from shoal_controller.core.machine.effects import Probe
+from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.events import Disconnected, Exited, Probed, Spawned
 from shoal_controller.core.machine.job import Pinged, Process
 from shoal_controller.core.machine.phases import failures, silence
@@ -48,7 +49,9 @@ def disconnected(turn: Turn, event: Disconnected) -> None:
     turn.see(worker, connection=None, cut=turn.now)
     record = turn.record(worker)
     if record.ending is None:
-        turn.note("disconnected", f"worker {worker} on {record.host}: its connection ended ({event.why})", worker)
+        turn.note(
+            EventKind.DISCONNECTED, f"worker {worker} on {record.host}: its connection ended ({event.why})", worker
+        )
     if _death_matters(turn, record):
         _probe_now(turn, worker)
 
@@ -75,7 +78,7 @@ def probed(turn: Turn, event: Probed) -> bool:
 def _tell_unreachable(turn: Turn, record: Record) -> None:
     turn.see(record.worker, reached=False)
     turn.note(
-        "unreachable",
+        EventKind.UNREACHABLE,
         f"worker {record.worker} on {record.host} talks to this controller, which cannot reach it at {record.address}: "
         "a refused connection there proves nothing, so its death is noticed by its silence, or by the launcher",
         record.worker,
@@ -177,7 +180,7 @@ def confirm(
     turn.mark(worker, standing=Standing.DEAD, why=why)
     has_ended(turn, worker)
     if record.ending is None:
-        turn.note("lost", f"worker {worker} on {record.host} is dead: {why}", worker, noticed_by=noticed_by)
+        turn.note(EventKind.LOST, f"worker {worker} on {record.host} is dead: {why}", worker, noticed_by=noticed_by)
 
 
 # ---- silence, looked at in every tick
@@ -254,7 +257,7 @@ def _suspect(turn: Turn, process: Process, pinged: Pinged) -> bool:
     if not pinged.suspected:
         seconds, asked = silence.silence(turn.job, process.worker), turn.job.listened.uncut - pinged.at
         what = f"worker {process.worker} has been silent for {seconds:.1f} s, and has not answered for {asked:.1f} s"
-        turn.note("suspected", what, process.worker)
+        turn.note(EventKind.SUSPECTED, what, process.worker)
         turn.see(process.worker, pinged=replace(pinged, suspected=True))
     return turn.job.listened.uncut - pinged.at >= PING_SECONDS
 
@@ -264,7 +267,7 @@ def _count_out(turn: Turn, workers: list[WorkerId]) -> None:
         seconds = turn.now - silence.last_heard(turn.job, worker)
         why = f"silent for {seconds:.1f} s and no answer to a ping (suspected after {suspect_seconds(turn):g} s)"
         turn.mark(worker, standing=Standing.LOST, why=why)
-        turn.note("lost", f"worker {worker} on {turn.record(worker).host} is counted out: {why}", worker)
+        turn.note(EventKind.LOST, f"worker {worker} on {turn.record(worker).host} is counted out: {why}", worker)
 
 
 def _probe(turn: Turn, worker: WorkerId) -> None:

@@ -16,6 +16,7 @@ from shoal_protos.messages import NO_CONTROLLER, Ending, Fault, Status
 from shoal_protos.plan import Plan, WorkerId
 
 from shoal_controller.core.machine.durable import Failures, Record, Standing
+from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.phases import ending
 from shoal_controller.core.machine.phases.progress import known_step
 from shoal_controller.core.machine.phases.roster import expect_end
@@ -34,7 +35,7 @@ def on_failure(turn: Turn, worker: WorkerId, why: str, fault: Fault | None = Non
     if record.ending is not None:
         return
     turn.mark(worker, standing=Standing.DEAD, ending=Ending.FAILED, why=why, fault=_signature(fault, step))
-    turn.note("failed", f"worker {worker} failed: {why}", worker)
+    turn.note(EventKind.FAILED, f"worker {worker} failed: {why}", worker)
     if record.launched:
         expect_end(turn, worker)
     turn.change(spawned={name: at for name, at in turn.job.spawned.items() if name != worker})

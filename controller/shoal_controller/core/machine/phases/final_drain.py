@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from shoal_protos.plan import Plan, WorkerId
 
+from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.phases import checkpoints, lost_blocks, scaling
 from shoal_controller.core.machine.phases.next_message import tell
 from shoal_controller.core.machine.phases.progress import known_step
@@ -22,7 +23,8 @@ def settle(turn: Turn, world: Plan, members: list[WorkerId]) -> None:
             turn.keep(parting=True)
             turn.change(save_failed=-1)
             turn.note(
-                "parting", f"nobody has come for whom {', '.join(members)} could stay: their state is being saved"
+                EventKind.PARTING,
+                f"nobody has come for whom {', '.join(members)} could stay: their state is being saved",
             )
         return
     if world.steps or not _all_in(turn, world):
@@ -32,7 +34,9 @@ def settle(turn: Turn, world: Plan, members: list[WorkerId]) -> None:
     if found is not None and found.step == step:  # perhaps by an earlier world: no step is saved twice
         _part(turn, members, found.path)
     elif turn.job.save_failed == step and turn.durable.save is None:
-        turn.note("lost", f"the state of the last to leave ({', '.join(members)}) could not be saved: it is lost")
+        turn.note(
+            EventKind.LOST, f"the state of the last to leave ({', '.join(members)}) could not be saved: it is lost"
+        )
         _part(turn, members, "")
     elif turn.durable.save is None:
         checkpoints.ask(turn)

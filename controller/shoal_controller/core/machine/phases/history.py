@@ -8,6 +8,7 @@ from shoal_protos.messages import Change
 from shoal_protos.plan import Plan, Reason, WorkerId
 
 from shoal_controller.core.machine.durable import HISTORY, Resize
+from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.figures import CHANGE_PHASES
 from shoal_controller.core.machine.phases.progress import known_step
 from shoal_controller.core.machine.turn import Turn
@@ -25,7 +26,7 @@ def planned(turn: Turn, plan: Plan, newest: Plan) -> None:
     moves += [f"{filling} blocks to fill"] * bool(filling)
     what = "; ".join(moves) or "what was filled is promoted, lanes are balanced"
     turn.note(
-        "plan",
+        EventKind.PLAN,
         f"generation {plan.generation} is to replace {plan.base} ({plan.reason.value}): {what}",
         reason=plan.reason.value,
         base=plan.base,
@@ -38,7 +39,7 @@ def begun(turn: Turn, plan: Plan) -> None:
     """A planned change has begun, while training went on."""
     turn.change(detect_seconds=0.0)
     _enter(turn, plan, known_step(turn), 0)
-    turn.note("begun", f"generation {plan.generation} has begun with {_names(plan)}", reason=plan.reason.value)
+    turn.note(EventKind.BEGUN, f"generation {plan.generation} has begun with {_names(plan)}", reason=plan.reason.value)
 
 
 def opened(turn: Turn, plan: Plan, lost_steps: int, waited: str) -> None:
@@ -46,7 +47,7 @@ def opened(turn: Turn, plan: Plan, lost_steps: int, waited: str) -> None:
     step = plan.recovery.step if plan.recovery is not None else 0
     _enter(turn, plan, step, lost_steps)
     turn.note(
-        "open",
+        EventKind.OPEN,
         f"generation {plan.generation} is open with {_names(plan)}, from step {step}{waited}",
         reason=plan.reason.value,
         lost_steps=lost_steps,
@@ -71,7 +72,7 @@ def resized(turn: Turn, reason: Reason, outcome: str) -> None:
 
 def committed(turn: Turn, worker: WorkerId) -> None:
     """The first step of a generation was committed."""
-    turn.note("trains", f"the first step of generation {turn.durable.committed_in} is committed", worker)
+    turn.note(EventKind.TRAINS, f"the first step of generation {turn.durable.committed_in} is committed", worker)
 
 
 def _some(workers: set[WorkerId]) -> str:
@@ -165,7 +166,7 @@ def _figures(turn: Turn, world: Plan, changes: dict[WorkerId, Change]) -> None:
     turn.count("shoal_repartition_bytes_total", moved, source="peer")
     turn.count("shoal_repartition_bytes_total", read, source="checkpoint")
     turn.note(
-        "resized",
+        EventKind.RESIZED,
         f"generation {world.generation} ({world.reason.value}) paused training for {change.pause_seconds:.3f} s, "
         f"{promoted} blocks promoted, {moved} bytes moved in the pause",
         slowest,

@@ -12,6 +12,7 @@ from shoal_protos.messages import MemberState, Status
 from shoal_protos.plan import Plan, WorkerId
 
 from shoal_controller.core.machine.durable import Feud
+from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.job import Attempt
 from shoal_controller.core.machine.phases.next_message import is_member
 from shoal_controller.core.machine.turn import Turn
@@ -86,7 +87,7 @@ def count_out(turn: Turn, worker: WorkerId, why: str) -> None:
     """It lives, and stays outside of worlds as long as they can do without it; then it comes back."""
     turn.mark(worker, shunned=True, why=why)
     turn.keep(feuds={name: other for name, other in turn.durable.feuds.items() if worker not in name.split("|")})
-    turn.note("lost", f"worker {worker} is counted out for {back_off(turn, worker):g} s: {why}", worker)
+    turn.note(EventKind.LOST, f"worker {worker} is counted out for {back_off(turn, worker):g} s: {why}", worker)
 
 
 def back_off(turn: Turn, worker: WorkerId) -> float:

@@ -13,6 +13,7 @@ from shoal_protos.runs import NO_BLOCKS, Runs
 
 from shoal_controller.core.machine.durable import Record, Standing
 from shoal_controller.core.machine.effects import Kill
+from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.job import Attempt
 from shoal_controller.core.machine.phases import checkpoints, corruption, ending, failures, history, step_figures
 from shoal_controller.core.machine.phases.next_message import tell
@@ -25,7 +26,7 @@ from shoal_controller.core.machine.turn import Turn
 def blocks_lost(turn: Turn, attempt: Attempt) -> bool:
     """The planner has found blocks that no inventory tells a copy of. True: those who are left go back."""
     turn.keep(phase=Phase.STALLED, reason=_sentence(turn, attempt.lost_blocks))
-    turn.note("stalled", turn.durable.reason, blocks=len(attempt.lost_blocks))
+    turn.note(EventKind.STALLED, turn.durable.reason, blocks=len(attempt.lost_blocks))
     return wait(turn, attempt)
 
 
@@ -118,7 +119,9 @@ def start_anew(turn: Turn, why: str) -> None:
     )
     checkpoints.went_back(turn, step)
     turn.change(attempt=None, wished=None, ready_since=None)
-    turn.note("anew", f"{why}; starting anew from step {step}, {lost_steps} steps are lost", lost_steps=lost_steps)
+    turn.note(
+        EventKind.ANEW, f"{why}; starting anew from step {step}, {lost_steps} steps are lost", lost_steps=lost_steps
+    )
     step_figures.gone_back(turn, step)
     history.gone_back(turn, lost_steps)
     for record in tuple(turn.durable.roster.values()):

@@ -6,6 +6,7 @@ from shoal_protos.errors import Conflict, NotFound, UserError
 from shoal_protos.plan import WorkerId
 
 from shoal_controller.core.machine.durable import Leaving, Record, Standing
+from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.events import Cancel, ConfirmLost, DrainWorker, Pause, Resume, Save, Scale
 from shoal_controller.core.machine.phases import (
     checkpoints,
@@ -34,7 +35,7 @@ def scale(turn: Turn, event: Scale) -> None:
     if event.workers == before:
         return
     turn.keep(wanted=event.workers, scaled_up=event.workers > before)
-    turn.note("scaled", f"the job is scaled from {before} to {event.workers} workers", workers=event.workers)
+    turn.note(EventKind.SCALED, f"the job is scaled from {before} to {event.workers} workers", workers=event.workers)
     if not scaling.launches(turn):
         for record in reversed(scaling.staying(turn)[event.workers :]):
             scaling.drain(turn, record.worker, Leaving.SCALE_DOWN, scaling.SCALE_DOWN_GRACE)
@@ -97,21 +98,21 @@ def pause(turn: Turn, _: Pause) -> None:
     if turn.durable.paused:
         raise Conflict(f"job {turn.spec.job} is paused already.")
     turn.keep(paused=True)
-    turn.note("paused", "the job is being paused")
+    turn.note(EventKind.PAUSED, "the job is being paused")
 
 
 def resume(turn: Turn, _: Resume) -> None:
     if not turn.durable.paused:
         raise Conflict(f"job {turn.spec.job} is not paused; it is {turn.durable.phase.value}.")
     turn.keep(paused=False, paused_because="")
-    turn.note("resumed", "the job goes on")
+    turn.note(EventKind.RESUMED, "the job goes on")
 
 
 def cancel(turn: Turn, _: Cancel) -> None:
     """Ask a world that trains to stop after its step; without one the job is over at once."""
     if turn.durable.stopping:
         return None
-    turn.note("cancelling", "the job is being cancelled")
+    turn.note(EventKind.CANCELLING, "the job is being cancelled")
     if turn.world is None or turn.durable.phase is not Phase.RUNNING:
         return ending.finish(turn, Phase.CANCELLED, "cancelled before it had a world that trains")
     turn.keep(stopping=True, ended_at=turn.now)
@@ -131,7 +132,7 @@ def save(turn: Turn, _: Save) -> None:
         raise Conflict(f"job {turn.spec.job} has no world that trains; nothing can be saved now.")
     checkpoints.ask(turn)
     tell(turn, connected[0].worker)
-    turn.note("saving", "a checkpoint was asked for")
+    turn.note(EventKind.SAVING, "a checkpoint was asked for")
 
 
 def refuse(turn: Turn, _: Wish) -> None:

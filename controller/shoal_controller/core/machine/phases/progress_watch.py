@@ -15,6 +15,7 @@ from shoal_protos.messages import Ending
 from shoal_protos.plan import Plan, WorkerId
 
 from shoal_controller.core.machine.effects import Kill
+from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.job import Job, Process
 from shoal_controller.core.machine.phases import scaling
 from shoal_controller.core.machine.phases.next_message import tell
@@ -124,7 +125,7 @@ def _name(turn: Turn, late: dict[WorkerId, float]) -> None:
     """Each once for each time that the world stands still."""
     if not turn.job.straggled.issuperset(late):
         turn.change(straggled=turn.job.straggled.union(late))
-        turn.note("straggler", _sentence(turn.job, late, turn.now), next(iter(late)))
+        turn.note(EventKind.STRAGGLER, _sentence(turn.job, late, turn.now), next(iter(late)))
 
 
 def reason(job: Job, now: float) -> str:

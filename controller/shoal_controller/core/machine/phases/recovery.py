@@ -13,6 +13,7 @@ from shoal_protos.plan import Plan, Reason, WorkerId
 from shoal_protos.runs import NO_BLOCKS
 
 from shoal_controller.core.machine.durable import Standing
+from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.job import Attempt, Stage
 from shoal_controller.core.machine.phases import (
     broken_links,
@@ -48,7 +49,7 @@ def begin(turn: Turn, attempt: Attempt) -> None:
     turn.keep(number=number, phase=Phase.STARTING if starting else Phase.RESIZING)
     turn.change(attempt=attempt, wished=None, detect_seconds=turn.now - attempt.noticed)
     turn.note(
-        "prepare",
+        EventKind.PREPARE,
         f"generation {number} is being prepared: {attempt.why}",
         reason=attempt.reason.value,
         detect_seconds=round(turn.now - attempt.noticed, 3),
@@ -122,7 +123,7 @@ def _prepare(turn: Turn, attempt: Attempt) -> None:
 def _too_few(turn: Turn) -> None:
     """Of those who were to start, not enough are left."""
     least = turn.spec.min_workers
-    turn.note("waiting", f"only {len(asked(turn))} workers are left to start with, min_workers is {least}")
+    turn.note(EventKind.WAITING, f"only {len(asked(turn))} workers are left to start with, min_workers is {least}")
     turn.keep(phase=Phase.WAITING)
     turn.change(attempt=None)
 
@@ -185,7 +186,7 @@ def _begin_again(turn: Turn, attempt: Attempt, workers: list[WorkerId]) -> None:
     if turn.durable.phase.over:
         return None
     turn.keep(current=None, planned=(), phase=Phase.WAITING)
-    turn.note("waiting", "every worker was lost before the first step; waiting for others")
+    turn.note(EventKind.WAITING, "every worker was lost before the first step; waiting for others")
     return turn.change(attempt=None, wished=None, ready_since=None)
 
 
@@ -224,7 +225,7 @@ def _send(turn: Turn, plan: Plan) -> None:
     names = _names([member.worker for member in plan.members])
     step = plan.recovery.step if plan.recovery is not None else 0
     turn.note(
-        "plan",
+        EventKind.PLAN,
         f"generation {plan.generation} is planned: {names}, from step {step}{_waited(turn, attempt, attempt.since)}",
         prepare_seconds=round(turn.now - attempt.since, 3),
     )
@@ -335,7 +336,7 @@ def _wait(turn: Turn, attempt: Attempt, sentence: str) -> None:
     attempt = replace(attempt, waits_for=sentence, waits_since=since)
     if turn.now - since >= LONG_WAIT_SECONDS and sentence != attempt.told_of:
         attempt = replace(attempt, told_of=sentence)
-        turn.note("waiting", sentence)
+        turn.note(EventKind.WAITING, sentence)
     turn.change(attempt=attempt)
 
 
@@ -353,7 +354,7 @@ def _give_up(turn: Turn, workers: list[WorkerId], what: str) -> None:
     for worker in workers:
         why = f"{what} within {turn.spec.stall_seconds:g} s (stall_seconds)"
         turn.mark(worker, standing=Standing.LOST, shunned=True, why=why)
-        turn.note("lost", f"worker {worker} is counted out: it {why}", worker)
+        turn.note(EventKind.LOST, f"worker {worker} is counted out: it {why}", worker)
 
 
 def _names(workers: list[WorkerId]) -> str:

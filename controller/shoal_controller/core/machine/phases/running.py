@@ -5,6 +5,7 @@ from __future__ import annotations
 from shoal_protos.messages import MemberState
 from shoal_protos.plan import Plan, WorkerId
 
+from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.job import Process
 from shoal_controller.core.machine.phases import (
     broken_links,
@@ -161,7 +162,9 @@ def _last_ones_grace(turn: Turn, world: Plan) -> None:
     if turn.durable.description is not None and turn.durable.description.can_checkpoint:
         return final_drain.settle(turn, world, members)
     if all(turn.now >= turn.record(worker).leaves_at for worker in members):
-        turn.note("lost", f"the last to leave ({', '.join(members)}) have nobody to leave their state to: it is lost")
+        turn.note(
+            EventKind.LOST, f"the last to leave ({', '.join(members)}) have nobody to leave their state to: it is lost"
+        )
         for worker in members:
             scaling.dismiss_last(turn, worker)
     return None

@@ -11,6 +11,7 @@ from shoal_protos.plan import WorkerId
 
 from shoal_controller.core.machine.durable import Leaving, Record, Standing
 from shoal_controller.core.machine.effects import Adopt, Kill, Spawn
+from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.events import NeverStarted
 from shoal_controller.core.machine.phases import failures
 from shoal_controller.core.machine.phases.failures import LONGEST_BACKOFF
@@ -51,7 +52,9 @@ def _kill_the_lingering(turn: Turn) -> None:
     """Whoever was told to end, or has said that it failed, and is still there."""
     for worker, at in turn.durable.dismissed.items():
         if turn.now - max(at, turn.job.started) > LINGER_SECONDS:
-            turn.note("killed", f"worker {worker} should have ended and has not within {LINGER_SECONDS:g} s", worker)
+            turn.note(
+                EventKind.KILLED, f"worker {worker} should have ended and has not within {LINGER_SECONDS:g} s", worker
+            )
             expect_end(turn, worker)
             turn.do(Kill(worker))
 
@@ -63,7 +66,7 @@ def _spawn(turn: Turn) -> None:
     turn.enlist(record)
     forget_the_oldest(turn)
     turn.change(spawned={**turn.job.spawned, worker: turn.now})
-    turn.note("starting", f"worker {worker} is being started", worker)
+    turn.note(EventKind.STARTING, f"worker {worker} is being started", worker)
     turn.do(Spawn(worker))
 
 
@@ -96,7 +99,7 @@ def never_started(turn: Turn, event: NeverStarted) -> None:
         return has_ended(turn, event.worker)
     turn.change(spawned={**turn.job.spawned, event.worker: turn.now})
     what = f"worker {event.worker} is being started again: the controller ended before it did"
-    turn.note("starting", what, event.worker)
+    turn.note(EventKind.STARTING, what, event.worker)
     turn.do(Spawn(event.worker))
     return None
 
@@ -111,7 +114,7 @@ def drain(turn: Turn, worker: WorkerId, why: Leaving, grace_seconds: float) -> N
         return
     turn.mark(worker, leaving=why, grace_seconds=grace_seconds, leaves_at=turn.now + grace_seconds)
     words = "drained" if why is Leaving.DRAIN else "let go, the job is scaled down"
-    turn.note("draining", f"worker {worker} is being {words} (grace {grace_seconds:g} s)", worker)
+    turn.note(EventKind.DRAINING, f"worker {worker} is being {words} (grace {grace_seconds:g} s)", worker)
     turn.say(worker, Drain(grace_seconds, turn.durable.number))
 
 
@@ -153,7 +156,7 @@ def world_has_voted(turn: Turn) -> bool:
 def dismiss(turn: Turn, worker: WorkerId, how: Ending, why: str) -> None:
     """Tell a worker to end; from now on it changes nothing."""
     turn.mark(worker, ending=how, why=why)
-    turn.note("left" if how is Ending.DRAINED else "dismissed", why, worker)
+    turn.note(EventKind.LEFT if how is Ending.DRAINED else EventKind.DISMISSED, why, worker)
     process = turn.process(worker)
     record = turn.record(worker)
     if record.launched:
@@ -170,7 +173,7 @@ def give_up(turn: Turn, worker: WorkerId, why: str) -> None:
     turn.mark(worker, standing=Standing.DEAD, ending=how, why=why)
     if record.launched:
         expect_end(turn, worker)
-    turn.note("lost", f"worker {worker} is given up: {why}", worker)
+    turn.note(EventKind.LOST, f"worker {worker} is given up: {why}", worker)
 
 
 def dismiss_last(turn: Turn, worker: WorkerId, what: str = "") -> None:

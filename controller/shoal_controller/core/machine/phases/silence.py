@@ -11,6 +11,7 @@ from __future__ import annotations
 from shoal_protos.plan import WorkerId
 
 from shoal_controller.core.machine.durable import Record, Standing
+from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.job import NEVER_LISTENED, Job, Listened
 from shoal_controller.core.machine.turn import Turn
 
@@ -112,8 +113,8 @@ def tell(turn: Turn) -> None:
     """The history says when the doubt begins and when it is over."""
     sentence = doubt(turn.job, turn.now)
     if sentence and not turn.job.doubted:
-        turn.note("silent", sentence)
+        turn.note(EventKind.SILENT, sentence)
     elif turn.job.doubted and not sentence:
-        turn.note("heard", "at least half of the workers are heard again, or known to be dead")
+        turn.note(EventKind.HEARD, "at least half of the workers are heard again, or known to be dead")
     if bool(sentence) != turn.job.doubted:
         turn.change(doubted=bool(sentence))

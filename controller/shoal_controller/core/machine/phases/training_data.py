@@ -8,6 +8,7 @@ from __future__ import annotations
 from shoal_protos.milestones import passes_milestone
 from shoal_protos.plan import WorkerId
 
+from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.phases.next_message import is_member
 from shoal_controller.core.machine.turn import Turn
 
@@ -23,8 +24,10 @@ def told(turn: Turn, worker: WorkerId) -> None:
         turn.keep(skipped_micro_batches=skipped)
         turn.count("shoal_skipped_micro_batches_total", skipped - before)
         if passes_milestone(before, skipped):
-            turn.note("micro_batches_skipped", f"micro-batches skipped by the script so far: {skipped}", worker)
+            turn.note(EventKind.MICRO_BATCHES_SKIPPED, f"micro-batches skipped by the script so far: {skipped}", worker)
     if steps > steps_before:
         turn.keep(not_finite_steps=steps)
         if passes_milestone(steps_before, steps):
-            turn.note("not_finite", f"steps that were not finite so far: {steps}; {telemetry.not_finite}", worker)
+            turn.note(
+                EventKind.NOT_FINITE, f"steps that were not finite so far: {steps}; {telemetry.not_finite}", worker
+            )

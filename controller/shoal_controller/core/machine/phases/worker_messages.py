@@ -9,6 +9,7 @@ from shoal_protos.messages import Heartbeat, Inventory, Ready, Request, Result, 
 from shoal_protos.plan import WorkerId
 
 from shoal_controller.core.machine.durable import Leaving, Standing
+from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.events import MessageReceived
 from shoal_controller.core.machine.job import Process
 from shoal_controller.core.machine.phases import (
@@ -77,7 +78,7 @@ def lively(turn: Turn, worker: WorkerId, **seen: Telemetry) -> None:
     turn.see(worker, heard=turn.now, heard_at=turn.job.listened, pinged=None, **seen)
     record = turn.record(worker)
     if record.standing is not Standing.HERE and record.ending is None:
-        turn.note("returned", f"worker {worker} is back; it was counted out: {record.why}", worker)
+        turn.note(EventKind.RETURNED, f"worker {worker} is back; it was counted out: {record.why}", worker)
         turn.mark(worker, standing=Standing.HERE, why="")
 
 
