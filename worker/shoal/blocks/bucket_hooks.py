@@ -36,7 +36,12 @@ class BucketHooks:
         """Buckets with unused parameters never came; whoever armed sees to them."""
         self._on_filled = None
 
-    def _on_gradient(self, bucket: int, slot: int, _: Tensor) -> None:
+    def _on_gradient(
+        self,
+        bucket: int,
+        slot: int,
+        _: Tensor,  # the parameter, of its own shape
+    ) -> None:
         if self._on_filled is None:
             return
         if bucket < self._next:

@@ -20,8 +20,8 @@ WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By element size: integers of the same bits."""
 
 
-def block_checksums(state: TrainingState, blocks: Runs) -> Tensor:
-    """`(len(blocks),)` int64 on the CPU, in the order of the numbers, never 0. All of `blocks` are held here."""
+def block_checksums(state: TrainingState, blocks: Runs) -> Tensor:  # (len(blocks),) int64 on the CPU
+    """In the order of the numbers, never 0. All of `blocks` are held here."""
     found: list[Tensor] = []
     size = state.layout.block_elements
     for (start, stop), tensors in state.held.states(blocks).items():
@@ -37,8 +37,11 @@ def block_checksums(state: TrainingState, blocks: Runs) -> Tensor:
     return torch.where(sums == 0, 1, sums)
 
 
-def _sums(part: Tensor, count: int) -> Tensor:
-    """`(count,)` int64, or `()` for a number that all blocks share. Sums wrap round."""
+def _sums(
+    part: Tensor,  # (count × block elements,) of any dtype, or () for a number that all blocks share
+    count: int,
+) -> Tensor:  # (count,) int64, or ()
+    """Sums of machine words, which wrap round."""
     if part.dim() == 0:
         return part.reshape(1).view(WORDS[part.element_size()]).to(torch.int64)[0]
     rows = part.view(torch.int64).view(count, ROWS, -1).sum(2)

@@ -17,7 +17,7 @@ from shoal.blocks.host_memory import host_memory
 from shoal.core.layout import Bucket, Layout, Trainable, lay_out
 from shoal.core.module_names import named_parameters
 
-Flats = list[Tensor]
+Flats = list[Tensor]  # each (elements,) of its bucket's dtype
 """One flat tensor per bucket, in bucket order."""
 
 
@@ -73,8 +73,11 @@ def empty_flats(layout: Layout) -> Flats:
     return [host_memory(bucket.elements, bucket.dtype) for bucket in layout.buckets]
 
 
-def views(bucket: Bucket, flat: Tensor) -> list[Tensor]:
-    """The views of a flat that have the shapes of the bucket's parameters."""
+def views(
+    bucket: Bucket,
+    flat: Tensor,  # (bucket.elements,) of the bucket's dtype
+) -> list[Tensor]:
+    """The views of a flat that have the shapes of the bucket's parameters, in slot order."""
     return [flat[slot.start : slot.start + slot.parameter.elements].view(slot.parameter.shape) for slot in bucket.slots]
 
 

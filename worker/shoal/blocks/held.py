@@ -21,8 +21,8 @@ from torch import Tensor
 from shoal.blocks.flat import Flats
 from shoal.core.layout import Bucket, Layout
 
-State = dict[str, Tensor]
-"""Optimizer state of a run of blocks: `(elements,)` tensors, and 0-dimensional ones that all its blocks share."""
+State = dict[str, Tensor]  # each (elements,), or () where all its blocks share one number
+"""Optimizer state of a run of blocks, by the optimizer's own keys."""
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class Segment:
     blocks: Span
     bucket: int
     elements: Span
-    parameter: Tensor
+    parameter: Tensor  # (elements,) of the bucket's dtype
 
 
 def twin_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -50,7 +50,11 @@ class HeldBlocks:
     """Which blocks this worker holds with valid bits, their state, and `apply`, the update."""
 
     def __init__(
-        self, layout: Layout, optimizer: torch.optim.Optimizer, parameters: Flats, tensors: Mapping[str, Tensor]
+        self,
+        layout: Layout,
+        optimizer: torch.optim.Optimizer,
+        parameters: Flats,  # per bucket (elements,) of its dtype
+        tensors: Mapping[str, Tensor],  # each of its parameter's shape and dtype
     ) -> None:
         """`tensors`: the user's parameter objects by name, under which a state that exists already is found."""
         self._layout = layout
@@ -177,7 +181,11 @@ class HeldBlocks:
                 }
         return found
 
-    def apply(self, gradients: Flats, scale: float) -> None:
+    def apply(
+        self,
+        gradients: Flats,  # per bucket (elements,) of its dtype; what is not held is not read
+        scale: float,
+    ) -> None:
         """One update of all held blocks with the reduced gradients, times `scale` (clipping) first."""
         for segment in self._segments:
             start, stop = segment.elements
@@ -191,7 +199,11 @@ class HeldBlocks:
             segment.parameter.grad = None
 
 
-def _cut(value: Tensor, first: int, last: int) -> Tensor:
+def _cut(
+    value: Tensor,  # (elements,) or ()
+    first: int,
+    last: int,
+) -> Tensor:  # (last - first,), or () as it is
     return value if value.dim() == 0 else value[first:last]
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 HUGE_PAGE_BYTES = 2 << 20
 
 
-def host_memory(elements: int, dtype: torch.dtype) -> Tensor:
-    """`(elements,)` zeros, whose memory goes with the last tensor that uses it."""
+def host_memory(elements: int, dtype: torch.dtype) -> Tensor:  # (elements,) of `dtype`
+    """Zeros, whose memory goes with the last tensor that uses it."""
     count = elements * dtype.itemsize
     if count < HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(elements, dtype=dtype)
@@ -28,6 +28,8 @@ def host_memory(elements: int, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(region, dtype=dtype, count=elements, offset=first)
 
 
-def tensor_bytes(tensor: Tensor) -> memoryview:
+def tensor_bytes(
+    tensor: Tensor,  # of any shape and dtype
+) -> memoryview:
     """The bytes of a tensor in memory order: its own memory, to be read or written, where it is contiguous."""
     return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)

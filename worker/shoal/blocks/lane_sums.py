@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import torch
 from shoal_protos.runs import Span
+from torch import Tensor
 
 from shoal.blocks.flat import Gradients
 from shoal.core.layout import Layout
@@ -69,8 +69,8 @@ class LaneSums:
         """The finished subtrees, ascending."""
         return [span for span, _ in self._stack]
 
-    def partials(self, bucket: int) -> list[torch.Tensor]:
-        """The finished sums of one bucket, in the order of `spans`: flats of `(bucket.elements,)`."""
+    def partials(self, bucket: int) -> list[Tensor]:  # each (bucket.elements,) of the bucket's dtype
+        """The finished sums of one bucket, in the order of `spans`."""
         return [kept.flats[bucket] for _, kept in self._stack]
 
     def clear(self) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 from shoal_protos.activity import StepPhase
+from shoal_protos.runs import Span
 from torch import Tensor
 
 from shoal.blocks.lane_sums import LaneSums
@@ -32,8 +33,8 @@ class _InFlight:
     """One bucket's messages."""
 
     sends: dict[int, Work] = field(default_factory=dict)
-    packed: list[Tensor] = field(default_factory=list)
-    arrivals: dict[int, tuple[Work, Tensor]] = field(default_factory=dict)
+    packed: list[Tensor] = field(default_factory=list)  # each (own subtrees × elements that the peer owns,)
+    arrivals: dict[int, tuple[Work, Tensor]] = field(default_factory=dict)  # (its subtrees × elements owned here,)
 
 
 class CanonicalReduction:
@@ -133,6 +134,8 @@ class CanonicalReduction:
         live = self._sums.live.flats[bucket]
         for start, stop in ranges:
             parts = self._parts(bucket, (start, stop), at, length)
+            # Whoever holds which subtree, the same pairs are added in the order of the one tree over lanes, so the
+            # sum has the same bits in every world. In place: a message's memory is this reduction's own.
             for into, other in self._fold:
                 parts[into].add_(parts[other])
             root = parts[self._root]
@@ -143,8 +146,10 @@ class CanonicalReduction:
             at += stop - start
         flight.arrivals.clear()
 
-    def _parts(self, bucket: int, owned: tuple[int, int], at: int, length: int) -> list[Tensor]:
-        """The partial sums of one owned range, in the order of `_spans`."""
+    def _parts(self, bucket: int, owned: Span, at: int, length: int) -> list[Tensor]:  # each (elements of `owned`,)
+        """The partial sums of one owned range, in the order of `_spans`. `at`: where it begins in a subtree's part of a
+        message, which is `length` long.
+        """
         own = iter(self._sums.partials(bucket))
         seen = dict.fromkeys(range(self._group.size), 0)
         parts = []

@@ -40,8 +40,12 @@ class Findings:
     """Blocks with fewer than two copies: nothing can be said of them."""
 
 
-def compare(comparison: Comparison, rows: Tensor, workers: Sequence[str]) -> Findings:
-    """`rows`: `(members, n)` int64, everybody's checksums by rank."""
+def compare(
+    comparison: Comparison,
+    rows: Tensor,  # (members, n) int64: everybody's checksums, by rank
+    workers: Sequence[str],
+) -> Findings:
+    """What everybody's checksums come to."""
     held = rows != NO_COPY
     least = torch.where(held, rows, torch.iinfo(torch.int64).max).amin(0)
     most = torch.where(held, rows, torch.iinfo(torch.int64).min).amax(0)

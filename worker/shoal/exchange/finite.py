@@ -26,12 +26,18 @@ MOST_NAME = 200
 log = get_logger("shoal")
 
 
-def is_finite(values: Tensor) -> bool:
+def is_finite(
+    values: Tensor,  # (elements,) of a range that this worker owns
+) -> bool:
     """One pass where all are."""
     return math.isfinite(float(values.sum())) or bool(torch.isfinite(values).all())
 
 
-def culprit(parts: Sequence[Tensor], folded: Sequence[tuple[int, int]], root: int) -> int:
+def culprit(
+    parts: Sequence[Tensor],  # each (elements,) of one range: a subtree's partial sum
+    folded: Sequence[tuple[int, int]],
+    root: int,
+) -> int:
     """Which partial sum brought in what is not finite. `parts` were added up in place, in the order of `folded`."""
     suspect = root
     for into, other in reversed(folded):
@@ -40,7 +46,12 @@ def culprit(parts: Sequence[Tensor], folded: Sequence[tuple[int, int]], root: in
     return suspect
 
 
-def describe_gradient(bucket: Bucket, start: int, mean: Tensor, lanes: Span) -> str:
+def describe_gradient(
+    bucket: Bucket,
+    start: int,
+    mean: Tensor,  # (elements,) of a range
+    lanes: Span,
+) -> str:
     """Names the first parameter. `mean`: the gradient of the bucket's elements from `start`."""
     at = start + int(torch.isfinite(mean).logical_not().nonzero()[0])
     slot = bucket.slots[max(0, bisect_right(bucket.slots, at, key=lambda slot: slot.start) - 1)]

@@ -12,8 +12,8 @@ from torch import Tensor
 from shoal.group.group import Group, Work
 
 
-def as_bytes_tensor(content: bytes) -> Tensor:
-    """`(n,)` uint8; owns its memory."""
+def as_bytes_tensor(content: bytes) -> Tensor:  # (len(content),) uint8
+    """Owns its memory."""
     return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
 
 

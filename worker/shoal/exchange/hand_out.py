@@ -22,7 +22,11 @@ RangesOf = Callable[[int, int], Ranges]
 """(owner, receiver) → what goes from one to the other."""
 
 
-def hand_out(group: Group, parameters: Flats, ranges_of: RangesOf) -> int:
+def hand_out(
+    group: Group,
+    parameters: Flats,  # per bucket (elements,) of its dtype
+    ranges_of: RangesOf,
+) -> int:
     """Returns when all that this member receives is in place and all that it sends has left: the bytes received."""
     others = [peer for peer in range(group.size) if peer != group.rank]
     to = {peer: ranges_of(group.rank, peer) for peer in others}
@@ -51,7 +55,9 @@ def hand_out(group: Group, parameters: Flats, ranges_of: RangesOf) -> int:
     )
 
 
-def _wait(posted: list[PackedReceive | tuple[Work, Tensor]]) -> None:
+def _wait(
+    posted: list[PackedReceive | tuple[Work, Tensor]],  # a send keeps its message: (elements in the ranges,)
+) -> None:
     for one in posted:
         if isinstance(one, PackedReceive):
             one.wait()

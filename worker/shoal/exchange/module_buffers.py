@@ -45,7 +45,9 @@ ADVICE = (
 )
 
 
-def _refuse_shared_elements(buffers: dict[str, Tensor]) -> None:
+def _refuse_shared_elements(
+    buffers: dict[str, Tensor],  # each of its own shape and dtype
+) -> None:
     for name, buffer in buffers.items():
         if any(stride == 0 and size > 1 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)):
             raise UserError(
@@ -59,15 +61,22 @@ class _LaneSum:
     """Of a subtree of lanes: the sums of the buffers that one of them changed, by name; the others kept their value."""
 
     lanes: int
-    changed: dict[str, Tensor]
+    changed: dict[str, Tensor]  # each of its buffer's shape, in the dtype of the sum
 
-    def of(self, name: str, unchanged: Tensor) -> Tensor:
-        """The sum of one buffer. `unchanged`: the value that it had before, in the dtype of the sum."""
+    def of(
+        self,
+        name: str,
+        unchanged: Tensor,  # of the buffer's shape, in the dtype of the sum: the value that it had before
+    ) -> Tensor:
+        """The sum of one buffer."""
         sum_of_changed = self.changed.get(name)
         return sum_of_changed if sum_of_changed is not None else _sum_of_equals(unchanged, self.lanes)
 
 
-def _sum_of_equals(value: Tensor, count: int) -> Tensor:
+def _sum_of_equals(
+    value: Tensor,  # of the buffer's shape, in the dtype of the sum
+    count: int,
+) -> Tensor:
     """`count` equal leaves, added in the tree's shape: the left child is the largest power of two below `count`."""
     if count == 1:
         return value
@@ -212,7 +221,7 @@ class ModuleBuffers:
         self.pending = {}
         if not self.committed:
             return
-        flags = torch.tensor([self._changed[name] for name in self.committed], dtype=torch.uint8)
+        flags = torch.tensor([self._changed[name] for name in self.committed], dtype=torch.uint8)  # (buffers,)
         anywhere = group.all_gather(flags).amax(dim=0).tolist()
         changed = [name for name, flag in zip(self.committed, anywhere, strict=True) if flag]
         for dtype in (torch.float32, torch.float64):
@@ -228,7 +237,7 @@ class ModuleBuffers:
         length = sum(self.committed[name].numel() for name in names)
         wide = {name: self._wide(name) for name in names}
         rows = [torch.cat([sums.of(n, wide[n]).reshape(-1) for n in names]) for _, sums in self._stack]
-        mine = torch.stack(rows or [torch.empty(0, dtype=dtype)])
+        mine = torch.stack(rows or [torch.empty(0, dtype=dtype)])  # (own subtrees, elements of all)
         received, works = {group.rank: mine}, list[Work]()
         for peer in traffic.others:
             if traffic.lane_spans[peer]:
@@ -285,5 +294,7 @@ class ModuleBuffers:
         self.put_back()
 
 
-def _as_bytes(value: Tensor) -> Tensor:
+def _as_bytes(
+    value: Tensor,  # contiguous, of any shape and dtype
+) -> Tensor:  # (bytes,) uint8
     return value.reshape(-1).view(torch.uint8)

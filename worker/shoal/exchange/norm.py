@@ -17,16 +17,20 @@ from shoal.core.tree import subtrees
 ROW = 4_096
 
 
-def subtree_sums(gradients: Flats, owned: Runs, layout: Layout) -> Tensor:
-    """`(subtrees of owned,)` float64: sums of squares of the reduced gradient."""
-    pieces = [
+def subtree_sums(
+    gradients: Flats,  # per bucket (elements,) of its dtype, reduced in the blocks owned
+    owned: Runs,
+    layout: Layout,
+) -> Tensor:  # (subtrees of owned,) float64
+    """Sums of squares of the reduced gradient."""
+    pieces = [  # each (rows,) float64
         gradients[bucket][start:stop].view(-1, ROW).pow(2).sum(1).double()
         for bucket, ranges in enumerate(layout.cut(owned))
         for start, stop in ranges
     ]
     if not pieces:
         return torch.empty(0, dtype=torch.float64)
-    rows = torch.cat(pieces).view(-1, layout.block_elements // ROW)
+    rows = torch.cat(pieces).view(-1, layout.block_elements // ROW)  # (blocks owned, rows of a block)
     while rows.shape[1] > 1:
         rows = rows[:, 0::2] + rows[:, 1::2]
     blocks, place, at = rows[:, 0], {}, 0
@@ -43,7 +47,10 @@ def subtree_sums(gradients: Flats, owned: Runs, layout: Layout) -> Tensor:
     return torch.stack(sums)
 
 
-def _tree_sum(values: Tensor) -> Tensor:
+def _tree_sum(
+    values: Tensor,  # (n,) float64, n > 0
+) -> Tensor:  # ()
+    """In the shape of the fixed tree: an odd one passes up unchanged."""
     while values.numel() > 1:
         paired = values[0 : values.numel() // 2 * 2 : 2] + values[1::2]
         values = torch.cat([paired, values[-1:]]) if values.numel() % 2 else paired

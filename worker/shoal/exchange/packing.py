@@ -20,13 +20,20 @@ def size_of(ranges: Sequence[Span]) -> int:
     return sum(stop - start for start, stop in ranges)
 
 
-def pack(flats: Sequence[Tensor], ranges: Sequence[Span]) -> Tensor:
+def pack(
+    flats: Sequence[Tensor],  # each (elements,) of one bucket
+    ranges: Sequence[Span],
+) -> Tensor:  # (flats × elements in the ranges,)
     """One message: the ranges of the first flat, then those of the next."""
     pieces = [flat[start:stop] for flat in flats for start, stop in ranges]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
-def unpack(message: Tensor, flat: Tensor, ranges: Sequence[Span]) -> None:
+def unpack(
+    message: Tensor,  # (elements in the ranges,)
+    flat: Tensor,  # (elements,) of the bucket, of the same dtype
+    ranges: Sequence[Span],
+) -> None:
     """Puts a message of one flat back into its ranges."""
     at = 0
     for start, stop in ranges:
@@ -37,7 +44,14 @@ def unpack(message: Tensor, flat: Tensor, ranges: Sequence[Span]) -> None:
 class PackedReceive:
     """A posted receive into ranges of a flat; `wait` leaves the values in place."""
 
-    def __init__(self, group: Group, source: int, tag: int, flat: Tensor, ranges: Sequence[Span]) -> None:
+    def __init__(
+        self,
+        group: Group,
+        source: int,
+        tag: int,
+        flat: Tensor,  # (elements,) of the bucket
+        ranges: Sequence[Span],
+    ) -> None:
         self._flat, self._ranges = flat, ranges
         direct = len(ranges) == 1
         self._message = flat[slice(*ranges[0])] if direct else flat.new_empty(size_of(ranges))

@@ -26,12 +26,20 @@ def gather_of(faults: Faults, group: Group, ballot: Ballot, generation: int) -> 
     return group.all_gather
 
 
-def _strike_if_it_begins(faults: Faults, rows: Tensor, mine: Ballot) -> None:
+def _strike_if_it_begins(
+    faults: Faults,
+    rows: Tensor,  # (members, bytes of a row) uint8
+    mine: Ballot,
+) -> None:
     if all(ballot["generation"] == mine.generation for ballot in read_ballots(rows)):
         faults.at("in_vote_to_begin", mine.step)
 
 
-def _torn(group: Group, strike: Callable[[Tensor], None], row: Tensor) -> Tensor:
+def _torn(
+    group: Group,
+    strike: Callable[[Tensor], None],
+    row: Tensor,  # (bytes of a row,) uint8
+) -> Tensor:  # (members, bytes of a row)
     """`strike(rows)` happens when one member has this worker's row and the others have not.
 
     That one is the peer to whom all others have posted theirs before they posted it to this worker.

@@ -127,7 +127,7 @@ class Record:
         return cls(**{**fields, **{name: tuple(fields[name]) for name in ("generations", "hypers", "saving")}})
 
 
-Gather = Callable[[Tensor], Tensor]
+Gather = Callable[[Tensor], Tensor]  # (bytes of a row,) uint8 → (members, bytes of a row)
 """One's own row → every member's, by rank: `Group.all_gather`."""
 
 
@@ -135,12 +135,12 @@ def cast(
     gather: Gather,
     traffic: Traffic,
     ballot: Ballot,
-    norms: Tensor | None,
+    norms: Tensor | None,  # (subtrees owned,) float64: sums of squares of the reduced gradient
     comparisons: Sequence[Comparison] = (),
 ) -> Record:
     """Votes, and returns the record: past this call the step is committed. Raises `WorldChanged` when it did not pass.
 
-    `norms`: `(subtrees owned,)` float64 sums of squares of the reduced gradient, where the step needs the norm.
+    `norms`: where the step needs the norm.
     `comparisons`: blocks whose copies are compared, the same on all members.
     """
     most = max(len(spans) for spans in traffic.norm_spans) if norms is not None else 0
@@ -158,7 +158,11 @@ def cast(
     return replace(_record(traffic, rows[:, :end], bool(most)), **_findings(traffic, rows[:, end:], comparisons))
 
 
-def _findings(traffic: Traffic, rows: Tensor, comparisons: Sequence[Comparison]) -> dict[str, Any]:
+def _findings(
+    traffic: Traffic,
+    rows: Tensor,  # (members, 8 × blocks compared) uint8
+    comparisons: Sequence[Comparison],
+) -> dict[str, Any]:
     """Fields of the record."""
     workers = [member.worker for member in traffic.plan.members]
     corrupt: list[CorruptBlock] = []
@@ -176,7 +180,9 @@ def _text_bytes(traffic: Traffic) -> int:
     return TEXT_BYTES + SUBTREE_BYTES * max(0, subtrees - 2)
 
 
-def read_ballots(rows: Tensor) -> list[dict[str, Any]]:
+def read_ballots(
+    rows: Tensor,  # (members, bytes that begin with the JSON part) uint8
+) -> list[dict[str, Any]]:
     """By rank: the fields of `Ballot`."""
     return [json.loads(row.numpy().tobytes().partition(b"\0")[0]) for row in rows]
 
@@ -201,7 +207,11 @@ def check_requests(requests: Sequence[Request], call: str) -> None:
         )
 
 
-def _record(traffic: Traffic, rows: Tensor, with_norm: bool) -> Record:
+def _record(
+    traffic: Traffic,
+    rows: Tensor,  # (members, bytes of the JSON part and of the sums of squares) uint8
+    with_norm: bool,
+) -> Record:
     ballots = read_ballots(rows)
     lanes = traffic.plan.lanes
 
@@ -266,7 +276,10 @@ def _reported_everywhere(ballots: list[dict[str, Any]], traffic: Traffic) -> lis
     return sorted(set.intersection(*reported)) if reported else []
 
 
-def _norm(traffic: Traffic, rows: Tensor) -> float:
+def _norm(
+    traffic: Traffic,
+    rows: Tensor,  # as in `_record`
+) -> float:
     sums = rows[:, _text_bytes(traffic) :].clone().view(torch.float64).tolist()
     parts = [
         (span, value)
