@@ -27,7 +27,7 @@ from shoal.config.load import load_config
 from shoal.core.sampler import Sampler
 from shoal.data.fetch import Fetcher
 from shoal.data.seeds import RandomState
-from shoal.faults import Fault, Faults
+from shoal.faults import Faults, PlantedFault
 from shoal.numerics import make_exact
 from shoal.optim.take_over import take_over
 from shoal.session.alone import AloneLink
@@ -128,7 +128,7 @@ class Killed(BaseException):
 class Strikes(Faults):
     """The faults of one worker; `also` is called at every point, before a fault strikes there."""
 
-    def __init__(self, planted: list[Fault], also: Callable[[str, int], None]) -> None:
+    def __init__(self, planted: list[PlantedFault], also: Callable[[str, int], None]) -> None:
         super().__init__(planted)
         self._also = also
 
@@ -284,7 +284,7 @@ class Crew:
     def plant(self, name: str, step: int, point: str, action: str = "kill") -> None:
         """A fault for that worker, once it stands there in that step or a later one."""
         with self.changed:
-            self.workers[name].engine.context.faults._planted.append(Fault(name, step, point, action))
+            self.workers[name].engine.context.faults._planted.append(PlantedFault(name, step, point, action))
 
     def wish(self, event: Event) -> None:
         """An operator's."""

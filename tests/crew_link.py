@@ -16,8 +16,8 @@ from shoal.core.membership import Membership
 from shoal.exchange.framing import receive_framed
 from shoal.exchange.traffic import FIRST_MESSAGE
 from shoal.group.group import Group
-from shoal.session.dialogue import Abort, Build, Dialogue, Effect, Process, Put
-from shoal.session.link import Begun, Ended, Item, Prepared, Progress, Recover, Resume
+from shoal.session.dialogue import Abort, Build, Deliver, Dialogue, Effect, ProcessInfo
+from shoal.session.link import Begun, Ended, Item, JobProgress, Prepared, Recover, Resume
 from shoal_protos.description import Description
 from shoal_protos.errors import UserError
 from shoal_protos.messages import Ending, Inventory, Result, Status, Telemetry, ToWorker
@@ -66,7 +66,7 @@ class CrewLink:
         return self.dialogue.resume
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> JobProgress:
         return self.dialogue.progress
 
     @property
@@ -78,7 +78,7 @@ class CrewLink:
         return self.own.incarnation
 
     def introduce(self, description: Description, status: Status) -> None:
-        process = Process("job", f"host of {self.worker}", 1, f"domain of {self.worker}", self.address)
+        process = ProcessInfo("job", f"host of {self.worker}", 1, f"domain of {self.worker}", self.address)
         self.dialogue = Dialogue(self.own, process, description, status)
         self.crew.connect(self)
         self._wait(lambda: self.dialogue.welcomed or self.dialogue.ending is not None)
@@ -205,7 +205,7 @@ class CrewLink:
     def _carry_out(self, effects: list[Effect]) -> None:
         for effect in effects:
             match effect:
-                case Put(item):
+                case Deliver(item):
                     if type(item).__name__ in ("Stopped", "Ended"):
                         self._items.clear()
                     self._items.append(item)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 from shoal.group.group import GATHER_TAG, WorldChanged
-from shoal.group.progress import Progress
+from shoal.group.progress import GroupProgress
 from torch import Tensor
 
 Way = tuple[int, int, int]
@@ -67,7 +67,7 @@ class MemoryGroup:
     """A `Group`: one member's end of a wire."""
 
     def __init__(self, wire: Wire, rank: int, wait: Wait) -> None:
-        self.wire, self.rank, self.size, self.progress = wire, rank, wire.size, Progress()
+        self.wire, self.rank, self.size, self.progress = wire, rank, wire.size, GroupProgress()
         self._wait = wait
         self._broken: set[int] = set()
         self.unwaited: set[Posted] = set()

@@ -6,7 +6,7 @@ Each test fails when its rule is broken: it was tried.
 from __future__ import annotations
 
 from crew import Crew, Task, Worker, undisturbed
-from shoal.faults import Fault
+from shoal.faults import PlantedFault
 from shoal.training.engine import Engine
 from shoal_controller.core.machine.events import DrainWorker, Pause, Resume
 from shoal_protos.messages import MemberState
@@ -72,7 +72,7 @@ def test_a_step_that_is_rolled_forward_was_committed_in_the_generation_of_its_vo
     def look(worker: Worker, point: str, _: int) -> None:
         if point == "opened" and worker.name == "b" and not opened:
             opened.append(worker.link.own.promised)
-            worker.engine.context.faults._planted.append(Fault("b", 4, "in_vote", "kill"))
+            worker.engine.context.faults._planted.append(PlantedFault("b", 4, "in_vote", "kill"))
         elif point == "promote" and opened:
             committed_in[worker.name] = worker.engine.context.state.committed_in
 

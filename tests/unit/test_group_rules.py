@@ -14,7 +14,7 @@ import torch
 from shoal.group.build import Cancellation, GroupSpec
 from shoal.group.gloo import A_MOMENT, GlooGroup, build_gloo
 from shoal.group.group import Group
-from shoal.group.progress import Progress
+from shoal.group.progress import GroupProgress
 from shoal.group.rendezvous_server import RendezvousServer
 from shoal.session.groups import Building, Groups
 from worlds import recovery
@@ -52,7 +52,7 @@ class Recorded:
 
 def test_no_wait_of_an_exchange_has_a_limit_because_its_expiry_would_close_the_group() -> None:
     gloo = Recorded()
-    group = GlooGroup(gloo, 0, 3, Progress())
+    group = GlooGroup(gloo, 0, 3, GroupProgress())
     group.send(torch.zeros(4), 1, 0).wait()
     group.receive(torch.zeros(4), 2, 0).wait()
     group.all_gather(torch.zeros(2, dtype=torch.uint8))
@@ -63,11 +63,11 @@ def test_no_wait_of_an_exchange_has_a_limit_because_its_expiry_would_close_the_g
 def test_a_group_that_is_closed_with_operations_in_flight_is_aborted_first() -> None:
     """Whether destroying it would wait for them is gloo's affair, and its time-out is a day."""
     finished, interrupted = Recorded(), Recorded()
-    group = GlooGroup(finished, 0, 2, Progress())
+    group = GlooGroup(finished, 0, 2, GroupProgress())
     group.receive(torch.zeros(4), 1, 0).wait()
     group.close()
     assert finished.waits == [()]
-    group = GlooGroup(interrupted, 0, 2, Progress())
+    group = GlooGroup(interrupted, 0, 2, GroupProgress())
     group.receive(torch.zeros(4), 1, 0)
     group.close()
     assert interrupted.waits == [(A_MOMENT,)]

@@ -39,7 +39,7 @@ def train(loop, state):
 def test_the_lane_in_flight_is_not_trained_again_wherever_the_new_ones_lie(lanes):
     loop, state = some_loop(2), some_state()
     loop.next_batch(state)
-    assert loop.goes_on(lanes)
+    assert loop.continue_with(lanes)
     assert (loop.in_flight, loop.lane, loop.at_last_backward) == (True, 2, False)
     loop.backward(torch.tensor(2.5, requires_grad=True), state)
     loop.numbers.report({"lane": 2})
@@ -57,14 +57,14 @@ def test_a_lane_that_another_worker_has_now_makes_the_step_begin_again():
     loop, state = some_loop(1, 2), some_state()
     train(loop, state)
     loop.next_batch(state)
-    assert not loop.goes_on((2, 3))
+    assert not loop.continue_with((2, 3))
 
 
 def test_finished_lanes_and_the_one_in_flight_stay():
     loop, state = some_loop(1, 2, micro_batches=2), some_state()
     for _ in range(3):
         train(loop, state)
-    assert loop.goes_on((0, 1, 2, 3))
+    assert loop.continue_with((0, 1, 2, 3))
     assert [train(loop, state) for _ in range(5)] == [
         (3, 2, 1), (3, 0, 0), (3, 0, 1), (3, 3, 0), (3, 3, 1),
     ]  # fmt: skip
@@ -75,4 +75,4 @@ def test_finished_lanes_and_the_one_in_flight_stay():
 def test_a_step_whose_last_lane_is_done_does_not_go_on():
     loop, state = some_loop(1), some_state()
     train(loop, state)
-    assert not loop.goes_on((1, 2))
+    assert not loop.continue_with((1, 2))

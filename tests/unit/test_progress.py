@@ -10,7 +10,7 @@ import torch
 from shoal.group import gloo, progress
 from shoal.group.build import Cancellation, GroupSpec
 from shoal.group.gloo import PIECE_BYTES, GlooGroup
-from shoal.group.progress import Progress
+from shoal.group.progress import GroupProgress
 from shoal.group.rendezvous_client import RendezvousClient
 from shoal.group.rendezvous_server import RendezvousServer
 from shoal_protos.activity import MOST_NAMED, StepPhase
@@ -29,7 +29,7 @@ def name(rank: int) -> str:
 
 
 def test_positions_only_grow_through_the_building_of_a_group_and_the_steps_in_it() -> None:
-    seen = Progress(7)
+    seen = GroupProgress(7)
     positions = [seen.activity(name).position]
     for move in (
         lambda: seen.reach(StepPhase.BUILT), lambda: seen.reach(StepPhase.CATCHING_UP),
@@ -43,7 +43,7 @@ def test_positions_only_grow_through_the_building_of_a_group_and_the_steps_in_it
 
 
 def test_a_wait_begins_anew_when_a_piece_is_complete(monkeypatch) -> None:
-    time, seen = Time(monkeypatch), Progress()
+    time, seen = Time(monkeypatch), GroupProgress()
     seen.wait_for(2)
     time.now += 5
     assert (seen.activity(name).waits_for, seen.activity(name).seconds) == (("w2",), 5.0)
@@ -57,7 +57,7 @@ def test_a_wait_begins_anew_when_a_piece_is_complete(monkeypatch) -> None:
 def test_the_first_piece_of_a_message_tells_nothing_of_the_connection_because_its_sender_may_have_been_busy(
     monkeypatch,
 ) -> None:
-    time, seen = Time(monkeypatch), Progress()
+    time, seen = Time(monkeypatch), GroupProgress()
     for seconds in (60.0, 2.0, 3.0):
         seen.wait_for(1)
         time.now += seconds
@@ -66,7 +66,7 @@ def test_the_first_piece_of_a_message_tells_nothing_of_the_connection_because_it
         seen.on_piece()
         seen.go_on()
     assert seen.activity(name).slowest_piece_seconds == 60.0
-    again = Progress()
+    again = GroupProgress()
     again.wait_for(1)
     time.now += 60.0
     again.on_piece()
@@ -74,7 +74,7 @@ def test_the_first_piece_of_a_message_tells_nothing_of_the_connection_because_it
 
 
 def test_a_heartbeat_names_only_so_many_peers() -> None:
-    seen = Progress()
+    seen = GroupProgress()
     seen.wait_for(*range(1000))
     assert len(seen.activity(name).waits_for) == MOST_NAMED
 
@@ -104,7 +104,7 @@ class Posted:
 
 def test_a_long_message_travels_in_pieces_so_that_a_slow_connection_is_seen_to_be_alive() -> None:
     posted = Posted()
-    group = GlooGroup(posted, 0, 2, Progress())
+    group = GlooGroup(posted, 0, 2, GroupProgress())
     group.send(torch.zeros(PIECE_BYTES // 4 * 2 + 1), 1, 0).wait()
     group.receive(torch.zeros(3, PIECE_BYTES // 8), 1, 0).wait()
     group.close()
@@ -115,7 +115,7 @@ def test_a_long_message_travels_in_pieces_so_that_a_slow_connection_is_seen_to_b
 
 def test_of_all_looks_at_a_peer_only_the_last_is_kept_and_they_become_rarer() -> None:
     posted = Posted()
-    group = GlooGroup(posted, 0, 2, Progress())
+    group = GlooGroup(posted, 0, 2, GroupProgress())
     pauses = []
     for _ in range(9):
         connection = group._connection(1)
@@ -129,7 +129,7 @@ def test_of_all_looks_at_a_peer_only_the_last_is_kept_and_they_become_rarer() ->
 
 def test_who_builds_a_group_waits_for_those_who_have_not_come() -> None:
     server = RendezvousServer("127.0.0.1")
-    mine = Progress(4)
+    mine = GroupProgress(4)
     cancellation = Cancellation()
     with ThreadPoolExecutor(1) as threads:
         client = RendezvousClient(GroupSpec(4, 0, (server.address,) * 3, 0, progress=mine), cancellation)

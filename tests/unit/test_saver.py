@@ -15,7 +15,7 @@ from shoal.checkpoint.draft import draft_of
 from shoal.checkpoint.errors import StorageFailed, StorageFull
 from shoal.checkpoint.manifest import MANIFEST
 from shoal.checkpoint.retention import Keep
-from shoal.checkpoint.saver import Lead, Save, Saver, SaveStatus
+from shoal.checkpoint.saver import Lead, Saver, SaveStatus, SaveTask
 from shoal.checkpoint.snapshot import take_snapshot
 from shoal.checkpoint.storage import LocalStorage
 from shoal.checkpoint.verify import verify
@@ -61,7 +61,7 @@ class World:
         for number, saver in enumerate(self.savers):
             tensors = {} if number else beside
             snapshot = take_snapshot(state.layout, state.flats, state.held, OWNERS[number], tensors, saver.arena)
-            saver.begin(Save(name, AUTHORS[number], AUTHORS, snapshot, None if number else lead), copy_seconds=0.0)
+            saver.begin(SaveTask(name, AUTHORS[number], AUTHORS, snapshot, None if number else lead), copy_seconds=0.0)
         return name
 
     def write(self, *numbers: int) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from shoal.core.membership import Membership
-from shoal.session.dialogue import Abort, Build, Dialogue, Process, Put
+from shoal.session.dialogue import Abort, Build, Deliver, Dialogue, ProcessInfo
 from shoal.session.inbox import MOST_ASKED, Inbox
 from shoal.session.link import Asked, Ended, Opened, Stopped
 from shoal_protos.activity import Activity, StepPhase
@@ -45,7 +45,7 @@ WELCOME = Welcome("a", 0.5, 10.0, 1800.0)
 
 
 def dialogue_of(worker: str = "a") -> Dialogue:
-    process = Process("job", "host", 1, "rack", "127.0.0.1:1")
+    process = ProcessInfo("job", "host", 1, "rack", "127.0.0.1:1")
     dialogue = Dialogue(Membership(worker, f"{worker}.1"), process, DESCRIPTION, NEW)
     dialogue.hello()
     dialogue.on_message(WELCOME)
@@ -61,7 +61,7 @@ def test_every_hello_after_the_welcome_names_the_run_and_one_of_a_launched_proce
     assert dialogue.hello().run == "run-1"
     dialogue.start_over("a.2")
     assert dialogue.hello().run == "run-1"
-    launched = Process("job", "host", 1, "rack", "127.0.0.1:1", run="run-2")
+    launched = ProcessInfo("job", "host", 1, "rack", "127.0.0.1:1", run="run-2")
     assert Dialogue(Membership("a", "a.1"), launched, DESCRIPTION, NEW).hello().run == "run-2"
 
 
@@ -98,7 +98,7 @@ def test_a_worker_in_a_world_that_no_store_has_named_its_id_to_ends_by_no_refusa
 def test_a_joiner_ends_by_a_final_refusal_whoever_gives_it() -> None:
     dialogue = dialogue_of()
     assert dialogue.on_message(replace(REFUSED, final=False)) == []
-    assert dialogue.on_message(REFUSED) == [Put(Ended(Ending.FAILED, "there is no job job")), Abort()]
+    assert dialogue.on_message(REFUSED) == [Deliver(Ended(Ending.FAILED, "there is no job job")), Abort()]
 
 
 def inventory(answers: int) -> Inventory:
@@ -108,11 +108,11 @@ def inventory(answers: int) -> Inventory:
 def member_of(generation: int, workers: str) -> Dialogue:
     """Through a start, as the client drives it."""
     dialogue, plan = dialogue_of(), recovery(generation, workers)
-    assert dialogue.on_message(Prepare(generation)) == [Put(Stopped(generation)), Abort()]
+    assert dialogue.on_message(Prepare(generation)) == [Deliver(Stopped(generation)), Abort()]
     dialogue.answer(inventory(generation))
     assert dialogue.on_message(PlanMessage(plan)) == [Build(plan, 0)]
     assert dialogue.report_ready(generation)
-    assert dialogue.on_message(Open(generation)) == [Put(Opened(generation))]
+    assert dialogue.on_message(Open(generation)) == [Deliver(Opened(generation))]
     dialogue.begin(plan)
     dialogue.update_status(replace(NEW, step=0), Telemetry())
     dialogue.outgoing()
@@ -181,7 +181,7 @@ def test_an_open_that_comes_twice_opens_once() -> None:
     dialogue.on_message(Prepare(1))
     dialogue.on_message(PlanMessage(recovery(1, "ab")))
     dialogue.report_ready(1)
-    assert dialogue.on_message(Open(1)) == [Put(Opened(1))]
+    assert dialogue.on_message(Open(1)) == [Deliver(Opened(1))]
     assert dialogue.on_message(Open(1)) == []
 
 
@@ -281,9 +281,9 @@ def test_the_controller_gives_a_worker_its_id_and_the_pace_of_its_heart() -> Non
 
 def test_the_same_request_is_put_to_the_training_thread_once() -> None:
     dialogue = dialogue_of()
-    assert dialogue.on_message(Ask(AskKind.SAVE, 3)) == [Put(Asked(AskKind.SAVE, 3))]
+    assert dialogue.on_message(Ask(AskKind.SAVE, 3)) == [Deliver(Asked(AskKind.SAVE, 3))]
     assert dialogue.on_message(Ask(AskKind.SAVE, 3)) == []
-    assert dialogue.on_message(Ask(AskKind.SAVE, 4)) == [Put(Asked(AskKind.SAVE, 4))]
+    assert dialogue.on_message(Ask(AskKind.SAVE, 4)) == [Deliver(Asked(AskKind.SAVE, 4))]
 
 
 def test_a_drain_changes_nothing_until_a_plan_leaves_the_worker_out() -> None:
@@ -293,7 +293,7 @@ def test_a_drain_changes_nothing_until_a_plan_leaves_the_worker_out() -> None:
 
 def test_a_shutdown_ends_it_with_the_reason() -> None:
     dialogue = member_of(1, "ab")
-    assert dialogue.on_message(Shutdown(Ending.FAILED, "why")) == [Put(Ended(Ending.FAILED, "why")), Abort()]
+    assert dialogue.on_message(Shutdown(Ending.FAILED, "why")) == [Deliver(Ended(Ending.FAILED, "why")), Abort()]
     assert dialogue.ending is not None
 
 
@@ -301,7 +301,7 @@ def test_only_a_final_refusal_ends_it() -> None:
     dialogue = dialogue_of()
     assert dialogue.on_message(Refusal("the controller is starting", final=False)) == []
     assert dialogue.ending is None
-    assert dialogue.on_message(Refusal("another model")) == [Put(Ended(Ending.FAILED, "another model")), Abort()]
+    assert dialogue.on_message(Refusal("another model")) == [Deliver(Ended(Ending.FAILED, "another model")), Abort()]
 
 
 def test_who_starts_over_is_another_joiner() -> None:

@@ -35,7 +35,7 @@ FORM = re.compile(r"(?P<worker>[^@:,\s]+)@(?P<step>\d{1,18}):(?P<point>[^:,]+):(
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class PlantedFault:
     """One line of `SHOAL_FAULT`."""
 
     worker: str
@@ -47,7 +47,7 @@ class Fault:
 class Faults:
     """The faults planted for one worker. `abort` is what aborts its current group."""
 
-    def __init__(self, planted: list[Fault], abort: Callable[[], None] | None = None) -> None:
+    def __init__(self, planted: list[PlantedFault], abort: Callable[[], None] | None = None) -> None:
         self._planted = planted
         self.abort = abort
 
@@ -66,7 +66,7 @@ class Faults:
         """Whether `at` would strike."""
         return self._next(point, step) is not None
 
-    def _next(self, point: str, step: int) -> Fault | None:
+    def _next(self, point: str, step: int) -> PlantedFault | None:
         return next((fault for fault in self._planted if fault.point == point and fault.step <= step), None)
 
     def _strike(self, point: str, step: int) -> None:
@@ -114,7 +114,7 @@ def fault_point(point: str) -> Callable[[Callable[Concatenate[S, P], T]], Callab
     return decorate
 
 
-def _parsed(part: str) -> Fault:
+def _parsed(part: str) -> PlantedFault:
     match = FORM.fullmatch(part)
     if match is None:
         raise UserError(f'SHOAL_FAULT has "{part}"; expected WORKER@STEP:POINT:ACTION, as in w1@5:vote:kill.')
@@ -122,4 +122,4 @@ def _parsed(part: str) -> Fault:
     for what, found, allowed in (("point", point, POINTS), ("action", action, ACTIONS)):
         if found not in allowed:
             raise UserError(f'SHOAL_FAULT names the {what} "{found}"; allowed are {", ".join(allowed)}.')
-    return Fault(worker, int(step), point, action)
+    return PlantedFault(worker, int(step), point, action)

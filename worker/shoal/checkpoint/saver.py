@@ -64,7 +64,7 @@ class Lead:
 
 
 @dataclass(frozen=True, slots=True)
-class Save:
+class SaveTask:
     """One save as one member sees it. `members[0]` leads."""
 
     name: SaveName
@@ -77,7 +77,7 @@ class Save:
 
 
 @dataclass(slots=True)
-class Outcome:
+class SaveResult:
     """How the last save went, for people."""
 
     name: SaveName
@@ -97,10 +97,10 @@ class Saver:
     def __init__(self, storage: Storage, keep: Keep) -> None:
         self.storage, self._keep = storage, keep
         self.arena = Arena()
-        self.outcome: Outcome | None = None
-        self._fresh: Outcome | None = None
+        self.outcome: SaveResult | None = None
+        self._fresh: SaveResult | None = None
         """Not taken yet."""
-        self._save: Save | None = None
+        self._save: SaveTask | None = None
         self._status = SaveStatus.IDLE
         self._thread: threading.Thread | None = None
         self._verdict = threading.Event()
@@ -135,13 +135,13 @@ class Saver:
         self._join()
         return self.arena
 
-    def begin(self, save: Save, copy_seconds: float) -> None:
+    def begin(self, save: SaveTask, copy_seconds: float) -> None:
         """Starts writing. The one before must be over."""
         self._join()
         self._save, self._status = save, SaveStatus.WRITING
         self._verdict.clear()
         self._give_up, self._gone, self._leader_has_begun, self._verified = "", frozenset(), False, False
-        self.outcome = Outcome(save.name, f"{self.storage.url}/{save.name.folder}", seconds={"copy": copy_seconds})
+        self.outcome = SaveResult(save.name, f"{self.storage.url}/{save.name.folder}", seconds={"copy": copy_seconds})
         self._fresh = self.outcome
         self._thread = threading.Thread(target=self._run, args=(save,), name="shoal-save", daemon=True)
         self._thread.start()
@@ -161,7 +161,7 @@ class Saver:
         elif self._status is not SaveStatus.WRITING:
             self._settle(save, ballots.get(save.members[0].incarnation))
 
-    def _decide(self, save: Save, ballots: Mapping[str, str], planned: bool, sound: bool | None) -> None:
+    def _decide(self, save: SaveTask, ballots: Mapping[str, str], planned: bool, sound: bool | None) -> None:
         """The leader: complete it, give it up, or wait for another vote."""
         if self._verdict.is_set():
             return
@@ -176,7 +176,7 @@ class Saver:
         self._verified = sound
         self._verdict.set()
 
-    def _settle(self, save: Save, status: str | None) -> None:
+    def _settle(self, save: SaveTask, status: str | None) -> None:
         """Another member: the leader is through, or gone. One that is gone may have completed it all the same."""
         assert self.outcome is not None
         leader = save.members[0].worker
@@ -195,9 +195,9 @@ class Saver:
     def refuse(self, name: SaveName, why: str) -> None:
         """A save that this member cannot even begin."""
         self._save, self._status = None, SaveStatus.FAILED
-        self._fresh = Outcome(name, f"{self.storage.url}/{name.folder}", failure=why)
+        self._fresh = SaveResult(name, f"{self.storage.url}/{name.folder}", failure=why)
 
-    def take_outcome(self) -> Outcome | None:
+    def take_outcome(self) -> SaveResult | None:
         """How the save at hand went, once it is over; once."""
         over = self._save is None or (
             self._save.lead is not None and self._status in (SaveStatus.IDLE, SaveStatus.FAILED)
@@ -222,7 +222,7 @@ class Saver:
 
     # ---- on the saving thread
 
-    def _run(self, save: Save) -> None:
+    def _run(self, save: SaveTask) -> None:
         assert self.outcome is not None
         outcome = self.outcome
         if hasattr(os, "setpriority"):
@@ -242,10 +242,10 @@ class Saver:
             log.exception("save_broke", checkpoint=outcome.path)
             self._fail(save, outcome, f"{type(error).__name__}: {error}")
 
-    def _write(self, save: Save) -> FileEntry:
+    def _write(self, save: SaveTask) -> FileEntry:
         return write_snapshot(self.storage, save.name.folder, save.name.step, save.author, save.snapshot)
 
-    def _making_room(self, save: Save, write: Callable[[], T]) -> T:
+    def _making_room(self, save: SaveTask, write: Callable[[], T]) -> T:
         """Where there is no room for it, what older saves left goes, and it is tried once more."""
         try:
             return write()
@@ -256,14 +256,14 @@ class Saver:
             log.warning("rests_deleted", checkpoint=save.name.folder, folders=len(rests), reason=str(error))
             return write()
 
-    def _fail(self, save: Save, outcome: Outcome, why: str) -> None:
+    def _fail(self, save: SaveTask, outcome: SaveResult, why: str) -> None:
         """What was written is given back before anybody knows of it: the next save may need the room."""
         outcome.failure = why
         log.error("save_failed", checkpoint=outcome.path, reason=why)
         self._withdraw(save)
         self._status = SaveStatus.FAILED
 
-    def _withdraw(self, save: Save) -> None:
+    def _withdraw(self, save: SaveTask) -> None:
         """The own part; the leader, once nobody writes any more, takes all that is there."""
         try:
             if save.lead is not None and self._verdict.is_set():
@@ -273,7 +273,7 @@ class Saver:
         except ShoalError as error:
             log.error("failed_save_not_deleted", checkpoint=save.name.folder, reason=str(error))
 
-    def _complete(self, save: Save, lead: Lead, outcome: Outcome) -> Manifest:
+    def _complete(self, save: SaveTask, lead: Lead, outcome: SaveResult) -> Manifest:
         frozen = self._making_room(save, lambda: self._frozen_file(lead, save.author))
         self._verdict.wait()
         began = time.monotonic()
@@ -303,7 +303,7 @@ class Saver:
         except ShoalError as error:
             log.error("checkpoints_not_deleted", reason=str(error))
 
-    def _wait_for_parts(self, save: Save) -> None:
+    def _wait_for_parts(self, save: SaveTask) -> None:
         """Of members that have left, and write on until they end."""
         files = [part_of(a.file(save.name.step)) for a in save.members if a.incarnation in self._gone]
         pause, until = threading.Event(), time.monotonic() + PATIENCE_SECONDS

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from shoal_protos.plan import Plan
 
 from shoal.group.group import Group
-from shoal.group.progress import Progress
+from shoal.group.progress import GroupProgress
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +28,11 @@ class GroupSpec:
     """The rank at whose server the group is built."""
     incarnations: tuple[str, ...] = ()
     """By rank: whoever else answers at a member's address is not that member."""
-    progress: Progress = field(default_factory=Progress, compare=False)
+    progress: GroupProgress = field(default_factory=GroupProgress, compare=False)
     """Whom the building waits for; the group that comes of it goes on with it."""
 
     @classmethod
-    def of(cls, plan: Plan, rank: int, progress: Progress) -> GroupSpec:
+    def of(cls, plan: Plan, rank: int, progress: GroupProgress) -> GroupSpec:
         addresses = tuple(member.address for member in plan.members)
         incarnations = tuple(member.incarnation for member in plan.members)
         return cls(plan.generation, rank, addresses, plan.builder, incarnations, progress)

@@ -24,7 +24,7 @@ from torch import Tensor
 from shoal.group.build import Cancellation, GroupSpec
 from shoal.group.forks import let_go_in_children
 from shoal.group.group import GATHER_TAG, RESERVED_TAGS, Group, WorldChanged
-from shoal.group.progress import Progress
+from shoal.group.progress import GroupProgress
 from shoal.group.reach import watch_reach
 from shoal.group.rendezvous_client import RendezvousClient
 from shoal.group.rendezvous_server import split_address
@@ -142,7 +142,7 @@ class _Connection:
 class GlooGroup:
     """A `Group` of two or more over gloo."""
 
-    def __init__(self, gloo: _Gloo, rank: int, size: int, progress: Progress) -> None:
+    def __init__(self, gloo: _Gloo, rank: int, size: int, progress: GroupProgress) -> None:
         self.rank, self.size, self.progress = rank, size, progress
         self.in_flight: set[_Posted] = set()
         self._gloo: _Gloo | None = gloo

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from shoal.group.progress import Progress
+from shoal.group.progress import GroupProgress
 
 RESERVED_TAGS = 1 << 20
 """Tags from here on belong to the group itself."""
@@ -35,7 +35,7 @@ class Group(Protocol):
 
     rank: int
     size: int
-    progress: Progress
+    progress: GroupProgress
     """Where the thread that is inside it stands; who steps on says so."""
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Work:

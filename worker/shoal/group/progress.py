@@ -17,7 +17,7 @@ BEFORE_THE_FIRST = 0
 """The boundary of a group whose world has not begun."""
 
 
-class Progress:
+class GroupProgress:
     """See the module's text."""
 
     __slots__ = ("_moved", "_pieces", "_slowest", "_state", "generation")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from shoal.group.group import Work, WorldChanged
-from shoal.group.progress import Progress
+from shoal.group.progress import GroupProgress
 
 
 class SoloGroup:
@@ -19,8 +19,8 @@ class SoloGroup:
     size = 1
     broken_peers: tuple[int, ...] = ()
 
-    def __init__(self, progress: Progress | None = None) -> None:
-        self.progress = progress or Progress()
+    def __init__(self, progress: GroupProgress | None = None) -> None:
+        self.progress = progress or GroupProgress()
         self._over = ""
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Work:

@@ -20,7 +20,7 @@ from shoal.core.membership import Membership
 from shoal.group.group import Group
 from shoal.group.solo import SoloGroup
 from shoal.session.inbox import Inbox
-from shoal.session.link import Item, Opened, Prepared, Progress, Recover, Resume, Stopped
+from shoal.session.link import Item, JobProgress, Opened, Prepared, Recover, Resume, Stopped
 
 
 def _nothing() -> None:
@@ -33,7 +33,7 @@ class AloneLink:
     alone = True
     job = ""
     resume: Resume = (None, NO_BLOCKS)
-    progress: Progress = (0, None)
+    progress: JobProgress = (0, None)
     worker = "w0"
 
     def __init__(self) -> None:

@@ -37,10 +37,10 @@ from shoal.group.gloo import build_gloo
 from shoal.group.group import Group
 from shoal.group.rendezvous_server import RendezvousServer
 from shoal.logs import get_logger
-from shoal.session.dialogue import Abort, Build, Dialogue, Effect, Process, Put
+from shoal.session.dialogue import Abort, Build, Deliver, Dialogue, Effect, ProcessInfo
 from shoal.session.groups import Building, Groups
 from shoal.session.inbox import Inbox
-from shoal.session.link import Begun, Ended, Item, Prepared, Progress, Recover, Resume, Stopped
+from shoal.session.link import Begun, Ended, Item, JobProgress, Prepared, Recover, Resume, Stopped
 from shoal.session.settings import SessionSettings
 from shoal.session.signals import TermSignal, install, uninstall
 from shoal.session.thread import SessionThread
@@ -90,7 +90,7 @@ class ControllerLink:
         return self.dialogue.resume
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> JobProgress:
         return self.dialogue.progress
 
     @property
@@ -111,7 +111,7 @@ class ControllerLink:
     def introduce(self, description: Description, status: Status) -> None:
         self._server = self._open_server()
         hostname = socket.gethostname()
-        process = Process(
+        process = ProcessInfo(
             self._settings.job,
             hostname,
             os.getpid(),
@@ -318,7 +318,7 @@ class ControllerLink:
 
     def _effect(self, effect: Effect) -> list[Building]:
         match effect:
-            case Put(item):
+            case Deliver(item):
                 self._inbox.put(item)
             case Build(plan, rank):
                 self._groups.build(plan, rank, joiner=plan.recovery is None and self._membership.is_joiner)

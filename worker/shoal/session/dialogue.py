@@ -45,7 +45,7 @@ from shoal_protos.plan import Plan, check_plan
 from shoal_protos.runs import NO_BLOCKS
 
 from shoal.core.membership import Membership
-from shoal.session.link import Asked, Ended, Item, Opened, Progress, Resume, Stopped
+from shoal.session.link import Asked, Ended, Item, JobProgress, Opened, Resume, Stopped
 
 REMEMBERED_ASKS = 64
 HEARTBEAT_SECONDS, RECONNECT_SECONDS = 1.0, 10.0
@@ -53,7 +53,7 @@ HEARTBEAT_SECONDS, RECONNECT_SECONDS = 1.0, 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
+class ProcessInfo:
     """What does not change in a process's life."""
 
     job: str
@@ -82,25 +82,25 @@ class Build:
 
 
 @dataclass(frozen=True, slots=True)
-class Put:
+class Deliver:
     """For the training thread."""
 
     item: Item
 
 
-Effect = Abort | Build | Put
+Effect = Abort | Build | Deliver
 
 
 class Dialogue:
     """One per process; it outlives streams and controllers. `membership` is guarded by the driver's lock too."""
 
-    def __init__(self, membership: Membership, process: Process, description: Description, status: Status) -> None:
+    def __init__(self, membership: Membership, process: ProcessInfo, description: Description, status: Status) -> None:
         self.membership = membership
         self.process, self.description = process, description
         self.heartbeat_seconds = HEARTBEAT_SECONDS
         self.reconnect_seconds = RECONNECT_SECONDS
         self.resume: Resume = (None, NO_BLOCKS)
-        self.progress: Progress = (0, None)
+        self.progress: JobProgress = (0, None)
         self.run = process.run
         """The run of the job that this process belongs to, once a launcher or the controller has named it."""
         self.cluster = ""
@@ -298,10 +298,10 @@ class Dialogue:
                 return self._on_plan(plan)
             case Open(generation) if self.membership.on_open(generation) and generation != self._opened_generation:
                 self._opened_generation = generation
-                return [Put(Opened(generation))]
+                return [Deliver(Opened(generation))]
             case Ask(kind, number) if (kind, number) not in self._asks:
                 self._asks.append((kind, number))
-                return [Put(Asked(kind, number))]
+                return [Deliver(Asked(kind, number))]
             case Shutdown():
                 return self.end(message)
             case Refusal():
@@ -329,7 +329,7 @@ class Dialogue:
     def _on_prepare(self, generation: int) -> list[Effect]:
         if self.membership.on_prepare(generation):
             self._inventory = None
-            return [Put(Stopped(generation)), Abort()]
+            return [Deliver(Stopped(generation)), Abort()]
         if self._inventory is not None and self._inventory.answers == generation == self.membership.promised:
             self._due[Inventory] = None
         return []
@@ -351,7 +351,7 @@ class Dialogue:
     def end(self, shutdown: Shutdown, status: int = 0) -> list[Effect]:
         """Nothing more is sent or taken in."""
         self.ending, self.status = shutdown, status
-        return [Put(Ended(shutdown.ending, shutdown.reason, status)), Abort()]
+        return [Deliver(Ended(shutdown.ending, shutdown.reason, status)), Abort()]
 
 
 def _without_progress(status: Status) -> Status:

@@ -20,7 +20,7 @@ from shoal.exchange.framing import receive_framed
 from shoal.exchange.traffic import FIRST_MESSAGE
 from shoal.group.build import Cancellation, GroupSpec, Transport
 from shoal.group.group import Group, WorldChanged
-from shoal.group.progress import Progress
+from shoal.group.progress import GroupProgress
 from shoal.group.rendezvous_server import reachable
 from shoal.logs import get_logger
 
@@ -41,14 +41,14 @@ class Building:
     joiner: bool
     """It waits in the group for the first message."""
     cancellation: Cancellation = field(default_factory=Cancellation)
-    progress: Progress = field(init=False)
+    progress: GroupProgress = field(init=False)
     """Whom it waits for; then the group's."""
     group: Group | None = None
     seconds: float = 0.0
     """What building took."""
 
     def __post_init__(self) -> None:
-        self.progress = Progress(self.plan.generation)
+        self.progress = GroupProgress(self.plan.generation)
 
     def activity(self) -> Activity:
         """What this process does in it."""

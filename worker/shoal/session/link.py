@@ -22,7 +22,7 @@ from shoal.group.group import Group
 Resume = tuple[int | str | bool | None, Runs]
 """What the job is to go on from (None: the config says it), and the generations that its store knows (none: any)."""
 
-Progress = tuple[int, float | None]
+JobProgress = tuple[int, float | None]
 """A job's committed steps, and its last loss where there is one."""
 
 
@@ -110,7 +110,7 @@ class Link(Protocol):
         """What the job says, once welcomed."""
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> JobProgress:
         """How far the job was when this worker was welcomed."""
 
     @property

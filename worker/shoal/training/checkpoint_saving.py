@@ -23,7 +23,7 @@ from shoal.checkpoint.layout_entry import LayoutEntry
 from shoal.checkpoint.named import tied_names
 from shoal.checkpoint.plain import encode
 from shoal.checkpoint.retention import Keep, Ours
-from shoal.checkpoint.saver import Lead, Outcome, Save, Saver, SaveStatus
+from shoal.checkpoint.saver import Lead, Saver, SaveResult, SaveStatus, SaveTask
 from shoal.checkpoint.snapshot import take_snapshot
 from shoal.checkpoint.storage import open_storage
 from shoal.checkpoint.writer import Author
@@ -191,7 +191,7 @@ class CheckpointSaving:
             lead = Lead(draft, buffers, frozen, _in_use(world))
         owned, state = plan.shares[world.rank].owned, context.state
         snapshot = take_snapshot(state.layout, state.flats, state.held, owned, beside, saver.ready())
-        save = Save(name, authors[world.rank], tuple(authors.values()), snapshot, lead, Ours(run, state.lineage))
+        save = SaveTask(name, authors[world.rank], tuple(authors.values()), snapshot, lead, Ours(run, state.lineage))
         saver.begin(save, copy_seconds=time.monotonic() - began)
         return None
 
@@ -223,7 +223,7 @@ class CheckpointSaving:
 
     # ---- a save is over
 
-    def _on_outcome(self, outcome: Outcome | None) -> None:
+    def _on_outcome(self, outcome: SaveResult | None) -> None:
         if outcome is None:
             return
         if not outcome.failure:
@@ -262,7 +262,7 @@ def _in_use(world: World) -> str:
     return recovery.checkpoint.rstrip("/").rpartition("/")[2] if recovery is not None else ""
 
 
-def _as_message(outcome: Outcome) -> SaveReport:
+def _as_message(outcome: SaveResult) -> SaveReport:
     seconds = outcome.seconds
     return SaveReport(
         number=0,

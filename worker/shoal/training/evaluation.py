@@ -120,8 +120,8 @@ class Evaluation:
 
     # ---- in the vote
 
-    def sums(self) -> Sums:
-        """What a vote carries: by name the sum of the lanes' means, and how many lanes."""
+    def take_to_vote(self) -> Sums:
+        """What the next vote carries, by name: the sum of the lanes' means, and how many lanes."""
         for name, (total, count) in self._arrived.items():
             kept = self._in_vote.setdefault(name, [0.0, 0.0])
             kept[0] += total

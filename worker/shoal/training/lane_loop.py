@@ -40,8 +40,9 @@ class LaneLoop:
         self.lanes, self._index, self._micro = lanes, 0, 0
         self.numbers.begin_step()
 
-    def goes_on(self, lanes: tuple[int, ...]) -> bool:
-        """Whether the lanes finished and the one in flight are among `lanes`; if so, the step goes on with the others.
+    def continue_with(self, lanes: tuple[int, ...]) -> bool:
+        """Go on with the step where the lanes finished and the one in flight are among `lanes`; returns whether it
+        does.
 
         Not once the step's last lane is done: its sums have been sent and changed in place.
         """

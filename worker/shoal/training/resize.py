@@ -243,7 +243,7 @@ class Resize:
         context.link.begin(plan, world.group)
         context.world, context.boundaries, self._caught_up = world, 0, None
         world.group.progress.begin_boundary(0)
-        if not (at_same_step and context.loop.goes_on(world.lanes)):
+        if not (at_same_step and context.loop.continue_with(world.lanes)):
             context.state.forget_gradients()
             context.loop.begin_step(world.lanes)
         context.state.pending = NO_BLOCKS
