@@ -246,7 +246,7 @@ class Crew:
         self.allowed = 0
         """Steps that may be trained."""
         self.now, self.beats, self.rounds = 0.0, 0, 0
-        self.job: Job = replace(new_job(JobSpec("job", wanted=len(names)), 0.0), started=-60.0)  # refusals count
+        self.job: Job = replace(new_job(JobSpec("job", wanted=len(names)), 0.0), started_at=-60.0)  # refusals count
         self._links: dict[int, CrewLink] = {}
         self._connections = 0
 

@@ -46,7 +46,7 @@ class Driver:
     def __init__(self, wanted: int = 2, made_of: Description = MADE_OF, **spec: Any) -> None:
         self.spec = JobSpec("job", wanted, **{"run": RUN, **spec})
         self.made_of = made_of
-        self.job = replace(new_job(self.spec, 0.0), started=-60.0)  # the controller has been there for a while
+        self.job = replace(new_job(self.spec, 0.0), started_at=-60.0)  # the controller has been there for a while
         self.now = 0.0
         self.effects: list[Effect] = []
         self.connections: dict[str, int] = {}
@@ -160,14 +160,21 @@ class Driver:
         if attempt is None:
             return
         point = MemberState.STOPPED if status.generation else MemberState.WAITING
-        self.beat(worker, state=point, promised=attempt.number)
+        self.beat(worker, state=point, promised=attempt.generation)
         held = status.holds if status.step >= 0 else NO_BLOCKS
         parameters = every(self.made_of.blocks) if status.step >= 0 else NO_BLOCKS
         record = b"r" if status.step > 0 else b""
         self.say(
             worker,
             Inventory(
-                attempt.number, status.generation, status.step, status.committed_in, record, held, NO_BLOCKS, parameters
+                attempt.generation,
+                status.generation,
+                status.step,
+                status.committed_in,
+                record,
+                held,
+                NO_BLOCKS,
+                parameters,
             ),
         )
 

@@ -14,8 +14,8 @@ from dataclasses import replace
 
 from shoal_controller.core.planning.planner import (
     Candidate,
+    PlanRequest,
     Terms,
-    Wish,
     plan_change,
     plan_recovery,
     plan_start,
@@ -59,19 +59,19 @@ class World:
     def _newcomer(self, worker: str) -> Candidate:
         return candidate(worker, domain=self.domains.get(worker, ""))
 
-    def _wish(self, reason: Reason) -> Wish:
-        return Wish(self.terms, len(self.plans) + 1, reason)
+    def _wish(self, reason: Reason) -> PlanRequest:
+        return PlanRequest(self.terms, len(self.plans) + 1, reason)
 
     # ---- acts
 
     def join(self, *workers: str, trains: bool = True) -> Plan:
         for worker in workers:
-            self.here[worker] = replace(self._newcomer(worker), trains=trains)
+            self.here[worker] = replace(self._newcomer(worker), can_train=trains)
         return self._change(Reason.JOIN)
 
     def train(self) -> Plan:
         """A hand-out has given all parameters to all."""
-        self.here = {worker: replace(known, trains=True) for worker, known in self.here.items()}
+        self.here = {worker: replace(known, can_train=True) for worker, known in self.here.items()}
         return self._change(Reason.JOIN)
 
     def drain(self, *workers: str) -> Plan:
@@ -83,11 +83,11 @@ class World:
         """Survivors hold what the plan keeps for them or has filled. `lanes` are in flight."""
         left = {worker: known for worker, known in self.here.items() if worker not in workers}
         stopped = [
-            replace(known, trains=True, current=every(self.terms.blocks), lane=(lanes or {}).get(worker, -1))
+            replace(known, can_train=True, current=every(self.terms.blocks), lane=(lanes or {}).get(worker, -1))
             for worker, known in left.items()
         ]
         plan = plan_recovery(self._wish(Reason.KILL), stopped, self.plan, step=7, record=b"")
-        self.here = {worker: replace(known, trains=True) for worker, known in left.items()}
+        self.here = {worker: replace(known, can_train=True) for worker, known in left.items()}
         return self._take(plan, stopped)
 
     def fill(self, boundaries: int | None = None) -> None:
@@ -120,16 +120,16 @@ class World:
         """Checks a plan against what was known when it was made; then it is in force."""
         check_plan(plan)
         known = {candidate.member: candidate for candidate in asked}
-        nobody_stays = not any(candidate.trains and not candidate.leaving for candidate in asked)
+        nobody_stays = not any(candidate.can_train and not candidate.leaving for candidate in asked)
         for member, share in zip(plan.members, plan.shares, strict=True):
             assert share.keeps <= known[member].holds, "owners and mirrors have valid bits"
-            assert not share.lanes or known[member].trains, "who has not all parameters trains nothing"
+            assert not share.lanes or known[member].can_train, "who has not all parameters trains nothing"
             if known[member].leaving and not nobody_stays:
                 assert not share.lanes, "who leaves trains nothing"
                 assert share.keeps, "who leaves and keeps nothing is left out"
         for fill in plan.fills:
             target = known[plan.members[fill.target]]
-            assert target.trains, "who has not all parameters is not filled"
+            assert target.can_train, "who has not all parameters is not filled"
             assert nobody_stays or not target.leaving, "who leaves is not filled"
         self.plans.append(plan)
         self.asked.append(asked)
@@ -139,7 +139,7 @@ class World:
 
     def stays(self, worker: str) -> bool:
         """Whether the worker is to keep blocks in the end."""
-        return self.here[worker].trains and not self.here[worker].leaving
+        return self.here[worker].can_train and not self.here[worker].leaving
 
     # ---- what the wishes say of a world at rest
 

@@ -40,7 +40,7 @@ Alarm = Callable[[BaseException], None]
 Tasks = dict[object, asyncio.Task[None]]
 
 
-class Errands:
+class BackgroundWork:
     """What one job has others do."""
 
     def __init__(self, spec: JobSpec, outside: Outside, submit: Submit) -> None:

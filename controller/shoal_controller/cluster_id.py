@@ -15,7 +15,7 @@ from shoal_controller.store.store import Compare, Put, Store
 KEY = "/cluster"
 
 
-async def cluster_of(store: Store) -> str:
+async def ensure_cluster_id(store: Store) -> str:
     """The id, made if there is none yet. Raises `StoreError`."""
     made = secrets.token_hex(8).encode()
     await store.transact([Compare(KEY)], [Put(KEY, made)])

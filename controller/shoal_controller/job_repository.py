@@ -62,7 +62,7 @@ class Trouble:
     why: str
 
 
-class Ledger:
+class JobRepository:
     """One job's pages. One task writes; anyone may read."""
 
     def __init__(self, store: Store, head: Head, modified: int) -> None:
@@ -235,15 +235,15 @@ class Ledger:
 class Stored:
     """One job of the store."""
 
-    ledger: Ledger
+    repository: JobRepository
     state: str
     unreadable: str
-    """Why there is no state: a sentence. Then the ledger's spec is but a name, and nothing is to be written."""
+    """Why there is no state: a sentence. Then the repository's spec is but a name, and nothing is to be written."""
 
 
-def new_ledger(store: Store, spec: JobSpec, writer: str) -> Ledger:
+def new_repository(store: Store, spec: JobSpec, writer: str) -> JobRepository:
     """The pages of a job that the store does not have yet; `renew` writes them."""
-    return Ledger(store, Head(spec, writer), 0)
+    return JobRepository(store, Head(spec, writer), 0)
 
 
 async def stored_jobs(store: Store, writer: str) -> list[Stored]:
@@ -253,10 +253,10 @@ async def stored_jobs(store: Store, writer: str) -> list[Stored]:
         job = entry.key.removeprefix("/jobs/")
         try:
             head = replace(Head.decoded(entry.value), writer=writer)
-            found.append(Stored(Ledger(store, head, entry.modified), await _stored_state(store, head), ""))
+            found.append(Stored(JobRepository(store, head, entry.modified), await _stored_state(store, head), ""))
         except Unreadable as error:
-            ledger = Ledger(store, Head(JobSpec(job, wanted=1), writer), entry.modified)
-            found.append(Stored(ledger, "", str(error)))
+            repository = JobRepository(store, Head(JobSpec(job, wanted=1), writer), entry.modified)
+            found.append(Stored(repository, "", str(error)))
     return found
 
 

@@ -28,7 +28,7 @@ class Machine(Protocol):
         """A job that nothing has happened to."""
 
     def restore(self, durable: str, step: int | None, now: float) -> Job:
-        """The job as an earlier life left it. `step`: of the last `Progress` since the last `Persist`."""
+        """The job as an earlier life left it. `step`: of the last `PersistStep` since the last `Persist`."""
 
     def step(self, job: Job, event: Event, now: float) -> tuple[Job, Sequence[Effect]]:
         """What an event makes of it. A `UserError` refuses an operator's wish, and nothing has changed."""

@@ -21,7 +21,7 @@ AGAIN_SECONDS = 0.005
 """Between a connection's end and the next attempt."""
 
 
-class Seen(NamedTuple):
+class ProbeResult(NamedTuple):
     """What a probe has met."""
 
     reached: bool = False
@@ -30,11 +30,11 @@ class Seen(NamedTuple):
     """The host actively refuses the port; afterwards, where the process was reached as well."""
 
 
-async def probe(address: str, incarnation: str) -> Seen:
+async def probe(address: str, incarnation: str) -> ProbeResult:
     """What answers at `HOST:PORT` within `PROBE_SECONDS`."""
     host, _, port = address.rpartition(":")
     if not port.isdigit():
-        return Seen()
+        return ProbeResult()
     reached = False
     try:
         async with asyncio.timeout(PROBE_SECONDS):
@@ -46,9 +46,9 @@ async def probe(address: str, incarnation: str) -> Seen:
                 async with _connected(host.strip("[]"), int(port)) as reader:
                     await _until_closed(reader)
     except ConnectionRefusedError:
-        return Seen(reached, refused=True)
+        return ProbeResult(reached, refused=True)
     except (OSError, TimeoutError, ValueError, OverflowError):
-        return Seen(reached)
+        return ProbeResult(reached)
 
 
 @contextlib.asynccontextmanager

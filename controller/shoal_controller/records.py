@@ -19,8 +19,8 @@ from shoal_protos.errors import StoreError
 
 from shoal_controller.core.machine.spec import JobSpec
 
-FORMAT = 1
-"""Of the records that this code writes; it reads this one and older ones."""
+FORMAT = 2
+"""Of the records that this code reads and writes."""
 
 MOST_MESSAGE_CHARACTERS = 1 << 16
 """Of an event's sentence; what is longer is cut."""
@@ -84,10 +84,10 @@ class Head:
         """Raises `Unreadable`."""
         try:
             fields = json.loads(value)
-            if fields.get("format", FORMAT) > FORMAT:
+            if (found := fields.get("format")) != FORMAT:
                 raise Unreadable(
-                    f"its record in the store has format {fields['format']}, written by a newer Shoal; this one reads "
-                    f"{FORMAT}. Install the newer Shoal again"
+                    f"its record in the store has format {found}, written by another version of Shoal; this one reads "
+                    f"{FORMAT}. Install that version again"
                 )
             spec = fields.pop("spec")
             return cls(spec=JobSpec(**spec | {"command": tuple(spec["command"])}), **fields)

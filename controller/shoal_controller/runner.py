@@ -17,7 +17,7 @@ import structlog
 from shoal_protos.errors import Conflict, ShoalError, StoreError, UserError
 from shoal_protos.messages import Ending, Refusal, Shutdown, Welcome
 
-from shoal_controller.background import Errands
+from shoal_controller.background import BackgroundWork
 from shoal_controller.backlog import Backlog
 from shoal_controller.core.machine.effects import (
     Adopt,
@@ -26,12 +26,11 @@ from shoal_controller.core.machine.effects import (
     Kill,
     Note,
     Persist,
+    PersistStep,
     Probe,
-    Progress,
     Send,
     Spawn,
 )
-from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.events import (
     Cancel,
     ConfirmLost,
@@ -47,7 +46,7 @@ from shoal_controller.core.machine.events import (
     Tick,
 )
 from shoal_controller.core.machine.spec import JobSpec, JobView, Phase
-from shoal_controller.job_repository import Ledger
+from shoal_controller.job_repository import JobRepository
 from shoal_controller.ports import Job, Machine, Outside
 from shoal_controller.records import JobEvent
 from shoal_controller.store.store import Unfit
@@ -59,13 +58,13 @@ INBOX = 1024
 SUBMIT_SECONDS = 30.0
 """How long an event may wait for a place in the inbox."""
 
-WISH_SECONDS = 10.0
+REQUEST_SECONDS = 10.0
 """How long an operator waits for the answer."""
 
 STOP_SECONDS = 5.0
 """How long a write in hand may take when the job's loop is to end."""
 
-WISHES = (Scale, DrainWorker, ConfirmLost, Pause, Resume, Cancel, Save)
+OPERATOR_REQUESTS = (Scale, DrainWorker, ConfirmLost, Pause, Resume, Cancel, Save)
 
 log = structlog.get_logger("shoal.job")
 
@@ -84,7 +83,7 @@ class Life:
 
 
 @dataclass(frozen=True, slots=True)
-class _Letter:
+class _Submission:
     event: Event
     done: asyncio.Future[None]
 
@@ -92,11 +91,11 @@ class _Letter:
 class Runner:
     """One job. `begin` or `restore`, then events by `submit` and `tick`, then `stop`."""
 
-    def __init__(self, spec: JobSpec, ledger: Ledger, life: Life) -> None:
+    def __init__(self, spec: JobSpec, repository: JobRepository, life: Life) -> None:
         self.spec = spec
-        self.ledger = ledger
+        self.repository = repository
         self._life = life
-        self._inbox: asyncio.Queue[_Letter | None] = asyncio.Queue(INBOX)
+        self._inbox: asyncio.Queue[_Submission | None] = asyncio.Queue(INBOX)
         self._tick_waits = False
         self._connections: set[int] = set()
         self._job: Job = None
@@ -105,10 +104,10 @@ class Runner:
         self._broken = ""
         self._unserved = ""
         self._aside = Backlog()
-        self._in_hand: _Letter | None = None
-        ledger.on_trouble = self._take_aside
-        self._shown = _unseen(spec)
-        self._errands = Errands(spec, life.outside, self.submit)
+        self._in_hand: _Submission | None = None
+        repository.on_trouble = self._take_aside
+        self._shown = _blank_view(spec)
+        self._errands = BackgroundWork(spec, life.outside, self.submit)
         self._loop: asyncio.Task[None] | None = None
         self._halted: ShoalError | None = None
 
@@ -124,7 +123,7 @@ class Runner:
     @property
     def trouble(self) -> str:
         """That the store does not take what is to be written, as a sentence; empty while it does."""
-        trouble = self.ledger.trouble
+        trouble = self.repository.trouble
         if trouble is None:
             return ""
         seconds = asyncio.get_running_loop().time() - trouble.since
@@ -144,18 +143,18 @@ class Runner:
     async def begin(self) -> None:
         """A new job: durable when this returns."""
         self._job = self._life.machine.new_job(self.spec, self._life.clock())
-        await self.ledger.renew(self.spec, self._life.machine.durable(self._job))
+        await self.repository.renew(self.spec, self._life.machine.durable(self._job))
         self._carried_out = self._job
         self._start()
 
     def restore(self, durable: str, unreadable: str = "") -> None:
         """A job of an earlier life. One that cannot be read is not served and left as it is; no other is harmed."""
-        self._broken = self.ledger.broken
+        self._broken = self.repository.broken
         try:
             if unreadable:
                 raise StoreError(unreadable)
             if not self._broken:
-                self._job = self._life.machine.restore(durable, self.ledger.step, self._life.clock())
+                self._job = self._life.machine.restore(durable, self.repository.step, self._life.clock())
                 self._carried_out = self._job
                 self.view()
         except Exception as error:
@@ -180,9 +179,9 @@ class Runner:
             await asyncio.wait([self._loop], timeout=STOP_SECONDS)
             await end_task(self._loop)
         await self._errands.stop()
-        for letter in _emptied(self._inbox):
-            if letter is not None:
-                _settle(letter, self._halted)
+        for submission in _emptied(self._inbox):
+            if submission is not None:
+                _settle(submission, self._halted)
 
     def leave(self) -> None:
         """Let go of the streams of a job that another run replaces."""
@@ -193,40 +192,40 @@ class Runner:
         """Returns when its effects are carried out, or, while the store fails, when it was heard. Raises the
         `UserError` that refuses an operator's wish, and a `StoreError` where that could not be stored in time.
         """
-        letter = _Letter(event, asyncio.get_running_loop().create_future())
+        submission = _Submission(event, asyncio.get_running_loop().create_future())
         if self.trouble:
-            if isinstance(event, WISHES):
+            if isinstance(event, OPERATOR_REQUESTS):
                 raise StoreError(f"job {self.spec.job} cannot be changed now: {self.trouble}. Try again later")
             return self._aside.add(event)
         try:
             async with asyncio.timeout(SUBMIT_SECONDS):
-                await self._inbox.put(letter)
+                await self._inbox.put(submission)
         except TimeoutError as error:
             raise StoreError(f"job {self.spec.job} is too busy to hear of more; try again later") from error
         if self._halted is not None and (self._loop is None or self._loop.done()):
-            _settle(letter, self._halted)
-        if not isinstance(event, WISHES):
-            return await letter.done
-        await asyncio.wait([letter.done], timeout=WISH_SECONDS)
-        if not letter.done.done():
-            letter.done.add_done_callback(asyncio.Future.exception)  # nobody waits for it any more
+            _settle(submission, self._halted)
+        if not isinstance(event, OPERATOR_REQUESTS):
+            return await submission.done
+        await asyncio.wait([submission.done], timeout=REQUEST_SECONDS)
+        if not submission.done.done():
+            submission.done.add_done_callback(asyncio.Future.exception)  # nobody waits for it any more
             raise StoreError(
-                f"job {self.spec.job} could not store this within {WISH_SECONDS:g} s: "
+                f"job {self.spec.job} could not store this within {REQUEST_SECONDS:g} s: "
                 f"{self.trouble or 'it is busy'}. It will be done once it can be stored"
             )
-        return letter.done.result()
+        return submission.done.result()
 
     def _take_aside(self) -> None:
         """The store fails: whoever has said something need not wait until it answers again."""
-        waiting = [letter for letter in _emptied(self._inbox) if letter is not None]
-        if self._in_hand is not None and not isinstance(self._in_hand.event, WISHES):
+        waiting = [submission for submission in _emptied(self._inbox) if submission is not None]
+        if self._in_hand is not None and not isinstance(self._in_hand.event, OPERATOR_REQUESTS):
             _settle(self._in_hand, None)
-        for letter in waiting:
-            if isinstance(letter.event, WISHES):
-                self._inbox.put_nowait(letter)
+        for submission in waiting:
+            if isinstance(submission.event, OPERATOR_REQUESTS):
+                self._inbox.put_nowait(submission)
             else:
-                self._aside.add(letter.event)
-                _settle(letter, None)
+                self._aside.add(submission.event)
+                _settle(submission, None)
         self._tick_waits = False
 
     def tick(self) -> None:
@@ -240,18 +239,18 @@ class Runner:
             await self._handle(Started())
         while self._halted is None:
             await self._catch_up()
-            letter = await self._inbox.get()
-            if letter is not None:
-                await self._answer(letter)
+            submission = await self._inbox.get()
+            if submission is not None:
+                await self._answer(submission)
             elif self._halted is None:
                 await self._tick()
 
     async def _tick(self) -> None:
         """● After all that lies in the inbox: whoever was heard while the job was busy is not silent."""
         self._tick_waits = False
-        for letter in _emptied(self._inbox):
-            if letter is not None:
-                await self._answer(letter)
+        for submission in _emptied(self._inbox):
+            if submission is not None:
+                await self._answer(submission)
         await self._catch_up()
         if self._halted is None:
             await self._handle(Tick())
@@ -261,20 +260,20 @@ class Runner:
         while self._halted is None and (event := self._aside.take()) is not None:
             await self._handle(event)
 
-    async def _answer(self, letter: _Letter) -> None:
+    async def _answer(self, submission: _Submission) -> None:
         """Handle it, unless the job has been halted, and tell whoever submitted it."""
         if self._halted is not None:
-            return _settle(letter, self._halted)
-        self._in_hand = letter
+            return _settle(submission, self._halted)
+        self._in_hand = submission
         try:
-            await self._handle(letter.event)
+            await self._handle(submission.event)
         except UserError as error:
-            _settle(letter, error)
+            _settle(submission, error)
         except BaseException as error:
-            _settle(letter, self._halted or (error if isinstance(error, StoreError) else _gone(self.spec)))
+            _settle(submission, self._halted or (error if isinstance(error, StoreError) else _gone(self.spec)))
             raise
         else:
-            _settle(letter, None)
+            _settle(submission, None)
 
     # ---- one event
 
@@ -302,14 +301,14 @@ class Runner:
         events = self._events(notes) if notes or lasting else []
         for effect in effects:
             if isinstance(effect, Persist) and lasting:
-                await self.ledger.write(events, self._life.machine.durable(self._job))
+                await self.repository.write(events, self._life.machine.durable(self._job))
                 events, lasting = [], False
-            elif isinstance(effect, Progress):
-                await self.ledger.write_step(effect.step)
+            elif isinstance(effect, PersistStep):
+                await self.repository.write_step(effect.step)
             elif not isinstance(effect, Note | Persist):
                 self._act(effect)
         if events:
-            await self.ledger.write(events)
+            await self.repository.write(events)
 
     def _act(self, effect: Send | Close | Probe | Adopt | Spawn | Kill) -> None:
         match effect:
@@ -342,8 +341,8 @@ class Runner:
     async def _break(self, error: Exception) -> None:
         """The job has failed; the controller and its other jobs have not."""
         self._note_break(error)
-        event = JobEvent(self._life.clock(), EventKind.FAILED, self._shown.generation, "", self._broken)
-        await self.ledger.write([event], broken=self._broken)
+        event = JobEvent(self._life.clock(), "failed", self._shown.generation, "", self._broken)
+        await self.repository.write([event], broken=self._broken)
         for connection in sorted(self._connections):
             self._shut_down(connection)
         for worker in self._shown.workers:
@@ -362,7 +361,7 @@ class Runner:
             self._life.outside.senders.close(event.connection)
         elif isinstance(event, Connected):
             self._shut_down(event.connection)
-        elif isinstance(event, WISHES) and not (self._broken and isinstance(event, Cancel)):
+        elif isinstance(event, OPERATOR_REQUESTS) and not (self._broken and isinstance(event, Cancel)):
             raise Conflict(self._broken or self._unserved)
 
     def _shut_down(self, connection: int) -> None:
@@ -374,22 +373,22 @@ def _gone(spec: JobSpec) -> StoreError:
     return StoreError(f"the controller stopped before job {spec.job} had answered")
 
 
-def _emptied(inbox: asyncio.Queue[_Letter | None]) -> list[_Letter | None]:
+def _emptied(inbox: asyncio.Queue[_Submission | None]) -> list[_Submission | None]:
     """What stands in the line now, which nobody finds there any more."""
     return [inbox.get_nowait() for _ in range(inbox.qsize())]
 
 
-def _settle(letter: _Letter, error: BaseException | None) -> None:
+def _settle(submission: _Submission, error: BaseException | None) -> None:
     """Tell whoever submitted it, unless they have gone."""
-    if letter.done.done():
+    if submission.done.done():
         return
     if error is None:
-        letter.done.set_result(None)
+        submission.done.set_result(None)
     else:
-        letter.done.set_exception(error)
+        submission.done.set_exception(error)
 
 
-def _unseen(spec: JobSpec) -> JobView:
+def _blank_view(spec: JobSpec) -> JobView:
     """What is known of a job before its machine has spoken."""
     return JobView(
         job=spec.job, phase=Phase.WAITING, generation=0, wanted=spec.wanted, active=0, min_workers=spec.min_workers,

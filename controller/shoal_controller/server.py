@@ -18,7 +18,7 @@ from shoal_controller import logs
 from shoal_controller.addresses import is_here
 from shoal_controller.api.app import ApiSettings, build_app
 from shoal_controller.api.web import Web
-from shoal_controller.launchers.local import LocalLauncher, Surroundings
+from shoal_controller.launchers.local import LocalLauncher, WorkerEnvironment
 from shoal_controller.machinery import CoreMachine
 from shoal_controller.metrics import Metrics, Sources
 from shoal_controller.ports import Outside
@@ -43,7 +43,7 @@ class Server:
 
 
 @asynccontextmanager
-async def running(settings: Settings) -> AsyncIterator[Server]:
+async def serve(settings: Settings) -> AsyncIterator[Server]:
     """A controller that serves for as long as the context lasts."""
     logs.configure(settings.log_level)
     async with AsyncExitStack() as ends:
@@ -57,7 +57,7 @@ async def running(settings: Settings) -> AsyncIterator[Server]:
         sessions = SessionService(shell, _session_settings(settings))
         ends.push_async_callback(sessions.stop)
         grpc = joined_address(split_address(settings.grpc)[0], sessions.bind(settings.grpc))
-        launcher = LocalLauncher(settings.folder, _surroundings(settings, grpc), shell.submit)
+        launcher = LocalLauncher(settings.folder, _worker_environment(settings, grpc), shell.submit)
         ends.push_async_callback(launcher.close)
         launchers = {"local": launcher} if "local" in settings.allowed_launchers else {}
         shell.connect(Outside(sessions, probe, launchers))
@@ -84,12 +84,12 @@ def _api_settings(settings: Settings) -> ApiSettings:
     return ApiSettings(settings.default_workers, token, here_only, settings.allowed_launchers)
 
 
-def _surroundings(settings: Settings, grpc: str) -> Surroundings:
+def _worker_environment(settings: Settings, grpc: str) -> WorkerEnvironment:
     """What local workers are told. They reach a port that is open to everybody by this machine's own address."""
     host, port = split_address(grpc)
     near = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     token = None if settings.token is None else settings.token.get_secret_value()
-    return Surroundings(joined_address(near, port), token, inherited_environment())
+    return WorkerEnvironment(joined_address(near, port), token, inherited_environment())
 
 
 @contextmanager

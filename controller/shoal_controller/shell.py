@@ -17,10 +17,10 @@ from dataclasses import replace
 import structlog
 from shoal_protos.errors import Conflict, NotFound, StoreError
 
-from shoal_controller.cluster_id import cluster_of
+from shoal_controller.cluster_id import ensure_cluster_id
 from shoal_controller.core.machine.events import Cancel, Event
 from shoal_controller.core.machine.spec import JobSpec, JobView
-from shoal_controller.job_repository import EVENTS_KEPT, Ledger, new_ledger, stored_jobs
+from shoal_controller.job_repository import EVENTS_KEPT, JobRepository, new_repository, stored_jobs
 from shoal_controller.ports import Machine, Outside
 from shoal_controller.records import JobEvent
 from shoal_controller.runner import Life, Runner
@@ -76,7 +76,7 @@ class Shell:
         self._outside: Outside | None = None
         self._runners: dict[str, Runner] = {}
         self._creating = asyncio.Lock()
-        self._begun: dict[str, Ledger] = {}
+        self._begun: dict[str, JobRepository] = {}
         """Of new jobs that may be stored or not, for the store failed."""
         self._cluster = ""
         self._tasks: list[asyncio.Task[None]] = []
@@ -88,9 +88,9 @@ class Shell:
 
     async def start(self) -> None:
         """Restore every job and go on with it."""
-        self._cluster = await cluster_of(self._store)
+        self._cluster = await ensure_cluster_id(self._store)
         for job in await stored_jobs(self._store, self._writer):
-            runner = self._runners[job.ledger.spec.job] = self._runner(job.ledger.spec, job.ledger)
+            runner = self._runners[job.repository.spec.job] = self._runner(job.repository.spec, job.repository)
             runner.restore(job.state, job.unreadable)
         log.info("jobs restored", jobs=sorted(self._runners))
         self._tasks = [
@@ -105,7 +105,7 @@ class Shell:
             await end_task(task)
         await asyncio.gather(*(runner.stop(why) for runner in self._runners.values()))
         for runner in self._runners.values():
-            runner.ledger.close()
+            runner.repository.close()
 
     async def check(self) -> None:
         """Raises `StoreError` unless this controller can decide and remember: a write is tried."""
@@ -149,12 +149,12 @@ class Shell:
                 )
             if before is None:
                 await self._make_room()
-                ledger = self._begun.setdefault(spec.job, new_ledger(self._store, spec, self._writer))
+                repository = self._begun.setdefault(spec.job, new_repository(self._store, spec, self._writer))
             else:
-                ledger = before.ledger
+                repository = before.repository
                 await before.stop(StoreError(f"job {spec.job} has been replaced by a new run"))
                 before.leave()
-            runner = self._runner(spec, ledger)
+            runner = self._runner(spec, repository)
             await runner.begin()
             self._begun.pop(spec.job, None)
             self._runners[spec.job] = runner
@@ -167,7 +167,7 @@ class Shell:
         over = [runner for runner in self._runners.values() if runner.over and not runner.unserved]
         if not over:
             raise Conflict(f"{MOST_JOBS} jobs are not over, and more are not served; delete some first")
-        oldest = min(over, key=lambda runner: runner.ledger.modified)
+        oldest = min(over, key=lambda runner: runner.repository.modified)
         await self._forget(oldest)
 
     async def delete(self, job: str) -> JobView:
@@ -193,7 +193,7 @@ class Shell:
             async with asyncio.timeout(FORGET_SECONDS):
                 if (launcher := self._outside.launchers.get(runner.spec.launcher)) is not None:
                     await launcher.forget(job)
-                await runner.ledger.forget()
+                await runner.repository.forget()
         except (TimeoutError, OSError) as error:
             raise StoreError(f"job {job} is not forgotten yet ({error}); delete it again later") from error
         del self._runners[job]
@@ -222,22 +222,22 @@ class Shell:
 
     async def events(self, job: str, after: int = 0, limit: int = EVENTS_KEPT) -> list[JobEvent]:
         """The job's history beyond event number `after`, oldest first."""
-        return await self._of(job).ledger.events(after, limit)
+        return await self._of(job).repository.events(after, limit)
 
     async def follow(self, job: str, after: int, idle_seconds: float) -> AsyncGenerator[JobEvent | None]:
         """The same, and then every event as it becomes durable; None whenever nothing came for so long.
 
         Ends with the shell.
         """
-        ledger = self._of(job).ledger
-        while not ledger.closed:
+        repository = self._of(job).repository
+        while not repository.closed:
             try:
                 async with asyncio.timeout(idle_seconds):
-                    await ledger.more_events(after)
+                    await repository.more_events(after)
             except TimeoutError:
                 yield None
                 continue
-            for event in await ledger.events(after, EVENTS_PAGE):
+            for event in await repository.events(after, EVENTS_PAGE):
                 yield event
                 after = event.revision
 
@@ -249,9 +249,9 @@ class Shell:
         except KeyError:
             raise NotFound(f"there is no job {job}; {_names(sorted(self._runners))}") from None
 
-    def _runner(self, spec: JobSpec, ledger: Ledger) -> Runner:
+    def _runner(self, spec: JobSpec, repository: JobRepository) -> Runner:
         assert self._outside is not None, "connect comes before start"
-        return Runner(spec, ledger, Life(self._machine, self._outside, self._clock, self.give_up, self._cluster))
+        return Runner(spec, repository, Life(self._machine, self._outside, self._clock, self.give_up, self._cluster))
 
     async def _tick(self) -> None:
         for number in itertools.count():

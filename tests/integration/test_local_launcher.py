@@ -16,7 +16,7 @@ import psutil
 import pytest
 from shoal_controller.core.machine.events import Exited, NeverStarted, Spawned
 from shoal_controller.core.machine.spec import JobSpec
-from shoal_controller.launchers.local import LocalLauncher, Surroundings
+from shoal_controller.launchers.local import LocalLauncher, WorkerEnvironment
 from shoal_controller.tokens import token_of_job
 from shoal_protos.errors import NotFound, StoreError, UserError
 
@@ -36,7 +36,7 @@ class Controller:
     def __init__(self, folder: Path, **environment: str) -> None:
         self.heard: asyncio.Queue[tuple[str, Exited]] = asyncio.Queue()
         self.refusal: Exception | None = None
-        surroundings = Surroundings("127.0.0.1:7071", "secret", {"PATH": os.environ["PATH"], **environment})
+        surroundings = WorkerEnvironment("127.0.0.1:7071", "secret", {"PATH": os.environ["PATH"], **environment})
         self.folder = folder
         self.launcher = LocalLauncher(folder, surroundings, self.submit)
 
@@ -114,10 +114,10 @@ def test_a_worker_is_told_who_it_is_and_writes_to_its_log(tmp_path: Path) -> Non
 
 def test_one_thread_is_the_default_and_the_controllers_own_environment_goes_before_it() -> None:
     job = spec("true")
-    assert Surroundings("h:1").of("w0", job)["OMP_NUM_THREADS"] == "1"
-    assert Surroundings("h:1", None, {"OMP_NUM_THREADS": "2"}).of("w0", job)["OMP_NUM_THREADS"] == "2"
-    assert "SHOAL_TOKEN" not in Surroundings("h:1").of("w0", job)
-    assert Surroundings("h:1").of("w0", job)["GRPC_ENABLE_FORK_SUPPORT"] == "0"
+    assert WorkerEnvironment("h:1").of("w0", job)["OMP_NUM_THREADS"] == "1"
+    assert WorkerEnvironment("h:1", None, {"OMP_NUM_THREADS": "2"}).of("w0", job)["OMP_NUM_THREADS"] == "2"
+    assert "SHOAL_TOKEN" not in WorkerEnvironment("h:1").of("w0", job)
+    assert WorkerEnvironment("h:1").of("w0", job)["GRPC_ENABLE_FORK_SUPPORT"] == "0"
 
 
 def test_a_worker_leads_a_session_of_its_own_and_a_kill_ends_all_of_its_group(tmp_path: Path) -> None:

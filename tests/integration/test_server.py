@@ -12,7 +12,7 @@ import psutil
 import pytest
 from asynchronous import asynchronous
 from prometheus_client.parser import text_string_to_metric_families
-from shoal_controller.server import running
+from shoal_controller.server import serve
 from shoal_controller.settings import Settings
 from shoal_controller.store.store import Put
 from shoal_protos.errors import StoreError, UserError
@@ -40,7 +40,7 @@ def settings(directory, **more):
 @asynccontextmanager
 async def controller(directory, **more):
     async with (
-        running(settings(directory, **more)) as server,
+        serve(settings(directory, **more)) as server,
         httpx.AsyncClient(base_url=f"http://{server.http}", trust_env=False) as client,
     ):
         yield server, client
@@ -103,7 +103,7 @@ async def test_a_job_outlives_kill_9_of_its_controller(tmp_path):
 
 def test_a_store_that_another_controller_holds_is_refused_naming_it(tmp_path):
     async def start():
-        async with running(settings(tmp_path)):
+        async with serve(settings(tmp_path)):
             raise AssertionError("it started")
 
     with controller_process(tmp_path) as (process, _), pytest.raises(StoreError) as refusal:
@@ -117,7 +117,7 @@ async def test_a_port_in_use_is_refused_and_everything_let_go(tmp_path, free_por
     async with controller(tmp_path) as (server, _):
         taken = {which: getattr(server, which)}
         with pytest.raises(UserError, match=f"cannot listen for {what} on {taken[which]}: .*; give another --{which}"):
-            async with running(settings(tmp_path / "other", **taken)):
+            async with serve(settings(tmp_path / "other", **taken)):
                 raise AssertionError("it started")
     async with controller(tmp_path / "other"):
         pass
@@ -127,7 +127,7 @@ async def test_a_port_in_use_is_refused_and_everything_let_go(tmp_path, free_por
 @asynchronous
 async def test_an_address_of_another_machine_is_refused(tmp_path, http):
     with pytest.raises(UserError, match=f"cannot listen for REST on {http}: .*; give another --http HOST:PORT"):
-        async with running(settings(tmp_path, http=http, token="secret")):
+        async with serve(settings(tmp_path, http=http, token="secret")):
             raise AssertionError("it started")
 
 

@@ -17,8 +17,8 @@ from shoal_controller.core.machine.effects import (
     Kill,
     Note,
     Persist,
+    PersistStep,
     Probe,
-    Progress,
     Send,
     Spawn,
 )
@@ -184,7 +184,7 @@ class ControllerHost:
             simulation.watch.stored(self.stored, self.job.durable)
             self.stored = self.job.durable
             simulation.promises.stored(self.stored)
-        elif isinstance(effect, Progress):
+        elif isinstance(effect, PersistStep):
             self.stored = replace(self.stored, step=effect.step)
         elif isinstance(effect, Note):
             if effect.kind == "claim_refused" and effect.worker not in simulation.liars:

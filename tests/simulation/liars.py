@@ -62,7 +62,7 @@ class Liars:
     def come_from_an_earlier_run(self, claimed: str, ahead: int = 0) -> SimWorker:
         """It was frozen while its run was cancelled and submitted again; generations begin at 1 in every run."""
         simulation = self.simulation
-        generation = max(1, simulation.host.job.durable.number + ahead)
+        generation = max(1, simulation.host.job.durable.last_generation + ahead)
         worker = simulation.start_process(claimed)
         worker.session.run = OLD_RUN
         worker.session.claims = Status(

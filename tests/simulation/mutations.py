@@ -12,10 +12,10 @@ from typing import Any
 
 from shoal.core.membership import Membership
 from shoal_controller.core.machine import machine
-from shoal_controller.core.machine.durable import Durable, Failures, Feud, SaveRequest, Standing
-from shoal_controller.core.machine.effects import Progress
+from shoal_controller.core.machine.durable import Durable, Failures, LinkFault, SaveRequest, Standing
+from shoal_controller.core.machine.effects import PersistStep
 from shoal_controller.core.machine.events import NeverStarted
-from shoal_controller.core.machine.job import Listened, Process
+from shoal_controller.core.machine.job import Listening, Process
 from shoal_controller.core.machine.phases import (
     admission,
     checkpoints,
@@ -118,13 +118,13 @@ def _keeps_void_plans(turn: Turn, generation: int) -> None:
 
 def _one_break_is_enough(turn: Turn, attempt: Any) -> None:
     for reporter, peer in attempt.reports[:1]:
-        turn.mark(max(reporter, peer), shunned=True)
+        turn.mark(max(reporter, peer), quarantined=True)
 
 
 def _blames_in_any_case(turn: Turn, attempt: Any) -> None:
     """As if nobody had been lost in the generation that broke."""
     for reporter, peer in attempt.reports[:1]:
-        turn.keep(feuds={"|".join(sorted((reporter, peer))): Feud(1, {peer: 1})})
+        turn.keep(link_faults={"|".join(sorted((reporter, peer))): LinkFault(1, {peer: 1})})
         turn.note("blamed", f"{reporter} and {peer}")
 
 
@@ -147,8 +147,8 @@ def _oldest(durable: Durable) -> CheckpointRef | None:
 
 def _asks_by_the_number_of_a_ping(turn: Turn) -> None:
     """Which begins anew in every controller's life."""
-    number = turn.job.next_ask + 1
-    turn.change(next_ask=number)
+    number = turn.job.next_ping + 1
+    turn.change(next_ping=number)
     turn.keep(save=SaveRequest(number, 0))
 
 
@@ -181,10 +181,10 @@ def _gives_no_grace(turn: Turn) -> None:
 
 
 def _shows_what_is_not_written(self: Turn) -> list[Any]:
-    return [effect for effect in EFFECTS_IN_ORDER(self) if not isinstance(effect, Progress)]
+    return [effect for effect in EFFECTS_IN_ORDER(self) if not isinstance(effect, PersistStep)]
 
 
-POPULATION_RESTARTED = scaling.restarted
+POPULATION_RESTARTED = scaling.on_restart
 
 
 def _heeds_no_age(activities: Any, limit_seconds: float) -> Any:
@@ -194,17 +194,19 @@ def _heeds_no_age(activities: Any, limit_seconds: float) -> Any:
 HEAR_PLANNED = Membership.on_planned
 BROKEN_LINKS = progress_watch.broken_links
 ENTER_VOTE = Membership.enter_vote
-COUNT = silence.count
+COUNT = silence.count_tick
 EFFECTS_IN_ORDER = Turn.effects_in_order
 IDENTITY = admission._identity
-BEGUN_IN = planned_changes.begun_in
+BEGUN_IN = planned_changes.on_generation_seen
 
 
 def _counts_by_the_clock(turn: Turn) -> None:
     job = turn.job
-    passed = turn.now - (job.started if job.ticked is None else job.ticked)
-    running, uncut = job.listened
-    turn.change(ticked=turn.now, listened=Listened(running + passed, uncut if silence.cut_off(job) else uncut + passed))
+    passed = turn.now - (job.started_at if job.ticked_at is None else job.ticked_at)
+    running, uncut = job.listening
+    turn.change(
+        ticked_at=turn.now, listening=Listening(running + passed, uncut if silence.is_cut_off(job) else uncut + passed)
+    )
 
 
 def _any_refusal_proves(turn: Turn, process: Process) -> bool:
@@ -213,46 +215,46 @@ def _any_refusal_proves(turn: Turn, process: Process) -> bool:
 
 def _counts_cuts(turn: Turn) -> None:
     COUNT(turn)
-    turn.change(listened=Listened(turn.job.listened.running, turn.job.listened.running))
+    turn.change(listening=Listening(turn.job.listening.running, turn.job.listening.running))
 
 
 MUTATIONS: dict[str, list[Patch]] = {
     "only a step above the one of a failure forgives it": [(failures, "forgive", _forgives_by_any_step)],
     "all that fails in one generation counts once": [(failures, "_is_new", lambda turn, record: True)],
     "a claim is checked before it is believed": [(claims, "is_false", lambda turn, worker, message: False)],
-    "a worker of another run is turned away": [(claims, "other_run", lambda spec, hello: "")],
+    "a worker of another run is turned away": [(claims, "run_mismatch", lambda spec, hello: "")],
     "a planned generation begins when all votes name it": [(Membership, "leave_vote", _minimum_begins)],
     "what a member voted it keeps until that vote is over": [(Membership, "on_planned", _hears_in_a_vote)],
     "a newcomer keeps every planned generation": [(Membership, "on_planned", _keeps_only_the_newest)],
     "a worker does not get ready for a plan that needs a block it lacks": [
         (Membership, "enter_vote", _votes_without_holding),
-        (planner_inputs, "kept", _counts_all),
+        (planner_inputs, "kept_blocks", _counts_all),
     ],
-    "a planned change counts only what its base keeps or has filled": [(planner_inputs, "kept", _counts_all)],
+    "a planned change counts only what its base keeps or has filled": [(planner_inputs, "kept_blocks", _counts_all)],
     "a leaving worker keeps its blocks until a vote without it has passed": [
         (scaling, "_left_and_safe", _left_is_safe)
     ],
-    "no generation opens before every world has stopped": [(recovery, "quorum", lambda turn: None)],
+    "no generation opens before every world has stopped": [(recovery, "may_still_train", lambda turn: None)],
     "an inventory counts only if no step was committed in a later generation": [
         (recovery, "counts", lambda inventory, committed_in, floor: True)
     ],
-    "only blocks whose gradient is in roll forward": [(planner_inputs, "worth", _worth_without_gradient)],
-    "who is one step behind rolls forward": [(planner_inputs, "worth", _worth_one_behind_is_nothing)],
+    "only blocks whose gradient is in roll forward": [(planner_inputs, "usable_blocks", _worth_without_gradient)],
+    "who is one step behind rolls forward": [(planner_inputs, "usable_blocks", _worth_one_behind_is_nothing)],
     "what is durable is written before anything is said": [(Turn, "effects_in_order", _says_before_it_stores)],
     "a second process with a living member's id is refused": [(admission, "_identity", _gives_ids_twice)],
-    "most are silent: nobody is counted out": [(silence, "cut_off", lambda job: False)],
-    "within reconnect_seconds nobody is counted out": [(silence, "reconnecting", lambda turn: False)],
-    "silence is counted in the controller's own running time": [(silence, "count", _counts_by_the_clock)],
-    "the time of a cut is nobody's silence": [(silence, "count", _counts_cuts)],
+    "most are silent: nobody is counted out": [(silence, "is_cut_off", lambda job: False)],
+    "within reconnect_seconds nobody is counted out": [(silence, "may_be_reconnecting", lambda turn: False)],
+    "silence is counted in the controller's own running time": [(silence, "count_tick", _counts_by_the_clock)],
+    "the time of a cut is nobody's silence": [(silence, "count_tick", _counts_cuts)],
     "a refusal proves a death only where the process was reached": [
         (failure_detector, "_may_prove", _any_refusal_proves)
     ],
     "a stale worker is dismissed only after a commit": [(running, "_dismiss_the_stale", _dismisses_early)],
-    "a plan is void once another generation is current": [(planned_changes, "begun_in", _keeps_void_plans)],
+    "a plan is void once another generation is current": [(planned_changes, "on_generation_seen", _keeps_void_plans)],
     "the same pair is counted out only after two generations": [(link_faults, "judge", _one_break_is_enough)],
     "the same pair is counted out after two generations": [(link_faults, "judge", lambda turn, attempt: None)],
-    "a block is given up only when nobody may hold it": [(lost_blocks, "_may_have", _decides_at_once)],
-    "a lagging worker is told again": [(next_message, "due", lambda job, process: None)],
+    "a block is given up only when nobody may hold it": [(lost_blocks, "_possible_holders", _decides_at_once)],
+    "a lagging worker is told again": [(next_message, "next_message", lambda job, process: None)],
     "a generation in which someone was lost blames no pair": [(link_faults, "judge", _blames_in_any_case)],
     "a newcomer is not waited for in a recovery": [(fencing, "_holds_nothing", lambda turn, worker: False)],
     "a member that is stuck in the world before is heard": [
@@ -275,10 +277,10 @@ MUTATIONS: dict[str, list[Patch]] = {
     "who was not there when all went back changes nothing any more": [
         (recovery, "_goes_back", lambda turn, plan, step: False)
     ],
-    "no two requests to save have one number": [(checkpoints, "ask", _asks_by_the_number_of_a_ping)],
-    "a drain's grace goes on over a controller's restart": [(scaling, "restarted", _gives_no_grace)],
-    "a save that was accepted is made over a controller's restart": [(scaling, "restarted", _forgets(save=None))],
-    "what was told to end is killed over a controller's restart": [(scaling, "restarted", _forgets(dismissed={}))],
+    "no two requests to save have one number": [(checkpoints, "request_save", _asks_by_the_number_of_a_ping)],
+    "a drain's grace goes on over a controller's restart": [(scaling, "on_restart", _gives_no_grace)],
+    "a save that was accepted is made over a controller's restart": [(scaling, "on_restart", _forgets(save=None))],
+    "what was told to end is killed over a controller's restart": [(scaling, "on_restart", _forgets(ending_since={}))],
     "a worker that no controller has started is started by the next": [
         (machine.TABLE, (Phase.WAITING, NeverStarted), lambda turn, event: None),
         (machine.TABLE, (Phase.RUNNING, NeverStarted), lambda turn, event: None),
@@ -286,11 +288,13 @@ MUTATIONS: dict[str, list[Patch]] = {
     "the shown step is written before it is shown": [(Turn, "effects_in_order", _shows_what_is_not_written)],
     "every stage of a recovery has its own time": [(recovery, "_overdue", _has_one_time_for_all_stages)],
     "a thawed worker is taken in where no steps run": [(running, "_could_rejoin", lambda turn, world, process: False)],
-    "two that cannot reach each other are parted": [(progress_watch, "in_training", lambda turn, world: ())],
+    "two that cannot reach each other are parted": [
+        (progress_watch, "broken_links_in_training", lambda turn, world: ())
+    ],
     "only waits older than the limit count": [(progress_watch, "broken_links", _heeds_no_age)],
-    "a straggler is not counted out": [(progress_watch, "_came_further", lambda job, process: float("-inf"))],
+    "a straggler is not counted out": [(progress_watch, "_last_progress_at", lambda job, process: float("-inf"))],
     "a link that fails while a world is made is looked into": [
-        (progress_watch, "in_building", lambda turn, plan, since: ())
+        (progress_watch, "broken_links_in_building", lambda turn, plan, since: ())
     ],
     "a planned change whose joiner cannot be reached is void": [(planned_changes, "held_up", lambda turn, world: ())],
     "where neither can be spared nobody is counted out": [

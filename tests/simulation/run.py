@@ -41,13 +41,13 @@ def attempt(task: Task) -> Outcome:
     happened[f"ended {durable.phase.value}" if durable.phase.over else "still training"] += 1
     happened["bad scripts"] += bool(simulation.script.kind)
     happened["faults"] += getattr(simulation, "faults", 0)
-    happened["started anew"] += durable.floor > 0
+    happened["started anew"] += durable.first_valid_generation > 0
     happened["checkpoints"] += simulation.checkpoints.made
     happened["from a checkpoint"] += sum(
         bool(plan.recovery and plan.recovery.checkpoint) for plan in simulation.watch.opened.values()
     )
     happened["all went back"] += sum(plan.reason is Reason.RESTORE for plan in simulation.watch.opened.values())
-    happened["damaged"] += len(durable.spoilt)
+    happened["damaged"] += len(durable.unreadable_checkpoints)
     happened["links down"] += simulation.links.cuts
     happened["parted"] += simulation.links.parted
     happened["stuck code ended"] += simulation.links.ended

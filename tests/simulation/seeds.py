@@ -95,7 +95,7 @@ def standing(simulation: Simulation) -> list[str]:
     job = simulation.host.job
     words = [f"phase {job.durable.phase.value}"]
     if job.attempt is not None:
-        words.append(f"attempt {job.attempt.number} {job.attempt.stage.value} {job.attempt.waits_for}")
+        words.append(f"attempt {job.attempt.generation} {job.attempt.phase.value} {job.attempt.waits_for}")
     if job.durable.current is not None:
         words.append(f"current {job.durable.current.generation}")
     words.append(f"planned {[plan.generation for plan in job.durable.planned]}")

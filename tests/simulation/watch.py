@@ -129,14 +129,14 @@ class Watch:
 
     def sent(self, stored: Durable, message: object) -> None:
         """● A number is in the store before anyone hears of it, a world before it is opened."""
-        if isinstance(message, Prepare) and message.generation > stored.number:
-            self.violated("a number was said before it was stored", message.generation, stored.number)
+        if isinstance(message, Prepare) and message.generation > stored.last_generation:
+            self.violated("a number was said before it was stored", message.generation, stored.last_generation)
         stored_world = stored.current.generation if stored.current is not None else 0
         if isinstance(message, Open) and stored_world != message.generation:
             self.violated("a world was opened before it was stored", message.generation)
         if isinstance(message, PlanMessage):
             plan = message.plan
-            if plan.generation > stored.number or (plan.base and plan.generation not in self.stored_plans):
+            if plan.generation > stored.last_generation or (plan.base and plan.generation not in self.stored_plans):
                 self.violated("a plan was said before it was stored", plan.generation)
             known = self.plans.setdefault(plan.generation, plan)
             if known is not plan and known != plan:
@@ -150,13 +150,13 @@ class Watch:
             self.violated("an id was used twice", worker)
 
     def stored(self, before: Durable, after: Durable) -> None:
-        if after.number < before.number or after.committed_in < before.committed_in:
-            self.violated("a number went back", before.number, after.number)
-        if after.number > before.number + MOST_NUMBERS or after.step > self.simulation.max_steps:
-            self.violated("a number was believed that cannot be", after.number, after.step)
+        if after.last_generation < before.last_generation or after.committed_in < before.committed_in:
+            self.violated("a number went back", before.last_generation, after.last_generation)
+        if after.last_generation > before.last_generation + MOST_NUMBERS or after.step > self.simulation.max_steps:
+            self.violated("a number was believed that cannot be", after.last_generation, after.step)
         self.stored_plans |= {planned.generation for planned in after.planned}
-        if after.floor > before.floor:
-            self._anew(after.floor, after.step, after.current)
+        if after.first_valid_generation > before.first_valid_generation:
+            self._anew(after.first_valid_generation, after.step, after.current)
         plan = after.current
         if plan is not None and plan is not before.current and plan.recovery is not None and plan != before.current:
             self._opens(before, plan)
@@ -179,7 +179,11 @@ class Watch:
         if step < self.top - 1 and plan.reason.value != "start" and self._living_copy(self.top):
             self.violated("a committed step went back", "from", self.top, "to", step)
         if plan.reason.value == "start":
-            if before.current is not None and self.top > 0 and before.committed_in >= max(before.floor, 1):
+            if (
+                before.current is not None
+                and self.top > 0
+                and before.committed_in >= max(before.first_valid_generation, 1)
+            ):
                 self.violated("a start took the place of a world that trained", plan.generation)
             self._anew(plan.generation, step, plan)
 
@@ -219,7 +223,7 @@ class Watch:
         went_back = after.attempt is not None and after.attempt.reason is Reason.RESTORE
         if went_back and not (before.attempt is not None and before.attempt.reason is Reason.RESTORE):
             self._gave_up(before, after, event, "all went back")
-        if durable.floor > old.floor:
+        if durable.first_valid_generation > old.first_valid_generation:
             if durable.current is None:
                 self._gave_up(before, after, event, "the job started anew")
         elif self._has_failed_in_a_recovery(before, after):
@@ -238,16 +242,20 @@ class Watch:
         durable, path = after.durable, plan.recovery.checkpoint
         here = [process for name, process in after.processes.items() if durable.roster[name].serves]
         known = {process.status.checkpoint for process in here} | set(durable.checkpoints)
-        sound = [one for one in known if one is not None and one.path not in durable.spoilt]
-        back = before.durable.went_back_to
-        sound = [one for one in sound if not (back and back < one and one.generation < before.durable.floor)]
+        sound = [one for one in known if one is not None and one.path not in durable.unreadable_checkpoints]
+        back = before.durable.restored_from
+        sound = [
+            one for one in sound if not (back and back < one and one.generation < before.durable.first_valid_generation)
+        ]
         verified = [one for one in durable.checkpoints if one.verified and durable.corruption.restoring]
         newest = max(verified or sound, default=None)
         if plan.reason in (Reason.START, Reason.RESTORE) and path != (newest.path if newest is not None else ""):
             self.violated("not the newest checkpoint is taken", path, "but not", newest)
         if path and plan.reason not in (Reason.START, Reason.RESTORE):
             self.violated("a checkpoint is taken though blocks have living copies", path)
-        if path in durable.spoilt or (newest is not None and path and plan.recovery.step != newest.step):
+        if path in durable.unreadable_checkpoints or (
+            newest is not None and path and plan.recovery.step != newest.step
+        ):
             self.violated("a checkpoint cannot be what the plan says", path, plan.recovery.step)
 
     def shows(self, job: Job) -> None:
@@ -264,7 +272,7 @@ class Watch:
         if not lost:
             return
         now = self.simulation.clock.now
-        if now - after.started < self.simulation.spec.reconnect_seconds:
+        if now - after.started_at < self.simulation.spec.reconnect_seconds:
             self.violated("a worker was counted out though the controller had just started", *lost)
         well = [worker for worker in lost if self._beats(before, worker)]
         if well:

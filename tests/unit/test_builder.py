@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal_controller.core.planning.planner import Candidate, Terms, Wish, plan_change, plan_start
+from shoal_controller.core.planning.planner import Candidate, PlanRequest, Terms, plan_change, plan_start
 from shoal_protos.plan import Member, Plan, Reason
 from shoal_protos.runs import every
 
@@ -15,16 +15,16 @@ def candidate(worker: str, *, member: bool, leaving: bool = False) -> Candidate:
 
 
 def start(worker: str) -> Plan:
-    return plan_start(Wish(TERMS, 1, Reason.START), [candidate(worker, member=True)])
+    return plan_start(PlanRequest(TERMS, 1, Reason.START), [candidate(worker, member=True)])
 
 
 def test_a_newcomer_never_builds_even_where_all_others_are_leaving() -> None:
     last, newcomer = candidate("w1", member=True, leaving=True), candidate("w2", member=False)
-    plan = plan_change(Wish(TERMS, 2, Reason.DRAIN), [last, newcomer], start("w1"))
+    plan = plan_change(PlanRequest(TERMS, 2, Reason.DRAIN), [last, newcomer], start("w1"))
     assert plan.members[plan.builder].worker == "w1"
 
 
 def test_a_member_whose_store_failed_is_still_better_than_a_newcomer() -> None:
     member, newcomer = candidate("w1", member=True), candidate("w2", member=False)
-    plan = plan_change(Wish(TERMS, 2, Reason.JOIN, avoid=frozenset({"w1"})), [member, newcomer], start("w1"))
+    plan = plan_change(PlanRequest(TERMS, 2, Reason.JOIN, avoid=frozenset({"w1"})), [member, newcomer], start("w1"))
     assert plan.members[plan.builder].worker == "w1"

@@ -362,7 +362,7 @@ def test_the_last_worker_that_is_drained_saves_first_and_the_job_waits(tmp_path:
     with Crew("a", task(tmp_path)) as crew:
         crew.train_to(4)
         crew.wish(DrainWorker("a", 4.0))
-        crew.until("half of its grace", lambda: crew.job.durable.parting)
+        crew.until("half of its grace", lambda: crew.job.durable.final_drain)
         crew.until("a world without steps", lambda: bool(crew.job.durable.planned))
         crew.allow(5)
         crew.until("the job to wait", lambda: crew.job.durable.current is None)

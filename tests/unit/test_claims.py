@@ -141,7 +141,7 @@ def goes_on_well(job: Driver, workers: int) -> None:
         job.hello(worker, status=status)
     job.wait(2)
     assert job.view.phase is Phase.RUNNING and job.view.active == workers - 1
-    assert job.view.step == 2 and job.job.durable.number < 1 << 22 and not job.view.checkpoints
+    assert job.view.step == 2 and job.job.durable.last_generation < 1 << 22 and not job.view.checkpoints
 
 
 @pytest.mark.parametrize("value", ABSURD)
@@ -162,7 +162,7 @@ def test_one_absurd_number_in_an_inventory_harms_nothing(name: str, value: int) 
     job.start(3)
     job.die("w1")
     job.statuses.pop("w1")
-    inventory = Inventory(job.job.attempt.number, 1, 1, 1, b"r", every(8), every(8), every(8))
+    inventory = Inventory(job.job.attempt.generation, 1, 1, 1, b"r", every(8), every(8), every(8))
     job.say("w0", replace(inventory, **{name: value}))
     job.recover()
     job.wait(1)
@@ -222,7 +222,7 @@ def test_a_store_from_a_backup_believes_the_higher_numbers_of_its_workers_and_ma
     job.feed(Started())
     for worker, status in statuses.items():
         job.hello(worker, status=status)
-    assert job.job.attempt is not None and job.job.attempt.number == 8
+    assert job.job.attempt is not None and job.job.attempt.generation == 8
     job.recover()
     job.wait(1)
     assert job.view.phase is Phase.RUNNING and job.view.generation == 8 and job.view.step == 91
@@ -272,4 +272,4 @@ def test_a_checkpoint_of_a_step_or_generation_that_cannot_be_is_ignored(sighting
     job = Driver(made_of=replace(MADE_OF, can_checkpoint=True, checkpoint_places=("/checkpoints",)))
     job.start(2)
     job.beat("w0", checkpoint=sighting)
-    assert not job.view.checkpoints and job.job.durable.number == 1
+    assert not job.view.checkpoints and job.job.durable.last_generation == 1

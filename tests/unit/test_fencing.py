@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from shoal_controller.core.machine.durable import Durable, Record, Standing
+from shoal_controller.core.machine.durable import Durable, Standing, WorkerRecord
 from shoal_controller.core.machine.job import Attempt, Job, Process
-from shoal_controller.core.machine.phases.fencing import quorum
+from shoal_controller.core.machine.phases.fencing import may_still_train as first_that_may_train
 from shoal_controller.core.machine.spec import JobSpec, Phase
 from shoal_controller.core.machine.turn import Turn
 from shoal_protos.messages import Inventory, MemberState, Status
@@ -23,13 +23,13 @@ def may_still_train(
     answered: str, dead: str = "", plans: tuple[Plan, ...] = (PLANNED,), answer: Inventory = ANSWER
 ) -> Plan | None:
     """Generation 3 is being prepared; these have answered, those are confirmed dead."""
-    roster = {w: Record(w, order, incarnation=f"{w}.1", address=f"{w}:1") for order, w in enumerate("abcd")}
+    roster = {w: WorkerRecord(w, order, incarnation=f"{w}.1", address=f"{w}:1") for order, w in enumerate("abcd")}
     roster |= {worker: replace(roster[worker], standing=Standing.DEAD) for worker in dead}
     world = {"current": CURRENT, "planned": plans, "roster": roster}
-    durable = Durable(JobSpec("job", 3), 3, phase=Phase.RESIZING, number=3, **world)
-    processes = {worker: Process(worker, 1, STOPPED, heard=0.0, inventory=answer) for worker in answered}
+    durable = Durable(JobSpec("job", 3), 3, phase=Phase.RESIZING, last_generation=3, **world)
+    processes = {worker: Process(worker, 1, STOPPED, heard_at=0.0, inventory=answer) for worker in answered}
     attempt = Attempt(3, Reason.KILL, "", 0.0, 0.0)
-    return quorum(Turn(Job(durable, 0.0, processes=processes, attempt=attempt), 0.0))
+    return first_that_may_train(Turn(Job(durable, 0.0, processes=processes, attempt=attempt), 0.0))
 
 
 def test_one_answer_of_a_world_stops_it_because_a_vote_needs_all():

@@ -90,7 +90,7 @@ def test_a_worker_lost_during_the_start_means_the_next_number() -> None:
     for worker in ("w0", "w1", "w2"):
         job.stop(worker, NEW)
     job.die("w1")
-    assert job.job.attempt.number == 2
+    assert job.job.attempt.generation == 2
     job.recover()
     assert [member.worker for member in job.job.durable.current.members] == ["w0", "w2"]
 
@@ -446,6 +446,6 @@ def test_a_checkpoint_that_could_not_be_read_does_not_come_back_by_another_worke
     job.start(2)
     sound, unreadable = CheckpointRef(1, 4, "/saves/step-4"), CheckpointRef(1, 5, "/saves/step-5")
     job.beat("w0", checkpoint=sound)
-    job.job = replace(job.job, durable=replace(job.job.durable, spoilt=(unreadable.path,)))
+    job.job = replace(job.job, durable=replace(job.job.durable, unreadable_checkpoints=(unreadable.path,)))
     job.beat("w1", checkpoint=unreadable)
     assert job.view.last_checkpoint_step == 4

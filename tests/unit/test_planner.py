@@ -8,8 +8,8 @@ import pytest
 from planning import World, candidate, transfers
 from shoal_controller.core.planning.planner import (
     BlocksLost,
+    PlanRequest,
     Terms,
-    Wish,
     plan_change,
     plan_recovery,
     plan_start,
@@ -51,17 +51,17 @@ def test_a_start_gives_long_runs() -> None:
 
 def test_a_start_counts_everybody_and_a_restore_nobody() -> None:
     candidates = [candidate("a"), candidate("b")]
-    start = plan_start(Wish(TERMS, 1, Reason.START), candidates)
+    start = plan_start(PlanRequest(TERMS, 1, Reason.START), candidates)
     assert start.recovery is not None
     assert start.recovery.counted == (True, True)
-    restored = plan_start(Wish(TERMS, 9, Reason.RESTORE), candidates, step=40, checkpoint="/checkpoints/40")
+    restored = plan_start(PlanRequest(TERMS, 9, Reason.RESTORE), candidates, step=40, checkpoint="/checkpoints/40")
     assert restored.recovery is not None
     assert restored.recovery.counted == (False, False)
     assert (restored.recovery.step, restored.recovery.checkpoint) == (40, "/checkpoints/40")
 
 
 def test_ranks_are_in_the_order_of_joining() -> None:
-    plan = plan_start(Wish(TERMS, 1, Reason.START), [candidate("c"), candidate("a"), candidate("b")])
+    plan = plan_start(PlanRequest(TERMS, 1, Reason.START), [candidate("c"), candidate("a"), candidate("b")])
     assert [member.worker for member in plan.members] == ["a", "b", "c"]
 
 
@@ -109,7 +109,7 @@ def test_who_does_not_count_keeps_nothing_and_gets_all_parameters_again() -> Non
     abc = world("abc")
     survivors = [replace(known, current=every(24)) for known in abc.here.values()]
     survivors[1] = replace(survivors[1], counted=False)
-    plan = plan_recovery(Wish(TERMS, 2, Reason.KILL), survivors, abc.plan, step=5, record=b"vote")
+    plan = plan_recovery(PlanRequest(TERMS, 2, Reason.KILL), survivors, abc.plan, step=5, record=b"vote")
     assert plan.recovery is not None
     assert (plan.recovery.counted, plan.recovery.record) == ((True, False, True), b"vote")
     assert (plan.shares[1].keeps, plan.recovery.stale[1]) == (NO_BLOCKS, every(24))
@@ -119,7 +119,7 @@ def test_parameters_are_handed_out_again_where_neither_they_nor_the_state_are_ri
     abc = world("abc")
     survivors = [replace(known, current=known.holds) for known in abc.here.values()]
     survivors[0] = replace(survivors[0], current=every(24).within(0, 20))
-    plan = plan_recovery(Wish(TERMS, 2, Reason.KILL), survivors, abc.plan, step=5, record=b"")
+    plan = plan_recovery(PlanRequest(TERMS, 2, Reason.KILL), survivors, abc.plan, step=5, record=b"")
     assert plan.recovery is not None
     for survivor, share, stale in zip(survivors, plan.shares, plan.recovery.stale, strict=True):
         assert stale == every(24) - survivor.current - share.keeps
@@ -132,10 +132,10 @@ def test_a_lane_in_flight_stays_with_its_worker() -> None:
 
 def test_the_group_is_built_over_the_oldest_that_stays_and_has_not_failed() -> None:
     here = [candidate(worker, every(24)) for worker in "abc"]
-    base = plan_start(Wish(TERMS, 1, Reason.START), here)
+    base = plan_start(PlanRequest(TERMS, 1, Reason.START), here)
     leaving = [replace(here[0], leaving=True), *here[1:]]
     builders = [
-        plan_change(Wish(TERMS, 2, Reason.BALANCE, frozenset(avoid)), candidates, base).builder
+        plan_change(PlanRequest(TERMS, 2, Reason.BALANCE, frozenset(avoid)), candidates, base).builder
         for candidates, avoid in ((here, ""), (here, "a"), (here, "ab"), (here, "abc"), (leaving, ""))
     ]
     assert builders == [0, 1, 2, 0, 0]
@@ -245,7 +245,7 @@ def test_one_who_must_not_leave_yet_cannot_be_left_out() -> None:
     alone = world("a")
     base = alone.plan
     with pytest.raises(BlocksLost):
-        plan_change(Wish(TERMS, 2, Reason.DRAIN), [candidate("b")], base)
+        plan_change(PlanRequest(TERMS, 2, Reason.DRAIN), [candidate("b")], base)
 
 
 # ---- wishes
@@ -278,7 +278,7 @@ def test_more_workers_than_lanes_or_blocks_are_standbys_or_own_nothing() -> None
 
 def test_pausing_changes_nothing_but_whether_steps_run() -> None:
     abc = world("abc")
-    paused = plan_change(Wish(replace(TERMS, steps=False), 2, Reason.BALANCE), list(abc.here.values()), abc.plan)
+    paused = plan_change(PlanRequest(replace(TERMS, steps=False), 2, Reason.BALANCE), list(abc.here.values()), abc.plan)
     assert paused.shares == abc.plan.shares
     assert (paused.steps, same_world(paused, abc.plan)) == (False, False)
     assert same_world(replace(paused, steps=True), abc.plan)
@@ -286,23 +286,25 @@ def test_pausing_changes_nothing_but_whether_steps_run() -> None:
 
 def test_a_world_in_which_nobody_can_train_is_our_own_mistake() -> None:
     with pytest.raises(ValueError, match="none of 1 candidates may train"):
-        plan_change(Wish(TERMS, 2, Reason.JOIN), [replace(candidate("a", every(24)), trains=False)], _base())
+        plan_change(PlanRequest(TERMS, 2, Reason.JOIN), [replace(candidate("a", every(24)), can_train=False)], _base())
 
 
 def test_who_has_a_copy_but_not_all_parameters_owns_until_another_is_filled() -> None:
     plan = plan_change(
-        Wish(TERMS, 2, Reason.JOIN), [replace(candidate("a", every(24)), trains=False), candidate("b")], _base()
+        PlanRequest(TERMS, 2, Reason.JOIN),
+        [replace(candidate("a", every(24)), can_train=False), candidate("b")],
+        _base(),
     )
     assert (plan.shares[0].owned, plan.shares[1].lanes) == (every(24), tuple(range(8)))
     assert plan.fills[0].blocks == every(24)
 
 
 def _base() -> Plan:
-    return plan_start(Wish(TERMS, 1, Reason.START), [candidate("z")])
+    return plan_start(PlanRequest(TERMS, 1, Reason.START), [candidate("z")])
 
 
 def test_blocks_with_the_fewest_copies_are_filled_first() -> None:
     here = [candidate("a", every(24)), candidate("b", Runs(((0, 12),))), candidate("c")]
-    plan = plan_change(Wish(TERMS, 2, Reason.KILL), here, _base())
+    plan = plan_change(PlanRequest(TERMS, 2, Reason.KILL), here, _base())
     first = next(fill for fill in plan.fills if fill.source == 0)
     assert first.blocks <= Runs(((12, 24),))

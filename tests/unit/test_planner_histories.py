@@ -169,7 +169,7 @@ def test_from_rest_a_join_moves_the_newcomers_share_and_one_block_for_each_other
 
 
 def _held_by_those_who_stay(asked: Sequence[Candidate], blocks: int) -> tuple[list[frozenset[int]], list[str]]:
-    able = [candidate for candidate in asked if candidate.trains]
+    able = [candidate for candidate in asked if candidate.can_train]
     staying = [candidate for candidate in able if not candidate.leaving] or able[:1]
     held = [frozenset(i for i, known in enumerate(staying) if block in known.holds) for block in range(blocks)]
     return held, [candidate.domain for candidate in staying]

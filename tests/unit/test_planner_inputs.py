@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from shoal_controller.core.machine.phases.planner_inputs import kept, worth
+from shoal_controller.core.machine.phases.planner_inputs import kept_blocks, usable_blocks
 from shoal_protos.messages import Inventory, MemberState, Status
 from shoal_protos.plan import Fill, Plan
 from shoal_protos.runs import NO_BLOCKS, Runs, every
@@ -25,13 +25,13 @@ def base() -> Plan:
 
 def test_a_planned_change_counts_on_what_its_base_keeps_or_has_filled_and_on_nothing_that_it_releases():
     keeps = base().shares[0].keeps
-    assert kept(base(), 0, status(EVERYTHING, boundaries=0)) == keeps
-    assert kept(base(), 0, status(EVERYTHING, boundaries=1)) == keeps | Runs.of([3])
-    assert kept(base(), 0, status(EVERYTHING, boundaries=9)) == keeps | Runs.of([3, 4])
+    assert kept_blocks(base(), 0, status(EVERYTHING, boundaries=0)) == keeps
+    assert kept_blocks(base(), 0, status(EVERYTHING, boundaries=1)) == keeps | Runs.of([3])
+    assert kept_blocks(base(), 0, status(EVERYTHING, boundaries=9)) == keeps | Runs.of([3, 4])
 
 
 def test_a_planned_change_counts_on_nothing_that_the_worker_does_not_say_it_holds():
-    assert kept(base(), 0, status(Runs.of([1, 5]), boundaries=9)) == Runs.of([1])
+    assert kept_blocks(base(), 0, status(Runs.of([1, 5]), boundaries=9)) == Runs.of([1])
 
 
 def inventory(step: int, holds: Runs, pending: Runs) -> Inventory:
@@ -39,13 +39,13 @@ def inventory(step: int, holds: Runs, pending: Runs) -> Inventory:
 
 
 def test_who_stands_where_the_recovery_begins_is_worth_what_it_holds():
-    assert worth(inventory(7, Runs.of([1, 2]), NO_BLOCKS), 7) == (Runs.of([1, 2]), EVERYTHING)
+    assert usable_blocks(inventory(7, Runs.of([1, 2]), NO_BLOCKS), 7) == (Runs.of([1, 2]), EVERYTHING)
 
 
 def test_who_is_one_step_behind_is_worth_the_blocks_whose_gradient_is_in():
     rolled = Runs.of([2])
-    assert worth(inventory(6, Runs.of([1, 2]), Runs.of([2, 3])), 7) == (rolled, rolled)
+    assert usable_blocks(inventory(6, Runs.of([1, 2]), Runs.of([2, 3])), 7) == (rolled, rolled)
 
 
 def test_who_is_further_behind_is_worth_nothing():
-    assert worth(inventory(5, EVERYTHING, EVERYTHING), 7) is None
+    assert usable_blocks(inventory(5, EVERYTHING, EVERYTHING), 7) is None

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 from planning import transfers
-from shoal_controller.core.planning.planner import Candidate, Terms, Wish, plan_change, plan_recovery, plan_start
+from shoal_controller.core.planning.planner import Candidate, PlanRequest, Terms, plan_change, plan_recovery, plan_start
 from shoal_protos.plan import Member, Plan, Reason
 from shoal_protos.runs import every
 from shoal_protos.wire import plan_to_bytes
@@ -39,7 +39,7 @@ def filled(plan: Plan, here: list[Candidate]) -> list[Candidate]:
 
 @pytest.fixture(scope="module")
 def start() -> Plan:
-    return plan_start(Wish(TERMS, 1, Reason.START), candidates(0, WORKERS))
+    return plan_start(PlanRequest(TERMS, 1, Reason.START), candidates(0, WORKERS))
 
 
 @pytest.fixture
@@ -52,11 +52,11 @@ def clock() -> object:
 def test_a_whole_rack_is_lost_and_its_share_promoted_and_filled_again(start: Plan, clock: object) -> None:
     here = filled(start, candidates(0, WORKERS))
     survivors = [replace(known, current=every(BLOCKS)) for known in here if known.domain != "rack 3"]
-    plan = plan_recovery(Wish(TERMS, 2, Reason.KILL), survivors, start, step=7, record=b"")
+    plan = plan_recovery(PlanRequest(TERMS, 2, Reason.KILL), survivors, start, step=7, record=b"")
     lost = sum(len(share.keeps) for share, known in zip(start.shares, here, strict=True) if known.domain == "rack 3")
     assert transfers(plan) == lost
     assert len(plan_to_bytes(plan)) < 1 << 20
-    again = plan_change(Wish(TERMS, 3, Reason.BALANCE), filled(plan, survivors), plan)
+    again = plan_change(PlanRequest(TERMS, 3, Reason.BALANCE), filled(plan, survivors), plan)
     assert again.fills == ()
     owned = [len(share.owned) for share in again.shares]
     assert max(owned) - min(owned) == 1
@@ -64,6 +64,6 @@ def test_a_whole_rack_is_lost_and_its_share_promoted_and_filled_again(start: Pla
 
 def test_one_joins_and_gets_its_share(start: Plan, clock: object) -> None:
     here = filled(start, candidates(0, WORKERS)) + candidates(WORKERS, 1)
-    plan = plan_change(Wish(TERMS, 2, Reason.JOIN), here, start)
+    plan = plan_change(PlanRequest(TERMS, 2, Reason.JOIN), here, start)
     assert transfers(plan) == BLOCKS // (WORKERS + 1)
     assert {plan.members[fill.target].worker for fill in plan.fills} == {"w1000"}

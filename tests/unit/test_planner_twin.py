@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner_twin import Holders, cheapest_flow, fewest_transfers
 from planning import candidate, transfers
-from shoal_controller.core.planning.planner import Terms, Wish, plan_change
+from shoal_controller.core.planning.planner import PlanRequest, Terms, plan_change
 from shoal_protos.plan import Member, Plan, Reason, Share
 from shoal_protos.runs import Runs, every
 
@@ -46,7 +46,7 @@ def planned(held: Holders, domains: list[str], owners: list[int], mirrors: int) 
         builder=0,
         steps=True,
     )
-    return plan_change(Wish(Terms(8, blocks, mirrors, 4), 2, Reason.KILL), here, base)
+    return plan_change(PlanRequest(Terms(8, blocks, mirrors, 4), 2, Reason.KILL), here, base)
 
 
 @settings(max_examples=60, deadline=None)

@@ -6,10 +6,10 @@ import socket
 import pytest
 from asynchronous import asynchronous
 from shoal.group.rendezvous_server import RendezvousServer
-from shoal_controller.probes import PROBE_SECONDS, Seen, probe
+from shoal_controller.probes import PROBE_SECONDS, ProbeResult, probe
 from shoal_protos.rendezvous import INCARNATION, entry
 
-NOTHING = Seen(reached=False, refused=False)
+NOTHING = ProbeResult(reached=False, refused=False)
 
 
 @pytest.fixture
@@ -19,18 +19,18 @@ def soon(monkeypatch):
 
 @asynchronous
 async def test_a_port_that_nobody_listens_on_is_refused(free_port):
-    assert await probe(f"127.0.0.1:{free_port()}", "i") == Seen(reached=False, refused=True)
+    assert await probe(f"127.0.0.1:{free_port()}", "i") == ProbeResult(reached=False, refused=True)
 
 
 @asynchronous
 async def test_a_worker_is_reached_where_it_says_who_it_is(soon):
     server = RendezvousServer("127.0.0.1", lambda: "i")
     try:
-        assert await probe(server.address, "i") == Seen(reached=True, refused=False)
+        assert await probe(server.address, "i") == ProbeResult(reached=True, refused=False)
         assert await probe(server.address, "another") == NOTHING
     finally:
         await asyncio.to_thread(server.close)
-    assert await probe(server.address, "i") == Seen(reached=False, refused=True)
+    assert await probe(server.address, "i") == ProbeResult(reached=False, refused=True)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ async def test_a_process_that_still_accepts_while_it_dies_is_found_dead_at_once(
         listener.close()
         accepted.close()
         began = asyncio.get_running_loop().time()
-        assert await probing == Seen(reached=True, refused=True)
+        assert await probing == ProbeResult(reached=True, refused=True)
         assert asyncio.get_running_loop().time() - began < PROBE_SECONDS / 2
 
 

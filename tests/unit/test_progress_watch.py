@@ -47,7 +47,7 @@ def test_of_the_pair_the_younger_goes_and_training_goes_on_without_it() -> None:
     job.wait(12)
     job.recover()
     assert [member.worker for member in job.job.durable.current.members] == ["w0", "w2"]
-    assert job.job.durable.roster["w1"].shunned
+    assert job.job.durable.roster["w1"].quarantined
     assert job.view.phase.value == "running"
 
 
@@ -292,7 +292,7 @@ def test_a_world_that_has_just_begun_has_its_time_anew() -> None:
     while job.job.attempt is None:
         job.wait(0.5)
     job.recover()
-    assert not job.job.straggled and not job.view.reason
+    assert not job.job.named_stragglers and not job.view.reason
 
 
 def test_no_worker_switches_the_watch_off_by_what_it_tells_of_its_pace() -> None:

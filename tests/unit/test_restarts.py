@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from machine_driver import MADE_OF, Driver
-from shoal_controller.core.machine.effects import Adopt, Kill, Note, Persist, Progress, Spawn
+from shoal_controller.core.machine.effects import Adopt, Kill, Note, Persist, PersistStep, Spawn
 from shoal_controller.core.machine.events import Cancel, DrainWorker, Exited, NeverStarted, Save, Tick
 from shoal_controller.core.machine.phases.scaling import LINGER_SECONDS
 from shoal_controller.core.machine.spec import Phase
@@ -42,9 +42,9 @@ def test_a_drains_grace_goes_on() -> None:
     job.wait(30)
     restarted(job)
     job.wait(10)
-    assert job.job.durable.roster["w0"].ending is None and not job.job.durable.parting
+    assert job.job.durable.roster["w0"].ending is None and not job.job.durable.final_drain
     job.wait(12)
-    assert job.job.durable.parting, "half of its grace is over"
+    assert job.job.durable.final_drain, "half of its grace is over"
 
 
 def test_a_grace_is_no_longer_than_it_was_though_the_clock_was_set_back() -> None:
@@ -63,10 +63,10 @@ def test_the_last_ones_state_is_saved_though_the_controller_dies_while_no_steps_
     job = training(workers=1, made_of=SAVING)
     job.feed(DrainWorker("w0", 10.0))
     job.wait(6)
-    assert job.job.durable.parting
+    assert job.job.durable.final_drain
     restarted(job)
     job.wait(1)
-    assert job.job.durable.parting
+    assert job.job.durable.final_drain
     [stands] = [plan for plan in job.job.durable.planned if not plan.steps]
     assert stands.members[0].worker == "w0"
 
@@ -152,10 +152,10 @@ def test_one_that_was_to_end_and_was_never_started_is_not_waited_for() -> None:
     job = Driver(wanted=1, **LAUNCHED)
     job.feed(DrainWorker("w0", 0.0))
     job.feed(Tick())
-    assert "w0" in job.job.durable.dismissed
+    assert "w0" in job.job.durable.ending_since
     job.restart()
     assert Spawn("w0") not in job.feed(NeverStarted("w0"))
-    assert "w0" not in job.job.durable.dismissed
+    assert "w0" not in job.job.durable.ending_since
 
 
 def test_a_job_that_is_over_asks_for_those_that_have_not_ended() -> None:
@@ -181,7 +181,7 @@ def test_the_shown_step_is_written_before_it_is_shown_and_never_goes_back() -> N
             job.beat(worker, step=step)
         job.now += 0.25
         effects = job.feed(Tick())
-        written = [effect.step for effect in effects if isinstance(effect, Progress)]
+        written = [effect.step for effect in effects if isinstance(effect, PersistStep)]
         assert written in ([], [job.view.step])
         whole += effects.count(Persist())
     assert whole <= 3, "a step alone is a small write"

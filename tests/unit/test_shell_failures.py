@@ -211,15 +211,25 @@ async def test_a_machine_that_refuses_what_nobody_wished_has_failed(tmp_path, ev
         assert not world.shell.stopped.done()
 
 
-NEWER = (
-    "its record in the store has format 2, written by a newer Shoal; this one reads 1. Install the newer Shoal again"
+OTHER = (
+    "its record in the store has format {}, written by another version of Shoal; this one reads 2. "
+    "Install that version again"
 )
 DAMAGES = {
     "an empty state": ("/durable/train", lambda _: b"", "its state in the store is damaged"),
     "a state that is none": ("/durable/train", lambda _: b"no zlib", "its state in the store is damaged"),
     "half a state": ("/durable/train", lambda value: value[:-9], "its state in the store is damaged"),
     "no head": ("/jobs/train", lambda _: b"[]", "its record in the store is damaged, or of another Shoal"),
-    "a newer head": ("/jobs/train", lambda value: json.dumps(json.loads(value) | {"format": 2}).encode(), NEWER),
+    "a newer head": (
+        "/jobs/train",
+        lambda value: json.dumps(json.loads(value) | {"format": 3}).encode(),
+        OTHER.format(3),
+    ),
+    "an older head": (
+        "/jobs/train",
+        lambda value: json.dumps(json.loads(value) | {"format": 1}).encode(),
+        OTHER.format(1),
+    ),
     "a field of a newer version": (
         "/jobs/train",
         lambda value: value.replace(b'"wanted"', b'"priority": 3, "wanted"'),
@@ -371,7 +381,7 @@ async def test_a_store_that_fails_for_long_is_waited_for_while_streams_are_heard
 
 @asynchronous
 async def test_an_operator_is_answered_though_the_store_is_not(tmp_path, monkeypatch):
-    monkeypatch.setattr("shoal_controller.runner.WISH_SECONDS", 0.2)
+    monkeypatch.setattr("shoal_controller.runner.REQUEST_SECONDS", 0.2)
     monkeypatch.setattr("shoal_controller.job_repository.BEGIN_SECONDS", 0.2)
     store = Shaky(await open_store(f"embedded:{tmp_path}"))
     world = World(store)

@@ -6,7 +6,7 @@ What a whole job makes of it is told by the simulation's scenarios (`feud`, `con
 from dataclasses import replace
 
 import pytest
-from shoal_controller.core.machine.durable import Durable, Record, Standing
+from shoal_controller.core.machine.durable import Durable, Standing, WorkerRecord
 from shoal_controller.core.machine.events import Connected, Exited, Tick
 from shoal_controller.core.machine.job import Attempt, Job
 from shoal_controller.core.machine.machine import new_job, step
@@ -25,12 +25,12 @@ IN_A_WORLD = Status(sequence=1, generation=1, state=MemberState.TRAINING, promis
 def job_of_three() -> Job:
     """a, b, c: the oldest first; they train in generation 1."""
     roster = {
-        worker: Record(worker, order, launched=True, incarnation=f"{worker}.1", address=f"{worker}:1")
+        worker: WorkerRecord(worker, order, launched=True, incarnation=f"{worker}.1", address=f"{worker}:1")
         for order, worker in enumerate("abc")
     }
     spec = JobSpec("job", 3, launcher="local")
-    durable = Durable(spec, 3, MADE_OF, Phase.RUNNING, number=1, current=recovery(1, "abc"), roster=roster)
-    return Job(durable, started=0.0)
+    durable = Durable(spec, 3, MADE_OF, Phase.RUNNING, last_generation=1, current=recovery(1, "abc"), roster=roster)
+    return Job(durable, started_at=0.0)
 
 
 def broken(job: Job, *reports: tuple[str, str], now: float = 0.0) -> Job:
@@ -41,7 +41,7 @@ def broken(job: Job, *reports: tuple[str, str], now: float = 0.0) -> Job:
 
 
 def counted_out(job: Job) -> list[str]:
-    return [record.worker for record in job.durable.roster.values() if record.shunned]
+    return [record.worker for record in job.durable.roster.values() if record.quarantined]
 
 
 @pytest.mark.parametrize(
@@ -73,9 +73,9 @@ def test_the_back_off_of_a_worker_that_is_counted_out_again_doubles():
     job, waits, now = job_of_three(), [], 0.0
     for _ in range(4):
         job = broken(broken(job, ("a", "b"), now=now), ("a", "b"), now=now)
-        waits.append(job.durable.avoided_until["b:1"] - now)
+        waits.append(job.durable.backoff_until["b:1"] - now)
         now += waits[-1] + 1.0
-        assert not link_faults.avoided(Turn(job, now), "b")
+        assert not link_faults.is_backing_off(Turn(job, now), "b")
     assert waits == [10.0, 20.0, 40.0, 80.0]
 
 

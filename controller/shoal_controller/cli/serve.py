@@ -68,10 +68,10 @@ class Places:
 @asynccontextmanager
 async def serving(places: Places, own: bool) -> AsyncIterator[Here]:
     """A running controller. Its addresses are the first line on standard output."""
-    from shoal_controller.server import running
+    from shoal_controller.server import serve
 
     settings = places.settings(own)
-    async with running(settings) as server:
+    async with serve(settings) as server:
         typer.echo(f"http={server.http} grpc={server.grpc}")
         sys.stdout.flush()
         token = settings.token.get_secret_value() if settings.token is not None else ""

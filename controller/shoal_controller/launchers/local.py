@@ -24,12 +24,12 @@ from shoal_protos.plan import WorkerId
 from shoal_controller.core.machine.events import Exited, NeverStarted, Spawned
 from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.launchers.process import Process
-from shoal_controller.launchers.process_record import Page, Pages, boot_id
+from shoal_controller.launchers.process_record import ProcessRecord, ProcessRecords, boot_id
 from shoal_controller.tasks import end_task, guarded
 from shoal_controller.tokens import token_of_job
 
 REPORT_SECONDS = 5.0
-"""How long the jobs may take to hear of an end when the launcher closes. What they do not hear stays on its page."""
+"""How long the jobs may take to hear of an end when the launcher closes. What they do not hear stays on its record."""
 
 DEATH_SECONDS = 5.0
 """How long the kernel may take to end a process that was killed."""
@@ -50,7 +50,7 @@ Name = tuple[str, WorkerId]
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class WorkerEnvironment:
     """What every worker of this controller is told."""
 
     controller: str
@@ -74,11 +74,11 @@ class Surroundings:
 class LocalLauncher:
     """See the module's text. All calls come from one event loop."""
 
-    def __init__(self, folder: Path, surroundings: Surroundings, submit: Submit) -> None:
+    def __init__(self, folder: Path, environment: WorkerEnvironment, submit: Submit) -> None:
         self._folder = folder
-        self._surroundings = surroundings
+        self._surroundings = environment
         self._submit = submit
-        self._watched: dict[Name, tuple[Process, Page]] = {}
+        self._watched: dict[Name, tuple[Process, ProcessRecord]] = {}
         self._reports: set[asyncio.Task[None]] = set()
         self._adopted: set[str] = set()
         self._rotating: asyncio.Task[None] | None = None
@@ -88,15 +88,15 @@ class LocalLauncher:
 
     async def spawn(self, worker: WorkerId, spec: JobSpec) -> Spawned:
         """Start a process for this worker. A `ShoalError` says why it could not be started."""
-        pages = self._pages(spec.job)
+        records = self._records(spec.job)
         if not spec.command:
             raise UserError(f"job {spec.job} has launcher local and no command; give it one to start workers with")
         try:
-            process, page = self._start(worker, spec, pages)
+            process, record = self._start(worker, spec, records)
         except (OSError, ValueError) as error:
             raise UserError(f"worker {worker} could not be started with {spec.command[0]!r}: {error}") from error
-        self._watch(spec.job, process, page)
-        return Spawned(worker, process.pid, process.started_at, str(pages.log(worker)))
+        self._watch(spec.job, process, record)
+        return Spawned(worker, process.pid, process.started_at, str(records.log(worker)))
 
     async def kill(self, worker: WorkerId, spec: JobSpec) -> None:
         """End the worker's process and its group at once; one that is gone already is no error."""
@@ -128,22 +128,22 @@ class LocalLauncher:
         One event for each that lives or never was; what has ended is reported as every end is. Asked again in one
         controller's life, the job is a new run of that name: what the old run left is ended.
         """
-        pages = self._pages(spec.job)
+        records = self._records(spec.job)
         if spec.job in self._adopted:
-            await self._clear(spec.job, pages)
+            await self._clear(spec.job, records)
             return ()
         self._adopted.add(spec.job)
-        found = list(pages)
-        events = [self._found(spec.job, pages, page) for page in found]
-        unrecorded = [worker for worker in workers if worker not in {page.worker for page in found}]
-        return [*filter(None, events), *(self._unrecorded(spec.job, pages, worker) for worker in unrecorded)]
+        found = list(records)
+        events = [self._found(spec.job, records, record) for record in found]
+        unrecorded = [worker for worker in workers if worker not in {record.worker for record in found}]
+        return [*filter(None, events), *(self._unrecorded(spec.job, records, worker) for worker in unrecorded)]
 
     async def forget(self, job: str) -> None:
-        """End what is left of a job that is over, and delete its folder: logs and pages."""
-        pages = self._pages(job)
-        await self._clear(job, pages)
-        if pages.folder.exists():
-            await asyncio.to_thread(shutil.rmtree, pages.folder)
+        """End what is left of a job that is over, and delete its folder: logs and records."""
+        records = self._records(job)
+        await self._clear(job, records)
+        if records.folder.exists():
+            await asyncio.to_thread(shutil.rmtree, records.folder)
 
     async def close(self) -> None:
         """Let go of everything of this controller's; the workers live on."""
@@ -158,57 +158,57 @@ class LocalLauncher:
 
     # ---- inside
 
-    def _pages(self, job: str) -> Pages:
-        return Pages(self._folder / "jobs" / job)
+    def _records(self, job: str) -> ProcessRecords:
+        return ProcessRecords(self._folder / "jobs" / job)
 
-    def _start(self, worker: WorkerId, spec: JobSpec, pages: Pages) -> tuple[Process, Page]:
-        pages.folder.mkdir(parents=True, exist_ok=True)
-        output = pages.log(worker)
+    def _start(self, worker: WorkerId, spec: JobSpec, records: ProcessRecords) -> tuple[Process, ProcessRecord]:
+        records.folder.mkdir(parents=True, exist_ok=True)
+        output = records.log(worker)
         offset = output.stat().st_size if output.exists() else 0
         process = Process.start(spec.command, self._surroundings.of(worker, spec), output)
-        page = Page(worker, process.pid, process.started_at, self._boot, offset)
+        record = ProcessRecord(worker, process.pid, process.started_at, self._boot, offset)
         try:
-            pages.write(page)
+            records.write(record)
         except OSError:
             process.kill()
             process.end()
             raise
-        return process, page
+        return process, record
 
-    def _found(self, job: str, pages: Pages, page: Page) -> Spawned | None:
+    def _found(self, job: str, records: ProcessRecords, record: ProcessRecord) -> Spawned | None:
         """One process of an earlier life: watched from now on, or what is known of its end is reported."""
-        alive = None if page.ended or page.boot != self._boot else Process.find(page.pid, page.started_at)
+        alive = None if record.ended or record.boot != self._boot else Process.find(record.pid, record.started_at)
         if alive is None:
-            self._report_later(job, page.end(page.code))
+            self._report_later(job, record.end(record.code))
             return None
-        self._watch(job, alive, page)
-        return Spawned(page.worker, page.pid, page.started_at, str(pages.log(page.worker)))
+        self._watch(job, alive, record)
+        return Spawned(record.worker, record.pid, record.started_at, str(records.log(record.worker)))
 
-    def _unrecorded(self, job: str, pages: Pages, worker: WorkerId) -> Spawned | NeverStarted:
-        """A worker without a page: the controller died before it wrote one, or before there was a process at all."""
-        process = Process.writing_to(pages.log(worker))
+    def _unrecorded(self, job: str, records: ProcessRecords, worker: WorkerId) -> Spawned | NeverStarted:
+        """A worker without a record: the controller died before it wrote one, or before there was a process at all."""
+        process = Process.writing_to(records.log(worker))
         if process is None:
             return NeverStarted(worker)
-        page = Page(worker, process.pid, process.started_at, self._boot, 0)
-        pages.write(page)
-        self._watch(job, process, page)
-        return Spawned(worker, process.pid, process.started_at, str(pages.log(worker)))
+        record = ProcessRecord(worker, process.pid, process.started_at, self._boot, 0)
+        records.write(record)
+        self._watch(job, process, record)
+        return Spawned(worker, process.pid, process.started_at, str(records.log(worker)))
 
-    async def _clear(self, job: str, pages: Pages) -> None:
+    async def _clear(self, job: str, records: ProcessRecords) -> None:
         """End what an earlier run of this name left, and report none of it. The others' work goes on meanwhile."""
         ending = [self._forget(name)[0] for name in list(self._watched) if name[0] == job]
         for process in ending:
             process.kill()
         await asyncio.gather(*(_ended(process) for process in ending))
-        for page in pages:
-            pages.remove(page.worker)
+        for record in records:
+            records.remove(record.worker)
 
-    def _watch(self, job: str, process: Process, page: Page) -> None:
-        name = (job, page.worker)
+    def _watch(self, job: str, process: Process, record: ProcessRecord) -> None:
+        name = (job, record.worker)
         assert name not in self._watched, f"two processes for {name}: ids of workers are never used twice"
-        self._watched[name] = (process, page)
+        self._watched[name] = (process, record)
         if self._rotating is None:
-            self._rotating = guarded("rotation of logs", self._rotate(), _heard)
+            self._rotating = guarded("rotation of logs", self._rotate(), _ignore_failure)
         asyncio.get_running_loop().add_reader(process.descriptor, partial(self._end, name))
 
     async def _rotate(self) -> None:
@@ -217,45 +217,45 @@ class LocalLauncher:
             await asyncio.sleep(ROTATE_SECONDS)
             for job, worker in list(self._watched):
                 try:
-                    if await asyncio.to_thread(self._pages(job).rotate, worker):
+                    if await asyncio.to_thread(self._records(job).rotate, worker):
                         log.info("a worker's log was rotated", job=job, worker=worker)
                 except OSError as error:
                     log.warning("a worker's log cannot be rotated", job=job, worker=worker, error=str(error))
 
-    def _forget(self, name: Name) -> tuple[Process, Page]:
-        process, page = self._watched.pop(name)
+    def _forget(self, name: Name) -> tuple[Process, ProcessRecord]:
+        process, record = self._watched.pop(name)
         asyncio.get_running_loop().remove_reader(process.descriptor)
-        return process, page
+        return process, record
 
     def _end(self, name: Name) -> None:
         """The kernel says that a process has ended."""
         job, _ = name
-        process, page = self._forget(name)
-        self._report_later(job, page.end(process.end()))
+        process, record = self._forget(name)
+        self._report_later(job, record.end(process.end()))
 
-    def _report_later(self, job: str, ended: Page) -> None:
-        report = guarded(f"end of {ended.worker} of {job}", self._report(job, ended), _heard)
+    def _report_later(self, job: str, ended: ProcessRecord) -> None:
+        report = guarded(f"end of {ended.worker} of {job}", self._report(job, ended), _ignore_failure)
         self._reports.add(report)
         report.add_done_callback(self._reports.discard)
 
-    async def _report(self, job: str, page: Page) -> None:
-        """Until the job has heard, the page says it: the next controller's job may be the one that hears."""
-        pages = self._pages(job)
+    async def _report(self, job: str, record: ProcessRecord) -> None:
+        """Until the job has heard, the record says it: the next controller's job may be the one that hears."""
+        records = self._records(job)
         try:
-            pages.write(page)
+            records.write(record)
         except OSError as error:
-            log.warning("a worker's page cannot be written", job=job, worker=page.worker, error=str(error))
+            log.warning("a worker's record cannot be written", job=job, worker=record.worker, error=str(error))
         try:
-            await self._submit(job, self._exited(pages, page))
+            await self._submit(job, self._exited(records, record))
         except StoreError as error:
-            log.warning("the end of a worker is not reported yet", job=job, worker=page.worker, error=str(error))
+            log.warning("the end of a worker is not reported yet", job=job, worker=record.worker, error=str(error))
             return
         except ShoalError as error:
-            log.info("a worker ended that its job does not know", job=job, worker=page.worker, error=str(error))
-        pages.remove(page.worker)
+            log.info("a worker ended that its job does not know", job=job, worker=record.worker, error=str(error))
+        records.remove(record.worker)
 
-    def _exited(self, pages: Pages, page: Page) -> Exited:
-        return Exited(page.worker, page.code, _why(page), pages.tail(page))
+    def _exited(self, records: ProcessRecords, record: ProcessRecord) -> Exited:
+        return Exited(record.worker, record.code, _why(record), records.tail(record))
 
 
 async def _ended(process: Process) -> None:
@@ -275,15 +275,15 @@ async def _ended(process: Process) -> None:
         process.release()
 
 
-def _why(page: Page) -> str:
-    who = f"its process {page.pid}"
-    if page.code is None:
+def _why(record: ProcessRecord) -> str:
+    who = f"its process {record.pid}"
+    if record.code is None:
         return f"{who} ended while no controller watched it, or as an earlier one's; its exit status is not known"
-    if page.code < 0:
+    if record.code < 0:
         names = {known.value: known.name for known in signal.Signals}
-        return f"{who} was killed by {names.get(-page.code, f'signal {-page.code}')}"
-    return f"{who} ended with status {page.code}"
+        return f"{who} was killed by {names.get(-record.code, f'signal {-record.code}')}"
+    return f"{who} ended with status {record.code}"
 
 
-def _heard(_: BaseException) -> None:
-    """The guard has logged it, and the page still says that the process has ended."""
+def _ignore_failure(_: BaseException) -> None:
+    """The guard has logged it, and the record still says that the process has ended."""

@@ -1,7 +1,7 @@
-"""A worker's page on disk: `WORKER.json` beside `WORKER.log`, so that a later controller finds its process again.
+"""A worker's record on disk: `WORKER.json` beside `WORKER.log`, so that a later controller finds its process again.
 
 Written when the process was started and when it has ended, removed when the job has heard of the end. Small and
-replaced whole; a page that cannot be read is as good as none, for its worker says hello itself.
+replaced whole; a record that cannot be read is as good as none, for its worker says hello itself.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def boot_id() -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class ProcessRecord:
     """What is remembered of one process."""
 
     worker: str
@@ -41,12 +41,12 @@ class Page:
     ended: bool = False
     code: int | None = None
 
-    def end(self, code: int | None) -> Page:
+    def end(self, code: int | None) -> ProcessRecord:
         return replace(self, ended=True, code=code)
 
 
-class Pages:
-    """The pages and logs of one job."""
+class ProcessRecords:
+    """The records and logs of one job."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -54,22 +54,22 @@ class Pages:
     def log(self, worker: str) -> Path:
         return self.folder / f"{worker}.log"
 
-    def write(self, page: Page) -> None:
+    def write(self, record: ProcessRecord) -> None:
         """Raises `OSError`."""
-        path = self._path(page.worker)
+        path = self._path(record.worker)
         draft = path.with_suffix(".json.new")
-        draft.write_text(json.dumps(asdict(page)))
+        draft.write_text(json.dumps(asdict(record)))
         draft.replace(path)
 
     def remove(self, worker: str) -> None:
         self._path(worker).unlink(missing_ok=True)
 
-    def __iter__(self) -> Iterator[Page]:
+    def __iter__(self) -> Iterator[ProcessRecord]:
         for path in sorted(self.folder.glob("*.json")):
             try:
-                yield Page(**json.loads(path.read_text()))
+                yield ProcessRecord(**json.loads(path.read_text()))
             except (OSError, ValueError, TypeError) as error:
-                log.warning("a worker's page cannot be read", path=str(path), error=str(error))
+                log.warning("a worker's record cannot be read", path=str(path), error=str(error))
                 path.unlink(missing_ok=True)
 
     def rotate(self, worker: str) -> bool:
@@ -90,12 +90,12 @@ class Pages:
         os.truncate(log, 0)
         return True
 
-    def tail(self, page: Page) -> str:
+    def tail(self, record: ProcessRecord) -> str:
         """The last lines that the process wrote."""
         try:
-            with self.log(page.worker).open("rb") as output:
+            with self.log(record.worker).open("rb") as output:
                 end = output.seek(0, 2)
-                begin = page.log_offset if page.log_offset <= end else 0  # it was emptied meanwhile
+                begin = record.log_offset if record.log_offset <= end else 0  # it was emptied meanwhile
                 output.seek(max(begin, end - TAIL_BYTES))
                 lines = output.read().decode(errors="replace").splitlines()
         except OSError as error:

@@ -241,7 +241,7 @@ class SessionService:
             return
         event = Disconnected(dialogue.connection, dialogue.farewell())
         name = f"session {dialogue.connection} says farewell"
-        task = guarded(name, self._submit_farewell(dialogue.hello.job, event), _heard)
+        task = guarded(name, self._submit_farewell(dialogue.hello.job, event), _ignore_failure)
         self._stop_waits_for(task)
 
     def _stop_waits_for(self, task: asyncio.Task[None] | None) -> None:
@@ -265,7 +265,7 @@ async def _linger(stream: Stream, reading: asyncio.Task[None], writing: asyncio.
         await asyncio.wait({task, stream.cut}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
 
 
-def _heard(_: BaseException) -> None:
+def _ignore_failure(_: BaseException) -> None:
     """The guard has logged it; the job itself notices that the worker is silent."""
 
 

@@ -2,8 +2,8 @@
 
 Everything that decides who may train, which numbers were given away, what an operator asked for and which deadlines run
 is here; what workers hold and where they stand is asked anew (`job.py`). It changes with the world; of the steps only
-the one that people are shown is kept, by a small write of its own (`effects.Progress`). Times are the machine's `now`:
-seconds since the epoch by the controller's clock, so they mean the same in another life. Pure.
+the one that people are shown is kept, by a small write of its own (`effects.PersistStep`). Times are the machine's
+`now`: seconds since the epoch by the controller's clock, so they mean the same in another life. Pure.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class Leaving(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class WorkerRecord:
     """One worker of the roster. An id belongs to one process for ever."""
 
     worker: WorkerId
-    order: int
+    join_order: int
     """Age: the lower the older."""
     launched: bool = False
     """Whether the launcher was asked to start it."""
@@ -70,7 +70,7 @@ class Record:
     """When the grace of a leaving worker is over."""
     ending: Ending | None = None
     """It was told to end in this way: it changes nothing any more."""
-    shunned: bool = False
+    quarantined: bool = False
     """Counted out though it lives: its connection to another member keeps breaking."""
     why: str = ""
     """Why it is lost, dead or ending."""
@@ -97,9 +97,9 @@ class Failures:
     """The highest step that is known to have been committed when one of them happened."""
     generation: int = 0
     """The last one of them."""
-    order: int = 0
+    join_order: int = 0
     """Workers of this age and younger were started after the last one."""
-    alike: str = ""
+    common_fault: str = ""
     """The fault in which all members of a generation failed, at the same step."""
 
     @property
@@ -108,11 +108,11 @@ class Failures:
 
 
 @dataclass(frozen=True, slots=True)
-class Feud:
+class LinkFault:
     """Two living workers whose connection broke generations."""
 
     times: int
-    named: Mapping[WorkerId, int]
+    blame_counts: Mapping[WorkerId, int]
     """How often each was named by the other."""
 
 
@@ -166,9 +166,9 @@ class Durable:
     phase: Phase = Phase.WAITING
     reason: str = ""
     """Why a job is over or stalled, as one sentence."""
-    number: int = 0
+    last_generation: int = 0
     """The highest generation given away."""
-    floor: int = 0
+    first_valid_generation: int = 0
     """Generations before this one belong to a life that was given up: nothing of them counts."""
     committed_in: int = 0
     """The highest generation in which a step is known to be committed."""
@@ -180,22 +180,22 @@ class Durable:
     paused_because: str = ""
     """Empty where an operator has paused it."""
     corruption: Corruption = Corruption()
-    went_back_to: CheckpointRef | None = None
-    """The checkpoint that all have last gone back to: what was saved after it in generations before `floor` was given
-    up."""
+    restored_from: CheckpointRef | None = None
+    """The checkpoint that all have last gone back to: what was saved after it in generations before
+    `first_valid_generation` was given up."""
     scaled_up: bool = False
     """An operator asked for more workers, and they have not all come yet."""
     stopping: bool = False
     """The job was cancelled and its workers were asked to stop."""
-    roster: Mapping[WorkerId, Record] = field(default_factory=dict)
+    roster: Mapping[WorkerId, WorkerRecord] = field(default_factory=dict)
     next_id: int = 0
-    next_order: int = 0
+    next_join_order: int = 0
     failures: Failures = field(default_factory=Failures)
-    feuds: Mapping[str, Feud] = field(default_factory=dict)
+    link_faults: Mapping[str, LinkFault] = field(default_factory=dict)
     """By the two workers' ids, `a|b`."""
-    avoided: Mapping[str, int] = field(default_factory=dict)
+    backoff_counts: Mapping[str, int] = field(default_factory=dict)
     """By address: how often a worker there was counted out for its connection."""
-    avoided_until: Mapping[str, float] = field(default_factory=dict)
+    backoff_until: Mapping[str, float] = field(default_factory=dict)
     """By address: until when it is left out."""
     last_refusal: str = ""
     """Why the last worker that came was turned away, until a world opens."""
@@ -212,19 +212,19 @@ class Durable:
     """Micro-batches that the script gave up, as far as members have told."""
     not_finite_steps: int = 0
     """Steps whose loss or gradient was not finite, likewise."""
-    opened: Runs = NO_BLOCKS
+    opened_generations: Runs = NO_BLOCKS
     """The generations that have begun: `latest` takes checkpoints of these."""
     checkpoints: tuple[CheckpointRef, ...] = ()
     """The catalogue, newest first."""
-    spoilt: tuple[str, ...] = ()
+    unreadable_checkpoints: tuple[str, ...] = ()
     """Paths of checkpoints that a worker could not read."""
-    saves_asked: int = 0
+    saves_requested: int = 0
     """How many checkpoints were asked for: the number of the last request."""
     save: SaveRequest | None = None
     """The last request, until it is answered."""
-    parting: bool = False
+    final_drain: bool = False
     """Only leaving members are left, and nobody has come: no steps run any more, and their state is to be saved."""
-    dismissed: Mapping[WorkerId, float] = field(default_factory=dict)
+    ending_since: Mapping[WorkerId, float] = field(default_factory=dict)
     """When processes of the launcher's were told to end that have not ended yet."""
     spawn_after: float = 0.0
     """No process is started before this time: the back-off after failures."""

@@ -1,7 +1,7 @@
 """What a job wants done: the outputs of `machine.step`, carried out by the shell strictly in order.
 
 `Persist` is durable before anything after it goes out, so a generation is in the store before anyone hears of it;
-likewise `Progress`, so what people are shown never goes back when a controller is started again.
+likewise `PersistStep`, so what people are shown never goes back when a controller is started again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Persist:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class PersistStep:
     """Write the step that people are shown, and nothing else: a small write, because it comes every second."""
 
     step: int
@@ -85,4 +85,4 @@ class Note:
     """Figures, JSON-able."""
 
 
-Effect = Persist | Progress | Send | Close | Probe | Adopt | Spawn | Kill | Note
+Effect = Persist | PersistStep | Send | Close | Probe | Adopt | Spawn | Kill | Note

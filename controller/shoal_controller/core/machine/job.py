@@ -5,9 +5,9 @@ every deadline that others count on is in `durable`; the rest of `Job` is forgot
 
 - it is asked anew: what workers are, hold and have measured comes back with their hellos and heartbeats
   (`processes`, `connections`, `changes`), what became of launched ones with the launcher's answer to `Adopt`
-  (`spawned`); what was wished is seen to be fulfilled or is planned again (`wished`, `wishes`);
-- it gives *us* time to hear: whoever could not reach a controller that was away gets all of it again (`started`,
-  `ready_since`, `planned_at`, `spawned`, `probed`, and what was told to end in `durable.dismissed`);
+  (`spawned_at`); what was wished is seen to be fulfilled or is planned again (`goal`, `goals`);
+- it gives *us* time to hear: whoever could not reach a controller that was away gets all of it again (`started_at`,
+  `ready_since`, `planned_at`, `spawned_at`, `probed_at`, and `durable.ending_since`);
 - or it belongs to a number: a change under way is begun again with the next one (`attempt`).
 """
 
@@ -29,7 +29,7 @@ from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.core.machine.wait_graph import BrokenLink
 
 
-class Listened(NamedTuple):
+class Listening(NamedTuple):
     """How long this controller has listened; see `phases/silence.py`."""
 
     running: float = 0.0
@@ -38,15 +38,15 @@ class Listened(NamedTuple):
     """The same without the time in which most workers were silent."""
 
 
-NEVER_LISTENED = Listened()
+NO_LISTENING = Listening()
 
 
 @dataclass(frozen=True, slots=True)
-class Pinged:
+class PingSent:
     """A worker that had fallen silent was asked directly."""
 
     at: float
-    """In seconds, as `Listened.uncut`."""
+    """In seconds, as `Listening.uncut`."""
     suspected: bool = False
     """It has missed its heartbeats since, and people were told."""
 
@@ -59,15 +59,15 @@ class Process:
     connection: int | None
     """None: its stream is broken."""
     status: Status
-    heard: float
+    heard_at: float
     """When anything was last heard of it."""
-    heard_at: Listened = NEVER_LISTENED
-    """What `Job.listened` was then."""
-    cut: float | None = None
+    heard_listening: Listening = NO_LISTENING
+    """What `Job.listening` was then."""
+    cut_at: float | None = None
     """When its stream broke."""
-    reached: bool | None = None
+    reachable: bool | None = None
     """Whether this controller has reached it at its address and was told its incarnation; None: not known yet."""
-    refused: float | None = None
+    refused_since: float | None = None
     """Since when its host refuses connections to it, while it has no stream."""
     telemetry: Telemetry = field(default_factory=Telemetry)
     inventory: Inventory | None = None
@@ -76,19 +76,19 @@ class Process:
     """What its training thread does."""
     builds: tuple[Activity, ...] = ()
     """Of the groups that it builds, or keeps for plans that may begin."""
-    moved: float = 0.0
+    moved_at: float = 0.0
     """When its position was last seen to change."""
     steady_since: float = 0.0
     """Since when it has been heard without a gap: a process that was frozen says old things for a moment."""
-    pinged: Pinged | None = None
+    ping: PingSent | None = None
     """None: it is not silent."""
-    trains: bool = False
+    can_train: bool = False
     """Whether all its parameters were right once: as a member it gets every hand-out from then on."""
     pace_before: tuple[int, float] | None = None
     """Its step and its seconds in steps, as of the heartbeat before the last one."""
-    told: tuple[str, int, float] = ("", 0, 0.0)
+    last_sent: tuple[str, int, float] = ("", 0, 0.0)
     """What it was last told: kind, number, when."""
-    saves_told: int | None = None
+    last_save_seen: int | None = None
     """The number of the last save that it has told of; None: it has said no heartbeat in this controller's life."""
     fill_bytes_before: int = 0
     """Bytes it had received by fills before the present generation."""
@@ -100,11 +100,11 @@ class Traits:
 
     worker: WorkerId
     leaving: bool
-    trains: bool
+    can_train: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Wished:
+class Goal:
     """What a planned change is asked for. How far fills have come is not in it: they come to an end by themselves."""
 
     pool: tuple[Traits, ...]
@@ -114,7 +114,7 @@ class Wished:
     """Fills are done, so that their targets can be promoted."""
 
 
-class Stage(StrEnum):
+class AttemptPhase(StrEnum):
     """How far an attempt at a world made from inventories has come."""
 
     PREPARE = "prepare"
@@ -125,18 +125,18 @@ class Stage(StrEnum):
 class Attempt:
     """A start or a recovery under way: PREPARE(number) → inventories → PLAN(number) → READY of all → OPEN."""
 
-    number: int
+    generation: int
     reason: Reason
     why: str
     """What was noticed, by whom."""
-    noticed: float
+    noticed_at: float
     """When the cause was noticed; kept over attempts that follow one another."""
     since: float
     """When this number was given."""
-    stage: Stage = Stage.PREPARE
+    phase: AttemptPhase = AttemptPhase.PREPARE
     start: bool = False
     """Nobody holds anything: a world is made from newcomers."""
-    asked: frozenset[WorkerId] = frozenset()
+    starters: frozenset[WorkerId] = frozenset()
     """Of a start: who takes part. A recovery asks whoever may hold something."""
     reports: tuple[tuple[WorkerId, WorkerId], ...] = ()
     """Broken connections between members: who reported, whom."""
@@ -145,14 +145,14 @@ class Attempt:
     inseparable: str = ""
     """Why none of those who cannot reach each other stays outside."""
     inseparable_since: float = 0.0
-    avoid: frozenset[WorkerId] = frozenset()
+    avoided_builders: frozenset[WorkerId] = frozenset()
     """Whose store should not build the group: it failed last time."""
     plan: Plan | None = None
     committed_in: int = 0
     """The generation in which the plan's step was committed, as far as the inventories tell."""
     planned_at: float = 0.0
     """When its plan was sent."""
-    answered: frozenset[WorkerId] = frozenset()
+    respondents: frozenset[WorkerId] = frozenset()
     """Whose inventories the planner was asked with."""
     back_from: int = 0
     """The step from which all go back to a checkpoint."""
@@ -162,7 +162,7 @@ class Attempt:
     """What it waits for, as a sentence."""
     waits_since: float = 0.0
     """When it began to wait at this stage."""
-    told_of: str = ""
+    announced_wait: str = ""
     """The last such sentence that went into the history."""
 
 
@@ -171,60 +171,60 @@ class Job:
     """See the module's text."""
 
     durable: Durable
-    started: float
+    started_at: float
     """When this controller's life began."""
-    ticked: float | None = None
+    ticked_at: float | None = None
     """When the last tick came."""
-    listened: Listened = NEVER_LISTENED
+    listening: Listening = NO_LISTENING
     """In this life, up to the last tick."""
-    doubted: bool = False
+    doubt_shown: bool = False
     """Most workers are silent, and people were told."""
     processes: Mapping[WorkerId, Process] = field(default_factory=dict)
     connections: Mapping[int, WorkerId] = field(default_factory=dict)
-    probed: Mapping[WorkerId, float] = field(default_factory=dict)
+    probed_at: Mapping[WorkerId, float] = field(default_factory=dict)
     """When a probe was last sent to a process."""
-    running: frozenset[WorkerId] = frozenset()
+    live_processes: frozenset[WorkerId] = frozenset()
     """Whose process the launcher has started or adopted in this life, and has not seen end."""
     attempt: Attempt | None = None
     ready_since: float | None = None
     """Since when at least one newcomer has waited for a world."""
-    wished: Wished | None = None
+    goal: Goal | None = None
     """What the newest plan was asked for: the planner is asked again only when this changes."""
-    wishes: Mapping[int, Wished] = field(default_factory=dict)
+    goals: Mapping[int, Goal] = field(default_factory=dict)
     """What each planned change that has not begun was asked for, by its generation."""
     planned_at: float = 0.0
     """When the newest planned change was made."""
-    spawned: Mapping[WorkerId, float] = field(default_factory=dict)
+    spawned_at: Mapping[WorkerId, float] = field(default_factory=dict)
     """When processes were asked for that have not said hello."""
-    reaped: float = 0.0
+    reaped_at: float = 0.0
     """When the processes of a job that is over were last killed."""
-    refused: Mapping[str, str] = field(default_factory=dict)
+    refusals: Mapping[str, str] = field(default_factory=dict)
     """By incarnation: the last sentence that turned it away. One that trains on tries again every second."""
-    disbelieved: frozenset[WorkerId] = frozenset()
+    distrusted: frozenset[WorkerId] = frozenset()
     """Of whom it was told that they claim what cannot be."""
     changes: Mapping[WorkerId, Change] = field(default_factory=dict)
     """What the present generation's change cost its members."""
     detect_seconds: float = 0.0
     """From the cause of the present generation to its PREPARE."""
-    next_ask: int = 1
+    next_ping: int = 1
     """The number of the next ping."""
-    save_failed: int = -1
+    failed_save_step: int = -1
     """The step of the last save that failed."""
-    passed_over: str = ""
+    skipped_folders: str = ""
     """What was last told of folders in the checkpoints' place that are none."""
-    voted: tuple[int, int] = (0, 0)
+    last_vote: tuple[int, int] = (0, 0)
     """The last vote that is known to have passed: generation, votes passed in it."""
-    voted_at: float = 0.0
+    last_vote_at: float = 0.0
     """When that was noticed."""
-    straggled: frozenset[WorkerId] = frozenset()
+    named_stragglers: frozenset[WorkerId] = frozenset()
     """Who was last named for holding the others up, since a vote has passed."""
-    step_kept: float = 0.0
+    step_written_at: float = 0.0
     """When the step that people are shown was last written."""
     figures: Figures = field(default_factory=Figures)
     """What is counted; steps are ahead of `durable.figures`, all else is written at once."""
     figures_known: bool = True
     """Whether the steps are as many as before: after a restart, once every member has told or a world has opened."""
-    figures_kept: float = 0.0
+    figures_written_at: float = 0.0
     """When the counted steps were last written."""
 
     @property
@@ -235,12 +235,12 @@ class Job:
 def new_job(spec: JobSpec, now: float) -> Job:
     """A job that was just submitted. Its first event is `Started`."""
     figures = Figures(created=now)
-    return Job(Durable(spec, wanted=spec.wanted, figures=figures), started=now, figures=figures)
+    return Job(Durable(spec, wanted=spec.wanted, figures=figures), started_at=now, figures=figures)
 
 
 def restore(durable: Durable, now: float, step: int | None = None) -> Job:
-    """The job of an earlier controller. Its first event is `Started`. `step`: what `Progress` has written since."""
+    """The job of an earlier controller. Its first event is `Started`. `step`: what `PersistStep` has written since."""
     if step is not None:
         durable = replace(durable, step=step)
     known = durable.current is None or durable.phase.over
-    return Job(durable, started=now, figures=durable.figures, figures_known=known)
+    return Job(durable, started_at=now, figures=durable.figures, figures_known=known)

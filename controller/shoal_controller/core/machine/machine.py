@@ -58,24 +58,24 @@ from shoal_controller.core.machine.view import view
 __all__ = ["Durable", "Job", "from_json", "new_job", "restore", "step", "to_json", "view"]
 
 
-def started(turn: Turn, _: Started) -> None:
+def on_started(turn: Turn, _: Started) -> None:
     """A controller's life begins. [Note: what a restart changes] in `job.py`."""
-    scaling.restarted(turn)
-    link_faults.restarted(turn)
-    checkpoints.restarted(turn)
+    scaling.on_restart(turn)
+    link_faults.on_restart(turn)
+    checkpoints.on_restart(turn)
 
 
-def ticked(turn: Turn, _: Tick) -> None:
+def on_tick(turn: Turn, _: Tick) -> None:
     failure_detector.watch(turn)
-    link_faults.forget(turn)
-    link_faults.forgive(turn)
-    progress.look(turn)
-    progress_watch.look(turn)
+    link_faults.forget_departed(turn)
+    link_faults.forget_old_backoffs(turn)
+    progress.update(turn)
+    progress_watch.update(turn)
     if turn.durable.stopping:
-        operator_requests.stop_overdue(turn)
+        operator_requests.finish_overdue_stop(turn)
 
 
-def nothing(turn: Turn, _: Event) -> None:
+def ignore(turn: Turn, _: Event) -> None:
     """It changes nothing in this phase."""
 
 
@@ -83,39 +83,39 @@ Handler = Callable[[Turn, Any], object]
 """Records an event. Returns False where it cannot matter for the job, so that nothing need be settled."""
 
 ALIVE: dict[type, Handler] = {
-    Started: started,
-    Tick: ticked,
-    Connected: admission.connected,
-    MessageReceived: worker_messages.said,
-    Disconnected: failure_detector.disconnected,
-    Probed: failure_detector.probed,
-    Spawned: failure_detector.spawned,
-    NeverStarted: scaling.never_started,
-    Exited: failure_detector.exited,
-    Scale: operator_requests.scale,
-    DrainWorker: operator_requests.drain,
-    ConfirmLost: operator_requests.lost,
-    Pause: operator_requests.pause,
-    Resume: operator_requests.resume,
-    Cancel: operator_requests.cancel,
-    Save: operator_requests.save,
+    Started: on_started,
+    Tick: on_tick,
+    Connected: admission.on_connected,
+    MessageReceived: worker_messages.on_message,
+    Disconnected: failure_detector.on_disconnected,
+    Probed: failure_detector.on_probed,
+    Spawned: failure_detector.on_spawned,
+    NeverStarted: scaling.on_never_started,
+    Exited: failure_detector.on_exited,
+    Scale: operator_requests.on_scale,
+    DrainWorker: operator_requests.on_drain,
+    ConfirmLost: operator_requests.on_confirm_lost,
+    Pause: operator_requests.on_pause,
+    Resume: operator_requests.on_resume,
+    Cancel: operator_requests.on_cancel,
+    Save: operator_requests.on_save,
 }
 OVER: dict[type, Handler] = {
-    Started: ending.restarted,
-    Tick: nothing,
-    Connected: ending.connected,
-    MessageReceived: ending.said,
-    Disconnected: ending.disconnected,
-    Probed: nothing,
-    Spawned: failure_detector.spawned,
-    NeverStarted: ending.never_started,
-    Exited: ending.exited,
+    Started: ending.on_restart,
+    Tick: ignore,
+    Connected: ending.on_connected,
+    MessageReceived: ending.on_message,
+    Disconnected: ending.on_disconnected,
+    Probed: ignore,
+    Spawned: failure_detector.on_spawned,
+    NeverStarted: ending.on_never_started,
+    Exited: ending.on_exited,
     Scale: operator_requests.refuse,
     DrainWorker: operator_requests.refuse,
     ConfirmLost: operator_requests.refuse,
     Pause: operator_requests.refuse,
     Resume: operator_requests.refuse,
-    Cancel: nothing,
+    Cancel: ignore,
     Save: operator_requests.refuse,
 }
 TABLE: dict[tuple[Phase, type], Handler] = {

@@ -13,8 +13,8 @@ from typing import Any
 from shoal_protos.messages import ToWorker
 from shoal_protos.plan import Plan, WorkerId
 
-from shoal_controller.core.machine.durable import Durable, Record
-from shoal_controller.core.machine.effects import Effect, Note, Persist, Progress, Send
+from shoal_controller.core.machine.durable import Durable, WorkerRecord
+from shoal_controller.core.machine.effects import Effect, Note, Persist, PersistStep, Send
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.figures import Figures
 from shoal_controller.core.machine.job import Job, Process
@@ -32,7 +32,7 @@ class Turn:
         self.now = now
         self.effects: list[Effect] = []
         self._own_processes: dict[WorkerId, Process] = {}
-        self._own_roster: dict[WorkerId, Record] = {}
+        self._own_roster: dict[WorkerId, WorkerRecord] = {}
 
     # ---- reading
 
@@ -49,7 +49,7 @@ class Turn:
         """The plan of the world that may train."""
         return self.job.durable.current
 
-    def record(self, worker: WorkerId) -> Record:
+    def record(self, worker: WorkerId) -> WorkerRecord:
         return self.job.durable.roster[worker]
 
     def serving(self) -> Iterator[Process]:
@@ -70,7 +70,7 @@ class Turn:
         """Durable fields of the job."""
         self.job = replace(self.job, durable=replace(self.job.durable, **fields))
 
-    def enlist(self, record: Record) -> None:
+    def enlist(self, record: WorkerRecord) -> None:
         """A new or changed record. The roster is copied once a turn, whatever it was before stays as it is."""
         if self.job.durable.roster is not self._own_roster:
             self._own_roster = dict(self.job.durable.roster)
@@ -129,5 +129,5 @@ class Turn:
         if after == before:
             return self.effects
         if after == replace(before, step=after.step):
-            return [Progress(after.step), *self.effects]
+            return [PersistStep(after.step), *self.effects]
         return [Persist(), *self.effects]

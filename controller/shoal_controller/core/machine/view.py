@@ -6,7 +6,7 @@ from shoal_protos.messages import Ending, MemberState
 from shoal_protos.plan import Plan
 from shoal_protos.runs import NO_BLOCKS, every, union
 
-from shoal_controller.core.machine.durable import Record, Resize, Standing
+from shoal_controller.core.machine.durable import Resize, Standing, WorkerRecord
 from shoal_controller.core.machine.job import Job, Process
 from shoal_controller.core.machine.phases import progress_watch, silence, waiting
 from shoal_controller.core.machine.phases.progress import shown_loss, step_seconds_median
@@ -140,7 +140,7 @@ def _workers(job: Job, now: float) -> tuple[WorkerView, ...]:
     )
 
 
-def _worker(job: Job, record: Record, now: float, waited_for_seconds: float) -> WorkerView:
+def _worker(job: Job, record: WorkerRecord, now: float, waited_for_seconds: float) -> WorkerView:
     process, world = job.processes.get(record.worker), job.durable.current
     rank = (
         world.rank_of(record.worker, record.incarnation)
@@ -163,11 +163,11 @@ def _worker(job: Job, record: Record, now: float, waited_for_seconds: float) -> 
         memory_bytes=telemetry.memory_bytes if telemetry is not None else {},
         log=record.log,
         waited_for_seconds=waited_for_seconds,
-        heartbeat_age_seconds=now - process.heard if process is not None and record.serves else None,
+        heartbeat_age_seconds=now - process.heard_at if process is not None and record.serves else None,
     )
 
 
-def state(job: Job, record: Record, rank: int | None) -> State:
+def state(job: Job, record: WorkerRecord, rank: int | None) -> State:
     """One word for where a worker stands."""
     if job.durable.phase.over and record.ending is None:
         return State.LOST if record.standing is Standing.LOST or record.why else State.LEFT
@@ -176,7 +176,7 @@ def state(job: Job, record: Record, rank: int | None) -> State:
     if record.standing is not Standing.HERE:
         return State.LOST
     process = job.processes.get(record.worker)
-    if process is not None and process.pinged is not None and process.pinged.suspected:
+    if process is not None and process.ping is not None and process.ping.suspected:
         return State.SUSPECTED
     if record.leaving:
         return State.DRAINING

@@ -1,4 +1,4 @@
-"""Lots: blocks that are alike to the planner, so that it works on thousands of lots at most, never block by block.
+"""Block groups: blocks that are alike to the planner, which works on thousands of groups at most, never block by block.
 
 Blocks are alike when the same processes hold them and the same one owned them before. `gather` sweeps once over what
 all hold; `cut` divides blocks without breaking more runs than needed. Workers are indexes into the planner's
@@ -18,13 +18,13 @@ NOBODY = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Lot:
+class BlockGroup:
     """Blocks that are alike, and what is decided about them so far."""
 
     blocks: Runs
     holders: frozenset[int]
     """Empty: lost."""
-    was: int = NOBODY
+    previous_owner: int = NOBODY
     """Who owned them before and still holds them."""
     owner: int = NOBODY
     """Who is to own them in the end."""
@@ -36,17 +36,17 @@ class Lot:
         """All who are to keep them in the end."""
         return (self.owner, *self.mirrors)
 
-    def decided(self, owner: int, mirrors: tuple[int, ...], blocks: Runs) -> Lot:
+    def decided(self, owner: int, mirrors: tuple[int, ...], blocks: Runs) -> BlockGroup:
         """Some of the blocks, with their owner and the mirrors decided so far."""
-        return Lot(blocks, self.holders, self.was, owner, mirrors)
+        return BlockGroup(blocks, self.holders, self.previous_owner, owner, mirrors)
 
 
-def gather(blocks: int, holds: Sequence[Runs], owned: Mapping[int, Runs]) -> list[Lot]:
-    """The lots of a job with so many blocks: who holds what, and who owned what before."""
+def gather(blocks: int, holds: Sequence[Runs], owned: Mapping[int, Runs]) -> list[BlockGroup]:
+    """The groups of a job with so many blocks: who holds what, and who owned what before."""
     alike: dict[tuple[int, frozenset[int]], list[Span]] = {}
     for span, owner, holders in _stretches(blocks, holds, owned):
         alike.setdefault((owner if owner in holders else NOBODY, holders), []).append(span)
-    return [Lot(Runs(spans), holders, was) for (was, holders), spans in alike.items()]
+    return [BlockGroup(Runs(spans), holders, was) for (was, holders), spans in alike.items()]
 
 
 _HELD, _NOT_HELD, _OWNED, _NOT_OWNED = range(4)

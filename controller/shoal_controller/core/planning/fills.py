@@ -13,29 +13,29 @@ from dataclasses import dataclass
 from shoal_protos.plan import Fill
 from shoal_protos.runs import Runs, Span
 
-from shoal_controller.core.planning.block_groups import Lot, cut
+from shoal_controller.core.planning.block_groups import BlockGroup, cut
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptBlocks:
     """Blocks as a plan has them from its first step on: their owner and mirrors hold them with valid bits."""
 
-    lot: Lot
+    group: BlockGroup
     owner: int
     mirrors: tuple[int, ...]
 
 
-def name_fills(kept: Sequence[Kept]) -> list[Fill]:
-    """The fills towards the lots' targets; workers are the planner's indexes."""
+def name_fills(kept: Sequence[KeptBlocks]) -> list[Fill]:
+    """The fills towards the groups' targets; workers are the planner's indexes."""
     sent = Counter[int]()
     spans: defaultdict[tuple[int, int, int], list[Span]] = defaultdict(list)
     for now in sorted(kept, key=lambda now: len(now.mirrors)):
         sources = (now.owner, *now.mirrors)
-        for target in now.lot.keepers:
-            if target in now.lot.holders:
+        for target in now.group.keepers:
+            if target in now.group.holders:
                 continue
-            counts = _even_out([sent[source] for source in sources], len(now.lot.blocks))
-            for source, count, blocks in zip(sources, counts, cut(now.lot.blocks, counts), strict=True):
+            counts = _even_out([sent[source] for source in sources], len(now.group.blocks))
+            for source, count, blocks in zip(sources, counts, cut(now.group.blocks, counts), strict=True):
                 sent[source] += count
                 if count:
                     spans[len(now.mirrors), source, target] += blocks.spans

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from shoal_controller.core.planning.block_groups import NOBODY
 
 if TYPE_CHECKING:
-    from shoal_controller.core.planning.placement import Pair, Placing
+    from shoal_controller.core.planning.placement import Pair, Placement
 
 Node = tuple[int, int]
 """A pair `(owner, mirror)`, or one of these:"""
@@ -49,7 +49,7 @@ class Reach(Enum):
     STAY = 0
     """The owner before, and a holder as mirror."""
     SHARE = 1
-    """Two holders; nobody gets more than a fair share of one demand (see `Room.parts`)."""
+    """Two holders; nobody gets more than a fair share of one demand (see `Capacity.parts`)."""
     FREE = 2
     """Two holders."""
     ANY = 3
@@ -58,7 +58,7 @@ class Reach(Enum):
 class Flow:
     """One run to the end, for the placing's present reach."""
 
-    def __init__(self, placing: Placing) -> None:
+    def __init__(self, placing: Placement) -> None:
         self._placing = placing
         self._anywhere = placing.reach is Reach.ANY
         self._sites = len(placing.room.site)

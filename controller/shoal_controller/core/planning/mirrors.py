@@ -13,18 +13,20 @@ from fractions import Fraction
 from functools import cache
 from math import floor
 
-from shoal_controller.core.planning.block_groups import Lot, cut, lay
-from shoal_controller.core.planning.placement import Demand, Pair, Placing, Room
+from shoal_controller.core.planning.block_groups import BlockGroup, cut, lay
+from shoal_controller.core.planning.placement import Capacity, Demand, Pair, Placement
 
 
-def share_mirrors(lots: Sequence[Lot], keepers: Sequence[int], mirrors: int, domains: Sequence[int]) -> list[Lot]:
-    """The owned lots, divided where needed, each with so many mirrors. `domains` is by candidate."""
+def share_mirrors(
+    groups: Sequence[BlockGroup], keepers: Sequence[int], mirrors: int, domains: Sequence[int]
+) -> list[BlockGroup]:
+    """The owned groups, divided where needed, each with so many mirrors. `domains` is by candidate."""
     if mirrors >= len(keepers) - 1:
         return [
-            lot.decided(lot.owner, tuple(keeper for keeper in keepers if keeper != lot.owner), lot.blocks)
-            for lot in lots
+            group.decided(group.owner, tuple(keeper for keeper in keepers if keeper != group.owner), group.blocks)
+            for group in groups
         ]
-    shared = list(lots)
+    shared = list(groups)
     members = Counter(domains[keeper] for keeper in keepers)
     apart = min(mirrors, len(members) - 1)
     if apart and max(members.values()) > 1:
@@ -32,58 +34,58 @@ def share_mirrors(lots: Sequence[Lot], keepers: Sequence[int], mirrors: int, dom
     return _more(shared, Spread(keepers, domains, apart, mirrors), range(len(domains)))
 
 
-def leave_mirrors(lots: Sequence[Lot], keepers: Sequence[int], domains: Sequence[int]) -> list[Lot]:
-    """The lots with holders in place of mirrors that would have to be filled, where there are enough holders."""
+def leave_mirrors(groups: Sequence[BlockGroup], keepers: Sequence[int], domains: Sequence[int]) -> list[BlockGroup]:
+    """The groups with holders in place of mirrors that would have to be filled, where there are enough holders."""
     among = frozenset(keepers)
     return [
-        lot
-        if lot.holders.issuperset(lot.mirrors) or len(lot.holders & among) < len(lot.keepers)
-        else lot.decided(lot.owner, _holders_instead(lot, among, domains), lot.blocks)
-        for lot in lots
+        group
+        if group.holders.issuperset(group.mirrors) or len(group.holders & among) < len(group.keepers)
+        else group.decided(group.owner, _holders_instead(group, among, domains), group.blocks)
+        for group in groups
     ]
 
 
-def _holders_instead(lot: Lot, among: frozenset[int], domains: Sequence[int]) -> tuple[int, ...]:
-    held = [mirror for mirror in lot.mirrors if mirror in lot.holders]
-    seen = {domains[worker] for worker in (lot.owner, *held)}
+def _holders_instead(group: BlockGroup, among: frozenset[int], domains: Sequence[int]) -> tuple[int, ...]:
+    held = [mirror for mirror in group.mirrors if mirror in group.holders]
+    seen = {domains[worker] for worker in (group.owner, *held)}
     others = sorted(
-        (lot.holders & among).difference(held, (lot.owner,)), key=lambda worker: (domains[worker] in seen, worker)
+        (group.holders & among).difference(held, (group.owner,)), key=lambda worker: (domains[worker] in seen, worker)
     )
-    return (*held, *others)[: len(lot.mirrors)]
+    return (*held, *others)[: len(group.mirrors)]
 
 
-def _more(lots: Sequence[Lot], spread: Spread, sites: Sequence[int]) -> list[Lot]:
-    """Adds mirrors to those that the lots have, as many as are missing."""
-    missing = [spread.copies - len(lot.mirrors) for lot in lots]
+def _more(groups: Sequence[BlockGroup], spread: Spread, sites: Sequence[int]) -> list[BlockGroup]:
+    """Adds mirrors to those that the groups have, as many as are missing."""
+    missing = [spread.copies - len(group.mirrors) for group in groups]
     if not any(missing):
-        return list(lots)
+        return list(groups)
     among = frozenset(spread.keepers)
     demands = [
         Demand(
-            count=len(lot.blocks),
-            holders=(lot.owner, *sorted((lot.holders & among).difference(lot.keepers))),
-            was=lot.owner,
-            owner=lot.owner,
-            barred=frozenset(sites[mirror] for mirror in lot.mirrors),
+            count=len(group.blocks),
+            holders=(group.owner, *sorted((group.holders & among).difference(group.keepers))),
+            previous_owner=group.owner,
+            owner=group.owner,
+            barred=frozenset(sites[mirror] for mirror in group.mirrors),
         )
-        for lot in lots
+        for group in groups
     ]
-    shared: list[Lot] = []
-    for lot, placed in zip(lots, Placing(demands, _room(lots, spread, sites)).run(), strict=True):
+    shared: list[BlockGroup] = []
+    for group, placed in zip(groups, Placement(demands, _capacity(groups, spread, sites)).run(), strict=True):
         order = sorted(placed, key=lambda pair: (sites[pair[1]], pair))
-        pieces = lay(len(lot.blocks), [(pair[1], placed[pair]) for pair in order])
-        for (_, mirrors), blocks in zip(pieces, cut(lot.blocks, [count for count, _ in pieces]), strict=True):
-            shared.append(lot.decided(lot.owner, lot.mirrors + mirrors, blocks))
+        pieces = lay(len(group.blocks), [(pair[1], placed[pair]) for pair in order])
+        for (_, mirrors), blocks in zip(pieces, cut(group.blocks, [count for count, _ in pieces]), strict=True):
+            shared.append(group.decided(group.owner, group.mirrors + mirrors, blocks))
     return shared
 
 
-def _room(lots: Sequence[Lot], spread: Spread, sites: Sequence[int]) -> Room:
+def _capacity(groups: Sequence[BlockGroup], spread: Spread, sites: Sequence[int]) -> Capacity:
     """What the copies so far leave of everybody's share."""
     owned, mirrored = Counter[int](), Counter[Pair]()
-    for lot in lots:
-        owned[lot.owner] += len(lot.blocks)
-        for mirror in lot.mirrors:
-            mirrored[lot.owner, mirror] += len(lot.blocks)
+    for group in groups:
+        owned[group.owner] += len(group.blocks)
+        for mirror in group.mirrors:
+            mirrored[group.owner, mirror] += len(group.blocks)
 
     def share(owner: int, mirror: int) -> int:
         return spread.whole_blocks(owned[owner], owner, mirror)
@@ -98,9 +100,9 @@ def _room(lots: Sequence[Lot], spread: Spread, sites: Sequence[int]) -> Room:
     for owner in spread.keepers:
         if not spread.is_thin(owned[owner], owner):
             below[owner] = sum(least(owner, mirror) for mirror in spread.keepers if sites[mirror] != sites[owner])
-    copies = spread.copies - len(lots[0].mirrors)
+    copies = spread.copies - len(groups[0].mirrors)
     extra = [copies * owned[owner] - count for owner, count in enumerate(below)]
-    return Room(
+    return Capacity(
         workers=spread.keepers,
         mirrors=spread.keepers,
         site=sites,

@@ -10,52 +10,58 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from shoal_controller.core.planning.block_groups import NOBODY, Lot, cut
-from shoal_controller.core.planning.placement import Demand, Placing, Room
+from shoal_controller.core.planning.block_groups import NOBODY, BlockGroup, cut
+from shoal_controller.core.planning.placement import Capacity, Demand, Placement
 
 
-def share_owners(lots: Sequence[Lot], keepers: Sequence[int], mirrors: int, sites: Sequence[int]) -> list[Lot]:
-    """The lots, divided where needed, each with its owner and, where one mirror is wanted, that mirror.
+def share_owners(
+    groups: Sequence[BlockGroup], keepers: Sequence[int], mirrors: int, sites: Sequence[int]
+) -> list[BlockGroup]:
+    """The groups, divided where needed, each with its owner and, where one mirror is wanted, that mirror.
 
     Both are keepers, at two sites; `sites` is by candidate.
     """
     among = frozenset(keepers)
-    stays = _stays(lots, keepers)
+    stays = _stays(groups, keepers)
     demands = [
         Demand(
-            count=len(lot.blocks),
-            holders=tuple(sorted(lot.holders & among)),
-            was=lot.was if lot.was in among else NOBODY,
+            count=len(group.blocks),
+            holders=tuple(sorted(group.holders & among)),
+            previous_owner=group.previous_owner if group.previous_owner in among else NOBODY,
             stays=count,
         )
-        for lot, count in zip(lots, stays, strict=True)
+        for group, count in zip(groups, stays, strict=True)
     ]
     blocks = sum(demand.count for demand in demands)
-    room = _room_of_pairs(blocks, keepers, sites) if mirrors == 1 else _room_of_owners(blocks, keepers, mirrors, sites)
-    shared: list[Lot] = []
-    for lot, placed in zip(lots, Placing(demands, room).run(), strict=True):
-        pairs = sorted(placed, key=lambda pair: (pair[0] != lot.was, pair))
-        for (owner, mirror), piece in zip(pairs, cut(lot.blocks, [placed[pair] for pair in pairs]), strict=True):
-            shared.append(lot.decided(owner, () if mirror == NOBODY else (mirror,), piece))
+    room = (
+        _capacity_of_pairs(blocks, keepers, sites)
+        if mirrors == 1
+        else _capacity_of_owners(blocks, keepers, mirrors, sites)
+    )
+    shared: list[BlockGroup] = []
+    for group, placed in zip(groups, Placement(demands, room).run(), strict=True):
+        pairs = sorted(placed, key=lambda pair: (pair[0] != group.previous_owner, pair))
+        for (owner, mirror), piece in zip(pairs, cut(group.blocks, [placed[pair] for pair in pairs]), strict=True):
+            shared.append(group.decided(owner, () if mirror == NOBODY else (mirror,), piece))
     return shared
 
 
-def _stays(lots: Sequence[Lot], keepers: Sequence[int]) -> list[int]:
-    """How many blocks of each lot should stay with their owner: evenly of an owner's lots, down to what it may have.
+def _stays(groups: Sequence[BlockGroup], keepers: Sequence[int]) -> list[int]:
+    """How many blocks of each group should stay with their owner: evenly of its groups, down to what it may have.
 
     What goes then comes evenly from all who mirror them. The owners that may have one more are those with most.
     """
-    least, spare = divmod(sum(len(lot.blocks) for lot in lots), len(keepers))
+    least, spare = divmod(sum(len(group.blocks) for group in groups), len(keepers))
     owned: dict[int, list[int]] = {keeper: [] for keeper in keepers}
-    for index, lot in enumerate(lots):
-        if lot.was in owned:
-            owned[lot.was].append(index)
-    sizes = {owner: sum(len(lots[index].blocks) for index in mine) for owner, mine in owned.items()}
+    for index, group in enumerate(groups):
+        if group.previous_owner in owned:
+            owned[group.previous_owner].append(index)
+    sizes = {owner: sum(len(groups[index].blocks) for index in mine) for owner, mine in owned.items()}
     fullest = sorted((owner for owner in owned if sizes[owner] > least), key=lambda owner: (-sizes[owner], owner))
-    stays = [0] * len(lots)
+    stays = [0] * len(groups)
     for owner, mine in owned.items():
         allowed = least + (owner in fullest[:spare])
-        for index, count in zip(mine, level([len(lots[index].blocks) for index in mine], allowed), strict=True):
+        for index, count in zip(mine, level([len(groups[index].blocks) for index in mine], allowed), strict=True):
             stays[index] = count
     return stays
 
@@ -70,9 +76,9 @@ def level(counts: Sequence[int], total: int) -> list[int]:
     return kept
 
 
-def _room_of_owners(blocks: int, keepers: Sequence[int], mirrors: int, sites: Sequence[int]) -> Room:
+def _capacity_of_owners(blocks: int, keepers: Sequence[int], mirrors: int, sites: Sequence[int]) -> Capacity:
     least, more = divmod(blocks, len(keepers))
-    return Room(
+    return Capacity(
         workers=keepers,
         mirrors=(NOBODY,),
         site=sites,
@@ -85,12 +91,12 @@ def _room_of_owners(blocks: int, keepers: Sequence[int], mirrors: int, sites: Se
     )
 
 
-def _room_of_pairs(blocks: int, keepers: Sequence[int], sites: Sequence[int]) -> Room:
+def _capacity_of_pairs(blocks: int, keepers: Sequence[int], sites: Sequence[int]) -> Capacity:
     least, more = divmod(blocks, len(keepers))
     crowd = Counter(sites[keeper] for keeper in keepers)
     others = [max(1, len(keepers) - crowd[site]) for site in sites]
     share = [least // count for count in others]
-    return Room(
+    return Capacity(
         workers=keepers,
         mirrors=keepers,
         site=sites,

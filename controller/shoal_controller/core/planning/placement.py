@@ -1,7 +1,7 @@
-"""Placing: gives alike blocks an owner and a mirror each, evenly, with as few transfers as can be.
+"""Placement: gives alike blocks an owner and a mirror each, evenly, with as few transfers as can be.
 
 A *demand* is a number of alike blocks; each of them wants a *pair* of an owner and a mirror, which costs one transfer
-for each of the two that does not hold the block. What is even is said by `Room`. That is a minimum-cost flow: here are
+for each of the two that does not hold the block. `Capacity` says what is even. That is a minimum-cost flow: here are
 its state and the simple part, flow.py has the rest. owners.py places all blocks so, and mirrors.py further mirrors of
 blocks whose owner is given. Knows nothing of plans. Pure.
 """
@@ -28,7 +28,7 @@ class Demand:
     count: int
     holders: tuple[int, ...]
     """Workers who take blocks and hold these already."""
-    was: int = NOBODY
+    previous_owner: int = NOBODY
     """The owner before, if it is a holder."""
     owner: int = NOBODY
     """The owner where it is given."""
@@ -42,11 +42,11 @@ class Demand:
         """Who may own these without a transfer, the owner before first."""
         if self.owner != NOBODY:
             return (self.owner,)
-        return tuple(sorted(self.holders, key=lambda holder: holder != self.was))
+        return tuple(sorted(self.holders, key=lambda holder: holder != self.previous_owner))
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class Capacity:
     """What is even. All together it is exactly the blocks that there are.
 
     An owner has at least `least` blocks with each mirror, one more with `extra` of them (`most` says with whom that may
@@ -75,10 +75,10 @@ class Room:
     """How many copies a block has in all: its owner should have this part of all that it holds."""
 
 
-class Placing:
+class Placement:
     """One division of all demands. `placed[demand][pair]` is the outcome of `run`."""
 
-    def __init__(self, demands: Sequence[Demand], room: Room) -> None:
+    def __init__(self, demands: Sequence[Demand], room: Capacity) -> None:
         self.demands = demands
         self.room = room
         self.placed: list[dict[Pair, int]] = [{} for _ in demands]
@@ -101,7 +101,7 @@ class Placing:
 
     def run(self) -> list[dict[Pair, int]]:
         """What can stay stays, then what can be free is free, then the rest, the cheapest first."""
-        order = sorted(range(len(self.demands)), key=lambda index: self.demands[index].was == NOBODY)
+        order = sorted(range(len(self.demands)), key=lambda index: self.demands[index].previous_owner == NOBODY)
         for reach in Reach:
             if reach is Reach.SHARE and self.room.parts == 1:
                 continue
@@ -153,7 +153,7 @@ class Placing:
         """Who may own this demand without a transfer."""
         demand = self.demands[index]
         if self.reach is Reach.STAY:
-            return (demand.was,) if demand.was != NOBODY else ()
+            return (demand.previous_owner,) if demand.previous_owner != NOBODY else ()
         return demand.owners
 
     def _fill_pairs_of(self, index: int, owner: int, mirrors: Sequence[int]) -> None:
@@ -209,7 +209,7 @@ class Placing:
         if mirror == NOBODY:
             if self.reach is Reach.STAY:
                 most = demand.stays
-            elif self.reach is Reach.SHARE and owner != demand.was:
+            elif self.reach is Reach.SHARE and owner != demand.previous_owner:
                 most = -(-demand.count // self.room.parts)
         else:
             site = self.room.site[mirror]

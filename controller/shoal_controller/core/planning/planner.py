@@ -14,8 +14,8 @@ from shoal_protos.errors import ShoalError
 from shoal_protos.plan import Fill, Member, Plan, Reason, Recovery, Share, WorkerId, check_plan
 from shoal_protos.runs import NO_BLOCKS, Runs, Span, every, union
 
-from shoal_controller.core.planning.block_groups import Lot, gather
-from shoal_controller.core.planning.fills import Kept, name_fills
+from shoal_controller.core.planning.block_groups import BlockGroup, gather
+from shoal_controller.core.planning.fills import KeptBlocks, name_fills
 from shoal_controller.core.planning.lanes import Lanes, share_lanes
 from shoal_controller.core.planning.mirrors import leave_mirrors, share_mirrors
 from shoal_controller.core.planning.owners import share_owners
@@ -36,14 +36,14 @@ class Candidate:
     member: Member
     domain: str
     """Failure domain."""
-    age: int
+    join_order: int
     """Order of joining the job; the youngest has the highest number."""
     holds: Runs = NO_BLOCKS
     """Blocks whose state it holds with valid bits at the step where the plan begins. For a planned change: what its
     base plan keeps for it or has filled, never what the base releases. At a start it does not matter."""
     current: Runs = NO_BLOCKS
     """Blocks whose parameters are right at that step; only a recovery asks."""
-    trains: bool = True
+    can_train: bool = True
     """All its parameters are right or will be handed out in the recovery: it may get lanes and be a fill's target."""
     counted: bool = True
     """Whether its state counts; only a recovery asks."""
@@ -67,7 +67,7 @@ class Terms:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class PlanRequest:
     """What is wanted of this one plan."""
 
     terms: Terms
@@ -77,42 +77,44 @@ class Wish:
     """Workers whose store should not build the group: it failed last time."""
 
 
-def plan_start(wish: Wish, candidates: Sequence[Candidate], step: int = 0, checkpoint: str = "") -> Plan:
+def plan_start(request: PlanRequest, candidates: Sequence[Candidate], step: int = 0, checkpoint: str = "") -> Plan:
     """A start: all have all blocks at hand, so the target is reached at once.
 
     Or a restore from a checkpoint: nothing that the members hold counts. Each reads what it is to own, so that no block
     is read twice, and mirrors are filled beside training.
     """
-    everything = every(wish.terms.blocks)
-    world = _compose(wish.terms, [replace(c, holds=everything) for c in _by_age(candidates)], before=None)
+    everything = every(request.terms.blocks)
+    world = _compose(request.terms, [replace(c, holds=everything) for c in _by_age(candidates)], before=None)
     size = len(world.here)
     if not checkpoint:
-        return _plan(wish, world, Recovery(step, b"", (True,) * size, (NO_BLOCKS,) * size))
+        return _plan(request, world, Recovery(step, b"", (True,) * size, (NO_BLOCKS,) * size))
     owners = [replace(c, holds=share.owned) for c, share in zip(world.here, world.shares, strict=True)]
-    world = _compose(wish.terms, owners, before=None)
+    world = _compose(request.terms, owners, before=None)
     stale = tuple(everything - share.owned for share in world.shares)
-    return _plan(wish, world, Recovery(step, b"", (False,) * size, stale, checkpoint))
+    return _plan(request, world, Recovery(step, b"", (False,) * size, stale, checkpoint))
 
 
-def plan_recovery(wish: Wish, candidates: Sequence[Candidate], before: Plan, step: int, record: bytes) -> Plan:
+def plan_recovery(
+    request: PlanRequest, candidates: Sequence[Candidate], before: Plan, step: int, record: bytes
+) -> Plan:
     """After a loss, from inventories. Raises `BlocksLost`.
 
     Leaving candidates that nothing needs any more are not among its members.
     """
     here = [c if c.counted else replace(c, holds=NO_BLOCKS, current=NO_BLOCKS) for c in _by_age(candidates)]
-    world = _compose(wish.terms, here, before)
+    world = _compose(request.terms, here, before)
     counted = tuple(candidate.counted for candidate in world.here)
     follows = (candidate.current | share.keeps for candidate, share in zip(world.here, world.shares, strict=True))
-    stale = tuple(every(wish.terms.blocks) - right for right in follows)
-    return _plan(wish, world, Recovery(step, record, counted, stale))
+    stale = tuple(every(request.terms.blocks) - right for right in follows)
+    return _plan(request, world, Recovery(step, record, counted, stale))
 
 
-def plan_change(wish: Wish, candidates: Sequence[Candidate], before: Plan) -> Plan:
+def plan_change(request: PlanRequest, candidates: Sequence[Candidate], before: Plan) -> Plan:
     """A planned change of the world of `before`. Raises `BlocksLost` where one who must not leave yet was left out.
 
     Leaving candidates that nothing needs any more are not among its members.
     """
-    return _plan(wish, _compose(wish.terms, _by_age(candidates), before), before)
+    return _plan(request, _compose(request.terms, _by_age(candidates), before), before)
 
 
 def same_world(one: Plan, other: Plan) -> bool:
@@ -134,18 +136,18 @@ class _World:
 
 def _compose(terms: Terms, here: Sequence[Candidate], before: Plan | None) -> _World:
     """Lanes, owners, mirrors, fills."""
-    lots = gather(terms.blocks, [candidate.holds for candidate in here], _owned_before(before, here))
-    if lost := union(lot.blocks for lot in lots if not lot.holders):
+    groups = gather(terms.blocks, [candidate.holds for candidate in here], _owned_before(before, here))
+    if lost := union(group.blocks for group in groups if not group.holders):
         raise BlocksLost(lost, terms.blocks)
     keepers = _keepers(here)
     mirrors = min(terms.mirrors, len(keepers) - 1)
     domains = _domains(here)
     apart = len({domains[keeper] for keeper in keepers}) > 1
-    lots = share_owners(lots, keepers, mirrors, domains if apart else range(len(here)))
-    lots = share_mirrors(lots, keepers, mirrors, domains)
+    groups = share_owners(groups, keepers, mirrors, domains if apart else range(len(here)))
+    groups = share_mirrors(groups, keepers, mirrors, domains)
     if mirrors > 1 and _at_rest(before, here, keepers):
-        lots = leave_mirrors(lots, keepers, domains)
-    kept = _promote(lots, keepers, mirrors)
+        groups = leave_mirrors(groups, keepers, domains)
+    kept = _promote(groups, keepers, mirrors)
     lanes = dict(zip(keepers, share_lanes(terms.lanes, [here[keeper].lane for keeper in keepers]), strict=True))
     return _without_the_needless(_World(here, _shares(len(here), kept, lanes), name_fills(kept)))
 
@@ -166,7 +168,7 @@ def _at_rest(before: Plan | None, here: Sequence[Candidate], keepers: Sequence[i
 
 
 def _by_age(candidates: Sequence[Candidate]) -> list[Candidate]:
-    return sorted(candidates, key=lambda candidate: candidate.age)
+    return sorted(candidates, key=lambda candidate: candidate.join_order)
 
 
 def _domains(here: Sequence[Candidate]) -> list[int]:
@@ -176,7 +178,7 @@ def _domains(here: Sequence[Candidate]) -> list[int]:
 
 def _keepers(here: Sequence[Candidate]) -> list[int]:
     """Who trains and keeps blocks in the end. When all are leaving, the oldest stays: somebody must be the last."""
-    able = [worker for worker, candidate in enumerate(here) if candidate.trains]
+    able = [worker for worker, candidate in enumerate(here) if candidate.can_train]
     staying = [worker for worker in able if not here[worker].leaving]
     if not able:
         raise ValueError(f"none of {len(here)} candidates may train; a world needs one who does")
@@ -194,40 +196,42 @@ def _owned_before(before: Plan | None, here: Sequence[Candidate]) -> dict[int, R
     return owned
 
 
-def _promote(lots: Sequence[Lot], keepers: Sequence[int], mirrors: int) -> list[Kept]:
+def _promote(groups: Sequence[BlockGroup], keepers: Sequence[int], mirrors: int) -> list[KeptBlocks]:
     """Owners and mirrors until the fills are done: holders only."""
     staying = frozenset(keepers)
     return [
-        Kept(lot, lot.owner, lot.mirrors) if lot.holders.issuperset(lot.keepers) else _meanwhile(lot, staying, mirrors)
-        for lot in lots
+        KeptBlocks(group, group.owner, group.mirrors)
+        if group.holders.issuperset(group.keepers)
+        else _meanwhile(group, staying, mirrors)
+        for group in groups
     ]
 
 
-def _meanwhile(lot: Lot, keepers: frozenset[int], mirrors: int) -> Kept:
+def _meanwhile(group: BlockGroup, keepers: frozenset[int], mirrors: int) -> KeptBlocks:
     """The owner before stays while the wished one is being filled. Who is to keep the blocks comes first.
 
     Holders beyond the wished copies release the blocks.
     """
-    wished = [worker for worker in lot.keepers if worker in lot.holders]
-    staying = sorted(lot.holders & keepers)
-    if lot.owner in lot.holders:
-        owner = lot.owner
-    elif lot.was in keepers:
-        owner = lot.was
+    wished = [worker for worker in group.keepers if worker in group.holders]
+    staying = sorted(group.holders & keepers)
+    if group.owner in group.holders:
+        owner = group.owner
+    elif group.previous_owner in keepers:
+        owner = group.previous_owner
     else:
-        owner = (wished or staying or sorted(lot.holders))[0]
-    order = dict.fromkeys((*wished, *staying, *sorted(lot.holders)))
+        owner = (wished or staying or sorted(group.holders))[0]
+    order = dict.fromkeys((*wished, *staying, *sorted(group.holders)))
     del order[owner]
-    return Kept(lot, owner, tuple(order)[:mirrors])
+    return KeptBlocks(group, owner, tuple(order)[:mirrors])
 
 
-def _shares(size: int, kept: Sequence[Kept], lanes: Mapping[int, Lanes]) -> list[Share]:
+def _shares(size: int, kept: Sequence[KeptBlocks], lanes: Mapping[int, Lanes]) -> list[Share]:
     owned: list[list[Span]] = [[] for _ in range(size)]
     mirrored: list[list[Span]] = [[] for _ in range(size)]
     for now in kept:
-        owned[now.owner] += now.lot.blocks.spans
+        owned[now.owner] += now.group.blocks.spans
         for mirror in now.mirrors:
-            mirrored[mirror] += now.lot.blocks.spans
+            mirrored[mirror] += now.group.blocks.spans
     return [Share(lanes.get(worker, ()), Runs(owned[worker]), Runs(mirrored[worker])) for worker in range(size)]
 
 
@@ -241,20 +245,20 @@ def _without_the_needless(world: _World) -> _World:
     return _World([world.here[worker] for worker in rank], [world.shares[worker] for worker in rank], fills)
 
 
-def _plan(wish: Wish, world: _World, begins: Plan | Recovery) -> Plan:
+def _plan(request: PlanRequest, world: _World, begins: Plan | Recovery) -> Plan:
     """`begins`: the world that a planned change replaces, or where all stand."""
-    terms, base = wish.terms, begins if isinstance(begins, Plan) else None
+    terms, base = request.terms, begins if isinstance(begins, Plan) else None
     plan = Plan(
-        generation=wish.generation,
+        generation=request.generation,
         base=base.generation if base is not None else 0,
-        reason=wish.reason,
+        reason=request.reason,
         lanes=terms.lanes,
         blocks=terms.blocks,
         members=tuple(candidate.member for candidate in world.here),
         shares=tuple(world.shares),
         fills=tuple(world.fills),
         fill_blocks_per_step=terms.fill_blocks_per_step,
-        builder=_builder(world.here, wish.avoid, base),
+        builder=_builder(world.here, request.avoid, base),
         steps=terms.steps,
         recovery=begins if isinstance(begins, Recovery) else None,
     )

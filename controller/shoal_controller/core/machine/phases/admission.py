@@ -13,22 +13,22 @@ from shoal_protos.description import ANSWER, Description, first_difference, nume
 from shoal_protos.messages import PROTOCOL_VERSION, Drain, Hello, Refusal, Welcome
 from shoal_protos.plan import WorkerId
 
-from shoal_controller.core.machine.durable import Durable, Record, Standing
+from shoal_controller.core.machine.durable import Durable, Standing, WorkerRecord
 from shoal_controller.core.machine.effects import Close, Probe, Send
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.events import Connected
 from shoal_controller.core.machine.job import Process
 from shoal_controller.core.machine.phases import claims, ending, failure_detector, worker_messages
-from shoal_controller.core.machine.phases.next_message import tell
+from shoal_controller.core.machine.phases.next_message import send_if_due
 from shoal_controller.core.machine.phases.progress import shown_loss
 from shoal_controller.core.machine.phases.roster import REMEMBERED, forget_the_oldest, unused_id
 from shoal_controller.core.machine.turn import Turn
 
 
-def connected(turn: Turn, event: Connected) -> None:
+def on_connected(turn: Turn, event: Connected) -> None:
     """Answered by Welcome and what is current, or by Refusal."""
     hello = event.hello
-    if claims.turned_away(turn, event):
+    if claims.refuse_other_run(turn, event):
         return None
     sentence = _impossible(turn, hello)
     if sentence is not None:
@@ -39,16 +39,17 @@ def connected(turn: Turn, event: Connected) -> None:
     _take_in(turn, worker, event)
     spec = turn.spec
     welcome = Welcome(
-        worker, spec.heartbeat_seconds, spec.reconnect_seconds, spec.stall_seconds, turn.durable.number,
-        resume="" if spec.resume is None else json.dumps(spec.resume), opened_generations=turn.durable.opened,
-        run=spec.run, step=turn.durable.step, loss=shown_loss(turn.job),
+        worker, spec.heartbeat_seconds, spec.reconnect_seconds, spec.stall_seconds, turn.durable.last_generation,
+        resume="" if spec.resume is None else json.dumps(spec.resume),
+        opened_generations=turn.durable.opened_generations, run=spec.run, step=turn.durable.step,
+        loss=shown_loss(turn.job),
     )  # fmt: skip
     turn.do(Send(event.connection, welcome))
-    worker_messages.stated(turn, worker, hello.status)
+    worker_messages.on_status(turn, worker, hello.status)
     record = turn.record(worker)
     if record.leaving:
-        turn.say(worker, Drain(record.grace_seconds, turn.durable.number))
-    tell(turn, worker)
+        turn.say(worker, Drain(record.grace_seconds, turn.durable.last_generation))
+    send_if_due(turn, worker)
     return None
 
 
@@ -95,9 +96,9 @@ def _refuse(turn: Turn, event: Connected, refusal: Refusal) -> None:
     hello = event.hello
     turn.do(Send(event.connection, refusal))
     turn.do(Close(event.connection))
-    if turn.job.refused.get(hello.incarnation) != refusal.sentence:
-        latest = dict(list(turn.job.refused.items())[1 - REMEMBERED :])
-        turn.change(refused={**latest, hello.incarnation: refusal.sentence})
+    if turn.job.refusals.get(hello.incarnation) != refusal.sentence:
+        latest = dict(list(turn.job.refusals.items())[1 - REMEMBERED :])
+        turn.change(refusals={**latest, hello.incarnation: refusal.sentence})
         turn.note(EventKind.REFUSED, refusal.sentence, hello.worker, host=hello.host, pid=hello.pid)
     turn.keep(last_refusal=refusal.sentence)
     record = turn.durable.roster.get(hello.worker)
@@ -153,32 +154,32 @@ def _take_in(turn: Turn, worker: WorkerId, event: Connected) -> None:
     hello, known = event.hello, turn.durable.roster.get(worker)
     first = known is None or not known.incarnation
     turn.enlist(_record(turn, worker, hello, known))
-    turn.keep(number=max(turn.durable.number, hello.next_generation))
+    turn.keep(last_generation=max(turn.durable.last_generation, hello.next_generation))
     before = turn.process(worker)
     if before is not None and before.connection not in (None, event.connection):
         turn.do(Close(before.connection))
     connections = {number: owner for number, owner in turn.job.connections.items() if owner != worker}
-    process = Process(worker, event.connection, hello.status, turn.now, turn.job.listened)
+    process = Process(worker, event.connection, hello.status, turn.now, turn.job.listening)
     if before is not None:
         kept = hello.status if hello.status.sequence >= before.status.sequence else before.status
         process = replace(
             before,
             connection=event.connection,
             status=kept,
-            heard=turn.now,
-            heard_at=turn.job.listened,
-            cut=None,
-            reached=before.reached if known is not None and known.address == hello.address else None,
-            refused=None,
-            pinged=None,
-            told=("", 0, 0.0),
+            heard_at=turn.now,
+            heard_listening=turn.job.listening,
+            cut_at=None,
+            reachable=before.reachable if known is not None and known.address == hello.address else None,
+            refused_since=None,
+            ping=None,
+            last_sent=("", 0, 0.0),
         )
     turn.change(
         connections={**connections, event.connection: worker},
         processes={**turn.job.processes, worker: process},
-        spawned={other: at for other, at in turn.job.spawned.items() if other != worker},
+        spawned_at={other: at for other, at in turn.job.spawned_at.items() if other != worker},
     )
-    failure_detector.look_for(turn, worker)
+    failure_detector.probe_after_hello(turn, worker)
     if first:
         turn.note(EventKind.JOINED, f"worker {worker} on {hello.host} (pid {hello.pid}) said hello", worker)
         _note_other_numerics(turn, worker, hello.description)
@@ -195,11 +196,11 @@ def _note_other_numerics(turn: Turn, worker: WorkerId, theirs: Description) -> N
         turn.note(EventKind.NOT_BIT_EXACT, f"{what} mixed_numerics is true: the run is not bit-exact.", worker)
 
 
-def _record(turn: Turn, worker: WorkerId, hello: Hello, known: Record | None) -> Record:
+def _record(turn: Turn, worker: WorkerId, hello: Hello, known: WorkerRecord | None) -> WorkerRecord:
     """The roster's entry of a process that has said hello."""
     if known is None:
-        known = Record(worker, turn.durable.next_order)
-        turn.keep(next_order=known.order + 1)
+        known = WorkerRecord(worker, turn.durable.next_join_order)
+        turn.keep(next_join_order=known.join_order + 1)
         forget_the_oldest(turn)
     revived = known.ending is None and known.standing is not Standing.HERE
     return replace(

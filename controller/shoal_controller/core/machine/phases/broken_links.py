@@ -30,7 +30,7 @@ def sentence(links: Iterable[BrokenLink]) -> str:
 def most_blamed(turn: Turn, links: Iterable[BrokenLink]) -> list[WorkerId]:
     """The ends of the links: who is on most of them first, at a tie the younger."""
     named = Counter(end for link in links for end in link.ends)
-    return sorted(named, key=lambda worker: (named[worker], turn.record(worker).order), reverse=True)
+    return sorted(named, key=lambda worker: (named[worker], turn.record(worker).join_order), reverse=True)
 
 
 def judge(turn: Turn, attempt: Attempt, can_be_spared: Callable[[WorkerId], bool]) -> Attempt:
@@ -41,7 +41,7 @@ def judge(turn: Turn, attempt: Attempt, can_be_spared: Callable[[WorkerId], bool
     blamed = most_blamed(turn, links)
     spared = next((worker for worker in blamed if can_be_spared(worker)), None)
     if spared is not None:
-        link_faults.count_out(turn, spared, _why(spared, links))
+        link_faults.quarantine(turn, spared, _why(spared, links))
         return replace(attempt, links=(), inseparable="")
     since = attempt.inseparable_since if attempt.inseparable else turn.now
     both = " and ".join(sorted(links[0].ends))
@@ -59,7 +59,7 @@ def _why(worker: WorkerId, links: Iterable[BrokenLink]) -> str:
     return f"it cannot reach {', '.join(others)}"
 
 
-def left_to_start(turn: Turn, asked: frozenset[WorkerId], links: Iterable[BrokenLink]) -> frozenset[WorkerId]:
+def without_most_blamed(turn: Turn, asked: frozenset[WorkerId], links: Iterable[BrokenLink]) -> frozenset[WorkerId]:
     """Nobody holds anything yet: whoever is on most of the links starts later."""
     blamed = most_blamed(turn, links)[0]
     seconds = link_faults.back_off(turn, blamed)
@@ -78,7 +78,7 @@ def keep_out(turn: Turn, world: Plan, links: Iterable[BrokenLink]) -> bool:
     are between members.
     """
     joiners = [worker for worker in most_blamed(turn, links) if not is_member(world, worker)]
-    if joiners and not link_faults.avoided(turn, joiners[0]):
+    if joiners and not link_faults.is_backing_off(turn, joiners[0]):
         seconds = link_faults.back_off(turn, joiners[0])
         turn.note(EventKind.KEPT_OUT, f"{sentence(links)}; {joiners[0]} may join again in {seconds:g} s", joiners[0])
     return bool(joiners)

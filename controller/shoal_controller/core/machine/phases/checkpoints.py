@@ -35,22 +35,22 @@ def latest(durable: Durable) -> CheckpointRef | None:
 
 def _is_given_up(durable: Durable, sighting: CheckpointRef) -> bool:
     """Whether all have gone back behind it."""
-    back = durable.went_back_to
-    return back is not None and back < sighting and sighting.generation < durable.floor
+    back = durable.restored_from
+    return back is not None and back < sighting and sighting.generation < durable.first_valid_generation
 
 
 def give_up_after(turn: Turn, path: str) -> None:
-    """All have begun at that checkpoint, after `floor` was set: what was saved after it counts no more."""
+    """All have begun at that checkpoint, in the first valid generation: what was saved after it counts no more."""
     back = next((one for one in turn.durable.checkpoints if one.path == path), None)
-    turn.keep(went_back_to=back)
+    turn.keep(restored_from=back)
     turn.keep(checkpoints=tuple(one for one in turn.durable.checkpoints if not _is_given_up(turn.durable, one)))
 
 
-def seen(turn: Turn, worker: WorkerId, status: Status) -> None:
+def on_status(turn: Turn, worker: WorkerId, status: Status) -> None:
     """A worker says which one it knows of, and which number the next generation must exceed."""
     _exceed(turn, status.highest_saved)
     sighting = status.checkpoint
-    if sighting is None or sighting.path in turn.durable.spoilt or _is_given_up(turn.durable, sighting):
+    if sighting is None or sighting.path in turn.durable.unreadable_checkpoints or _is_given_up(turn.durable, sighting):
         return
     known = next((one for one in turn.durable.checkpoints if one.path == sighting.path), None)
     if known is not None:
@@ -73,13 +73,13 @@ def seen(turn: Turn, worker: WorkerId, status: Status) -> None:
         step=sighting.step, path=sighting.path, run=sighting.run,
     )  # fmt: skip
     if status.generation:
-        _answered(turn, sighting.step)
+        _close_request(turn, sighting.step)
 
 
 def _exceed(turn: Turn, generation: int) -> None:
     """The next generation comes after this one: what it saves is newer than all that lies there."""
-    if turn.durable.number < generation <= turn.durable.number + claims.GREATEST_LEAP:
-        turn.keep(number=generation)
+    if turn.durable.last_generation < generation <= turn.durable.last_generation + claims.GREATEST_LEAP:
+        turn.keep(last_generation=generation)
 
 
 def _keep(turn: Turn, found: tuple[CheckpointRef, ...]) -> None:
@@ -92,29 +92,29 @@ def _keep(turn: Turn, found: tuple[CheckpointRef, ...]) -> None:
     turn.keep(checkpoints=tuple(newest))
 
 
-def ask(turn: Turn) -> None:
+def request_save(turn: Turn) -> None:
     """Ask the world for one. Workers heed a number once, so none is given twice, in whichever controller's life."""
-    number = turn.durable.saves_asked + 1
-    turn.keep(saves_asked=number, save=SaveRequest(number, known_step(turn)))
+    number = turn.durable.saves_requested + 1
+    turn.keep(saves_requested=number, save=SaveRequest(number, known_step(turn)))
 
 
-def restarted(turn: Turn) -> None:
+def on_restart(turn: Turn) -> None:
     """What was asked for is asked for again, by a number of its own: it may have failed while nobody was there to hear
     of it.
     """
     if turn.durable.save is not None:
-        number = turn.durable.saves_asked + 1
-        turn.keep(saves_asked=number, save=replace(turn.durable.save, number=number))
+        number = turn.durable.saves_requested + 1
+        turn.keep(saves_requested=number, save=replace(turn.durable.save, number=number))
 
 
-def _answered(turn: Turn, step: int) -> None:
+def _close_request(turn: Turn, step: int) -> None:
     """A save of that step was made, or failed: what was asked for before is done."""
     request = turn.durable.save
     if request is not None and step >= request.step:
         turn.keep(save=None)
 
 
-def went_back(turn: Turn, step: int) -> None:
+def on_return(turn: Turn, step: int) -> None:
     """All begin at an earlier step: a checkpoint of that one or a later one is what was asked for."""
     request = turn.durable.save
     if request is not None and request.step > step:
@@ -133,7 +133,7 @@ def damaged(turn: Turn, attempt: Attempt) -> str:
         if damage is not None and damage.path == path:
             turn.keep(
                 checkpoints=tuple(one for one in turn.durable.checkpoints if one.path != path),
-                spoilt=(*turn.durable.spoilt, path)[-REMEMBERED:],
+                unreadable_checkpoints=(*turn.durable.unreadable_checkpoints, path)[-REMEMBERED:],
             )
             turn.note(EventKind.CHECKPOINT_DAMAGED, damage.sentence, member.worker, path=path)
             _see_the_one_before(turn)
@@ -144,36 +144,36 @@ def damaged(turn: Turn, attempt: Attempt) -> str:
 def _see_the_one_before(turn: Turn) -> None:
     """What workers have found instead of it."""
     for process in tuple(turn.serving()):
-        seen(turn, process.worker, process.status)
+        on_status(turn, process.worker, process.status)
 
 
-def opened(turn: Turn, generation: int) -> None:
+def on_opened(turn: Turn, generation: int) -> None:
     """This store knows the generation: its checkpoints are the job's."""
-    known = turn.durable.opened | Runs(((generation, generation + 1),))
+    known = turn.durable.opened_generations | Runs(((generation, generation + 1),))
     spans = known.spans
     if len(spans) > MOST_SPANS:
         known = Runs(((spans[0][0], spans[-MOST_SPANS][1]), *spans[1 - MOST_SPANS :]))
-    turn.keep(opened=known)
+    turn.keep(opened_generations=known)
 
 
 # ---- how saves went
 
 
-def told(turn: Turn, worker: WorkerId) -> None:
+def on_telemetry(turn: Turn, worker: WorkerId) -> None:
     """Saves that a worker led and has not told of before; what it passed over at its start, once for all workers."""
     process = turn.job.processes[worker]
     sentence = process.telemetry.skipped_folders
-    if sentence and sentence != turn.job.passed_over and turn.durable.current is None:
-        turn.change(passed_over=sentence)
+    if sentence and sentence != turn.job.skipped_folders and turn.durable.current is None:
+        turn.change(skipped_folders=sentence)
         turn.note(EventKind.CHECKPOINT_PASSED_OVER, sentence, worker)
-    before = process.saves_told
+    before = process.last_save_seen
     news = [saved for saved in process.telemetry.saves if before is None or saved.number > before]
     if before is None or news:
-        turn.see(worker, saves_told=news[-1].number if news else 0)
+        turn.see(worker, last_save_seen=news[-1].number if news else 0)
     for saved in news:
         _figures(turn, worker, saved)
         if saved.outcome is SaveOutcome.FAILED and before is not None:  # else perhaps before it was asked for
-            _answered(turn, saved.step)
+            _close_request(turn, saved.step)
 
 
 def _figures(turn: Turn, worker: WorkerId, saved: SaveReport) -> None:
@@ -185,7 +185,7 @@ def _figures(turn: Turn, worker: WorkerId, saved: SaveReport) -> None:
         case SaveOutcome.FAILED:
             turn.count("shoal_checkpoint_failures_total")
             turn.note(EventKind.CHECKPOINT_FAILED, f"the checkpoint of step {saved.step} failed: {saved.why}", worker)
-            turn.change(save_failed=saved.step)
+            turn.change(failed_save_step=saved.step)
         case SaveOutcome.SKIPPED:
             turn.count("shoal_checkpoints_skipped_total")
             turn.note(EventKind.CHECKPOINT_SKIPPED, f"no checkpoint of step {saved.step}: {saved.why}", worker)

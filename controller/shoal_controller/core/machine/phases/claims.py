@@ -29,9 +29,9 @@ MOST_MESSAGES = 1 << 16
 # ---- the run
 
 
-def turned_away(turn: Turn, event: Connected) -> bool:
+def refuse_other_run(turn: Turn, event: Connected) -> bool:
     """Whether a worker of another run was refused: nothing of what it says is read."""
-    sentence = other_run(turn.spec, event.hello)
+    sentence = run_mismatch(turn.spec, event.hello)
     if sentence:
         turn.do(Send(event.connection, Refusal(sentence, ends_members=bool(event.hello.run))))
         turn.do(Close(event.connection))
@@ -39,7 +39,7 @@ def turned_away(turn: Turn, event: Connected) -> bool:
     return bool(sentence)
 
 
-def other_run(spec: JobSpec, hello: Hello) -> str:
+def run_mismatch(spec: JobSpec, hello: Hello) -> str:
     """● Why a worker is none of this run; empty where it is one, or has been in no run yet."""
     name = hello.worker or "(new)"
     if hello.run == spec.run:
@@ -63,8 +63,8 @@ def other_run(spec: JobSpec, hello: Hello) -> str:
 def false_hello(turn: Turn, hello: Hello) -> str:
     """Why a hello cannot be true; empty where it can."""
     known = any(hello.incarnation == turn.record(process.worker).incarnation for process in turn.job.processes.values())
-    highest = turn.durable.number + (0 if known or turn.world is None else GREATEST_LEAP)
-    if hello.next_generation > turn.durable.number + GREATEST_LEAP:
+    highest = turn.durable.last_generation + (0 if known or turn.world is None else GREATEST_LEAP)
+    if hello.next_generation > turn.durable.last_generation + GREATEST_LEAP:
         return f"knows a checkpoint of generation {hello.next_generation}; expected at most {highest}"
     return _false_status(turn, hello.status, highest)
 
@@ -78,9 +78,9 @@ def is_false(turn: Turn, worker: WorkerId, message: Status | Inventory | Result)
     else:
         leap = turn.job.processes[worker].status.sequence + MOST_MESSAGES
         why = f"has said {message.sequence} messages; expected at most {leap}" if message.sequence > leap else ""
-        why = why or _false_status(turn, message, turn.durable.number)
-    if why and worker not in turn.job.disbelieved:
-        turn.change(disbelieved=turn.job.disbelieved | {worker})
+        why = why or _false_status(turn, message, turn.durable.last_generation)
+    if why and worker not in turn.job.distrusted:
+        turn.change(distrusted=turn.job.distrusted | {worker})
         turn.note(
             EventKind.CLAIM_REFUSED, f"worker {worker} says that it {why}. Such messages of it are ignored.", worker
         )
@@ -95,7 +95,9 @@ def _false_inventory(turn: Turn, inventory: Inventory) -> str:
     description = turn.durable.description
     if description is not None and inventory.lane >= description.lanes:
         return f"is in lane {inventory.lane}; the job has {description.lanes}"
-    return _false_order(inventory, turn.durable.number, turn.durable.number) or _false_step(turn, inventory.step)
+    return _false_order(inventory, turn.durable.last_generation, turn.durable.last_generation) or _false_step(
+        turn, inventory.step
+    )
 
 
 def _false_order(said: Status | Inventory, promised: int, highest: int) -> str:
@@ -135,10 +137,12 @@ def is_credible(turn: Turn, worker: WorkerId, sighting: CheckpointRef) -> bool:
     false = _false_place(turn, sighting.path)
     if status.generation and not false:
         false = _false_step(turn, sighting.step)
-    if not false and sighting.generation > turn.durable.number + GREATEST_LEAP:
-        false = f"knows a checkpoint of generation {sighting.generation}; this job has given {turn.durable.number}"
-    if false and worker not in turn.job.disbelieved:
-        turn.change(disbelieved=turn.job.disbelieved | {worker})
+    if not false and sighting.generation > turn.durable.last_generation + GREATEST_LEAP:
+        false = (
+            f"knows a checkpoint of generation {sighting.generation}; this job has given {turn.durable.last_generation}"
+        )
+    if false and worker not in turn.job.distrusted:
+        turn.change(distrusted=turn.job.distrusted | {worker})
         turn.note(
             EventKind.CLAIM_REFUSED, f"worker {worker} says that it {false}. Such checkpoints are ignored.", worker
         )

@@ -19,7 +19,7 @@ from shoal_protos.runs import NO_BLOCKS, Runs
 from shoal_controller.core.machine.durable import Durable
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.phases import scaling
-from shoal_controller.core.machine.phases.next_message import is_member, tell
+from shoal_controller.core.machine.phases.next_message import is_member, send_if_due
 from shoal_controller.core.machine.phases.progress import known_step
 from shoal_controller.core.machine.turn import Turn
 
@@ -30,7 +30,12 @@ PATIENCE = 2
 def on_status(turn: Turn, worker: WorkerId, status: Status) -> None:
     """A member says which blocks it has seen to differ."""
     world = turn.world
-    if not status.corrupt or world is None or not is_member(world, worker) or status.generation < turn.durable.floor:
+    if (
+        not status.corrupt
+        or world is None
+        or not is_member(world, worker)
+        or status.generation < turn.durable.first_valid_generation
+    ):
         return
     known, roster = turn.durable.corruption.blocks, turn.durable.roster
     news = {one.block: one for one in status.corrupt if one.block not in known}
@@ -49,7 +54,7 @@ def on_status(turn: Turn, worker: WorkerId, status: Status) -> None:
         _conclude(turn, found[0])
 
 
-def verified(durable: Durable) -> CheckpointRef | None:
+def verified_checkpoint(durable: Durable) -> CheckpointRef | None:
     """The newest checkpoint of which it is known that all copies agreed when it was saved."""
     return max((one for one in durable.checkpoints if one.verified), default=None)
 
@@ -61,7 +66,7 @@ def give_up_from(turn: Turn, shown: int) -> None:
         turn.keep(corruption=replace(corruption, returned_at=max(shown, corruption.returned_at)))
 
 
-def went_back(turn: Turn) -> None:
+def on_return(turn: Turn) -> None:
     """All have begun again: what differed is no more."""
     turn.keep(corruption=replace(turn.durable.corruption, blocks=NO_BLOCKS, restoring=""))
 
@@ -76,7 +81,7 @@ def _blame(turn: Turn, found: list[CorruptBlock]) -> None:
         implicated.update(workers)
     roster = turn.durable.roster
     there = {worker: times for worker, times in implicated.items() if worker in roster and roster[worker].serves}
-    worst = max(there, key=lambda worker: (there[worker], roster[worker].order), default="")
+    worst = max(there, key=lambda worker: (there[worker], roster[worker].join_order), default="")
     if worst and there[worst] >= PATIENCE:
         _quarantine(turn, worst, there[worst])
         there = {}  # the others were in its differences
@@ -87,12 +92,12 @@ def _quarantine(turn: Turn, worker: WorkerId, times: int) -> None:
     how = Ending.REPLACED if turn.record(worker).launched else Ending.FAILED
     why = f"worker {worker} is counted out: it was in {times} differences between copies of blocks; look at its machine"
     scaling.dismiss(turn, worker, how, why)
-    tell(turn, worker)
+    send_if_due(turn, worker)
 
 
 def _conclude(turn: Turn, one: CorruptBlock) -> None:
     assert turn.durable.description is not None
-    policy, found = turn.durable.description.on_corruption, verified(turn.durable)
+    policy, found = turn.durable.description.on_corruption, verified_checkpoint(turn.durable)
     if policy is OnCorruption.CONTINUE:
         return None
     if policy is OnCorruption.PAUSE:

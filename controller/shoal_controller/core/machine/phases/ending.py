@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from shoal_protos.plan import WorkerId
 
-from shoal_controller.core.machine.durable import Record, Standing
+from shoal_controller.core.machine.durable import Standing, WorkerRecord
 from shoal_controller.core.machine.effects import Adopt, Close, Kill, Send
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.events import Connected, Disconnected, Exited, MessageReceived, NeverStarted, Started
 from shoal_controller.core.machine.phases import claims
-from shoal_controller.core.machine.phases.next_message import shutdown_of_all, tell_all
+from shoal_controller.core.machine.phases.next_message import send_all_if_due, shutdown_of_all
 from shoal_controller.core.machine.spec import Phase
 from shoal_controller.core.machine.turn import Turn
 
@@ -27,9 +27,9 @@ def finish(turn: Turn, phase: Phase, reason: str) -> None:
     if turn.durable.phase.over:
         return
     turn.keep(phase=phase, reason=reason, planned=(), save=None, ended_at=turn.now)
-    turn.change(attempt=None, reaped=turn.now)
+    turn.change(attempt=None, reaped_at=turn.now)
     turn.note(EventKind[phase.name], reason)
-    tell_all(turn)
+    send_all_if_due(turn)
     _kill_the_unheard(turn)
 
 
@@ -58,31 +58,31 @@ def stop_seconds(turn: Turn) -> float:
 # ---- events of a job that is over
 
 
-def restarted(turn: Turn, _: Started) -> None:
+def on_restart(turn: Turn, _: Started) -> None:
     """What a controller's life begins with: whoever has not ended gets the time that it had to hear of the end anew."""
-    turn.change(reaped=turn.now)
+    turn.change(reaped_at=turn.now)
     lingering = tuple(record.worker for record in turn.durable.roster.values() if _lingers(turn, record))
     if lingering:
         turn.do(Adopt(lingering))
 
 
-def connected(turn: Turn, event: Connected) -> None:
+def on_connected(turn: Turn, event: Connected) -> None:
     """A worker comes back to a job that is over: it is told how it ended, if that was its own run."""
-    if claims.turned_away(turn, event):
+    if claims.refuse_other_run(turn, event):
         return
     turn.do(Send(event.connection, shutdown_of_all(turn.durable)))
     turn.do(Close(event.connection))
 
 
-def said(turn: Turn, event: MessageReceived) -> None:
+def on_message(turn: Turn, event: MessageReceived) -> None:
     """It lags: say again what is current."""
     worker = turn.job.connections.get(event.connection)
     if worker is not None:
-        turn.see(worker, heard=turn.now)
-        tell_all(turn)
+        turn.see(worker, heard_at=turn.now)
+        send_all_if_due(turn)
 
 
-def disconnected(turn: Turn, event: Disconnected) -> None:
+def on_disconnected(turn: Turn, event: Disconnected) -> None:
     worker = turn.job.connections.get(event.connection)
     if worker is not None:
         turn.see(worker, connection=None)
@@ -90,28 +90,28 @@ def disconnected(turn: Turn, event: Disconnected) -> None:
         turn.change(connections=others)
 
 
-def exited(turn: Turn, event: Exited) -> None:
-    _is_gone(turn, event.worker)
+def on_exited(turn: Turn, event: Exited) -> None:
+    _mark_dead(turn, event.worker)
 
 
-def never_started(turn: Turn, event: NeverStarted) -> None:
-    _is_gone(turn, event.worker)
+def on_never_started(turn: Turn, event: NeverStarted) -> None:
+    _mark_dead(turn, event.worker)
 
 
-def _is_gone(turn: Turn, worker: WorkerId) -> None:
+def _mark_dead(turn: Turn, worker: WorkerId) -> None:
     if worker in turn.durable.roster:
         turn.mark(worker, standing=Standing.DEAD)
-        turn.keep(dismissed={name: at for name, at in turn.durable.dismissed.items() if name != worker})
+        turn.keep(ending_since={name: at for name, at in turn.durable.ending_since.items() if name != worker})
 
 
 def reap(turn: Turn) -> None:
     """Kill what has not ended by itself."""
-    if turn.now - turn.job.reaped >= LINGER_SECONDS:
+    if turn.now - turn.job.reaped_at >= LINGER_SECONDS:
         for record in turn.durable.roster.values():
             if _lingers(turn, record):
                 turn.do(Kill(record.worker))
-        turn.change(reaped=turn.now)
+        turn.change(reaped_at=turn.now)
 
 
-def _lingers(turn: Turn, record: Record) -> bool:
-    return record.launched and (record.standing is not Standing.DEAD or record.worker in turn.durable.dismissed)
+def _lingers(turn: Turn, record: WorkerRecord) -> bool:
+    return record.launched and (record.standing is not Standing.DEAD or record.worker in turn.durable.ending_since)

@@ -12,11 +12,11 @@ from dataclasses import replace
 from shoal_protos.messages import NO_CONTROLLER, WRONG_USE, Ping
 from shoal_protos.plan import WorkerId
 
-from shoal_controller.core.machine.durable import Record, Standing
+from shoal_controller.core.machine.durable import Standing, WorkerRecord
 from shoal_controller.core.machine.effects import Probe
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.events import Disconnected, Exited, Probed, Spawned
-from shoal_controller.core.machine.job import Pinged, Process
+from shoal_controller.core.machine.job import PingSent, Process
 from shoal_controller.core.machine.phases import failures, silence
 from shoal_controller.core.machine.phases.next_message import is_member
 from shoal_controller.core.machine.phases.roster import has_ended
@@ -24,11 +24,11 @@ from shoal_controller.core.machine.turn import Turn
 
 PING_SECONDS = 0.5
 """How long a silent worker has to answer when it is asked directly."""
-ASK_AHEAD = 0.6
+PING_AHEAD = 0.6
 """Of a heartbeat interval: so long before it is suspected a silent worker is asked, so that a frozen one has missed its
 answer when it has missed its heartbeats, and is counted out as soon as it is suspected.
 """
-ASK_AFTER = 1.5
+PING_AFTER = 1.5
 """Heartbeat intervals of silence before which nobody is asked."""
 PROBE_SECONDS = 1.0
 """How often the store of a worker without a stream is asked for."""
@@ -38,7 +38,7 @@ QUICK_PROBE_SECONDS = 0.05
 """Likewise in the first second: a dying process closes its stream a moment before its store's port."""
 
 
-def disconnected(turn: Turn, event: Disconnected) -> None:
+def on_disconnected(turn: Turn, event: Disconnected) -> None:
     """A stream ended: its worker may live on. Its store's port tells whether the process is dead."""
     worker = turn.job.connections.get(event.connection)
     if worker is None:
@@ -46,7 +46,7 @@ def disconnected(turn: Turn, event: Disconnected) -> None:
     turn.change(
         connections={number: name for number, name in turn.job.connections.items() if number != event.connection}
     )
-    turn.see(worker, connection=None, cut=turn.now)
+    turn.see(worker, connection=None, cut_at=turn.now)
     record = turn.record(worker)
     if record.ending is None:
         turn.note(
@@ -59,24 +59,24 @@ def disconnected(turn: Turn, event: Disconnected) -> None:
 # ---- what a refused connection proves
 
 
-def probed(turn: Turn, event: Probed) -> bool:
+def on_probed(turn: Turn, event: Probed) -> bool:
     """Somebody answers at a worker's rendezvous port, or its host refuses connections to it, or nothing is known."""
     record, process = turn.durable.roster.get(event.worker), turn.process(event.worker)
     if record is None or process is None or record.incarnation != event.incarnation:
         return False
     if event.reached:
-        turn.see(event.worker, reached=True)
-    elif process.reached is None and process.connection is not None:
-        _tell_unreachable(turn, record)
+        turn.see(event.worker, reachable=True)
+    elif process.reachable is None and process.connection is not None:
+        _announce_unreachable(turn, record)
     if process.connection is None:
-        since = turn.now if process.refused is None else process.refused
-        turn.see(event.worker, refused=since if event.refused else None)
+        since = turn.now if process.refused_since is None else process.refused_since
+        turn.see(event.worker, refused_since=since if event.refused else None)
         _judge_refusals(turn)
     return True
 
 
-def _tell_unreachable(turn: Turn, record: Record) -> None:
-    turn.see(record.worker, reached=False)
+def _announce_unreachable(turn: Turn, record: WorkerRecord) -> None:
+    turn.see(record.worker, reachable=False)
     turn.note(
         EventKind.UNREACHABLE,
         f"worker {record.worker} on {record.host} talks to this controller, which cannot reach it at {record.address}: "
@@ -92,19 +92,28 @@ def _judge_refusals(turn: Turn) -> None:
     members refuse, only after `reconnect_seconds`: whoever lives comes back by itself in that time. Firewalls, tunnels
     and address translation refuse the living too.
     """
-    if silence.reconnecting(turn):
+    if silence.may_be_reconnecting(turn):
         return
     patience = turn.spec.reconnect_seconds if _most_are_gone(turn) else 0.0
     for process in tuple(turn.job.processes.values()):
-        if process.refused is not None and turn.now - process.refused >= patience and _may_prove(turn, process):
+        if (
+            process.refused_since is not None
+            and turn.now - process.refused_since >= patience
+            and _may_prove(turn, process)
+        ):
             record = turn.record(process.worker)
-            confirm(turn, record.worker, f"its host {record.host} refuses connections to {record.address}")
+            confirm_death(turn, record.worker, f"its host {record.host} refuses connections to {record.address}")
 
 
 def _may_prove(turn: Turn, process: Process) -> bool:
     """Whether a refusal proves this process's death."""
     dead = turn.record(process.worker).standing is Standing.DEAD
-    return bool(process.reached) and process.connection is None and not dead and process.worker not in turn.job.running
+    return (
+        bool(process.reachable)
+        and process.connection is None
+        and not dead
+        and process.worker not in turn.job.live_processes
+    )
 
 
 def _most_are_gone(turn: Turn) -> bool:
@@ -118,23 +127,23 @@ def _most_are_gone(turn: Turn) -> bool:
 def _is_gone(turn: Turn, worker: WorkerId) -> bool:
     process = turn.process(worker)
     if turn.record(worker).standing is Standing.DEAD:
-        return process is not None and process.refused is not None
+        return process is not None and process.refused_since is not None
     return process is None or process.connection is None
 
 
 # ---- what the launcher says
 
 
-def spawned(turn: Turn, event: Spawned) -> None:
+def on_spawned(turn: Turn, event: Spawned) -> None:
     """The launcher has started or adopted a process."""
     if event.worker in turn.durable.roster:
-        turn.change(running=turn.job.running | {event.worker})
+        turn.change(live_processes=turn.job.live_processes | {event.worker})
         turn.mark(event.worker, pid=event.pid, started_at=event.started_at, log=event.log)
 
 
-def exited(turn: Turn, event: Exited) -> None:
+def on_exited(turn: Turn, event: Exited) -> None:
     """The launcher saw it end, or could not start it."""
-    turn.change(running=turn.job.running - {event.worker})
+    turn.change(live_processes=turn.job.live_processes - {event.worker})
     record = turn.durable.roster.get(event.worker)
     if record is None:
         return None
@@ -142,10 +151,10 @@ def exited(turn: Turn, event: Exited) -> None:
         turn.mark(event.worker, standing=Standing.DEAD)
         return has_ended(turn, event.worker)
     if _has_died(record, event.code):
-        confirm(turn, event.worker, event.why, event.code)
+        confirm_death(turn, event.worker, event.why, event.code)
         return has_ended(turn, event.worker)
     if event.code == NO_CONTROLLER:
-        return confirm(turn, event.worker, f"{event.why}: it was in no world and found no controller", event.code)
+        return confirm_death(turn, event.worker, f"{event.why}: it was in no world and found no controller", event.code)
     if event.code == WRONG_USE and record.launched and failures.on_wrong_use(turn, event.worker, event.log_tail):
         return None
     if event.code == 0 and not record.incarnation and failures.on_end_without_hello(turn, event.worker):
@@ -156,7 +165,7 @@ def exited(turn: Turn, event: Exited) -> None:
     return has_ended(turn, event.worker)
 
 
-def _has_died(record: Record, code: int | None) -> bool:
+def _has_died(record: WorkerRecord, code: int | None) -> bool:
     """By a signal; or nobody knows how, because an earlier controller was its parent: that is no failure of the script.
     Without a status one that was never started has failed.
     """
@@ -169,7 +178,7 @@ def _step(turn: Turn, worker: WorkerId) -> int:
     return process.status.step if process is not None else 0
 
 
-def confirm(
+def confirm_death(
     turn: Turn, worker: WorkerId, why: str, code: int | None = None, noticed_by: str = "the controller"
 ) -> None:
     """Its death is certain. `code`: its exit status, where that is known."""
@@ -191,16 +200,16 @@ def watch(turn: Turn) -> None:
     for worker, record in turn.durable.roster.items():
         if _death_matters(turn, record):
             process = turn.process(worker)
-            if process is None or process.connection is None or not process.reached:
+            if process is None or process.connection is None or not process.reachable:
                 _probe(turn, worker)
     _judge_refusals(turn)
-    silence.count(turn)
-    if not silence.reconnecting(turn):
-        silence.tell(turn)
-        _count_out(turn, _gone_for_good(turn) if silence.cut_off(turn.job) else _unanswering(turn))
+    silence.count_tick(turn)
+    if not silence.may_be_reconnecting(turn):
+        silence.announce(turn)
+        _evict(turn, _gone_for_good(turn) if silence.is_cut_off(turn.job) else _unanswering(turn))
 
 
-def _death_matters(turn: Turn, record: Record) -> bool:
+def _death_matters(turn: Turn, record: WorkerRecord) -> bool:
     """Whether anybody waits to know: of one that was told to end, only while a world with it might train."""
     if record.standing is Standing.DEAD or not record.incarnation:
         return False
@@ -212,15 +221,15 @@ def suspect_seconds(turn: Turn) -> float:
     return turn.spec.heartbeat_seconds * turn.spec.suspect_after
 
 
-def ask_seconds(turn: Turn) -> float:
-    return turn.spec.heartbeat_seconds * max(ASK_AFTER, turn.spec.suspect_after - ASK_AHEAD)
+def ping_after_seconds(turn: Turn) -> float:
+    return turn.spec.heartbeat_seconds * max(PING_AFTER, turn.spec.suspect_after - PING_AHEAD)
 
 
 def _gone_for_good(turn: Turn) -> list[WorkerId]:
     """While most are silent: who has been so for `stall_seconds`, and others are heard. Hosts that vanish never refuse,
     and a wait for most of a job's workers must end too. Where nobody is heard there is nobody to go on with.
     """
-    quiet = silence.silent(turn.job)
+    quiet = silence.silent_workers(turn.job)
     if all(process.worker in quiet for process in turn.serving()):
         return []
     due = turn.now - turn.spec.stall_seconds
@@ -233,36 +242,36 @@ def _unanswering(turn: Turn) -> list[WorkerId]:
     for worker, record in turn.durable.roster.items():
         if not record.serves or not record.incarnation:
             continue
-        seconds = silence.silence(turn.job, worker)
+        seconds = silence.silent_seconds(turn.job, worker)
         process = turn.process(worker)
         if process is None or process.connection is None:
             if seconds > suspect_seconds(turn):
                 silent.append(worker)
-        elif process.pinged is not None:
-            if seconds > suspect_seconds(turn) and _suspect(turn, process, process.pinged):
+        elif process.ping is not None:
+            if seconds > suspect_seconds(turn) and _suspect(turn, process, process.ping):
                 silent.append(worker)
-        elif seconds > ask_seconds(turn):
-            _ask(turn, worker)
+        elif seconds > ping_after_seconds(turn):
+            _ping(turn, worker)
     return silent
 
 
-def _ask(turn: Turn, worker: WorkerId) -> None:
-    turn.see(worker, pinged=Pinged(turn.job.listened.uncut))
-    turn.say(worker, Ping(turn.job.next_ask, turn.durable.number))
-    turn.change(next_ask=turn.job.next_ask + 1)
+def _ping(turn: Turn, worker: WorkerId) -> None:
+    turn.see(worker, ping=PingSent(turn.job.listening.uncut))
+    turn.say(worker, Ping(turn.job.next_ping, turn.durable.last_generation))
+    turn.change(next_ping=turn.job.next_ping + 1)
 
 
-def _suspect(turn: Turn, process: Process, pinged: Pinged) -> bool:
+def _suspect(turn: Turn, process: Process, pinged: PingSent) -> bool:
     """It has missed its heartbeats: says so, once. Whether its time to answer is over too."""
     if not pinged.suspected:
-        seconds, asked = silence.silence(turn.job, process.worker), turn.job.listened.uncut - pinged.at
+        seconds, asked = silence.silent_seconds(turn.job, process.worker), turn.job.listening.uncut - pinged.at
         what = f"worker {process.worker} has been silent for {seconds:.1f} s, and has not answered for {asked:.1f} s"
         turn.note(EventKind.SUSPECTED, what, process.worker)
-        turn.see(process.worker, pinged=replace(pinged, suspected=True))
-    return turn.job.listened.uncut - pinged.at >= PING_SECONDS
+        turn.see(process.worker, ping=replace(pinged, suspected=True))
+    return turn.job.listening.uncut - pinged.at >= PING_SECONDS
 
 
-def _count_out(turn: Turn, workers: list[WorkerId]) -> None:
+def _evict(turn: Turn, workers: list[WorkerId]) -> None:
     for worker in workers:
         seconds = turn.now - silence.last_heard(turn.job, worker)
         why = f"silent for {seconds:.1f} s and no answer to a ping (suspected after {suspect_seconds(turn):g} s)"
@@ -275,31 +284,31 @@ def _probe(turn: Turn, worker: WorkerId) -> None:
     and could not be reached is tried now and then.
     """
     record, process = turn.record(worker), turn.process(worker)
-    if process is not None and process.connection is not None and not process.reached:
+    if process is not None and process.connection is not None and not process.reachable:
         pause = REACH_AGAIN_SECONDS
     else:
-        cut_just_now = process is not None and process.cut is not None and turn.now - process.cut < PROBE_SECONDS
+        cut_just_now = process is not None and process.cut_at is not None and turn.now - process.cut_at < PROBE_SECONDS
         pause = QUICK_PROBE_SECONDS if cut_just_now else PROBE_SECONDS
-    last = turn.job.probed.get(worker)
+    last = turn.job.probed_at.get(worker)
     if record.address and (last is None or turn.now - last >= pause):
-        turn.change(probed={**turn.job.probed, worker: turn.now})
+        turn.change(probed_at={**turn.job.probed_at, worker: turn.now})
         turn.do(Probe(worker, record.incarnation, record.address))
 
 
 def _probe_now(turn: Turn, worker: WorkerId) -> None:
     """Whenever the last one was."""
-    turn.change(probed={name: at for name, at in turn.job.probed.items() if name != worker})
+    turn.change(probed_at={name: at for name, at in turn.job.probed_at.items() if name != worker})
     _probe(turn, worker)
 
 
-def look_for(turn: Turn, worker: WorkerId) -> None:
+def probe_after_hello(turn: Turn, worker: WorkerId) -> None:
     """A process has said hello: reach it at the place that it names, so that a refusal there can tell of its death."""
     process = turn.process(worker)
-    if process is not None and not process.reached:
+    if process is not None and not process.reachable:
         _probe_now(turn, worker)
 
 
-def ask_about(turn: Turn, worker: WorkerId) -> None:
+def probe_peer(turn: Turn, worker: WorkerId) -> None:
     """A peer says that its connection to this worker broke: see whether it is dead."""
     if worker in turn.durable.roster and turn.record(worker).standing is not Standing.DEAD:
         _probe(turn, worker)

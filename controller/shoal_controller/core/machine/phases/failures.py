@@ -15,7 +15,7 @@ from dataclasses import replace
 from shoal_protos.messages import NO_CONTROLLER, Ending, Fault, Status
 from shoal_protos.plan import Plan, WorkerId
 
-from shoal_controller.core.machine.durable import Failures, Record, Standing
+from shoal_controller.core.machine.durable import Failures, Standing, WorkerRecord
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.phases import ending
 from shoal_controller.core.machine.phases.progress import known_step
@@ -38,7 +38,7 @@ def on_failure(turn: Turn, worker: WorkerId, why: str, fault: Fault | None = Non
     turn.note(EventKind.FAILED, f"worker {worker} failed: {why}", worker)
     if record.launched:
         expect_end(turn, worker)
-    turn.change(spawned={name: at for name, at in turn.job.spawned.items() if name != worker})
+    turn.change(spawned_at={name: at for name, at in turn.job.spawned_at.items() if name != worker})
     if _is_new(turn, record):
         _count(turn, _generation(turn, worker), step, script=1)
     elif turn.durable.failures.by_death:  # the end of its stream came before its reason
@@ -113,10 +113,10 @@ def _generation(turn: Turn, worker: WorkerId) -> int:
     return process.status.generation if process is not None else 0
 
 
-def _is_new(turn: Turn, record: Record) -> bool:
+def _is_new(turn: Turn, record: WorkerRecord) -> bool:
     """● Whether it belongs to a generation, or was started, after the last failure that was counted."""
     failures = turn.durable.failures
-    return _generation(turn, record.worker) > failures.generation or record.order >= failures.order
+    return _generation(turn, record.worker) > failures.generation or record.join_order >= failures.join_order
 
 
 def _count(turn: Turn, generation: int, step: int, script: int = 0, deaths: int = 0) -> None:
@@ -127,7 +127,7 @@ def _count(turn: Turn, generation: int, step: int, script: int = 0, deaths: int 
         deaths=before.deaths + deaths,
         by_death=deaths > 0,
         generation=max(before.generation, generation),
-        order=turn.durable.next_order,
+        join_order=turn.durable.next_join_order,
     )
     turn.keep(failures=failures)
     _raise_step(turn, step)
@@ -170,10 +170,10 @@ def _failed_alike(turn: Turn, worker: WorkerId) -> bool:
         return False
     if any(record.fault != fault for record in _members(turn, world)):
         return False
-    before = turn.durable.failures.alike
-    turn.keep(failures=replace(turn.durable.failures, alike=fault))
+    before = turn.durable.failures.common_fault
+    turn.keep(failures=replace(turn.durable.failures, common_fault=fault))
     return before == fault
 
 
-def _members(turn: Turn, world: Plan) -> list[Record]:
+def _members(turn: Turn, world: Plan) -> list[WorkerRecord]:
     return [turn.record(member.worker) for member in world.members]

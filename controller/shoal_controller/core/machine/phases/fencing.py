@@ -1,4 +1,4 @@
-"""Who is asked to stop for a recovery, and whether every world has: [Note: no two worlds] in `quorum`."""
+"""Who is asked to stop for a recovery, and whether every world has: [Note: no two worlds] in `may_still_train`."""
 
 from __future__ import annotations
 
@@ -6,24 +6,26 @@ from shoal_protos.plan import Plan, WorkerId
 
 from shoal_controller.core.machine.durable import Standing
 from shoal_controller.core.machine.job import Attempt
-from shoal_controller.core.machine.phases.next_message import answered, is_member, may_hold
+from shoal_controller.core.machine.phases.next_message import inventory_for, is_member, may_hold
 from shoal_controller.core.machine.turn import Turn
 
 
-def asked(turn: Turn) -> list[WorkerId]:
+def fenced_workers(turn: Turn) -> list[WorkerId]:
     """Who is to stop and tell what it holds: alive as far as is known, and it may hold something."""
     attempt, durable = turn.job.attempt, turn.durable
     assert attempt is not None
     serving = [record for record in durable.roster.values() if record.serves and record.incarnation]
     if attempt.start:
-        return [record.worker for record in serving if record.worker in attempt.asked]
+        return [record.worker for record in serving if record.worker in attempt.starters]
     return [record.worker for record in serving if _may_hold(turn, record.worker)]
 
 
-def unanswered(turn: Turn, attempt: Attempt) -> list[WorkerId]:
+def missing_answers(turn: Turn, attempt: Attempt) -> list[WorkerId]:
     """Whose inventory is waited for. A newcomer of a planned change stops too, but holds nothing worth a wait."""
-    waiting = (worker for worker in asked(turn) if answered(turn.process(worker), attempt.number) is None)
-    return [worker for worker in waiting if not turn.record(worker).shunned and not _holds_nothing(turn, worker)]
+    waiting = (
+        worker for worker in fenced_workers(turn) if inventory_for(turn.process(worker), attempt.generation) is None
+    )
+    return [worker for worker in waiting if not turn.record(worker).quarantined and not _holds_nothing(turn, worker)]
 
 
 def _holds_nothing(turn: Turn, worker: WorkerId) -> bool:
@@ -44,7 +46,7 @@ def worlds(turn: Turn) -> list[Plan]:
     return [plan for plan in (durable.current, *durable.planned) if plan is not None]
 
 
-def quorum(turn: Turn) -> Plan | None:
+def may_still_train(turn: Turn) -> Plan | None:
     """● [Note: no two worlds] The first world that may still train, None where all have stopped.
 
     A vote needs all members, so a world has stopped when one living member of it has answered PREPARE, or when all of
@@ -57,7 +59,7 @@ def _has_stopped(turn: Turn, plan: Plan) -> bool:
     attempt = turn.job.attempt
     assert attempt is not None
     members = [member.worker for member in plan.members]
-    if any(answered(turn.process(worker), attempt.number) is not None for worker in members):
+    if any(inventory_for(turn.process(worker), attempt.generation) is not None for worker in members):
         return True
     return all(is_dead(turn, worker) for worker in members)
 

@@ -10,7 +10,7 @@ from shoal_protos.plan import Plan, WorkerId
 
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.phases import checkpoints, lost_blocks, scaling
-from shoal_controller.core.machine.phases.next_message import tell
+from shoal_controller.core.machine.phases.next_message import send_if_due
 from shoal_controller.core.machine.phases.progress import known_step
 from shoal_controller.core.machine.spec import Phase
 from shoal_controller.core.machine.turn import Turn
@@ -18,10 +18,10 @@ from shoal_controller.core.machine.turn import Turn
 
 def settle(turn: Turn, world: Plan, members: list[WorkerId]) -> None:
     """Called while all members are leaving and no newcomer waits."""
-    if not turn.durable.parting:
+    if not turn.durable.final_drain:
         if all(_half_gone(turn, worker) for worker in members):
-            turn.keep(parting=True)
-            turn.change(save_failed=-1)
+            turn.keep(final_drain=True)
+            turn.change(failed_save_step=-1)
             turn.note(
                 EventKind.PARTING,
                 f"nobody has come for whom {', '.join(members)} could stay: their state is being saved",
@@ -32,16 +32,16 @@ def settle(turn: Turn, world: Plan, members: list[WorkerId]) -> None:
     step = known_step(turn)
     found = checkpoints.latest(turn.durable)
     if found is not None and found.step == step:  # perhaps by an earlier world: no step is saved twice
-        _part(turn, members, found.path)
-    elif turn.job.save_failed == step and turn.durable.save is None:
+        _release(turn, members, found.path)
+    elif turn.job.failed_save_step == step and turn.durable.save is None:
         turn.note(
             EventKind.LOST, f"the state of the last to leave ({', '.join(members)}) could not be saved: it is lost"
         )
-        _part(turn, members, "")
+        _release(turn, members, "")
     elif turn.durable.save is None:
-        checkpoints.ask(turn)
+        checkpoints.request_save(turn)
         for worker in members:
-            tell(turn, worker)
+            send_if_due(turn, worker)
 
 
 def _half_gone(turn: Turn, worker: WorkerId) -> bool:
@@ -54,7 +54,7 @@ def _all_in(turn: Turn, world: Plan) -> bool:
     return all(p is not None and p.status.generation == world.generation for p in processes)
 
 
-def _part(turn: Turn, members: list[WorkerId], path: str) -> None:
+def _release(turn: Turn, members: list[WorkerId], path: str) -> None:
     """Let them go; the job has no world any more."""
     for worker in members:
         scaling.dismiss_last(turn, worker, f"; its state is in {path}" if path else "")

@@ -17,7 +17,7 @@ MOST_NAMES = 16
 """How many workers a sentence names; of more it gives the count."""
 
 
-def planned(turn: Turn, plan: Plan, newest: Plan) -> None:
+def on_planned(turn: Turn, plan: Plan, newest: Plan) -> None:
     """A planned change was made; `newest` is the plan that it goes on from, or takes the place of."""
     before, after = {m.worker for m in newest.members}, {m.worker for m in plan.members}
     moves = [f"{_some(after - before)} in"] * bool(after - before)
@@ -35,14 +35,14 @@ def planned(turn: Turn, plan: Plan, newest: Plan) -> None:
     )
 
 
-def begun(turn: Turn, plan: Plan) -> None:
+def on_begun(turn: Turn, plan: Plan) -> None:
     """A planned change has begun, while training went on."""
     turn.change(detect_seconds=0.0)
     _enter(turn, plan, known_step(turn), 0)
     turn.note(EventKind.BEGUN, f"generation {plan.generation} has begun with {_names(plan)}", reason=plan.reason.value)
 
 
-def opened(turn: Turn, plan: Plan, lost_steps: int, waited: str) -> None:
+def on_opened(turn: Turn, plan: Plan, lost_steps: int, waited: str) -> None:
     """A world made from inventories may train. `waited`: for whom, as the end of a sentence."""
     step = plan.recovery.step if plan.recovery is not None else 0
     _enter(turn, plan, step, lost_steps)
@@ -58,7 +58,7 @@ def opened(turn: Turn, plan: Plan, lost_steps: int, waited: str) -> None:
     turn.change(figures_known=True)
 
 
-def gone_back(turn: Turn, steps: int) -> None:
+def on_return(turn: Turn, steps: int) -> None:
     """The job begins again from step 0."""
     if turn.durable.history:
         newest = turn.durable.history[-1]
@@ -66,11 +66,11 @@ def gone_back(turn: Turn, steps: int) -> None:
     turn.count("shoal_job_lost_steps_total", steps)
 
 
-def resized(turn: Turn, reason: Reason, outcome: str) -> None:
+def count_resize(turn: Turn, reason: Reason, outcome: str) -> None:
     turn.count("shoal_resizes_total", reason=reason.value, outcome=outcome)
 
 
-def committed(turn: Turn, worker: WorkerId) -> None:
+def on_first_commit(turn: Turn, worker: WorkerId) -> None:
     """The first step of a generation was committed."""
     turn.note(EventKind.TRAINS, f"the first step of generation {turn.durable.committed_in} is committed", worker)
 
@@ -102,7 +102,7 @@ def _enter(turn: Turn, plan: Plan, step: int, lost_steps: int) -> None:
             for worker, process in turn.job.processes.items()
         },
     )
-    resized(turn, plan.reason, "done")
+    count_resize(turn, plan.reason, "done")
 
 
 def fill_bytes(turn: Turn) -> int:
@@ -113,10 +113,10 @@ def fill_bytes(turn: Turn) -> int:
 # ---- what the change cost its members
 
 
-def changes_told(turn: Turn, worker: WorkerId) -> None:
+def on_telemetry(turn: Turn, worker: WorkerId) -> None:
     """A member tells what the present generation's change cost it; the figures are whole when all have told."""
     world = turn.world
-    if world is None or worker in turn.job.changes or _told_before(turn, world):
+    if world is None or worker in turn.job.changes or _has_figures(turn, world):
         return
     told = turn.job.processes[worker].telemetry.changes
     change = next((change for change in told if change.generation == world.generation), None)
@@ -128,7 +128,7 @@ def changes_told(turn: Turn, worker: WorkerId) -> None:
         _figures(turn, world, changes)
 
 
-def _told_before(turn: Turn, world: Plan) -> bool:
+def _has_figures(turn: Turn, world: Plan) -> bool:
     """A controller that has started again hears the figures of the present world once more."""
     history = turn.durable.history
     return bool(history and history[-1].generation == world.generation and history[-1].phases)

@@ -11,7 +11,7 @@ from collections import Counter
 from shoal_protos.messages import MemberState, Status
 from shoal_protos.plan import Plan, WorkerId
 
-from shoal_controller.core.machine.durable import Feud
+from shoal_controller.core.machine.durable import LinkFault
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.job import Attempt
 from shoal_controller.core.machine.phases.next_message import is_member
@@ -63,88 +63,91 @@ def judge(turn: Turn, attempt: Attempt) -> None:
         return
     if any(not turn.record(member.worker).serves for member in world.members):
         return  # ● someone was lost: an abort breaks its peers' connections too
-    durable = dict(turn.durable.feuds)
+    durable = dict(turn.durable.link_faults)
     for pair in dict.fromkeys("|".join(sorted(pair)) for pair in attempt.reports):
-        before = durable.get(pair, Feud(0, {}))
-        named = Counter(before.named)
+        before = durable.get(pair, LinkFault(0, {}))
+        named = Counter(before.blame_counts)
         named.update(peer for reporter, peer in attempt.reports if "|".join(sorted((reporter, peer))) == pair)
-        durable[pair] = Feud(before.times + 1, dict(named))
-    turn.keep(feuds=durable)
+        durable[pair] = LinkFault(before.times + 1, dict(named))
+    turn.keep(link_faults=durable)
     for pair, feud in durable.items():
         if feud.times >= PATIENCE:
-            _count_out(turn, pair, feud)
+            _quarantine_blamed(turn, pair, feud)
             return
 
 
-def _count_out(turn: Turn, pair: str, feud: Feud) -> None:
+def _quarantine_blamed(turn: Turn, pair: str, feud: LinkFault) -> None:
     roster = turn.durable.roster
-    blamed = max(pair.split("|"), key=lambda worker: (feud.named.get(worker, 0), roster[worker].order))
+    blamed = max(pair.split("|"), key=lambda worker: (feud.blame_counts.get(worker, 0), roster[worker].join_order))
     why = f"its connection to another member broke {feud.times} generations ({pair.replace('|', ' and ')})"
-    count_out(turn, blamed, why)
+    quarantine(turn, blamed, why)
 
 
-def count_out(turn: Turn, worker: WorkerId, why: str) -> None:
+def quarantine(turn: Turn, worker: WorkerId, why: str) -> None:
     """It lives, and stays outside of worlds as long as they can do without it; then it comes back."""
-    turn.mark(worker, shunned=True, why=why)
-    turn.keep(feuds={name: other for name, other in turn.durable.feuds.items() if worker not in name.split("|")})
+    turn.mark(worker, quarantined=True, why=why)
+    turn.keep(
+        link_faults={name: other for name, other in turn.durable.link_faults.items() if worker not in name.split("|")}
+    )
     turn.note(EventKind.LOST, f"worker {worker} is counted out for {back_off(turn, worker):g} s: {why}", worker)
 
 
 def back_off(turn: Turn, worker: WorkerId) -> float:
     """No planned change takes it in for so many seconds."""
     address = turn.record(worker).address
-    again = 0 if avoided(turn, worker) else 1  # needed though it was counted out: the back-off runs already
-    times = turn.durable.avoided.get(address, 0) + again
-    turn.keep(avoided={**turn.durable.avoided, address: times})
+    again = 0 if is_backing_off(turn, worker) else 1  # needed though it was counted out: the back-off runs already
+    times = turn.durable.backoff_counts.get(address, 0) + again
+    turn.keep(backoff_counts={**turn.durable.backoff_counts, address: times})
     if again:
-        turn.keep(avoided_until={**turn.durable.avoided_until, address: turn.now + _backoff(times)})
-    return _backoff(times)
+        turn.keep(backoff_until={**turn.durable.backoff_until, address: turn.now + _backoff_seconds(times)})
+    return _backoff_seconds(times)
 
 
-def _backoff(times: int) -> float:
+def _backoff_seconds(times: int) -> float:
     return min(FIRST_BACKOFF * 2.0 ** (times - 1), LONGEST_BACKOFF)
 
 
-def forget(turn: Turn) -> None:
+def forget_departed(turn: Turn) -> None:
     """Feuds of workers that are gone."""
     roster = turn.durable.roster
     alive = {
         name: feud
-        for name, feud in turn.durable.feuds.items()
+        for name, feud in turn.durable.link_faults.items()
         if all(worker in roster and roster[worker].serves for worker in name.split("|"))
     }
-    if len(alive) != len(turn.durable.feuds):
-        turn.keep(feuds=alive)
+    if len(alive) != len(turn.durable.link_faults):
+        turn.keep(link_faults=alive)
 
 
-def forgive(turn: Turn) -> None:
+def forget_old_backoffs(turn: Turn) -> None:
     """Back-offs that have been over for as long as they lasted, of addresses where nobody is any more."""
     durable = turn.durable
-    if not durable.avoided:
+    if not durable.backoff_counts:
         return
     here = {record.address for record in durable.roster.values() if record.ending is None}
     kept = {
         address: times
-        for address, times in durable.avoided.items()
-        if address in here or turn.now < durable.avoided_until.get(address, 0.0) + _backoff(times)
+        for address, times in durable.backoff_counts.items()
+        if address in here or turn.now < durable.backoff_until.get(address, 0.0) + _backoff_seconds(times)
     }
-    if len(kept) != len(durable.avoided):
-        turn.keep(avoided=kept, avoided_until={a: at for a, at in durable.avoided_until.items() if a in kept})
+    if len(kept) != len(durable.backoff_counts):
+        turn.keep(backoff_counts=kept, backoff_until={a: at for a, at in durable.backoff_until.items() if a in kept})
 
 
-def restarted(turn: Turn) -> None:
+def on_restart(turn: Turn) -> None:
     """A back-off goes on over a controller's restart. A clock that was set back makes none longer than it was."""
-    times = turn.durable.avoided
+    times = turn.durable.backoff_counts
     until = {
-        address: min(at, turn.now + _backoff(times[address])) for address, at in turn.durable.avoided_until.items()
+        address: min(at, turn.now + _backoff_seconds(times[address]))
+        for address, at in turn.durable.backoff_until.items()
     }
-    turn.keep(avoided_until=until)
+    turn.keep(backoff_until=until)
 
 
-def avoided(turn: Turn, worker: WorkerId) -> bool:
-    return turn.now < turn.durable.avoided_until.get(turn.record(worker).address, 0.0)
+def is_backing_off(turn: Turn, worker: WorkerId) -> bool:
+    return turn.now < turn.durable.backoff_until.get(turn.record(worker).address, 0.0)
 
 
-def quarrels(turn: Turn, worker: WorkerId) -> bool:
+def has_fault(turn: Turn, worker: WorkerId) -> bool:
     """Whether a worker is one of a pair whose connection broke: let another one build the group."""
-    return any(worker in pair.split("|") for pair in turn.durable.feuds)
+    return any(worker in pair.split("|") for pair in turn.durable.link_faults)

@@ -11,19 +11,19 @@ from shoal_protos.messages import Ending
 from shoal_protos.plan import WorkerId
 from shoal_protos.runs import NO_BLOCKS, Runs
 
-from shoal_controller.core.machine.durable import Record, Standing
+from shoal_controller.core.machine.durable import Standing, WorkerRecord
 from shoal_controller.core.machine.effects import Kill
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.job import Attempt
 from shoal_controller.core.machine.phases import checkpoints, corruption, ending, failures, history, step_figures
-from shoal_controller.core.machine.phases.next_message import tell
+from shoal_controller.core.machine.phases.next_message import send_if_due
 from shoal_controller.core.machine.phases.progress import known_step
 from shoal_controller.core.machine.phases.roster import expect_end
 from shoal_controller.core.machine.spec import Phase
 from shoal_controller.core.machine.turn import Turn
 
 
-def blocks_lost(turn: Turn, attempt: Attempt) -> bool:
+def on_blocks_lost(turn: Turn, attempt: Attempt) -> bool:
     """The planner has found blocks that no inventory tells a copy of. True: those who are left go back."""
     turn.keep(phase=Phase.STALLED, reason=_sentence(turn, attempt.lost_blocks))
     turn.note(EventKind.STALLED, turn.durable.reason, blocks=len(attempt.lost_blocks))
@@ -34,7 +34,7 @@ def wait(turn: Turn, attempt: Attempt) -> bool:
     """Until nobody is left who may have a copy, or `stall_seconds` are over. True: then those who are left go back to
     the newest checkpoint.
     """
-    holders = _may_have(turn, attempt)
+    holders = _possible_holders(turn, attempt)
     waited = turn.now - attempt.since
     if holders and waited <= turn.spec.stall_seconds:
         return False
@@ -42,9 +42,9 @@ def wait(turn: Turn, attempt: Attempt) -> bool:
         ending.succeed(turn)
         return False
     why = f"{turn.durable.reason}; {_why_no_more(holders, waited)}"
-    history.resized(turn, attempt.reason, "failed")
+    history.count_resize(turn, attempt.reason, "failed")
     found = checkpoints.latest(turn.durable)
-    if found is not None and attempt.answered:
+    if found is not None and attempt.respondents:
         turn.keep(reason=why)
         return True
     if found is None and turn.spec.launcher == "none":
@@ -67,19 +67,19 @@ def _why_no_more(holders: list[WorkerId], waited: float) -> str:
     return "every process that held them is dead"
 
 
-def _may_have(turn: Turn, attempt: Attempt) -> list[WorkerId]:
+def _possible_holders(turn: Turn, attempt: Attempt) -> list[WorkerId]:
     """Who may hold such a block, has not told what it holds, and is not known to be dead."""
     roster = turn.durable.roster.values()
-    return [record.worker for record in roster if _unknown(record, attempt) and _held(turn, record, attempt)]
+    return [record.worker for record in roster if _unknown(record, attempt) and _might_hold(turn, record, attempt)]
 
 
-def _unknown(record: Record, attempt: Attempt) -> bool:
+def _unknown(record: WorkerRecord, attempt: Attempt) -> bool:
     """Counted out (perhaps after it had answered), unheard of since the controller was started, or yet to answer."""
     alive = record.standing is not Standing.DEAD and record.ending is None and bool(record.incarnation)
-    return alive and record.worker not in attempt.answered
+    return alive and record.worker not in attempt.respondents
 
 
-def _held(turn: Turn, record: Record, attempt: Attempt) -> bool:
+def _might_hold(turn: Turn, record: WorkerRecord, attempt: Attempt) -> bool:
     """What a worker kept by any world it may have been in, or said that it holds."""
     worlds = [plan for plan in (turn.world, *turn.durable.planned) if plan is not None]
     ranks = [(plan, plan.rank_of(record.worker, record.incarnation)) for plan in worlds]
@@ -111,19 +111,19 @@ def start_anew(turn: Turn, why: str) -> None:
         reason=why,
         current=None,
         planned=(),
-        floor=durable.number + 1,
+        first_valid_generation=durable.last_generation + 1,
         step=step,
         fingerprint="",
         loss=None,
-        parting=False,
+        final_drain=False,
     )
-    checkpoints.went_back(turn, step)
-    turn.change(attempt=None, wished=None, ready_since=None)
+    checkpoints.on_return(turn, step)
+    turn.change(attempt=None, goal=None, ready_since=None)
     turn.note(
         EventKind.ANEW, f"{why}; starting anew from step {step}, {lost_steps} steps are lost", lost_steps=lost_steps
     )
-    step_figures.gone_back(turn, step)
-    history.gone_back(turn, lost_steps)
+    step_figures.on_return(turn, step)
+    history.on_return(turn, lost_steps)
     for record in tuple(turn.durable.roster.values()):
         process = turn.process(record.worker)
         newcomer = process.status.generation == 0 if process is not None else not record.incarnation
@@ -131,7 +131,7 @@ def start_anew(turn: Turn, why: str) -> None:
             continue
         how = Ending.REPLACED if record.launched else Ending.START_OVER
         turn.mark(record.worker, ending=how, why=why)
-        tell(turn, record.worker)
+        send_if_due(turn, record.worker)
         if record.launched and record.standing is not Standing.DEAD:
             expect_end(turn, record.worker)
             turn.do(Kill(record.worker))

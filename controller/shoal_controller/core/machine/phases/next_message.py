@@ -22,7 +22,7 @@ from shoal_protos.plan import Plan, WorkerId
 
 from shoal_controller.core.machine.durable import Durable
 from shoal_controller.core.machine.effects import Close, Send
-from shoal_controller.core.machine.job import Attempt, Job, Process, Stage
+from shoal_controller.core.machine.job import Attempt, AttemptPhase, Job, Process
 from shoal_controller.core.machine.spec import Phase
 from shoal_controller.core.machine.turn import Turn
 
@@ -30,30 +30,30 @@ STOP_REQUEST = 1
 """The number of the one request to stop that a job makes."""
 
 
-def tell(turn: Turn, worker: WorkerId) -> None:
+def send_if_due(turn: Turn, worker: WorkerId) -> None:
     """Say what is current, unless the same was said less than a heartbeat interval ago."""
     process = turn.process(worker)
     if process is None or process.connection is None:
         return
-    message = due(turn.job, process)
+    message = next_message(turn.job, process)
     if message is None:
         return
-    kind, number, at = process.told
+    kind, number, at = process.last_sent
     key = type(message).__name__, _number(message)
     if key == (kind, number) and turn.now - at < turn.spec.heartbeat_seconds:
         return
-    turn.see(worker, told=(*key, turn.now))
+    turn.see(worker, last_sent=(*key, turn.now))
     turn.do(Send(process.connection, message))
     if isinstance(message, Shutdown):
         turn.do(Close(process.connection))
 
 
-def tell_all(turn: Turn) -> None:
+def send_all_if_due(turn: Turn) -> None:
     for worker in tuple(turn.job.processes):
-        tell(turn, worker)
+        send_if_due(turn, worker)
 
 
-def due(job: Job, process: Process) -> ToWorker | None:
+def next_message(job: Job, process: Process) -> ToWorker | None:
     """The one message that this worker needs now."""
     ending = shutdown_of(job.durable, process.worker)
     if ending is not None:
@@ -68,13 +68,13 @@ def shutdown_of(durable: Durable, worker: WorkerId) -> Shutdown | None:
     if durable.phase.over:
         return shutdown_of_all(durable)
     record = durable.roster[worker]
-    return Shutdown(record.ending, record.why, durable.number) if record.ending is not None else None
+    return Shutdown(record.ending, record.why, durable.last_generation) if record.ending is not None else None
 
 
 def shutdown_of_all(durable: Durable) -> Shutdown:
     """How every worker of a job that is over is to end."""
     ending = Ending.DONE if durable.phase is Phase.SUCCEEDED else Ending.FAILED
-    return Shutdown(ending, durable.reason, durable.number)
+    return Shutdown(ending, durable.reason, durable.last_generation)
 
 
 def _number(message: ToWorker) -> int:
@@ -87,7 +87,7 @@ def is_member(plan: Plan | None, worker: WorkerId) -> bool:
     return plan is not None and any(member.worker == worker for member in plan.members)
 
 
-def answered(process: Process | None, number: int) -> Inventory | None:
+def inventory_for(process: Process | None, number: int) -> Inventory | None:
     """The inventory that answers PREPARE(number)."""
     inventory = process.inventory if process is not None else None
     return inventory if inventory is not None and inventory.answers == number else None
@@ -96,19 +96,19 @@ def answered(process: Process | None, number: int) -> Inventory | None:
 def may_hold(durable: Durable, process: Process) -> bool:
     """Whether a process is, or may come to be, in a world: then a recovery asks it."""
     if process.status.generation:
-        return process.status.generation >= durable.floor
+        return process.status.generation >= durable.first_valid_generation
     worlds = (durable.current, *durable.planned)
     return any(is_member(plan, process.worker) for plan in worlds)
 
 
 def _of_attempt(durable: Durable, attempt: Attempt, process: Process) -> ToWorker | None:
     status = process.status
-    if attempt.stage is Stage.PREPARE:
-        asked = process.worker in attempt.asked if attempt.start else may_hold(durable, process)
-        if asked and answered(process, attempt.number) is None:
-            return Prepare(attempt.number)
+    if attempt.phase is AttemptPhase.PREPARE:
+        asked = process.worker in attempt.starters if attempt.start else may_hold(durable, process)
+        if asked and inventory_for(process, attempt.generation) is None:
+            return Prepare(attempt.generation)
         return None
-    knows = status.promised == attempt.number and status.state in (MemberState.BUILDING, MemberState.READY)
+    knows = status.promised == attempt.generation and status.state in (MemberState.BUILDING, MemberState.READY)
     if attempt.plan is not None and is_member(attempt.plan, process.worker) and not knows:
         return PlanMessage(attempt.plan)
     return None
@@ -124,7 +124,7 @@ def _of_world(job: Job, process: Process) -> ToWorker | None:
         and status.state in (MemberState.BUILDING, MemberState.READY)
         and status.promised < world.generation
     ):
-        return Prepare(durable.number)  # a newcomer of a start that was given up
+        return Prepare(durable.last_generation)  # a newcomer of a start that was given up
     if member and status.state is MemberState.READY and status.promised == world.generation:
         return Open(world.generation)
     if durable.planned:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from shoal_protos.errors import Conflict, NotFound, UserError
 from shoal_protos.plan import WorkerId
 
-from shoal_controller.core.machine.durable import Leaving, Record, Standing
+from shoal_controller.core.machine.durable import Leaving, Standing, WorkerRecord
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.events import Cancel, ConfirmLost, DrainWorker, Pause, Resume, Save, Scale
 from shoal_controller.core.machine.phases import (
@@ -16,14 +16,14 @@ from shoal_controller.core.machine.phases import (
     scaling,
     silence,
 )
-from shoal_controller.core.machine.phases.next_message import is_member, tell
+from shoal_controller.core.machine.phases.next_message import is_member, send_if_due
 from shoal_controller.core.machine.spec import Phase
 from shoal_controller.core.machine.turn import Turn
 
-Wish = Scale | DrainWorker | ConfirmLost | Pause | Resume | Save
+OperatorRequest = Scale | DrainWorker | ConfirmLost | Pause | Resume | Save
 
 
-def scale(turn: Turn, event: Scale) -> None:
+def on_scale(turn: Turn, event: Scale) -> None:
     """Another number of workers. A launcher follows; without one the youngest are drained."""
     least, most = turn.spec.min_workers, turn.spec.max_workers or turn.spec.lanes
     if turn.durable.description is not None:
@@ -36,12 +36,12 @@ def scale(turn: Turn, event: Scale) -> None:
         return
     turn.keep(wanted=event.workers, scaled_up=event.workers > before)
     turn.note(EventKind.SCALED, f"the job is scaled from {before} to {event.workers} workers", workers=event.workers)
-    if not scaling.launches(turn):
-        for record in reversed(scaling.staying(turn)[event.workers :]):
+    if not scaling.has_launcher(turn):
+        for record in reversed(scaling.staying_workers(turn)[event.workers :]):
             scaling.drain(turn, record.worker, Leaving.SCALE_DOWN, scaling.SCALE_DOWN_GRACE)
 
 
-def drain(turn: Turn, event: DrainWorker) -> None:
+def on_drain(turn: Turn, event: DrainWorker) -> None:
     """Let one worker go; the launcher replaces it. One that is silent is given up by that."""
     record = _named(turn, event.worker)
     if record.standing is Standing.LOST:
@@ -56,19 +56,21 @@ def drain(turn: Turn, event: DrainWorker) -> None:
     return scaling.drain(turn, event.worker, Leaving.DRAIN, event.grace_seconds)
 
 
-def lost(turn: Turn, event: ConfirmLost) -> None:
+def on_confirm_lost(turn: Turn, event: ConfirmLost) -> None:
     """A silent worker's process is gone, an operator says: nobody waits for it any more."""
     record = _named(turn, event.worker)
     process = turn.process(record.worker)
-    if process is not None and process.connection is not None and record.worker not in silence.silent(turn.job):
+    if process is not None and process.connection is not None and record.worker not in silence.silent_workers(turn.job):
         raise Conflict(
-            f"worker {record.worker} is not lost: it was heard {turn.now - process.heard:.1f} s ago. "
+            f"worker {record.worker} is not lost: it was heard {turn.now - process.heard_at:.1f} s ago. "
             f'To let it go: "shoal drain {turn.spec.job} {record.worker}".'
         )
-    failure_detector.confirm(turn, record.worker, "an operator says that its process is gone", noticed_by="an operator")
+    failure_detector.confirm_death(
+        turn, record.worker, "an operator says that its process is gone", noticed_by="an operator"
+    )
 
 
-def _named(turn: Turn, worker: WorkerId) -> Record:
+def _named(turn: Turn, worker: WorkerId) -> WorkerRecord:
     """The worker that an operator means: one that is not gone."""
     record = turn.durable.roster.get(worker)
     if record is None:
@@ -79,13 +81,13 @@ def _named(turn: Turn, worker: WorkerId) -> Record:
     return record
 
 
-def _is_last(turn: Turn, record: Record) -> bool:
+def _is_last(turn: Turn, record: WorkerRecord) -> bool:
     """Whether nobody else could go on with the state that it holds."""
     world = turn.world
     if world is None or not is_member(world, record.worker):
         return False
-    others = [other.worker for other in scaling.staying(turn) if other.worker != record.worker]
-    ready = planned_changes.waiting_newcomers(turn, world)
+    others = [other.worker for other in scaling.staying_workers(turn) if other.worker != record.worker]
+    ready = planned_changes.waiting_joiners(turn, world)
     return not any(is_member(world, worker) or worker in ready for worker in others)
 
 
@@ -93,7 +95,7 @@ def _can_checkpoint(turn: Turn) -> bool:
     return turn.durable.description is not None and turn.durable.description.can_checkpoint
 
 
-def pause(turn: Turn, _: Pause) -> None:
+def on_pause(turn: Turn, _: Pause) -> None:
     """Commit no steps from the next planned change on."""
     if turn.durable.paused:
         raise Conflict(f"job {turn.spec.job} is paused already.")
@@ -101,14 +103,14 @@ def pause(turn: Turn, _: Pause) -> None:
     turn.note(EventKind.PAUSED, "the job is being paused")
 
 
-def resume(turn: Turn, _: Resume) -> None:
+def on_resume(turn: Turn, _: Resume) -> None:
     if not turn.durable.paused:
         raise Conflict(f"job {turn.spec.job} is not paused; it is {turn.durable.phase.value}.")
     turn.keep(paused=False, paused_because="")
     turn.note(EventKind.RESUMED, "the job goes on")
 
 
-def cancel(turn: Turn, _: Cancel) -> None:
+def on_cancel(turn: Turn, _: Cancel) -> None:
     """Ask a world that trains to stop after its step; without one the job is over at once."""
     if turn.durable.stopping:
         return None
@@ -117,11 +119,11 @@ def cancel(turn: Turn, _: Cancel) -> None:
         return ending.finish(turn, Phase.CANCELLED, "cancelled before it had a world that trains")
     turn.keep(stopping=True, ended_at=turn.now)
     for member in turn.world.members:
-        tell(turn, member.worker)
+        send_if_due(turn, member.worker)
     return None
 
 
-def save(turn: Turn, _: Save) -> None:
+def on_save(turn: Turn, _: Save) -> None:
     """Ask for a checkpoint after the next step."""
     if not _can_checkpoint(turn):
         raise Conflict(f"job {turn.spec.job} has nowhere to save to; set checkpoint.path in its config.")
@@ -130,19 +132,21 @@ def save(turn: Turn, _: Save) -> None:
     connected = [process for process in members if process is not None and process.connection is not None]
     if not connected or world is None:
         raise Conflict(f"job {turn.spec.job} has no world that trains; nothing can be saved now.")
-    checkpoints.ask(turn)
-    tell(turn, connected[0].worker)
+    checkpoints.request_save(turn)
+    send_if_due(turn, connected[0].worker)
     turn.note(EventKind.SAVING, "a checkpoint was asked for")
 
 
-def refuse(turn: Turn, _: Wish) -> None:
+def refuse(turn: Turn, _: OperatorRequest) -> None:
     """Of a job that is over."""
     raise Conflict(f"job {turn.spec.job} is over ({turn.durable.phase.value}): {turn.durable.reason}.")
 
 
-def stop_overdue(turn: Turn) -> None:
+def finish_overdue_stop(turn: Turn) -> None:
     """A cancelled job whose workers do not stop by themselves."""
-    since = max(turn.durable.ended_at or 0.0, turn.job.started)  # nobody could be asked while no controller was there
+    since = max(
+        turn.durable.ended_at or 0.0, turn.job.started_at
+    )  # nobody could be asked while no controller was there
     seconds = ending.stop_seconds(turn)
     if turn.now - since > seconds:
         ending.finish(turn, Phase.CANCELLED, f"cancelled; workers did not stop within {seconds:g} s")

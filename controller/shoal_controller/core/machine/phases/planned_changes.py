@@ -11,7 +11,7 @@ from shoal_protos.messages import Ending, MemberState, Status
 from shoal_protos.plan import Plan, Reason, WorkerId
 
 from shoal_controller.core.machine.durable import Leaving
-from shoal_controller.core.machine.job import Process, Traits, Wished
+from shoal_controller.core.machine.job import Goal, Process, Traits
 from shoal_controller.core.machine.phases import (
     broken_links,
     checkpoints,
@@ -21,8 +21,8 @@ from shoal_controller.core.machine.phases import (
     progress_watch,
     scaling,
 )
-from shoal_controller.core.machine.phases.next_message import tell
-from shoal_controller.core.machine.phases.planner_inputs import kept
+from shoal_controller.core.machine.phases.next_message import send_if_due
+from shoal_controller.core.machine.phases.planner_inputs import kept_blocks
 from shoal_controller.core.machine.turn import Turn
 from shoal_controller.core.machine.wait_graph import BrokenLink
 from shoal_controller.core.planning.planner import same_world
@@ -36,39 +36,39 @@ MOST_PLANNED = 16
 # ---- a planned change begins
 
 
-def begun(turn: Turn, status: Status) -> None:
-    begun_in(turn, status.generation)
+def on_status(turn: Turn, status: Status) -> None:
+    on_generation_seen(turn, status.generation)
 
 
-def begun_in(turn: Turn, generation: int) -> None:
+def on_generation_seen(turn: Turn, generation: int) -> None:
     """Somebody is in a generation that was planned: all of its base have voted it, so it is the current one now."""
     for plan in turn.durable.planned:
         if plan.generation == generation:
             void = [other for other in turn.durable.planned if other.base != generation and other is not plan]
             turn.keep(current=plan, planned=tuple(p for p in turn.durable.planned if p.base == generation))
             for other in void:
-                history.resized(turn, other.reason, "superseded")
+                history.count_resize(turn, other.reason, "superseded")
             if turn.durable.scaled_up and plan.world_size >= turn.durable.wanted:
                 turn.keep(scaled_up=False)
-            _satisfied(turn, turn.job.wishes.get(generation), plan)
-            checkpoints.opened(turn, generation)
-            history.begun(turn, plan)
+            _set_goal(turn, turn.job.goals.get(generation), plan)
+            checkpoints.on_opened(turn, generation)
+            history.on_begun(turn, plan)
             return
 
 
-def opened(turn: Turn, plan: Plan) -> None:
+def on_opened(turn: Turn, plan: Plan) -> None:
     """A world made from inventories was opened: it is what was wanted of those who are in it."""
     pool = [_traits(turn, member.worker, trains=True) for member in plan.members]
-    _satisfied(turn, Wished(_by_age(turn, pool), plan.steps, promote=False), plan)
+    _set_goal(turn, Goal(_by_age(turn, pool), plan.steps, promote=False), plan)
 
 
-def _satisfied(turn: Turn, wished: Wished | None, plan: Plan) -> None:
+def _set_goal(turn: Turn, wished: Goal | None, plan: Plan) -> None:
     """What the plan was asked for is fulfilled, as far as it took part in it: only what is new asks for another one."""
     members = {member.worker for member in plan.members}
     if wished is not None:
         pool = tuple(traits for traits in wished.pool if traits.worker in members)
-        wished = Wished(pool, plan.steps, promote=False)
-    turn.change(wished=wished, wishes={})
+        wished = Goal(pool, plan.steps, promote=False)
+    turn.change(goal=wished, goals={})
 
 
 # ---- a planned change is made
@@ -76,24 +76,24 @@ def _satisfied(turn: Turn, wished: Wished | None, plan: Plan) -> None:
 
 def settle(turn: Turn, world: Plan) -> None:
     """Make a plan where what is wanted has changed; everyone lacking the newest one is told with its heartbeat."""
-    _give_up_on_newcomers(turn, world)
+    _give_up_on_joiners(turn, world)
     if _enough_are_planned(turn) or not _all_in(turn, world):
         return
-    newcomers = waiting_newcomers(turn, world)
-    wished = _wished(turn, world, newcomers)
-    if wished == turn.job.wished:
+    newcomers = waiting_joiners(turn, world)
+    wished = _goal(turn, world, newcomers)
+    if wished == turn.job.goal:
         return
-    turn.change(wished=wished)
+    turn.change(goal=wished)
     newest = turn.durable.planned[-1] if turn.durable.planned else world
-    number = turn.durable.number + 1
-    plan = planner_inputs.for_change(turn, world, newcomers, number, _reason(turn, world, newcomers))
+    number = turn.durable.last_generation + 1
+    plan = planner_inputs.change_plan(turn, world, newcomers, number, _reason(turn, world, newcomers))
     if same_world(plan, newest) or (newest is world and _only_fills_left(plan, world)):
         return
-    turn.keep(number=number, planned=(*turn.durable.planned, plan))
-    turn.change(wishes={**turn.job.wishes, number: wished}, planned_at=turn.now)
-    history.planned(turn, plan, newest)
+    turn.keep(last_generation=number, planned=(*turn.durable.planned, plan))
+    turn.change(goals={**turn.job.goals, number: wished}, planned_at=turn.now)
+    history.on_planned(turn, plan, newest)
     for worker in dict.fromkeys(member.worker for member in (*world.members, *plan.members)):
-        tell(turn, worker)
+        send_if_due(turn, worker)
 
 
 def _enough_are_planned(turn: Turn) -> bool:
@@ -108,16 +108,16 @@ def held_up(turn: Turn, world: Plan) -> tuple[BrokenLink, ...]:
     """
     if not turn.durable.planned:
         return ()
-    links = progress_watch.in_building(turn, turn.durable.planned[-1], _planned_at(turn))
+    links = progress_watch.broken_links_in_building(turn, turn.durable.planned[-1], _planned_at(turn))
     return () if broken_links.keep_out(turn, world, links) else links
 
 
 def _planned_at(turn: Turn) -> float:
     """What an earlier controller has planned gets its time anew."""
-    return max(turn.job.planned_at, turn.job.started)
+    return max(turn.job.planned_at, turn.job.started_at)
 
 
-def _give_up_on_newcomers(turn: Turn, world: Plan) -> None:
+def _give_up_on_joiners(turn: Turn, world: Plan) -> None:
     """A change that does not begin within `stall_seconds` goes on without its newcomers; nobody else waits for them."""
     plans = turn.durable.planned
     if not plans or turn.now - _planned_at(turn) <= turn.spec.stall_seconds:
@@ -128,7 +128,7 @@ def _give_up_on_newcomers(turn: Turn, world: Plan) -> None:
         if member.worker not in members and turn.record(member.worker).serves:
             how = Ending.REPLACED if turn.record(member.worker).launched else Ending.START_OVER
             scaling.dismiss(turn, member.worker, how, why)
-            tell(turn, member.worker)
+            send_if_due(turn, member.worker)
     turn.change(planned_at=turn.now)
 
 
@@ -141,7 +141,7 @@ def _all_in(turn: Turn, world: Plan) -> bool:
     return True
 
 
-def waiting_newcomers(turn: Turn, world: Plan) -> list[WorkerId]:
+def waiting_joiners(turn: Turn, world: Plan) -> list[WorkerId]:
     """Who may become a member, oldest first, as many as there is room for."""
     members = {member.worker for member in world.members}
     if any(process.status.done for process in turn.serving() if process.worker in members):
@@ -155,14 +155,14 @@ def waiting_newcomers(turn: Turn, world: Plan) -> list[WorkerId]:
         and process.worker not in members
         and (_is_reachable(process) or process.worker in expected)
         and not turn.record(process.worker).leaving
-        and not link_faults.avoided(turn, process.worker)
+        and not link_faults.is_backing_off(turn, process.worker)
     ]
-    ready.sort(key=lambda process: turn.record(process.worker).order)
+    ready.sort(key=lambda process: turn.record(process.worker).join_order)
     return [process.worker for process in ready[: max(0, most_workers(turn) - staying)]]
 
 
 def _is_reachable(process: Process) -> bool:
-    return process.connection is not None and (process.pinged is None or not process.pinged.suspected)
+    return process.connection is not None and (process.ping is None or not process.ping.suspected)
 
 
 def most_workers(turn: Turn) -> int:
@@ -170,15 +170,17 @@ def most_workers(turn: Turn) -> int:
     return min(turn.spec.max_workers or lanes, lanes)
 
 
-def _wished(turn: Turn, world: Plan, newcomers: list[WorkerId]) -> Wished:
-    pool = [_traits(turn, m.worker, planner_inputs.trains(turn, world, rank)) for rank, m in enumerate(world.members)]
+def _goal(turn: Turn, world: Plan, newcomers: list[WorkerId]) -> Goal:
+    pool = [
+        _traits(turn, m.worker, planner_inputs.can_train(turn, world, rank)) for rank, m in enumerate(world.members)
+    ]
     pool += [_traits(turn, worker, trains=False) for worker in newcomers]
     promote = bool(world.fills) and fills_done(turn, world)
-    return Wished(_by_age(turn, pool), planner_inputs.steps_run(turn, len(pool)), promote)
+    return Goal(_by_age(turn, pool), planner_inputs.steps_run(turn, len(pool)), promote)
 
 
 def _by_age(turn: Turn, pool: list[Traits]) -> tuple[Traits, ...]:
-    return tuple(sorted(pool, key=lambda traits: turn.record(traits.worker).order))
+    return tuple(sorted(pool, key=lambda traits: turn.record(traits.worker).join_order))
 
 
 def _traits(turn: Turn, worker: WorkerId, trains: bool) -> Traits:
@@ -188,7 +190,7 @@ def _traits(turn: Turn, worker: WorkerId, trains: bool) -> Traits:
 def fills_done(turn: Turn, world: Plan) -> bool:
     """Whether every fill of the world is held by its target."""
     return all(
-        fill.blocks <= kept(world, fill.target, turn.job.processes[world.members[fill.target].worker].status)
+        fill.blocks <= kept_blocks(world, fill.target, turn.job.processes[world.members[fill.target].worker].status)
         for fill in world.fills
     )
 

@@ -20,8 +20,8 @@ from shoal_controller.core.machine.turn import Turn
 from shoal_controller.core.planning.planner import (
     BlocksLost,
     Candidate,
+    PlanRequest,
     Terms,
-    Wish,
     plan_change,
     plan_recovery,
     plan_start,
@@ -38,27 +38,27 @@ LEAST_FILL_BYTES = 1 << 20
 # ---- plans made from inventories
 
 
-def for_start(turn: Turn, workers: list[WorkerId], attempt: Attempt) -> Plan:
+def start_plan(turn: Turn, workers: list[WorkerId], attempt: Attempt) -> Plan:
     """A world in which nobody holds anything: all begin from the newest checkpoint, or with the initial state."""
-    candidates = [_candidate(turn, worker, trains=True) for worker in workers]
+    candidates = [_joiner_candidate(turn, worker, trains=True) for worker in workers]
     found = checkpoints.latest(turn.durable)
     reason = Reason.RESTORE if attempt.reason is Reason.RESTORE else Reason.START
-    wish = _wish(turn, candidates, attempt.number, reason, attempt.avoid)
+    wish = _request(turn, candidates, attempt.generation, reason, attempt.avoided_builders)
     return plan_start(wish, candidates, found.step, found.path) if found else plan_start(wish, candidates)
 
 
-def for_recovery(turn: Turn, counting: Mapping[WorkerId, Inventory], attempt: Attempt) -> Plan | Runs:
+def recovery_plan(turn: Turn, counting: Mapping[WorkerId, Inventory], attempt: Attempt) -> Plan | Runs:
     """The plan that the inventories allow, or the blocks of which nobody has a copy."""
     assert turn.world is not None and turn.durable.description is not None
     step = max((inventory.step for inventory in counting.values()), default=-1)
     if step < 0:
         return every(turn.durable.description.blocks)
-    trusted = {worker: inventory for worker, inventory in counting.items() if not turn.record(worker).shunned}
+    trusted = {worker: inventory for worker, inventory in counting.items() if not turn.record(worker).quarantined}
     for inventories in (trusted, counting):
-        candidates = [_stopped(turn, worker, inventory, step) for worker, inventory in inventories.items()]
+        candidates = [_stopped_candidate(turn, worker, inventory, step) for worker, inventory in inventories.items()]
         behind = any(candidate.counted and counting[candidate.member.worker].step < step for candidate in candidates)
         record = _record_of(counting, step) if behind else b""
-        wish = _wish(turn, candidates, attempt.number, attempt.reason, attempt.avoid)
+        wish = _request(turn, candidates, attempt.generation, attempt.reason, attempt.avoided_builders)
         try:
             return plan_recovery(wish, candidates, turn.world, step, record)
         except BlocksLost as lost:
@@ -69,14 +69,14 @@ def for_recovery(turn: Turn, counting: Mapping[WorkerId, Inventory], attempt: At
 def can_spare(turn: Turn, counting: Mapping[WorkerId, Inventory], worker: WorkerId) -> bool:
     """Whether the others hold every block at the step where a recovery begins."""
     assert turn.durable.description is not None
-    trusted = [name for name in counting if not turn.record(name).shunned]
+    trusted = [name for name in counting if not turn.record(name).quarantined]
     others = {name: counting[name] for name in trusted if name != worker}
     step = max((inventory.step for inventory in counting.values()), default=-1)
-    held = (value[0] for inventory in others.values() if (value := worth(inventory, step)) is not None)
+    held = (value[0] for inventory in others.values() if (value := usable_blocks(inventory, step)) is not None)
     return bool(others) and every(turn.durable.description.blocks) <= union(held)
 
 
-def worth(inventory: Inventory, step: int) -> tuple[Runs, Runs] | None:
+def usable_blocks(inventory: Inventory, step: int) -> tuple[Runs, Runs] | None:
     """● Which blocks it holds at that step, and whose parameters it has; None where it is too far behind.
 
     Who is one step behind rolls forward, but only the blocks whose gradient is in.
@@ -89,14 +89,14 @@ def worth(inventory: Inventory, step: int) -> tuple[Runs, Runs] | None:
     return None
 
 
-def _stopped(turn: Turn, worker: WorkerId, inventory: Inventory, step: int) -> Candidate:
-    value = worth(inventory, step)
+def _stopped_candidate(turn: Turn, worker: WorkerId, inventory: Inventory, step: int) -> Candidate:
+    value = usable_blocks(inventory, step)
     holds, current = value if value is not None else (NO_BLOCKS, NO_BLOCKS)
     record = turn.record(worker)
     return Candidate(
         Member(worker, record.incarnation, record.address),
         record.domain,
-        record.order,
+        record.join_order,
         holds=holds,
         current=current,
         counted=value is not None,
@@ -112,14 +112,14 @@ def _record_of(inventories: Mapping[WorkerId, Inventory], step: int) -> bytes:
 # ---- planned changes
 
 
-def for_change(turn: Turn, world: Plan, newcomers: list[WorkerId], number: int, reason: Reason) -> Plan:
+def change_plan(turn: Turn, world: Plan, newcomers: list[WorkerId], number: int, reason: Reason) -> Plan:
     """What the world should be next, from what its members keep and have been filled with."""
-    candidates = [_member(turn, world, rank) for rank in range(world.world_size)]
-    candidates += [_candidate(turn, worker, trains=False) for worker in newcomers]
-    return plan_change(_wish(turn, candidates, number, reason), candidates, world)
+    candidates = [_member_candidate(turn, world, rank) for rank in range(world.world_size)]
+    candidates += [_joiner_candidate(turn, worker, trains=False) for worker in newcomers]
+    return plan_change(_request(turn, candidates, number, reason), candidates, world)
 
 
-def kept(world: Plan, rank: int, status: Status) -> Runs:
+def kept_blocks(world: Plan, rank: int, status: Status) -> Runs:
     """● What a planned change may count on: what its base keeps for a member or has filled, and it says it holds.
 
     What the base releases may still be there, and be freed before the change begins.
@@ -127,30 +127,30 @@ def kept(world: Plan, rank: int, status: Status) -> Runs:
     return status.holds & (world.shares[rank].keeps | world.filled(rank, status.boundaries))
 
 
-def trains(turn: Turn, world: Plan, rank: int) -> bool:
+def can_train(turn: Turn, world: Plan, rank: int) -> bool:
     """Whether a member has all parameters: whoever has lanes, and a standby that has had a hand-out."""
-    return bool(world.shares[rank].lanes) or turn.job.processes[world.members[rank].worker].trains
+    return bool(world.shares[rank].lanes) or turn.job.processes[world.members[rank].worker].can_train
 
 
-def _member(turn: Turn, world: Plan, rank: int) -> Candidate:
+def _member_candidate(turn: Turn, world: Plan, rank: int) -> Candidate:
     worker = world.members[rank].worker
     process = turn.job.processes[worker]
     record = turn.record(worker)
     return Candidate(
         world.members[rank],
         record.domain,
-        record.order,
-        holds=kept(world, rank, process.status),
-        trains=trains(turn, world, rank),
+        record.join_order,
+        holds=kept_blocks(world, rank, process.status),
+        can_train=can_train(turn, world, rank),
         leaving=bool(record.leaving),
     )
 
 
-def _candidate(turn: Turn, worker: WorkerId, trains: bool) -> Candidate:
+def _joiner_candidate(turn: Turn, worker: WorkerId, trains: bool) -> Candidate:
     """A newcomer."""
     record = turn.record(worker)
     member = Member(worker, record.incarnation, record.address)
-    return Candidate(member, record.domain, record.order, trains=trains, leaving=bool(record.leaving))
+    return Candidate(member, record.domain, record.join_order, can_train=trains, leaving=bool(record.leaving))
 
 
 # ---- terms
@@ -158,12 +158,12 @@ def _candidate(turn: Turn, worker: WorkerId, trains: bool) -> Candidate:
 
 def steps_run(turn: Turn, members: int) -> bool:
     """Not while the job is paused, is being saved for the last time, or has fewer members than it needs."""
-    return not turn.durable.paused and not turn.durable.parting and members >= turn.spec.min_workers
+    return not turn.durable.paused and not turn.durable.final_drain and members >= turn.spec.min_workers
 
 
-def _wish(
+def _request(
     turn: Turn, candidates: list[Candidate], number: int, reason: Reason, avoid: frozenset[WorkerId] = frozenset()
-) -> Wish:
+) -> PlanRequest:
     description = turn.durable.description
     assert description is not None
     terms = Terms(
@@ -173,8 +173,8 @@ def _wish(
         fill_rate(turn, description, candidates),
         steps_run(turn, len(candidates)),
     )
-    suspects = frozenset(c.member.worker for c in candidates if link_faults.quarrels(turn, c.member.worker))
-    return Wish(terms, number, reason, avoid | suspects)
+    suspects = frozenset(c.member.worker for c in candidates if link_faults.has_fault(turn, c.member.worker))
+    return PlanRequest(terms, number, reason, avoid | suspects)
 
 
 def fill_rate(turn: Turn, description: Description, candidates: list[Candidate]) -> int:

@@ -16,12 +16,12 @@ their heartbeats.
 
 def known_step(turn: Turn) -> int:
     """The highest step that any worker is known to have committed in this life of the job."""
-    floor = max(turn.durable.floor, 1)
+    floor = max(turn.durable.first_valid_generation, 1)
     steps = (p.status.step for p in turn.job.processes.values() if p.status.generation >= floor)
     return max(steps, default=turn.durable.step)
 
 
-def look(turn: Turn) -> None:
+def update(turn: Turn) -> None:
     """Notice the step that every member has committed, and count it. It is written before it is shown."""
     job, world = turn.job, turn.world
     if world is None:
@@ -31,12 +31,12 @@ def look(turn: Turn) -> None:
     step = min(steps)
     if step < 0:
         return
-    step_figures.passed(turn, step)
+    step_figures.count_steps(turn, step)
     if not turn.job.figures_known:
         turn.change(figures_known=True)
-    if step > turn.durable.step and turn.now - job.step_kept >= SHOW_SECONDS:
+    if step > turn.durable.step and turn.now - job.step_written_at >= SHOW_SECONDS:
         turn.keep(step=step)
-        turn.change(step_kept=turn.now)
+        turn.change(step_written_at=turn.now)
 
 
 def shown_loss(job: Job) -> float | None:

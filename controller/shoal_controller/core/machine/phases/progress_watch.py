@@ -18,7 +18,7 @@ from shoal_controller.core.machine.effects import Kill
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.job import Job, Process
 from shoal_controller.core.machine.phases import scaling
-from shoal_controller.core.machine.phases.next_message import tell
+from shoal_controller.core.machine.phases.next_message import send_if_due
 from shoal_controller.core.machine.phases.progress import step_seconds_median
 from shoal_controller.core.machine.turn import Turn
 from shoal_controller.core.machine.wait_graph import Activities, BrokenLink, broken_links, stragglers
@@ -30,24 +30,24 @@ SLOW = 10.0
 # ---- in every tick
 
 
-def look(turn: Turn) -> None:
+def update(turn: Turn) -> None:
     """Notice that a vote has passed. While no world may train, none is expected."""
     job, world = turn.job, turn.world
     if world is None or job.attempt is not None:
-        return turn.change(voted_at=turn.now)
+        return turn.change(last_vote_at=turn.now)
     processes = (job.processes.get(member.worker) for member in world.members)
     voted = max(((p.status.generation, p.status.boundaries) for p in processes if p is not None), default=(0, 0))
-    if voted != job.voted:
-        turn.change(voted=voted, voted_at=turn.now, straggled=frozenset())
+    if voted != job.last_vote:
+        turn.change(last_vote=voted, last_vote_at=turn.now, named_stragglers=frozenset())
     return None
 
 
 # ---- the world that may train
 
 
-def stands_still(job: Job, now: float) -> bool:
+def is_standing_still(job: Job, now: float) -> bool:
     """Whether no vote has passed for longer than the limit."""
-    quiet = now - _voted_at(job)
+    quiet = now - _last_vote_at(job)
     return quiet > job.spec.progress_seconds and quiet > limit_seconds(job)
 
 
@@ -63,16 +63,16 @@ def building_limit_seconds(job: Job) -> float:
     return max(job.spec.progress_seconds, min(SLOW * slowest, job.spec.stall_seconds))
 
 
-def _voted_at(job: Job) -> float:
-    return max(job.voted_at, job.started)
+def _last_vote_at(job: Job) -> float:
+    return max(job.last_vote_at, job.started_at)
 
 
-def in_training(turn: Turn, world: Plan) -> tuple[BrokenLink, ...]:
+def broken_links_in_training(turn: Turn, world: Plan) -> tuple[BrokenLink, ...]:
     """The broken links that hold the world up. Names stragglers on the way, and ends those that are stuck."""
-    if not stands_still(turn.job, turn.now):
+    if not is_standing_still(turn.job, turn.now):
         return ()
-    look(turn)  # a world may have begun since the last tick
-    if not stands_still(turn.job, turn.now) or not _all_are_heard(turn.job, world, turn.now):
+    update(turn)  # a world may have begun since the last tick
+    if not is_standing_still(turn.job, turn.now) or not _all_are_heard(turn.job, world, turn.now):
         return ()
     activities = _activities(turn.job, world)
     links = _links(turn, activities, limit_seconds(turn.job))
@@ -88,7 +88,7 @@ def _all_are_heard(job: Job, world: Plan, now: float) -> bool:
     """Silence is the failure detector's affair."""
     patience = job.spec.heartbeat_seconds * job.spec.suspect_after
     processes = [job.processes.get(member.worker) for member in world.members]
-    return all(p is not None and p.connection is not None and now - p.heard <= patience for p in processes)
+    return all(p is not None and p.connection is not None and now - p.heard_at <= patience for p in processes)
 
 
 def _activities(job: Job, world: Plan) -> Activities:
@@ -118,20 +118,20 @@ def _build(process: Process, generation: int) -> Activity | None:
 
 def _steady(process: Process, activity: Activity) -> Activity:
     """● What it did while it was not heard does not count: who was frozen has waited for nobody meanwhile."""
-    return replace(activity, seconds=min(activity.seconds, max(0.0, process.heard - process.steady_since)))
+    return replace(activity, seconds=min(activity.seconds, max(0.0, process.heard_at - process.steady_since)))
 
 
 def _name(turn: Turn, late: dict[WorkerId, float]) -> None:
     """Each once for each time that the world stands still."""
-    if not turn.job.straggled.issuperset(late):
-        turn.change(straggled=turn.job.straggled.union(late))
+    if not turn.job.named_stragglers.issuperset(late):
+        turn.change(named_stragglers=turn.job.named_stragglers.union(late))
         turn.note(EventKind.STRAGGLER, _sentence(turn.job, late, turn.now), next(iter(late)))
 
 
 def reason(job: Job, now: float) -> str:
     """Who holds the world up; empty while votes pass."""
     world = job.durable.current
-    looked_into = world is not None and job.attempt is None and stands_still(job, now)
+    looked_into = world is not None and job.attempt is None and is_standing_still(job, now)
     if world is None or not looked_into or not _all_are_heard(job, world, now):
         return ""
     activities = _activities(job, world)
@@ -140,7 +140,7 @@ def reason(job: Job, now: float) -> str:
 
 
 def _sentence(job: Job, late: dict[WorkerId, float], now: float) -> str:
-    quiet = now - _voted_at(job)
+    quiet = now - _last_vote_at(job)
     if not late:
         return f"no vote has passed for {quiet:.0f} s"
     each = ", ".join(f"worker {worker} {_does(job, worker, now)}" for worker in sorted(late))
@@ -153,22 +153,22 @@ def _does(job: Job, worker: WorkerId, now: float) -> str:
         return "(nothing heard of it)"
     if process.status.ended or process.status.done:
         return "(to end its script)"
-    return f"(in user code for {now - _came_further(job, process):.0f} s)"
+    return f"(in user code for {now - _last_progress_at(job, process):.0f} s)"
 
 
 def waited_for_seconds(job: Job, now: float) -> dict[WorkerId, float]:
     """For whom others wait in the end, and how long; nobody while votes pass."""
     world = job.durable.current
-    looked_into = world is not None and job.attempt is None and stands_still(job, now)
+    looked_into = world is not None and job.attempt is None and is_standing_still(job, now)
     return stragglers(_activities(job, world)) if world is not None and looked_into else {}
 
 
 # ---- user code that is stuck
 
 
-def _came_further(job: Job, process: Process) -> float:
+def _last_progress_at(job: Job, process: Process) -> float:
     """When its training thread last moved, as far as this controller has seen."""
-    return max(process.moved, _voted_at(job))
+    return max(process.moved_at, _last_vote_at(job))
 
 
 def _end_if_stuck(turn: Turn, worker: WorkerId) -> None:
@@ -176,13 +176,13 @@ def _end_if_stuck(turn: Turn, worker: WorkerId) -> None:
     process, record = turn.process(worker), turn.record(worker)
     if process is None or process.status.done or not record.serves:
         return
-    still = turn.now - _came_further(turn.job, process)
+    still = turn.now - _last_progress_at(turn.job, process)
     if still <= turn.spec.stall_seconds:
         return
     how = Ending.REPLACED if record.launched else Ending.START_OVER
     why = f"worker {worker} is counted out: its script has come no further for {still:.0f} s (stall_seconds)"
     scaling.dismiss(turn, worker, how, why)
-    tell(turn, worker)
+    send_if_due(turn, worker)
     if record.launched:
         turn.do(Kill(worker))  # a thread that is stuck does not end when it is told to
 
@@ -190,7 +190,7 @@ def _end_if_stuck(turn: Turn, worker: WorkerId) -> None:
 # ---- worlds that are being made
 
 
-def in_building(turn: Turn, plan: Plan, since: float) -> tuple[BrokenLink, ...]:
+def broken_links_in_building(turn: Turn, plan: Plan, since: float) -> tuple[BrokenLink, ...]:
     """The broken links that keep a plan from being built."""
     if turn.now - since <= turn.spec.progress_seconds:
         return ()

@@ -14,7 +14,7 @@ from shoal_protos.runs import NO_BLOCKS
 
 from shoal_controller.core.machine.durable import Standing
 from shoal_controller.core.machine.event_kind import EventKind
-from shoal_controller.core.machine.job import Attempt, Stage
+from shoal_controller.core.machine.job import Attempt, AttemptPhase
 from shoal_controller.core.machine.phases import (
     broken_links,
     checkpoints,
@@ -30,8 +30,8 @@ from shoal_controller.core.machine.phases import (
     scaling,
     step_figures,
 )
-from shoal_controller.core.machine.phases.fencing import asked, is_dead, quorum, unanswered
-from shoal_controller.core.machine.phases.next_message import answered, tell
+from shoal_controller.core.machine.phases.fencing import fenced_workers, is_dead, may_still_train, missing_answers
+from shoal_controller.core.machine.phases.next_message import inventory_for, send_if_due
 from shoal_controller.core.machine.phases.progress import known_step
 from shoal_controller.core.machine.spec import Phase
 from shoal_controller.core.machine.turn import Turn
@@ -43,22 +43,22 @@ MOST_NAMES = 8
 
 def begin(turn: Turn, attempt: Attempt) -> None:
     """Give a new number, and ask all who may hold something to stop. It is in the store before anyone hears of it."""
-    number = turn.durable.number + 1
-    attempt = replace(attempt, number=number, since=turn.now, stage=Stage.PREPARE, plan=None, waits_for="")
+    number = turn.durable.last_generation + 1
+    attempt = replace(attempt, generation=number, since=turn.now, phase=AttemptPhase.PREPARE, plan=None, waits_for="")
     starting = attempt.start and attempt.reason is not Reason.RESTORE
-    turn.keep(number=number, phase=Phase.STARTING if starting else Phase.RESIZING)
-    turn.change(attempt=attempt, wished=None, detect_seconds=turn.now - attempt.noticed)
+    turn.keep(last_generation=number, phase=Phase.STARTING if starting else Phase.RESIZING)
+    turn.change(attempt=attempt, goal=None, detect_seconds=turn.now - attempt.noticed_at)
     turn.note(
         EventKind.PREPARE,
         f"generation {number} is being prepared: {attempt.why}",
         reason=attempt.reason.value,
-        detect_seconds=round(turn.now - attempt.noticed, 3),
+        detect_seconds=round(turn.now - attempt.noticed_at, 3),
     )
-    for worker in asked(turn):
-        tell(turn, worker)
+    for worker in fenced_workers(turn):
+        send_if_due(turn, worker)
 
 
-def lost(
+def recover(
     turn: Turn, why: str, noticed: float, reports: link_faults.Reports = (), links: tuple[BrokenLink, ...] = ()
 ) -> None:
     """Something broke the world that may train."""
@@ -67,14 +67,23 @@ def lost(
 
 def start(turn: Turn, workers: list[WorkerId], why: str) -> None:
     """A world of newcomers."""
-    begin(turn, Attempt(0, Reason.START, why, turn.now, turn.now, start=True, asked=frozenset(workers)))
+    begin(turn, Attempt(0, Reason.START, why, turn.now, turn.now, start=True, starters=frozenset(workers)))
 
 
-def again(turn: Turn, attempt: Attempt, why: str, reports: link_faults.Reports = ()) -> None:
+def retry(turn: Turn, attempt: Attempt, why: str, reports: link_faults.Reports = ()) -> None:
     """Lost again on the way: the next number."""
-    history.resized(turn, attempt.reason, "superseded")
+    history.count_resize(turn, attempt.reason, "superseded")
     builder = attempt.plan.members[attempt.plan.builder].worker if attempt.plan is not None else ""
-    begin(turn, replace(attempt, why=why, reports=reports, avoid=attempt.avoid | {builder}, lost_blocks=NO_BLOCKS))
+    begin(
+        turn,
+        replace(
+            attempt,
+            why=why,
+            reports=reports,
+            avoided_builders=attempt.avoided_builders | {builder},
+            lost_blocks=NO_BLOCKS,
+        ),
+    )
 
 
 # ---- an attempt, looked at after every event
@@ -84,10 +93,10 @@ def settle(turn: Turn) -> None:
     attempt = turn.job.attempt
     if attempt is None:  # the controller was away in the middle of one
         if turn.world is not None:
-            lost(turn, "the controller was started again in the middle of a change", turn.now)
+            recover(turn, "the controller was started again in the middle of a change", turn.now)
         else:
             turn.keep(phase=Phase.WAITING)
-    elif attempt.stage is Stage.PREPARE:
+    elif attempt.phase is AttemptPhase.PREPARE:
         _prepare(turn, attempt)
     else:
         _plan(turn, attempt)
@@ -96,19 +105,19 @@ def settle(turn: Turn) -> None:
 def _prepare(turn: Turn, attempt: Attempt) -> None:
     """All who are asked have answered, and no world may train any more: make the plan."""
     if attempt.reason is Reason.RESTORE:
-        if not asked(turn):
+        if not fenced_workers(turn):
             return lost_blocks.start_anew(turn, f"{attempt.why}; nobody is left")
-    elif attempt.start and len(asked(turn)) < turn.spec.min_workers:
+    elif attempt.start and len(fenced_workers(turn)) < turn.spec.min_workers:
         return _too_few(turn)
-    waiting = unanswered(turn, attempt)
+    waiting = missing_answers(turn, attempt)
     if waiting:
         _wait(turn, attempt, f"waiting for {_names(waiting)} to stop")
         if _overdue(turn, attempt.since):
             _give_up(turn, waiting, "did not stop")
         return None
     if attempt.start:
-        return _send(turn, planner_inputs.for_start(turn, asked(turn), attempt))
-    world = quorum(turn)
+        return _send(turn, planner_inputs.start_plan(turn, fenced_workers(turn), attempt))
+    world = may_still_train(turn)
     if world is not None:
         unknown = [m.worker for m in world.members if not is_dead(turn, m.worker)]
         sentence = f"nobody of generation {world.generation} has answered, and {_names(unknown)} may be alive"
@@ -123,38 +132,40 @@ def _prepare(turn: Turn, attempt: Attempt) -> None:
 def _too_few(turn: Turn) -> None:
     """Of those who were to start, not enough are left."""
     least = turn.spec.min_workers
-    turn.note(EventKind.WAITING, f"only {len(asked(turn))} workers are left to start with, min_workers is {least}")
+    turn.note(
+        EventKind.WAITING, f"only {len(fenced_workers(turn))} workers are left to start with, min_workers is {least}"
+    )
     turn.keep(phase=Phase.WAITING)
     turn.change(attempt=None)
 
 
 def _make(turn: Turn, attempt: Attempt) -> None:
     inventories = _inventories(turn, attempt)
-    if attempt.lost_blocks and attempt.answered == inventories.keys():
+    if attempt.lost_blocks and attempt.respondents == inventories.keys():
         return _go_back(turn, attempt, turn.durable.reason) if lost_blocks.wait(turn, attempt) else None
     committed_in = max([turn.durable.committed_in, *(inventory.committed_in for inventory in inventories.values())])
     counting = {
         worker: inventory
         for worker, inventory in inventories.items()
-        if inventory.step >= 0 and counts(inventory, committed_in, turn.durable.floor)
+        if inventory.step >= 0 and counts(inventory, committed_in, turn.durable.first_valid_generation)
     }
-    attempt = replace(attempt, committed_in=committed_in, answered=frozenset(inventories))
+    attempt = replace(attempt, committed_in=committed_in, respondents=frozenset(inventories))
     attempt = broken_links.judge(turn, attempt, lambda worker: planner_inputs.can_spare(turn, counting, worker))
     counting = {worker: inventory for worker, inventory in counting.items() if turn.record(worker).serves}
     turn.change(attempt=attempt)
     link_faults.judge(turn, attempt)
     if turn.durable.corruption.restoring:
         return _go_back(turn, attempt, turn.durable.corruption.restoring)
-    result = planner_inputs.for_recovery(turn, counting, attempt)
+    result = planner_inputs.recovery_plan(turn, counting, attempt)
     if isinstance(result, Plan):
         _dismiss_stale(turn, inventories, committed_in)
         _send(turn, result)
         return broken_links.show(turn, attempt)
-    if committed_in < max(turn.durable.floor, 1):
+    if committed_in < max(turn.durable.first_valid_generation, 1):
         return _begin_again(turn, attempt, sorted(inventories))
     attempt = replace(attempt, lost_blocks=result)
     turn.change(attempt=attempt)
-    return _go_back(turn, attempt, turn.durable.reason) if lost_blocks.blocks_lost(turn, attempt) else None
+    return _go_back(turn, attempt, turn.durable.reason) if lost_blocks.on_blocks_lost(turn, attempt) else None
 
 
 def _go_back(turn: Turn, attempt: Attempt, why: str) -> None:
@@ -169,29 +180,29 @@ def _go_back(turn: Turn, attempt: Attempt, why: str) -> None:
         reason=Reason.RESTORE,
         why=why,
         start=True,
-        asked=attempt.answered,
+        starters=attempt.respondents,
         lost_blocks=NO_BLOCKS,
         back_from=max(turn.durable.step, known_step(turn)),
     )
     turn.change(attempt=attempt)
     turn.keep(phase=Phase.RESIZING, reason="")
-    _send(turn, planner_inputs.for_start(turn, asked(turn), attempt))
+    _send(turn, planner_inputs.start_plan(turn, fenced_workers(turn), attempt))
 
 
 def _begin_again(turn: Turn, attempt: Attempt, workers: list[WorkerId]) -> None:
     """No step was ever committed, so nothing is lost: whoever is left starts, or whoever comes."""
     if workers:
-        return _send(turn, planner_inputs.for_start(turn, workers, attempt))
+        return _send(turn, planner_inputs.start_plan(turn, workers, attempt))
     failures.on_world_lost(turn)
     if turn.durable.phase.over:
         return None
     turn.keep(current=None, planned=(), phase=Phase.WAITING)
     turn.note(EventKind.WAITING, "every worker was lost before the first step; waiting for others")
-    return turn.change(attempt=None, wished=None, ready_since=None)
+    return turn.change(attempt=None, goal=None, ready_since=None)
 
 
 def _inventories(turn: Turn, attempt: Attempt) -> dict[WorkerId, Inventory]:
-    found = {worker: answered(turn.process(worker), attempt.number) for worker in asked(turn)}
+    found = {worker: inventory_for(turn.process(worker), attempt.generation) for worker in fenced_workers(turn)}
     return {worker: inventory for worker, inventory in found.items() if inventory is not None}
 
 
@@ -202,7 +213,7 @@ def counts(inventory: Inventory, committed_in: int, floor: int) -> bool:
 
 def _dismiss_stale(turn: Turn, inventories: dict[WorkerId, Inventory], committed_in: int) -> None:
     for worker, inventory in inventories.items():
-        if inventory.step >= 0 and not counts(inventory, committed_in, turn.durable.floor):
+        if inventory.step >= 0 and not counts(inventory, committed_in, turn.durable.first_valid_generation):
             dismiss_stale(turn, worker, inventory.generation, committed_in)
 
 
@@ -212,16 +223,16 @@ def dismiss_stale(turn: Turn, worker: WorkerId, generation: int, committed_in: i
     how = Ending.DRAINED if record.leaving else Ending.REPLACED if record.launched else Ending.START_OVER
     since = f"a step was committed in generation {committed_in}"
     if committed_in <= generation:
-        since = f"the job began again from a checkpoint in generation {turn.durable.floor}"
+        since = f"the job began again from a checkpoint in generation {turn.durable.first_valid_generation}"
     why = f"worker {worker} is of generation {generation}, and {since}"
     scaling.dismiss(turn, worker, how, why)
-    tell(turn, worker)
+    send_if_due(turn, worker)
 
 
 def _send(turn: Turn, plan: Plan) -> None:
     attempt = turn.job.attempt
     assert attempt is not None
-    turn.change(attempt=replace(attempt, stage=Stage.PLAN, plan=plan, planned_at=turn.now, waits_for=""))
+    turn.change(attempt=replace(attempt, phase=AttemptPhase.PLAN, plan=plan, planned_at=turn.now, waits_for=""))
     names = _names([member.worker for member in plan.members])
     step = plan.recovery.step if plan.recovery is not None else 0
     turn.note(
@@ -230,8 +241,8 @@ def _send(turn: Turn, plan: Plan) -> None:
         prepare_seconds=round(turn.now - attempt.since, 3),
     )
     for member in plan.members:
-        turn.mark(member.worker, shunned=False)  # one that was counted out for its connection, but is needed
-        tell(turn, member.worker)
+        turn.mark(member.worker, quarantined=False)  # one that was counted out for its connection, but is needed
+        send_if_due(turn, member.worker)
 
 
 def _plan(turn: Turn, attempt: Attempt) -> None:
@@ -240,12 +251,12 @@ def _plan(turn: Turn, attempt: Attempt) -> None:
     assert plan is not None
     gone = [member.worker for member in plan.members if not turn.record(member.worker).serves]
     if gone:
-        return again(turn, attempt, f"{_names(gone)} lost while generation {plan.generation} was being built")
+        return retry(turn, attempt, f"{_names(gone)} lost while generation {plan.generation} was being built")
     reports = link_faults.reports(turn, plan, building=True)
     if reports:
         why = f"{link_faults.sentence(reports)} while generation {plan.generation} was being built"
-        return again(turn, attempt, why, reports)
-    links = progress_watch.in_building(turn, plan, attempt.planned_at)
+        return retry(turn, attempt, why, reports)
+    links = progress_watch.broken_links_in_building(turn, plan, attempt.planned_at)
     if links:
         return _without_the_unreachable(turn, attempt, plan, links)
     damage = checkpoints.damaged(turn, attempt)
@@ -264,9 +275,9 @@ def _without_the_unreachable(turn: Turn, attempt: Attempt, plan: Plan, links: tu
     """Of a start, where nobody holds anything, one goes at once; else when it is known what each holds."""
     why = f"{broken_links.sentence(links)} while generation {plan.generation} was being built"
     if attempt.start:
-        attempt = replace(attempt, asked=broken_links.left_to_start(turn, attempt.asked, links))
-        return again(turn, attempt, why)
-    return again(turn, replace(attempt, links=links), why)
+        attempt = replace(attempt, starters=broken_links.without_most_blamed(turn, attempt.starters, links))
+        return retry(turn, attempt, why)
+    return retry(turn, replace(attempt, links=links), why)
 
 
 def _without_the_damaged(turn: Turn, attempt: Attempt, why: str) -> None:
@@ -275,7 +286,7 @@ def _without_the_damaged(turn: Turn, attempt: Attempt, why: str) -> None:
         if turn.spec.launcher == "none":
             return ending.fail(turn, f"{why} There is no other checkpoint.")
         return lost_blocks.start_anew(turn, f"{why} There is no other checkpoint")
-    return again(turn, attempt, why)
+    return retry(turn, attempt, why)
 
 
 def _is_ready(turn: Turn, worker: WorkerId, plan: Plan) -> bool:
@@ -292,30 +303,31 @@ def _open(turn: Turn, attempt: Attempt, plan: Plan) -> None:
     shown = max(turn.durable.step, step)
     goes_back = _goes_back(turn, plan, step)
     if goes_back:
-        turn.keep(floor=plan.generation)  # whoever was not there when all went back changes nothing any more
-        step_figures.gone_back(turn, step)
-        checkpoints.went_back(turn, step)
+        # whoever was not there when all went back changes nothing any more
+        turn.keep(first_valid_generation=plan.generation)
+        step_figures.on_return(turn, step)
+        checkpoints.on_return(turn, step)
         checkpoints.give_up_after(turn, plan.recovery.checkpoint if plan.recovery is not None else "")
         corruption.give_up_from(turn, before)
         shown = step
     if goes_back or attempt.start:
-        corruption.went_back(turn)
-    checkpoints.opened(turn, plan.generation)
+        corruption.on_return(turn)
+    checkpoints.on_opened(turn, plan.generation)
     turn.keep(
         current=plan,
         planned=(),
         phase=Phase.RUNNING,
         step=shown,
-        parting=False,
+        final_drain=False,
         committed_in=max(turn.durable.committed_in, attempt.committed_in),
         reason="",
         last_refusal="",
     )
     turn.change(attempt=None, ready_since=None)
-    planned_changes.opened(turn, plan)
-    history.opened(turn, plan, max(0, before - step), _waited(turn, attempt, attempt.planned_at))
+    planned_changes.on_opened(turn, plan)
+    history.on_opened(turn, plan, max(0, before - step), _waited(turn, attempt, attempt.planned_at))
     for member in plan.members:
-        tell(turn, member.worker)
+        send_if_due(turn, member.worker)
 
 
 def _goes_back(turn: Turn, plan: Plan, step: int) -> bool:
@@ -334,8 +346,8 @@ def _wait(turn: Turn, attempt: Attempt, sentence: str) -> None:
     """Say what it waits for; in the history only when it takes long, for then somebody will ask why."""
     since = attempt.waits_since if attempt.waits_for else turn.now
     attempt = replace(attempt, waits_for=sentence, waits_since=since)
-    if turn.now - since >= LONG_WAIT_SECONDS and sentence != attempt.told_of:
-        attempt = replace(attempt, told_of=sentence)
+    if turn.now - since >= LONG_WAIT_SECONDS and sentence != attempt.announced_wait:
+        attempt = replace(attempt, announced_wait=sentence)
         turn.note(EventKind.WAITING, sentence)
     turn.change(attempt=attempt)
 
@@ -353,7 +365,7 @@ def _overdue(turn: Turn, since: float) -> bool:
 def _give_up(turn: Turn, workers: list[WorkerId], what: str) -> None:
     for worker in workers:
         why = f"{what} within {turn.spec.stall_seconds:g} s (stall_seconds)"
-        turn.mark(worker, standing=Standing.LOST, shunned=True, why=why)
+        turn.mark(worker, standing=Standing.LOST, quarantined=True, why=why)
         turn.note(EventKind.LOST, f"worker {worker} is counted out: it {why}", worker)
 
 

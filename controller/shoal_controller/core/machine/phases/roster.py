@@ -31,10 +31,10 @@ def forget_the_oldest(turn: Turn) -> None:
     ]
     for worker in gone[: max(0, len(gone) - REMEMBERED)]:
         turn.keep(roster={name: record for name, record in turn.durable.roster.items() if name != worker})
-        turn.keep(dismissed={name: at for name, at in turn.durable.dismissed.items() if name != worker})
+        turn.keep(ending_since={name: at for name, at in turn.durable.ending_since.items() if name != worker})
         turn.change(
             processes={name: one for name, one in turn.job.processes.items() if name != worker},
-            probed={name: at for name, at in turn.job.probed.items() if name != worker},
+            probed_at={name: at for name, at in turn.job.probed_at.items() if name != worker},
         )
 
 
@@ -43,10 +43,10 @@ def forget_the_oldest(turn: Turn) -> None:
 
 def expect_end(turn: Turn, worker: WorkerId) -> None:
     """A process of the launcher's is to end by itself, or it is killed."""
-    turn.keep(dismissed={**turn.durable.dismissed, worker: turn.now})
+    turn.keep(ending_since={**turn.durable.ending_since, worker: turn.now})
 
 
 def has_ended(turn: Turn, worker: WorkerId) -> None:
     """Its process is gone: nobody waits for that any more."""
-    if worker in turn.durable.dismissed:
-        turn.keep(dismissed={name: at for name, at in turn.durable.dismissed.items() if name != worker})
+    if worker in turn.durable.ending_since:
+        turn.keep(ending_since={name: at for name, at in turn.durable.ending_since.items() if name != worker})

@@ -36,7 +36,7 @@ def settle(turn: Turn) -> None:
     if turn.world is None:
         return None  # the last ones have left
     planned_changes.settle(turn, world)
-    scaling.let_go(turn)
+    scaling.release_leaving(turn)
     _dismiss_the_stale(turn, world)
     return None
 
@@ -58,7 +58,7 @@ def _at_its_end(turn: Turn, world: Plan) -> bool:
 
 def _end(turn: Turn) -> None:
     turn.keep(step=max(turn.durable.step, known_step(turn)))
-    step_figures.passed(turn, turn.durable.step)
+    step_figures.count_steps(turn, turn.durable.step)
     if turn.durable.stopping:
         return ending.finish(turn, Phase.CANCELLED, f"cancelled at step {turn.durable.step}")
     return ending.succeed(turn)
@@ -73,35 +73,35 @@ def _broken(turn: Turn, world: Plan) -> bool:
     if gone:
         why = ", ".join(f"worker {worker} is lost ({turn.record(worker).why})" for worker in gone[:4])
         why += f" and {len(gone) - 4} more" if len(gone) > 4 else ""
-        recovery.lost(turn, why, min(_last_sign(turn, worker) for worker in gone))
+        recovery.recover(turn, why, min(_last_sign(turn, worker) for worker in gone))
         return True
     if turn.durable.corruption.restoring:
-        recovery.lost(turn, turn.durable.corruption.restoring, turn.now)
+        recovery.recover(turn, turn.durable.corruption.restoring, turn.now)
         return True
     reports = link_faults.reports(turn, world, building=False)
     if reports:
         for _, peer in reports:
-            failure_detector.ask_about(turn, peer)
-        recovery.lost(turn, link_faults.sentence(reports), turn.now, reports)
+            failure_detector.probe_peer(turn, peer)
+        recovery.recover(turn, link_faults.sentence(reports), turn.now, reports)
         return True
-    links = progress_watch.in_training(turn, world) or planned_changes.held_up(turn, world)
+    links = progress_watch.broken_links_in_training(turn, world) or planned_changes.held_up(turn, world)
     if links:
-        recovery.lost(turn, broken_links.sentence(links), turn.job.voted_at, links=links)
+        recovery.recover(turn, broken_links.sentence(links), turn.job.last_vote_at, links=links)
         return True
     stopped = [member.worker for member in world.members if _has_stopped(turn, world, member.worker)]
     if stopped:
-        recovery.lost(turn, f"worker {stopped[0]} has stopped", turn.now)
+        recovery.recover(turn, f"worker {stopped[0]} has stopped", turn.now)
         return True
     ahead = [process for process in turn.serving() if process.status.generation > world.generation]
     if ahead:
         status = ahead[0].status
         known = f"the store knows none after {world.generation}: it was restored from an older state"
-        recovery.lost(turn, f"worker {ahead[0].worker} is in generation {status.generation}, and {known}", turn.now)
+        recovery.recover(turn, f"worker {ahead[0].worker} is in generation {status.generation}, and {known}", turn.now)
         return True
     back = [process.worker for process in turn.serving() if _could_rejoin(turn, world, process)]
     if back:
-        turn.mark(back[0], shunned=False)
-        recovery.lost(turn, f"worker {back[0]} is back, with blocks of its own", turn.now)
+        turn.mark(back[0], quarantined=False)
+        recovery.recover(turn, f"worker {back[0]} is back, with blocks of its own", turn.now)
     return bool(back)
 
 
@@ -109,7 +109,7 @@ def _last_sign(turn: Turn, worker: WorkerId) -> float:
     process = turn.process(worker)
     if process is None:
         return turn.now
-    return process.cut if process.cut is not None else process.heard
+    return process.cut_at if process.cut_at is not None else process.heard_at
 
 
 def _has_stopped(turn: Turn, world: Plan, worker: WorkerId) -> bool:
@@ -136,8 +136,8 @@ def _could_rejoin(turn: Turn, world: Plan, process: Process) -> bool:
         not world.steps
         and stands
         and not is_member(world, process.worker)
-        and max(turn.durable.committed_in, turn.durable.floor) <= status.generation < world.generation
-        and not (record.leaving or link_faults.avoided(turn, process.worker) or turn.durable.planned)
+        and max(turn.durable.committed_in, turn.durable.first_valid_generation) <= status.generation < world.generation
+        and not (record.leaving or link_faults.is_backing_off(turn, process.worker) or turn.durable.planned)
     )
 
 
@@ -149,7 +149,7 @@ def _dismiss_the_stale(turn: Turn, world: Plan) -> None:
     committed_in = turn.durable.committed_in
     for process in tuple(turn.serving()):
         status = process.status
-        stale = 0 < status.generation < max(committed_in, turn.durable.floor)
+        stale = 0 < status.generation < max(committed_in, turn.durable.first_valid_generation)
         if stale and status.state is not MemberState.LEFT and not is_member(world, process.worker):
             recovery.dismiss_stale(turn, process.worker, status.generation, committed_in)
 
@@ -157,8 +157,8 @@ def _dismiss_the_stale(turn: Turn, world: Plan) -> None:
 def _last_ones_grace(turn: Turn, world: Plan) -> None:
     """Nobody has come for whom the last leaving workers stayed: their grace is over, the state goes with them."""
     members = [member.worker for member in world.members]
-    if not all(turn.record(worker).leaving for worker in members) or planned_changes.waiting_newcomers(turn, world):
-        return turn.keep(parting=False) if turn.durable.parting else None
+    if not all(turn.record(worker).leaving for worker in members) or planned_changes.waiting_joiners(turn, world):
+        return turn.keep(final_drain=False) if turn.durable.final_drain else None
     if turn.durable.description is not None and turn.durable.description.can_checkpoint:
         return final_drain.settle(turn, world, members)
     if all(turn.now >= turn.record(worker).leaves_at for worker in members):

@@ -9,13 +9,13 @@ from __future__ import annotations
 from shoal_protos.messages import Drain, Ending, MemberState
 from shoal_protos.plan import WorkerId
 
-from shoal_controller.core.machine.durable import Leaving, Record, Standing
+from shoal_controller.core.machine.durable import Leaving, Standing, WorkerRecord
 from shoal_controller.core.machine.effects import Adopt, Kill, Spawn
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.events import NeverStarted
 from shoal_controller.core.machine.phases import failures
 from shoal_controller.core.machine.phases.failures import LONGEST_BACKOFF
-from shoal_controller.core.machine.phases.next_message import is_member, tell
+from shoal_controller.core.machine.phases.next_message import is_member, send_if_due
 from shoal_controller.core.machine.phases.roster import expect_end, forget_the_oldest, has_ended, unused_id
 from shoal_controller.core.machine.turn import Turn
 
@@ -24,21 +24,21 @@ LINGER_SECONDS = 60.0
 SCALE_DOWN_GRACE = 30.0
 
 
-def launches(turn: Turn) -> bool:
+def has_launcher(turn: Turn) -> bool:
     return turn.spec.launcher != "none"
 
 
-def staying(turn: Turn) -> list[Record]:
+def staying_workers(turn: Turn) -> list[WorkerRecord]:
     """The workers that count towards `wanted`, oldest first: alive as far as is known, and not on their way out."""
     serving = (record for record in turn.durable.roster.values() if record.serves and not record.leaving)
-    return sorted(serving, key=lambda record: record.order)
+    return sorted(serving, key=lambda record: record.join_order)
 
 
 def settle(turn: Turn) -> None:
     """Bring the number of processes to `wanted`, where a launcher does it."""
-    if not launches(turn) or turn.durable.phase.over or turn.durable.stopping:
+    if not has_launcher(turn) or turn.durable.phase.over or turn.durable.stopping:
         return
-    here = staying(turn)
+    here = staying_workers(turn)
     for record in reversed(here[turn.durable.wanted :]):
         drain(turn, record.worker, Leaving.SCALE_DOWN, SCALE_DOWN_GRACE)
     if turn.now >= turn.durable.spawn_after:
@@ -50,8 +50,8 @@ def settle(turn: Turn) -> None:
 
 def _kill_the_lingering(turn: Turn) -> None:
     """Whoever was told to end, or has said that it failed, and is still there."""
-    for worker, at in turn.durable.dismissed.items():
-        if turn.now - max(at, turn.job.started) > LINGER_SECONDS:
+    for worker, at in turn.durable.ending_since.items():
+        if turn.now - max(at, turn.job.started_at) > LINGER_SECONDS:
             turn.note(
                 EventKind.KILLED, f"worker {worker} should have ended and has not within {LINGER_SECONDS:g} s", worker
             )
@@ -61,43 +61,43 @@ def _kill_the_lingering(turn: Turn) -> None:
 
 def _spawn(turn: Turn) -> None:
     worker = unused_id(turn)
-    record = Record(worker, turn.durable.next_order, launched=True)
-    turn.keep(next_order=record.order + 1)
+    record = WorkerRecord(worker, turn.durable.next_join_order, launched=True)
+    turn.keep(next_join_order=record.join_order + 1)
     turn.enlist(record)
     forget_the_oldest(turn)
-    turn.change(spawned={**turn.job.spawned, worker: turn.now})
+    turn.change(spawned_at={**turn.job.spawned_at, worker: turn.now})
     turn.note(EventKind.STARTING, f"worker {worker} is being started", worker)
     turn.do(Spawn(worker))
 
 
 def _give_up_the_unheard(turn: Turn) -> None:
     """A process that never says hello is ended after `stall_seconds`."""
-    for worker, at in tuple(turn.job.spawned.items()):
+    for worker, at in tuple(turn.job.spawned_at.items()):
         if turn.now - at > turn.spec.stall_seconds:
             turn.do(Kill(worker))
             failures.on_failure(turn, worker, f"it has not said hello within {turn.spec.stall_seconds:g} s")
 
 
-def restarted(turn: Turn) -> None:
+def on_restart(turn: Turn) -> None:
     """After a controller's restart: what was asked for and never heard of gets its time anew, and the launcher says
     what became of it. Deadlines go on; a clock that was set back makes none longer than it was.
     """
     unheard = [r.worker for r in turn.durable.roster.values() if r.serves and r.launched and not r.incarnation]
-    turn.change(spawned=dict.fromkeys(unheard, turn.now))
+    turn.change(spawned_at=dict.fromkeys(unheard, turn.now))
     turn.keep(spawn_after=min(turn.durable.spawn_after, turn.now + LONGEST_BACKOFF))
     for record in tuple(turn.durable.roster.values()):
         if record.leaving:
             turn.mark(record.worker, leaves_at=min(record.leaves_at, turn.now + record.grace_seconds))
-    if launches(turn):
-        turn.do(Adopt((*unheard, *turn.durable.dismissed)))
+    if has_launcher(turn):
+        turn.do(Adopt((*unheard, *turn.durable.ending_since)))
 
 
-def never_started(turn: Turn, event: NeverStarted) -> None:
+def on_never_started(turn: Turn, event: NeverStarted) -> None:
     """An earlier controller died before it started this worker: it is started now, by the id that it was given."""
     record = turn.durable.roster.get(event.worker)
     if record is None or record.incarnation or not record.serves:
         return has_ended(turn, event.worker)
-    turn.change(spawned={**turn.job.spawned, event.worker: turn.now})
+    turn.change(spawned_at={**turn.job.spawned_at, event.worker: turn.now})
     what = f"worker {event.worker} is being started again: the controller ended before it did"
     turn.note(EventKind.STARTING, what, event.worker)
     turn.do(Spawn(event.worker))
@@ -115,10 +115,10 @@ def drain(turn: Turn, worker: WorkerId, why: Leaving, grace_seconds: float) -> N
     turn.mark(worker, leaving=why, grace_seconds=grace_seconds, leaves_at=turn.now + grace_seconds)
     words = "drained" if why is Leaving.DRAIN else "let go, the job is scaled down"
     turn.note(EventKind.DRAINING, f"worker {worker} is being {words} (grace {grace_seconds:g} s)", worker)
-    turn.say(worker, Drain(grace_seconds, turn.durable.number))
+    turn.say(worker, Drain(grace_seconds, turn.durable.last_generation))
 
 
-def let_go(turn: Turn) -> None:
+def release_leaving(turn: Turn) -> None:
     """Leaving workers that no world has or may have any more."""
     durable = turn.durable
     for record in tuple(durable.roster.values()):
@@ -131,18 +131,18 @@ def let_go(turn: Turn) -> None:
         newcomer = process.status.generation == 0 if process is not None else not record.incarnation
         if newcomer:
             dismiss(turn, record.worker, Ending.DRAINED, f"worker {record.worker} was drained before it was a member")
-            tell(turn, record.worker)
+            send_if_due(turn, record.worker)
         elif process is not None and _left_and_safe(turn, process.status.state):
             dismiss(turn, record.worker, Ending.DRAINED, f"worker {record.worker} was drained; its blocks live on")
-            tell(turn, record.worker)
+            send_if_due(turn, record.worker)
 
 
 def _left_and_safe(turn: Turn, point: MemberState) -> bool:
     """● A leaving worker keeps its blocks until a vote in the generation without it was seen to pass."""
-    return point in (MemberState.LEFT, MemberState.STOPPED) and world_has_voted(turn)
+    return point in (MemberState.LEFT, MemberState.STOPPED) and has_world_voted(turn)
 
 
-def world_has_voted(turn: Turn) -> bool:
+def has_world_voted(turn: Turn) -> bool:
     """Whether a step was committed in the current generation; where no steps run, whether a vote has passed in it."""
     world = turn.world
     if world is None:
@@ -163,7 +163,7 @@ def dismiss(turn: Turn, worker: WorkerId, how: Ending, why: str) -> None:
         expect_end(turn, worker)
     if record.launched and (process is None or not record.incarnation):
         turn.do(Kill(worker))
-        turn.change(spawned={name: at for name, at in turn.job.spawned.items() if name != worker})
+        turn.change(spawned_at={name: at for name, at in turn.job.spawned_at.items() if name != worker})
 
 
 def give_up(turn: Turn, worker: WorkerId, why: str) -> None:
@@ -180,4 +180,4 @@ def dismiss_last(turn: Turn, worker: WorkerId, what: str = "") -> None:
     """Let a worker go whose state nobody else has."""
     why = f"worker {worker} was drained, and nobody was here to take its blocks{what}"
     dismiss(turn, worker, Ending.DRAINED, why)
-    tell(turn, worker)
+    send_if_due(turn, worker)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from shoal_protos.plan import WorkerId
 
-from shoal_controller.core.machine.durable import Record, Standing
+from shoal_controller.core.machine.durable import Standing, WorkerRecord
 from shoal_controller.core.machine.event_kind import EventKind
-from shoal_controller.core.machine.job import NEVER_LISTENED, Job, Listened
+from shoal_controller.core.machine.job import NO_LISTENING, Job, Listening
 from shoal_controller.core.machine.turn import Turn
 
 QUIET_AFTER = 1.5
@@ -21,61 +21,63 @@ NAMED = 4
 """How many silent workers a sentence names."""
 
 
-def count(turn: Turn) -> None:
+def count_tick(turn: Turn) -> None:
     """A tick: time has passed in which the controller has listened, unless it is cut off."""
     job = turn.job
-    since = job.started if job.ticked is None else job.ticked
+    since = job.started_at if job.ticked_at is None else job.ticked_at
     passed = min(turn.now - since, turn.spec.heartbeat_seconds)
-    running, uncut = job.listened
-    turn.change(ticked=turn.now, listened=Listened(running + passed, uncut if cut_off(job) else uncut + passed))
+    running, uncut = job.listening
+    turn.change(ticked_at=turn.now, listening=Listening(running + passed, uncut if is_cut_off(job) else uncut + passed))
 
 
-def silence(job: Job, worker: WorkerId) -> float:
+def silent_seconds(job: Job, worker: WorkerId) -> float:
     """Seconds for which nothing was heard of a worker, as counted here."""
-    return job.listened.uncut - _heard_at(job, worker).uncut
+    return job.listening.uncut - _heard_listening(job, worker).uncut
 
 
-def _heard_at(job: Job, worker: WorkerId) -> Listened:
+def _heard_listening(job: Job, worker: WorkerId) -> Listening:
     process = job.processes.get(worker)
-    return process.heard_at if process is not None else NEVER_LISTENED
+    return process.heard_listening if process is not None else NO_LISTENING
 
 
 def last_heard(job: Job, worker: WorkerId) -> float:
     """By the clock; of a worker that has not come back since the controller was started: when that was."""
     process = job.processes.get(worker)
-    return process.heard if process is not None else job.started
+    return process.heard_at if process is not None else job.started_at
 
 
-def silent(job: Job) -> list[WorkerId]:
+def silent_workers(job: Job) -> list[WorkerId]:
     """Whose silence counts for the rule of the silent majority."""
-    return _silent_of(job, _counting(job))
+    return _silent_among(job, _counting(job))
 
 
-def _silent_of(job: Job, workers: list[WorkerId]) -> list[WorkerId]:
+def _silent_among(job: Job, workers: list[WorkerId]) -> list[WorkerId]:
     quiet_seconds = QUIET_AFTER * job.durable.spec.heartbeat_seconds
-    return [worker for worker in workers if job.listened.running - _heard_at(job, worker).running > quiet_seconds]
+    return [
+        worker for worker in workers if job.listening.running - _heard_listening(job, worker).running > quiet_seconds
+    ]
 
 
-def cut_off(job: Job) -> bool:
+def is_cut_off(job: Job) -> bool:
     """● Whether more than half of the job's workers that are not confirmed dead are silent: it is us, not them."""
     counting = _counting(job)
-    return 2 * len(_silent_of(job, counting)) > len(counting)
+    return 2 * len(_silent_among(job, counting)) > len(counting)
 
 
-def reconnecting(turn: Turn) -> bool:
+def may_be_reconnecting(turn: Turn) -> bool:
     """● Within `reconnect_seconds` of a controller's start nobody is counted out, and no refusal is a proof."""
     return is_reconnecting(turn.job, turn.now)
 
 
 def is_reconnecting(job: Job, now: float) -> bool:
-    return now - job.started < job.durable.spec.reconnect_seconds
+    return now - job.started_at < job.durable.spec.reconnect_seconds
 
 
 def _counting(job: Job) -> list[WorkerId]:
     return [record.worker for record in job.durable.roster.values() if _counts(job, record)]
 
 
-def _counts(job: Job, record: Record) -> bool:
+def _counts(job: Job, record: WorkerRecord) -> bool:
     """Whether a worker is one of the job's: one that is stale is not any more."""
     if record.ending is not None or record.standing is Standing.DEAD or not record.incarnation:
         return False
@@ -91,10 +93,10 @@ def doubt(job: Job, now: float) -> str:
     """While most are silent, for longer than one of them would be suspected after: who since when, why nobody is
     counted out, and until when. Empty otherwise.
     """
-    if job.durable.phase.over or is_reconnecting(job, now) or not cut_off(job):
+    if job.durable.phase.over or is_reconnecting(job, now) or not is_cut_off(job):
         return ""
     spec, everyone = job.durable.spec, len(_counting(job))
-    ages = {worker: now - last_heard(job, worker) for worker in silent(job)}
+    ages = {worker: now - last_heard(job, worker) for worker in silent_workers(job)}
     quiet = {worker: age for worker, age in ages.items() if age > spec.heartbeat_seconds * spec.suspect_after}
     if 2 * len(quiet) <= everyone:
         return ""
@@ -109,12 +111,12 @@ def doubt(job: Job, now: float) -> str:
     )
 
 
-def tell(turn: Turn) -> None:
+def announce(turn: Turn) -> None:
     """The history says when the doubt begins and when it is over."""
     sentence = doubt(turn.job, turn.now)
-    if sentence and not turn.job.doubted:
+    if sentence and not turn.job.doubt_shown:
         turn.note(EventKind.SILENT, sentence)
-    elif turn.job.doubted and not sentence:
+    elif turn.job.doubt_shown and not sentence:
         turn.note(EventKind.HEARD, "at least half of the workers are heard again, or known to be dead")
-    if bool(sentence) != turn.job.doubted:
-        turn.change(doubted=bool(sentence))
+    if bool(sentence) != turn.job.doubt_shown:
+        turn.change(doubt_shown=bool(sentence))

@@ -17,7 +17,7 @@ FEWEST_AHEAD = 16
 """Steps that may be shown beyond those written, at least."""
 
 
-def passed(turn: Turn, step: int) -> None:
+def count_steps(turn: Turn, step: int) -> None:
     """Every member has committed `step`."""
     figures = turn.job.figures
     steps = step - figures.step
@@ -41,7 +41,7 @@ def passed(turn: Turn, step: int) -> None:
     _write_ahead(turn, steps)
 
 
-def gone_back(turn: Turn, step: int) -> None:
+def on_return(turn: Turn, step: int) -> None:
     """The job goes on from an earlier step. Of steps made while no controller watched, and that nobody is left to tell
     of, as many count as may have been shown.
     """
@@ -54,12 +54,12 @@ def gone_back(turn: Turn, step: int) -> None:
 def _write_ahead(turn: Turn, steps: int) -> None:
     """Now and then the figures are written, with a bound on how many steps are shown until they are written again."""
     figures, written = turn.job.figures, turn.durable.figures
-    due = turn.now - turn.job.figures_kept >= KEEP_SECONDS
+    due = turn.now - turn.job.figures_written_at >= KEEP_SECONDS
     if due or figures.steps > written.steps_bound:
         ahead = max(FEWEST_AHEAD, 2 * (figures.steps - written.steps), steps)
         turn.keep_figures(replace(figures, steps_bound=figures.steps + ahead))
         turn.keep(step=max(turn.durable.step, figures.step))
-        turn.change(figures_kept=turn.now, step_kept=turn.now)
+        turn.change(figures_written_at=turn.now, step_written_at=turn.now)
 
 
 def _step_seconds(job: Job) -> float:

@@ -13,7 +13,7 @@ from shoal_controller.core.machine.phases.next_message import is_member
 from shoal_controller.core.machine.turn import Turn
 
 
-def told(turn: Turn, worker: WorkerId) -> None:
+def on_telemetry(turn: Turn, worker: WorkerId) -> None:
     """Counts what is new in a member's telemetry; the 1st, 10th, 100th … is an event."""
     telemetry, durable = turn.job.processes[worker].telemetry, turn.durable
     skipped, before = telemetry.skipped_micro_batches, durable.skipped_micro_batches

@@ -16,7 +16,7 @@ PATIENCE_SECONDS = 10.0
 
 def settle(turn: Turn) -> None:
     """Generation 1 begins when `wanted` workers are ready, or `min` are, 10 s after the first."""
-    scaling.let_go(turn)
+    scaling.release_leaving(turn)
     ready = ready_to_start(turn)
     if not ready:
         return turn.change(ready_since=None) if turn.job.ready_since is not None else None
@@ -39,9 +39,9 @@ def ready_to_start(turn: Turn) -> list[WorkerId]:
         for process in turn.serving()
         if is_ready(turn.job, process)
         and not turn.record(process.worker).leaving
-        and not link_faults.avoided(turn, process.worker)
+        and not link_faults.is_backing_off(turn, process.worker)
     ]
-    return sorted(ready, key=lambda worker: turn.record(worker).order)
+    return sorted(ready, key=lambda worker: turn.record(worker).join_order)
 
 
 def is_ready(job: Job, process: Process) -> bool:
@@ -67,7 +67,7 @@ def sentence(job: Job, now: float) -> str:
 def trouble(durable: Durable) -> str:
     """Why workers that came are not there: the last refusal and the last failure, as the end of a sentence."""
     failed = [record for record in durable.roster.values() if record.ending is Ending.FAILED]
-    newest = max(failed, key=lambda record: record.order, default=None)
+    newest = max(failed, key=lambda record: record.join_order, default=None)
     said = [f"; the last worker that came was refused: {durable.last_refusal}"] if durable.last_refusal else []
     said += [f"; worker {newest.worker} failed: {newest.why.strip()}"] if newest is not None else []
     return "".join(said)

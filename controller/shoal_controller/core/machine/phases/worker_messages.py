@@ -23,12 +23,12 @@ from shoal_controller.core.machine.phases import (
     scaling,
     training_data,
 )
-from shoal_controller.core.machine.phases.next_message import tell
+from shoal_controller.core.machine.phases.next_message import send_if_due
 from shoal_controller.core.machine.phases.progress import step_seconds_median
 from shoal_controller.core.machine.turn import Turn
 
 
-def said(turn: Turn, event: MessageReceived) -> bool:
+def on_message(turn: Turn, event: MessageReceived) -> bool:
     """Returns whether it may matter for the job, so that a plain heartbeat costs next to nothing."""
     worker = turn.job.connections.get(event.connection)
     if worker is None:
@@ -38,66 +38,68 @@ def said(turn: Turn, event: MessageReceived) -> bool:
         known = turn.job.processes[worker]
         before = known.status
         if claims.is_false(turn, worker, message.status):
-            lively(turn, worker)
+            note_alive(turn, worker)
             return False
         turn.see(worker, pace_before=(before.step, known.telemetry.training_seconds))
         if message.status.sequence >= before.sequence:
-            _acts(turn, known, message)
-        lively(turn, worker, telemetry=message.telemetry)
-        history.changes_told(turn, worker)
-        checkpoints.told(turn, worker)
-        training_data.told(turn, worker)
-        stated(turn, worker, message.status)
-        tell(turn, worker)
+            _on_activity(turn, known, message)
+        note_alive(turn, worker, telemetry=message.telemetry)
+        history.on_telemetry(turn, worker)
+        checkpoints.on_telemetry(turn, worker)
+        training_data.on_telemetry(turn, worker)
+        on_status(turn, worker, message.status)
+        send_if_due(turn, worker)
         return _differs(before, message.status)
-    lively(turn, worker)
+    note_alive(turn, worker)
     if isinstance(message, Ready | Inventory | Result):
         claimed = message.status if isinstance(message, Ready) else message
         if claims.is_false(turn, worker, claimed):
             return False
     if isinstance(message, Ready):
-        stated(turn, worker, message.status)
+        on_status(turn, worker, message.status)
     elif isinstance(message, Inventory):
-        _inventory(turn, worker, message)
+        _on_inventory(turn, worker, message)
     elif isinstance(message, Request):
         scaling.drain(turn, worker, Leaving.DRAIN, message.grace_seconds)
     elif isinstance(message, Result):
-        _result(turn, worker, message)
+        _on_result(turn, worker, message)
     return True
 
 
-def _acts(turn: Turn, known: Process, message: Heartbeat) -> None:
-    moved = turn.now if message.activity.position != known.activity.position else known.moved
-    gap = turn.now - known.heard > turn.spec.heartbeat_seconds * turn.spec.suspect_after
+def _on_activity(turn: Turn, known: Process, message: Heartbeat) -> None:
+    moved = turn.now if message.activity.position != known.activity.position else known.moved_at
+    gap = turn.now - known.heard_at > turn.spec.heartbeat_seconds * turn.spec.suspect_after
     steady_since = turn.now if gap else known.steady_since
-    turn.see(known.worker, activity=message.activity, builds=message.builds, moved=moved, steady_since=steady_since)
+    turn.see(known.worker, activity=message.activity, builds=message.builds, moved_at=moved, steady_since=steady_since)
 
 
-def lively(turn: Turn, worker: WorkerId, **seen: Telemetry) -> None:
+def note_alive(turn: Turn, worker: WorkerId, **seen: Telemetry) -> None:
     """Something was heard: the process lives, whatever was thought of it."""
-    turn.see(worker, heard=turn.now, heard_at=turn.job.listened, pinged=None, **seen)
+    turn.see(worker, heard_at=turn.now, heard_listening=turn.job.listening, ping=None, **seen)
     record = turn.record(worker)
     if record.standing is not Standing.HERE and record.ending is None:
         turn.note(EventKind.RETURNED, f"worker {worker} is back; it was counted out: {record.why}", worker)
         turn.mark(worker, standing=Standing.HERE, why="")
 
 
-def stated(turn: Turn, worker: WorkerId, status: Status) -> None:
+def on_status(turn: Turn, worker: WorkerId, status: Status) -> None:
     """A worker says where it stands."""
     process = turn.job.processes[worker]
     if status.sequence < process.status.sequence:
         return
-    turn.see(worker, status=status, trains=process.trains or (status.parameters_current and status.generation > 0))
+    turn.see(
+        worker, status=status, can_train=process.can_train or (status.parameters_current and status.generation > 0)
+    )
     durable = turn.durable
-    highest = max(durable.number, status.promised, status.generation)
-    if highest > durable.number:
-        turn.keep(number=highest)
-    checkpoints.seen(turn, worker, status)
+    highest = max(durable.last_generation, status.promised, status.generation)
+    if highest > durable.last_generation:
+        turn.keep(last_generation=highest)
+    checkpoints.on_status(turn, worker, status)
     corruption.on_status(turn, worker, status)
-    planned_changes.begun(turn, status)
+    planned_changes.on_status(turn, status)
     if status.committed_in > durable.committed_in:
         turn.keep(committed_in=status.committed_in)
-        history.committed(turn, worker)
+        history.on_first_commit(turn, worker)
     failures.forgive(turn, status)
     if status.drain:
         scaling.drain(turn, worker, Leaving.DRAIN, status.grace_seconds)
@@ -105,27 +107,27 @@ def stated(turn: Turn, worker: WorkerId, status: Status) -> None:
 
 def _differs(before: Status, after: Status) -> bool:
     """Whether anything but step and holdings has changed: for those a tick is soon enough."""
-    return _stands(before) != _stands(after)
+    return _position(before) != _position(after)
 
 
-def _stands(status: Status) -> tuple[object, ...]:
+def _position(status: Status) -> tuple[object, ...]:
     ends = status.done, status.ended, status.drain
     knows = status.checkpoint, status.unreadable_checkpoint, status.corrupt
     return status.generation, status.state, status.promised, status.committed_in, status.broken, ends, knows
 
 
-def _inventory(turn: Turn, worker: WorkerId, inventory: Inventory) -> None:
+def _on_inventory(turn: Turn, worker: WorkerId, inventory: Inventory) -> None:
     attempt = turn.job.attempt
-    if attempt is None or inventory.answers != attempt.number:
+    if attempt is None or inventory.answers != attempt.generation:
         return
     turn.see(worker, inventory=inventory)
-    planned_changes.begun_in(turn, inventory.generation)
+    planned_changes.on_generation_seen(turn, inventory.generation)
 
 
-def _result(turn: Turn, worker: WorkerId, result: Result) -> None:
+def _on_result(turn: Turn, worker: WorkerId, result: Result) -> None:
     """Digests, or why it failed; from a worker that was told to end, or of a life that was given up, it is nothing."""
     generation = turn.job.processes[worker].status.generation
-    if turn.record(worker).ending is not None or 0 < generation < turn.durable.floor:
+    if turn.record(worker).ending is not None or 0 < generation < turn.durable.first_valid_generation:
         return
     if result.failure:
         if result.everyone and claims.counts_for_all(turn, worker):
