@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 from shoal.group.group import GATHER_TAG, WorldChanged
-from shoal.group.progress import GroupProgress
+from shoal.group.group_progress import GroupProgress
 from torch import Tensor
 
 Way = tuple[int, int, int]

@@ -1,5 +1,5 @@
-"""Copies of blocks being compared, as one simulated worker does it (worker/shoal/training/corruption.py), and flipped
-bits.
+"""Copies of blocks being compared, as one simulated worker does it (worker/shoal/training/corruption_watch.py), and
+flipped bits.
 
 Every vote of a step brings the worker's copies of a sample, the votes after a save those of all blocks. What differs is
 told in the status. `FlippedBits` knows which bits were flipped, and holds that each is noticed.

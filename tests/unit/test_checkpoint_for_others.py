@@ -15,7 +15,7 @@ from shoal.checkpoint.catalogue import resolve
 from shoal.checkpoint.manifest import MANIFEST
 from shoal.checkpoint.restore import load_model
 from shoal.checkpoint.storage import LocalStorage
-from shoal.export import export as export_live
+from shoal.model_export import export as export_live
 from shoal.training.state import TrainingState
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load

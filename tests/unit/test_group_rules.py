@@ -14,7 +14,7 @@ import torch
 from shoal.group.build import Cancellation, GroupSpec
 from shoal.group.gloo import A_MOMENT, GlooGroup, build_gloo
 from shoal.group.group import Group
-from shoal.group.progress import GroupProgress
+from shoal.group.group_progress import GroupProgress
 from shoal.group.rendezvous_server import RendezvousServer
 from shoal.session.groups import Building, Groups
 from worlds import recovery

@@ -7,10 +7,10 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-from shoal.group import gloo, progress
+from shoal.group import gloo, group_progress
 from shoal.group.build import Cancellation, GroupSpec
 from shoal.group.gloo import PIECE_BYTES, GlooGroup
-from shoal.group.progress import GroupProgress
+from shoal.group.group_progress import GroupProgress
 from shoal.group.rendezvous_client import RendezvousClient
 from shoal.group.rendezvous_server import RendezvousServer
 from shoal_protos.activity import MOST_NAMED, StepPhase
@@ -21,7 +21,7 @@ class Time:
 
     def __init__(self, monkeypatch) -> None:
         self.now = 100.0
-        monkeypatch.setattr(progress.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(group_progress.time, "monotonic", lambda: self.now)
 
 
 def name(rank: int) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from shoal.session.alone import AloneLink
 from shoal.session.controller_link import ControllerLink
-from shoal.session.open import open_link
+from shoal.session.link_choice import open_link
 from shoal.session.settings import SessionSettings
 from shoal_protos.errors import UserError
 

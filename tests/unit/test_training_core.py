@@ -13,7 +13,7 @@ from shoal.blocks.held import HeldBlocks, probe_state_bytes
 from shoal.blocks.lane_sums import LaneSums
 from shoal.core.layout import Layout, Trainable, lay_out
 from shoal.core.tree import fold_numbers, subtrees
-from shoal.exchange.fills import read_states, write_states
+from shoal.exchange.fill_slices import read_states, write_states
 from shoal.exchange.norm import subtree_sums
 from shoal_protos.errors import UserError
 from shoal_protos.runs import NO_BLOCKS, Runs, every, union

@@ -2,8 +2,8 @@
 
 One object per process, fed by whoever listens to the controller (the session's thread, the simulator) and asked by
 whoever trains (the training thread, the simulated worker). Pure: it holds no group, no socket, no clock. Its drivers
-carry out what its answers say and guard it with one lock. ARCHITECTURE section 4; the abstract model's names are
-`promised`, `ready` (here `voted`), `next`, `keep` (here `kept`) and `go` (here `begins`).
+carry out what its answers say and guard it with one lock. docs/architecture.md ("A change of the world"); the abstract
+model's names are `promised`, `ready` (here `voted`), `next`, `keep` (here `kept`) and `go` (here `begins`).
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from shoal_protos.plan import Plan
 
 from shoal.group.group import Group
-from shoal.group.progress import GroupProgress
+from shoal.group.group_progress import GroupProgress
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from torch import Tensor
 from shoal.group.build import Cancellation, GroupSpec
 from shoal.group.forks import let_go_in_children
 from shoal.group.group import GATHER_TAG, RESERVED_TAGS, Group, WorldChanged
-from shoal.group.progress import GroupProgress
+from shoal.group.group_progress import GroupProgress
 from shoal.group.reach import watch_reach
 from shoal.group.rendezvous_client import RendezvousClient
 from shoal.group.rendezvous_server import split_address

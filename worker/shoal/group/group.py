@@ -11,7 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from shoal.group.progress import GroupProgress
+from shoal.group.group_progress import GroupProgress
 
 RESERVED_TAGS = 1 << 20
 """Tags from here on belong to the group itself."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from shoal.group.group import Work, WorldChanged
-from shoal.group.progress import GroupProgress
+from shoal.group.group_progress import GroupProgress
 
 
 class SoloGroup:

@@ -20,7 +20,7 @@ from shoal.exchange.framing import receive_framed
 from shoal.exchange.traffic import FIRST_MESSAGE
 from shoal.group.build import Cancellation, GroupSpec, Transport
 from shoal.group.group import Group, WorldChanged
-from shoal.group.progress import GroupProgress
+from shoal.group.group_progress import GroupProgress
 from shoal.group.rendezvous_server import reachable
 from shoal.logs import get_logger
 

@@ -16,7 +16,7 @@ import torch
 from shoal.exchange.vote import Record
 from shoal.training.checkpoint_saving import CheckpointSaving
 from shoal.training.context import TrainingContext
-from shoal.training.corruption import CorruptionWatch
+from shoal.training.corruption_watch import CorruptionWatch
 from shoal.training.evaluation import Evaluation
 from shoal.training.requests import Requests
 from shoal.training.status import StatusReport

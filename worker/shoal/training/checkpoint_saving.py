@@ -33,7 +33,7 @@ from shoal.logs import get_logger
 from shoal.numerics import identity
 from shoal.training.checkpoint_loading import CheckpointLoading
 from shoal.training.context import TrainingContext
-from shoal.training.corruption import CorruptionWatch
+from shoal.training.corruption_watch import CorruptionWatch
 from shoal.training.state import frozen_parameters
 from shoal.world import World
 

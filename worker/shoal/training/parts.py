@@ -8,7 +8,7 @@ from shoal.training.boundary import Boundary
 from shoal.training.checkpoint_loading import CheckpointLoading
 from shoal.training.checkpoint_saving import CheckpointSaving
 from shoal.training.context import TrainingContext
-from shoal.training.corruption import CorruptionWatch
+from shoal.training.corruption_watch import CorruptionWatch
 from shoal.training.evaluation import Evaluation
 from shoal.training.requests import Requests
 from shoal.training.resize import Resize

@@ -16,10 +16,10 @@ from shoal_protos.messages import Result
 from shoal.exchange.framing import FramedSend, receive_framed
 from shoal.exchange.traffic import DIGESTS
 from shoal.exchange.vote import Record, Request, check_requests
-from shoal.export import export
 from shoal.fingerprint import fingerprint
 from shoal.group.group import Group
 from shoal.logs import get_logger
+from shoal.model_export import export
 from shoal.optim.hyper import first_difference, hyper_parameters
 from shoal.training.checkpoint_saving import SAVE, CheckpointSaving
 from shoal.training.context import TrainingContext

@@ -1,4 +1,4 @@
-"""A change of the world as one worker carries it out: ARCHITECTURE section 4.
+"""A change of the world as one worker carries it out: docs/architecture.md, "A change of the world".
 
 Loss: stop, report the inventory, and with the plan roll forward if need be, promote, hand out what is stale, be ready,
 open. Planned: begin after the hand-out of the vote that named it. A joiner waits for its first message. All of it on

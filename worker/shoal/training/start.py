@@ -27,7 +27,7 @@ from shoal.numerics import identity, make_exact
 from shoal.optim.elementwise import check_optimizer
 from shoal.optim.from_config import build_optimizer, build_scheduler
 from shoal.optim.take_over import take_over
-from shoal.session.open import open_link
+from shoal.session.link_choice import open_link
 from shoal.training.arguments import check_given
 from shoal.training.engine import Engine
 from shoal.training.exit import serve_at_exit, tell_errors_in_a_sentence

@@ -7,7 +7,7 @@ from shoal_protos.messages import Status
 from shoal.training.checkpoint_loading import CheckpointLoading
 from shoal.training.checkpoint_saving import CheckpointSaving
 from shoal.training.context import TrainingContext
-from shoal.training.corruption import CorruptionWatch
+from shoal.training.corruption_watch import CorruptionWatch
 
 
 class StatusReport:

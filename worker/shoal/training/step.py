@@ -1,4 +1,4 @@
-"""One optimizer step, as ARCHITECTURE section 3 tells it: `Step.make` is its list, one line per sentence.
+"""One optimizer step, as docs/architecture.md ("A step") tells it: `Step.make` is its list, one line per sentence.
 
 And what stands in for it where no step runs: a vote alone. Raises `WorldChanged` wherever the world breaks; then the
 step was not made here, or, past its vote, its boundary is owed.
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shoal.blocks.bucket_hooks import BucketHooks
 from shoal.exchange.canonical import CanonicalReduction
-from shoal.exchange.fills import receive_slice, send_slice, wait_for
+from shoal.exchange.fill_slices import receive_slice, send_slice, wait_for
 from shoal.exchange.framing import FramedSend
 from shoal.exchange.hand_out import hand_out
 from shoal.exchange.norm import subtree_sums

@@ -10,7 +10,7 @@ from shoal.exchange.vote import Ballot, Record, cast
 from shoal.optim.hyper import digest, hyper_parameters
 from shoal.training.checkpoint_saving import CheckpointSaving
 from shoal.training.context import TrainingContext
-from shoal.training.corruption import CorruptionWatch
+from shoal.training.corruption_watch import CorruptionWatch
 from shoal.training.evaluation import Evaluation
 from shoal.training.requests import Requests, refuse_other_hyper_parameters
 from shoal.world import World
