@@ -5,6 +5,8 @@ Each test fails when its rule is broken: it was tried.
 
 from __future__ import annotations
 
+import time
+
 from crew import Crew, Task, Worker, undisturbed
 from shoal.faults import PlantedFault
 from shoal.training.engine import Engine
@@ -125,6 +127,18 @@ def test_a_block_whose_gradient_is_not_in_does_not_roll_forward() -> None:
         crew.add("c")
         assert crew.finish() == undisturbed(TASK)
         assert crew.workers["c"].killed and rolled
+
+
+def test_the_time_that_a_joiner_was_outside_is_no_pause_of_training() -> None:
+    with Crew("ab", TASK) as crew:
+        crew.train_to(2)
+        crew.kill("b")
+        joiner = crew.add("c")
+        joiner.engine.resize._clock.start()  # as one that has answered PREPARE and was left out
+        joiner.engine.resize._clock._began = time.monotonic() - 100.0
+        assert crew.finish() == undisturbed(TASK)
+        assert joiner.engine.boundaries
+        assert max(resize.pause_seconds for resize in crew.job.durable.history) < 50.0
 
 
 # ---- what a plan releases

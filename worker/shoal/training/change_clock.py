@@ -11,9 +11,10 @@ class ChangeClock:
     """Seconds per phase of the change at hand."""
 
     def __init__(self) -> None:
-        self._forget()
+        self.forget()
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """No change is at hand."""
         self._began: float | None = None
         self._mark = 0.0
         self._phases: dict[str, float] = {}
@@ -57,5 +58,5 @@ class ChangeClock:
         pause = time.monotonic() - self._began
         change = Change(generation, step, pause, dict(self._phases), self._promoted, self._bytes,
                         checkpoint_bytes=self._checkpoint_bytes)  # fmt: skip
-        self._forget()
+        self.forget()
         return change

@@ -218,6 +218,8 @@ class Resize:
     def _join(self, plan: Plan, group: Group, small_state: bytes) -> None:
         """A joiner's first message: it is a standby until a hand-out has given it all parameters."""
         context = self._context
+        self._clock.forget()  # whatever it was asked to stop for before, the others trained on
+        self._clock.start()
         world = self._world(plan, group)
         context.state.load_small_state(small_state)
         self._boundary.stand_at(context.state.step)
@@ -261,6 +263,7 @@ class Resize:
                 log.warning("starting_over", reason=ended.reason)
                 context.world, self._caught_up, context.begins = None, None, None
                 context.state.give_up()
+                self._clock.forget()
                 context.loop.begin_step(())
                 context.link.end_warm_up()
                 self._status.publish()
