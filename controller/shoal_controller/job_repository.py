@@ -9,7 +9,7 @@ A store that fails is asked again until it answers; `trouble` says since when an
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import structlog
@@ -41,6 +41,11 @@ EVENT_BYTES = 256 << 10
 PART_BYTES = 512 << 10
 """Of a state in one transaction; what is larger is written in parts."""
 
+LEFTOVERS_PER_TRANSACTION = 16
+
+LISTED_PARTS = 4
+"""Read at a time: a part is half a megabyte."""
+
 BEGIN_SECONDS = 8.0
 """How long the store may take for a new job, for somebody waits for the answer."""
 
@@ -65,11 +70,13 @@ class Trouble:
 class JobRepository:
     """One job's pages. One task writes; anyone may read."""
 
-    def __init__(self, store: Store, head: Head, modified: int) -> None:
+    def __init__(self, store: Store, head: Head, modified: int, leftovers: Collection[str] = ()) -> None:
         self._store = store
         self._head = head
         self.modified = modified
         """The store's revision of its last write."""
+        self._leftovers = set(leftovers)
+        """Keys of parts that no head names: an earlier life was killed between them and their head."""
         self._doubtful: set[bytes] = set()
         """Heads whose writing failed: nobody knows yet whether it was carried out all the same."""
         self._news = asyncio.Event()
@@ -150,6 +157,7 @@ class JobRepository:
         if durable is not None:
             head, pages = await self._state(replace(head, step=None), packed(durable))
             operations += pages
+        operations += self._swept(head)
         self.modified = await self._commit(head, operations)
         self._head = head
         if events:
@@ -166,6 +174,13 @@ class JobRepository:
             page = Put(part_key(self._name, head.writes, number), part)
             await self._insist(lambda page=page: self._guarded([page]))  # type: ignore[misc]
         return replace(head, state=head.writes, parts=len(parts)), [Delete(state_key(self._name)), *before]
+
+    def _swept(self, head: Head) -> list[Operation]:
+        """Some of what an earlier life left behind; not what `head` names, for writes are numbered on from there."""
+        self._leftovers -= set(_state_keys(head))
+        swept = sorted(self._leftovers)[:LEFTOVERS_PER_TRANSACTION]
+        self._leftovers -= set(swept)
+        return [Delete(key) for key in swept]
 
     async def _commit(self, head: Head, operations: Sequence[Operation]) -> int:
         """The revision of the transaction."""
@@ -253,7 +268,8 @@ async def stored_jobs(store: Store, writer: str) -> list[Stored]:
         job = entry.key.removeprefix("/jobs/")
         try:
             head = replace(Head.decoded(entry.value), writer=writer)
-            found.append(Stored(JobRepository(store, head, entry.modified), await _stored_state(store, head), ""))
+            state, leftovers = await _stored_state(store, head), await _leftovers(store, head)
+            found.append(Stored(JobRepository(store, head, entry.modified, leftovers), state, ""))
         except Unreadable as error:
             repository = JobRepository(store, Head(JobSpec(job, wanted=1), writer), entry.modified)
             found.append(Stored(repository, "", str(error)))
@@ -261,10 +277,24 @@ async def stored_jobs(store: Store, writer: str) -> list[Stored]:
 
 
 async def _stored_state(store: Store, head: Head) -> str:
-    job = head.spec.job
-    keys = [part_key(job, head.state, part) for part in range(head.parts)] if head.parts else [state_key(job)]
-    pages = [await store.get(key) for key in keys]
+    pages = [await store.get(key) for key in _state_keys(head)]
     return unpacked(b"".join(page.value for page in pages if page is not None))
+
+
+def _state_keys(head: Head) -> list[str]:
+    """Where the state lies that a head names."""
+    job = head.spec.job
+    return [part_key(job, head.state, part) for part in range(head.parts)] if head.parts else [state_key(job)]
+
+
+async def _leftovers(store: Store, head: Head) -> set[str]:
+    """The keys of parts that the head does not name."""
+    found: set[str] = set()
+    prefix, last = f"{state_key(head.spec.job)}/", ""
+    while entries := (await store.list(prefix, after=last, limit=LISTED_PARTS)).entries:
+        found.update(entry.key for entry in entries)
+        last = entries[-1].key
+    return found - set(_state_keys(head))
 
 
 def _batches(events: Sequence[JobEvent]) -> Iterator[list[JobEvent]]:

@@ -214,6 +214,10 @@ class Shell:
                 except StoreError as error:
                     log.warning("a job could not be forgotten", job=runner.spec.job, error=str(error))
 
+    def expect(self, job: str) -> None:
+        """Raises `NotFound` for a job that there is not."""
+        self._of(job)
+
     async def submit(self, job: str, event: Event) -> None:
         """Feed an event to a job; returns when its effects are carried out. Raises what refuses an operator's wish."""
         await self._of(job).submit(event)

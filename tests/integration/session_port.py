@@ -51,9 +51,12 @@ class Jobs:
         self.heard: asyncio.Queue[Event] = asyncio.Queue()
         self.answer: Callable[[Event], Awaitable[None]] = self.welcome
 
-    async def submit(self, job: str, event: Event) -> None:
+    def expect(self, job: str) -> None:
         if job != "demo":
             raise NotFound(f"there is no job {job}; the only one is demo")
+
+    async def submit(self, job: str, event: Event) -> None:
+        self.expect(job)
         await self.answer(event)
         await self.heard.put(event)
 

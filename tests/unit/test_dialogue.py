@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from shoal_controller.core.machine.events import Connected, MessageReceived
 from shoal_controller.sessions.dialogue import OUTBOX_MESSAGES, Dialogue
 from shoal_protos.description import Description
-from shoal_protos.errors import NotFound, StoreError, UserError
+from shoal_protos.errors import NotFound, Refused, StoreError, UserError
 from shoal_protos.messages import PROTOCOL_VERSION, Heartbeat, Hello, MemberState, Prepare, Refusal, Status, Telemetry
 from shoal_protos.runs import NO_BLOCKS, Runs
 from shoal_protos.wire import decode_controller, encode_controller, encode_worker
@@ -37,6 +39,18 @@ def test_a_hello_connects_and_what_follows_is_said() -> None:
 def test_a_stream_begins_with_a_hello() -> None:
     with pytest.raises(UserError, match=r"^a stream must begin with a hello; this one began with a heartbeat$"):
         Dialogue(7).hear(encode_worker(beat()))
+
+
+def test_who_has_no_business_here_is_turned_away_before_the_rest_of_its_hello_is_read() -> None:
+    unreadable = replace(HELLO, status=replace(HELLO.status, step=-7))
+    dialogue = Dialogue(7)
+    assert dialogue.job_named(encode_worker(unreadable)) == "demo"
+    dialogue.only_job = "other"
+    for read in (dialogue.job_named, dialogue.hear):
+        with pytest.raises(Refused, match="shows a token of job other and says hello to job demo"):
+            read(encode_worker(unreadable))
+    with pytest.raises(UserError, match=r"status\.step is -7"):
+        Dialogue(7).hear(encode_worker(unreadable))
 
 
 def test_a_second_hello_on_a_stream_is_refused() -> None:

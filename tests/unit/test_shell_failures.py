@@ -24,6 +24,7 @@ from shoal_controller.core.machine.events import (
     Tick,
 )
 from shoal_controller.core.machine.spec import JobSpec, Phase, State, WorkerView
+from shoal_controller.records import Head, head_key, part_key
 from shoal_controller.store.open import open_store
 from shoal_controller.store.store import Put
 from shoal_protos.errors import Conflict, StoreError
@@ -284,6 +285,27 @@ async def test_a_state_larger_than_a_transaction_is_written_in_parts_and_read_ag
         filler["filler"] = ""
         await world.shell.submit("train", Scale(6))
         assert not (await world.store.list("/durable/train/")).entries
+    async with running(tmp_path) as world:
+        assert world.shell.view("train").wanted == 6
+
+
+@asynchronous
+async def test_parts_that_a_killed_controller_wrote_without_their_head_are_cleared_by_the_next_one(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("shoal_controller.job_repository.packed", lambda durable: durable.encode())
+    monkeypatch.setattr("shoal_controller.job_repository.unpacked", lambda value: value.decode())
+    monkeypatch.setattr(SmallMachine, "filler", {"filler": "x" * 1_200_000})
+    async with running(tmp_path) as world:
+        await world.shell.create(SPEC)
+        writes = Head.decoded((await world.store.get(head_key("train"))).value).writes
+        for write, parts in ((writes - 1, 5), (writes + 1, 30)):  # the latter's number is given again
+            for part in range(parts):
+                await world.store.transact([], [Put(part_key("train", write, part), b"half of a state")])
+    async with running(tmp_path) as world:
+        for workers in (4, 5, 6):
+            await world.shell.submit("train", Scale(workers))
+        assert len((await world.store.list("/durable/train/")).entries) == 3
     async with running(tmp_path) as world:
         assert world.shell.view("train").wanted == 6
 

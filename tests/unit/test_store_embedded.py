@@ -12,7 +12,7 @@ import pytest
 from asynchronous import asynchronous
 from shoal_controller.store.database import FORMAT, HISTORY_REVISIONS
 from shoal_controller.store.open import open_store
-from shoal_controller.store.store import Compacted, Put
+from shoal_controller.store.store import Compacted, Delete, Put
 from shoal_protos.errors import StoreError, UserError
 
 WRITER = """
@@ -93,6 +93,41 @@ async def test_history_is_bounded_without_anyone_asking(tmp_path):
     async with store.watch("/", revision - HISTORY_REVISIONS) as changes:
         assert (await anext(changes)).revision == revision - HISTORY_REVISIONS + 1
     await store.close()
+
+
+def bytes_on_disk(directory) -> int:
+    return sum(file.stat().st_size for file in directory.glob("store.db*"))
+
+
+@asynchronous
+async def test_what_is_deleted_is_given_back_to_the_disk(tmp_path):
+    store = await open_store(f"embedded:{tmp_path}")
+    for number in range(40):
+        await store.transact([], [Put(f"/large/{number}", bytes(500_000))])
+    for number in range(40):
+        await store.transact([], [Delete(f"/large/{number}")])
+    assert bytes_on_disk(tmp_path) > 20_000_000
+    for number in range(2 * HISTORY_REVISIONS):
+        await store.transact([], [Put("/small", b"%d" % number)])
+    await store.close()
+    assert bytes_on_disk(tmp_path) < 1_000_000
+
+
+@asynchronous
+async def test_a_store_that_never_gave_anything_back_does_so_from_its_next_opening_on(tmp_path):
+    store = await open_store(f"embedded:{tmp_path}")
+    await store.transact([], [Put("/kept", b"value")])
+    await store.close()
+    with sqlite3.connect(tmp_path / "store.db", isolation_level=None) as older:
+        for statement in ("PRAGMA journal_mode=DELETE", "PRAGMA auto_vacuum=0", "VACUUM", "PRAGMA journal_mode=WAL"):
+            older.execute(statement)
+    older.close()
+    store = await open_store(f"embedded:{tmp_path}")
+    assert (await store.get("/kept")).value == b"value"
+    await store.close()
+    with sqlite3.connect(tmp_path / "store.db") as newer:
+        assert newer.execute("PRAGMA auto_vacuum").fetchone() == (1,)
+    newer.close()
 
 
 @asynchronous

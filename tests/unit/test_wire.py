@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from google.protobuf import text_format
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from shoal_protos import session_pb2 as pb
 from shoal_protos import wire
@@ -60,7 +60,7 @@ BLOCKS = 40
 numbers = st.integers(0, bounds.MAX_NUMBER)
 positive = st.integers(1, bounds.MAX_NUMBER)
 steps = st.integers(-1, bounds.MAX_NUMBER)
-seconds = st.floats(0, 1e9)
+seconds = st.floats(0, bounds.MAX_SECONDS)
 losses = st.none() | st.floats(allow_nan=False)
 names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True)
 labels = st.text(st.characters(exclude_categories=("Cc", "Cs", "Zl", "Zp")), max_size=20)
@@ -150,7 +150,16 @@ def plans(draw: st.DrawFn) -> Plan:
 
 
 from_controller = st.one_of(
-    st.builds(Welcome, names, seconds, seconds, seconds, numbers, labels, runs),
+    st.builds(
+        Welcome,
+        names,
+        st.floats(bounds.LEAST_HEARTBEAT_SECONDS, bounds.MAX_SECONDS),
+        seconds,
+        seconds,
+        numbers,
+        st.sampled_from(["", '"latest"', "12", "false"]),
+        runs,
+    ),
     st.builds(Ping, numbers, numbers),
     st.builds(Prepare, positive),
     st.builds(PlanMessage, plans()),
@@ -162,11 +171,13 @@ from_controller = st.one_of(
 )
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(from_worker)
 def test_what_a_worker_says_is_what_the_controller_hears(message: ToController) -> None:
     assert wire.decode_worker(wire.encode_worker(message), BLOCKS) == message
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(from_controller)
 def test_what_the_controller_says_is_what_a_worker_hears(message: ToWorker) -> None:
     assert wire.decode_controller(wire.encode_controller(message)) == message

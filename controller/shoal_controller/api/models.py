@@ -52,7 +52,7 @@ class JobBody(Body):
     """What a launched worker runs: program and arguments."""
     env: Annotated[dict[str, str], Field(max_length=1000)] = {}
     """Environment variables of launched workers, added to the controller's."""
-    heartbeat_seconds: Seconds = 1.0
+    heartbeat_seconds: Annotated[float, Field(ge=0.01, le=LONGEST_SECONDS, allow_inf_nan=False)] = 1.0
     """How often a worker says that it lives. Default 1."""
     suspect_after: Annotated[int, Field(ge=1, le=1000)] = 3
     """After so many missed heartbeats a worker is asked directly, and then counted out. Default 3."""

@@ -10,7 +10,7 @@ from collections import deque
 
 from shoal_protos.errors import Refused, ShoalError, UserError
 from shoal_protos.messages import Hello, Refusal
-from shoal_protos.wire import decode_worker, encode_controller
+from shoal_protos.wire import decode_worker, encode_controller, job_of_hello
 
 from shoal_controller.core.machine.events import Connected, MessageReceived
 
@@ -37,14 +37,23 @@ class Dialogue:
         """Whether nothing that is said now would go out."""
         return self.closing or self.overflowed
 
+    def job_named(self, data: bytes) -> str:
+        """The job that the first message names, before the rest of it is read: whoever has no business here costs
+        little. Raises `UserError` where a stream must not begin so.
+        """
+        job = job_of_hello(data)
+        if job is None:
+            raise UserError(f"a stream must begin with a hello; this one began with {_kind(decode_worker(data))}")
+        if self.only_job not in (None, job):
+            raise Refused(f"the worker shows a token of job {self.only_job} and says hello to job {job}")
+        return job
+
     def hear(self, data: bytes) -> Connected | MessageReceived:
         """The event that a message is for its job. Raises `UserError` where the message must not be."""
         if self.hello is None:
+            self.job_named(data)
             message = decode_worker(data)
-            if not isinstance(message, Hello):
-                raise UserError(f"a stream must begin with a hello; this one began with {_kind(message)}")
-            if self.only_job not in (None, message.job):
-                raise Refused(f"the worker shows a token of job {self.only_job} and says hello to job {message.job}")
+            assert isinstance(message, Hello)
             self.hello = message
             return Connected(self.connection, message)
         message = decode_worker(data, self.hello.description.blocks)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Protocol
 
 import grpc
@@ -50,6 +51,9 @@ Context = grpc.aio.ServicerContext[bytes, bytes]
 
 class Jobs(Protocol):
     """Where events go: the shell. Raises `ShoalError` where the job is unknown or over, or the store fails."""
+
+    def expect(self, job: str) -> None:
+        """Raises `NotFound` for a job that there is not."""
 
     async def submit(self, job: str, event: Connected | MessageReceived | Disconnected) -> object:
         """Hand an event to a job."""
@@ -215,6 +219,8 @@ class SessionService:
         dialogue = stream.dialogue
         if dialogue.hello is None:
             dialogue.only_job = self._settings.opened_by(_metadata(stream.context).get("authorization"))
+            with _hint():
+                self._jobs.expect(dialogue.job_named(data))
         event = dialogue.hear(data)
         assert dialogue.hello is not None
         await self._submit(dialogue.hello.job, event)
@@ -230,10 +236,8 @@ class SessionService:
         stream.stir()
 
     async def _submit(self, job: str, event: Connected | MessageReceived) -> None:
-        try:
+        with _hint():
             await self._jobs.submit(job, event)
-        except NotFound as error:
-            raise NotFound(f"{error}. Set SHOAL_JOB to the job's name, or submit the job first.") from error
 
     def _say_farewell(self, dialogue: Dialogue) -> None:
         """Tell the job that the stream ended, in a task of its own: gRPC may have cancelled the stream's."""
@@ -263,6 +267,15 @@ async def _linger(stream: Stream, reading: asyncio.Task[None], writing: asyncio.
     """
     for task, seconds in ((writing, FLUSH_SECONDS), (reading, LINGER_SECONDS)):
         await asyncio.wait({task, stream.cut}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+
+
+@contextmanager
+def _hint() -> Iterator[None]:
+    """Where a job is not there, the sentence says what a worker can do about it."""
+    try:
+        yield
+    except NotFound as error:
+        raise NotFound(f"{error}. Set SHOAL_JOB to the job's name, or submit the job first.") from error
 
 
 def _ignore_failure(_: BaseException) -> None:

@@ -36,6 +36,9 @@ FORMAT = 1
 SHOAL = 0x53484F41
 """`application_id`: tells a Shoal store from any other SQLite file."""
 
+LOG_BYTES = 4 << 20
+"""Of the write-ahead log's file, once it has been carried over."""
+
 HISTORY_REVISIONS = 256
 """At least so many past revisions are kept for watches, at most twice as many."""
 
@@ -75,7 +78,11 @@ class Database:
                 f"the store {self.path} has format {version}, written by a newer Shoal; this one reads {FORMAT}. "
                 "Install the newer Shoal or give another --store."
             )
+        if not self._number("PRAGMA auto_vacuum"):
+            self._sql.execute("PRAGMA auto_vacuum=FULL")  # what a transaction frees goes back to the disk
+            self._sql.execute("VACUUM")  # or it would not count where there are tables
         self._sql.execute("PRAGMA journal_mode=WAL")
+        self._sql.execute(f"PRAGMA journal_size_limit={LOG_BYTES}")
         self._sql.execute("PRAGMA synchronous=FULL")
         if not tables:
             marks = f"PRAGMA application_id={SHOAL}; PRAGMA user_version={FORMAT};"

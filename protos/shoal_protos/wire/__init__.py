@@ -7,13 +7,14 @@ are not a message within bounds (bounds.py).
 
 from shoal_protos.wire.controller import decode_controller, encode_controller
 from shoal_protos.wire.plan import plan_from_bytes, plan_to_bytes
-from shoal_protos.wire.worker import decode_worker, encode_worker
+from shoal_protos.wire.worker import decode_worker, encode_worker, job_of_hello
 
 __all__ = [
     "decode_controller",
     "decode_worker",
     "encode_controller",
     "encode_worker",
+    "job_of_hello",
     "plan_from_bytes",
     "plan_to_bytes",
 ]

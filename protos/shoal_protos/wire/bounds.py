@@ -7,7 +7,6 @@ when they are written (clipped, control characters replaced); names never, for a
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence, Sized
 from enum import StrEnum
@@ -19,6 +18,11 @@ from shoal_protos.runs import Runs
 MAX_NUMBER = (1 << 62) - 1
 """Steps, generations, bytes: what fits everywhere, with room to add one."""
 
+MAX_SECONDS = 10 * 366 * 86_400.0
+"""Ten years: no sum of such durations leaves the floating-point numbers, and every timer takes one."""
+
+LEAST_HEARTBEAT_SECONDS = 0.01
+
 MAX_BLOCKS = 1 << 16
 MAX_LANES = 1 << 16
 MAX_MEMBERS = 1 << 14
@@ -27,6 +31,8 @@ MAX_PARAMETERS = 1 << 18
 MAX_DIMENSIONS = 64
 MAX_ENTRIES = 1 << 14
 """Of a mapping."""
+MAX_KINDS = 64
+"""Of memory, of a change's phases: each becomes a metric's series."""
 MAX_CHANGES = 64
 MAX_CORRUPT = 64
 MAX_PLACES = 4
@@ -64,10 +70,10 @@ def whole(field: str, value: int, least: int = 0, most: int = MAX_NUMBER) -> int
     raise UserError(f"{field} is {value}; expected {allowed}")
 
 
-def seconds(field: str, value: float) -> float:
-    """A duration: finite and not negative."""
-    if not (math.isfinite(value) and value >= 0):
-        raise UserError(f"{field} is {value}; expected a finite number of seconds, 0 or more")
+def seconds(field: str, value: float, least: float = 0.0) -> float:
+    """A duration: not negative, and not longer than a job may live."""
+    if not least <= value <= MAX_SECONDS:  # also where it is not a number
+        raise UserError(f"{field} is {value}; expected {least:g} to {MAX_SECONDS:.0f} seconds")
     return value
 
 

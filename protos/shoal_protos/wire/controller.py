@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from google.protobuf.message import DecodeError
 
 from shoal_protos import session_pb2 as pb
@@ -112,11 +114,13 @@ def _write_welcome(welcome: Welcome) -> pb.Welcome:
 def _read_welcome(message: pb.Welcome) -> Welcome:
     return Welcome(
         worker=bounds.name("welcome.worker", message.worker),
-        heartbeat_seconds=bounds.seconds("welcome.heartbeat_seconds", message.heartbeat_seconds),
+        heartbeat_seconds=bounds.seconds(
+            "welcome.heartbeat_seconds", message.heartbeat_seconds, bounds.LEAST_HEARTBEAT_SECONDS
+        ),
         reconnect_seconds=bounds.seconds("welcome.reconnect_seconds", message.reconnect_seconds),
         stall_seconds=bounds.seconds("welcome.stall_seconds", message.stall_seconds),
         generation=bounds.whole("welcome.generation", message.generation),
-        resume=bounds.label("welcome.resume", message.resume),
+        resume=_read_resume(message.resume),
         opened_generations=bounds.runs(
             "welcome.opened_generations",
             bounds.few("welcome.opened_generations", message.opened_generations, bounds.MAX_ENTRIES),
@@ -127,6 +131,18 @@ def _read_welcome(message: pb.Welcome) -> Welcome:
         step=bounds.whole("welcome.step", message.step),
         loss=message.loss if message.HasField("loss") else None,
     )
+
+
+def _read_resume(text: str) -> str:
+    """A job's `resume` as JSON: a path, a step, or whether to resume at all."""
+    bounds.label("welcome.resume", text)
+    try:
+        is_one = not text or isinstance(json.loads(text), str | int | bool)
+    except ValueError:
+        is_one = False
+    if not is_one:
+        raise UserError(f"welcome.resume is {text[:60]!r}; expected a text, a step, true or false as JSON, or nothing")
+    return text
 
 
 def _read_ask(message: pb.Ask) -> Ask:

@@ -76,10 +76,7 @@ def decode_worker(data: bytes, blocks: int = bounds.MAX_BLOCKS) -> ToController:
 
     Raises `UserError` with one sentence for whatever is not a message within bounds.
     """
-    try:
-        message = pb.WorkerMessage.FromString(data)
-    except DecodeError:
-        raise UserError(f"{len(data)} bytes are not a worker's message of this version of Shoal") from None
+    message = _parsed(data)
     match message.WhichOneof("body"):
         case "hello":
             return _read_hello(message.hello)
@@ -95,6 +92,22 @@ def decode_worker(data: bytes, blocks: int = bounds.MAX_BLOCKS) -> ToController:
             return _read_result(message.result)
         case _:
             raise UserError("a worker's message is empty, or of a kind that this version of Shoal does not know")
+
+
+def job_of_hello(data: bytes) -> str | None:
+    """The job that a hello names, before the rest of it is read; None for any other message.
+
+    Raises `UserError` where that alone cannot be right.
+    """
+    message = _parsed(data)
+    return _read_job(message.hello) if message.WhichOneof("body") == "hello" else None
+
+
+def _parsed(data: bytes) -> pb.WorkerMessage:
+    try:
+        return pb.WorkerMessage.FromString(data)
+    except DecodeError:
+        raise UserError(f"{len(data)} bytes are not a worker's message of this version of Shoal") from None
 
 
 # ---- hello
@@ -117,7 +130,8 @@ def _write_hello(hello: Hello) -> pb.Hello:
     )
 
 
-def _read_hello(message: pb.Hello) -> Hello:
+def _read_job(message: pb.Hello) -> str:
+    """The name, from a worker that speaks this version."""
     if message.version != PROTOCOL_VERSION:
         raise UserError(
             f"the worker speaks protocol version {message.version}, this controller speaks {PROTOCOL_VERSION}. "
@@ -125,10 +139,15 @@ def _read_hello(message: pb.Hello) -> Hello:
         )
     if not message.job:
         raise UserError("hello.job is empty; set SHOAL_JOB to the name of a job of this controller")
+    return bounds.name("hello.job", message.job)
+
+
+def _read_hello(message: pb.Hello) -> Hello:
+    job = _read_job(message)
     description = read_description(message.description)
     return Hello(
         version=message.version,
-        job=bounds.name("hello.job", message.job),
+        job=job,
         worker=message.worker and bounds.name("hello.worker", message.worker),
         incarnation=bounds.name("hello.incarnation", message.incarnation),
         address=bounds.address("hello.address", message.address),
@@ -273,7 +292,7 @@ def _write_change(change: Change) -> pb.Change:
 
 
 def _read_change(message: pb.Change) -> Change:
-    phases = bounds.few("change.phases", message.phases, bounds.MAX_ENTRIES)
+    phases = bounds.few("change.phases", message.phases, bounds.MAX_KINDS)
     return Change(
         generation=bounds.whole("change.generation", message.generation),
         from_step=bounds.whole("change.from_step", message.from_step),
@@ -289,7 +308,7 @@ def _read_change(message: pb.Change) -> Change:
 
 
 def _read_bytes(field: str, table: Mapping[str, int]) -> dict[str, int]:
-    bounds.few(field, table, bounds.MAX_ENTRIES)
+    bounds.few(field, table, bounds.MAX_KINDS)
     return {
         bounds.name(f"{field}'s key", kind): bounds.whole(f"{field}.{kind}", value) for kind, value in table.items()
     }
