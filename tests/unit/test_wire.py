@@ -56,6 +56,8 @@ from shoal_protos.wire import bounds
 ROOT = Path(__file__).parents[2]
 ATTACKS = sorted((ROOT / "tests/attacks/wire").glob("*.txt"))
 BLOCKS = 40
+patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+"""A busy machine is no fault of the wire."""
 
 numbers = st.integers(0, bounds.MAX_NUMBER)
 positive = st.integers(1, bounds.MAX_NUMBER)
@@ -171,18 +173,19 @@ from_controller = st.one_of(
 )
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@patient
 @given(from_worker)
 def test_what_a_worker_says_is_what_the_controller_hears(message: ToController) -> None:
     assert wire.decode_worker(wire.encode_worker(message), BLOCKS) == message
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@patient
 @given(from_controller)
 def test_what_the_controller_says_is_what_a_worker_hears(message: ToWorker) -> None:
     assert wire.decode_controller(wire.encode_controller(message)) == message
 
 
+@patient
 @given(plans())
 def test_a_plan_survives_its_bytes_and_gives_the_same_bytes_again(plan: Plan) -> None:
     data = wire.plan_to_bytes(plan)
