@@ -47,6 +47,28 @@ PURE_VOCABULARY = {
     )
 }
 
+SHARED_CLASS_NAMES = {
+    "Change": "of a key in the store; of the world, as a worker reports it",
+    "Dialogue": "the two ends of a session",
+    "Entry": "of the store; of a layout in a manifest",
+    "Process": "as its launcher sees it; as its job does",
+    "Request": "of a script to a vote; of a worker to its controller",
+    "Resize": "in a job's history; a worker's part in it",
+    "SessionSettings": "the two ends of a session",
+}
+"""Names that two public classes of the product have, each in a world of its own."""
+
+SHARED_MODULE_NAMES = {
+    "corruption": "the vocabulary; the phase that decides by it",
+    "dialogue": "the two ends of a session",
+    "errors": "of all; of checkpoints",
+    "logs": "the two processes write different ones",
+    "sentences": "the two processes refuse different things",
+    "settings": "of the controller, of its sessions, of a worker's",
+}
+NAMED_AFTER_OTHERS = ("cli", "wire")
+"""Rooms whose modules are named after the command, or the vocabulary, that each of them serves."""
+
 AGAINST_FOREIGN_CODE = {"tests/integration/test_right_bits.py"}
 """Test files that compare Shoal with code that is not ours, where equal bits cannot be asked for."""
 
@@ -131,6 +153,24 @@ def test_every_module_is_imported_by_another_or_is_a_named_entry() -> None:
     lonely -= {name for name in lonely if name.endswith("__main__")}
     assert sorted(lonely - set(ENTRY_MODULES)) == []
     assert sorted(set(ENTRY_MODULES) - lonely) == []
+
+
+def test_no_two_public_classes_of_the_product_have_one_name() -> None:
+    found: dict[str, list[str]] = {}
+    for name, file in modules().items():
+        for node in sources()[file].body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(name)
+    assert {name: where for name, where in found.items() if len(where) > 1 and name not in SHARED_CLASS_NAMES} == {}
+
+
+def test_no_two_modules_of_the_product_have_one_name() -> None:
+    found: dict[str, list[str]] = {}
+    for name in modules():
+        *rooms, last = name.split(".")
+        if not set(NAMED_AFTER_OTHERS) & set(rooms) and last != "__main__":
+            found.setdefault(last, []).append(name)
+    assert {name: where for name, where in found.items() if len(where) > 1 and name not in SHARED_MODULE_NAMES} == {}
 
 
 def test_the_import_contracts_hold() -> None:
