@@ -86,6 +86,10 @@ class Saving:
         self.taken = ""
         """The last checkpoint that it began to read: the initial state is gone from then on."""
 
+    @property
+    def taken_is_unreadable(self) -> bool:
+        return self.taken in self._spoilt
+
     def look(self) -> None:
         """For the latest, at the start or after one that could not be read."""
         self.knows = self.place.newest(self._spoilt, self.generations)
@@ -243,8 +247,9 @@ class Saving:
 
     def take_up(self, path: str) -> Part | None:
         """What is in a checkpoint, or None where it cannot be read: that is said, and another one is looked for."""
-        self.taken = path
         content = self.place.read(path)
+        if content is not None:
+            self.taken = path
         meets_it = self.worker.training.rank == 0 or self.place.chance.random() < 0.5  # the blocks with the flipped bit
         if content is None or (path in self.place.damaged and meets_it):
             self._spoilt.add(path)

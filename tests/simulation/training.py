@@ -406,7 +406,7 @@ class Training:
                 return
         elif plan.reason is Reason.START:
             if self.saving.taken:
-                self.worker.fail(f"{self.saving.taken} cannot be read whole", everyone=True)
+                self.worker.fail(f"{self.saving.taken} cannot be read whole", everyone=self.saving.taken_is_unreadable)
                 return
             self.saving.restored(-1)
             self.copies.restored()

@@ -243,10 +243,10 @@ class Watch:
         here = [process for name, process in after.processes.items() if durable.roster[name].serves]
         known = {process.status.checkpoint for process in here} | set(durable.checkpoints)
         sound = [one for one in known if one is not None and one.path not in durable.unreadable_checkpoints]
-        back = before.durable.restored_from
-        sound = [
-            one for one in sound if not (back and back < one and one.generation < before.durable.first_valid_generation)
-        ]
+        back, began = before.durable.restored_from, before.durable.restored_in
+        if back is not None and began not in self.opened:
+            self.violated("all went back in a generation that never began", began)
+        sound = [one for one in sound if not (back and back < one and one.generation < began)]
         verified = [one for one in durable.checkpoints if one.verified and durable.corruption.restoring]
         newest = max(verified or sound, default=None)
         if plan.reason in (Reason.START, Reason.RESTORE) and path != (newest.path if newest is not None else ""):

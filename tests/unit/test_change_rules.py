@@ -12,7 +12,7 @@ from shoal.faults import PlantedFault
 from shoal.training.engine import Engine
 from shoal_controller.core.machine.events import DrainWorker, Pause, Resume
 from shoal_protos.messages import MemberState
-from shoal_protos.plan import Plan
+from shoal_protos.plan import Plan, Reason
 from shoal_protos.runs import NO_BLOCKS, Runs, every
 
 TASK = Task({"max_steps": 12, "dropout": 0.1})
@@ -134,10 +134,10 @@ def test_the_time_that_a_joiner_was_outside_is_no_pause_of_training() -> None:
         crew.train_to(2)
         crew.kill("b")
         joiner = crew.add("c")
-        joiner.engine.resize._clock.start()  # as one that has answered PREPARE and was left out
-        joiner.engine.resize._clock._began = time.monotonic() - 100.0
+        joiner.engine.parts.resize._clock.start()  # as one that has answered PREPARE and was left out
+        joiner.engine.parts.resize._clock._began = time.monotonic() - 100.0
         assert crew.finish() == undisturbed(TASK)
-        assert joiner.engine.boundaries
+        assert Reason.JOIN in {resize.reason for resize in crew.job.durable.history}
         assert max(resize.pause_seconds for resize in crew.job.durable.history) < 50.0
 
 

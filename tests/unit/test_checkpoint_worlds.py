@@ -343,6 +343,18 @@ def test_a_process_that_has_trained_never_begins_at_step_0() -> None:
             joiner.engine.parts.loading.check_initial()
 
 
+def test_who_has_trained_from_a_checkpoint_that_is_gone_by_now_asks_for_a_fresh_process_and_blames_no_checkpoint(
+    tmp_path: Path,
+) -> None:
+    with Crew("a", task(tmp_path, every_steps=5)) as crew:
+        crew.train_to(5)
+        saved(crew, 5)
+    with Crew("a", task(tmp_path)) as crew:
+        crew.train_to(7)
+        with pytest.raises(NeedsFreshProcess, match="this process has trained before; start a new one"):
+            crew.workers["a"].engine.parts.loading.check_initial()
+
+
 def test_a_job_whose_only_checkpoint_cannot_be_read_says_so_and_does_not_begin_anew(tmp_path: Path) -> None:
     with Crew("a", task(tmp_path, every_steps=5)) as crew:
         crew.train_to(5)

@@ -139,12 +139,12 @@ class CheckpointLoading:
 
     def check_initial(self) -> None:
         """Raises where this process cannot begin at step 0 any more: `JobFailed` where no other can either."""
-        if self._taken:
+        if self._taken in self._unreadable:
             raise JobFailed(
                 f"{self._taken} cannot be read whole, and there is no other checkpoint to go on from. To begin at step "
                 "0 remove it, or say `resume: false`."
             )
-        if not self._context.state.initial:
+        if self._taken or not self._context.state.initial:
             raise NeedsFreshProcess("the job begins at step 0, and this process has trained before; start a new one.")
 
     def on_recovery(self, path: str) -> None:

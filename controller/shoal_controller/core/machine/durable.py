@@ -181,8 +181,9 @@ class Durable:
     """Empty where an operator has paused it."""
     corruption: Corruption = Corruption()
     restored_from: CheckpointRef | None = None
-    """The checkpoint that all have last gone back to: what was saved after it in generations before
-    `first_valid_generation` was given up."""
+    """The checkpoint that all have last gone back to."""
+    restored_in: int = 0
+    """The generation that began there: what was saved after that checkpoint in earlier ones was given up."""
     scaled_up: bool = False
     """An operator asked for more workers, and they have not all come yet."""
     stopping: bool = False

@@ -36,13 +36,13 @@ def latest(durable: Durable) -> CheckpointRef | None:
 def _is_given_up(durable: Durable, sighting: CheckpointRef) -> bool:
     """Whether all have gone back behind it."""
     back = durable.restored_from
-    return back is not None and back < sighting and sighting.generation < durable.first_valid_generation
+    return back is not None and back < sighting and sighting.generation < durable.restored_in
 
 
-def give_up_after(turn: Turn, path: str) -> None:
-    """All have begun at that checkpoint, in the first valid generation: what was saved after it counts no more."""
+def give_up_after(turn: Turn, path: str, generation: int) -> None:
+    """All begin at that checkpoint in this generation: what earlier ones have saved after it counts no more."""
     back = next((one for one in turn.durable.checkpoints if one.path == path), None)
-    turn.keep(restored_from=back)
+    turn.keep(restored_from=back, restored_in=generation)
     turn.keep(checkpoints=tuple(one for one in turn.durable.checkpoints if not _is_given_up(turn.durable, one)))
 
 

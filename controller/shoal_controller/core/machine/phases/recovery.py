@@ -307,7 +307,8 @@ def _open(turn: Turn, attempt: Attempt, plan: Plan) -> None:
         turn.keep(first_valid_generation=plan.generation)
         step_figures.on_return(turn, step)
         checkpoints.on_return(turn, step)
-        checkpoints.give_up_after(turn, plan.recovery.checkpoint if plan.recovery is not None else "")
+        path = plan.recovery.checkpoint if plan.recovery is not None else ""
+        checkpoints.give_up_after(turn, path, plan.generation)
         corruption.give_up_from(turn, before)
         shown = step
     if goes_back or attempt.start:
