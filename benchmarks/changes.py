@@ -26,7 +26,7 @@ from tables import show, spread, verdict
 
 WORKERS, LANES = 3, 4
 MOST_PAUSE_SECONDS = 0.1
-MOST_NEWCOMER_SECONDS = 6.0
+MOST_JOINER_SECONDS = 6.0
 MOST_SLOWER = 1.1
 NEIGHBOURS = 5
 """Steps on either side that say how long a step usually is."""
@@ -137,7 +137,7 @@ def main() -> None:
             changes.append([size, reason, spread(pauses), judged, spread(figures.longer[reason])])
         took, rate = figures.joiners, figures.slower
         joiners.append(
-            [size, spread(took, 2), verdict(median(took), MOST_NEWCOMER_SECONDS), spread(rate, 2),
+            [size, spread(took, 2), verdict(median(took), MOST_JOINER_SECONDS), spread(rate, 2),
              verdict(median(rate), MOST_SLOWER) if rate else "–"]
         )  # fmt: skip
     show("Planned changes", ["model", "change", "pause, s", "target", "step longer by, s"], changes)

@@ -44,19 +44,19 @@ class World:
     def __init__(self, terms: Terms, workers: str, domains: Mapping[str, str] | None = None) -> None:
         self.terms = terms
         self.domains = domains or {}
-        self.here = {worker: self._newcomer(worker) for worker in workers}
+        self.here = {worker: self._joiner(worker) for worker in workers}
         self.plans: list[Plan] = []
         self.asked: list[list[Candidate]] = []
         """Of every plan: the candidates."""
-        newcomers = list(self.here.values())
-        plan = plan_start(self._wish(Reason.START), newcomers)
-        self._take(plan, [replace(known, holds=every(terms.blocks)) for known in newcomers])
+        joiners = list(self.here.values())
+        plan = plan_start(self._wish(Reason.START), joiners)
+        self._take(plan, [replace(known, holds=every(terms.blocks)) for known in joiners])
 
     @property
     def plan(self) -> Plan:
         return self.plans[-1]
 
-    def _newcomer(self, worker: str) -> Candidate:
+    def _joiner(self, worker: str) -> Candidate:
         return candidate(worker, domain=self.domains.get(worker, ""))
 
     def _wish(self, reason: Reason) -> PlanRequest:
@@ -66,7 +66,7 @@ class World:
 
     def join(self, *workers: str, trains: bool = True) -> Plan:
         for worker in workers:
-            self.here[worker] = replace(self._newcomer(worker), can_train=trains)
+            self.here[worker] = replace(self._joiner(worker), can_train=trains)
         return self._change(Reason.JOIN)
 
     def train(self) -> Plan:

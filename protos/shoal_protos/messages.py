@@ -24,11 +24,11 @@ class MemberState(StrEnum):
     """Where a worker stands in a change of the world."""
 
     WARMING_UP = "warming_up"
-    """A newcomer that is not ready: it builds its model or rehearses its lane."""
+    """A joiner that is not ready: it builds its model or warms up."""
     WAITING = "waiting"
-    """A newcomer that is ready; it is in no world."""
+    """A joiner that is ready; it is in no world."""
     JOINING = "joining"
-    """A newcomer that has built the group `promised` of a planned change and waits in it for its first message."""
+    """A joiner that has built the group `promised` of a planned change and waits in it for its first message."""
     TRAINING = "training"
     """A member that takes part in steps or votes without a step."""
     STOPPED = "stopped"
@@ -106,9 +106,9 @@ class Status:
     promised: int
     """The highest generation that it has stopped for, built or voted."""
     step: int
-    """Last committed step (0: the initial state); -1: none, a newcomer."""
+    """Last committed step (0: the initial state); -1: none, a joiner."""
     committed_in: int
-    """The generation in which that step was committed; 0 for the initial state and newcomers."""
+    """The generation in which that step was committed; 0 for the initial state and joiners."""
     boundaries: int = 0
     """Votes passed in its generation."""
     holds: Runs = NO_BLOCKS
@@ -354,9 +354,9 @@ class Ending(StrEnum):
     FAILED = "failed"
     """The job failed or was cancelled: leave with an error that gives the reason."""
     START_OVER = "start_over"
-    """You were counted out and change nothing any more: come back as a newcomer with a new id."""
+    """You were evicted and change nothing any more: come back as a joiner with a new id."""
     REPLACED = "replaced"
-    """You were counted out and replaced: end."""
+    """You were evicted and replaced: end."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ def behind_a_proxy(*workers: str) -> Iterator[tuple[Cluster, Proxy]]:
 
 
 @pytest.mark.parametrize("instant", ["forward", "backward", "exchange", "mirror", "in_vote", "hand_out"])
-def test_a_connection_breaks_and_nobody_is_counted_out(instant: str) -> None:
+def test_a_connection_breaks_and_nobody_is_evicted(instant: str) -> None:
     with Cluster(workers=3, options=SHORT, faults=f"w1@4:{instant}:abort") as cluster:
         report = cluster.wait_undisturbed()
         assert [cluster.wait_exit(worker) for worker in cluster.pids] == [0, 0, 0]
@@ -39,11 +39,11 @@ def test_a_connection_breaks_and_nobody_is_counted_out(instant: str) -> None:
     assert [world["workers"] for world in report["generations"]] == [3, 3]
 
 
-def test_a_worker_whose_connections_break_again_and_again_is_counted_out_for_a_while() -> None:
+def test_a_worker_whose_connections_break_again_and_again_is_evicted_for_a_while() -> None:
     faults = "w1@4:exchange:abort,w1@6:exchange:abort"
     with Cluster(workers=3, options=SHORT, faults=faults) as cluster:
         report = cluster.wait_undisturbed()
-        assert "worker w1 is counted out for 10 s" in cluster.messages("lost")[0]
+        assert "worker w1 is evicted for 10 s" in cluster.messages("lost")[0]
         assert "its connection to another member broke 2 generations" in cluster.messages("lost")[0]
     assert [world["workers"] for world in report["generations"]][:3] == [3, 3, 2]
 
@@ -57,7 +57,7 @@ def last_heard(cluster: Cluster) -> list[float]:
     return [float(line.split()[-1]) for line in lines]
 
 
-def test_nobody_is_counted_out_when_it_is_the_controller_that_is_cut_off() -> None:
+def test_nobody_is_evicted_when_it_is_the_controller_that_is_cut_off() -> None:
     with behind_a_proxy("w0", "w1", "w2") as (cluster, proxy):
         proxy.hold()
         until("two seconds of silence from all", lambda: len(last := last_heard(cluster)) == 3 and min(last) > 2.0)
@@ -79,7 +79,7 @@ def test_a_frozen_controller_stops_nobody() -> None:
     assert [world["generation"] for world in report["generations"]] == [1]
 
 
-def test_a_worker_that_is_cut_off_from_the_controller_alone_is_counted_out_and_comes_back() -> None:
+def test_a_worker_that_is_cut_off_from_the_controller_alone_is_evicted_and_comes_back() -> None:
     with behind_a_proxy("w1") as (cluster, proxy):
         proxy.hold()
         cluster.wait_world(2)

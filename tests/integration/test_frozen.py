@@ -1,6 +1,6 @@
 """Workers that do not answer: frozen and thawed, merely slow, sole holders of blocks.
 
-A frozen worker is counted out after its silence; when it thaws its world has gone on, so it changes nothing and comes
+A frozen worker is evicted after its silence; when it thaws its world has gone on, so it changes nothing and comes
 back as a joiner with another id.
 """
 
@@ -51,7 +51,7 @@ def test_a_worker_comes_back_from_a_generation_that_is_long_over() -> None:
         cluster.wait_undisturbed()
 
 
-def test_a_worker_that_answers_when_it_is_asked_is_not_counted_out() -> None:
+def test_a_worker_that_answers_when_it_is_asked_is_not_evicted() -> None:
     with Cluster(workers=3, options=LONG, pace=PACE) as cluster:
         cluster.wait_step(2)
         cluster.stop("w1")

@@ -23,7 +23,7 @@ def test_two_workers_that_cannot_reach_each_other_are_parted_and_the_job_ends_wi
         cluster.wait_world(2)
         step = cluster.job()["step"]
         [lost] = cluster.messages("lost")
-        assert lost == "worker w2 is counted out for 10 s: it cannot reach w1"
+        assert lost == "worker w2 is evicted for 10 s: it cannot reach w1"
         [why] = [message for message in cluster.messages("prepare") if "cannot reach each other" in message]
         assert "has waited for" in why and "w1" in why and "w2" in why
         cluster.wait_step(step + 3)

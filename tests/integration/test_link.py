@@ -403,11 +403,11 @@ def test_a_shutdown_ends_the_session_and_wakes_the_training_thread() -> None:
         assert them[0].takes(Ended) == Ended(Ending.FAILED, "the job was cancelled")
 
 
-def test_who_was_counted_out_comes_back_as_a_joiner_with_a_new_id() -> None:
+def test_who_was_evicted_comes_back_as_a_joiner_with_a_new_id() -> None:
     with workers("ab") as (controller, them):
         begin_a_world(controller, them)
         before = them[0].link.incarnation
-        controller.says("a", Shutdown(Ending.START_OVER, "counted out"))
+        controller.says("a", Shutdown(Ending.START_OVER, "evicted"))
         them[0].link.publish(replace(NEW, step=9, holds=every(2)), Telemetry())
         them[0].takes(Ended)
         hello = controller.hears(Hello, lambda hello: hello.worker == "")

@@ -84,7 +84,7 @@ def _build(worker: SimWorker, generation: int, since: float) -> Activity:
 
 
 def _first_speaker(training: Training, plan: Plan) -> list[SimWorker]:
-    """Who sends a newcomer its first message: the first member that was one before."""
+    """Who sends a joiner its first message: the first member that was one before."""
     base = training.simulation.watch.plans.get(plan.base)
     old = [member for member in plan.members if base is not None and member in base.members]
     process = training.simulation.process_of(old[0]) if old else None

@@ -64,9 +64,9 @@ class Checkpoints:
             if newest[place].path != in_use:
                 del self.there[newest[place]]
 
-    def newest(self, spoilt: Collection[str], known: Runs) -> CheckpointRef | None:
+    def newest(self, unreadable: Collection[str], known: Runs) -> CheckpointRef | None:
         """What a worker finds that looks for the latest, of the generations that its job knows."""
-        found = (one for one in self.there if one.path not in spoilt and (not known or one.generation in known))
+        found = (one for one in self.there if one.path not in unreadable and (not known or one.generation in known))
         return max(found, default=None)
 
     def read(self, path: str) -> Part | None:

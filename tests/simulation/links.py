@@ -1,7 +1,7 @@
 """Links between workers that carry nothing, one way or both, with nobody dead; and user code that is slow or stuck.
 
 What is sent meanwhile arrives when the link is mended, as TCP sends it again. Drawn apart from the other faults, so
-that a seed without them goes as it did before there were any. Whoever the progress watch counts out must have been out
+that a seed without them goes as it did before there were any. Whoever the progress watch evicts must have been out
 of reach, or stuck: that is looked at here.
 """
 
@@ -98,13 +98,13 @@ class Links:
     # ---- what the progress watch makes of it
 
     def noted(self, note: Note) -> None:
-        """● Nobody is counted out whose links all carry, nor for slow code."""
+        """● Nobody is evicted whose links all carry, nor for slow code."""
         if note.kind in ("lost", "kept_out") and "cannot reach" in note.message:
             self.parted += 1
             pid = self._pid_of(note.worker)
             since = max((at for pair, at in self._down_until.items() if pid in pair), default=NEVER)
             if since < self.clock.now - LATE_SECONDS - 4 * self.simulation.host.late:
-                self.simulation.watch.violated("a worker whose links all carry was counted out", note.message)
+                self.simulation.watch.violated("a worker whose links all carry was evicted", note.message)
         elif "has come no further" in note.message and note.kind == "dismissed":
             self.ended += 1
             stuck = self.simulation.by_id(note.worker).training.code.stuck_since

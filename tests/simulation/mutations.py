@@ -225,7 +225,7 @@ MUTATIONS: dict[str, list[Patch]] = {
     "a worker of another run is turned away": [(claims, "run_mismatch", lambda spec, hello: "")],
     "a planned generation begins when all votes name it": [(Membership, "leave_vote", _minimum_begins)],
     "what a member voted it keeps until that vote is over": [(Membership, "on_planned", _hears_in_a_vote)],
-    "a newcomer keeps every planned generation": [(Membership, "on_planned", _keeps_only_the_newest)],
+    "a joiner keeps every planned generation": [(Membership, "on_planned", _keeps_only_the_newest)],
     "a worker does not get ready for a plan that needs a block it lacks": [
         (Membership, "enter_vote", _votes_without_holding),
         (planner_inputs, "kept_blocks", _counts_all),
@@ -242,8 +242,8 @@ MUTATIONS: dict[str, list[Patch]] = {
     "who is one step behind rolls forward": [(planner_inputs, "usable_blocks", _worth_one_behind_is_nothing)],
     "what is durable is written before anything is said": [(Turn, "effects_in_order", _says_before_it_stores)],
     "a second process with a living member's id is refused": [(admission, "_identity", _gives_ids_twice)],
-    "most are silent: nobody is counted out": [(silence, "is_cut_off", lambda job: False)],
-    "within reconnect_seconds nobody is counted out": [(silence, "may_be_reconnecting", lambda turn: False)],
+    "most are silent: nobody is evicted": [(silence, "is_cut_off", lambda job: False)],
+    "within reconnect_seconds nobody is evicted": [(silence, "may_be_reconnecting", lambda turn: False)],
     "silence is counted in the controller's own running time": [(silence, "count_tick", _counts_by_the_clock)],
     "the time of a cut is nobody's silence": [(silence, "count_tick", _counts_cuts)],
     "a refusal proves a death only where the process was reached": [
@@ -251,26 +251,24 @@ MUTATIONS: dict[str, list[Patch]] = {
     ],
     "a stale worker is dismissed only after a commit": [(running, "_dismiss_the_stale", _dismisses_early)],
     "a plan is void once another generation is current": [(planned_changes, "on_generation_seen", _keeps_void_plans)],
-    "the same pair is counted out only after two generations": [(link_faults, "judge", _one_break_is_enough)],
-    "the same pair is counted out after two generations": [(link_faults, "judge", lambda turn, attempt: None)],
+    "the same pair is evicted only after two generations": [(link_faults, "judge", _one_break_is_enough)],
+    "the same pair is evicted after two generations": [(link_faults, "judge", lambda turn, attempt: None)],
     "a block is given up only when nobody may hold it": [(lost_blocks, "_possible_holders", _decides_at_once)],
     "a lagging worker is told again": [(next_message, "next_message", lambda job, process: None)],
     "a generation in which someone was lost blames no pair": [(link_faults, "judge", _blames_in_any_case)],
-    "a newcomer is not waited for in a recovery": [(fencing, "_holds_nothing", lambda turn, worker: False)],
+    "a joiner is not waited for in a recovery": [(fencing, "_holds_nothing", lambda turn, worker: False)],
     "a member that is stuck in the world before is heard": [
         (link_faults, "_broken_in_training", _hears_of_the_new_world_only)
     ],
     "whether steps run is part of the plan": [(planner_inputs, "steps_run", lambda turn, members: True)],
-    "silence for stall_seconds counts out though most are silent": [
-        (failure_detector, "_gone_for_good", lambda turn: [])
-    ],
+    "silence for stall_seconds evicts though most are silent": [(failure_detector, "_gone_for_good", lambda turn: [])],
     "what members tell of copies that differ is heard": [(corruption, "on_status", lambda turn, worker, status: None)],
     "where copies differ all go back to a checkpoint whose copies agreed": [(corruption, "_conclude", _is_silent)],
     "… and to none that was saved while they differed": [
         (checkpoints, "latest", lambda durable: max(durable.checkpoints, default=None))
     ],
     "a second return without a step above the highest pauses": [(corruption, "_is_beyond", lambda turn: True)],
-    "a worker in two differences is counted out": [(corruption, "_quarantine", lambda turn, worker, times: None)],
+    "a worker in two differences is evicted": [(corruption, "_quarantine", lambda turn, worker, times: None)],
     "what was given up by going back counts no more": [(checkpoints, "_is_given_up", lambda durable, sighting: False)],
     "all go back to the newest checkpoint that anybody knows": [(checkpoints, "latest", _oldest)],
     "a checkpoint that cannot be read is not named again": [(checkpoints, "damaged", lambda turn, attempt: "")],
@@ -292,12 +290,12 @@ MUTATIONS: dict[str, list[Patch]] = {
         (progress_watch, "broken_links_in_training", lambda turn, world: ())
     ],
     "only waits older than the limit count": [(progress_watch, "broken_links", _heeds_no_age)],
-    "a straggler is not counted out": [(progress_watch, "_last_progress_at", lambda job, process: float("-inf"))],
+    "a straggler is not evicted": [(progress_watch, "_last_progress_at", lambda job, process: float("-inf"))],
     "a link that fails while a world is made is looked into": [
         (progress_watch, "broken_links_in_building", lambda turn, plan, since: ())
     ],
     "a planned change whose joiner cannot be reached is void": [(planned_changes, "held_up", lambda turn, world: ())],
-    "where neither can be spared nobody is counted out": [
+    "where neither can be spared nobody is evicted": [
         (planner_inputs, "can_spare", lambda turn, counting, worker: True)
     ],
 }

@@ -82,7 +82,7 @@ class Saving:
         self.knows: CheckpointRef | None = None
         self.damage: UnreadableCheckpoint | None = None
         self.generations: Runs = NO_BLOCKS
-        self._spoilt: set[str] = set()
+        self._unreadable: set[str] = set()
         self.taken = ""
         """The last checkpoint that it began to read: the initial state is gone from then on."""
 
@@ -92,7 +92,7 @@ class Saving:
 
     def look(self) -> None:
         """For the latest, at the start or after one that could not be read."""
-        self.knows = self.place.newest(self._spoilt, self.generations)
+        self.knows = self.place.newest(self._unreadable, self.generations)
 
     def ask(self) -> None:
         training = self.worker.training
@@ -252,7 +252,7 @@ class Saving:
             self.taken = path
         meets_it = self.worker.training.rank == 0 or self.place.chance.random() < 0.5  # the blocks with the flipped bit
         if content is None or (path in self.place.damaged and meets_it):
-            self._spoilt.add(path)
+            self._unreadable.add(path)
             self.damage = UnreadableCheckpoint(path, f"{path} {'is damaged' if content else 'is not there'}.")
             self.look()
             return None

@@ -100,7 +100,7 @@ class Simulation:
         self.processes[process.incarnation] = process
         self.say("process", process.pid, "starts", f"as {worker}" if worker else "without an id")
         process.session.dial_after(0.05)
-        process.training.rehearse()
+        process.training.warm_up()
         return process
 
     def workers(self) -> list[SimWorker]:
@@ -142,7 +142,7 @@ class Simulation:
     def user_seconds(self, worker: SimWorker) -> float:
         return 4.0 if self.chance.random() < 0.01 else 0.1 * self.chance.random()
 
-    def rehearsal_seconds(self) -> float:
+    def warm_up_seconds(self) -> float:
         return 0.2 + 0.6 * self.chance.random()
 
     # ---- connections that break between living workers

@@ -89,13 +89,13 @@ class Training:
         found = (self.simulation.process_of(member) for member in plan.members)
         return [worker for worker in found if worker is not None]
 
-    # ---- the newcomer
+    # ---- the joiner
 
-    def rehearse(self) -> None:
+    def warm_up(self) -> None:
         """Model, optimizer, one lane whose result is thrown away."""
-        self.code.run(self.simulation.rehearsal_seconds(), self._rehearsed)
+        self.code.run(self.simulation.warm_up_seconds(), self._warmed_up)
 
-    def _rehearsed(self) -> None:
+    def _warmed_up(self) -> None:
         self.saving.look()
         self.membership.end_warm_up()
         self.worker.session.changed()
@@ -265,11 +265,11 @@ class Training:
         if begins is None:
             self.begin_boundary()
             return False
-        newcomers = [m for m in begins.members if m not in self.world.plan.members] if self.world else []
+        joiners = [m for m in begins.members if m not in self.world.plan.members] if self.world else []
         senders = [m for m in begins.members if self.world and m in self.world.plan.members]
         self._begin(begins)
         if senders and senders[0].incarnation == self.worker.incarnation:
-            for member in newcomers:
+            for member in joiners:
                 to = self.simulation.process_of(member)
                 if to is not None:
                     self.groups.send(self.worker, to, (begins.generation, "s", 0), (self.step, self.stops))
@@ -306,7 +306,7 @@ class Training:
     # ---- a planned change
 
     def build_planned(self, plan: Plan, before: Plan | None) -> None:
-        """In the background. A member gives up the group that it was building; a newcomer keeps each."""
+        """In the background. A member gives up the group that it was building; a joiner keeps each."""
         if before is not None and not self.membership.is_joiner:
             self.groups.withdraw(self.worker, before.generation)
         if self.membership.builds(plan):
@@ -325,7 +325,7 @@ class Training:
             self.worker.session.changed()
 
     def _first_message(self) -> bool:
-        """A newcomer waits in every group that it was asked to build."""
+        """A joiner waits in every group that it was asked to build."""
         m = self.membership
         plans = [plan for plan in (*m.kept.values(), m.next) if plan is not None and plan.generation in self.built]
         for plan in plans:

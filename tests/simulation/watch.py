@@ -215,7 +215,7 @@ class Watch:
             return
         if old.phase.over and durable.phase is not old.phase:
             self.violated("a job that was over went on", old.phase, durable.phase)
-        self._counted_out(before, after)
+        self._evicted(before, after)
         self._believed_dead(before, after)
         self._takes_the_newest(before, after)
         if before.durable.corruption.restoring:
@@ -264,8 +264,8 @@ class Watch:
             self.violated("the shown step went back", self.shown, job.durable.step)
         self.shown = job.durable.step
 
-    def _counted_out(self, before: Job, after: Job) -> None:
-        """● Silence counts nobody out while most are unreachable, nor before all have had time to come back."""
+    def _evicted(self, before: Job, after: Job) -> None:
+        """● Silence evicts nobody while most are unreachable, nor before all have had time to come back."""
         old, new = before.durable.roster, after.durable.roster
         lost = [name for name, record in new.items() if record.standing is Standing.LOST and name in old]
         lost = [name for name in lost if old[name].standing is Standing.HERE and "silent" in new[name].why]
@@ -273,10 +273,10 @@ class Watch:
             return
         now = self.simulation.clock.now
         if now - after.started_at < self.simulation.spec.reconnect_seconds:
-            self.violated("a worker was counted out though the controller had just started", *lost)
+            self.violated("a worker was evicted though the controller had just started", *lost)
         well = [worker for worker in lost if self._beats(before, worker)]
         if well:
-            self.violated("a worker that beats was counted out", *well)
+            self.violated("a worker that beats was evicted", *well)
         here = [record for record in old.values() if record.serves and record.incarnation]
         since = {record.worker: self.simulation.processes[record.incarnation].unreachable_since for record in here}
         seen_after = UNREACHABLE_SECONDS + 2 * self.simulation.host.late
@@ -284,7 +284,7 @@ class Watch:
         long = self.simulation.spec.stall_seconds - UNREACHABLE_SECONDS
         gone = [worker for worker in silent if since[worker] < now - long]
         if 2 * len(silent) > len(here) and set(lost) & set(silent) - set(gone):
-            self.violated("a worker was counted out though most were silent", *lost)
+            self.violated("a worker was evicted though most were silent", *lost)
 
     def _believed_dead(self, before: Job, after: Job) -> None:
         """● A refused connection proves no death by itself: firewalls refuse the living."""

@@ -125,7 +125,7 @@ class SimWorker:
         self.after(0.05, self.end, 1, why)
 
     def start_over(self) -> None:
-        """It changes nothing any more, and comes back as a newcomer with a new id."""
+        """It changes nothing any more, and comes back as a joiner with a new id."""
         self.training.close_groups()
         self.simulation.incarnations += 1
         self.incarnation = f"i{self.pid}.{self.simulation.incarnations}"
@@ -135,7 +135,7 @@ class SimWorker:
         self.simulation.processes[self.incarnation] = self
         self.training.forget()
         self.session.start_over()
-        self.training.rehearse()
+        self.training.warm_up()
 
     def where(self) -> str:
         m, t = self.membership, self.training

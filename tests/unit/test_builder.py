@@ -1,4 +1,4 @@
-"""Whose store builds a planned change's group: somebody who can send newcomers their first message."""
+"""Whose store builds a planned change's group: somebody who can send joiners their first message."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ TERMS = Terms(lanes=2, blocks=4, mirrors=1, fill_blocks_per_step=4)
 
 
 def candidate(worker: str, *, member: bool, leaving: bool = False) -> Candidate:
-    blocks = {"holds": every(4)} if member else {"trains": False}
+    blocks = {"holds": every(4)} if member else {"can_train": False}
     return Candidate(Member(worker, worker * 2, "h:1"), "h", int(worker[1:]), leaving=leaving, **blocks)
 
 
@@ -18,13 +18,13 @@ def start(worker: str) -> Plan:
     return plan_start(PlanRequest(TERMS, 1, Reason.START), [candidate(worker, member=True)])
 
 
-def test_a_newcomer_never_builds_even_where_all_others_are_leaving() -> None:
-    last, newcomer = candidate("w1", member=True, leaving=True), candidate("w2", member=False)
-    plan = plan_change(PlanRequest(TERMS, 2, Reason.DRAIN), [last, newcomer], start("w1"))
+def test_a_joiner_never_builds_even_where_all_others_are_leaving() -> None:
+    last, joiner = candidate("w1", member=True, leaving=True), candidate("w2", member=False)
+    plan = plan_change(PlanRequest(TERMS, 2, Reason.DRAIN), [last, joiner], start("w1"))
     assert plan.members[plan.builder].worker == "w1"
 
 
-def test_a_member_whose_store_failed_is_still_better_than_a_newcomer() -> None:
-    member, newcomer = candidate("w1", member=True), candidate("w2", member=False)
-    plan = plan_change(PlanRequest(TERMS, 2, Reason.JOIN, avoid=frozenset({"w1"})), [member, newcomer], start("w1"))
+def test_a_member_whose_store_failed_is_still_better_than_a_joiner() -> None:
+    member, joiner = candidate("w1", member=True), candidate("w2", member=False)
+    plan = plan_change(PlanRequest(TERMS, 2, Reason.JOIN, avoid=frozenset({"w1"})), [member, joiner], start("w1"))
     assert plan.members[plan.builder].worker == "w1"

@@ -1,4 +1,4 @@
-"""What the machine makes of copies that differ: it tells them once, goes back to a sound checkpoint, counts out."""
+"""What the machine makes of copies that differ: it tells them once, goes back to a sound checkpoint, evicts."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_beyond_the_highest_step_all_go_back_again() -> None:
 
 
 @pytest.mark.parametrize(("launcher", "ending"), [("none", Ending.FAILED), ("local", Ending.REPLACED)])
-def test_a_worker_in_two_differences_is_counted_out(launcher: str, ending: Ending) -> None:
+def test_a_worker_in_two_differences_is_evicted(launcher: str, ending: Ending) -> None:
     driver = job(OnCorruption.CONTINUE, launcher=launcher)
     driver.beat("w0", corrupt=(differ(3, "w0", "w1"), differ(4, "w0", "w1")))
     assert driver.job.durable.phase is Phase.RUNNING, "two blocks that one vote has found are one difference"
@@ -147,7 +147,7 @@ def test_a_worker_in_two_differences_is_counted_out(launcher: str, ending: Endin
     assert driver.job.durable.corruption.implicated == {}
 
 
-def test_of_two_workers_that_differ_twice_the_younger_is_counted_out() -> None:
+def test_of_two_workers_that_differ_twice_the_younger_is_evicted() -> None:
     driver = job(OnCorruption.CONTINUE)
     driver.beat("w0", corrupt=(differ(3, "w0", "w1"),))
     driver.beat("w0", corrupt=(differ(6, "w0", "w1", step=33),))

@@ -132,7 +132,7 @@ def test_an_act_that_never_shows_is_a_failure(pretended: Pretended, monkeypatch:
     monkeypatch.setattr(acts, "PATIENCE_SECONDS", 0.05)
     monkeypatch.setattr(acts.os, "kill", lambda pid, number: None)
     pretended.max_steps = 10**9
-    with pytest.raises(JobFailed, match="waited 0 s for w1 is counted out; job disturbed is running"):
+    with pytest.raises(JobFailed, match="waited 0 s for w1 is evicted; job disturbed is running"):
         played(pretended)
 
 

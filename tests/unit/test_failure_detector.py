@@ -1,4 +1,4 @@
-"""Who is here: a silent worker is asked before it is suspected, and counted out as soon as it is."""
+"""Who is here: a silent worker is asked before it is suspected, and evicted as soon as it is."""
 
 from dataclasses import replace
 
@@ -58,7 +58,7 @@ class Silence:
         return [worker.state for worker in view(self.job, self.now).workers]
 
 
-def test_a_frozen_worker_has_missed_its_answer_when_it_is_suspected_so_it_is_counted_out_at_once():
+def test_a_frozen_worker_has_missed_its_answer_when_it_is_suspected_so_it_is_evicted_at_once():
     world = Silence()
     world.last(4.0)
     assert world.happened == [(0.0, "joined"), (2.4, "ping"), (3.1, "suspected"), (3.1, "lost")]
@@ -74,7 +74,7 @@ def test_a_slow_worker_that_answers_is_never_suspected():
     assert world.states == [State.STARTING] * 3
 
 
-def test_nobody_is_counted_out_before_a_ping_had_its_time():
+def test_nobody_is_evicted_before_a_ping_had_its_time():
     world = Silence(heartbeat_seconds=0.2)
     world.last(0.5)
     assert world.happened[1:] == [(0.6, "ping")]
@@ -91,12 +91,12 @@ def test_healthy_workers_are_not_asked():
     assert world.happened == [(0.0, "joined")]
 
 
-def test_a_silent_majority_is_neither_suspected_nor_counted_out_and_the_job_says_why_it_waits():
+def test_a_silent_majority_is_neither_suspected_nor_evicted_and_the_job_says_why_it_waits():
     world = Silence(stall_seconds=100.0)
     world.last(6.0, beating=(2,))
     assert world.happened == [(0.0, "joined")]
     assert world.states == [State.STARTING] * 3
-    says = "2 of 3 workers are silent (w0 for 6 s, w1 for 6 s); nobody is counted out, because the controller may be"
+    says = "2 of 3 workers are silent (w0 for 6 s, w1 for 6 s); nobody is evicted, because the controller may be"
     assert says in view(world.job, world.now).reason
     assert "Waiting for up to 94 s more" in view(world.job, world.now).reason
     assert len(world.told) == 1 and world.told[0].startswith("2 of 3 workers are silent (w0 for 3 s, w1 for 3 s)")
@@ -112,7 +112,7 @@ def test_as_most_are_heard_again_the_time_of_the_cut_is_nobodys_silence():
     assert "silent" not in view(world.job, world.now).reason
 
 
-def test_a_controller_that_was_stopped_counts_nobody_out_for_its_own_absence():
+def test_a_controller_that_was_stopped_evicts_nobody_for_its_own_absence():
     world = Silence()
     world.last(1.0, beating=(0, 1, 2))
     world.now += 60.0
@@ -121,7 +121,7 @@ def test_a_controller_that_was_stopped_counts_nobody_out_for_its_own_absence():
     assert world.happened == [(0.0, "joined")]
 
 
-def test_a_controller_whose_every_tick_is_late_still_counts_a_frozen_worker_out():
+def test_a_controller_whose_every_tick_is_late_still_evicts_a_frozen_worker():
     world = Silence()
     for _ in range(4):
         world.now += 7.0

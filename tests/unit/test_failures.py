@@ -122,7 +122,7 @@ def test_workers_that_are_killed_at_the_same_step_again_and_again_are_given_up_a
     )
 
 
-def test_newcomers_that_die_of_a_signal_before_any_world_are_given_up_too_with_a_back_off() -> None:
+def test_joiners_that_die_of_a_signal_before_any_world_are_given_up_too_with_a_back_off() -> None:
     job = job_of(1)
     died = []
     while not job.view.phase.over:

@@ -262,7 +262,7 @@ def test_an_older_status_says_nothing() -> None:
     assert job.view.phase is Phase.RUNNING
 
 
-def test_a_planned_change_is_stored_and_then_sent_to_members_and_newcomers() -> None:
+def test_a_planned_change_is_stored_and_then_sent_to_members_and_joiners() -> None:
     job = Driver(wanted=2)
     job.start(2)
     job.hello("w2")

@@ -207,7 +207,7 @@ def test_a_stopped_worker_takes_no_planned_change() -> None:
 # ---- joiners
 
 
-def test_a_joiner_that_has_not_rehearsed_is_given_no_plan() -> None:
+def test_a_joiner_that_is_not_warmed_up_is_given_no_plan() -> None:
     membership = Membership("c", "c.1")
     assert not membership.on_planned(planned(2, 1, "abC"))
     membership.on_prepare(3)

@@ -59,7 +59,7 @@ def test_the_last_worker_is_not_drained_without_a_checkpoint() -> None:
     assert "worker w0 is the last one of job job: its state would be lost" in refused(job, DrainWorker("w0"))
 
 
-def test_the_last_worker_may_go_when_a_newcomer_is_ready() -> None:
+def test_the_last_worker_may_go_when_a_joiner_is_ready() -> None:
     job = Driver(wanted=1)
     job.start(1)
     job.hello("w1")

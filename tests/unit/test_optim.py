@@ -126,17 +126,17 @@ def test_deepspeeds_schedules_give_deepspeeds_bits(case: dict[str, Any]) -> None
 def test_a_schedule_goes_on_from_its_state() -> None:
     section = Scheduler(type="WarmupCosineLR", params={"warmup_num_steps": 4, "total_num_steps": 20})
     optimizer, fresh = two_groups(), two_groups()
-    scheduler, newcomer = (build_scheduler(section, one, last_step=20) for one in (optimizer, fresh))
+    scheduler, joiner = (build_scheduler(section, one, last_step=20) for one in (optimizer, fresh))
     optimizer.step()
     fresh.step()
     for _ in range(7):
         scheduler.step()
-    newcomer.load_state_dict(json.loads(json.dumps(scheduler.state_dict())))
+    joiner.load_state_dict(json.loads(json.dumps(scheduler.state_dict())))
     load_into(fresh, json.loads(json.dumps(hyper_parameters(optimizer))))
     for _ in range(5):
         assert digest(hyper_parameters(fresh)) == digest(hyper_parameters(optimizer))
         scheduler.step()
-        newcomer.step()
+        joiner.step()
 
 
 def test_auto_lengths_are_the_jobs_last_step() -> None:

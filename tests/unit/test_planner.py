@@ -144,14 +144,14 @@ def test_the_group_is_built_over_the_oldest_that_stays_and_has_not_failed() -> N
 # ---- a join
 
 
-def test_a_newcomer_without_parameters_is_a_standby_that_is_not_filled() -> None:
+def test_a_joiner_without_parameters_is_a_standby_that_is_not_filled() -> None:
     abc = world("abc")
     plan = abc.join("d", trains=False)
     assert (plan.shares[3], transfers(plan)) == (Share(), 0)
     assert plan.shares[:3] == abc.plans[0].shares
 
 
-def test_a_newcomer_gets_lanes_at_once_and_is_filled_with_exactly_its_share() -> None:
+def test_a_joiner_gets_lanes_at_once_and_is_filled_with_exactly_its_share() -> None:
     abc = world("abc")
     abc.join("d", trains=False)
     plan = abc.train()
@@ -165,14 +165,14 @@ def test_a_newcomer_gets_lanes_at_once_and_is_filled_with_exactly_its_share() ->
     assert abc.settle() is abc.plan
 
 
-def test_all_send_their_part_of_what_a_newcomer_is_filled_with() -> None:
+def test_all_send_their_part_of_what_a_joiner_is_filled_with() -> None:
     abc = world("abc")
     plan = abc.join("d")
     sent = [sum(len(fill.blocks) for fill in plan.fills if fill.source == rank) for rank in range(3)]
     assert sent == [4, 4, 4]
 
 
-def test_two_newcomers_at_once_are_filled_with_no_more_than_their_shares() -> None:
+def test_two_joiners_at_once_are_filled_with_no_more_than_their_shares() -> None:
     ab = world("ab", blocks=60)
     assert transfers(ab.join("c", "d")) == 60
     ab.settle()
@@ -223,7 +223,7 @@ def test_the_last_one_stays_though_it_is_leaving() -> None:
     assert (plan.world_size, plan.shares[0].owned, len(plan.shares[0].lanes)) == (1, every(24), 8)
 
 
-def test_the_last_one_is_relieved_by_a_newcomer() -> None:
+def test_the_last_one_is_relieved_by_a_joiner() -> None:
     alone = world("a")
     alone.drain("a")
     plan = alone.join("b")

@@ -158,7 +158,7 @@ def test_from_rest_a_loss_or_a_drain_moves_exactly_the_missing_copies(
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(2, 8), st.integers(1, 150), st.sampled_from((1, 2)))
-def test_from_rest_a_join_moves_the_newcomers_share_and_one_block_for_each_other_at_most(
+def test_from_rest_a_join_moves_the_joiners_share_and_one_block_for_each_other_at_most(
     workers: int, blocks: int, mirrors: int
 ) -> None:
     world = World(Terms(8, blocks, mirrors, 4), "abcdefgh"[:workers])

@@ -75,7 +75,7 @@ def test_a_step_that_is_slow_as_ever_is_not_looked_into() -> None:
     assert job.job.attempt is None
 
 
-def test_a_straggler_is_named_and_never_counted_out_by_it() -> None:
+def test_a_straggler_is_named_and_never_evicted_by_it() -> None:
     job = training(stall_seconds=600)
     job.does("w0", 2, REDUCTION, "w1")
     job.does("w1", 2, LANES)
@@ -111,7 +111,7 @@ def test_user_code_that_comes_no_further_ends_after_stall_seconds_and_is_named_b
     assert notes(effects, "dismissed") == [] and "w1 (in user code" in job.view.reason
     effects = job.wait(3)
     [why] = notes(effects, "dismissed")
-    assert "worker w1 is counted out: its script has come no further for" in why
+    assert "worker w1 is evicted: its script has come no further for" in why
     assert notes(effects, "prepare")
 
 

@@ -151,7 +151,7 @@ def test_a_process_that_does_not_end_when_it_is_told_is_killed() -> None:
     assert job.killed == []
 
 
-def test_a_change_that_never_begins_goes_on_without_its_newcomer() -> None:
+def test_a_change_that_never_begins_goes_on_without_its_joiner() -> None:
     job = Driver(wanted=2, stall_seconds=30)
     job.start(2)
     job.hello("w2")

@@ -307,7 +307,7 @@ def test_only_a_final_refusal_ends_it() -> None:
 def test_who_starts_over_is_another_joiner() -> None:
     dialogue = member_of(3, "ab")
     dialogue.update_status(replace(NEW, step=9, holds=every(2)), Telemetry())
-    dialogue.on_message(Shutdown(Ending.START_OVER, "counted out"))
+    dialogue.on_message(Shutdown(Ending.START_OVER, "evicted"))
     dialogue.start_over("other")
     hello = dialogue.hello()
     assert isinstance(hello, Hello)

@@ -55,7 +55,7 @@ class JobBody(Body):
     heartbeat_seconds: Annotated[float, Field(ge=0.01, le=LONGEST_SECONDS, allow_inf_nan=False)] = 1.0
     """How often a worker says that it lives. Default 1."""
     suspect_after: Annotated[int, Field(ge=1, le=1000)] = 3
-    """After so many missed heartbeats a worker is asked directly, and then counted out. Default 3."""
+    """After so many missed heartbeats a worker is asked directly, and then evicted. Default 3."""
     reconnect_seconds: Seconds = 10.0
     """How long after a controller's start silent workers are given to come back. Default 10."""
     progress_seconds: Seconds = 10.0

@@ -90,7 +90,7 @@ async def kill_in_mid_step(stage: Stage) -> None:
         f"{victim['step_seconds'] / 2:.2f} s after step {job['step']} was seen"
     )
     await stage.until(
-        f"{victim['worker']} is counted out",
+        f"{victim['worker']} is evicted",
         lambda now, workers: workers[victim["worker"]]["state"] == "lost" and now["generation"] > job["generation"],
     )
 

@@ -33,7 +33,7 @@ class Standing(StrEnum):
     HERE = "here"
     """Alive as far as is known, or about to say hello."""
     LOST = "lost"
-    """Counted out; nobody knows whether it is dead. It may come back and then it is HERE again."""
+    """Evicted; nobody knows whether it is dead. It may come back and then it is HERE again."""
     DEAD = "dead"
     """Its death is confirmed, or it has said itself that it failed."""
 
@@ -71,7 +71,7 @@ class WorkerRecord:
     ending: Ending | None = None
     """It was told to end in this way: it changes nothing any more."""
     quarantined: bool = False
-    """Counted out though it lives: its connection to another member keeps breaking."""
+    """Evicted though it lives: its connection to another member keeps breaking."""
     why: str = ""
     """Why it is lost, dead or ending."""
     fault: str = ""
@@ -195,7 +195,7 @@ class Durable:
     link_faults: Mapping[str, LinkFault] = field(default_factory=dict)
     """By the two workers' ids, `a|b`."""
     backoff_counts: Mapping[str, int] = field(default_factory=dict)
-    """By address: how often a worker there was counted out for its connection."""
+    """By address: how often a worker there was evicted for its connection."""
     backoff_until: Mapping[str, float] = field(default_factory=dict)
     """By address: until when it is left out."""
     last_refusal: str = ""

@@ -108,7 +108,7 @@ class Goal:
     """What a planned change is asked for. How far fills have come is not in it: they come to an end by themselves."""
 
     pool: tuple[Traits, ...]
-    """Members, then newcomers."""
+    """Members, then joiners."""
     steps: bool
     promote: bool
     """Fills are done, so that their targets can be promoted."""
@@ -135,7 +135,7 @@ class Attempt:
     """When this number was given."""
     phase: AttemptPhase = AttemptPhase.PREPARE
     start: bool = False
-    """Nobody holds anything: a world is made from newcomers."""
+    """Nobody holds anything: a world is made from joiners."""
     starters: frozenset[WorkerId] = frozenset()
     """Of a start: who takes part. A recovery asks whoever may hold something."""
     reports: tuple[tuple[WorkerId, WorkerId], ...] = ()
@@ -187,7 +187,7 @@ class Job:
     """Whose process the launcher has started or adopted in this life, and has not seen end."""
     attempt: Attempt | None = None
     ready_since: float | None = None
-    """Since when at least one newcomer has waited for a world."""
+    """Since when at least one joiner has waited for a world."""
     goal: Goal | None = None
     """What the newest plan was asked for: the planner is asked again only when this changes."""
     goals: Mapping[int, Goal] = field(default_factory=dict)

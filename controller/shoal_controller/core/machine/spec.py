@@ -28,7 +28,7 @@ class Phase(StrEnum):
 
 
 class State(StrEnum):
-    """Of a worker. `ready`: rehearsed, not yet a member."""
+    """Of a worker. `ready`: warmed up, not yet a member."""
 
     STARTING = "starting"
     READY = "ready"

@@ -182,5 +182,5 @@ def state(job: Job, record: WorkerRecord, rank: int | None) -> State:
         return State.DRAINING
     if rank is not None:
         return State.ACTIVE
-    newcomer_ready = process is not None and process.status.state in (MemberState.WAITING, MemberState.JOINING)
-    return State.READY if newcomer_ready else State.STARTING
+    joiner_ready = process is not None and process.status.state in (MemberState.WAITING, MemberState.JOINING)
+    return State.READY if joiner_ready else State.STARTING

@@ -269,12 +269,12 @@ def _plan(request: PlanRequest, world: _World, begins: Plan | Recovery) -> Plan:
 def _builder(here: Sequence[Candidate], avoid: frozenset[WorkerId], base: Plan | None) -> int:
     """The oldest that stays and whose store did not fail last time; if there is none, the next best.
 
-    Always a member of the base: in a planned change the builder sends newcomers their first message.
+    Always a member of the base: in a planned change the builder sends joiners their first message.
     """
 
     def preference(rank: int) -> tuple[bool, bool, bool, int]:
         member = here[rank].member
-        newcomer = base is not None and base.rank_of(member.worker, member.incarnation) is None
-        return newcomer, member.worker in avoid, here[rank].leaving, rank
+        joiner = base is not None and base.rank_of(member.worker, member.incarnation) is None
+        return joiner, member.worker in avoid, here[rank].leaving, rank
 
     return min(range(len(here)), key=preference)

@@ -184,7 +184,7 @@ def _take_in(turn: Turn, worker: WorkerId, event: Connected) -> None:
         turn.note(EventKind.JOINED, f"worker {worker} on {hello.host} (pid {hello.pid}) said hello", worker)
         _note_other_numerics(turn, worker, hello.description)
     elif known is not None and known.standing is not Standing.HERE:
-        turn.note(EventKind.RETURNED, f"worker {worker} is back; it was counted out: {known.why}", worker)
+        turn.note(EventKind.RETURNED, f"worker {worker} is back; it was evicted: {known.why}", worker)
 
 
 def _note_other_numerics(turn: Turn, worker: WorkerId, theirs: Description) -> None:

@@ -160,7 +160,7 @@ def on_opened(turn: Turn, generation: int) -> None:
 
 
 def on_telemetry(turn: Turn, worker: WorkerId) -> None:
-    """Saves that a worker led and has not told of before; what it passed over at its start, once for all workers."""
+    """Saves that a worker led and has not told of before; what folders it skipped at its start, once for all."""
     process = turn.job.processes[worker]
     sentence = process.telemetry.skipped_folders
     if sentence and sentence != turn.job.skipped_folders and turn.durable.current is None:

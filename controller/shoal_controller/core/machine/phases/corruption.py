@@ -2,7 +2,7 @@
 
 Each block is noted and counted once, until all have gone back to a checkpoint: it is not mended before. Then the policy
 of the job (`shoal.on_corruption`) says what follows: to go back to the newest checkpoint whose copies were compared, to
-pause, or nothing. A worker that is in two differences is counted out, whatever the policy.
+pause, or nothing. A worker that is in two differences is evicted, whatever the policy.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _blame(turn: Turn, found: list[CorruptBlock]) -> None:
 
 def _quarantine(turn: Turn, worker: WorkerId, times: int) -> None:
     how = Ending.REPLACED if turn.record(worker).launched else Ending.FAILED
-    why = f"worker {worker} is counted out: it was in {times} differences between copies of blocks; look at its machine"
+    why = f"worker {worker} is evicted: it was in {times} differences between copies of blocks; look at its machine"
     scaling.dismiss(turn, worker, how, why)
     send_if_due(turn, worker)
 

@@ -1,7 +1,7 @@
 """Who is here: broken streams, probes, launchers' reports and silence.
 
 A death is confirmed by the launcher, an operator or a refused connection (`_judge_refusals` says when). Silence alone
-counts a worker out only after it was asked directly, and never when most are silent: then it is the controller that is
+evicts a worker only after it was asked directly, and never when most are silent: then it is the controller that is
 cut off.
 """
 
@@ -26,7 +26,7 @@ PING_SECONDS = 0.5
 """How long a silent worker has to answer when it is asked directly."""
 PING_AHEAD = 0.6
 """Of a heartbeat interval: so long before it is suspected a silent worker is asked, so that a frozen one has missed its
-answer when it has missed its heartbeats, and is counted out as soon as it is suspected.
+answer when it has missed its heartbeats, and is evicted as soon as it is suspected.
 """
 PING_AFTER = 1.5
 """Heartbeat intervals of silence before which nobody is asked."""
@@ -196,7 +196,7 @@ def confirm_death(
 
 
 def watch(turn: Turn) -> None:
-    """Probe who has no stream, ask who is silent, count out who does not answer."""
+    """Probe who has no stream, ask who is silent, evict who does not answer."""
     for worker, record in turn.durable.roster.items():
         if _death_matters(turn, record):
             process = turn.process(worker)
@@ -276,7 +276,7 @@ def _evict(turn: Turn, workers: list[WorkerId]) -> None:
         seconds = turn.now - silence.last_heard(turn.job, worker)
         why = f"silent for {seconds:.1f} s and no answer to a ping (suspected after {suspect_seconds(turn):g} s)"
         turn.mark(worker, standing=Standing.LOST, why=why)
-        turn.note(EventKind.LOST, f"worker {worker} on {turn.record(worker).host} is counted out: {why}", worker)
+        turn.note(EventKind.LOST, f"worker {worker} on {turn.record(worker).host} is evicted: {why}", worker)
 
 
 def _probe(turn: Turn, worker: WorkerId) -> None:

@@ -21,7 +21,7 @@ def fenced_workers(turn: Turn) -> list[WorkerId]:
 
 
 def missing_answers(turn: Turn, attempt: Attempt) -> list[WorkerId]:
-    """Whose inventory is waited for. A newcomer of a planned change stops too, but holds nothing worth a wait."""
+    """Whose inventory is waited for. A joiner of a planned change stops too, but holds nothing worth a wait."""
     waiting = (
         worker for worker in fenced_workers(turn) if inventory_for(turn.process(worker), attempt.generation) is None
     )

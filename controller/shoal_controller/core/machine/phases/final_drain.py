@@ -1,6 +1,6 @@
 """The last members of a job leave and nobody has come: their state goes into a checkpoint, and the job waits.
 
-Half of their grace they train on for a newcomer's sake. Then no steps run any more, they are asked to save, and once
+Half of their grace they train on for a joiner's sake. Then no steps run any more, they are asked to save, and once
 the checkpoint of the very last step is told of they are let go. Whoever comes later begins with it.
 """
 
@@ -17,7 +17,7 @@ from shoal_controller.core.machine.turn import Turn
 
 
 def settle(turn: Turn, world: Plan, members: list[WorkerId]) -> None:
-    """Called while all members are leaving and no newcomer waits."""
+    """Called while all members are leaving and no joiner waits."""
     if not turn.durable.final_drain:
         if all(_half_gone(turn, worker) for worker in members):
             turn.keep(final_drain=True)

@@ -1,4 +1,4 @@
-"""Connections that break between living workers: whom to count out when it is always the same two.
+"""Connections that break between living workers: whom to quarantine when it is always the same two.
 
 One break is weather: the world is built anew. After two generations broken by the same pair, with nobody lost, the one
 that was named more often goes (a tie: the younger), and comes back only after a back-off that doubles.
@@ -89,13 +89,13 @@ def quarantine(turn: Turn, worker: WorkerId, why: str) -> None:
     turn.keep(
         link_faults={name: other for name, other in turn.durable.link_faults.items() if worker not in name.split("|")}
     )
-    turn.note(EventKind.LOST, f"worker {worker} is counted out for {back_off(turn, worker):g} s: {why}", worker)
+    turn.note(EventKind.LOST, f"worker {worker} is evicted for {back_off(turn, worker):g} s: {why}", worker)
 
 
 def back_off(turn: Turn, worker: WorkerId) -> float:
     """No planned change takes it in for so many seconds."""
     address = turn.record(worker).address
-    again = 0 if is_backing_off(turn, worker) else 1  # needed though it was counted out: the back-off runs already
+    again = 0 if is_backing_off(turn, worker) else 1  # needed though it was evicted: the back-off runs already
     times = turn.durable.backoff_counts.get(address, 0) + again
     turn.keep(backoff_counts={**turn.durable.backoff_counts, address: times})
     if again:

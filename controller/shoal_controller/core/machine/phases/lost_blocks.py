@@ -74,7 +74,7 @@ def _possible_holders(turn: Turn, attempt: Attempt) -> list[WorkerId]:
 
 
 def _unknown(record: WorkerRecord, attempt: Attempt) -> bool:
-    """Counted out (perhaps after it had answered), unheard of since the controller was started, or yet to answer."""
+    """Evicted (perhaps after it had answered), unheard of since the controller was started, or yet to answer."""
     alive = record.standing is not Standing.DEAD and record.ending is None and bool(record.incarnation)
     return alive and record.worker not in attempt.respondents
 
@@ -126,8 +126,8 @@ def start_anew(turn: Turn, why: str) -> None:
     history.on_return(turn, lost_steps)
     for record in tuple(turn.durable.roster.values()):
         process = turn.process(record.worker)
-        newcomer = process.status.generation == 0 if process is not None else not record.incarnation
-        if record.ending is not None or (newcomer and record.standing is Standing.HERE):
+        joiner = process.status.generation == 0 if process is not None else not record.incarnation
+        if record.ending is not None or (joiner and record.standing is Standing.HERE):
             continue
         how = Ending.REPLACED if record.launched else Ending.START_OVER
         turn.mark(record.worker, ending=how, why=why)

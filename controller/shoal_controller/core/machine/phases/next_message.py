@@ -124,7 +124,7 @@ def _of_world(job: Job, process: Process) -> ToWorker | None:
         and status.state in (MemberState.BUILDING, MemberState.READY)
         and status.promised < world.generation
     ):
-        return Prepare(durable.last_generation)  # a newcomer of a start that was given up
+        return Prepare(durable.last_generation)  # a joiner of a start that was given up
     if member and status.state is MemberState.READY and status.promised == world.generation:
         return Open(world.generation)
     if durable.planned:

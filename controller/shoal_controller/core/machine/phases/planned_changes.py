@@ -79,14 +79,14 @@ def settle(turn: Turn, world: Plan) -> None:
     _give_up_on_joiners(turn, world)
     if _enough_are_planned(turn) or not _all_in(turn, world):
         return
-    newcomers = waiting_joiners(turn, world)
-    wished = _goal(turn, world, newcomers)
+    joiners = waiting_joiners(turn, world)
+    wished = _goal(turn, world, joiners)
     if wished == turn.job.goal:
         return
     turn.change(goal=wished)
     newest = turn.durable.planned[-1] if turn.durable.planned else world
     number = turn.durable.last_generation + 1
-    plan = planner_inputs.change_plan(turn, world, newcomers, number, _reason(turn, world, newcomers))
+    plan = planner_inputs.change_plan(turn, world, joiners, number, _reason(turn, world, joiners))
     if same_world(plan, newest) or (newest is world and _only_fills_left(plan, world)):
         return
     turn.keep(last_generation=number, planned=(*turn.durable.planned, plan))
@@ -118,7 +118,7 @@ def _planned_at(turn: Turn) -> float:
 
 
 def _give_up_on_joiners(turn: Turn, world: Plan) -> None:
-    """A change that does not begin within `stall_seconds` goes on without its newcomers; nobody else waits for them."""
+    """A change that does not begin within `stall_seconds` goes on without its joiners; nobody else waits for them."""
     plans = turn.durable.planned
     if not plans or turn.now - _planned_at(turn) <= turn.spec.stall_seconds:
         return
@@ -170,11 +170,11 @@ def most_workers(turn: Turn) -> int:
     return min(turn.spec.max_workers or lanes, lanes)
 
 
-def _goal(turn: Turn, world: Plan, newcomers: list[WorkerId]) -> Goal:
+def _goal(turn: Turn, world: Plan, joiners: list[WorkerId]) -> Goal:
     pool = [
         _traits(turn, m.worker, planner_inputs.can_train(turn, world, rank)) for rank, m in enumerate(world.members)
     ]
-    pool += [_traits(turn, worker, trains=False) for worker in newcomers]
+    pool += [_traits(turn, worker, trains=False) for worker in joiners]
     promote = bool(world.fills) and fills_done(turn, world)
     return Goal(_by_age(turn, pool), planner_inputs.steps_run(turn, len(pool)), promote)
 
@@ -201,12 +201,12 @@ def _only_fills_left(plan: Plan, world: Plan) -> bool:
     return same and {(f.target, f.blocks) for f in plan.fills} <= {(f.target, f.blocks) for f in world.fills}
 
 
-def _reason(turn: Turn, world: Plan, newcomers: list[WorkerId]) -> Reason:
+def _reason(turn: Turn, world: Plan, joiners: list[WorkerId]) -> Reason:
     """The most telling of the reasons: who goes, then who comes."""
     before = turn.durable.planned[-1] if turn.durable.planned else world
     leaving = {turn.record(member.worker).leaving for member in world.members} - {Leaving.NO}
     if leaving:
         return Reason.DRAIN if Leaving.DRAIN in leaving else Reason.SCALE_DOWN
-    if set(newcomers) - {member.worker for member in before.members}:
+    if set(joiners) - {member.worker for member in before.members}:
         return Reason.SCALE_UP if turn.durable.scaled_up else Reason.JOIN
     return Reason.BALANCE

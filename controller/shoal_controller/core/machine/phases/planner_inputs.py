@@ -112,10 +112,10 @@ def _record_of(inventories: Mapping[WorkerId, Inventory], step: int) -> bytes:
 # ---- planned changes
 
 
-def change_plan(turn: Turn, world: Plan, newcomers: list[WorkerId], number: int, reason: Reason) -> Plan:
+def change_plan(turn: Turn, world: Plan, joiners: list[WorkerId], number: int, reason: Reason) -> Plan:
     """What the world should be next, from what its members keep and have been filled with."""
     candidates = [_member_candidate(turn, world, rank) for rank in range(world.world_size)]
-    candidates += [_joiner_candidate(turn, worker, trains=False) for worker in newcomers]
+    candidates += [_joiner_candidate(turn, worker, trains=False) for worker in joiners]
     return plan_change(_request(turn, candidates, number, reason), candidates, world)
 
 
@@ -147,7 +147,7 @@ def _member_candidate(turn: Turn, world: Plan, rank: int) -> Candidate:
 
 
 def _joiner_candidate(turn: Turn, worker: WorkerId, trains: bool) -> Candidate:
-    """A newcomer."""
+    """A joiner."""
     record = turn.record(worker)
     member = Member(worker, record.incarnation, record.address)
     return Candidate(member, record.domain, record.join_order, can_train=trains, leaving=bool(record.leaving))

@@ -92,13 +92,13 @@ def _all_are_heard(job: Job, world: Plan, now: float) -> bool:
 
 
 def _activities(job: Job, world: Plan) -> Activities:
-    """What each member does in the world, or in the one before that it cannot leave. A newcomer waits in a group."""
+    """What each member does in the world, or in the one before that it cannot leave. A joiner waits in a group."""
     processes = (job.processes.get(member.worker) for member in world.members)
     found = {}
     for process in processes:
         if process is not None:
-            newcomer = not process.status.generation
-            does = _build(process, world.generation) if newcomer else None
+            joiner = not process.status.generation
+            does = _build(process, world.generation) if joiner else None
             found[process.worker] = _steady(process, does or process.activity)
     return found
 
@@ -180,7 +180,7 @@ def _end_if_stuck(turn: Turn, worker: WorkerId) -> None:
     if still <= turn.spec.stall_seconds:
         return
     how = Ending.REPLACED if record.launched else Ending.START_OVER
-    why = f"worker {worker} is counted out: its script has come no further for {still:.0f} s (stall_seconds)"
+    why = f"worker {worker} is evicted: its script has come no further for {still:.0f} s (stall_seconds)"
     scaling.dismiss(turn, worker, how, why)
     send_if_due(turn, worker)
     if record.launched:

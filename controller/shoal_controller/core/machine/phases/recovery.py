@@ -1,7 +1,7 @@
 """A world made from inventories: a start, or a recovery after a loss.
 
 PREPARE(n) stops all who may hold something, their inventories make the plan, PLAN(n) brings them together, OPEN(n) lets
-them train. Whoever is lost on the way means the next number; a newcomer never does.
+them train. Whoever is lost on the way means the next number; a joiner never does.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def recover(
 
 
 def start(turn: Turn, workers: list[WorkerId], why: str) -> None:
-    """A world of newcomers."""
+    """A world of joiners."""
     begin(turn, Attempt(0, Reason.START, why, turn.now, turn.now, start=True, starters=frozenset(workers)))
 
 
@@ -241,7 +241,7 @@ def _send(turn: Turn, plan: Plan) -> None:
         prepare_seconds=round(turn.now - attempt.since, 3),
     )
     for member in plan.members:
-        turn.mark(member.worker, quarantined=False)  # one that was counted out for its connection, but is needed
+        turn.mark(member.worker, quarantined=False)  # one that was evicted for its connection, but is needed
         send_if_due(turn, member.worker)
 
 
@@ -367,7 +367,7 @@ def _give_up(turn: Turn, workers: list[WorkerId], what: str) -> None:
     for worker in workers:
         why = f"{what} within {turn.spec.stall_seconds:g} s (stall_seconds)"
         turn.mark(worker, standing=Standing.LOST, quarantined=True, why=why)
-        turn.note(EventKind.LOST, f"worker {worker} is counted out: it {why}", worker)
+        turn.note(EventKind.LOST, f"worker {worker} is evicted: it {why}", worker)
 
 
 def _names(workers: list[WorkerId]) -> str:

@@ -128,8 +128,8 @@ def release_leaving(turn: Turn) -> None:
         worlds = (durable.current, *durable.planned)
         if any(is_member(plan, record.worker) for plan in worlds) or turn.job.attempt is not None:
             continue
-        newcomer = process.status.generation == 0 if process is not None else not record.incarnation
-        if newcomer:
+        joiner = process.status.generation == 0 if process is not None else not record.incarnation
+        if joiner:
             dismiss(turn, record.worker, Ending.DRAINED, f"worker {record.worker} was drained before it was a member")
             send_if_due(turn, record.worker)
         elif process is not None and _left_and_safe(turn, process.status.state):

@@ -1,8 +1,8 @@
 """How long a worker has been silent, and when silence tells nothing.
 
 ● Silence is counted in the controller's own running time, not by the clock: a tick comes after all that lay in the
-inbox, and adds at most one heartbeat interval. So a controller that was stopped or is always late counts nobody out for
-its own absence, and still counts out who is frozen. The time of a cut, in which most are silent, is not added at all:
+inbox, and adds at most one heartbeat interval. So a controller that was stopped or is always late evicts nobody for
+its own absence, and still evicts who is frozen. The time of a cut, in which most are silent, is not added at all:
 then it is the controller that does not hear. Only `stall_seconds` goes by the clock.
 """
 
@@ -65,7 +65,7 @@ def is_cut_off(job: Job) -> bool:
 
 
 def may_be_reconnecting(turn: Turn) -> bool:
-    """● Within `reconnect_seconds` of a controller's start nobody is counted out, and no refusal is a proof."""
+    """● Within `reconnect_seconds` of a controller's start nobody is evicted, and no refusal is a proof."""
     return is_reconnecting(turn.job, turn.now)
 
 
@@ -91,7 +91,7 @@ def _counts(job: Job, record: WorkerRecord) -> bool:
 
 def doubt(job: Job, now: float) -> str:
     """While most are silent, for longer than one of them would be suspected after: who since when, why nobody is
-    counted out, and until when. Empty otherwise.
+    evicted, and until when. Empty otherwise.
     """
     if job.durable.phase.over or is_reconnecting(job, now) or not is_cut_off(job):
         return ""
@@ -106,7 +106,7 @@ def doubt(job: Job, now: float) -> str:
     until = "until one of them is heard" if len(quiet) == everyone else f"for up to {left:.0f} s more"
     return (
         f"{len(quiet)} of {everyone} {'worker is' if everyone == 1 else 'workers are'} silent ({who}{more}); nobody is "
-        f"counted out, because the controller may be the one that is cut off. Waiting {until}. If they are dead, say "
+        f"evicted, because the controller may be the one that is cut off. Waiting {until}. If they are dead, say "
         f'so: "shoal lost {spec.job} WORKER"'
     )
 

@@ -33,7 +33,7 @@ def settle(turn: Turn) -> None:
 
 
 def ready_to_start(turn: Turn) -> list[WorkerId]:
-    """Workers that have rehearsed and are in no world, oldest first."""
+    """Workers that are warmed up and are in no world, oldest first."""
     ready = [
         process.worker
         for process in turn.serving()
@@ -45,7 +45,7 @@ def ready_to_start(turn: Turn) -> list[WorkerId]:
 
 
 def is_ready(job: Job, process: Process) -> bool:
-    """Rehearsed, connected, and nothing of a world that still counts."""
+    """Warmed up, connected, and nothing of a world that still counts."""
     fresh = process.status.generation == 0 and process.status.state is not MemberState.WARMING_UP
     return fresh and process.connection is not None and process.worker in job.durable.roster
 

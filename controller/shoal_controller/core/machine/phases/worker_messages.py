@@ -78,7 +78,7 @@ def note_alive(turn: Turn, worker: WorkerId, **seen: Telemetry) -> None:
     turn.see(worker, heard_at=turn.now, heard_listening=turn.job.listening, ping=None, **seen)
     record = turn.record(worker)
     if record.standing is not Standing.HERE and record.ending is None:
-        turn.note(EventKind.RETURNED, f"worker {worker} is back; it was counted out: {record.why}", worker)
+        turn.note(EventKind.RETURNED, f"worker {worker} is back; it was evicted: {record.why}", worker)
         turn.mark(worker, standing=Standing.HERE, why="")
 
 

@@ -40,7 +40,7 @@ def broken(job: Job, *reports: tuple[str, str], now: float = 0.0) -> Job:
     return turn.job
 
 
-def counted_out(job: Job) -> list[str]:
+def evicted(job: Job) -> list[str]:
     return [record.worker for record in job.durable.roster.values() if record.quarantined]
 
 
@@ -54,22 +54,22 @@ def counted_out(job: Job) -> list[str]:
 )
 def test_of_a_pair_that_broke_two_generations_the_one_named_most_goes_and_at_a_tie_the_younger(reports, blamed):
     once = broken(job_of_three(), *reports)
-    assert counted_out(once) == []
-    assert counted_out(broken(once, *reports)) == [blamed]
+    assert evicted(once) == []
+    assert evicted(broken(once, *reports)) == [blamed]
 
 
 def test_two_generations_broken_by_different_pairs_count_nobody_out():
-    assert counted_out(broken(broken(job_of_three(), ("a", "b")), ("a", "c"))) == []
+    assert evicted(broken(broken(job_of_three(), ("a", "b")), ("a", "c"))) == []
 
 
 def test_a_generation_in_which_someone_was_lost_blames_nobody():
     job = job_of_three()
     roster = {**job.durable.roster, "c": replace(job.durable.roster["c"], standing=Standing.DEAD)}
     job = replace(job, durable=replace(job.durable, roster=roster))
-    assert counted_out(broken(broken(job, ("a", "b")), ("a", "b"))) == []
+    assert evicted(broken(broken(job, ("a", "b")), ("a", "b"))) == []
 
 
-def test_the_back_off_of_a_worker_that_is_counted_out_again_doubles():
+def test_the_back_off_of_a_worker_that_is_evicted_again_doubles():
     job, waits, now = job_of_three(), [], 0.0
     for _ in range(4):
         job = broken(broken(job, ("a", "b"), now=now), ("a", "b"), now=now)
