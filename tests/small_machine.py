@@ -62,7 +62,7 @@ class SmallMachine:
             job = replace(job, heard=(*job.heard, type(event).__name__))
         if isinstance(event, Scale):
             if event.workers > 8:
-                raise Conflict(f"workers is {event.workers}; allowed are 1 to 8")
+                raise Conflict(f"workers is {event.workers}; expected 1 to 8")
             job = replace(job, wanted=event.workers)
             return job, [Persist(), Note("scale", f"scaled to {event.workers}", data={"workers": event.workers})]
         if isinstance(event, Cancel):

@@ -37,7 +37,7 @@ JOB_GAUGES: Mapping[str, tuple[str, JobFigure]] = {
     "shoal_job_lanes": ("Lanes of the job.", lambda view: view.lanes),
     "shoal_job_workers_wanted": ("Workers that the job is to have.", lambda view: view.wanted),
     "shoal_job_workers_min": ("Workers below which no step runs.", lambda view: view.min_workers),
-    "shoal_job_workers_max": ("Workers that the job can use.", lambda view: view.max_workers),
+    "shoal_job_workers_max": ("Most workers that the job can use.", lambda view: view.max_workers),
     "shoal_job_goodput_ratio": (
         "Share of wall time since the first step that was spent in committed steps.",
         lambda view: view.goodput_ratio,
@@ -64,10 +64,10 @@ WORKER_GAUGES: Mapping[str, tuple[str, WorkerFigure]] = {
         lambda worker: worker.heartbeat_age_seconds,
     ),
     "shoal_worker_waits_for_seconds": (
-        "How long other workers have waited for this one.",
+        "Time that other workers have waited for this one.",
         lambda worker: worker.waited_for_seconds,
     ),
-    "shoal_worker_lanes": ("Lanes that a worker trains.", lambda worker: len(worker.lanes)),
+    "shoal_worker_lanes": ("Number of lanes that a worker trains.", lambda worker: len(worker.lanes)),
 }
 
 
@@ -126,19 +126,19 @@ def _families(jobs: Sequence[JobView], leads: bool, sessions: Mapping[str, int])
         figures = ((who, worker_figure(worker)) for who, worker in _present(jobs))
         yield _gauge(name, text, ("job_name", "worker"), figures)
     yield _gauge(
-        "shoal_worker_memory_bytes", "Memory of a worker.", ("job_name", "worker", "kind"),
+        "shoal_worker_memory_bytes", "Memory used by a worker.", ("job_name", "worker", "kind"),
         (((*who, kind), size) for who, worker in _present(jobs) for kind, size in worker.memory_bytes.items()),
     )  # fmt: skip
     counts = (
         ((view.job, state), sum(worker.state is state for worker in view.workers)) for view in jobs for state in State
     )
-    yield _gauge("shoal_job_workers", "Workers of a job.", ("job_name", "state"), counts)
+    yield _gauge("shoal_job_workers", "Workers of a job by state.", ("job_name", "state"), counts)
     phases = (((view.job, phase), view.phase is phase) for view in jobs for phase in Phase)
     yield _gauge("shoal_job_phase", "Whether the job is in this phase.", ("job_name", "phase"), phases)
     open_sessions = (((state,), number) for state, number in sessions.items())
-    yield _gauge("shoal_sessions", "Streams of workers.", ("state",), open_sessions)
-    yield _gauge("shoal_leader", "Whether this controller decides.", (), [((), leads)])
-    yield _gauge("shoal_build_info", "Always 1; the label tells the version.", ("version",), [((version("shoal"),), 1)])
+    yield _gauge("shoal_sessions", "Workers' connections by state.", ("state",), open_sessions)
+    yield _gauge("shoal_leader", "Whether this controller is the leader.", (), [((), leads)])
+    yield _gauge("shoal_build_info", "Always 1; the label is the version.", ("version",), [((version("shoal"),), 1)])
 
 
 def _counted(jobs: Sequence[JobView]) -> Iterator[Metric]:

@@ -29,34 +29,33 @@ class Settings(BaseSettings):
     )
 
     http: str = "127.0.0.1:7070"
-    """Where REST is served, `HOST:PORT`; port 0 picks a free one."""
+    """Address of the REST API, `HOST:PORT`; port 0 picks a free port."""
     grpc: str = "127.0.0.1:7071"
-    """Where workers connect to, `HOST:PORT`; port 0 picks a free one."""
+    """Address that workers connect to, `HOST:PORT`; port 0 picks a free port."""
     store: str = "embedded:.shoal"
-    """Where state is kept: `embedded:DIR`."""
+    """Store for the controller's state: `embedded:DIR`."""
     data: Path | None = None
-    """Folder of workers' logs and process records, and of the token that `run` and `demo` make. Default: the embedded
-    store's, else `.shoal`."""
+    """Folder for workers' logs and process records, and for the token that `run` and `demo` create. Default: the
+    embedded store's folder, else `.shoal`."""
     token: SecretStr | None = None
-    """Operators' bearer token: REST asks for it; workers show it, or one of their job's that `shoal token` derives from
-    it. Default: none is asked for; `run` and `demo` make one."""
+    """Bearer token for REST and workers; workers may use one of their job instead (`shoal token JOB`). Default: no
+    authentication; `run` and `demo` create a token."""
     open: bool = False
-    """Serve addresses beyond this machine although nobody has to show a token or a certificate. Default false."""
+    """Listen beyond this machine without a token or certificates. Default: false."""
     launchers: str = "local,none"
-    """Which launchers jobs may name, separated by commas: what may start processes."""
+    """Launchers that jobs may use to start processes, separated by commas."""
     grpc_certificate: Path | None = None
-    """PEM file of the gRPC port's certificate chain; with key and client_ca the port speaks mutual TLS only."""
+    """PEM file with the gRPC port's certificate chain. With key and client CA the port accepts mutual TLS only."""
     grpc_key: Path | None = None
-    """PEM file of the certificate's private key."""
+    """PEM file with the certificate's private key."""
     grpc_client_ca: Path | None = None
-    """PEM file of the authorities that sign the workers' certificates."""
+    """PEM file with the authorities that sign the workers' certificates."""
     forget_after_seconds: Annotated[float, Field(gt=0)] = 7 * 86_400.0
-    """How long a job that is over stays visible, with its events and logs; its checkpoints stay for good. Default: 7
-    days."""
+    """Time after which a finished job is forgotten, with its events and logs; its checkpoints stay. Default: 7 days."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Entries of this level and above are logged to standard error."""
+    """Lowest level that is logged to standard error."""
     visible_devices: Annotated[str | None, Field(validation_alias="CUDA_VISIBLE_DEVICES")] = None
-    """The CUDA devices that local workers can use. Default: all of this machine."""
+    """CUDA devices that local workers can use. Default: all of this machine."""
 
     def __init__(self, **given: Any) -> None:
         """Raises `UserError` for what is wrong."""
@@ -75,7 +74,7 @@ class Settings(BaseSettings):
     @classmethod
     def _a_token_with_something_in_it(cls, token: SecretStr | None) -> SecretStr | None:
         if token is not None and not token.get_secret_value().isprintable():
-            raise ValueError("SHOAL_TOKEN has characters that no HTTP header can carry; use printable ones")
+            raise ValueError("SHOAL_TOKEN has characters that an HTTP header cannot carry; use printable ones")
         return token if token is not None and token.get_secret_value() else None
 
     @field_validator("launchers")
@@ -83,7 +82,7 @@ class Settings(BaseSettings):
     def _launchers_that_exist(cls, launchers: str) -> str:
         for name in launchers.split(","):
             if name.strip() not in ("local", "none"):
-                raise ValueError(f"SHOAL_LAUNCHERS names {name.strip()!r}; allowed are local and none")
+                raise ValueError(f"SHOAL_LAUNCHERS names {name.strip()!r}; expected local or none")
         return launchers
 
     @model_validator(mode="after")
@@ -95,8 +94,8 @@ class Settings(BaseSettings):
         for name, address in doors:
             if not is_here(split_address(address)[0]):
                 raise ValueError(
-                    f"--{name} {address} is reached from other machines and nobody would have to show a token: set "
-                    "SHOAL_TOKEN (gRPC: or certificates), listen on 127.0.0.1, or say --open to let everybody in"
+                    f"--{name} {address} can be reached from other machines without a token: set "
+                    "SHOAL_TOKEN (gRPC: or certificates), listen on 127.0.0.1, or use --open to admit everybody"
                 )
         return self
 
@@ -124,7 +123,9 @@ def split_address(address: str) -> tuple[str, int]:
     host, colon, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > 65_535:
-        raise ValueError(f"{address!r} is no address; expected HOST:PORT, such as 127.0.0.1:7070 (port 0: a free one)")
+        raise ValueError(
+            f"{address!r} is not a valid address; expected HOST:PORT, such as 127.0.0.1:7070 (port 0 picks a free port)"
+        )
     return host, int(port)
 
 

@@ -99,7 +99,10 @@ def routes() -> Iterator[str]:
         known: Any = route
         for method in sorted(known.methods):
             yield row(f"`{method} {known.path}`", " ".join(known.description.split()))
-    yield row("`GET /healthz`, `GET /readyz`, `GET /metrics`", "It answers; it can decide and remember; its figures.")
+    yield row(
+        "`GET /healthz`, `GET /readyz`, `GET /metrics`",
+        "Check that it runs, that it is ready; show metrics.",
+    )
 
 
 def metrics() -> Iterator[str]:

@@ -16,7 +16,7 @@ MOST_NAMED = 64
 
 
 class StepPhase(IntEnum):
-    """Where a member stands between two votes, in the order of ARCHITECTURE section 3."""
+    """Where a member stands between two votes, in the order of a step (docs/architecture.md, "A step")."""
 
     BUILDING = 0
     """The group is being built."""

@@ -87,7 +87,7 @@ def test_the_job_is_scaled_up_and_down_by_rest() -> None:
         cluster.scale(1)
         assert [cluster.wait_exit(worker) for worker in ("w1", "w2")] == [0, 0]
         cluster.wait_world(1)
-        with pytest.raises(AssertionError, match="cannot be scaled to 9 workers; allowed are from 1 to 8"):
+        with pytest.raises(AssertionError, match="cannot be scaled to 9 workers; expected from 1 to 8"):
             cluster.scale(9)
         cluster.wait_undisturbed()
         assert {"scale_up", "scale_down"} <= set(cluster.reasons())

@@ -177,7 +177,7 @@ async def test_an_open_stream_does_not_hold_up_the_end(tmp_path):
 
 @asynchronous
 async def test_local_workers_that_cannot_live_fail_the_job_with_their_last_words(tmp_path):
-    last_words = "import sys; sys.exit('ValueError: lanes is 0; allowed are 1 and more')"
+    last_words = "import sys; sys.exit('ValueError: lanes is 0; expected 1 and more')"
     spec = {
         "job": "a", "workers": {"wanted": 1}, "launcher": "local", "command": [sys.executable, "-c", last_words],
         "max_restarts": 0,
@@ -187,7 +187,7 @@ async def test_local_workers_that_cannot_live_fail_the_job_with_their_last_words
         event = await asyncio.wait_for(event_with(client, "a", "max_restarts is 0"), 20)
         job = (await client.get("/v1/jobs/a")).json()
         assert job["phase"] == "failed"
-        assert "lanes is 0; allowed are 1 and more" in job["reason"] and str(tmp_path) in job["reason"]
+        assert "lanes is 0; expected 1 and more" in job["reason"] and str(tmp_path) in job["reason"]
         assert job["reason"] == event["message"]
 
 

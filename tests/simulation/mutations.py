@@ -1,7 +1,7 @@
 """Every rule that bits or progress hang on, switched off: by replacing the one function that embodies it.
 
 `test_rules.py` and `python -m tests.simulation.mutants` try each: a simulation must break, or the rule is not needed or
-not tested. ARCHITECTURE sections 3 and 4 mark these rules with ●.
+not tested. docs/rules.md lists these rules; code marks them with ●.
 """
 
 from __future__ import annotations

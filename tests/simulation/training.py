@@ -1,6 +1,6 @@
 """The training half of a simulated worker: steps, votes, hand-outs, fills and changes, with blocks as symbols.
 
-It acts out ARCHITECTURE section 3 as the abstract protocol model does: everything that two members say to each other in
+It simulates docs/architecture.md, "A step": everything that two members say to each other in
 a step is a message of the generation's group, and what is not there is waited for, for ever, unless PREPARE ends it.
 """
 

@@ -1,4 +1,4 @@
-"""REST against a real port: what INTERFACES.md promises, every error a problem with its sentence, streams that end."""
+"""REST against a real port: its routes, every error a problem with its sentence, streams that end."""
 
 import asyncio
 import json

@@ -65,7 +65,7 @@ def test_the_export_has_the_dtype_that_is_asked_for(place: Path, state: Training
     assert {name for name, tensor in mine.items() if tensor.dtype != torch.bfloat16} == {"norm.num_batches_tracked"}
     assert run(capsys, "export", place, file, "--dtype", "int4")[::2] == (
         2,
-        "shoal: --dtype is int4; allowed are float64, float32, bfloat16, float16.\n",
+        "shoal: --dtype is int4; expected float64, float32, bfloat16, float16.\n",
     )
 
 

@@ -57,7 +57,7 @@ FLAGS = {
     "export": "--dtype --format PATH FILE",
     "import": "FILE PATH",
 }
-"""INTERFACES: people and scripts rely on these."""
+"""People and scripts rely on these."""
 
 
 def shoal(
@@ -256,9 +256,9 @@ def test_a_token_for_workers_is_derived_from_the_operators(tmp_path: Path) -> No
 @pytest.mark.parametrize(("status", "code"), [(404, 2), (409, 2), (400, 2), (403, 2), (503, 3), (500, 1)])
 def test_a_refusal_is_the_controllers_own_sentence(controller: str, status: int, code: int) -> None:
     Controller.status, Controller.kind = status, "application/problem+json"
-    Controller.body = json.dumps({"title": "No", "status": status, "detail": "workers is 9; allowed are 1 to 8."})
+    Controller.body = json.dumps({"title": "No", "status": status, "detail": "workers is 9; expected 1 to 8."})
     done = shoal("scale", "j", "9", "--url", controller)
-    assert (done.returncode, done.stdout, done.stderr) == (code, "", "shoal: workers is 9; allowed are 1 to 8.\n")
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", "shoal: workers is 9; expected 1 to 8.\n")
 
 
 @pytest.mark.parametrize(("status", "body"), [(200, "<html>"), (404, "<html>"), (500, "[]"), (200, "[1]")])

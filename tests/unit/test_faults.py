@@ -69,8 +69,8 @@ def test_an_abort_without_a_group_says_so() -> None:
             'SHOAL_FAULT has "w1@-1:vote:kill"; expected WORKER@STEP:POINT:ACTION, as in w1@5:vote:kill.',
         ),
         ("w1@1:vote:kill,", f'SHOAL_FAULT has ""; {FORM}'),
-        ("w2@1:lunch:kill", f'SHOAL_FAULT names the point "lunch"; allowed are {", ".join(POINTS)}.'),
-        ("w1@1:vote:maim", 'SHOAL_FAULT names the action "maim"; allowed are kill, stop, abort.'),
+        ("w2@1:lunch:kill", f'SHOAL_FAULT names the point "lunch"; expected {", ".join(POINTS)}.'),
+        ("w1@1:vote:maim", 'SHOAL_FAULT names the action "maim"; expected kill, stop, abort.'),
     ],
 )
 def test_a_wrong_plan_gets_its_sentence(text: str, sentence: str) -> None:

@@ -43,6 +43,7 @@ PURE_VOCABULARY = {
         "messages",
         "milestones",
         "plan",
+        "plural",
         "runs",
     )
 }

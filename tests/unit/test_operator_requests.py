@@ -35,14 +35,14 @@ def refused(job: Driver, wish: Event) -> str:
 
 def test_scaling_outside_the_bounds_names_both() -> None:
     job = Driver(wanted=3, min_workers=2, max_workers=5)
-    assert refused(job, Scale(6)) == "job job cannot be scaled to 6 workers; allowed are from 2 to 5."
-    assert refused(job, Scale(1)) == "job job cannot be scaled to 1 workers; allowed are from 2 to 5."
+    assert refused(job, Scale(6)) == "job job cannot be scaled to 6 workers; expected from 2 to 5."
+    assert refused(job, Scale(1)) == "job job cannot be scaled to 1 worker; expected from 2 to 5."
 
 
 def test_scaling_is_bounded_by_lanes_where_no_maximum_is_given() -> None:
     job = Driver(wanted=2)
     job.start(2)
-    assert refused(job, Scale(9)) == "job job cannot be scaled to 9 workers; allowed are from 1 to 8."
+    assert refused(job, Scale(9)) == "job job cannot be scaled to 9 workers; expected from 1 to 8."
 
 
 def test_draining_an_unknown_worker_names_those_there_are() -> None:

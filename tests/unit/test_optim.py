@@ -64,8 +64,8 @@ def test_an_unknown_class_needs_the_users_word() -> None:
     with pytest.raises(UserError) as refusal:
         check_optimizer(Home(one(), lr=0.1), elementwise=False)
     assert str(refusal.value) == (
-        f"optimizer Home ({Home.__module__}) is not known to compute every element by itself. Allowed are SGD, Adam, "
-        "AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop, ASGD; if it does, say "
+        f"optimizer Home ({Home.__module__}) is not known to compute every element by itself. Supported: SGD, Adam, "
+        "AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop, ASGD; if it does, set "
         "`shoal.elementwise: true`."
     )
 

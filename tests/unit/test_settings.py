@@ -39,7 +39,7 @@ def test_an_empty_token_asks_for_none(monkeypatch):
     assert Settings().token is None
 
 
-ADDRESS = "is no address; expected HOST:PORT, such as 127.0.0.1:7070 (port 0: a free one)"
+ADDRESS = "is not a valid address; expected HOST:PORT, such as 127.0.0.1:7070 (port 0 picks a free port)"
 
 
 @pytest.mark.parametrize(
@@ -50,10 +50,10 @@ ADDRESS = "is no address; expected HOST:PORT, such as 127.0.0.1:7070 (port 0: a 
         ({"grpc": ":7071"}, f"':7071' {ADDRESS}"),
         ({"grpc": "h:65536"}, f"'h:65536' {ADDRESS}"),
         ({"grpc": "h:７"}, f"'h:７' {ADDRESS}"),
-        ({"log_level": "loud"}, 'log_level is "loud"; allowed are debug, info, warning, error'),
-        ({"token": "a\nb"}, "SHOAL_TOKEN has characters that no HTTP header can carry; use printable ones"),
-        ({"htpp": "x"}, "htpp is not a key of the settings (did you mean http?); allowed are http, grpc, store, data, "
-                        "token, open, launchers, grpc_certificate, grpc_key, grpc_client_ca, "
+        ({"log_level": "loud"}, 'log_level is "loud"; expected debug, info, warning or error'),
+        ({"token": "a\nb"}, "SHOAL_TOKEN has characters that an HTTP header cannot carry; use printable ones"),
+        ({"htpp": "x"}, "htpp is not a key of the settings (did you mean http?); expected one of http, grpc, store, "
+                        "data, token, open, launchers, grpc_certificate, grpc_key, grpc_client_ca, "
                         "forget_after_seconds, log_level, visible_devices"),
     ],
 )  # fmt: skip
@@ -64,8 +64,8 @@ def test_what_is_wrong_is_said_in_one_sentence(given, sentence):
 
 
 OPEN_DOOR = (
-    "is reached from other machines and nobody would have to show a token: set SHOAL_TOKEN (gRPC: or certificates), "
-    "listen on 127.0.0.1, or say --open to let everybody in"
+    "can be reached from other machines without a token: set SHOAL_TOKEN (gRPC: or certificates), "
+    "listen on 127.0.0.1, or use --open to admit everybody"
 )
 
 
@@ -87,14 +87,14 @@ def test_what_is_reached_from_this_machine_only_needs_no_token(address):
 def test_certificates_guard_the_workers_port_and_not_rest(tmp_path):
     certificates = {"grpc_certificate": tmp_path / "c", "grpc_key": tmp_path / "k", "grpc_client_ca": tmp_path / "a"}
     Settings(grpc="0.0.0.0:7071", **certificates)
-    with pytest.raises(UserError, match=r"--http 0\.0\.0\.0:7070 is reached from other machines"):
+    with pytest.raises(UserError, match=r"--http 0\.0\.0\.0:7070 can be reached from other machines"):
         Settings(http="0.0.0.0:7070", **certificates)
 
 
 def test_which_launchers_are_allowed_is_a_list():
     assert Settings().allowed_launchers == {"local", "none"}
     assert Settings(launchers="none").allowed_launchers == {"none"}
-    with pytest.raises(UserError, match="SHOAL_LAUNCHERS names 'slurm'; allowed are local and none"):
+    with pytest.raises(UserError, match="SHOAL_LAUNCHERS names 'slurm'; expected local or none"):
         Settings(launchers="local, slurm")
 
 

@@ -76,7 +76,7 @@ async def test_another_controllers_write_stops_the_whole_shell(tmp_path):
 async def test_a_refused_wish_raises_its_sentence_and_changes_nothing(tmp_path):
     async with running(tmp_path) as world:
         await world.shell.create(SPEC)
-        with pytest.raises(Conflict, match="workers is 9; allowed are 1 to 8"):
+        with pytest.raises(Conflict, match="workers is 9; expected 1 to 8"):
             await world.shell.submit("train", Scale(9))
         await world.shell.submit("train", Scale(4))
         assert world.shell.view("train").wanted == 4

@@ -121,5 +121,5 @@ def _parsed(part: str) -> PlantedFault:
     worker, step, point, action = match.groups()
     for what, found, allowed in (("point", point, POINTS), ("action", action, ACTIONS)):
         if found not in allowed:
-            raise UserError(f'SHOAL_FAULT names the {what} "{found}"; allowed are {", ".join(allowed)}.')
+            raise UserError(f'SHOAL_FAULT names the {what} "{found}"; expected {", ".join(allowed)}.')
     return PlantedFault(worker, int(step), point, action)

@@ -1,4 +1,4 @@
-"""What REST answers, with the names of INTERFACES.md, made from the views of the core and the events of the shell."""
+"""The bodies that REST returns, made from the views of the core and the events of the shell. Their names are public."""
 
 from __future__ import annotations
 

@@ -32,51 +32,51 @@ class WorkersBody(Body):
     """How many workers a job has: `min` ≤ `wanted` ≤ `max`."""
 
     wanted: Workers | None = None
-    """Workers that the job should have. Default: the CUDA devices of the controller's machine, else 2."""
+    """Number of workers. Default: the number of CUDA devices on the controller's machine, else 2."""
     min: Workers = 1
-    """With fewer no step runs. Default 1."""
+    """Fewest workers to train with. Default: 1."""
     max: Workers | None = None
-    """Scaling goes up to this. Default: the job's lanes."""
+    """Most workers to scale to. Default: the number of lanes."""
 
 
 class JobBody(Body):
     """A job specification: the body of `POST /v1/jobs`, and `job.yaml`."""
 
     job: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
-    """The job's name: letters, digits, `.`, `_` and `-`, at most 63, a letter or digit first."""
+    """Name of the job: at most 63 letters, digits, `.`, `_` and `-`, a letter or digit first."""
     workers: WorkersBody = WorkersBody()
-    """How many workers."""
+    """Numbers of workers."""
     launcher: Literal["none", "local", "kubernetes"] = "none"
-    """Who starts the workers. Default `none`: they come by themselves (`shoal worker`)."""
+    """Launcher that starts the workers. Default: `none`; they join by themselves (`shoal worker`)."""
     command: Annotated[list[str], Field(max_length=1000)] = []
-    """What a launched worker runs: program and arguments."""
+    """Program and arguments that a launched worker runs."""
     env: Annotated[dict[str, str], Field(max_length=1000)] = {}
     """Environment variables of launched workers, added to the controller's."""
     heartbeat_seconds: Annotated[float, Field(ge=0.01, le=LONGEST_SECONDS, allow_inf_nan=False)] = 1.0
-    """How often a worker says that it lives. Default 1."""
+    """Heartbeat interval. Default: 1."""
     suspect_after: Annotated[int, Field(ge=1, le=1000)] = 3
-    """After so many missed heartbeats a worker is asked directly, and then evicted. Default 3."""
+    """Missed heartbeats after which a worker is asked directly, and then evicted. Default: 3."""
     reconnect_seconds: Seconds = 10.0
-    """How long after a controller's start silent workers are given to come back. Default 10."""
+    """Time that silent workers have to reconnect after a controller's start. Default: 10."""
     progress_seconds: Seconds = 10.0
-    """After so long without a vote, or at least ten median steps, it is looked into who waits for whom. Default 10."""
+    """Time without a vote (at least ten median steps) after which a broken link is looked for. Default: 10."""
     stall_seconds: Seconds = 1800.0
-    """The end of waits that have no other. Default 1800."""
+    """Limit of waits that have no other limit. Default: 1800."""
     max_restarts: Annotated[int, Field(ge=0, le=1_000_000)] = 3
-    """Failed generations without a committed step beyond the failure that a job survives; of generations that lose a
-    worker to a signal ten times as many. Default 3."""
+    """Failed generations that a job survives without a committed step beyond the failure; ten times as many if a signal
+    killed the worker. Default: 3."""
     resume: bool | int | str | None = None
-    """Continue from a checkpoint: `"latest"`, a step, a path, or false. Default: the training config's."""
+    """Checkpoint to resume from: `"latest"`, a step, a path, or false. Default: the training config's."""
     lanes: Annotated[int, Field(ge=1, le=MOST_LANES)] | None = None
-    """Where given, the training config's lanes must agree."""
+    """Number of lanes that the training config must have. Default: any."""
     kubernetes: dict[str, object] | None = None
-    """How pods are made, for launcher `kubernetes`."""
+    """Settings of the pods of launcher `kubernetes`."""
 
     @field_validator("launcher")
     @classmethod
     def _a_launcher_that_exists(cls, launcher: str) -> str:
         if launcher == "kubernetes":
-            raise ValueError("launcher is kubernetes, which is not supported yet; allowed are none, local")
+            raise ValueError("launcher is kubernetes, which is not supported yet; expected none or local")
         return launcher
 
     @field_validator("kubernetes")
@@ -92,7 +92,7 @@ class JobBody(Body):
         step = isinstance(resume, int) and not isinstance(resume, bool) and resume >= 0
         if resume is None or resume is False or step or (isinstance(resume, str) and resume):
             return resume
-        raise ValueError(f'resume is {shown(resume)}; allowed are "latest", a step, a path, and false')
+        raise ValueError(f'resume is {shown(resume)}; expected "latest", a step, a path, or false')
 
     @field_validator("command")
     @classmethod
@@ -106,7 +106,7 @@ class JobBody(Body):
     def _an_env_for_the_system(cls, env: dict[str, str]) -> dict[str, str]:
         for name, value in env.items():
             if not name or "=" in name:
-                raise ValueError(f"env has the variable {name!r}; names are not empty and have no =")
+                raise ValueError(f"env has a variable named {name!r}; expected a name that is not empty and has no =")
             if name in SET_BY_SHOAL:
                 raise ValueError(f"env.{name} is set by Shoal itself; leave it out")
             _check_text("a name in env", name)
@@ -119,18 +119,18 @@ class JobBody(Body):
         whose = "workers.max" if self.workers.max else "lanes"
         wanted = self.workers.wanted
         if most is not None and least > most:
-            raise ValueError(f"workers.min is {least}; allowed are 1 to {most} ({whose})")
+            raise ValueError(f"workers.min is {least}; expected 1 to {most} ({whose})")
         if wanted is not None and (wanted < least or (most is not None and wanted > most)):
             upper = f"{most} ({whose})" if most is not None else "the job's lanes"
-            raise ValueError(f"workers.wanted is {wanted}; allowed are {least} (workers.min) to {upper}")
+            raise ValueError(f"workers.wanted is {wanted}; expected {least} (workers.min) to {upper}")
         if self.lanes is not None and self.workers.max is not None and self.workers.max > self.lanes:
             raise ValueError(
                 f"workers.max is {self.workers.max}, but lanes is {self.lanes} and every worker trains at least one "
-                f"lane; allowed are {least} to {self.lanes}"
+                f"lane; expected {least} to {self.lanes}"
             )
         if self.launcher == "local" and not self.command:
             raise ValueError(
-                "command is missing; launcher local needs what each worker runs, such as [python, train.py]"
+                "command is missing; launcher local needs the command of each worker, such as [python, train.py]"
             )
         if self.launcher == "none" and (self.command or self.env):
             given = "command" if self.command else "env"
@@ -155,21 +155,21 @@ class ScaleBody(Body):
     """The body of `POST /v1/jobs/{job}/scale`."""
 
     workers: Workers
-    """How many workers the job should have from now on."""
+    """New number of workers."""
 
 
 class DrainBody(Body):
     """The body of `POST /v1/jobs/{job}/workers/{worker}/drain`."""
 
     grace_seconds: Annotated[float, Field(ge=0, le=LONGEST_SECONDS, allow_inf_nan=False)] = 30.0
-    """How long its blocks may take to be copied elsewhere. Default 30."""
+    """Time in which the worker's blocks may be copied elsewhere. Default: 30."""
 
 
 def _check_text(key: str, text: str) -> None:
     """What a process cannot be started with."""
     if "\0" in text:
-        raise ValueError(f"{key} has a NUL character, which no process can be given")
+        raise ValueError(f"{key} has a NUL character, which cannot be passed to a process")
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError(f"{key} is no valid text (a lone surrogate); send it as UTF-8") from None
+        raise ValueError(f"{key} is not valid text (a lone surrogate); send it as UTF-8") from None

@@ -75,7 +75,7 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
         sentence = "the body cannot be read as JSON; it is not UTF-8, or nested too deeply"
     elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         allowed = (error.headers or {}).get("Allow", "others; /docs lists them")
-        sentence = f"{request.method} is not possible at {request.url.path}; allowed is {allowed}"
+        sentence = f"{request.method} is not allowed at {request.url.path}; expected {allowed}"
     return problem(request.url.path, error.status_code, sentence)
 
 

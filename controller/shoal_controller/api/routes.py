@@ -1,4 +1,4 @@
-"""The routes of INTERFACES.md under `/v1`: each asks the shell and answers with what it says.
+"""The REST routes under `/v1`: each calls the shell and returns what it says.
 
 Nothing is decided here. Errors are raised as they are and become problems in `problems.py`.
 """
@@ -44,13 +44,13 @@ AShell = Annotated[Shell, Depends(shell_of)]
 
 @router.get("/jobs")
 async def list_jobs(shell: AShell) -> JobsAnswer:
-    """All jobs, those that are over too."""
+    """List all jobs, including finished ones."""
     return JobsAnswer(jobs=[JobAnswer.of(view) for view in shell.jobs()])
 
 
 @router.post("/jobs", status_code=202)
 async def create_job(body: JobBody, shell: AShell, request: Request, response: Response) -> JobAnswer:
-    """Start a job. One of the same name that is over is replaced."""
+    """Create a job. A finished job with the same name is replaced."""
     settings = request.app.state.settings
     if body.launcher not in settings.launchers:
         raise Refused(
@@ -64,53 +64,53 @@ async def create_job(body: JobBody, shell: AShell, request: Request, response: R
 
 @router.get("/jobs/{job}")
 async def get_job(job: str, shell: AShell) -> JobAnswer:
-    """One job."""
+    """Show a job."""
     return JobAnswer.of(shell.view(job))
 
 
 @router.delete("/jobs/{job}", status_code=202)
 async def delete_job(job: str, shell: AShell) -> JobAnswer:
-    """Stop a job; its events stay. One that is over is forgotten, with its events and logs; checkpoints stay."""
+    """Stop a job; its events stay. Forget a finished job, with its events and logs; its checkpoints stay."""
     return JobAnswer.of(await shell.delete(job))
 
 
 @router.post("/jobs/{job}/scale", status_code=202)
 async def scale_job(job: str, body: ScaleBody, shell: AShell) -> JobAnswer:
-    """Set how many workers the job should have."""
+    """Set the number of workers."""
     await shell.submit(job, Scale(body.workers))
     return JobAnswer.of(shell.view(job))
 
 
 @router.post("/jobs/{job}/pause", status_code=202)
 async def pause_job(job: str, shell: AShell) -> JobAnswer:
-    """Stop making steps; the workers stay."""
+    """Pause training; workers stay connected."""
     await shell.submit(job, Pause())
     return JobAnswer.of(shell.view(job))
 
 
 @router.post("/jobs/{job}/resume", status_code=202)
 async def resume_job(job: str, shell: AShell) -> JobAnswer:
-    """Go on after a pause."""
+    """Resume a paused job."""
     await shell.submit(job, Resume())
     return JobAnswer.of(shell.view(job))
 
 
 @router.get("/jobs/{job}/workers")
 async def list_workers(job: str, shell: AShell) -> WorkersAnswer:
-    """The job's workers, those that are lost or left too."""
+    """List the job's workers, including those that are lost or have left."""
     return WorkersAnswer(workers=[WorkerAnswer.of(view) for view in shell.view(job).workers])
 
 
 @router.post("/jobs/{job}/workers/{worker}/drain", status_code=202)
 async def drain_worker(job: str, worker: str, shell: AShell, body: DrainBody | None = None) -> JobAnswer:
-    """Let one worker go when others have what it holds."""
+    """Drain a worker: copy its blocks elsewhere, then let it go."""
     await shell.submit(job, DrainWorker(worker, (body or DrainBody()).grace_seconds))
     return JobAnswer.of(shell.view(job))
 
 
 @router.post("/jobs/{job}/workers/{worker}/lost", status_code=202)
 async def lose_worker(job: str, worker: str, shell: AShell) -> JobAnswer:
-    """Say that a silent worker's process is gone for certain, so that nobody waits for it."""
+    """Confirm that a silent worker is dead, so that nobody waits for it."""
     await shell.submit(job, ConfirmLost(worker))
     return JobAnswer.of(shell.view(job))
 
@@ -123,7 +123,7 @@ async def list_events(
     after: Annotated[int, Query(ge=0)] = 0,
     last_event_id: Annotated[int, Header(ge=0, include_in_schema=False)] = 0,
 ) -> EventsAnswer | EventStream:
-    """The job's history beyond a revision. With `Accept: text/event-stream` it goes on as things happen."""
+    """List the job's events after a revision. With `Accept: text/event-stream`, stream them as they happen."""
     after = max(after, last_event_id)
     if wants_stream(request):
         return event_stream(shell, job, after, request.app.state.followers)
@@ -132,18 +132,18 @@ async def list_events(
 
 @router.get("/jobs/{job}/report")
 async def get_report(job: str, shell: AShell) -> ReportAnswer:
-    """The run report, as `--json` writes it."""
+    """Show the run report, as `--json` writes it."""
     return ReportAnswer.of(shell.view(job))
 
 
 @router.get("/jobs/{job}/checkpoints")
 async def list_checkpoints(job: str, shell: AShell) -> CheckpointsAnswer:
-    """The job's whole checkpoints, newest first."""
+    """List the job's checkpoints, newest first."""
     return CheckpointsAnswer(checkpoints=[CheckpointAnswer.of(one) for one in shell.view(job).checkpoints])
 
 
 @router.post("/jobs/{job}/checkpoints", status_code=202)
 async def save_checkpoint(job: str, shell: AShell) -> JobAnswer:
-    """Save one after the next step; it is in the list once it is whole."""
+    """Save a checkpoint after the next step; it is listed once it is complete."""
     await shell.submit(job, Save())
     return JobAnswer.of(shell.view(job))

@@ -1,4 +1,4 @@
-"""What is wrong with a body or a setting, in one sentence: the key, what was given, what is allowed.
+"""What is wrong with a body or a setting, in one sentence: the key, what was given, what was expected.
 
 pydantic finds what is wrong and says it for programmers; here its findings become sentences for users.
 """
@@ -16,29 +16,29 @@ LONGEST_VALUE = 80
 """Characters of a wrong value that are repeated."""
 
 ALLOWED = {
-    "greater_than_equal": "allowed is {ge} or more",
-    "greater_than": "allowed is more than {gt}",
-    "less_than_equal": "allowed is {le} or less",
-    "less_than": "allowed is less than {lt}",
-    "int_type": "allowed is a whole number",
-    "int_parsing": "allowed is a whole number",
-    "int_parsing_size": "allowed is a whole number",
-    "int_from_float": "allowed is a whole number",
-    "float_type": "allowed is a number",
-    "float_parsing": "allowed is a number",
-    "finite_number": "allowed is a finite number",
-    "bool_type": "allowed are true and false",
-    "bool_parsing": "allowed are true and false",
-    "string_type": "allowed is a text",
-    "list_type": "allowed is a list",
-    "dict_type": "allowed is an object",
-    "model_type": "allowed is an object",
-    "model_attributes_type": "allowed is an object",
-    "literal_error": "allowed are {expected}",
-    "enum": "allowed are {expected}",
-    "too_long": "allowed are at most {max_length} entries",
+    "greater_than_equal": "expected {ge} or more",
+    "greater_than": "expected more than {gt}",
+    "less_than_equal": "expected {le} or less",
+    "less_than": "expected less than {lt}",
+    "int_type": "expected a whole number",
+    "int_parsing": "expected a whole number",
+    "int_parsing_size": "expected a whole number",
+    "int_from_float": "expected a whole number",
+    "float_type": "expected a number",
+    "float_parsing": "expected a number",
+    "finite_number": "expected a finite number",
+    "bool_type": "expected true or false",
+    "bool_parsing": "expected true or false",
+    "string_type": "expected a string",
+    "list_type": "expected a list",
+    "dict_type": "expected an object",
+    "model_type": "expected an object",
+    "model_attributes_type": "expected an object",
+    "literal_error": "expected {expected}",
+    "enum": "expected {expected}",
+    "too_long": "expected at most {max_length} entries",
 }
-"""pydantic's kinds of errors, and what to say is allowed."""
+"""pydantic's kinds of errors, and what was expected."""
 
 
 def sentence_for(errors: Sequence[Mapping[str, Any]], whole: str, model: type[BaseModel] | None = None) -> str:
@@ -58,7 +58,7 @@ def sentence_for(errors: Sequence[Mapping[str, Any]], whole: str, model: type[Ba
         return f"{whole} came without the header `Content-Type: application/json`; send it as JSON, and say so"
     given = f"{key or whole} is {shown(error.get('input'))}"
     if kind == "string_pattern_mismatch":
-        return f"{given}; allowed is {_docstring(error['loc'], model) or context['pattern']}"
+        return f"{given}; expected {_docstring(error['loc'], model).partition(': ')[2] or context['pattern']}"
     if kind in ALLOWED:
         return f"{given}; {ALLOWED[kind].format(**_plain(context))}"
     return f"{given}; {error['msg']}"
@@ -95,7 +95,8 @@ def _unknown(location: Sequence[str | int], whole: str, model: type[BaseModel] |
     fields = [*_model_at(location[:-1], model).model_fields] if _model_at(location[:-1], model) else []
     near = difflib.get_close_matches(name, fields, 1)
     guess = f" (did you mean {near[0]}?)" if near else ""
-    return f"{shown(key)[1:-1]} is not a key of {whole}{guess}; allowed are {', '.join(fields)}"
+    among = "one of " if len(fields) > 1 else ""
+    return f"{shown(key)[1:-1]} is not a key of {whole}{guess}; expected {among}{', '.join(fields)}"
 
 
 def _model_at(location: Iterable[str | int], model: type[BaseModel] | None) -> Any:
@@ -120,13 +121,13 @@ def _docstring(location: Sequence[str | int], model: type[BaseModel] | None) -> 
 
 def _meaning(location: Sequence[str | int], model: type[BaseModel] | None) -> str:
     text = _docstring(location, model)
-    return f"; it is {text}" if text else ""
+    return f" ({text})" if text else ""
 
 
 def _plain(context: Mapping[str, Any]) -> dict[str, str]:
-    """`'none', 'local' or 'kubernetes'` → `none, local, kubernetes`; 65536.0 → 65536."""
+    """`'none', 'local' or 'kubernetes'` → `none, local or kubernetes`; 65536.0 → 65536."""
     plain = {}
     for name, value in context.items():
         text = f"{value:g}" if isinstance(value, float) else str(value)
-        plain[name] = text.replace("'", "").replace(" or ", ", ") if name == "expected" else text
+        plain[name] = text.replace("'", "") if name == "expected" else text
     return plain

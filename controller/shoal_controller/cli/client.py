@@ -1,4 +1,4 @@
-"""The command's REST client: one method per route of INTERFACES.md, an error's own sentence instead of a status.
+"""The command's REST client: one method per route, an error's own sentence instead of a status.
 
 Every command but `worker` goes through it, also those that run the controller in their own process. It knows nothing
 of how anything is shown.
@@ -23,7 +23,7 @@ from shoal_controller.cli.endings import Unreachable
 from shoal_controller.tokens import kept_token
 
 Json = dict[str, Any]
-"""A job, a worker, an event, a report: as INTERFACES.md has them."""
+"""A job, a worker, an event or a report, as REST returns it."""
 
 ANSWER_SECONDS = 30.0
 """An answer waits for the store at most; a controller that needs longer is in trouble."""

@@ -8,7 +8,7 @@ import typer
 
 from shoal_controller.cli.options import Data, Grpc, Http, Store
 
-Open = typer.Option("--open", envvar="SHOAL_OPEN", help="Listen beyond this machine though nobody has to show a token.")
+Open = typer.Option("--open", envvar="SHOAL_OPEN", help="Listen beyond this machine without a token.")
 
 
 async def controller(

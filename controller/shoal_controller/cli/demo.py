@@ -1,4 +1,4 @@
-"""`shoal demo`: a job that is killed, scaled and drained, and the same job undisturbed: are they equal, bit for bit?
+"""`shoal demo`: run a job through failures and undisturbed, and compare the bits.
 
 The acts are in acts.py, what is printed at the end in verdict.py; the training script is the worker's
 `python -m shoal.demo.byte_gpt`.
@@ -26,9 +26,9 @@ STEPS = 120
 
 Text = typer.Option(
     "--text", metavar="FILE", exists=True, dir_okay=False, show_default=False,
-    help="What to learn (the sources of Python's standard library).",
+    help="Text to train on. Default: the sources of Python's standard library.",
 )  # fmt: skip
-Steps = typer.Option("--steps", metavar="N", min=1, help="Length of the job.")
+Steps = typer.Option("--steps", metavar="N", min=1, help="Number of steps.")
 
 
 async def demo(
@@ -39,11 +39,11 @@ async def demo(
     store: Store = None,
     data: Data = None,
 ) -> int:
-    """Disturb a job, compare its bits.
+    """Run a job through failures and verify that the result is bit-identical.
 
-    A small language model is trained by three workers. One is killed in the middle of a step, the job is scaled to
-    four, one worker is drained, then it is scaled back to three. Afterwards the same job runs undisturbed in a world
-    of one, and the fingerprints of both are compared.
+    Three workers train a small language model. One is killed in the middle of a step, the job is scaled to four
+    workers, one worker is drained, and the job is scaled back to three. Then the same job runs undisturbed on one
+    worker, and both fingerprints are compared.
     """
     import tempfile
 
@@ -109,7 +109,7 @@ async def both(client: Client, command: list[str]) -> tuple[Json, Json]:
             succeeded(await watching)
         finally:
             watching.cancel()
-        shown.tell("▶ and now the same job in a world of one, undisturbed")
+        shown.tell("▶ run the same job undisturbed on one worker")
         await client.create(spec(UNDISTURBED, 1, command))
         succeeded(await watch(client, UNDISTURBED, shown))
     return await client.report(DISTURBED), await client.report(UNDISTURBED)

@@ -6,7 +6,7 @@ from shoal_controller.cli.options import DEFAULT_URL, Job, Url
 
 
 async def describe(job: Job, url: Url = DEFAULT_URL) -> None:
-    """Show a job, its workers, its resizes."""
+    """Show a job, its workers and its resizes."""
     from shoal_controller.cli.client import Client
     from shoal_controller.cli.tables import job_lines, resizes_table, show, workers_table
 

@@ -11,7 +11,7 @@ from shoal_controller.cli.options import DEFAULT_URL, Job, Url
 
 async def drain(
     job: Job,
-    worker: Annotated[str, typer.Argument(metavar="WORKER", help="The worker's id (w0, w1, …).", show_default=False)],
+    worker: Annotated[str, typer.Argument(metavar="WORKER", help="Id of the worker (w0, w1, …).", show_default=False)],
     url: Url = DEFAULT_URL,
 ) -> None:
     """Let one worker go.

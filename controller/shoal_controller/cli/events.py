@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 async def events(
     job: Job,
-    follow: Annotated[bool, typer.Option("--follow", help="Go on with what happens from now on.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Keep printing new events.")] = False,
     url: Url = DEFAULT_URL,
     output: Output = Form.TABLE,
 ) -> None:

@@ -11,15 +11,16 @@ from shoal_controller.cli.options import Place
 
 def export(
     path: Place,
-    file: Annotated[str, typer.Argument(metavar="FILE", help="What to write.", show_default=False)],
+    file: Annotated[str, typer.Argument(metavar="FILE", help="File to write.", show_default=False)],
     dtype: Annotated[
-        str, typer.Option("--dtype", metavar="DTYPE", help="Of floating tensors: float32, bfloat16, …")
+        str, typer.Option("--dtype", metavar="DTYPE", help="Convert floating-point tensors to float32, bfloat16, …")
     ] = "",
     form: Annotated[
-        str, typer.Option("--format", metavar="FORMAT", help="safetensors, or dcp: a torch.distributed.checkpoint.")
+        str,
+        typer.Option("--format", metavar="FORMAT", help="safetensors, or dcp for torch.distributed.checkpoint."),
     ] = "safetensors",
 ) -> None:
-    """Write a checkpoint's model as plain safetensors."""
+    """Export the model of a checkpoint."""
     from shoal_controller.cli.offline import become
 
     become("export", path, file, "--format", form, *(["--dtype", dtype] if dtype else []))

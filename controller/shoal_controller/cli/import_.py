@@ -11,11 +11,11 @@ from shoal_controller.cli.options import Place
 
 def import_(
     file: Annotated[
-        str, typer.Argument(metavar="FILE", help="A model.safetensors, or a torch state dict.", show_default=False)
+        str, typer.Argument(metavar="FILE", help="Safetensors file or torch state dict to import.", show_default=False)
     ],
     path: Place,
 ) -> None:
-    """Make a checkpoint of step 0 of a model's file."""
+    """Make a checkpoint of step 0 from a model file."""
     from shoal_controller.cli.offline import become
 
     become("import", file, path)

@@ -6,7 +6,7 @@ from shoal_controller.cli.options import DEFAULT_URL, Form, Output, Url
 
 
 async def jobs(url: Url = DEFAULT_URL, output: Output = Form.TABLE) -> None:
-    """List the jobs."""
+    """List all jobs."""
     from shoal_controller.cli.client import Client
     from shoal_controller.cli.tables import jobs_table, listed
 

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 LOOK_SECONDS = 0.25
 
-Worker = typer.Argument(metavar="[WORKER]", help="The worker's id (that of rank 0, else the last).", show_default=False)
+Worker = typer.Argument(metavar="[WORKER]", help="Id of the worker. Default: rank 0 or the last.", show_default=False)
 
 
 async def logs(
     job: Job,
     worker: Annotated[str | None, Worker] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is printed from now on.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing new output.")] = False,
     url: Url = DEFAULT_URL,
 ) -> None:
     """Print a worker's log."""

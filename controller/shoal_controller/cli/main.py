@@ -58,7 +58,7 @@ def _ended(command: Command) -> Callable[..., None]:
 
 
 app = typer.Typer(
-    help="Elastic training for PyTorch: the world changes, the bits do not.",
+    help="Elastic training for PyTorch: workers come and go, the result stays the same.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -79,7 +79,7 @@ Version = typer.Option("--version", callback=_say_version, is_eager=True, help="
 
 @app.callback()
 def shoal(version: Annotated[bool, Version] = False) -> None:
-    """Elastic training for PyTorch: the world changes, the bits do not."""
+    """Elastic training for PyTorch: workers come and go, the result stays the same."""
 
 
 for _command in COMMANDS:

@@ -10,9 +10,9 @@ import typer
 
 DEFAULT_URL = "http://127.0.0.1:7070"
 
-Url = Annotated[str, typer.Option("--url", envvar="SHOAL_URL", metavar="URL", help="The controller's REST address.")]
+Url = Annotated[str, typer.Option("--url", envvar="SHOAL_URL", metavar="URL", help="REST address of the controller.")]
 
-Job = Annotated[str, typer.Argument(metavar="JOB", help="The job's name.", show_default=False)]
+Job = Annotated[str, typer.Argument(metavar="JOB", help="Name of the job.", show_default=False)]
 
 
 class Form(StrEnum):
@@ -23,13 +23,11 @@ class Form(StrEnum):
     YAML = "yaml"
 
 
-Output = Annotated[Form, typer.Option("--output", "-o", help="Form of the list.")]
+Output = Annotated[Form, typer.Option("--output", "-o", help="Output format.")]
 
 Place = Annotated[
     str,
-    typer.Argument(
-        metavar="PATH", help="A folder or URL of checkpoints, or one checkpoint's own folder.", show_default=False
-    ),
+    typer.Argument(metavar="PATH", help="Folder or URL of checkpoints, or of a single checkpoint.", show_default=False),
 ]
 
 Http = Annotated[
@@ -38,7 +36,7 @@ Http = Annotated[
         "--http",
         envvar="SHOAL_HTTP",
         metavar="HOST:PORT",
-        help="Where to serve REST (127.0.0.1:7070; port 0: a free one).",
+        help="Address of the REST API. Default: 127.0.0.1:7070; port 0 picks a free port.",
     ),
 ]
 Grpc = Annotated[
@@ -47,13 +45,13 @@ Grpc = Annotated[
         "--grpc",
         envvar="SHOAL_GRPC",
         metavar="HOST:PORT",
-        help="Where workers connect to (127.0.0.1:7071; port 0: a free one).",
+        help="Address that workers connect to. Default: 127.0.0.1:7071; port 0 picks a free port.",
     ),
 ]
 Store = Annotated[
     str | None,
     typer.Option(
-        "--store", envvar="SHOAL_STORE", metavar="STORE", help="Where state is kept: embedded:DIR (embedded:.shoal)."
+        "--store", envvar="SHOAL_STORE", metavar="STORE", help="Store of the controller. Default: embedded:.shoal."
     ),
 ]
 Data = Annotated[
@@ -63,7 +61,7 @@ Data = Annotated[
         envvar="SHOAL_DATA",
         metavar="DIR",
         file_okay=False,
-        help="Where logs, process records and the token are kept (the embedded store's folder).",
+        help="Folder for logs, process records and the token. Default: the embedded store's.",
         show_default=False,
     ),
 ]

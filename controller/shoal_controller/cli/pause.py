@@ -6,7 +6,7 @@ from shoal_controller.cli.options import DEFAULT_URL, Job, Url
 
 
 async def pause(job: Job, url: Url = DEFAULT_URL) -> None:
-    """Stop stepping; the workers stay."""
+    """Pause training; workers stay connected."""
     from shoal_controller.cli.client import Client
     from shoal_controller.cli.tables import changed
 

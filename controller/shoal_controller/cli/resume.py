@@ -6,7 +6,7 @@ from shoal_controller.cli.options import DEFAULT_URL, Job, Url
 
 
 async def resume(job: Job, url: Url = DEFAULT_URL) -> None:
-    """Let a paused job step again."""
+    """Resume a paused job."""
     from shoal_controller.cli.client import Client
     from shoal_controller.cli.tables import changed
 

@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from shoal_controller.cli.client import Client
 
 Workers = typer.Option(
-    "--workers", metavar="N", min=1, help="Workers wanted (CUDA devices, else 2).", show_default=False
+    "--workers", metavar="N", min=1, help="Number of workers. Default: CUDA devices, else 2.", show_default=False
 )
 MinWorkers = typer.Option(
-    "--min-workers", metavar="N", min=1, help="Fewer than this do not step (1).", show_default=False
+    "--min-workers", metavar="N", min=1, help="Fewest workers to train with. Default: 1.", show_default=False
 )
 MaxWorkers = typer.Option(
-    "--max-workers", metavar="N", min=1, help="Never more than this (the lanes).", show_default=False
+    "--max-workers", metavar="N", min=1, help="Most workers to scale to. Default: number of lanes.", show_default=False
 )
-Name = typer.Option("--job", metavar="NAME", help="The job's name (the script's).", show_default=False)
-Quiet = typer.Option("--quiet", help="Do not show what the script of rank 0 prints; `shoal logs` has it.")
-Script = typer.Argument(metavar="SCRIPT", exists=True, dir_okay=False, help="script.py", show_default=False)
-Arguments = typer.Argument(metavar="[--] ARGS…", help="The script's own arguments.", show_default=False)
+Name = typer.Option("--job", metavar="NAME", help="Name of the job. Default: name of the script.", show_default=False)
+Quiet = typer.Option("--quiet", help="Do not show the output of rank 0; `shoal logs` has it.")
+Script = typer.Argument(metavar="SCRIPT", exists=True, dir_okay=False, help="Script to run.", show_default=False)
+Arguments = typer.Argument(metavar="[--] ARGS…", help="Arguments of the script.", show_default=False)
 
 
 async def run(

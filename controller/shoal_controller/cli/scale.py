@@ -11,7 +11,7 @@ from shoal_controller.cli.options import DEFAULT_URL, Job, Url
 
 async def scale(
     job: Job,
-    workers: Annotated[int, typer.Argument(metavar="N", help="How many workers are wanted.", show_default=False)],
+    workers: Annotated[int, typer.Argument(metavar="N", help="New number of workers.", show_default=False)],
     url: Url = DEFAULT_URL,
 ) -> None:
     """Change how many workers are wanted.

@@ -14,11 +14,11 @@ from shoal_controller.cli.options import DEFAULT_URL, Url
 async def submit(
     file: Annotated[
         Path,
-        typer.Argument(metavar="FILE", exists=True, dir_okay=False, help="job.yaml or job.json", show_default=False),
+        typer.Argument(metavar="FILE", exists=True, dir_okay=False, help="Specification of a job.", show_default=False),
     ],
     url: Url = DEFAULT_URL,
 ) -> None:
-    """Start a job from its specification."""
+    """Create a job from its specification."""
     from shoal_controller.cli.client import Client
     from shoal_controller.cli.tables import changed
 

@@ -11,7 +11,7 @@ from shoal_controller.cli.options import Job
 
 
 def token(job: Job) -> None:
-    """Print the token that workers of a job show; REST refuses it."""
+    """Print the token for workers of a job; REST refuses it."""
     from shoal_controller.cli.client import local_folder
     from shoal_controller.tokens import kept_token, token_of_job
 

@@ -24,7 +24,7 @@ def conclude(disturbed: Json, undisturbed: Json) -> int:
 
 def resizes(generations: Sequence[Json]) -> Table:
     """Every change of the disturbed job's world. From peers: in the pause, and by fills beside training."""
-    table = Table(title="What the world went through", title_justify="left")
+    table = Table(title="World changes", title_justify="left")
     columns = (
         "gen",
         "reason",

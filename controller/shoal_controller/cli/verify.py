@@ -6,7 +6,7 @@ from shoal_controller.cli.options import Place
 
 
 def verify(path: Place) -> None:
-    """Read checkpoints whole and compare every checksum."""
+    """Verify every checksum of a checkpoint, or of all checkpoints in a folder."""
     from shoal_controller.cli.offline import become
 
     become("verify", path)

@@ -20,12 +20,12 @@ def worker(
     controller: Annotated[
         str,
         typer.Option(
-            "--controller", envvar="SHOAL_CONTROLLER", metavar="HOST:PORT", help="The controller's gRPC address."
+            "--controller", envvar="SHOAL_CONTROLLER", metavar="HOST:PORT", help="gRPC address of the controller."
         ),
     ],
-    job: Annotated[str, typer.Option("--job", envvar="SHOAL_JOB", metavar="NAME", help="The job to join.")],
+    job: Annotated[str, typer.Option("--job", envvar="SHOAL_JOB", metavar="NAME", help="Name of the job to join.")],
     command: Annotated[
-        list[str], typer.Argument(metavar="COMMAND…", help="What to run, after `--`.", show_default=False)
+        list[str], typer.Argument(metavar="COMMAND…", help="Command to run, after `--`.", show_default=False)
     ],
 ) -> int:
     """Run a command as a worker of a job."""

@@ -31,7 +31,7 @@ FLOATS = {
 def dtype_named(name: str) -> torch.dtype:
     """Raises `UserError` naming what is allowed."""
     if name not in FLOATS:
-        raise UserError(f"--dtype is {name}; allowed are {', '.join(FLOATS)}.")
+        raise UserError(f"--dtype is {name}; expected {', '.join(FLOATS)}.")
     return FLOATS[name]
 
 

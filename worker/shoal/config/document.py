@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """What may stand at a key, as the end of the sentence "allowed …"."""
+    """What may stand at a key, as the end of the sentence "expected …"."""
 
     text: str
 
@@ -29,12 +29,12 @@ MOST_THREADS = 1_024
 MOST_PATH = 512
 
 Positive = Annotated[int, Field(ge=1, le=MOST)]
-CountOrAuto = Annotated[Positive | Auto | None, Allowed('is a whole number from 1 to 10^15, or "auto"')]
-Count = Annotated[Positive | None, Allowed("is a whole number from 1 to 10^15")]
-Natural = Annotated[int, Field(ge=0, le=MOST), Allowed("is a whole number from 0 to 10^15")]
-Switch = Annotated[bool, Allowed("are true and false")]
-Name = Annotated[str, Field(min_length=1), Allowed("is a name in quotes")]
-Parameters = Annotated[dict[str, Any], Allowed("is a section of parameters")]
+CountOrAuto = Annotated[Positive | Auto | None, Allowed('a whole number from 1 to 10^15, or "auto"')]
+Count = Annotated[Positive | None, Allowed("a whole number from 1 to 10^15")]
+Natural = Annotated[int, Field(ge=0, le=MOST), Allowed("a whole number from 0 to 10^15")]
+Switch = Annotated[bool, Allowed("true or false")]
+Name = Annotated[str, Field(min_length=1), Allowed("a string")]
+Parameters = Annotated[dict[str, Any], Allowed("a section of parameters")]
 
 
 class Section(BaseModel):
@@ -70,7 +70,7 @@ class Scheduler(Section):
 class ZeroOptimization(Section):
     """`zero_optimization`: what is sharded over the workers."""
 
-    stage: Annotated[int, Field(ge=0, le=3), Allowed("are 0 and 1")] = 0
+    stage: Annotated[int, Field(ge=0, le=3), Allowed("0 or 1")] = 0
     """0: every worker keeps all optimizer state; 1: each keeps the state of its own blocks and of those it mirrors.
     The bits are the same. 2 and 3 are not supported yet."""
 
@@ -80,25 +80,25 @@ class Checkpoint(Section):
 
     path: Annotated[
         Annotated[str, Field(min_length=1, max_length=MOST_PATH)] | None,
-        Allowed(f"is a path or URL in quotes, of at most {MOST_PATH} characters"),
+        Allowed(f"a path or URL of at most {MOST_PATH} characters"),
     ] = None
     """Where checkpoints are written and looked for: a folder that all workers reach, or an fsspec URL such as
     s3://bucket/jobs/demo (`pip install shoal[s3]`). None: nowhere."""
     every_steps: Count = None
     """Optimizer steps between two checkpoints. None: not by steps."""
-    every_minutes: Annotated[Annotated[float, Field(gt=0)] | None, Allowed("is a number of minutes above 0")] = None
+    every_minutes: Annotated[Annotated[float, Field(gt=0)] | None, Allowed("a number of minutes above 0")] = None
     """Minutes between two checkpoints, by the clock of rank 0. None: not by time."""
-    keep: Annotated[Positive, Allowed("is a whole number from 1 to 10^15")] = 3
+    keep: Annotated[Positive, Allowed("a whole number from 1 to 10^15")] = 3
     """How many of the newest checkpoints are kept."""
     keep_every: Count = None
     """Checkpoints of every so many steps are kept for good. None: none are."""
     resume: Annotated[
         Annotated[int, Field(ge=0, le=MOST)] | str | Literal[False],
-        Allowed('are "latest", a step, a path in quotes, and false'),
+        Allowed('"latest", a step, a path, or false'),
     ] = "latest"
     """Where to go on from: the newest checkpoint when there is one, a step, a path, or false for a fresh start."""
     allow: Annotated[
-        tuple[Literal["new", "missing"], ...], Field(strict=False), Allowed('is a list of "new" and "missing"')
+        tuple[Literal["new", "missing"], ...], Field(strict=False), Allowed('a list of "new" and "missing"')
     ] = ()
     """Differences between the checkpoint's model and this one that are accepted: `new` tensors, which the checkpoint
     lacks, `missing` ones, which only it has. Where there are any, what matches is taken by name and training begins at
@@ -109,24 +109,24 @@ class Shoal(Section):
     """`shoal`: what DeepSpeed has no key for."""
 
     lanes: Annotated[
-        Annotated[int, Field(ge=1, le=MOST_LANES)] | None, Allowed(f"is a whole number from 1 to {MOST_LANES}")
+        Annotated[int, Field(ge=1, le=MOST_LANES)] | None, Allowed(f"a whole number from 1 to {MOST_LANES}")
     ] = None
     """Micro-batches of one optimizer step that workers share; fixed for the job's life, so batch size, learning rate
     and data order never depend on how many workers there are. Not given: train_batch_size /
     (train_micro_batch_size_per_gpu × micro_batches_per_lane)."""
     micro_batches_per_lane: Count = None
     """Micro-batches that a lane accumulates in one step. Not given: gradient_accumulation_steps, else 1."""
-    mirrors: Annotated[int, Field(ge=0, le=MOST_MIRRORS), Allowed(f"is a whole number from 0 to {MOST_MIRRORS}")] = 1
+    mirrors: Annotated[int, Field(ge=0, le=MOST_MIRRORS), Allowed(f"a whole number from 0 to {MOST_MIRRORS}")] = 1
     """Copies of every block's optimizer state beside the owner's; so many workers may die at once without losing
     a step. Never more than the other workers; stage 0 mirrors everything everywhere."""
-    seed: Annotated[int, Field(ge=0, lt=2**64), Allowed("is a whole number from 0 to 2^64 - 1")] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**64), Allowed("a whole number from 0 to 2^64 - 1")] = 0
     """Seed of the data order and of every lane's random numbers. Initial weights are the script's business."""
     max_steps: Count = None
     """Optimizer steps after which the job ends. With `epochs` too, whichever comes first."""
     epochs: Count = None
     """Passes over the dataset after which the job ends. The rest of an epoch, less than a step, is dropped."""
     torch_threads: Annotated[
-        Annotated[int, Field(ge=1, le=MOST_THREADS)] | None, Allowed(f"is a whole number from 1 to {MOST_THREADS}")
+        Annotated[int, Field(ge=1, le=MOST_THREADS)] | None, Allowed(f"a whole number from 1 to {MOST_THREADS}")
     ] = None
     """Threads of PyTorch's kernels on the CPU; part of the numeric identity, other counts give other bits.
     Not given: 1."""
@@ -146,9 +146,9 @@ class Shoal(Section):
     """Within so many steps the copies of every block, its owner's and its mirrors', are compared, some blocks beside
     each step; the copies of all blocks beside each save. 0: off, as in a job that is not bit-exact (`mixed_numerics`,
     or `exact` false)."""
-    on_corruption: Annotated[
-        Literal["restore", "pause", "continue"], Allowed('are "restore", "pause" and "continue"')
-    ] = "restore"
+    on_corruption: Annotated[Literal["restore", "pause", "continue"], Allowed('"restore", "pause" or "continue"')] = (
+        "restore"
+    )
     """What is done where copies differ: `restore`: all go back to the newest checkpoint whose copies were compared
     when it was saved (without one the job pauses); `pause`; `continue`: it is told, and no more."""
     checkpoint: Checkpoint = Checkpoint()
@@ -165,7 +165,7 @@ class Document(Section):
     gradient_accumulation_steps: CountOrAuto = None
     """DeepSpeed's name for shoal.micro_batches_per_lane."""
     gradient_clipping: Annotated[
-        Annotated[float, Field(ge=0)] | Auto | None, Allowed('is a number from 0 up, or "auto"')
+        Annotated[float, Field(ge=0)] | Auto | None, Allowed('a number of at least 0, or "auto"')
     ] = None
     """Largest norm of the step's gradient; longer ones are scaled down to it. 0, "auto" and none: no clipping."""
     optimizer: Optimizer | None = None

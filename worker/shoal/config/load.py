@@ -118,7 +118,7 @@ def sift(given: Mapping[str, Any], faults: list[str], section: str = "") -> tupl
             if value is None:
                 continue
             if not isinstance(value, Mapping):
-                faults.append(wrong_value(name, value, "is a section {…}"))
+                faults.append(wrong_value(name, value, "a section {…}"))
                 continue
             inner, below = sift(value, faults, name)
             ignored += below
@@ -211,8 +211,8 @@ def _wrong_parameters(optimizer: Optimizer | None) -> Iterator[str]:
         yield '`optimizer.params.lr` is "auto", and there is nothing to take it from; give a number.'
     for name, value in params.items():
         if name in NUMBERS and value != "auto" and (isinstance(value, bool) or not isinstance(value, int | float)):
-            yield wrong_value(f"optimizer.params.{name}", value, "is a number")
+            yield wrong_value(f"optimizer.params.{name}", value, "a number")
     betas = params.get("betas", "auto")
     pair = isinstance(betas, list) and len(betas) == 2 and all(isinstance(beta, int | float) for beta in betas)
     if betas != "auto" and not pair:
-        yield wrong_value("optimizer.params.betas", betas, "is a list of two numbers")
+        yield wrong_value("optimizer.params.betas", betas, "a list of two numbers")

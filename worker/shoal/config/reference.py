@@ -85,8 +85,7 @@ def _table(fields: Mapping[str, FieldInfo]) -> Iterator[str]:
 
 
 def _allowed(field: FieldInfo) -> str:
-    text = allowed_in(field)
-    return text.removeprefix("is ").removeprefix("are ")
+    return allowed_in(field)
 
 
 def _default(field: FieldInfo) -> str:

@@ -1,4 +1,4 @@
-"""The sentences of a refused configuration: the key, what was given, what is allowed, and the nearest right key.
+"""The sentences of a refused configuration: the key, what was given, what was expected, and the nearest right key.
 
 Pure text; `load.py` raises them.
 """
@@ -27,7 +27,7 @@ def shown(value: object) -> str:
 
 
 def wrong_value(key: str, value: object, allowed: str) -> str:
-    return f"`{key}` is {shown(value)}; allowed {allowed}."
+    return f"`{key}` is {shown(value)}; expected {allowed}."
 
 
 def not_built(key: str, value: object) -> str:
@@ -43,8 +43,8 @@ def model_in(field: FieldInfo) -> type[Section] | None:
 
 
 def allowed_in(field: FieldInfo) -> str:
-    """How the sentence "allowed …" ends for a field."""
-    return next((mark.text for mark in field.metadata if isinstance(mark, Allowed)), "is a section {…}")
+    """How the sentence "expected …" ends for a field."""
+    return next((mark.text for mark in field.metadata if isinstance(mark, Allowed)), "a section {…}")
 
 
 def keys_of(model: type[BaseModel], section: str = "") -> Iterator[tuple[str, FieldInfo]]:
@@ -119,5 +119,5 @@ def _sentence_of(fault: ErrorDetails, model: type[BaseModel], section: str) -> s
     fields = dict(keys_of(model, section))
     key = next(key for key in (".".join(place[:length]) for length in range(len(place), 0, -1)) if key in fields)
     if fault["type"] == "missing":
-        return f"`{key}` is missing; allowed {allowed_in(fields[key])}."
+        return f"`{key}` is missing; expected {allowed_in(fields[key])}."
     return wrong_value(key, fault["input"], allowed_in(fields[key]))

@@ -55,10 +55,10 @@ def check_optimizer(optimizer: Optimizer, elementwise: bool) -> None:
         if what is not None:
             raise UserError(
                 f"optimizer {kind.__name__} {what}; Shoal runs optimizers on blocks of parameters, so every element "
-                f"must be computed by itself. Allowed are {names()}."
+                f"must be computed by itself. Supported: {names()}."
             )
     if not elementwise:
         raise UserError(
             f"optimizer {kind.__name__} ({kind.__module__}) is not known to compute every element by itself. "
-            f"Allowed are {names()}; if it does, say `shoal.elementwise: true`."
+            f"Supported: {names()}; if it does, set `shoal.elementwise: true`."
         )

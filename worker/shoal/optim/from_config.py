@@ -69,7 +69,7 @@ def _optimizer_kind(name: str) -> type[Optimizer]:
     what = NOT_ELEMENTWISE.get(name.lower())
     why = f" It {what}, and Shoal runs optimizers on blocks of parameters." if what else ""
     raise UserError(
-        f"`optimizer.type` is {shown(name)}; allowed are {names()}.{why} "
+        f"`optimizer.type` is {shown(name)}; expected {names()}.{why} "
         "Any other elementwise optimizer can be passed to shoal.initialize as an object."
     )
 
@@ -93,7 +93,7 @@ def build_scheduler(section: SchedulerSection, optimizer: Optimizer, last_step: 
     known = {name.lower(): name for name in (*FORMULAS, *TORCH_SCHEDULES)}
     name = known.get(section.type.lower())
     if name is None:
-        raise UserError(f"`scheduler.type` is {shown(section.type)}; allowed are {', '.join(known.values())}.")
+        raise UserError(f"`scheduler.type` is {shown(section.type)}; expected {', '.join(known.values())}.")
     if name in FORMULAS:
         try:
             formula = FORMULAS[name].model_validate(given)
@@ -125,7 +125,7 @@ def _check_names(section: str, kind: type[Any], given: Mapping[str, Any]) -> Non
         if name not in allowed:
             raise UserError(
                 f"`{section}.params.{name}` is an unknown parameter of {kind.__name__} (given: {shown(value)}). "
-                f"Allowed are {', '.join(allowed)}."
+                f"Expected one of {', '.join(allowed)}."
             )
 
 

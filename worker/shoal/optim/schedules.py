@@ -19,17 +19,17 @@ from shoal.config.document import Allowed, Section, Switch
 
 Rate = Annotated[
     float | Annotated[tuple[float, ...], Field(strict=False)],
-    Allowed("is a number, or a list with one for each parameter group"),
+    Allowed("a number, or a list with one for each parameter group"),
 ]
 RateOrNone = Annotated[
     float | Annotated[tuple[float, ...], Field(strict=False)] | None,
-    Allowed("is a number, or a list with one for each parameter group"),
+    Allowed("a number, or a list with one for each parameter group"),
 ]
-Number = Annotated[float, Allowed("is a number")]
-Steps = Annotated[int, Field(ge=1), Allowed("is a whole number from 1 up")]
-FromZero = Annotated[int, Field(ge=0), Allowed("is a whole number from 0 up")]
-CountOrNone = Annotated[Annotated[int, Field(ge=0)] | None, Allowed("is a whole number from 0 up")]
-WarmupType = Annotated[Literal["log", "linear"], Allowed('are "log" and "linear"')]
+Number = Annotated[float, Allowed("a number")]
+Steps = Annotated[int, Field(ge=1), Allowed("a whole number of at least 1")]
+FromZero = Annotated[int, Field(ge=0), Allowed("a whole number of at least 0")]
+CountOrNone = Annotated[Annotated[int, Field(ge=0)] | None, Allowed("a whole number of at least 0")]
+WarmupType = Annotated[Literal["log", "linear"], Allowed('"log" or "linear"')]
 
 
 def per_group(value: float | tuple[float, ...], groups: int) -> Sequence[float]:

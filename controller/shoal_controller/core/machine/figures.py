@@ -42,29 +42,32 @@ REASONS = tuple(reason.value for reason in Reason)
 CHANGE_PHASES = ("detect", "prepare", "plan", "group", "promote", "open", "first_step", "fill", "switch")
 
 COUNTERS: Mapping[str, CounterKind] = {
-    "shoal_job_lost_steps_total": CounterKind("Committed steps that the job went back."),
+    "shoal_job_lost_steps_total": CounterKind("Committed steps lost by going back."),
     "shoal_resizes_total": CounterKind(
         "Changes of the world.", {"reason": REASONS, "outcome": ("done", "superseded", "failed")}
     ),
-    "shoal_repartition_bytes_total": CounterKind("Bytes of state that moved.", {"source": ("peer", "checkpoint")}),
-    "shoal_blocks_promoted_total": CounterKind("Blocks taken over without moving a byte."),
+    "shoal_repartition_bytes_total": CounterKind(
+        "Bytes of state moved by changes of the world.", {"source": ("peer", "checkpoint")}
+    ),
+    "shoal_blocks_promoted_total": CounterKind("Blocks whose mirror became their owner, without moving bytes."),
     "shoal_checkpoint_bytes_total": CounterKind("Bytes of checkpoints written."),
-    "shoal_checkpoint_failures_total": CounterKind("Checkpoints that could not be written."),
+    "shoal_checkpoint_failures_total": CounterKind("Checkpoints that could not be saved."),
     "shoal_corrupt_blocks_total": CounterKind("Blocks whose copies differed: silent corruption."),
-    "shoal_skipped_micro_batches_total": CounterKind("Micro-batches that the script gave up with engine.skip()."),
-    "shoal_checkpoints_skipped_total": CounterKind("Scheduled checkpoints skipped: the one before was being written."),
+    "shoal_skipped_micro_batches_total": CounterKind("Micro-batches that the script skipped with engine.skip()."),
+    "shoal_checkpoints_skipped_total": CounterKind("Scheduled checkpoints skipped because another was being written."),
 }
 HISTOGRAMS: Mapping[str, HistogramKind] = {
     "shoal_resize_seconds": HistogramKind(
-        "From the cause of a change to the first step done.", labels={"phase": CHANGE_PHASES}
+        "Duration of the phases of a change of the world, from its cause to its first step.",
+        labels={"phase": CHANGE_PHASES},
     ),
     "shoal_resize_pause_seconds": HistogramKind(
-        "Time that a change stopped training for, from the first worker that stops to the first lane begun.",
+        "Pause of training by a change, from the first stopped worker to the first lane begun.",
         labels={"reason": REASONS},
     ),
     "shoal_step_seconds": HistogramKind("Wall time of a committed step."),
     "shoal_checkpoint_seconds": HistogramKind(
-        "Duration of a save: copy is what training waited for.",
+        "Duration of the phases of a save; training waits for the copy phase only.",
         (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0),
         {"phase": ("copy", "write", "commit")},
     ),

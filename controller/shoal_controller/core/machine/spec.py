@@ -41,7 +41,7 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:
-    """The body of `POST /v1/jobs` (INTERFACES.md), with defaults filled in."""
+    """The body of `POST /v1/jobs`, with defaults filled in."""
 
     job: str
     wanted: int

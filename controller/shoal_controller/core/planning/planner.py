@@ -2,7 +2,7 @@
 
 Lanes, then owners, then mirrors, then fills. Ownership changes only by promotion: a plan makes owners and mirrors of
 those who hold a block already, and names fills towards its target; when they are done, the next plan promotes the
-filled. So it never needs to know why the world changes. Called by the job machine; ARCHITECTURE sections 1.3 and 4.
+filled. So it never needs to know why the world changes. Called by the job machine; docs/architecture.md, "Plans".
 """
 
 from __future__ import annotations

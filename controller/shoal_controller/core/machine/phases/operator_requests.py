@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shoal_protos.errors import Conflict, NotFound, UserError
 from shoal_protos.plan import WorkerId
+from shoal_protos.plural import plural
 
 from shoal_controller.core.machine.durable import Leaving, Standing, WorkerRecord
 from shoal_controller.core.machine.event_kind import EventKind
@@ -30,12 +31,15 @@ def on_scale(turn: Turn, event: Scale) -> None:
         most = planned_changes.most_workers(turn)
     if event.workers < least or (most is not None and event.workers > most):
         bounds = f"from {least} to {most}" if most is not None else f"at least {least}"
-        raise UserError(f"job {turn.spec.job} cannot be scaled to {event.workers} workers; allowed are {bounds}.")
+        raise UserError(
+            f"job {turn.spec.job} cannot be scaled to {plural(event.workers, 'worker')}; expected {bounds}."
+        )
     before = turn.durable.wanted
     if event.workers == before:
         return
     turn.keep(wanted=event.workers, scaled_up=event.workers > before)
-    turn.note(EventKind.SCALED, f"the job is scaled from {before} to {event.workers} workers", workers=event.workers)
+    what = f"the job is scaled from {before} to {plural(event.workers, 'worker')}"
+    turn.note(EventKind.SCALED, what, workers=event.workers)
     if not scaling.has_launcher(turn):
         for record in reversed(scaling.staying_workers(turn)[event.workers :]):
             scaling.drain(turn, record.worker, Leaving.SCALE_DOWN, scaling.SCALE_DOWN_GRACE)
