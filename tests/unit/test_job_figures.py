@@ -68,6 +68,23 @@ def test_a_restarted_controller_shows_no_samples_before_it_knows_them_and_never_
     assert abs(job.view.goodput_ratio - goodput) < 0.15
 
 
+def test_a_restarted_controller_does_not_take_a_workers_whole_past_for_its_latest_steps() -> None:
+    job = job_of(2)
+    trained(job, 100, "w0", "w1")
+    for step in (110, 120, 130):
+        job.restart()
+        for worker in ("w0", "w1"):
+            job.hello(worker)
+        job.now += 50.0
+        for made in (step - 5, step):
+            for worker in ("w0", "w1"):
+                job.beat(worker, telemetry=Telemetry(step_seconds=0.5, training_seconds=0.5 * made), step=made)
+            job.tick()
+    count, seconds = job.observed("shoal_step_seconds")
+    assert seconds / count == 0.5
+    assert 0.2 < job.view.goodput_ratio < 0.4
+
+
 def test_samples_never_go_down_though_nobody_is_left_to_tell_of_the_latest_steps() -> None:
     job = Driver(wanted=1, launcher="local", made_of=replace(MADE_OF, samples_per_step=PER_STEP, max_steps=1000))
     job.start(1)

@@ -85,7 +85,8 @@ class Process:
     can_train: bool = False
     """Whether all its parameters were right once: as a member it gets every hand-out from then on."""
     pace_before: tuple[int, float] | None = None
-    """Its step and its seconds in steps, as of the heartbeat before the last one."""
+    """Its step and its seconds in steps, as of the heartbeat before the last one. None: it had told of no second: it
+    had made no step, or this controller's life had not heard of them."""
     last_sent: tuple[str, int, float] = ("", 0, 0.0)
     """What it was last told: kind, number, when."""
     last_save_seen: int | None = None

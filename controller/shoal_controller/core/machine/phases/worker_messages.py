@@ -40,7 +40,8 @@ def on_message(turn: Turn, event: MessageReceived) -> bool:
         if claims.is_false(turn, worker, message.status):
             note_alive(turn, worker)
             return False
-        turn.see(worker, pace_before=(before.step, known.telemetry.training_seconds))
+        in_steps = known.telemetry.training_seconds
+        turn.see(worker, pace_before=(before.step, in_steps) if in_steps else None)
         if message.status.sequence >= before.sequence:
             _on_activity(turn, known, message)
         note_alive(turn, worker, telemetry=message.telemetry)
