@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import time
 
+import pytest
 from crew import Crew, Task, Worker, undisturbed
 from shoal.faults import PlantedFault
 from shoal.training.engine import Engine
 from shoal_controller.core.machine.events import DrainWorker, Pause, Resume
+from shoal_protos.errors import UserError
 from shoal_protos.messages import MemberState
 from shoal_protos.plan import Plan, Reason
 from shoal_protos.runs import NO_BLOCKS, Runs, every
@@ -259,6 +261,33 @@ def test_the_values_of_the_optimizers_groups_reach_a_joiner() -> None:
         assert len(rates) == 3 and rates[0] == rates[1] == rates[2]
         assert rates[0][0] < 1e-3
         assert crew.finish() == undisturbed(TASK)
+
+
+def by_the_step(engine: Engine) -> None:
+    for group in engine.context.state.optimizer.param_groups:
+        group["lr"] = 1e-3 / (1 + engine.global_step)
+
+
+def test_a_rate_that_the_body_sets_reaches_members_whose_body_does_not_run() -> None:
+    """As loops do that keep a schedule of their own: a joiner is a standby at first."""
+    task = Task({"max_steps": 14}, in_loop=by_the_step)
+    with Crew("abc", task) as crew:
+        crew.train_to(3)
+        joiner = crew.add("d")
+        crew.train_until("d to be in", lambda: joiner in crew.members())
+        assert joiner.engine.lanes == []
+        crew.train_to(crew.allowed + 1)
+        crew.kill("a")
+        assert crew.finish() == undisturbed(task)
+
+
+def test_a_rate_that_is_set_after_the_step_is_refused_in_any_world_before_a_joiner_lacks_it() -> None:
+    def step(engine: Engine) -> None:
+        if engine.step():
+            by_the_step(engine)
+
+    with pytest.raises(UserError, match=r"lr of optimizer group 0 is 0\.0005 here and 0\.001 there after the step"):
+        undisturbed(Task({"max_steps": 14}, step=step, scheduler=lambda _: None))
 
 
 # ---- promotion

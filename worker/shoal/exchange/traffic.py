@@ -16,7 +16,7 @@ from shoal.core.tree import subtrees
 Ranges = tuple[tuple[Span, ...], ...]
 """By bucket: element ranges."""
 
-FIRST_MESSAGE, PARTIALS, MIRRORED, HANDED, FILLED, BUFFERS, DIGESTS, STARTED = range(8)
+FIRST_MESSAGE, PARTIALS, MIRRORED, HANDED, FILLED, BUFFERS, DIGESTS, STARTED, HYPER = range(9)
 """Tags. Messages of one tag between two members keep their order, so a tag need not name bucket or step."""
 
 

@@ -6,21 +6,15 @@ last step every worker asks for the fingerprint by itself, so that each can give
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-import torch
-from shoal_protos.errors import JobFailed, UserError
+from shoal_protos.errors import UserError
 from shoal_protos.messages import Result
 
-from shoal.exchange.framing import FramedSend, receive_framed
-from shoal.exchange.traffic import DIGESTS
-from shoal.exchange.vote import Record, Request, check_requests
+from shoal.exchange.vote import Request, check_requests
 from shoal.fingerprint import fingerprint
-from shoal.group.group import Group
 from shoal.logs import get_logger
 from shoal.model_export import export
-from shoal.optim.hyper import first_difference, hyper_parameters
 from shoal.training.checkpoint_saving import SAVE, CheckpointSaving
 from shoal.training.context import TrainingContext
 from shoal.training.initial_state import share_frozen
@@ -137,22 +131,3 @@ class Requests:
             state.frozen_in_place = True
             if state.current:
                 state.current = state.everything
-
-
-def refuse_other_hyper_parameters(group: Group, record: Record, optimizer: torch.optim.Optimizer) -> None:
-    """Raises `JobFailed` naming group and key where members' hyper-parameters differ; all see it in the same vote."""
-    if len(set(record.hypers)) <= 1:
-        return
-    rank = next(r for r, hyper in enumerate(record.hypers) if hyper != record.hypers[0])
-    mine = hyper_parameters(optimizer)
-    content = json.dumps(mine).encode()
-    others = [peer for peer in range(group.size) if peer != group.rank]
-    sends = [FramedSend(group, peer, DIGESTS, content) for peer in others] if group.rank in (0, rank) else []
-    theirs = {peer: json.loads(receive_framed(group, peer, DIGESTS)) for peer in (0, rank) if peer != group.rank}
-    for send in sends:
-        send.wait()
-    difference = first_difference(theirs.get(rank, mine), theirs.get(0, mine))
-    raise JobFailed(
-        f"the hyper-parameters of rank {rank} differ from rank 0's at step {record.step}: {difference}. "
-        "Set them by the scheduler or by what all workers know alike, such as engine.global_step."
-    )

@@ -29,6 +29,7 @@ from shoal.exchange.module_buffers import ModuleBuffers
 from shoal.exchange.vote import Record
 from shoal.optim.hyper import hyper_parameters, load_into
 from shoal.optim.take_over import advance
+from shoal.training.agreed_hyper import SetInTime
 from shoal.training.parameter_guards import GradientGuard, ModuleGuard
 from shoal.training.small_state import pack, unpack
 
@@ -66,6 +67,7 @@ class TrainingState:
         self.buffers = ModuleBuffers(module, limits.lanes)
         self.module_guard = ModuleGuard(module, self._named(), self.flats)
         self.gradient_guard = GradientGuard(self.flats)
+        self.set_in_time = SetInTime(optimizer)
         self.step = NO_STEP
         self.last_step = limits.last_step
         self.committed_in = 0
@@ -117,6 +119,7 @@ class TrainingState:
             advance(self.scheduler, record.loss)
         if any(request.kind == "stop" for request in record.requests):
             self.last_step = min(self.last_step, record.step)
+        self.set_in_time.on_commit(record)
 
     def _clip(self, norm: float | None) -> float:
         if norm is None or not self.clipping:

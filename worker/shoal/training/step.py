@@ -20,6 +20,7 @@ from shoal.exchange.hand_out import hand_out
 from shoal.exchange.norm import subtree_sums
 from shoal.exchange.vote import Record
 from shoal.faults import fault_point
+from shoal.training.agreed_hyper import take_over_where_no_body_runs
 from shoal.training.boundary import Boundary
 from shoal.training.context import TrainingContext
 from shoal.training.evaluation import Evaluation
@@ -68,6 +69,7 @@ class Step:
         self._receive_fills(fills)
         self._exchange_buffers()
         norms = self._sums_of_squares()
+        take_over_where_no_body_runs(self._world, self._context.state.optimizer)
         wait_for(sends, self._world.group)
         self._note_pending()
         record = self._vote(reduction.bad_gradient, norms)  # past this line the step is committed

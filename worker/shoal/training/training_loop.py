@@ -55,6 +55,7 @@ class TrainingLoop:
             elif context.world.lanes:
                 context.faults.at("forward", context.state.step + 1)
                 context.state.module_guard.mark(context.world)
+                context.state.set_in_time.check(context.state.record)
                 batch = context.loop.next_batch(context.state)
                 context.forward_seed.arm(context.state.step, *context.loop.place)
                 yield batch

@@ -8,11 +8,12 @@ from torch import Tensor
 from shoal.exchange.torn_vote import gather_of
 from shoal.exchange.vote import Ballot, Record, cast
 from shoal.optim.hyper import digest, hyper_parameters
+from shoal.training.agreed_hyper import refuse_others
 from shoal.training.checkpoint_saving import CheckpointSaving
 from shoal.training.context import TrainingContext
 from shoal.training.corruption_watch import CorruptionWatch
 from shoal.training.evaluation import Evaluation
-from shoal.training.requests import Requests, refuse_other_hyper_parameters
+from shoal.training.requests import Requests
 from shoal.world import World
 
 
@@ -39,7 +40,7 @@ class Voting:
         group.progress.reach(StepPhase.VOTE)
         gather = gather_of(context.faults, group, ballot, world.plan.generation)
         record = cast(gather, world.traffic, ballot, norms, self._corruption.comparisons(step))
-        refuse_other_hyper_parameters(group, record, context.state.optimizer)
+        refuse_others(group, record, context.state.optimizer)
         context.begins = context.link.leave_vote(list(record.generations))
         return record
 

@@ -1,0 +1,83 @@
+"""The hyper-parameters that members update with are the same: those whom the loop's body does not run for take them
+over, and values that differ all the same fail the job.
+
+The body may set a rate from `engine.global_step`, at its top. A member without lanes replays updates of blocks but runs
+no body, so one that trains sends it the values of each step before the vote: then a step that has passed its vote is
+updated alike everywhere, also where it is rolled forward.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from shoal_protos.errors import JobFailed, UserError
+
+from shoal.exchange.framing import FramedSend, receive_framed
+from shoal.exchange.traffic import DIGESTS, HYPER
+from shoal.exchange.vote import Record
+from shoal.group.group import Group
+from shoal.optim.hyper import first_difference, hyper_parameters, load_into
+from shoal.world import World
+
+
+def take_over_where_no_body_runs(world: World, optimizer: torch.optim.Optimizer) -> None:
+    """Before the vote of a step: whoever has no lanes gets the values of the first member that has. Raises
+    `WorldChanged`.
+    """
+    lanes = [share.lanes for share in world.plan.shares]
+    source = next(rank for rank, trained in enumerate(lanes) if trained)
+    standbys = [rank for rank, trained in enumerate(lanes) if not trained]
+    if world.rank in standbys:
+        load_into(optimizer, json.loads(receive_framed(world.group, source, HYPER)))
+    elif world.rank == source and standbys:
+        content = json.dumps(hyper_parameters(optimizer)).encode()
+        for send in [FramedSend(world.group, rank, HYPER, content) for rank in standbys]:
+            send.wait()
+
+
+class SetInTime:
+    """That a body sets no value between `engine.step` and its next batch: whoever gets its first lane then, a joiner
+    above all, would never have run those lines.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._committed: tuple[Record | None, list[dict[str, Any]]] | None = None
+
+    def on_commit(self, record: Record) -> None:
+        """The update is done, and the scheduler has set its values."""
+        self._committed = record, hyper_parameters(self._optimizer)
+
+    def check(self, record: Record | None) -> None:
+        """Before a batch is given out. `record`: the last step's. Raises `UserError`."""
+        committed, self._committed = self._committed, None
+        if committed is None or committed[0] is not record:  # it went back, or took another member's state over
+            return
+        difference = first_difference(hyper_parameters(self._optimizer), committed[1])
+        if difference:
+            raise UserError(
+                f"a hyper-parameter was set between engine.step and the next batch: {difference} after the step. "
+                "A worker that gets its first batch then would not have it. Set it at the top of the loop's body, "
+                "from engine.global_step, or give a scheduler to shoal.initialize."
+            )
+
+
+def refuse_others(group: Group, record: Record, optimizer: torch.optim.Optimizer) -> None:
+    """Raises `JobFailed` naming group and key where members' hyper-parameters differ; all see it in the same vote."""
+    if len(set(record.hypers)) <= 1:
+        return
+    rank = next(r for r, hyper in enumerate(record.hypers) if hyper != record.hypers[0])
+    mine = hyper_parameters(optimizer)
+    content = json.dumps(mine).encode()
+    others = [peer for peer in range(group.size) if peer != group.rank]
+    sends = [FramedSend(group, peer, DIGESTS, content) for peer in others] if group.rank in (0, rank) else []
+    theirs = {peer: json.loads(receive_framed(group, peer, DIGESTS)) for peer in (0, rank) if peer != group.rank}
+    for send in sends:
+        send.wait()
+    difference = first_difference(theirs.get(rank, mine), theirs.get(0, mine))
+    raise JobFailed(
+        f"the hyper-parameters of rank {rank} differ from rank 0's at step {record.step}: {difference}. "
+        "Set them by the scheduler or by what all workers know alike, such as engine.global_step."
+    )
