@@ -46,7 +46,7 @@ def fork_beside_own_sockets(result: str) -> None:
     with Connections(address[1]) as connections:
         opened = socket.create_connection(address)
         while_opening = _held_by_a_child(opened=opened)
-        connections.settled()
+        connections.settle()
         later = socket.create_connection(address)
         socket.setdefaulttimeout(60.0)
         settled = _held_by_a_child(server=server, earlier=earlier, opened=opened, later=later)

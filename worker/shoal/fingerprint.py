@@ -58,7 +58,7 @@ def fingerprint(state: TrainingState, world: World) -> str:
     """Hexadecimal. Every member of the world calls it at the same boundary; raises `WorldChanged`."""
     mine = block_digests(state, world.plan.shares[world.rank].owned)
     everyone = dict(mine)
-    for number, digest in _exchanged(world.group, mine):
+    for number, digest in _exchange(world.group, mine):
         everyone[number] = digest
     return total_of(state.step, state.layout, everyone, state.buffers.committed)
 
@@ -73,7 +73,7 @@ def total_of(step: int, layout: Layout, digests: Mapping[int, bytes], buffers: M
     return total.hexdigest()
 
 
-def _exchanged(group: Group, mine: dict[int, bytes]) -> list[tuple[int, bytes]]:
+def _exchange(group: Group, mine: dict[int, bytes]) -> list[tuple[int, bytes]]:
     numbers = Runs.of(mine)
     head = ",".join(map(str, numbers.encode())).encode()
     content = head + b"\n" + b"".join(mine[number] for number in numbers)

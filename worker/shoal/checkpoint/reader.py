@@ -42,7 +42,7 @@ class _Range:
     target: memoryview
     digests: Sequence[bytes]
     """One for each equal part of the target."""
-    what: str
+    label: str
     first_block: int | None
 
 
@@ -60,13 +60,13 @@ class _Part:
         piece, view = self.piece, tensor_bytes(target)
         column = 0 if key == PARAMETERS else 1 + sorted(piece.state).index(key)
         at = piece.at if key == PARAMETERS else piece.state[key].at
-        what = "the parameters" if key == PARAMETERS else f"state {key}"
+        label = "the parameters" if key == PARAMETERS else f"state {key}"
         first, stop = self.blocks[0] - piece.blocks[0], self.blocks[1] - piece.blocks[0]
         if target.dim() == 0:
-            return _Range(self.file, at, view, [_column(piece.digests[first], column)], what, self.blocks[0])
+            return _Range(self.file, at, view, [_column(piece.digests[first], column)], label, self.blocks[0])
         digests = [_column(digest, column) for digest in piece.digests[first:stop]]
         at += first * (view.nbytes // (stop - first))
-        return _Range(self.file, at, view, digests, what, self.blocks[0])
+        return _Range(self.file, at, view, digests, label, self.blocks[0])
 
 
 class Reader:
@@ -207,7 +207,7 @@ class Reader:
                 if hashlib.sha256(one.target[index * size : (index + 1) * size]).digest() != digest:
                     block = "" if one.first_block is None else f" of block {one.first_block + index}"
                     raise CheckpointDamaged(
-                        f"{self.where} is damaged: the checksum of {one.what}{block} in {file} differs."
+                        f"{self.where} is damaged: the checksum of {one.label}{block} in {file} differs."
                     )
 
 

@@ -77,10 +77,10 @@ def _too_few(given: Sizes) -> str:
     )
 
 
-def _divide(batch: int, by: int, what: str, shown: str) -> int:
+def _divide(batch: int, by: int, parts: str, shown: str) -> int:
     if batch % by:
         raise UserError(
-            f"`{BATCH}` {batch} does not divide into {what}: {shown} is {by}, and {batch} / {by} is no whole number."
+            f"`{BATCH}` {batch} does not divide into {parts}: {shown} is {by}, and {batch} / {by} is no whole number."
         )
     return batch // by
 

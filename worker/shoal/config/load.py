@@ -34,14 +34,14 @@ def load_config(source: str | Path | Mapping[str, Any]) -> TrainingConfig:
     """Read, check and settle a configuration. Raises `UserError` with a sentence for each fault."""
     if not isinstance(source, str | Path | Mapping):
         raise UserError(f"the config is a {type(source).__name__}; expected a path or a dict.")
-    given = _parsed(_written(source), "") if isinstance(source, Mapping) else _parsed(_read(Path(source)), f" {source}")
+    given = _parsed(_as_json(source), "") if isinstance(source, Mapping) else _parsed(_read(Path(source)), f" {source}")
     faults: list[str] = []
     kept, ignored = sift(given, faults)
     try:
         document = Document.model_validate(kept)
     except ValidationError as error:
         raise UserError(all_of([*faults, *sentences_of(error)])) from None
-    settled = _settled(document, faults)
+    settled = _resolve(document, faults)
     if faults:
         raise UserError(all_of(faults))
     if ignored:
@@ -50,7 +50,7 @@ def load_config(source: str | Path | Mapping[str, Any]) -> TrainingConfig:
     return settled
 
 
-def _written(source: Mapping[str, Any]) -> str:
+def _as_json(source: Mapping[str, Any]) -> str:
     """A dict as the file that it could be, so that both get the same checks."""
     try:
         return json.dumps(dict(source))
@@ -142,17 +142,17 @@ def _of_the_section_shoal(name: str, value: object) -> list[str]:
     ]
 
 
-def _settled(document: Document, faults: list[str]) -> TrainingConfig | None:
+def _resolve(document: Document, faults: list[str]) -> TrainingConfig | None:
     """None where the sizes do not settle. What does not fit together is added to `faults`."""
     shoal = document.shoal
     faults += _unfit(document)
     try:
         sizes = settle(
             Sizes(
-                _said(document.train_batch_size),
-                _said(document.train_micro_batch_size_per_gpu),
+                _value_or_none(document.train_batch_size),
+                _value_or_none(document.train_micro_batch_size_per_gpu),
                 shoal.lanes,
-                per_lane(shoal.micro_batches_per_lane, _said(document.gradient_accumulation_steps)),
+                per_lane(shoal.micro_batches_per_lane, _value_or_none(document.gradient_accumulation_steps)),
             )
         )
     except UserError as error:
@@ -176,14 +176,14 @@ def _settled(document: Document, faults: list[str]) -> TrainingConfig | None:
         corruption_steps=shoal.corruption_steps,
         on_corruption=OnCorruption(shoal.on_corruption),
         stage=document.zero_optimization.stage,
-        gradient_clipping=float(_said(document.gradient_clipping) or 0.0),
+        gradient_clipping=float(_value_or_none(document.gradient_clipping) or 0.0),
         optimizer=document.optimizer,
         scheduler=document.scheduler,
         checkpoint=shoal.checkpoint,
     )
 
 
-def _said(value: Settled | str | None) -> Settled | None:
+def _value_or_none(value: Settled | str | None) -> Settled | None:
     """The value, None where it is "auto" or not given."""
     return None if value is None or isinstance(value, str) else value
 

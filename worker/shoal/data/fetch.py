@@ -48,11 +48,11 @@ class Fetcher:
     def micro_batch(self, step: int, lane: int, micro: int) -> Any:
         """The batch, on the device; all generators stand at the start of this micro-batch's numbers."""
         seed_everything(self._seed, step, lane, micro)
-        batch = self.collated(self._dataset, self.sampler.indices(step, lane, micro))
+        batch = self.collate(self._dataset, self.sampler.indices(step, lane, micro))
         seed_everything(self._seed, step, lane, micro)
         return batch
 
-    def collated(self, dataset: Any, indices: Sequence[int]) -> Any:
+    def collate(self, dataset: Any, indices: Sequence[int]) -> Any:
         """Samples of any dataset as a batch, on the device."""
         return to_device(self._collate(_read(dataset, indices)), self._device)
 

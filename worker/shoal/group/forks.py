@@ -42,7 +42,7 @@ def bound_as(listener: socket.socket) -> Ours:
 
 
 class Connections:
-    """To one port, opened by a library in the `with` and before `settled`."""
+    """To one port, opened by a library in the `with` and before `settle`."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -57,7 +57,7 @@ class Connections:
     def __exit__(self, *_: object) -> None:
         keep_in_children(self._is_one)
 
-    def settled(self) -> None:
+    def settle(self) -> None:
         """All are there: a later connection to such a port is somebody else's."""
         self._opened = frozenset(_sockets().values()) - self._before
 

@@ -66,7 +66,7 @@ def build_gloo(spec: GroupSpec, cancellation: Cancellation) -> Group:
     client = RendezvousClient(spec, cancellation)
     try:
         client.wait_for_all()
-        gloo = _connected(client, spec)
+        gloo = _connect(client, spec)
     except RuntimeError as error:
         raise WorldChanged(f"the group of generation {spec.generation} could not be built: {error}") from None
     finally:
@@ -79,7 +79,7 @@ def build_gloo(spec: GroupSpec, cancellation: Cancellation) -> Group:
     return group
 
 
-def _connected(client: RendezvousClient, spec: GroupSpec) -> _Gloo:
+def _connect(client: RendezvousClient, spec: GroupSpec) -> _Gloo:
     host, _ = split_address(spec.addresses[spec.rank])
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
@@ -188,7 +188,7 @@ class GlooGroup:
             posted = _Posted(self, works, tensor, peer)
             self.in_flight.add(posted)
             return posted
-        raise self.failed(peer, failure)
+        raise self.on_failure(peer, failure)
 
     def settle(self, posted: _Posted) -> None:
         """Returns when it is done. Raises `WorldChanged`."""
@@ -198,7 +198,7 @@ class GlooGroup:
             self._wait_threads.wait(posted.works, self._connection(peer)) if posted.works else "the operation is over"
         )
         if failure is not None:
-            raise self.failed(peer, failure)
+            raise self.on_failure(peer, failure)
         self.progress.go_on()
         self.in_flight.discard(posted)
 
@@ -210,7 +210,7 @@ class GlooGroup:
     def _never_receive(self, tensor: Tensor, peer: int) -> _GlooWork | None:
         return self._gloo.recv([tensor], peer, ABORT_TAG) if self._gloo is not None else None
 
-    def failed(self, peer: int, failure: str) -> WorldChanged:
+    def on_failure(self, peer: int, failure: str) -> WorldChanged:
         """Remembers whose connection broke, and says so."""
         if not self._aborted and OWN_CLOSURE not in failure:
             self._broken.add(peer)

@@ -59,7 +59,7 @@ def build_optimizer(section: OptimizerSection, model: nn.Module) -> Optimizer:
     if section.type.lower() in ("adam", "adamw"):
         kind, given = _as_deepspeed(section.type.lower(), given)
     _check_names("optimizer", kind, given)
-    return _made("optimizer", kind, parameters, given)
+    return _make("optimizer", kind, parameters, given)
 
 
 def _optimizer_kind(name: str) -> type[Optimizer]:
@@ -102,7 +102,7 @@ def build_scheduler(section: SchedulerSection, optimizer: Optimizer, last_step: 
         return Schedule(optimizer, formula)
     kind = TORCH_SCHEDULES[name]
     _check_names("scheduler", kind, given)
-    return _made("scheduler", kind, optimizer, given)
+    return _make("scheduler", kind, optimizer, given)
 
 
 def _without_auto(params: Mapping[str, Any], last_step: int) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def _check_names(section: str, kind: type[Any], given: Mapping[str, Any]) -> Non
             )
 
 
-def _made(section: str, kind: Callable[..., Made], over: Any, given: Mapping[str, Any]) -> Made:
+def _make(section: str, kind: Callable[..., Made], over: Any, given: Mapping[str, Any]) -> Made:
     """An instance; what the class itself says about a bad value becomes the end of the sentence."""
     try:
         return kind(over, **given)

@@ -215,7 +215,7 @@ class SessionThread:
             message = decode_controller(data)
             if isinstance(message, Welcome):
                 self._welcomed, self._complained = True, False
-                self._connections.settled()
+                self._connections.settle()
             self._driver.on_message(message)
             if isinstance(message, Shutdown | Refusal):
                 return

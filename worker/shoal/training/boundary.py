@@ -122,7 +122,7 @@ class Boundary:
         return [bool(there) for there in rows[:, 0].tolist()]
 
     @property
-    def owed(self) -> bool:
+    def is_owed(self) -> bool:
         """Whether the world at hand has the boundary of its first step to settle."""
         return self._owed
 

@@ -115,7 +115,7 @@ class CheckpointSaving:
         """Whether a save is under way here."""
         return self._saver is not None and self._saver.status in BUSY
 
-    def scheduled(self) -> tuple[Request, ...]:
+    def scheduled_requests(self) -> tuple[Request, ...]:
         """Rank 0's clock, in the ballot of a step."""
         minutes = self._config.every_minutes
         if self._saver is None or minutes is None or self._context.rank != 0:

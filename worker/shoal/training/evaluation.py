@@ -96,7 +96,7 @@ class Evaluation:
             numbers = list(range(lane, len(dataset), config.lanes))
             try:
                 for at in range(0, len(numbers), config.micro_batch_size):
-                    yield loop.collated(dataset, numbers[at : at + config.micro_batch_size])
+                    yield loop.collate(dataset, numbers[at : at + config.micro_batch_size])
                     context.step_on()
             finally:
                 self._lane_over()
@@ -139,6 +139,6 @@ class Evaluation:
         self.since_the_step.update(results)
 
     @property
-    def unsettled(self) -> bool:
+    def has_unsettled(self) -> bool:
         """Whether there are results that no vote has carried yet: after the last step none of a step comes."""
         return bool(self._arrived or self._in_vote)

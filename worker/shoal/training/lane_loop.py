@@ -92,9 +92,9 @@ class LaneLoop:
         self.in_flight, self._void = True, False
         return batch
 
-    def collated(self, dataset: Any, numbers: list[int]) -> Any:
+    def collate(self, dataset: Any, numbers: list[int]) -> Any:
         """Samples of another dataset as a batch: for evaluation."""
-        return self._fetcher.collated(dataset, numbers)
+        return self._fetcher.collate(dataset, numbers)
 
     def warm_up_batch(self, state: TrainingState) -> Any:
         """Lane 0 of step 0: of the right shape for the model, whatever comes of it."""

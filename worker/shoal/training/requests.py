@@ -60,7 +60,7 @@ class Requests:
             self._mine.append(request)
 
     @property
-    def awaited(self) -> bool:
+    def has_awaited(self) -> bool:
         """Whether something that the script has asked for is still to be carried out."""
         return any(request in self._scripts for request in self._open)
 

@@ -179,7 +179,7 @@ class Resize:
         context.faults.at("opened", context.state.step)
         self._enter(world)
         try:
-            if self._boundary.owed:
+            if self._boundary.is_owed:
                 self._step.vote_alone()
                 self.begin_planned()
         except WorldChanged:

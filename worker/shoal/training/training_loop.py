@@ -193,11 +193,11 @@ class TrainingLoop:
 
     def _settle_requests(self) -> None:
         """After the last step: waits until what this worker's script has asked for is carried out."""
-        while self._parts.requests.awaited:
+        while self._parts.requests.has_awaited:
             self.vote()
         self._parts.requests.forget_scripts()
 
     def _settle_evaluations(self) -> None:
         """After the last step no vote of a step comes: waits for one that carries what is left."""
-        while self._parts.evaluation.unsettled:
+        while self._parts.evaluation.has_unsettled:
             self.vote()

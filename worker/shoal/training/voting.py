@@ -62,7 +62,7 @@ class Voting:
             bad_gradient=bad_gradient,
             not_finite_before=before.not_finite_steps if before else 0,
             evaluations=self._evaluation.take_to_vote(),
-            requests=self._requests.pending + (self._saving.scheduled() if trained else ()),
+            requests=self._requests.pending + (self._saving.scheduled_requests() if trained else ()),
             saving=save_status,
             saved=self._saving.saved,
         )
