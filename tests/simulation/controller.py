@@ -109,7 +109,9 @@ class ControllerHost:
         if not self.alive:
             if self.is_empty:
                 refusal = Refusal("there is no job job", cluster="empty")
-                self.clock.after(self.simulation.weather.delay(), worker.awake, worker.session.heard, None, refusal)
+                self.clock.after(
+                    self.simulation.weather.delay(), worker.awake, worker.session.on_message, None, refusal
+                )
             return None
         self._next_stream += 1
         stream = self.streams[self._next_stream] = Stream(self.simulation, worker, self, self._next_stream)

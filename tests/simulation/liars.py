@@ -5,11 +5,10 @@ Drawn apart from the other faults, so that a seed without liars goes as it did b
 
 from __future__ import annotations
 
-from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING
 
-from shoal_protos.messages import Heartbeat, MemberState, Status
+from shoal_protos.messages import MemberState, Status
 from shoal_protos.runs import every
 
 if TYPE_CHECKING:
@@ -50,10 +49,9 @@ class Liars:
         awake = [worker for worker in self.simulation.workers() if not worker.frozen]
         if awake:
             worker, name = self.chance.choice(awake), self.chance.choice(NUMBERS)
-            status = replace(worker.session.status(), **{name: self.chance.choice((10**6, 1 << 61))})
             worker.say("lies about", name)
             self.simulation.liars.add(worker.membership.worker)
-            worker.session.say(Heartbeat(status, worker.session.telemetry))
+            worker.session.lie(name, self.chance.choice((10**6, 1 << 61)))
 
     def _come(self) -> None:
         taken = [worker.membership.worker for worker in self.simulation.workers()]
@@ -64,7 +62,7 @@ class Liars:
         simulation = self.simulation
         generation = max(1, simulation.host.job.durable.last_generation + ahead)
         worker = simulation.start_process(claimed)
-        worker.session.run = OLD_RUN
+        worker.session.dialogue.run = OLD_RUN
         worker.session.claims = Status(
             0, generation, MemberState.TRAINING, generation, 5000, generation, 5000, every(simulation.blocks), True,
         )  # fmt: skip

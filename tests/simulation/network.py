@@ -10,6 +10,8 @@ from collections.abc import Callable
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from shoal_protos.messages import Result
+
 if TYPE_CHECKING:
     from .controller import ControllerHost
     from .simulation import Simulation
@@ -51,17 +53,18 @@ class Stream:
         self._last = {True: 0.0, False: 0.0}
 
     def up(self, deliver: Callable[..., object], *args: Any) -> None:
-        """From the worker to the controller."""
-        self._carry(True, lambda: self.host.alive and self.host.life == self.life and deliver(*args))
+        """From the worker to the controller. What is sent once a stream is not lost while the stream lives."""
+        once = any(isinstance(one, Result) for one in args)
+        self._carry(True, once, lambda: self.host.alive and self.host.life == self.life and deliver(*args))
 
     def down(self, message: object) -> None:
         """From the controller to the worker."""
-        self._carry(False, lambda: self.worker.awake(self.worker.session.heard, self, message))
+        self._carry(False, False, lambda: self.worker.awake(self.worker.session.on_message, self, message))
 
-    def _carry(self, upward: bool, deliver: Callable[[], object]) -> None:
+    def _carry(self, upward: bool, once: bool, deliver: Callable[[], object]) -> None:
         weather = self.weather
         for _ in range(2 if weather.doubles and weather.chance.random() < weather.doubles else 1):
-            if weather.loses and weather.chance.random() < weather.loses:
+            if weather.loses and weather.chance.random() < weather.loses and not once:
                 continue
             at = self.clock.now + weather.delay()
             if not (weather.reorders and weather.chance.random() < weather.reorders):
@@ -79,7 +82,7 @@ class Stream:
         self.broken = True
         late = 2.0 if self.weather.chance.random() < 0.1 else 0.0
         self.clock.after(self.weather.delay() + late, self.host.stream_ended, self)
-        self.clock.after(self.weather.delay(), lambda: self.worker.awake(self.worker.session.stream_ended, self))
+        self.clock.after(self.weather.delay(), lambda: self.worker.awake(self.worker.session.on_stream_end, self))
 
 
 class Groups:

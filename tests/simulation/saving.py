@@ -137,6 +137,7 @@ class Saving:
         elif self.word is not Word.WRITING:
             if leader is None or leader is Word.FAILED or not save.leader_heard:
                 save.failure = save.failure or "its leader is gone, or says that it failed"
+            save.sighting = replace(save.sighting, verified=self.worker.training.copies.sound)
             self._save, self._over, self.word = None, save, Word.IDLE
 
     def _decide(self, save: Save, said: dict[str, Word], planned: bool) -> None:
@@ -229,7 +230,6 @@ class Saving:
             return
         if not save.failure:
             self.saved, self.knows = save.sighting.step, save.sighting
-            self.worker.session.changed()
         elif save.sighting.generation == self.worker.training.generation:
             self._asked_at = -1
         if save.leads:

@@ -13,12 +13,10 @@ is left to chance, so a transcript changes only where the behaviour does. docs/s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 from shoal_controller.core.machine import effects
 from shoal_controller.core.machine.events import Cancel, ConfirmLost, DrainWorker, Pause, Resume, Save, Scale
 from shoal_controller.core.machine.view import view
-from shoal_protos.messages import Heartbeat
 
 from .liars import Liars
 from .seeds import settled
@@ -135,8 +133,7 @@ class Script:
     def do_lie(self, worker: str, name: str, value: str) -> None:
         """One heartbeat says a number that cannot be."""
         self.simulation.liars.add(worker)
-        session = self.simulation.by_id(worker).session
-        session.say(Heartbeat(replace(session.status(), **{name: int(value)}), session.telemetry))
+        self.simulation.by_id(worker).session.lie(name, int(value))
 
     def do_kill(self, worker: str, *at: str) -> None:
         self._at(worker, at).end(-9, "killed")
@@ -244,7 +241,7 @@ class Script:
         self.simulation.host.wish(ConfirmLost(worker))
 
     def do_sigterm(self, worker: str) -> None:
-        self.simulation.by_id(worker).session.drains = True
+        self.simulation.by_id(worker).session.request_drain()
 
     def do_scale(self, workers: str) -> None:
         self.simulation.host.wish(Scale(int(workers)))

@@ -1,29 +1,29 @@
-"""The session half of a simulated worker: hello, heartbeats, and what it hears, carried out on its `Membership`."""
+"""The session half of a simulated worker: a driver of the real `Dialogue`, as session/controller_link.py is one.
+
+What goes out and what a message means is the dialogue's. Here are the streams, the timers, and what becomes of its
+effects: a group is built or aborted, and the training half does what the training thread finds in its inbox.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from shoal.session.dialogue import Abort, Build, Deliver, Dialogue, Effect, ProcessInfo
+from shoal.session.link import Asked, Ended, Item, Opened, Stopped
+from shoal_protos.activity import Activity
 from shoal_protos.messages import (
-    Ask,
     AskKind,
     Ending,
     Heartbeat,
     Hello,
-    Open,
-    Ping,
-    PlanMessage,
-    Prepare,
+    Inventory,
     Ready,
-    Refusal,
-    Request,
-    RequestKind,
     Result,
-    Shutdown,
     Status,
     Telemetry,
+    ToController,
+    ToWorker,
     Welcome,
 )
 from shoal_protos.plan import Plan
@@ -42,33 +42,31 @@ class Session:
 
     def __init__(self, worker: SimWorker) -> None:
         self.worker, self.membership = worker, worker.membership
-        self.spec = worker.simulation.spec
+        simulation = worker.simulation
+        process = ProcessInfo(
+            "job", f"host{worker.pid}", worker.pid, f"domain{worker.pid % 3}", worker.address,
+            simulation.spec.run if worker.launched else "",
+        )  # fmt: skip
+        self.dialogue = Dialogue(self.membership, process, simulation.description, self._status())
         self.stream: Stream | None = None
         self.welcomed = False
-        self.run = worker.simulation.spec.run if worker.launched else ""
-        self.cluster = ""
+        """On this stream."""
         self.claims: Status | None = None
         """Of a liar: what it says of itself instead of the truth."""
-        self.sequence = 0
-        self._last_said: object = None
+        self._lies: dict[str, int] = {}
         self._beats = self._dials = 0
-        self._asked: set[int] = set()
-        self.drains = False
-        self.result: Result | None = None
-        self.telemetry = Telemetry(step_seconds=worker.simulation.step_seconds)
 
-    def start_over(self) -> None:
-        if self.stream is not None:
-            self.stream.break_off()
-        self.stream, self.welcomed, self.drains, self.result = None, False, False, None
+    def start_over(self, incarnation: str) -> None:
+        self._leave_stream()
+        self.dialogue.start_over(incarnation)
         self.dial_after(RECONNECT_SECONDS)
 
-    def process_ended(self) -> None:
+    def on_process_end(self) -> None:
         if self.stream is not None and not self.worker.cut:
             self.stream.break_off()
         self.stream = None
 
-    # ---- speaking
+    # ---- streams
 
     def dial_after(self, seconds: float) -> None:
         self._dials += 1
@@ -79,168 +77,182 @@ class Session:
         worker = self.worker
         if dials != self._dials or (self.stream is not None and not self.stream.broken and self.welcomed):
             return
-        if self.stream is not None:
-            self.stream.break_off()
-        self.welcomed = False
+        self._leave_stream()
+        if self.dialogue.ending is not None:
+            return
         self.stream = worker.simulation.dial(worker)
         if self.stream is not None:
-            claimed, host = self.membership.worker or worker.asked_id, f"host{worker.pid}"
-            hello = Hello(
-                1, "job", claimed, worker.incarnation, worker.address, host, worker.pid,
-                f"domain{worker.pid % 3}", worker.simulation.description, self.status(), run=self.run,
-            )  # fmt: skip
-            self.stream.up(self.stream.host.connected, self.stream, hello)
+            hello = replace(self.dialogue.hello(), worker=self.membership.worker or worker.asked_id)
+            self.stream.up(self.stream.host.connected, self.stream, self._claimed(hello))
         self.dial_after(RECONNECT_SECONDS * (1 + worker.chance.random()))
 
-    def beat(self, beats: int = 0) -> None:
-        """A heartbeat an interval; `beats` ends the line of a session that was started over."""
-        if beats != self._beats:
-            return
-        self.say_status()
-        if self.result is not None:
-            self.say(self.result)
-        if self.drains:
-            self.say(Request(RequestKind.DRAIN, 5.0))
-        self.worker.after(self.spec.heartbeat_seconds, self.beat, beats)
+    def _leave_stream(self) -> None:
+        if self.stream is not None:
+            self.stream.break_off()
+        self.stream, self.welcomed = None, False
 
-    def say(self, message: object) -> None:
-        if self.stream is not None and self.welcomed:
-            self.stream.up(self.stream.host.said, self.stream, message)
-
-    def say_status(self, echo: int = 0) -> None:
-        self._last_said = self._key()
-        median = self.telemetry.step_seconds if self.worker.training.step > 0 else 0.0
-        telemetry = replace(self.telemetry, step_seconds_median=median, saves=self.worker.training.saving.told)
-        self.say(Heartbeat(self.status(), telemetry, echo, activity(self.worker), builds(self.worker)))
-
-    def changed(self) -> None:
-        """Any change but the step's is said at once."""
-        if self._key() != self._last_said:
-            self.say_status()
-
-    def _key(self) -> object:
-        m, t, s = self.membership, self.worker.training, self.worker.training.saving
-        knows = s.knows, s.damage, t.copies.told
-        return m.generation, m.point, m.newest_known, t.broken, t.done, t.ended, self.drains, knows
-
-    def status(self) -> Status:
-        m, t, s = self.membership, self.worker.training, self.worker.training.saving
-        self.sequence += 1
-        if self.claims is not None:
-            return replace(self.claims, sequence=self.sequence)
-        return Status(
-            self.sequence, m.generation, m.point, m.newest_known, t.step, t.committed_in, t.boundary, t.holds(),
-            t.current, tuple(sorted(t.broken)), t.done, t.ended, self.drains, checkpoint=s.knows,
-            unreadable_checkpoint=s.damage,
-            corrupt=t.copies.told,
-        )  # fmt: skip
-
-    # ---- hearing
-
-    def stream_ended(self, stream: Stream) -> None:
+    def on_stream_end(self, stream: Stream) -> None:
         if stream is self.stream:
             self.stream, self.welcomed = None, False
             self.dial_after(RECONNECT_SECONDS * self.worker.chance.random())
 
-    def heard(self, stream: Stream, message: object) -> None:
-        """Even on a stream that was left: a late message must do no harm."""
-        hear = HEARS.get(type(message))
-        if hear is not None:
-            hear(self, message)
-        if self.worker.alive:
-            self.changed()
+    # ---- what goes out
 
-    def _welcome(self, message: Welcome) -> None:
+    def beat(self, beats: int) -> None:
+        """A heartbeat an interval; `beats` ends the line of an older stream."""
+        if beats == self._beats:
+            self.dialogue.beat()
+            self._send()
+            self.worker.after(self.dialogue.heartbeat_seconds, self.beat, beats)
+
+    def lie(self, name: str, value: int) -> None:
+        """One heartbeat says a number that cannot be."""
+        self._lies = {name: value}
+        self.dialogue.beat()
+        self._send()
+        self._lies = {}
+
+    def _send(self) -> None:
+        """What is due, where somebody listens."""
+        stream = self.stream
+        if stream is None or not self.welcomed or self.dialogue.ending is not None or not self.dialogue.due:
+            return
+        self.dialogue.activities = self._activities()
+        for message in self.dialogue.outgoing():
+            stream.up(stream.host.said, stream, self._claimed(message))
+
+    def _claimed(self, message: ToController) -> ToController:
+        """As a liar says it."""
+        if not isinstance(message, Hello | Heartbeat | Ready):
+            return message
+        status = replace(self.claims, sequence=message.status.sequence) if self.claims is not None else message.status
+        return replace(message, status=replace(status, **self._lies))  # type: ignore[arg-type]
+
+    def _activities(self) -> dict[int, Activity]:
+        own = activity(self.worker)
+        return {one.generation: one for one in (*builds(self.worker), own)}
+
+    # ---- from the training half
+
+    def publish(self) -> None:
+        """Where it stands."""
+        training = self.worker.training
+        telemetry = Telemetry(
+            step_seconds=self.worker.simulation.step_seconds,
+            step_seconds_median=self.worker.simulation.step_seconds if training.step > 0 else 0.0,
+            saves=training.saving.told,
+        )
+        self.dialogue.update_status(self._status(), telemetry)
+        self._send()
+
+    def _status(self) -> Status:
+        """The dialogue fills in what it and the membership know."""
+        m, t, s = self.membership, self.worker.training, self.worker.training.saving
+        return Status(
+            0, 0, m.point, 0, t.step, t.committed_in, t.boundary, t.holds(), t.current,
+            done=t.done, ended=t.ended, checkpoint=s.knows, unreadable_checkpoint=s.damage, corrupt=t.copies.told,
+        )  # fmt: skip
+
+    def notice(self) -> None:
+        """The membership may have changed."""
+        self.dialogue.notice()
+        self._send()
+
+    def leave_vote(self, voted: list[int]) -> Plan | None:
+        plan = self.membership.leave_vote(voted)
+        if plan is None:
+            self._carry_out(self.dialogue.on_vote_over())
+        return plan
+
+    def answer(self, inventory: Inventory) -> None:
+        self.dialogue.answer(inventory)
+        self._send()
+
+    def report_ready(self, generation: int) -> None:
+        self.dialogue.report_ready(generation)
+        self.dialogue.notice()
+        self._send()
+
+    def report(self, result: Result) -> None:
+        self.dialogue.report(result)
+        self._send()
+
+    # ---- from elsewhere
+
+    def request_drain(self) -> None:
+        """SIGTERM."""
+        self.dialogue.request_drain()
+        self._send()
+
+    def on_broken_peer(self, peer: str) -> None:
+        self.dialogue.on_broken_peers({peer})
+        self._send()
+
+    # ---- from the controller
+
+    def on_message(self, stream: Stream | None, message: ToWorker) -> None:
+        """What comes on a stream that was left is nobody's any more."""
+        if stream is not self.stream or self.dialogue.ending is not None:
+            return
+        self._carry_out(self.dialogue.on_message(message))
+        if isinstance(message, Welcome):
+            self._on_welcome()
+        if self.worker.alive:
+            self._send()
+
+    def _on_welcome(self) -> None:
         saving = self.worker.training.saving
-        if self.membership.worker not in ("", message.worker):
-            return  # meant for what this process was before it started over
-        self.membership.worker, self.run, self.cluster = message.worker, message.run, message.cluster
         if self.membership.is_joiner:
-            saving.generations = message.opened_generations
+            saving.generations = self.dialogue.resume[1]
             saving.look()
+            self.publish()
         if not self.welcomed:
             self.welcomed = True
             self._beats += 1
             self.beat(self._beats)
 
-    def _ping(self, message: Ping) -> None:
-        self.say_status(message.number)
-
-    def _prepare(self, message: Prepare) -> None:
+    def _carry_out(self, effects: list[Effect]) -> None:
         training = self.worker.training
-        groups = self._groups()
-        if self.membership.on_prepare(message.generation):
-            training.halt(groups)
-            training.code.run(training.user_seconds(), training.report, message.generation)
-        elif message.generation == self.membership.promised and training.reported == message.generation:
-            training.report(message.generation)
+        for effect in effects:
+            match effect:
+                case Deliver(item):
+                    self._deliver(item)
+                case Build(plan, _) if plan.recovery is not None:
+                    training.build_recovery(plan)
+                case Build(plan, _):
+                    training.build_planned(plan)
+                case Abort():
+                    training.close_groups()
+        training.call_off(self.membership.live)
 
-    def _groups(self) -> set[int]:
-        """The numbers of all groups that a stop aborts."""
-        m = self.membership
-        plans = [plan for plan in (m.next, m.recovery, m.begins, *m.kept.values()) if plan is not None]
-        return {m.generation, *(plan.generation for plan in plans)}
+    def _deliver(self, item: Item) -> None:
+        training = self.worker.training
+        match item:
+            case Stopped(generation):
+                training.stop(generation)
+            case Opened():
+                training.opened()
+            case Asked(kind, _) if kind is AskKind.STOP:
+                training.stop_asked = True
+            case Asked():
+                training.saving.ask()
+            case Ended():
+                self._on_ended(item)
 
-    def _plan(self, message: PlanMessage) -> None:
-        plan, training = message.plan, self.worker.training
-        if plan.recovery is not None:
-            if training.reported >= plan.generation and self.membership.on_recovery(plan):
-                training.build_recovery(plan)
-        else:
-            self.hear_plan(plan)
-
-    def hear_plan(self, plan: Plan) -> None:
-        """A planned change; also one that waited for the end of a vote."""
-        before = self.membership.next
-        if self.membership.on_planned(plan):
-            self.worker.training.build_planned(plan, before)
-
-    def _open(self, message: Open) -> None:
-        if self.membership.on_open(message.generation):
-            self.worker.training.opened()
-
-    def _ask(self, message: Ask) -> None:
-        if message.kind is AskKind.STOP:
-            self.worker.training.stop_asked = True
-        elif message.number not in self._asked:
-            self._asked.add(message.number)
-            self.worker.training.saving.ask()
-
-    def _shutdown(self, message: Shutdown) -> None:
+    def _on_ended(self, ended: Ended) -> None:
         worker = self.worker
-        worker.say("is told", message.ending.value, message.reason)
-        if message.ending is Ending.DRAINED:
-            worker.simulation.watch.drained(worker, message.reason)
-        if message.ending is Ending.START_OVER:
+        if ended.reason == self.dialogue.refusal:
+            worker.end(2, ended.reason)
+            return
+        worker.say("is told", ended.ending.value, ended.reason)
+        if ended.ending is Ending.DRAINED:
+            worker.simulation.watch.drained(worker, ended.reason)
+        if ended.ending is Ending.START_OVER:
             worker.start_over()
-        elif message.ending is Ending.FAILED:
-            worker.end(1, message.ending.value)
+        elif ended.ending is Ending.FAILED:
+            worker.end(1, ended.ending.value)
         elif seconds := worker.training.saving.closes_in():
             worker.training.over = True
-            worker.after(seconds, worker.end, 0, message.ending.value)
+            worker.after(seconds, worker.end, 0, ended.ending.value)
         else:
-            worker.end(0, message.ending.value)
-
-    def _refusal(self, message: Refusal) -> None:
-        """● Only the store that has welcomed a worker of a world can end it."""
-        is_ours = message.cluster == self.cluster
-        if message.ends_members and is_ours if self.membership.generation else message.final:
-            self.worker.end(2, message.sentence)
-
-    def ready(self, generation: int) -> None:
-        """READY, and the same in a heartbeat."""
-        if self.membership.report_ready(generation):
-            self.say(Ready(generation, self.status()))
-            self.changed()
-
-
-HEARS: dict[type, Callable[[Session, object], None]] = {
-    Welcome: Session._welcome,
-    Ping: Session._ping,
-    Prepare: Session._prepare,
-    PlanMessage: Session._plan,
-    Open: Session._open,
-    Ask: Session._ask,
-    Shutdown: Session._shutdown,
-    Refusal: Session._refusal,
-}
+            worker.end(0, ended.ending.value)

@@ -51,8 +51,6 @@ class Training:
         self.box: dict[tuple[int, str, int], dict[SimWorker, Any]] = {}
         self.closed: set[int] = set()
         self.built: set[int] = set()
-        self.broken: frozenset[str] = frozenset()
-        self.reported = 0
         self.done = self.ended = self.stop_asked = self.stops = False
         self.ballots: dict[SimWorker, Ballot] = {}
         self.idle = True
@@ -97,8 +95,9 @@ class Training:
 
     def _warmed_up(self) -> None:
         self.saving.look()
+        self.worker.session.publish()
         self.membership.end_warm_up()
-        self.worker.session.changed()
+        self.worker.session.notice()
 
     # ---- messages
 
@@ -198,7 +197,7 @@ class Training:
         for rank in range(world.size):
             self.send(rank, "v", (number, self.stop_asked, ballot, self.copies.brings()))
         self.stage = "vote"
-        self.worker.session.changed()
+        self.worker.session.notice()
         return True
 
     def _vote(self) -> bool:
@@ -210,13 +209,11 @@ class Training:
         self.stops = self.stops or any(stop for _, stop, _, _ in votes.values())
         self.ballots = {peer: ballot for peer, (_, _, ballot, _) in votes.items()}
         self.copies.voted({peer: brought for peer, (_, _, _, brought) in votes.items()})
-        begins = self.membership.leave_vote([number for number, _, _, _ in votes.values()])
-        deferred = self.membership.take_deferred()
-        if begins is None and deferred is not None:
-            self.worker.session.hear_plan(deferred)
+        self.worker.session.leave_vote([number for number, _, _, _ in votes.values()])
         if self.idle:
             self.boundary += 1
             self.saving.voted(self.ballots, world, stepped=False)
+            self.worker.session.publish()
             return self._switch()
         self._commit(world)
         return True
@@ -256,6 +253,7 @@ class Training:
         now = self.generation, "", self.boundary
         self.box = {key: value for key, value in self.box.items() if (key[0], "", key[2]) >= now}
         self.saving.voted(self.ballots, world, stepped=True)
+        self.worker.session.publish()
         return self._switch()
 
     def _switch(self) -> bool:
@@ -277,11 +275,10 @@ class Training:
 
     def _begin(self, plan: Plan) -> None:
         before = self.generation
-        self.membership.begin(plan)
+        self.worker.session.dialogue.begin(plan)
         self.watch.began(self.worker, plan, self.step)
         self.built.discard(plan.generation)
         self.building.clear()
-        self.broken = frozenset()
         rank = plan.rank_of(self.worker.membership.worker, self.worker.incarnation)
         if rank is None:
             self.worker.say("is left out by", plan.generation, "after", before)
@@ -290,29 +287,25 @@ class Training:
             self.world, self.rank, self.boundary = self.simulation.worlds.of(plan), rank, 0
             self.copies.enter()
             self.begin_boundary()
-        self.worker.session.changed()
+        self.worker.session.publish()
 
     def _look_done(self) -> None:
         if not self.done and (self.step >= self.simulation.max_steps or self.stops):
             self.done = True
-            self.worker.session.result = Result(self.step, f"fingerprint of {self.step}", 1.0)
-            self.worker.session.say(self.worker.session.result)
+            self.worker.session.report(Result(self.step, f"fingerprint of {self.step}", 1.0))
             self.worker.after(self.worker.chance.random(), self._end_script)
 
     def _end_script(self) -> None:
         self.ended = True
-        self.worker.session.changed()
+        self.worker.session.publish()
 
     # ---- a planned change
 
-    def build_planned(self, plan: Plan, before: Plan | None) -> None:
-        """In the background. A member gives up the group that it was building; a joiner keeps each."""
-        if before is not None and not self.membership.is_joiner:
-            self.groups.withdraw(self.worker, before.generation)
-        if self.membership.builds(plan):
-            self.closed.discard(plan.generation)  # a stop that came late has ended an earlier attempt
-            self.building[plan.generation] = self.worker.clock.now
-            self.groups.arrive(self.worker, plan, lambda: self._planned_built(plan.generation))
+    def build_planned(self, plan: Plan) -> None:
+        """In the background."""
+        self.closed.discard(plan.generation)  # a stop that came late has ended an earlier attempt
+        self.building[plan.generation] = self.worker.clock.now
+        self.groups.arrive(self.worker, plan, lambda: self._planned_built(plan.generation))
 
     def _planned_built(self, generation: int) -> None:
         if generation not in self.closed:
@@ -322,7 +315,7 @@ class Training:
             if self.membership.is_joiner:
                 self.stage = "first message"
                 self.progress()
-            self.worker.session.changed()
+            self.worker.session.notice()
 
     def _first_message(self) -> bool:
         """A joiner waits in every group that it was asked to build."""
@@ -345,17 +338,15 @@ class Training:
         recovery = self.membership.recovery
         number = recovery.generation if recovery is not None else self.generation
         if generation == number and generation not in self.closed and peer in self.simulation.group_members(generation):
-            self.broken = self.broken | {peer.membership.worker}
             if self.worker.chance.random() < 0.5:
                 self.stage = ""  # it had touched that peer; else it goes on with what it has received
-            self.worker.session.changed()
+            self.worker.session.on_broken_peer(peer.membership.worker)
 
-    def halt(self, groups: set[int]) -> None:
-        """PREPARE: every group is aborted, and the peers in them notice."""
-        self.worker.say("stops for", self.membership.promised, self.worker.where())
-        self._abort(groups)
-        self.stage, self.broken = "", frozenset()
-        self.worker.session.changed()
+    def stop(self, generation: int) -> None:
+        """PREPARE: the training thread looks once it is out of the user's code."""
+        self.worker.say("stops for", generation, self.worker.where())
+        self.stage = ""
+        self.code.run(self.user_seconds(), self.report, generation)
 
     def _abort(self, groups: set[int]) -> None:
         for generation in groups - {0}:
@@ -366,7 +357,15 @@ class Training:
         self.built -= groups
 
     def close_groups(self) -> None:
-        self._abort(self.worker.session._groups())
+        """Every group is aborted, and the peers in them notice."""
+        self._abort({self.generation, *self.building, *self.built})
+
+    def call_off(self, live: set[int]) -> None:
+        """Groups of plans that are void are built no more."""
+        for generation in self.building.keys() - live:
+            del self.building[generation]
+            self.built.discard(generation)
+            self.groups.withdraw(self.worker, generation)
 
     def report(self, generation: int) -> None:
         """The inventory, once the training thread has seen the stop."""
@@ -377,10 +376,9 @@ class Training:
             MemberState.WARMING_UP,
         ):
             return
-        self.reported = generation
         step = right(self.step) if self.step >= 0 else []
         current = runs_of(frozenset(b for b, value in self.parameters.items() if self.step >= 0 and step[b] == value))
-        self.worker.session.say(
+        self.worker.session.answer(
             Inventory(
                 generation, self.generation, self.step, self.committed_in, b"r%d" % self.step if self.step > 0 else b"",
                 self.holds(), runs_of(self.pending), current,
@@ -439,7 +437,7 @@ class Training:
         content = self.saving.take_up(recovery.checkpoint)
         if content is None:
             self.stage = ""
-            self.worker.session.changed()
+            self.worker.session.publish()
             return False
         self.worker.say("takes up", recovery.checkpoint)
         self.simulation.bits.taken_up(self.worker, content, recovery.step)
@@ -472,7 +470,7 @@ class Training:
             self.parameters.update(parameters)
         self.current = True
         self.stage = ""
-        self.worker.session.ready(plan.generation)
+        self.worker.session.report_ready(plan.generation)
         return False
 
     def opened(self) -> None:

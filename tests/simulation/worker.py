@@ -110,7 +110,7 @@ class SimWorker:
         self.lost_after = self.clock.now + self.chance.random() * 3 * self.simulation.weather.latency
         self._backlog = []
         self.training.close_groups()
-        self.session.process_ended()
+        self.session.on_process_end()
         self.simulation.process_ended(self)
 
     def hang(self) -> None:
@@ -121,7 +121,7 @@ class SimWorker:
     def fail(self, why: str, everyone: bool = False, fault: Fault | None = None) -> None:
         """The script raises: it is out of the training loop, tells why, and ends."""
         self.training.over = True
-        self.session.say(Result(self.training.step, failure=why, everyone=everyone, fault=fault))
+        self.session.report(Result(self.training.step, failure=why, everyone=everyone, fault=fault))
         self.after(0.05, self.end, 1, why)
 
     def start_over(self) -> None:
@@ -130,11 +130,9 @@ class SimWorker:
         self.simulation.incarnations += 1
         self.incarnation = f"i{self.pid}.{self.simulation.incarnations}"
         self.asked_id = ""
-        self.membership.worker, self.membership.incarnation = "", self.incarnation
-        self.membership.start_over()
         self.simulation.processes[self.incarnation] = self
         self.training.forget()
-        self.session.start_over()
+        self.session.start_over(self.incarnation)
         self.training.warm_up()
 
     def where(self) -> str:

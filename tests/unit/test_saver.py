@@ -72,10 +72,10 @@ class World:
             if number and thread:
                 thread.join(10)
 
-    def vote(self, *present: int) -> list[SaveStatus]:
+    def vote(self, *present: int, sound: bool = False) -> list[SaveStatus]:
         ballots = {AUTHORS[number].incarnation: str(self.savers[number].status) for number in present or range(3)}
         for number in present or range(3):
-            self.savers[number].on_vote(ballots)
+            self.savers[number].on_vote(ballots, sound=sound)
         return [saver.status for saver in self.savers]
 
     def finish(self) -> None:
@@ -314,3 +314,14 @@ def test_what_a_leader_that_is_gone_has_completed_stays_whole(tmp_path: Path) ->
             saver.on_vote({"i1": str(three.savers[1].status), "i2": str(three.savers[2].status)})
             saver._join()
         assert whole(tmp_path) == [2]
+
+
+def test_all_members_of_a_save_know_whether_its_copies_agreed(tmp_path: Path) -> None:
+    with world(tmp_path) as three:
+        three.begin()
+        three.vote()
+        three.write(0, 1, 2)
+        three.vote(sound=True)
+        three.finish()
+        assert three.vote(sound=True) == [FREE, FREE, FREE]
+        assert [saver.outcome and saver.outcome.verified for saver in three.savers] == [True, True, True]

@@ -84,6 +84,8 @@ class SaveResult:
     path: str
     manifest: Manifest | None = None
     """Set where it was completed here."""
+    verified: bool = False
+    """Whether all copies of what is saved agreed."""
     failure: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
     """By phase: copy, write, commit."""
@@ -159,7 +161,7 @@ class Saver:
         elif ballots.get(save.members[0].incarnation) == SaveStatus.WRITING:
             self._leader_has_begun = True
         elif self._status is not SaveStatus.WRITING:
-            self._settle(save, ballots.get(save.members[0].incarnation))
+            self._settle(save, ballots.get(save.members[0].incarnation), bool(sound))
 
     def _decide(self, save: SaveTask, ballots: Mapping[str, str], planned: bool, sound: bool | None) -> None:
         """The leader: complete it, give it up, or wait for another vote."""
@@ -176,10 +178,10 @@ class Saver:
         self._verified = sound
         self._verdict.set()
 
-    def _settle(self, save: SaveTask, status: str | None) -> None:
+    def _settle(self, save: SaveTask, status: str | None, sound: bool) -> None:
         """Another member: the leader is through, or gone. One that is gone may have completed it all the same."""
         assert self.outcome is not None
-        leader = save.members[0].worker
+        leader, self.outcome.verified = save.members[0].worker, sound
         if status is None:
             self.outcome.failure = f"{leader}, which led it, is gone"
         elif not self.outcome.failure and not (self._leader_has_begun and status != SaveStatus.FAILED):
@@ -234,7 +236,7 @@ class Saver:
             if save.lead is None:
                 self._status = SaveStatus.WRITTEN
                 return
-            outcome.manifest = self._complete(save, save.lead, outcome)
+            outcome.manifest, outcome.verified = self._complete(save, save.lead, outcome), self._verified
             self._status = SaveStatus.IDLE
         except ShoalError as error:
             self._fail(save, outcome, str(error))

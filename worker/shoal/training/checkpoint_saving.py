@@ -228,9 +228,10 @@ class CheckpointSaving:
             return
         if not outcome.failure:
             self.saved = outcome.name.step
-            name, manifest, run = outcome.name, outcome.manifest, self._context.link.run
-            size, verified = (manifest.data_bytes, manifest.verified) if manifest is not None else (0, False)
-            self._loading.on_saved(CheckpointRef(name.generation, name.step, outcome.path, size, run, verified))
+            name, run = outcome.name, self._context.link.run
+            size = outcome.manifest.data_bytes if outcome.manifest is not None else 0
+            ref = CheckpointRef(name.generation, name.step, outcome.path, size, run, outcome.verified)
+            self._loading.on_saved(ref)
         elif self.pending and self._generation == self._context.generation:
             self._asked_at = None
             self.failure = StorageFailed(f"the checkpoint of step {outcome.name.step} failed: {outcome.failure}")
