@@ -338,7 +338,7 @@ def test_what_does_not_end_with_its_job_is_killed_and_nothing_of_other_jobs(tmp_
 
 def test_a_log_is_bounded_while_its_worker_writes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal_controller.launchers.process_record.LOG_BYTES", 10_000)
-    monkeypatch.setattr("shoal_controller.launchers.local.ROTATE_SECONDS", 0.01)
+    monkeypatch.setattr("shoal_controller.launchers.local.TIDY_SECONDS", 0.01)
 
     async def scene(controller: Controller) -> None:
         job = spec("seq 1 3000; while [ ! -e go ]; do sleep 0.01; done; echo the last line; exit 3")
@@ -355,6 +355,44 @@ def test_a_log_is_bounded_while_its_worker_writes_on(tmp_path: Path, monkeypatch
         assert written(spawned.log) == "the last line\n"
 
     with_controller(tmp_path, scene)
+
+
+AS_PROCESS_1 = """
+import asyncio, ctypes, os, sys
+from pathlib import Path
+import psutil
+from shoal_controller.core.machine.spec import JobSpec
+from shoal_controller.launchers import local
+
+PR_SET_CHILD_SUBREAPER = 36
+ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans fall to it, as to process 1 of a container
+os.getpid, me = lambda: 1, psutil.Process()
+local.TIDY_SECONDS = 0.01
+
+async def main():
+    ended = asyncio.Queue()
+    launcher = local.LocalLauncher(
+        Path(sys.argv[1]), local.WorkerEnvironment("", None, dict(os.environ)), lambda job, exited: ended.put(exited)
+    )
+    job = JobSpec("demo", wanted=1, launcher="local", command=("/bin/sh", "-c", "sleep 600 & sleep 600 & wait"))
+    worker = psutil.Process((await launcher.spawn("w0", job)).pid)
+    async with asyncio.timeout(20):
+        while len(worker.children()) < 2:
+            await asyncio.sleep(0.01)
+        worker.kill()
+        print((await ended.get()).code)
+        while me.children():
+            await asyncio.sleep(0.01)
+    await launcher.close()
+
+asyncio.run(main())
+"""
+
+
+def test_as_process_1_of_a_container_it_leaves_no_zombie_of_what_a_killed_worker_had_started(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", AS_PROCESS_1, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.returncode) == ("-9\n", 0), done.stderr
 
 
 def test_a_job_that_is_forgotten_leaves_neither_process_nor_log(tmp_path: Path) -> None:

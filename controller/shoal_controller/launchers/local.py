@@ -8,6 +8,7 @@ the controller dies; the next controller adopts it. The shell calls `spawn`, `ki
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import signal
 import time
@@ -23,7 +24,7 @@ from shoal_protos.plan import WorkerId
 
 from shoal_controller.core.machine.events import Exited, NeverStarted, Spawned
 from shoal_controller.core.machine.spec import JobSpec
-from shoal_controller.launchers.process import Process
+from shoal_controller.launchers.process import Process, reap_orphans
 from shoal_controller.launchers.process_record import ProcessRecord, ProcessRecords, boot_id
 from shoal_controller.tasks import end_task, guarded
 from shoal_controller.tokens import token_of_job
@@ -36,8 +37,8 @@ DEATH_SECONDS = 5.0
 
 LOOK_SECONDS = 0.02
 """How often it is looked whether the last process of a job has ended."""
-ROTATE_SECONDS = 10.0
-"""How often the logs' sizes are looked at."""
+TIDY_SECONDS = 10.0
+"""How often the logs' sizes are looked at, and what was left to process 1."""
 
 CLEAR_SECONDS = 30.0
 """How long a new run of a job waits for the killed processes of the one before."""
@@ -81,7 +82,9 @@ class LocalLauncher:
         self._watched: dict[Name, tuple[Process, ProcessRecord]] = {}
         self._reports: set[asyncio.Task[None]] = set()
         self._adopted: set[str] = set()
-        self._rotating: asyncio.Task[None] | None = None
+        self._ending: set[int] = set()
+        """Processes of an earlier run that were killed and have not ended yet."""
+        self._tidying: asyncio.Task[None] | None = None
         self._boot = boot_id()
 
     # ---- what the shell asks
@@ -147,8 +150,8 @@ class LocalLauncher:
 
     async def close(self) -> None:
         """Let go of everything of this controller's; the workers live on."""
-        if self._rotating is not None:
-            await end_task(self._rotating)
+        if self._tidying is not None:
+            await end_task(self._tidying)
         if self._reports:
             await asyncio.wait(self._reports, timeout=REPORT_SECONDS)
         await asyncio.gather(*map(end_task, self._reports))
@@ -199,7 +202,9 @@ class LocalLauncher:
         ending = [self._forget(name)[0] for name in list(self._watched) if name[0] == job]
         for process in ending:
             process.kill()
+        self._ending |= {process.pid for process in ending}
         await asyncio.gather(*(_ended(process) for process in ending))
+        self._ending -= {process.pid for process in ending}
         for record in records:
             records.remove(record.worker)
 
@@ -207,14 +212,16 @@ class LocalLauncher:
         name = (job, record.worker)
         assert name not in self._watched, f"two processes for {name}: ids of workers are never used twice"
         self._watched[name] = (process, record)
-        if self._rotating is None:
-            self._rotating = guarded("rotation of logs", self._rotate(), _ignore_failure)
+        if self._tidying is None:
+            self._tidying = guarded("tidying", self._tidy(), _ignore_failure)
         asyncio.get_running_loop().add_reader(process.descriptor, partial(self._end, name))
 
-    async def _rotate(self) -> None:
-        """Keep the logs bounded, of workers that cannot know that anybody does."""
+    async def _tidy(self) -> None:
+        """Keep the logs bounded, of workers that cannot know that anybody does, and the table of processes."""
         while True:
-            await asyncio.sleep(ROTATE_SECONDS)
+            await asyncio.sleep(TIDY_SECONDS)
+            if os.getpid() == 1:
+                reap_orphans({process.pid for process, _ in self._watched.values()} | self._ending)
             for job, worker in list(self._watched):
                 try:
                     if await asyncio.to_thread(self._records(job).rotate, worker):

@@ -11,7 +11,7 @@ import os
 import select
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
@@ -100,6 +100,17 @@ class Process:
     def release(self) -> None:
         """Watch it no longer."""
         os.close(self.descriptor)
+
+
+def reap_orphans(own: Collection[int]) -> None:
+    """Wait for children that have ended and are not `own`: what a killed worker had started, such as its data loaders,
+    falls to process 1 of a container, and stays a zombie until that does.
+    """
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # a thread may end meanwhile, and a kernel lack this file
+            for pid in map(int, (task / "children").read_text().split()):
+                if pid not in own:
+                    os.waitpid(pid, os.WNOHANG)
 
 
 def _writes_to(folder: Path, log: Path) -> bool:
