@@ -221,7 +221,7 @@ def _counts_cuts(turn: Turn) -> None:
 MUTATIONS: dict[str, list[Patch]] = {
     "only a step above the one of a failure forgives it": [(failures, "forgive", _forgives_by_any_step)],
     "all that fails in one generation counts once": [(failures, "_is_new", lambda turn, record: True)],
-    "a claim is checked before it is believed": [(claims, "is_false", lambda turn, worker, message: False)],
+    "a claim is checked before it is believed": [(claims, "false_claim", lambda turn, worker, message: "")],
     "a worker of another run is turned away": [(claims, "run_mismatch", lambda spec, hello: "")],
     "a planned generation begins when all votes name it": [(Membership, "leave_vote", _minimum_begins)],
     "what a member voted it keeps until that vote is over": [(Membership, "on_planned", _hears_in_a_vote)],

@@ -88,7 +88,7 @@ class Saving:
 
     @property
     def taken_is_unreadable(self) -> bool:
-        return self.taken in self._spoilt
+        return self.taken in self._unreadable
 
     def look(self) -> None:
         """For the latest, at the start or after one that could not be read."""

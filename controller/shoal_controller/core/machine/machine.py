@@ -1,12 +1,9 @@
 """The job machine: what an event makes of a job, and what has to be done about it.
 
-`TABLE` owns the transitions: (phase, event type) → function. Each function records what was heard; then the phase's
-`settle` draws the conclusions from all that is known, so that nothing hangs on the order of messages. Pure: it reads no
-clock, draws no chance and does no I/O; an operator's impossible wish raises a `UserError`, and nothing has changed.
-
-    waiting ──► starting ──► running ◄──► resizing ──► stalled
-       ▲            │           │             │            │
-       └────────────┴───────────┴─────────────┴────────────┴──► succeeded, failed, cancelled
+`TABLE` says what records an event: (phase, event type) → function; a worker's message has a table of its own
+(`worker_messages.MESSAGES`). Then the phase's `settle` draws the conclusions from all that is known, so that nothing
+hangs on the order of messages. Which phase leads to which: `transitions.py`. Pure: it reads no clock, draws no chance
+and does no I/O; an operator's impossible request raises a `UserError`, and nothing has changed.
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ from shoal_controller.core.machine.effects import Effect, Note, Persist, Persist
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.figures import Figures
 from shoal_controller.core.machine.job import Job, Process
-from shoal_controller.core.machine.spec import JobSpec
+from shoal_controller.core.machine.spec import JobSpec, Phase
+from shoal_controller.core.machine.transitions import ALLOWED
 
 
 class Turn:
@@ -66,8 +67,15 @@ class Turn:
         """Volatile fields of the job."""
         self.job = replace(self.job, **fields)
 
+    def enter(self, phase: Phase, reason: str = "") -> None:
+        """Go to another phase, or stay in this one for another reason. `reason`: why it is stalled or over."""
+        before = self.job.durable.phase
+        assert phase is before or (before, phase) in ALLOWED, f"a job that is {before} cannot become {phase}"
+        self.job = replace(self.job, durable=replace(self.job.durable, phase=phase, reason=reason))
+
     def keep(self, **fields: Any) -> None:
-        """Durable fields of the job."""
+        """Durable fields of the job, but its phase: `enter`."""
+        assert "phase" not in fields, "a phase is entered"
         self.job = replace(self.job, durable=replace(self.job.durable, **fields))
 
     def enlist(self, record: WorkerRecord) -> None:

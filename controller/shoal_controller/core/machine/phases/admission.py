@@ -28,8 +28,8 @@ from shoal_controller.core.machine.turn import Turn
 def on_connected(turn: Turn, event: Connected) -> None:
     """Answered by Welcome and what is current, or by Refusal."""
     hello = event.hello
-    if claims.refuse_other_run(turn, event):
-        return None
+    if mismatch := claims.run_mismatch(turn.spec, hello):
+        return claims.refuse_run(turn, event, mismatch)
     sentence = _impossible(turn, hello)
     if sentence is not None:
         return _refuse(turn, event, Refusal(sentence))

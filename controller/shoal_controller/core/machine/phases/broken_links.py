@@ -70,7 +70,7 @@ def without_most_blamed(turn: Turn, asked: frozenset[WorkerId], links: Iterable[
 def show(turn: Turn, attempt: Attempt) -> None:
     """A job that tries again with two who could not reach each other is stalled, and says so."""
     if attempt.inseparable:
-        turn.keep(phase=Phase.STALLED, reason=attempt.inseparable)
+        turn.enter(Phase.STALLED, attempt.inseparable)
 
 
 def keep_out(turn: Turn, world: Plan, links: Iterable[BrokenLink]) -> bool:

@@ -59,7 +59,8 @@ def on_status(turn: Turn, worker: WorkerId, status: Status) -> None:
             others = (one for one in turn.durable.checkpoints if one is not known)
             _keep(turn, (*others, better))
         return
-    if not claims.is_credible(turn, worker, sighting):
+    if why := claims.false_checkpoint(turn, worker, sighting):
+        claims.refuse_claim(turn, worker, why, "checkpoints")
         return
     _keep(turn, (*turn.durable.checkpoints, sighting))
     _exceed(turn, sighting.generation)

@@ -29,14 +29,11 @@ MOST_MESSAGES = 1 << 16
 # ---- the run
 
 
-def refuse_other_run(turn: Turn, event: Connected) -> bool:
-    """Whether a worker of another run was refused: nothing of what it says is read."""
-    sentence = run_mismatch(turn.spec, event.hello)
-    if sentence:
-        turn.do(Send(event.connection, Refusal(sentence, ends_members=bool(event.hello.run))))
-        turn.do(Close(event.connection))
-        turn.note(EventKind.REFUSED, sentence, host=event.hello.host, pid=event.hello.pid)
-    return bool(sentence)
+def refuse_run(turn: Turn, event: Connected, sentence: str) -> None:
+    """Turn a worker of another run away: nothing of what it says is read."""
+    turn.do(Send(event.connection, Refusal(sentence, ends_members=bool(event.hello.run))))
+    turn.do(Close(event.connection))
+    turn.note(EventKind.REFUSED, sentence, host=event.hello.host, pid=event.hello.pid)
 
 
 def run_mismatch(spec: JobSpec, hello: Hello) -> str:
@@ -69,22 +66,23 @@ def false_hello(turn: Turn, hello: Hello) -> str:
     return _false_status(turn, hello.status, highest)
 
 
-def is_false(turn: Turn, worker: WorkerId, message: Status | Inventory | Result) -> bool:
-    """● Whether a message of an accepted worker cannot be true: it is dropped, and told of once."""
+def false_claim(turn: Turn, worker: WorkerId, message: Status | Inventory | Result) -> str:
+    """● Why a message of an accepted worker cannot be true; empty where it can."""
     if isinstance(message, Result):
-        why = _false_step(turn, message.step)
-    elif isinstance(message, Inventory):
-        why = _false_inventory(turn, message)
-    else:
-        leap = turn.job.processes[worker].status.sequence + MOST_MESSAGES
-        why = f"has said {message.sequence} messages; expected at most {leap}" if message.sequence > leap else ""
-        why = why or _false_status(turn, message, turn.durable.last_generation)
-    if why and worker not in turn.job.distrusted:
+        return _false_step(turn, message.step)
+    if isinstance(message, Inventory):
+        return _false_inventory(turn, message)
+    leap = turn.job.processes[worker].status.sequence + MOST_MESSAGES
+    if message.sequence > leap:
+        return f"has said {message.sequence} messages; expected at most {leap}"
+    return _false_status(turn, message, turn.durable.last_generation)
+
+
+def refuse_claim(turn: Turn, worker: WorkerId, why: str, ignored: str = "messages of it") -> None:
+    """What cannot be true is dropped whole, and told of once."""
+    if worker not in turn.job.distrusted:
         turn.change(distrusted=turn.job.distrusted | {worker})
-        turn.note(
-            EventKind.CLAIM_REFUSED, f"worker {worker} says that it {why}. Such messages of it are ignored.", worker
-        )
-    return bool(why)
+        turn.note(EventKind.CLAIM_REFUSED, f"worker {worker} says that it {why}. Such {ignored} are ignored.", worker)
 
 
 def _false_status(turn: Turn, status: Status, highest: int) -> str:
@@ -131,22 +129,17 @@ def counts_for_all(turn: Turn, worker: WorkerId) -> bool:
     return turn.world is None and turn.record(worker).launched
 
 
-def is_credible(turn: Turn, worker: WorkerId, sighting: CheckpointRef) -> bool:
-    """● Whether a checkpoint may be one of the job's: where its config or `resume` says that they lie."""
-    status = turn.job.processes[worker].status
-    false = _false_place(turn, sighting.path)
-    if status.generation and not false:
-        false = _false_step(turn, sighting.step)
-    if not false and sighting.generation > turn.durable.last_generation + GREATEST_LEAP:
-        false = (
-            f"knows a checkpoint of generation {sighting.generation}; this job has given {turn.durable.last_generation}"
-        )
-    if false and worker not in turn.job.distrusted:
-        turn.change(distrusted=turn.job.distrusted | {worker})
-        turn.note(
-            EventKind.CLAIM_REFUSED, f"worker {worker} says that it {false}. Such checkpoints are ignored.", worker
-        )
-    return not false
+def false_checkpoint(turn: Turn, worker: WorkerId, ref: CheckpointRef) -> str:
+    """● Why a checkpoint cannot be one of the job's; empty where it may: where its config or `resume` says that they
+    lie.
+    """
+    why = _false_place(turn, ref.path)
+    if turn.job.processes[worker].status.generation and not why:
+        why = _false_step(turn, ref.step)
+    if not why and ref.generation > turn.durable.last_generation + GREATEST_LEAP:
+        given = turn.durable.last_generation
+        why = f"knows a checkpoint of generation {ref.generation}; this job has given {given}"
+    return why
 
 
 def _false_place(turn: Turn, path: str) -> str:

@@ -26,7 +26,8 @@ def finish(turn: Turn, phase: Phase, reason: str) -> None:
     """The job is over."""
     if turn.durable.phase.over:
         return
-    turn.keep(phase=phase, reason=reason, planned=(), save=None, ended_at=turn.now)
+    turn.enter(phase, reason)
+    turn.keep(planned=(), save=None, ended_at=turn.now)
     turn.change(attempt=None, reaped_at=turn.now)
     turn.note(EventKind[phase.name], reason)
     send_all_if_due(turn)
@@ -68,7 +69,8 @@ def on_restart(turn: Turn, _: Started) -> None:
 
 def on_connected(turn: Turn, event: Connected) -> None:
     """A worker comes back to a job that is over: it is told how it ended, if that was its own run."""
-    if claims.refuse_other_run(turn, event):
+    if sentence := claims.run_mismatch(turn.spec, event.hello):
+        claims.refuse_run(turn, event, sentence)
         return
     turn.do(Send(event.connection, shutdown_of_all(turn.durable)))
     turn.do(Close(event.connection))

@@ -60,4 +60,4 @@ def _release(turn: Turn, members: list[WorkerId], path: str) -> None:
         scaling.dismiss_last(turn, worker, f"; its state is in {path}" if path else "")
     left = f"the checkpoint at {path} waits for others" if path else "nothing is left"
     lost_blocks.start_anew(turn, f"the last workers were drained; {left}")
-    turn.keep(phase=Phase.WAITING, reason="")
+    turn.enter(Phase.WAITING)

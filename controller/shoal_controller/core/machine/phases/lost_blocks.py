@@ -25,7 +25,7 @@ from shoal_controller.core.machine.turn import Turn
 
 def on_blocks_lost(turn: Turn, attempt: Attempt) -> bool:
     """The planner has found blocks that no inventory tells a copy of. True: those who are left go back."""
-    turn.keep(phase=Phase.STALLED, reason=_sentence(turn, attempt.lost_blocks))
+    turn.enter(Phase.STALLED, _sentence(turn, attempt.lost_blocks))
     turn.note(EventKind.STALLED, turn.durable.reason, blocks=len(attempt.lost_blocks))
     return wait(turn, attempt)
 
@@ -106,9 +106,8 @@ def start_anew(turn: Turn, why: str) -> None:
     shown = max(durable.step, known_step(turn))
     lost_steps = max(0, shown - step)
     corruption.give_up_from(turn, shown)
+    turn.enter(Phase.STALLED, why)
     turn.keep(
-        phase=Phase.STALLED,
-        reason=why,
         current=None,
         planned=(),
         first_valid_generation=durable.last_generation + 1,

@@ -46,7 +46,8 @@ def begin(turn: Turn, attempt: Attempt) -> None:
     number = turn.durable.last_generation + 1
     attempt = replace(attempt, generation=number, since=turn.now, phase=AttemptPhase.PREPARE, plan=None, waits_for="")
     starting = attempt.start and attempt.reason is not Reason.RESTORE
-    turn.keep(last_generation=number, phase=Phase.STARTING if starting else Phase.RESIZING)
+    turn.enter(Phase.STARTING if starting else Phase.RESIZING)
+    turn.keep(last_generation=number)
     turn.change(attempt=attempt, goal=None, detect_seconds=turn.now - attempt.noticed_at)
     turn.note(
         EventKind.PREPARE,
@@ -95,7 +96,7 @@ def settle(turn: Turn) -> None:
         if turn.world is not None:
             recover(turn, "the controller was started again in the middle of a change", turn.now)
         else:
-            turn.keep(phase=Phase.WAITING)
+            turn.enter(Phase.WAITING)
     elif attempt.phase is AttemptPhase.PREPARE:
         _prepare(turn, attempt)
     else:
@@ -135,7 +136,7 @@ def _too_few(turn: Turn) -> None:
     turn.note(
         EventKind.WAITING, f"only {len(fenced_workers(turn))} workers are left to start with, min_workers is {least}"
     )
-    turn.keep(phase=Phase.WAITING)
+    turn.enter(Phase.WAITING)
     turn.change(attempt=None)
 
 
@@ -185,7 +186,7 @@ def _go_back(turn: Turn, attempt: Attempt, why: str) -> None:
         back_from=max(turn.durable.step, known_step(turn)),
     )
     turn.change(attempt=attempt)
-    turn.keep(phase=Phase.RESIZING, reason="")
+    turn.enter(Phase.RESIZING)
     _send(turn, planner_inputs.start_plan(turn, fenced_workers(turn), attempt))
 
 
@@ -196,7 +197,8 @@ def _begin_again(turn: Turn, attempt: Attempt, workers: list[WorkerId]) -> None:
     failures.on_world_lost(turn)
     if turn.durable.phase.over:
         return None
-    turn.keep(current=None, planned=(), phase=Phase.WAITING)
+    turn.enter(Phase.WAITING)
+    turn.keep(current=None, planned=())
     turn.note(EventKind.WAITING, "every worker was lost before the first step; waiting for others")
     return turn.change(attempt=None, goal=None, ready_since=None)
 
@@ -314,14 +316,13 @@ def _open(turn: Turn, attempt: Attempt, plan: Plan) -> None:
     if goes_back or attempt.start:
         corruption.on_return(turn)
     checkpoints.on_opened(turn, plan.generation)
+    turn.enter(Phase.RUNNING)
     turn.keep(
         current=plan,
         planned=(),
-        phase=Phase.RUNNING,
         step=shown,
         final_drain=False,
         committed_in=max(turn.durable.committed_in, attempt.committed_in),
-        reason="",
         last_refusal="",
     )
     turn.change(attempt=None, ready_since=None)

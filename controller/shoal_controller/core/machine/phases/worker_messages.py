@@ -5,6 +5,9 @@ An older status than the last one heard says nothing; whatever is heard proves t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from shoal_protos.messages import Heartbeat, Inventory, Ready, Request, Result, Status, Telemetry
 from shoal_protos.plan import WorkerId
 
@@ -31,40 +34,80 @@ from shoal_controller.core.machine.turn import Turn
 def on_message(turn: Turn, event: MessageReceived) -> bool:
     """Returns whether it may matter for the job, so that a plain heartbeat costs next to nothing."""
     worker = turn.job.connections.get(event.connection)
-    if worker is None:
+    return worker is not None and MESSAGES[type(event.message)](turn, worker, event.message)
+
+
+def on_heartbeat(turn: Turn, worker: WorkerId, heartbeat: Heartbeat) -> bool:
+    """Where a worker stands, its figures, and what its training thread does."""
+    known = turn.job.processes[worker]
+    before = known.status
+    if why := claims.false_claim(turn, worker, heartbeat.status):
+        claims.refuse_claim(turn, worker, why)
+        note_alive(turn, worker)
         return False
-    message = event.message
-    if isinstance(message, Heartbeat):
-        known = turn.job.processes[worker]
-        before = known.status
-        if claims.is_false(turn, worker, message.status):
-            note_alive(turn, worker)
-            return False
-        in_steps = known.telemetry.training_seconds
-        turn.see(worker, pace_before=(before.step, in_steps) if in_steps else None)
-        if message.status.sequence >= before.sequence:
-            _on_activity(turn, known, message)
-        note_alive(turn, worker, telemetry=message.telemetry)
-        history.on_telemetry(turn, worker)
-        checkpoints.on_telemetry(turn, worker)
-        training_data.on_telemetry(turn, worker)
-        on_status(turn, worker, message.status)
-        send_if_due(turn, worker)
-        return _differs(before, message.status)
+    in_steps = known.telemetry.training_seconds
+    turn.see(worker, pace_before=(before.step, in_steps) if in_steps else None)
+    if heartbeat.status.sequence >= before.sequence:
+        _on_activity(turn, known, heartbeat)
+    note_alive(turn, worker, telemetry=heartbeat.telemetry)
+    history.on_telemetry(turn, worker)
+    checkpoints.on_telemetry(turn, worker)
+    training_data.on_telemetry(turn, worker)
+    on_status(turn, worker, heartbeat.status)
+    send_if_due(turn, worker)
+    return _differs(before, heartbeat.status)
+
+
+def on_ready(turn: Turn, worker: WorkerId, ready: Ready) -> bool:
+    """The group of a plan is built, and the state is in place."""
     note_alive(turn, worker)
-    if isinstance(message, Ready | Inventory | Result):
-        claimed = message.status if isinstance(message, Ready) else message
-        if claims.is_false(turn, worker, claimed):
-            return False
-    if isinstance(message, Ready):
-        on_status(turn, worker, message.status)
-    elif isinstance(message, Inventory):
-        _on_inventory(turn, worker, message)
-    elif isinstance(message, Request):
-        scaling.drain(turn, worker, Leaving.DRAIN, message.grace_seconds)
-    elif isinstance(message, Result):
-        _on_result(turn, worker, message)
+    if why := claims.false_claim(turn, worker, ready.status):
+        claims.refuse_claim(turn, worker, why)
+        return False
+    on_status(turn, worker, ready.status)
     return True
+
+
+def on_inventory(turn: Turn, worker: WorkerId, inventory: Inventory) -> bool:
+    """What a worker that has stopped holds. One that answers another PREPARE says nothing."""
+    note_alive(turn, worker)
+    if why := claims.false_claim(turn, worker, inventory):
+        claims.refuse_claim(turn, worker, why)
+        return False
+    attempt = turn.job.attempt
+    if attempt is not None and inventory.answers == attempt.generation:
+        turn.see(worker, inventory=inventory)
+        planned_changes.on_generation_seen(turn, inventory.generation)
+    return True
+
+
+def on_request(turn: Turn, worker: WorkerId, request: Request) -> bool:
+    """A worker asks to be drained."""
+    note_alive(turn, worker)
+    scaling.drain(turn, worker, Leaving.DRAIN, request.grace_seconds)
+    return True
+
+
+def on_result(turn: Turn, worker: WorkerId, result: Result) -> bool:
+    """Digests, or why it failed; from a worker that was told to end, or of a life that was given up, it is nothing."""
+    note_alive(turn, worker)
+    if why := claims.false_claim(turn, worker, result):
+        claims.refuse_claim(turn, worker, why)
+        return False
+    generation = turn.job.processes[worker].status.generation
+    if turn.record(worker).ending is None and not 0 < generation < turn.durable.first_valid_generation:
+        _take_result(turn, worker, result)
+    return True
+
+
+MESSAGES: dict[type, Callable[[Turn, WorkerId, Any], bool]] = {
+    Heartbeat: on_heartbeat,
+    Ready: on_ready,
+    Inventory: on_inventory,
+    Request: on_request,
+    Result: on_result,
+}
+"""What is done with each kind of message of a living job's workers."""
 
 
 def _on_activity(turn: Turn, known: Process, message: Heartbeat) -> None:
@@ -117,19 +160,7 @@ def _position(status: Status) -> tuple[object, ...]:
     return status.generation, status.state, status.promised, status.committed_in, status.broken, ends, knows
 
 
-def _on_inventory(turn: Turn, worker: WorkerId, inventory: Inventory) -> None:
-    attempt = turn.job.attempt
-    if attempt is None or inventory.answers != attempt.generation:
-        return
-    turn.see(worker, inventory=inventory)
-    planned_changes.on_generation_seen(turn, inventory.generation)
-
-
-def _on_result(turn: Turn, worker: WorkerId, result: Result) -> None:
-    """Digests, or why it failed; from a worker that was told to end, or of a life that was given up, it is nothing."""
-    generation = turn.job.processes[worker].status.generation
-    if turn.record(worker).ending is not None or 0 < generation < turn.durable.first_valid_generation:
-        return
+def _take_result(turn: Turn, worker: WorkerId, result: Result) -> None:
     if result.failure:
         if result.everyone and claims.counts_for_all(turn, worker):
             ending.fail(turn, f"worker {worker}: {result.failure}")
