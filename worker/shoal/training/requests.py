@@ -48,7 +48,7 @@ class Requests:
             )
         if context.world is None and not context.over:
             raise UserError(f"{call} was called before the loop; ask in the loop or after it.")
-        check_requests([*self._mine, request], call)
+        check_requests([*self._open, request], call)
 
     def add(self, request: Request, by_script: bool = False) -> None:
         """From now on it is in this worker's votes, until it is carried out."""
