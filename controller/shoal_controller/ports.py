@@ -60,7 +60,7 @@ class Launcher(Protocol):
         """Start a process for this worker. A `ShoalError` says why it could not be started."""
 
     async def kill(self, worker: WorkerId, spec: JobSpec) -> None:
-        """End the worker's process at once; one that is gone already is no error."""
+        """End the worker's process at once; one that is already gone is no error."""
 
     async def adopt(self, workers: Sequence[WorkerId], spec: JobSpec) -> Sequence[Spawned | NeverStarted]:
         """What became of the processes that an earlier controller started for this job, and of `workers` in any case.

@@ -127,7 +127,7 @@ class Runner:
         if trouble is None:
             return ""
         seconds = asyncio.get_running_loop().time() - trouble.since
-        return f"the store has taken no write for {seconds:.0f} s ({trouble.why}); nothing is decided until it does"
+        return f"the store has accepted no write for {seconds:.0f} s ({trouble.why}); nothing is decided until it does"
 
     @property
     def unserved(self) -> str:
@@ -201,7 +201,7 @@ class Runner:
             async with asyncio.timeout(SUBMIT_SECONDS):
                 await self._inbox.put(submission)
         except TimeoutError as error:
-            raise StoreError(f"job {self.spec.job} is too busy to hear of more; try again later") from error
+            raise StoreError(f"job {self.spec.job} is too busy; try again later") from error
         if self._halted is not None and (self._loop is None or self._loop.done()):
             _settle(submission, self._halted)
         if not isinstance(event, OPERATOR_REQUESTS):
@@ -351,7 +351,7 @@ class Runner:
 
     def _note_break(self, error: Exception) -> None:
         what = str(error) if isinstance(error, ShoalError) else f"{type(error).__name__}: {error}"
-        self._broken = f"job {self.spec.job} cannot go on, by a defect of Shoal: {what}"
+        self._broken = f"job {self.spec.job} cannot continue because of a bug in Shoal: {what}"
         log.error("a job cannot go on", job=self.spec.job, error=what, exc_info=error)
 
     def _answer_broken(self, event: Event) -> None:

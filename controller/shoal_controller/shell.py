@@ -117,7 +117,7 @@ class Shell:
             async with asyncio.timeout(CHECK_SECONDS):
                 await self._store.transact([], [Put("/ready", self._writer.encode())])
         except TimeoutError as error:
-            raise StoreError(f"the store has taken no write for {CHECK_SECONDS:g} s") from error
+            raise StoreError(f"the store has accepted no write for {CHECK_SECONDS:g} s") from error
 
     @property
     def trouble(self) -> str:

@@ -165,7 +165,7 @@ class Plan:
 def check_plan(plan: Plan) -> None:
     """Raises `PeerError` naming the first broken invariant (docs/architecture.md, "Invariants")."""
     for broken in _broken(plan):
-        raise PeerError(f"plan {plan.generation} is unsound: {broken}. This is a defect of Shoal; please report it.")
+        raise PeerError(f"plan {plan.generation} is unsound: {broken}. This is a bug in Shoal; please report it.")
 
 
 def _broken(plan: Plan) -> Iterator[str]:

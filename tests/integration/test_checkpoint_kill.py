@@ -47,5 +47,5 @@ def _check(storage: LocalStorage, wanted: int) -> int:
         verify(found.reader())
     found = resolve(storage.url, "latest", print)
     assert found and found.name == whole[0].name
-    assert all(" is half-written: " in sentence for sentence in skipped)
+    assert all(" is incomplete: " in sentence for sentence in skipped)
     return len(skipped)

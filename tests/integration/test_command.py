@@ -139,7 +139,7 @@ def test_run_again_after_kill_9_goes_on_with_the_same_workers(tmp_path: Path) ->
             assert {worker["pid"] for worker in second.workers()} == pids
             code, _, told = second.end()
     assert code == 0, told
-    assert "job train goes on at step " in told
+    assert "job train continues at step " in told
     assert json.loads((tmp_path / "report.json").read_text())["fingerprint"] == undisturbed(options)
 
 
@@ -185,7 +185,7 @@ def test_the_first_ctrl_c_saves_where_there_is_somewhere_to_and_the_same_command
         command.process.send_signal(signal.SIGINT)
         code, said, told = command.end()
     assert code == 130, told
-    found = re.search(r"saved at step (\d+); this goes on from there: shoal run --http ", said)
+    found = re.search(r"saved at step (\d+); to continue from there: shoal run --http ", said)
     assert found and int(found[1]) >= 3, said
     assert f"saved at step {found[1]}" in told
     with running(tmp_path, options, "--workers", "2") as again:
@@ -199,8 +199,8 @@ def test_a_job_with_nowhere_to_save_says_so_when_it_is_interrupted(tmp_path: Pat
         command.process.send_signal(signal.SIGINT)
         code, said, told = command.end()
     assert code == 130, told
-    assert "nothing is saved now: job train has nowhere to save to; set checkpoint.path" in told
-    assert "nothing is saved (checkpoint.path in the config says where); this begins at step 0 again: shoal run" in said
+    assert "nothing is saved now: job train has no checkpoint folder; set checkpoint.path" in told
+    assert "nothing is saved (set checkpoint.path in the config); to start again from step 0: shoal run" in said
 
 
 def test_the_second_ctrl_c_kills(tmp_path: Path) -> None:

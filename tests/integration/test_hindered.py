@@ -42,5 +42,5 @@ def test_a_script_that_hangs_is_named_and_ends_after_stall_seconds_and_the_other
         waited = [line for line in cluster.metrics().splitlines() if line.startswith("shoal_worker_waits_for_seconds")]
         assert [line for line in waited if 'worker="w1"' in line and not line.endswith(" 0.0")], waited
         cluster.wait_world(2)
-        assert "its script has come no further for" in cluster.messages("dismissed")[0]
+        assert "its script has made no progress for" in cluster.messages("dismissed")[0]
         cluster.wait_undisturbed()

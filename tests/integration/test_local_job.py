@@ -70,7 +70,7 @@ def test_blocks_of_which_no_copy_lives_begin_anew_and_end_with_the_same_bits(tmp
         cluster.wait_step(2)
         cluster.kill("w1", "w2")
         cluster.until("the job to begin anew", lambda _: cluster.messages("anew"))
-        assert "every process that held them is dead; starting anew from step 0" in cluster.messages("anew")[0]
+        assert "every process that held them is dead; starting again from step 0" in cluster.messages("anew")[0]
         cluster.wait_world(3)
         (tmp_path / "go").touch()
         cluster.wait_done()
@@ -85,6 +85,6 @@ def test_a_script_that_raises_at_one_step_in_all_workers_twice_fails_its_job_wit
     with launched(2, tmp_path, FAILING_SCRIPT) as cluster:
         until("the job to fail", lambda: cluster.job()["phase"] == "failed", patience=100)
         reason = cluster.job()["reason"]
-        assert reason.startswith("two generations failed alike in all their members, so a third would too; worker w")
+        assert reason.startswith("two generations failed in the same way in all their members, so a third would too;")
         assert "at step 3: ValueError: no such column\nTraceback" in reason and "train.py" in reason
         assert len(cluster.messages("anew")) == 1

@@ -105,7 +105,7 @@ class Links:
             since = max((at for pair, at in self._down_until.items() if pid in pair), default=NEVER)
             if since < self.clock.now - LATE_SECONDS - 4 * self.simulation.host.late:
                 self.simulation.watch.violated("a worker whose links all carry was evicted", note.message)
-        elif "has come no further" in note.message and note.kind == "dismissed":
+        elif "has made no progress" in note.message and note.kind == "dismissed":
             self.ended += 1
             stuck = self.simulation.by_id(note.worker).training.code.stuck_since
             last_seen = self.clock.now - self.simulation.spec.stall_seconds

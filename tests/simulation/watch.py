@@ -117,7 +117,7 @@ class Watch:
         self.simulation.checkpoints.parted += "its state is in" in why
         self.simulation.promises.parts(worker, why)
         world = self.simulation.host.job.durable.current
-        if world is None or not world.steps or "nobody was here" in why:
+        if world is None or not world.steps or "no worker was there" in why:
             return
         step = worker.training.step
         expected = right(step) if step >= 0 else []

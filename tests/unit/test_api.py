@@ -334,7 +334,7 @@ async def test_our_own_defect_is_a_problem_without_its_traceback(tmp_path, monke
     async with serving(tmp_path) as api:
         monkeypatch.setattr(api.shell, "jobs", lambda: 1 / 0)
         problem = await api.ask("GET", "/v1/jobs", 500)
-        assert problem["detail"] == "this is a defect of Shoal; the controller's log has the details"
+        assert problem["detail"] == "this is a bug in Shoal; see the controller's log"
         assert await api.ask("GET", "/healthz") == {"status": "ok", "trouble": ""}
 
 

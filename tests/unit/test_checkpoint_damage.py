@@ -68,7 +68,7 @@ def test_a_file_that_is_cut_short_or_gone_is_seen_before_any_is_read(one: Found,
     else:
         file.write_bytes(right[:left])
     try:
-        with pytest.raises(CheckpointDamaged, match=r"half-written|is damaged|is no manifest"):
+        with pytest.raises(CheckpointDamaged, match=r"is incomplete|is damaged|is not the manifest"):
             look_into(one.storage, one.name)
     finally:
         file.write_bytes(right)
@@ -124,7 +124,7 @@ def test_what_was_given_up_is_never_the_latest_though_what_came_after_cannot_be_
     found = resolve(storage.url, "latest", said.append, unreadable=[f"{storage.url}/{newest.folder}"])
     assert found is not None and found.manifest.step == 2
     assert [sentence.partition(" was ")[2] for sentence in said] == [
-        "given up: training went back behind it, and on without it."
+        "given up: training went back to an earlier step and continued without it."
     ]
 
 
@@ -132,7 +132,7 @@ def test_one_without_a_manifest_is_skipped_for_the_one_before(two: Two) -> None:
     storage, (_, newest) = two
     (Path(storage.url) / newest.folder / MANIFEST).unlink()
     where = f"{storage.url}/{newest.folder}"
-    sentence = f"{where} is half-written: it has no manifest.json. Its save is under way, or was broken off."
+    sentence = f"{where} is incomplete: it has no manifest.json. Its save is still running, or was interrupted."
     assert latest(storage) == (2, [sentence])
 
 
@@ -176,7 +176,7 @@ def test_a_step_is_found_and_one_that_is_not_there_gets_a_sentence(two: Two) -> 
     storage, _ = two
     found = resolve(storage.url, 2, print)
     assert found and found.manifest.step == 2
-    with pytest.raises(NotFound, match=r"has no whole checkpoint of step 3; there are \[2, 4\]\.$"):
+    with pytest.raises(NotFound, match=r"has no complete checkpoint of step 3; there are \[2, 4\]\.$"):
         resolve(storage.url, 3, print)
     with pytest.raises(NotFound, match=r"^resume is step 3, and no `shoal.checkpoint.path` says where"):
         resolve(None, 3, print)
@@ -188,7 +188,7 @@ def test_a_path_is_one_checkpoint_or_a_folder_of_them(two: Two) -> None:
     assert one and one.manifest.step == 2 and newest and newest.manifest.step == 4
     with pytest.raises(NotFound, match=r"^there is no checkpoint at \S+step-000000000009-1-9-x\.$"):
         resolve(None, f"{storage.url}/step-000000000009-1-9-x", print)
-    with pytest.raises(NotFound, match=r"^there is no whole checkpoint in \S+nowhere\.$"):
+    with pytest.raises(NotFound, match=r"^there is no complete checkpoint in \S+nowhere\.$"):
         resolve(None, f"{storage.url}/nowhere", print)
 
 

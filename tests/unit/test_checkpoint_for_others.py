@@ -208,7 +208,7 @@ def test_verify_tells_of_every_checkpoint_and_fails_where_one_is_damaged(
     assert run(capsys, "verify", place / later.folder)[0] == 1
     (place / later.folder / MANIFEST).unlink()
     code, out, _ = run(capsys, "verify", place)
-    assert code == 0 and "is half-written" in out.splitlines()[0]
+    assert code == 0 and "is incomplete" in out.splitlines()[0]
     assert run(capsys, "export", place, place / "m.safetensors")[:2] == (
         0,
         f"{place}/m.safetensors: the model of step 2\n",
@@ -219,7 +219,7 @@ def test_a_place_without_checkpoints_gets_a_sentence(capsys, tmp_path: Path) -> 
     assert run(capsys, "verify", tmp_path)[::2] == (2, f"shoal: there is no checkpoint in {tmp_path}.\n")
     assert run(capsys, "export", tmp_path, tmp_path / "m")[::2] == (
         2,
-        f"shoal: there is no whole checkpoint in {tmp_path}.\n",
+        f"shoal: there is no complete checkpoint in {tmp_path}.\n",
     )
 
 

@@ -84,7 +84,7 @@ def test_the_first_parameter_that_differs_is_named(
 ) -> None:
     with pytest.raises(UserError) as refusal:
         fits(found.manifest, state(), (), "it")
-    hint = 'To begin at step 0 with what matches by name, say `shoal.checkpoint.allow: ["new", "missing"]`.'
+    hint = 'To begin at step 0 with what matches by name, set `shoal.checkpoint.allow: ["new", "missing"]`.'
     assert str(refusal.value) == f"it is not of this job's model: {sentence} {hint}"
 
 

@@ -98,7 +98,7 @@ def test_the_state_of_every_scheduler_of_torch_comes_back(scheduler: Any) -> Non
 
 @pytest.mark.parametrize("value", [Fraction(1, 3), lambda: 1, torch.zeros(2).to_sparse(), numpy.array(["x"])])
 def test_what_cannot_be_kept_is_named_with_its_place(value: Any) -> None:
-    with pytest.raises(UserError, match=r"^it\.a\.0 is a \S+, which no checkpoint or joiner can be given; use numbers"):
+    with pytest.raises(UserError, match=r"^it\.a\.0 is a \S+, which cannot be saved or sent to a joiner; use numbers"):
         encode({"a": [value]}, {}, "it")
 
 

@@ -48,7 +48,7 @@ def test_files_are_written_listed_read_and_removed(storage: Storage) -> None:
 
 def test_a_file_that_is_larger_than_it_can_be_is_not_read(storage: Storage) -> None:
     storage.publish("large", bytes(100))
-    with pytest.raises(StorageFailed, match=r"^large in \S+ is larger than 99 bytes; it is none of Shoal's\.$"):
+    with pytest.raises(StorageFailed, match=r"^large in \S+ is larger than 99 bytes; it is not a file of Shoal\.$"):
         storage.read("large", 99)
 
 
@@ -153,7 +153,7 @@ def test_a_disk_without_room_is_told_from_other_failures(tmp_path: Path, monkeyp
 @pytest.mark.parametrize(
     ("url", "sentence"),
     [
-        ("nowhere://x", "nowhere://x is no path or URL for checkpoints: Protocol not known: nowhere."),
+        ("nowhere://x", "nowhere://x is not a path or URL for checkpoints: Protocol not known: nowhere."),
         ("abfs://x/y", "abfs:// needs a library that is not installed: install its fsspec driver ("),
     ],
 )

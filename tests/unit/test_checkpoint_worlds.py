@@ -193,7 +193,7 @@ def test_an_operator_asks_for_one(tmp_path: Path) -> None:
 def test_a_job_without_a_place_refuses_to_save() -> None:
     with Crew("a", PLAIN) as crew:
         crew.train_to(1)
-        with pytest.raises(Conflict, match=r"has nowhere to save to; set checkpoint\.path in its config\.$"):
+        with pytest.raises(Conflict, match=r"has no checkpoint folder; set checkpoint\.path in its config\.$"):
             crew.wish(Save())
 
 
@@ -306,7 +306,7 @@ def test_what_is_no_checkpoint_at_the_start_is_said_once_and_the_one_before_is_u
     with Crew("cd", task(tmp_path)) as crew:
         assert crew.finish() == undisturbed(PLAIN)
         assert told(crew, "checkpoint_passed_over") == [
-            f"{twelve} is half-written: it has no manifest.json. Its save is under way, or was broken off. "
+            f"{twelve} is incomplete: it has no manifest.json. Its save is still running, or was interrupted. "
             f"{eight}/manifest.json is damaged: it is not JSON."
         ]
         assert crew.job.durable.history[0].from_step == 4

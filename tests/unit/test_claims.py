@@ -202,7 +202,7 @@ def test_a_broken_heartbeat_is_told_of_once_and_its_worker_stays() -> None:
         notes += job.notes
     assert notes == [
         "worker w0 says that it has committed in generation 1, is in 1 and has promised 1000000; expected numbers that "
-        "do not fall, and at most 1. Such messages of it are ignored."
+        "do not decrease, and at most 1. Such messages are ignored."
     ]
     job.beat("w0", promised=1)
     job.wait(5)

@@ -340,7 +340,8 @@ def test_windows_is_refused_in_one_sentence(
     with pytest.raises(SystemExit) as ended:
         main.main()
     assert ended.value.code == 2
-    assert capsys.readouterr().err == "shoal: Shoal runs on Linux, and on macOS in a world of one; not on Windows.\n"
+    sentence = "Shoal runs on Linux, and on macOS without a controller, but not on Windows."
+    assert capsys.readouterr().err == f"shoal: {sentence}\n"
 
 
 @pytest.mark.parametrize(

@@ -184,7 +184,7 @@ def test_after_going_back_to_a_sound_checkpoint_the_job_has_the_undisturbed_bits
         strike(crew, "b", what, owned)
         assert crew.finish() == undisturbed(PLAIN)
         assert len(seen(crew)) == 1
-        assert seen(crew, "restoring")[0].startswith("all go back to the checkpoint of step 4: the copies of block ")
+        assert seen(crew, "restoring")[0].startswith("all members go back to the checkpoint of step 4: the copies of ")
 
 
 def test_a_checkpoint_saved_while_copies_differ_is_not_verified_and_not_gone_back_to(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_a_checkpoint_saved_while_copies_differ_is_not_verified_and_not_gone_bac
         assert len(seen(crew)) == 1, "the save's own comparison has found it"
         manifests = [one.manifest for one in checkpoints(LocalStorage(tmp_path), print)]
         assert [manifest.step for manifest in manifests if manifest.verified] == [4]
-        assert seen(crew, "restoring")[0].startswith("all go back to the checkpoint of step 4: ")
+        assert seen(crew, "restoring")[0].startswith("all members go back to the checkpoint of step 4: ")
 
 
 def test_without_a_sound_checkpoint_the_job_pauses_and_says_why() -> None:

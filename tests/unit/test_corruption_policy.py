@@ -79,7 +79,7 @@ def test_all_go_back_to_the_newest_checkpoint_whose_copies_were_compared(restart
     driver.beat("w1", checkpoint=NEWER)
     driver.beat("w2", corrupt=(differ(3, "w0", "w1"),))
     assert noted(driver, "restoring")[0].startswith(
-        "all go back to the checkpoint of step 10: the copies of block 3 of"
+        "all members go back to the checkpoint of step 10: the copies of block 3 of"
     )
     assert any(isinstance(message, Prepare) for message in driver.said("w1"))
     if restarts:
@@ -121,7 +121,7 @@ def test_a_second_return_without_a_step_above_the_highest_pauses() -> None:
     driver.beat("w0", step=31, corrupt=(differ(5, "w2", "w3"),))
     assert driver.job.attempt is None and driver.job.durable.paused
     assert driver.job.durable.paused_because.endswith(
-        "; all went back for that from step 31, and are not beyond it again"
+        "; all members already went back from step 31 for this, and have not passed it since"
     )
 
 

@@ -90,12 +90,13 @@ def test_the_reason_says_how_often_it_was_tried_and_how_far_it_came() -> None:
     job = job_of(1)
     lives(job, 10, lambda here: raise_in(job, here, 10, None))
     assert job.view.reason.startswith(
-        "4 tries have failed, none with a committed step beyond 10 (max_restarts is 3); worker w3 at step 10: "
+        "4 attempts have failed without a committed step beyond 10 (max_restarts is 3); worker w3 at step 10: "
     )
     job = job_of(1)
     lives(job, 10, lambda here: raise_in(job, here, 10, FAULT))
     assert job.view.reason.startswith(
-        "two generations failed alike in all their members, so a third would too; worker w1 at step 10: ValueError: "
+        "two generations failed in the same way in all their members, so a third would too; "
+        "worker w1 at step 10: ValueError: "
     )
 
 
@@ -118,7 +119,7 @@ def test_workers_that_are_killed_at_the_same_step_again_and_again_are_given_up_a
     job = job_of(2)
     assert lives(job, 10, lambda here: kill(job, here)) == 31
     assert job.view.reason.startswith(
-        "31 tries have failed, none with a committed step beyond 10 (30 deaths by a signal are allowed); worker w60: "
+        "31 attempts have failed without a committed step beyond 10 (30 deaths by a signal are allowed); worker w60: "
     )
 
 
@@ -172,7 +173,7 @@ def test_a_controllers_restart_forgets_no_failure() -> None:
     raise_in(job, live(job, 10), 10, FAULT)
     job.restart()
     raise_in(job, live(job, 10), 10, FAULT)
-    assert "two generations failed alike" in job.view.reason
+    assert "two generations failed in the same way" in job.view.reason
 
 
 def test_kills_among_survivors_are_no_failures_of_the_script_however_many_there_are() -> None:
@@ -242,7 +243,7 @@ def test_a_mistake_that_a_script_tells_at_its_start_fails_the_job_at_once_with_i
     job.exit("w0", WRONG_USE, "exit status 2", "warming up\nshoal: optimizer.lr is -1;\nexpected 0 or more")
     assert job.view.phase is Phase.FAILED
     assert job.view.reason == (
-        "worker w0 cannot work as it was started: optimizer.lr is -1;\nexpected 0 or more (log: /logs/w0.log)"
+        "worker w0 cannot run as started: optimizer.lr is -1;\nexpected 0 or more (log: /logs/w0.log)"
     )
 
 

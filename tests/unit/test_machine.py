@@ -41,7 +41,7 @@ def test_a_job_starts_when_all_wanted_workers_are_ready() -> None:
     job = Driver(wanted=2)
     job.hello("w0")
     assert job.said("w0") == [Welcome("w0", 1.0, 10.0, 1800.0, run=RUN)]
-    assert job.view.reason.startswith("1 of 2 workers ready, 0 more are starting")
+    assert job.view.reason.startswith("1 of 2 workers ready, 0 more starting")
     job.hello("w1")
     assert job.said("w1")[-1] == Prepare(1)
     assert isinstance(job.effects[0], Persist), "the number is in the store before anyone hears of it"
@@ -53,7 +53,7 @@ def test_a_job_starts_with_min_workers_ten_seconds_after_the_first() -> None:
     job.hello("w0")
     job.hello("w1")
     job.wait(9.5)
-    assert job.view.reason == "2 of 3 workers ready, 0 more are starting; waiting for 10 s"
+    assert job.view.reason == "2 of 3 workers ready, 0 more starting; waiting for 10 s"
     assert job.view.phase is Phase.WAITING
     job.wait(0.5)
     assert job.view.phase is Phase.STARTING
@@ -64,7 +64,7 @@ def test_a_job_below_min_workers_says_what_it_waits_for() -> None:
     job.hello("w0")
     job.hello("w1", status=replace(NEW, state=MemberState.WARMING_UP))
     job.wait(12)
-    assert job.view.reason == "1 of 3 workers ready, min_workers is 3, 1 more are starting; waiting for 12 s"
+    assert job.view.reason == "1 of 3 workers ready, min_workers is 3, 1 more starting; waiting for 12 s"
 
 
 def test_a_world_opens_when_all_are_ready_and_is_stored_before_it_is_said() -> None:
@@ -101,7 +101,7 @@ def test_too_few_left_during_the_start_go_back_to_waiting() -> None:
     job.hello("w1")
     job.die("w1")
     assert job.view.phase is Phase.WAITING
-    assert "only 1 workers are left to start with, min_workers is 2" in job.notes
+    assert "only 1 worker left to start with, min_workers is 2" in job.notes
 
 
 def test_a_number_exceeds_every_hello_and_the_manifest_of_a_checkpoint() -> None:
@@ -167,7 +167,7 @@ def test_lanes_of_the_spec_must_be_those_of_the_config() -> None:
 def test_a_worker_of_a_world_that_the_store_does_not_know_is_refused() -> None:
     job = Driver()
     job.hello("w0", status=replace(NEW, generation=3, state=MemberState.TRAINING, step=9), run=RUN)
-    assert "is in 3 and has promised 0; expected numbers that do not fall, and at most 0" in refusal(job)
+    assert "is in 3 and has promised 0; expected numbers that do not decrease, and at most 0" in refusal(job)
 
 
 def test_a_worker_without_an_id_gets_one_that_nobody_had() -> None:

@@ -83,18 +83,20 @@ def test_an_operators_word_ends_the_wait_for_a_silent_majority_at_once() -> None
     job.feed(ConfirmLost("w2"))
     assert [worker.state for worker in job.view.workers] == [State.ACTIVE, State.LOST, State.LOST]
     assert "silent" not in job.view.reason
-    assert job.job.attempt is not None and "an operator says that its process is gone" in job.job.attempt.why
-    assert refused(job, ConfirmLost("w2")) == ("worker w2 is gone already: an operator says that its process is gone.")
+    assert job.job.attempt is not None and "an operator confirmed that its process is gone" in job.job.attempt.why
+    assert (
+        refused(job, ConfirmLost("w2")) == "worker w2 is already gone: an operator confirmed that its process is gone."
+    )
 
 
 def test_draining_twice_or_resuming_what_is_not_paused_is_a_conflict() -> None:
     job = Driver(wanted=2)
     job.start(2)
     job.feed(DrainWorker("w1"))
-    assert refused(job, DrainWorker("w1")) == "worker w1 is being drained already."
+    assert refused(job, DrainWorker("w1")) == "worker w1 is already being drained."
     assert refused(job, Resume()) == "job job is not paused; it is running."
     job.feed(Pause())
-    assert refused(job, Pause()) == "job job is paused already."
+    assert refused(job, Pause()) == "job job is already paused."
 
 
 def test_a_checkpoint_without_a_path_is_refused() -> None:
@@ -113,6 +115,6 @@ def test_a_checkpoint_is_asked_of_one_member() -> None:
 def test_a_job_that_is_over_refuses_wishes_and_says_why() -> None:
     job = Driver(wanted=2)
     job.feed(Cancel())
-    assert refused(job, Scale(2)) == "job job is over (cancelled): cancelled before it had a world that trains."
+    assert refused(job, Scale(2)) == "job job is over (cancelled): cancelled while no world was training."
     with pytest.raises(Conflict):
         job.feed(Pause())

@@ -11,9 +11,9 @@ def test_a_job_whose_workers_are_all_refused_says_why_in_its_reason() -> None:
     job.hello("w0")
     job.hello("w1", description=replace(MADE_OF, mirrors=3))
     assert job.view.reason.startswith("1 of 2 workers ready")
-    assert "; the last worker that came was refused: worker w1" in job.view.reason
+    assert "; the last worker to join was refused: worker w1" in job.view.reason
     job.restart()
-    assert "; the last worker that came was refused: worker w1" in job.view.reason
+    assert "; the last worker to join was refused: worker w1" in job.view.reason
 
 
 def test_a_refusal_is_no_reason_any_more_once_a_world_trains() -> None:

@@ -54,8 +54,8 @@ def test_a_refusal_proves_nothing_where_nobody_was_reached_and_the_history_says_
     job.start(3)
     job.feed(Probed("w1", "inc-w1", refused=True))
     assert job.notes == [
-        "worker w1 on host talks to this controller, which cannot reach it at w1:1: a refused connection there proves "
-        "nothing, so its death is noticed by its silence, or by the launcher"
+        "worker w1 on host is connected, but this controller cannot reach it at w1:1: a refused connection there "
+        "proves nothing, so its death would be noticed by its silence or by the launcher"
     ]
     job.feed(Probed("w1", "inc-w1", refused=True))
     assert job.notes == []

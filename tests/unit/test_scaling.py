@@ -49,7 +49,7 @@ def test_after_max_restarts_the_job_fails_with_the_workers_reason_and_log() -> N
     job.exit("w0", 1, "exit status 1", "Traceback…\nValueError: no such file")
     assert job.view.phase is Phase.FAILED
     assert job.view.reason == (
-        "1 try has failed, none with a committed step beyond 0 (max_restarts is 0); "
+        "1 attempt has failed without a committed step beyond 0 (max_restarts is 0); "
         "worker w0 at step 0: exit status 1 (log: /logs/w0.log)\nTraceback…\nValueError: no such file"
     )
 
@@ -83,8 +83,7 @@ def test_a_script_that_ends_without_joining_fails_its_job_at_the_first_one() -> 
     job.exit("w0", 0)
     assert job.view.phase is Phase.FAILED
     assert job.view.reason == (
-        "worker w0 cannot work as it was started: its script ended without calling shoal.initialize, so it never "
-        "joined the job"
+        "worker w0 cannot run as started: its script ended without calling shoal.initialize, so it never joined the job"
     )
 
 

@@ -58,8 +58,8 @@ def test_a_script_started_by_another_launcher_is_told_that_each_process_would_tr
     with pytest.raises(UserError) as refused:
         open_link({variable: "4"})
     assert str(refused.value).startswith(
-        f"{variable} is 4: {starter} has started this script 4 times, and each would train for itself, since there is "
-        "no SHOAL_CONTROLLER. Start it by `shoal run`"
+        f"{variable} is 4: {starter} has started this script 4 times, and each would train by itself, since there is "
+        "no SHOAL_CONTROLLER. Start it with `shoal run`"
     )
     for given in ("1", "", "many"):
         assert open_link({variable: given})[0].alone

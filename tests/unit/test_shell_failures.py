@@ -145,7 +145,7 @@ async def test_a_probe_is_asked_once_and_answered_as_an_event(tmp_path):
 # ---- a machine that fails
 
 
-BROKEN = "job train cannot go on, by a defect of Shoal"
+BROKEN = "job train cannot continue because of a bug in Shoal"
 
 
 def failing(*_):
@@ -379,7 +379,7 @@ async def test_a_store_that_fails_for_long_is_waited_for_while_streams_are_heard
     store.fail = ["before"] * 100_000
     scaled = asyncio.create_task(world.shell.submit("train", Scale(4)))
     await store.has_failed(2)
-    with pytest.raises(StoreError, match="job train cannot be changed now: the store has taken no write for 0 s"):
+    with pytest.raises(StoreError, match="job train cannot be changed now: the store has accepted no write for 0 s"):
         await world.shell.submit("train", Scale(5))
     for number in range(3_000):
         await world.shell.submit("train", MessageReceived(7, Heartbeat(replace(STATUS, sequence=number), Telemetry())))

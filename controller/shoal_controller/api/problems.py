@@ -23,7 +23,7 @@ BODIES: Mapping[str, tuple[str, type[BaseModel]]] = {
 }
 """By the route's name: what its body is called, and what it must be."""
 
-DEFECT = "this is a defect of Shoal; the controller's log has the details"
+DEFECT = "this is a bug in Shoal; see the controller's log"
 
 
 class Unauthorized(UserError):

@@ -111,8 +111,8 @@ def how_to_go_on(ended: Json) -> str:
     """What the same command would do now."""
     command = shlex.join(["shoal", *sys.argv[1:]])
     if ended["last_checkpoint_step"] is None:
-        return f"nothing is saved (checkpoint.path in the config says where); this begins at step 0 again: {command}"
-    return f"saved at step {ended['last_checkpoint_step']}; this goes on from there: {command}"
+        return f"nothing is saved (set checkpoint.path in the config); to start again from step 0: {command}"
+    return f"saved at step {ended['last_checkpoint_step']}; to continue from there: {command}"
 
 
 def write(file: Path, report: Json) -> None:

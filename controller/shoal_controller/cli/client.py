@@ -157,7 +157,7 @@ class Client:
         return said
 
     def _stranger(self, request: str) -> Unreachable:
-        return Unreachable(f"{self.url} answered {request} with something unknown; is it a Shoal controller?")
+        return Unreachable(f"{self.url} returned an unknown answer to {request}; is it a Shoal controller?")
 
     async def _send(self, request: httpx.Request, stream: bool = False) -> httpx.Response:
         try:

@@ -90,5 +90,5 @@ for _command in COMMANDS:
 def main() -> None:
     """The console script."""
     if sys.platform == "win32":
-        raise SystemExit(say("Shoal runs on Linux, and on macOS in a world of one; not on Windows.", WRONG_USE))
+        raise SystemExit(say("Shoal runs on Linux, and on macOS without a controller, but not on Windows.", WRONG_USE))
     app()

@@ -77,7 +77,7 @@ async def run(
 def check_machine() -> None:
     """Local workers need Linux and what a training process imports."""
     if sys.platform != "linux":
-        raise UserError(f"workers are started on Linux only, this is {sys.platform}; run the script by itself instead")
+        raise UserError(f"workers run on Linux only, and this is {sys.platform}; run the script by itself instead")
     if importlib.util.find_spec("torch") is None:
         raise UserError("workers need torch, which is not installed: install shoal[worker]")
 
@@ -108,7 +108,7 @@ async def take_up(client: Client, spec: dict[str, Any]) -> int:
     if known["phase"] in OVER:
         await client.create(spec)
         return revision
-    typer.echo(f"job {spec['job']} goes on at step {known['step']}", err=True)
+    typer.echo(f"job {spec['job']} continues at step {known['step']}", err=True)
     wanted = spec["workers"].get("wanted", known["workers"]["wanted"])
     if wanted != known["workers"]["wanted"]:
         typer.echo(f"job {spec['job']} is scaled from {known['workers']['wanted']} to {wanted} workers", err=True)

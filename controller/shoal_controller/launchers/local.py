@@ -102,7 +102,7 @@ class LocalLauncher:
         return Spawned(worker, process.pid, process.started_at, str(records.log(worker)))
 
     async def kill(self, worker: WorkerId, spec: JobSpec) -> None:
-        """End the worker's process and its group at once; one that is gone already is no error."""
+        """End the worker's process and its group at once; one that is already gone is no error."""
         if found := self._watched.get((spec.job, worker)):
             found[0].kill()
 

@@ -144,7 +144,7 @@ class Store(Protocol):
         """A sign of life. Raises `LeaseGone`."""
 
     async def revoke(self, lease: LeaseId) -> None:
-        """End the lease and delete its keys. One that is gone already is no error."""
+        """End the lease and delete its keys. One that is already gone is no error."""
 
     def watch(self, prefix: str, after: Revision) -> AbstractAsyncContextManager[AsyncIterator[Changes]]:
         """All changes after that revision, one item per revision, in order, none missed, none twice; then those to
@@ -183,4 +183,4 @@ def check_transaction(compares: Sequence[Compare], operations: Sequence[Operatio
 def check_key(key: str) -> None:
     """Raises `Unfit` unless the key is a path of printable ASCII, so that every store orders keys alike."""
     if not key.startswith("/") or not key.isascii() or not key.isprintable() or len(key) > 512:
-        raise Unfit(f"{key!r} is no key; keys begin with / and are at most 512 printable ASCII characters")
+        raise Unfit(f"{key!r} is not a valid key; keys begin with / and are at most 512 printable ASCII characters")

@@ -101,7 +101,7 @@ def look_into(storage: Storage, name: SaveName) -> Found:
         content = storage.read(f"{name.folder}/{MANIFEST}", LARGEST_MANIFEST)
     except FileNotFoundError:
         raise CheckpointDamaged(
-            f"{where} is half-written: it has no {MANIFEST}. Its save is under way, or was broken off."
+            f"{where} is incomplete: it has no {MANIFEST}. Its save is still running, or was interrupted."
         ) from None
     manifest = parse(content, f"{where}/{MANIFEST}")
     _check_sizes(storage.list(name.folder), {file.name: file.bytes for file in manifest.files}, where)
@@ -149,7 +149,7 @@ def _latest(found: Iterator[Found], skipped: Skipped, unreadable: Collection[str
     lineage: list[Branch] = []
     for one in found:
         if is_given_up(one.name.generation, one.name.step, lineage):
-            skipped(f"{one.path} was given up: training went back behind it, and on without it.")
+            skipped(f"{one.path} was given up: training went back to an earlier step and continued without it.")
         elif one.path not in unreadable:
             return one
         lineage += one.manifest.lineage
@@ -183,7 +183,7 @@ def resolve(
         if found.name.step == resume:
             return found
     there = sorted({name.step for name in saves(storage)})
-    raise NotFound(f"{storage.url} has no whole checkpoint of step {resume}; there are {there or 'none'}.")
+    raise NotFound(f"{storage.url} has no complete checkpoint of step {resume}; there are {there or 'none'}.")
 
 
 def places(path: str | None, resume: int | str | bool) -> tuple[str, ...]:
@@ -203,5 +203,5 @@ def at(path: str, skipped: Skipped) -> Found:
         raise NotFound(f"there is no checkpoint at {path}.")
     found = next(checkpoints(open_storage(path), skipped), None)
     if found is None:
-        raise NotFound(f"there is no whole checkpoint in {path}.")
+        raise NotFound(f"there is no complete checkpoint in {path}.")
     return found

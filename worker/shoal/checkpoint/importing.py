@@ -89,7 +89,7 @@ def _state_dict(content: Any, file: Path) -> dict[str, Tensor]:
                 f'{file} holds a {type(value).__name__} under "{name}"; expected a state dict, names with tensors.'
             )
         if value.dtype not in CODES:
-            raise UserError(f'{file} holds "{name}" with dtype {value.dtype}, which no checkpoint can keep.')
+            raise UserError(f'{file} holds "{name}" with dtype {value.dtype}, which a checkpoint cannot hold.')
     return dict(content)
 
 

@@ -218,7 +218,7 @@ def _refusal(content: bytes, error: ValidationError, where: str) -> str:
     except (ValueError, RecursionError):
         return f"{where} is damaged: it is not JSON."
     if not isinstance(head, dict) or head.get("format") != FORMAT:
-        return f'{where} is no manifest of a checkpoint: its format is not "{FORMAT}".'
+        return f'{where} is not the manifest of a checkpoint: its format is not "{FORMAT}".'
     version = head.get("version")
     if type(version) is int and version > VERSION:
         return f"{where} has format version {version}; this Shoal reads {VERSION}. Use the version that wrote it."

@@ -80,7 +80,7 @@ def open_storage(url: str) -> Storage:
         hint = 'install "shoal[s3]"' if kind in ("s3", "s3a") else "install its fsspec driver"
         raise UserError(f"{kind}:// needs a library that is not installed: {hint} ({error}).") from None
     except ValueError as error:
-        raise UserError(f"{url} is no path or URL for checkpoints: {error}.") from None
+        raise UserError(f"{url} is not a path or URL for checkpoints: {error}.") from None
     return ObjectStorage(url.rstrip("/"), files, root)
 
 
@@ -150,7 +150,7 @@ class LocalStorage:
         with as_storage_error(f"read {name}", self.url), (self._root / name).open("rb") as file:
             content = file.read(most + 1)
         if len(content) > most:
-            raise StorageFailed(f"{name} in {self.url} is larger than {most} bytes; it is none of Shoal's.")
+            raise StorageFailed(f"{name} in {self.url} is larger than {most} bytes; it is not a file of Shoal.")
         return content
 
     def read_ranges(self, name: str, targets: Sequence[Target]) -> None:
@@ -306,7 +306,7 @@ class ObjectStorage:
         with as_storage_error(f"read {name}", self.url):
             content = bytes(self._files.cat_file(self._path(name), start=0, end=most + 1))
         if len(content) > most:
-            raise StorageFailed(f"{name} in {self.url} is larger than {most} bytes; it is none of Shoal's.")
+            raise StorageFailed(f"{name} in {self.url} is larger than {most} bytes; it is not a file of Shoal.")
         return content
 
     def read_ranges(self, name: str, targets: Sequence[Target]) -> None:

@@ -72,7 +72,7 @@ def _too_few(given: Sizes) -> str:
     names = {BATCH: given.train_batch_size, MICRO: given.micro_batch_size, LANES: given.lanes}
     known = [f"`{name}` {value}" for name, value in names.items() if value is not None]
     return (
-        f"two of `{BATCH}`, `{MICRO}` and `{LANES}` are needed to tell the third; "
+        f"two of `{BATCH}`, `{MICRO}` and `{LANES}` are needed to derive the third; "
         f"{'only ' + known[0] if known else 'none of them'} is given."
     )
 
@@ -80,7 +80,7 @@ def _too_few(given: Sizes) -> str:
 def _divide(batch: int, by: int, parts: str, shown: str) -> int:
     if batch % by:
         raise UserError(
-            f"`{BATCH}` {batch} does not divide into {parts}: {shown} is {by}, and {batch} / {by} is no whole number."
+            f"`{BATCH}` {batch} does not divide into {parts}: {shown} is {by}, and {batch} / {by} is not whole."
         )
     return batch // by
 

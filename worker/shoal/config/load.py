@@ -61,7 +61,7 @@ def _as_json(source: Mapping[str, Any]) -> str:
 def _read(path: Path) -> str:
     try:
         if path.stat().st_size > LARGEST_FILE:
-            raise UserError(f"config {path} is larger than {LARGEST_FILE} bytes; it is no configuration.")
+            raise UserError(f"config {path} is larger than {LARGEST_FILE} bytes; it is not a configuration.")
         return path.read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"config {path} cannot be read: {error.strerror}.") from None
@@ -77,7 +77,7 @@ def _parsed(text: str, name: str) -> dict[str, Any]:
             f"config{name} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}."
         ) from None
     except ValueError:
-        raise UserError(f"config{name} holds a number of thousands of digits.") from None
+        raise UserError(f"config{name} holds a number with thousands of digits.") from None
     except RecursionError:
         raise UserError(f"config{name} is nested too deeply.") from None
     if not isinstance(given, dict):
@@ -89,7 +89,7 @@ def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise UserError(f"`{key}` stands twice in one section of the config; leave one.")
+            raise UserError(f"`{key}` is given twice in one section of the config; keep one.")
         found[key] = value
     return found
 
@@ -137,7 +137,7 @@ def _of_the_section_shoal(name: str, value: object) -> list[str]:
         return []
     ours = [key for key in value if key in Checkpoint.model_fields]
     return [
-        f"`checkpoint.{key}` stands at the top level, where it means nothing; did you mean `shoal.checkpoint.{key}`?"
+        f"`checkpoint.{key}` is given at the top level, where it has no meaning; did you mean `shoal.checkpoint.{key}`?"
         for key in ours
     ]
 
@@ -197,7 +197,7 @@ def _unfit(document: Document) -> Iterator[str]:
         yield "neither `shoal.max_steps` nor `shoal.epochs` is given; the job needs one of them to end."
     yield from _wrong_parameters(document.optimizer)
     if document.scheduler and document.scheduler.params.get("warmup_num_steps") == "auto":
-        yield '`scheduler.params.warmup_num_steps` is "auto", and there is nothing to take it from; give a number.'
+        yield '`scheduler.params.warmup_num_steps` is "auto", and nothing determines it; give a number.'
     for key in ("every_steps", "every_minutes"):
         value = getattr(shoal.checkpoint, key)
         if value is not None and shoal.checkpoint.path is None:
@@ -208,7 +208,7 @@ def _wrong_parameters(optimizer: Optimizer | None) -> Iterator[str]:
     """Numbers that are text, which a class of torch would compare with numbers."""
     params = optimizer.params if optimizer else {}
     if params.get("lr") == "auto":
-        yield '`optimizer.params.lr` is "auto", and there is nothing to take it from; give a number.'
+        yield '`optimizer.params.lr` is "auto", and nothing determines it; give a number.'
     for name, value in params.items():
         if name in NUMBERS and value != "auto" and (isinstance(value, bool) or not isinstance(value, int | float)):
             yield wrong_value(f"optimizer.params.{name}", value, "a number")

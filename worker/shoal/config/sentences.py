@@ -66,7 +66,7 @@ def unknown_key(key: str, value: object, model: type[BaseModel] = Document, sect
     guess = _nearest(key, name, known | foreign)
     hint = f"; did you mean `{guess}`?" if guess else "."
     place = f"in `{parent}`" if parent else "at the top level"
-    listed = f" Allowed {place} are {', '.join(beside)}." if beside else f" The allowed keys are in {REFERENCE}."
+    listed = f" Allowed {place} are {', '.join(beside)}." if beside else f" See {REFERENCE} for the allowed keys."
     return f"`{key}` is an unknown key (given: {shown(value)}){hint}{listed}"
 
 

@@ -64,8 +64,8 @@ def stop_where_not_finite(record: Record) -> None:
     if record.not_finite:
         raise JobFailed(
             f"at step {record.step} {record.not_finite}. The step was not made: the model is that of step "
-            f"{record.step - 1}. Look at the learning rate and at the data of this step; leave a batch out with "
-            "engine.skip(), or go on regardless with `shoal.stop_on_nan: false`."
+            f"{record.step - 1}. Check the learning rate and the data of this step; skip a batch with "
+            "engine.skip(), or continue regardless with `shoal.stop_on_nan: false`."
         )
 
 

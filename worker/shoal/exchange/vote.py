@@ -192,8 +192,8 @@ def check_names(names: Collection[str], call: str) -> None:
     size = len(json.dumps(list(names), separators=(",", ":")))
     if len(names) > MOST_NAMES or size > NAMES_BYTES:
         raise UserError(
-            f"{call} got {len(names)} names of together {size} bytes in one step; at most {MOST_NAMES} of together "
-            f"{NAMES_BYTES} bytes fit into a vote. Report fewer, or with shorter names."
+            f"{call} got {len(names)} names with {size} bytes in one step; at most {MOST_NAMES} with {NAMES_BYTES} "
+            "bytes fit into a vote. Report fewer, or with shorter names."
         )
 
 

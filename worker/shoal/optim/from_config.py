@@ -115,7 +115,7 @@ def _without_auto(params: Mapping[str, Any], last_step: int) -> dict[str, Any]:
         elif name in meant:
             given[name] = meant[name]
         else:
-            raise UserError(f'`scheduler.params.{name}` is "auto", and there is nothing to take it from; give a value.')
+            raise UserError(f'`scheduler.params.{name}` is "auto", and nothing determines it; give a value.')
     return given
 
 

@@ -20,7 +20,7 @@ ADD_GROUP = (
 )
 STATE_DICT = (
     "the optimizer's state lies in blocks on all workers, not in this object. Save with engine.save_checkpoint() and "
-    "`shoal.checkpoint.path`; any number of workers goes on from that."
+    "`shoal.checkpoint.path`; any number of workers can resume from that."
 )
 LOAD_STATE_DICT = (
     "optimizer.load_state_dict was called in the loop, where the optimizer's state lies in blocks on all workers. "

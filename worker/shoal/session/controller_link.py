@@ -290,11 +290,11 @@ class ControllerLink:
         gone with the controller, and another one starts it again.
         """
         if self.dialogue.script_has_ended and seconds > REPORT_SECONDS:
-            self._end(Ending.DONE, f"no controller was there for {seconds:.0f} s, and the script had ended")
+            self._end(Ending.DONE, f"no controller was reachable for {seconds:.0f} s, and the script had ended")
         with self._lock:
             in_no_world = not any(self._membership.live)
         if self._settings.launcher and in_no_world and seconds > self.dialogue.reconnect_seconds + REPORT_SECONDS:
-            why = f"no controller was there for {seconds:.0f} s, and this worker is in no world"
+            why = f"no controller was reachable for {seconds:.0f} s, and this worker is in no world"
             log.warning("leaving", reason=why, status=NO_CONTROLLER)
             self._end(Ending.REPLACED, why, NO_CONTROLLER)
 

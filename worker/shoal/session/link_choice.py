@@ -31,7 +31,7 @@ def _refuse_other_launchers(environment: Mapping[str, str]) -> None:
         count = environment.get(variable, "")
         if count.isdecimal() and int(count) > 1:
             raise UserError(
-                f"{variable} is {count}: {starter} has started this script {count} times, and each would train for "
-                "itself, since there is no SHOAL_CONTROLLER. Start it by `shoal run`, or each process by `shoal worker "
-                "--controller HOST:PORT --job NAME -- python …`; to train alone, unset the variable."
+                f"{variable} is {count}: {starter} has started this script {count} times, and each would train by "
+                "itself, since there is no SHOAL_CONTROLLER. Start it with `shoal run`, or each process with `shoal "
+                "worker --controller HOST:PORT --job NAME -- python …`; to train alone, unset the variable."
             )

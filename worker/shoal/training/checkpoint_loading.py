@@ -141,8 +141,8 @@ class CheckpointLoading:
         """Raises where this process cannot begin at step 0 any more: `JobFailed` where no other can either."""
         if self._taken in self._unreadable:
             raise JobFailed(
-                f"{self._taken} cannot be read whole, and there is no other checkpoint to go on from. To begin at step "
-                "0 remove it, or say `resume: false`."
+                f"{self._taken} cannot be read, and there is no other checkpoint to resume from. To begin at step "
+                "0, remove it or set `resume: false`."
             )
         if self._taken or not self._context.state.initial:
             raise NeedsFreshProcess("the job begins at step 0, and this process has trained before; start a new one.")

@@ -42,9 +42,9 @@ class CallOrder:
         self._refuse_half_made(where)
         if self._at is not _At.NONE:
             raise UserError(
-                f"the loop went on to its next batch without engine.step ({where}), so this micro-batch would come "
-                "again for ever. Call engine.step() at the end of each batch; to leave a batch out, call engine.skip() "
-                "in place of engine.backward and engine.step."
+                f"the loop went on to its next batch without engine.step ({where}), so this micro-batch would be "
+                "repeated for ever. Call engine.step() at the end of each batch; to leave out a batch, call "
+                "engine.skip() in place of engine.backward and engine.step."
             )
 
     @property
@@ -58,7 +58,7 @@ class CallOrder:
         if self._at is _At.GRADIENT:
             raise UserError(
                 f"engine.backward was called twice for one micro-batch ({where}); its gradient would count twice. "
-                "Add the losses up and call engine.backward once."
+                "Add up the losses and call engine.backward once."
             )
 
     def backward_begins(self, where: str) -> None:
@@ -75,8 +75,8 @@ class CallOrder:
         self._refuse_half_made(where)
         if self._at is _At.GRADIENT:
             raise UserError(
-                f"engine.skip was called after engine.backward ({where}), where the gradient is on its way already. "
-                "Look at the loss before, and call either engine.backward and engine.step or engine.skip."
+                f"engine.skip was called after engine.backward ({where}), when the gradient has already been sent. "
+                "Check the loss first, and call either engine.backward and engine.step or engine.skip."
             )
         self._at = _At.GRADIENT
 
@@ -85,16 +85,16 @@ class CallOrder:
         self._refuse_half_made(where)
         if self._at is _At.YIELDED:
             raise UserError(
-                f"engine.step was called without engine.backward ({where}), so this micro-batch would be missing in "
-                "the step. Call engine.backward(loss) in place of loss.backward(); to leave a batch out, call "
+                f"engine.step was called without engine.backward ({where}), so this micro-batch would be missing "
+                "from the step. Call engine.backward(loss) in place of loss.backward(); to leave out a batch, call "
                 "engine.skip() in place of engine.backward and engine.step."
             )
 
     def _refuse_half_made(self, where: str) -> None:
         if self._at is _At.BEGUN:
             raise UserError(
-                f"engine.backward raised an error ({where}) and the script went on; the gradient is half made and "
-                "cannot be given up. Let the error end the script: its worker is started again."
+                f"engine.backward raised an error ({where}) and the script went on; the gradient is incomplete and "
+                "cannot be discarded. Let the error end the script; its worker is restarted."
             )
 
 

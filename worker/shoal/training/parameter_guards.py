@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from shoal.blocks.flat import Flats, Gradients
 
 WINDOW_ELEMENTS = 1 << 14
-BEFORE = "Do that before shoal.initialize: the layout is fixed from then on."
+BEFORE = "Do this before shoal.initialize; the layout is fixed from then on."
 
 
 def checksum(values: Tensor) -> int:
@@ -186,9 +186,9 @@ class GradientGuard:
         ):
             self._made = made
             raise UserError(
-                "gradients were changed between engine.backward and engine.step (clip_grad_norm_ and the like), where "
-                "some are on their way to other workers. Remove it from the loop; to clip, set `gradient_clipping` in "
-                "the config."
+                "gradients were changed between engine.backward and engine.step (clip_grad_norm_ and the like), when "
+                "some have already been sent to other workers. Remove this from the loop; to clip, set "
+                "`gradient_clipping` in the config."
             )
 
 

@@ -42,4 +42,4 @@ class Update:
     def check_whole(self) -> None:
         """Raises `UserError` where the state is torn."""
         if self._torn:
-            raise UserError(f"this worker is out of the job since its update failed: {self._torn.splitlines()[0]}")
+            raise UserError(f"this worker left the job because its update failed: {self._torn.splitlines()[0]}")

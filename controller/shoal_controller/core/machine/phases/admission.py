@@ -60,7 +60,7 @@ def _impossible(turn: Turn, hello: Hello) -> str | None:
     """Why this hello cannot be accepted, whoever says it. Defines what the job is made of where nobody has yet."""
     name, durable, theirs = hello.worker or "(new)", turn.durable, hello.description
     if false := claims.false_hello(turn, hello):
-        return f"worker {name} says that it {false}. Start the controller with the store that the job was begun with."
+        return f"worker {name} says that it {false}. Start the controller with the job's own store."
     if hello.version != PROTOCOL_VERSION:
         return (
             f"worker {name} speaks protocol version {hello.version}, this controller {PROTOCOL_VERSION}. "
@@ -181,7 +181,7 @@ def _take_in(turn: Turn, worker: WorkerId, event: Connected) -> None:
     )
     failure_detector.probe_after_hello(turn, worker)
     if first:
-        turn.note(EventKind.JOINED, f"worker {worker} on {hello.host} (pid {hello.pid}) said hello", worker)
+        turn.note(EventKind.JOINED, f"worker {worker} on {hello.host} (pid {hello.pid}) connected", worker)
         _note_other_numerics(turn, worker, hello.description)
     elif known is not None and known.standing is not Standing.HERE:
         turn.note(EventKind.RETURNED, f"worker {worker} is back; it was evicted: {known.why}", worker)

@@ -74,11 +74,11 @@ def false_claim(turn: Turn, worker: WorkerId, message: Status | Inventory | Resu
         return _false_inventory(turn, message)
     leap = turn.job.processes[worker].status.sequence + MOST_MESSAGES
     if message.sequence > leap:
-        return f"has said {message.sequence} messages; expected at most {leap}"
+        return f"has sent {message.sequence} messages; expected at most {leap}"
     return _false_status(turn, message, turn.durable.last_generation)
 
 
-def refuse_claim(turn: Turn, worker: WorkerId, why: str, ignored: str = "messages of it") -> None:
+def refuse_claim(turn: Turn, worker: WorkerId, why: str, ignored: str = "messages") -> None:
     """What cannot be true is dropped whole, and told of once."""
     if worker not in turn.job.distrusted:
         turn.change(distrusted=turn.job.distrusted | {worker})
@@ -104,7 +104,7 @@ def _false_order(said: Status | Inventory, promised: int, highest: int) -> str:
         return ""
     return (
         f"has committed in generation {said.committed_in}, is in {said.generation} and has promised {promised}; "
-        f"expected numbers that do not fall, and at most {highest}"
+        f"expected numbers that do not decrease, and at most {highest}"
     )
 
 
@@ -138,7 +138,7 @@ def false_checkpoint(turn: Turn, worker: WorkerId, ref: CheckpointRef) -> str:
         why = _false_step(turn, ref.step)
     if not why and ref.generation > turn.durable.last_generation + GREATEST_LEAP:
         given = turn.durable.last_generation
-        why = f"knows a checkpoint of generation {ref.generation}; this job has given {given}"
+        why = f"knows a checkpoint of generation {ref.generation}; the latest is {given}"
     return why
 
 
@@ -149,7 +149,7 @@ def _false_place(turn: Turn, path: str) -> str:
     places = (*description.checkpoint_places, *named)
     if any(_lies_in(place, path) for place in places) or (description.can_checkpoint and not places):
         return ""
-    return f"knows a checkpoint at {path}; expected one in {', '.join(places) or 'no place: the job has none'}"
+    return f"knows a checkpoint at {path}; expected one in {', '.join(places) or 'no folder: the job has none'}"
 
 
 def _lies_in(place: str, path: str) -> bool:

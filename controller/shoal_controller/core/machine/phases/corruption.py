@@ -90,7 +90,7 @@ def _blame(turn: Turn, found: list[CorruptBlock]) -> None:
 
 def _quarantine(turn: Turn, worker: WorkerId, times: int) -> None:
     how = Ending.REPLACED if turn.record(worker).launched else Ending.FAILED
-    why = f"worker {worker} is evicted: it was in {times} differences between copies of blocks; look at its machine"
+    why = f"worker {worker} is evicted: it was in {times} differences between copies of blocks; check its machine"
     scaling.dismiss(turn, worker, how, why)
     send_if_due(turn, worker)
 
@@ -106,10 +106,13 @@ def _conclude(turn: Turn, one: CorruptBlock) -> None:
         return _pause(turn, f"{one.sentence}; there is no checkpoint whose copies were compared")
     if not _is_beyond(turn):
         before = turn.durable.corruption.returned_at
-        return _pause(turn, f"{one.sentence}; all went back for that from step {before}, and are not beyond it again")
+        again = f"all members already went back from step {before} for this, and have not passed it since"
+        return _pause(turn, f"{one.sentence}; {again}")
     turn.keep(corruption=replace(turn.durable.corruption, restoring=one.sentence))
     turn.note(
-        EventKind.RESTORING, f"all go back to the checkpoint of step {found.step}: {one.sentence}", path=found.path
+        EventKind.RESTORING,
+        f"all members go back to the checkpoint of step {found.step}: {one.sentence}",
+        path=found.path,
     )
     return None
 

@@ -79,8 +79,9 @@ def _announce_unreachable(turn: Turn, record: WorkerRecord) -> None:
     turn.see(record.worker, reachable=False)
     turn.note(
         EventKind.UNREACHABLE,
-        f"worker {record.worker} on {record.host} talks to this controller, which cannot reach it at {record.address}: "
-        "a refused connection there proves nothing, so its death is noticed by its silence, or by the launcher",
+        f"worker {record.worker} on {record.host} is connected, but this controller cannot reach it at "
+        f"{record.address}: a refused connection there proves nothing, so its death would be noticed by its silence "
+        "or by the launcher",
         record.worker,
     )
 

@@ -48,7 +48,7 @@ def on_failure(turn: Turn, worker: WorkerId, why: str, fault: Fault | None = Non
     at = f"worker {worker} at step {max(step, 0)}: {why}"
     failures = turn.durable.failures
     if _failed_alike(turn, worker):
-        ending.fail(turn, f"two generations failed alike in all their members, so a third would too; {at}")
+        ending.fail(turn, f"two generations failed in the same way in all their members, so a third would too; {at}")
     elif failures.script > turn.spec.max_restarts:
         ending.fail(turn, f"{_times(failures.script, failures)} (max_restarts is {turn.spec.max_restarts}); {at}")
 
@@ -70,7 +70,7 @@ def _give_up_what_cannot_work(turn: Turn, worker: WorkerId, sentence: str) -> bo
     record = turn.record(worker)
     where = f" (log: {record.log})" if record.log else ""
     turn.mark(worker, standing=Standing.DEAD, ending=Ending.FAILED, why=sentence)
-    ending.fail(turn, f"worker {worker} cannot work as it was started: {sentence}{where}")
+    ending.fail(turn, f"worker {worker} cannot run as started: {sentence}{where}")
     return True
 
 
@@ -148,8 +148,8 @@ def _give_up_deaths(turn: Turn, restarts: int, who: str) -> None:
 
 
 def _times(count: int, failures: Failures) -> str:
-    tries = "1 try has" if count == 1 else f"{count} tries have"
-    return f"{tries} failed, none with a committed step beyond {failures.step}"
+    tries = "1 attempt has" if count == 1 else f"{count} attempts have"
+    return f"{tries} failed without a committed step beyond {failures.step}"
 
 
 # ---- the same fault again

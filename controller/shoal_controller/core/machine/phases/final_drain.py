@@ -24,7 +24,7 @@ def settle(turn: Turn, world: Plan, members: list[WorkerId]) -> None:
             turn.change(failed_save_step=-1)
             turn.note(
                 EventKind.PARTING,
-                f"nobody has come for whom {', '.join(members)} could stay: their state is being saved",
+                f"no worker has come to take over from {', '.join(members)}: their state is being saved",
             )
         return
     if world.steps or not _all_in(turn, world):
@@ -35,7 +35,7 @@ def settle(turn: Turn, world: Plan, members: list[WorkerId]) -> None:
         _release(turn, members, found.path)
     elif turn.job.failed_save_step == step and turn.durable.save is None:
         turn.note(
-            EventKind.LOST, f"the state of the last to leave ({', '.join(members)}) could not be saved: it is lost"
+            EventKind.LOST, f"the state of the last workers ({', '.join(members)}) could not be saved: it is lost"
         )
         _release(turn, members, "")
     elif turn.durable.save is None:
@@ -58,6 +58,6 @@ def _release(turn: Turn, members: list[WorkerId], path: str) -> None:
     """Let them go; the job has no world any more."""
     for worker in members:
         scaling.dismiss_last(turn, worker, f"; its state is in {path}" if path else "")
-    left = f"the checkpoint at {path} waits for others" if path else "nothing is left"
+    left = f"a new worker continues from the checkpoint at {path}" if path else "their state is lost"
     lost_blocks.start_anew(turn, f"the last workers were drained; {left}")
     turn.enter(Phase.WAITING)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from shoal_protos.messages import Change
 from shoal_protos.plan import Plan, Reason, WorkerId
+from shoal_protos.plural import plural
 
 from shoal_controller.core.machine.durable import HISTORY, Resize
 from shoal_controller.core.machine.event_kind import EventKind
@@ -20,14 +21,14 @@ MOST_NAMES = 16
 def on_planned(turn: Turn, plan: Plan, newest: Plan) -> None:
     """A planned change was made; `newest` is the plan that it goes on from, or takes the place of."""
     before, after = {m.worker for m in newest.members}, {m.worker for m in plan.members}
-    moves = [f"{_some(after - before)} in"] * bool(after - before)
-    moves += [f"{_some(before - after)} out"] * bool(before - after)
+    moves = [f"add {_some(after - before)}"] * bool(after - before)
+    moves += [f"remove {_some(before - after)}"] * bool(before - after)
     filling = sum(len(fill.blocks) for fill in plan.fills)
-    moves += [f"{filling} blocks to fill"] * bool(filling)
-    what = "; ".join(moves) or "what was filled is promoted, lanes are balanced"
+    moves += [f"fill {plural(filling, 'block')}"] * bool(filling)
+    what = "; ".join(moves) or "promote filled blocks, balance lanes"
     turn.note(
         EventKind.PLAN,
-        f"generation {plan.generation} is to replace {plan.base} ({plan.reason.value}): {what}",
+        f"generation {plan.generation} will replace {plan.base} ({plan.reason.value}): {what}",
         reason=plan.reason.value,
         base=plan.base,
         workers=len(after),
@@ -82,8 +83,8 @@ def _some(workers: set[WorkerId]) -> str:
 def _names(plan: Plan) -> str:
     if plan.world_size > MOST_NAMES:
         return f"{plan.world_size} workers"
-    lanes = (f"{m.worker} ({len(share.lanes)})" for m, share in zip(plan.members, plan.shares, strict=True))
-    return f"{plan.world_size} workers and their lanes: {', '.join(lanes)}"
+    lanes = (f"{m.worker} {len(share.lanes)}" for m, share in zip(plan.members, plan.shares, strict=True))
+    return f"{plural(plan.world_size, 'worker')} (lanes: {', '.join(lanes)})"
 
 
 def _enter(turn: Turn, plan: Plan, step: int, lost_steps: int) -> None:

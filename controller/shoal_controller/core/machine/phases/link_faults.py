@@ -10,6 +10,7 @@ from collections import Counter
 
 from shoal_protos.messages import MemberState, Status
 from shoal_protos.plan import Plan, WorkerId
+from shoal_protos.plural import plural
 
 from shoal_controller.core.machine.durable import LinkFault
 from shoal_controller.core.machine.event_kind import EventKind
@@ -52,7 +53,7 @@ def _broken_in_training(plan: Plan, status: Status) -> list[WorkerId]:
 
 def sentence(broken: Reports) -> str:
     reporter, peer = broken[0]
-    more = f" (and {len(broken) - 1} more reports)" if len(broken) > 1 else ""
+    more = f" (and {plural(len(broken) - 1, 'more report')})" if len(broken) > 1 else ""
     return f"worker {reporter} says that its connection to {peer} broke{more}"
 
 

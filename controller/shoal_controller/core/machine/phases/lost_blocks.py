@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from shoal_protos.messages import Ending
 from shoal_protos.plan import WorkerId
+from shoal_protos.plural import plural
 from shoal_protos.runs import NO_BLOCKS, Runs
 
 from shoal_controller.core.machine.durable import Standing, WorkerRecord
@@ -119,7 +120,9 @@ def start_anew(turn: Turn, why: str) -> None:
     checkpoints.on_return(turn, step)
     turn.change(attempt=None, goal=None, ready_since=None)
     turn.note(
-        EventKind.ANEW, f"{why}; starting anew from step {step}, {lost_steps} steps are lost", lost_steps=lost_steps
+        EventKind.ANEW,
+        f"{why}; starting again from step {step}, losing {plural(lost_steps, 'step')}",
+        lost_steps=lost_steps,
     )
     step_figures.on_return(turn, step)
     history.on_return(turn, lost_steps)

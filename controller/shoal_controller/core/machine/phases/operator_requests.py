@@ -49,9 +49,9 @@ def on_drain(turn: Turn, event: DrainWorker) -> None:
     """Let one worker go; the launcher replaces it. One that is silent is given up by that."""
     record = _named(turn, event.worker)
     if record.standing is Standing.LOST:
-        return scaling.give_up(turn, event.worker, "an operator has drained it while it was silent")
+        return scaling.give_up(turn, event.worker, "an operator drained it while it was silent")
     if record.leaving:
-        raise Conflict(f"worker {event.worker} is being drained already.")
+        raise Conflict(f"worker {event.worker} is already being drained.")
     if _is_last(turn, record) and not _can_checkpoint(turn):
         raise Conflict(
             f"worker {event.worker} is the last one of job {turn.spec.job}: its state would be lost. "
@@ -70,7 +70,7 @@ def on_confirm_lost(turn: Turn, event: ConfirmLost) -> None:
             f'To let it go: "shoal drain {turn.spec.job} {record.worker}".'
         )
     failure_detector.confirm_death(
-        turn, record.worker, "an operator says that its process is gone", noticed_by="an operator"
+        turn, record.worker, "an operator confirmed that its process is gone", noticed_by="an operator"
     )
 
 
@@ -81,7 +81,7 @@ def _named(turn: Turn, worker: WorkerId) -> WorkerRecord:
         names = ", ".join(r.worker for r in turn.durable.roster.values() if r.serves) or "none"
         raise NotFound(f"job {turn.spec.job} has no worker {worker}; its workers are: {names}.")
     if record.ending is not None or record.standing is Standing.DEAD:
-        raise Conflict(f"worker {worker} is gone already: {record.why or 'it has left'}.")
+        raise Conflict(f"worker {worker} is already gone: {record.why or 'it has left'}.")
     return record
 
 
@@ -102,7 +102,7 @@ def _can_checkpoint(turn: Turn) -> bool:
 def on_pause(turn: Turn, _: Pause) -> None:
     """Commit no steps from the next planned change on."""
     if turn.durable.paused:
-        raise Conflict(f"job {turn.spec.job} is paused already.")
+        raise Conflict(f"job {turn.spec.job} is already paused.")
     turn.keep(paused=True)
     turn.note(EventKind.PAUSED, "the job is being paused")
 
@@ -111,7 +111,7 @@ def on_resume(turn: Turn, _: Resume) -> None:
     if not turn.durable.paused:
         raise Conflict(f"job {turn.spec.job} is not paused; it is {turn.durable.phase.value}.")
     turn.keep(paused=False, paused_because="")
-    turn.note(EventKind.RESUMED, "the job goes on")
+    turn.note(EventKind.RESUMED, "the job continues")
 
 
 def on_cancel(turn: Turn, _: Cancel) -> None:
@@ -120,7 +120,7 @@ def on_cancel(turn: Turn, _: Cancel) -> None:
         return None
     turn.note(EventKind.CANCELLING, "the job is being cancelled")
     if turn.world is None or turn.durable.phase is not Phase.RUNNING:
-        return ending.finish(turn, Phase.CANCELLED, "cancelled before it had a world that trains")
+        return ending.finish(turn, Phase.CANCELLED, "cancelled while no world was training")
     turn.keep(stopping=True, ended_at=turn.now)
     for member in turn.world.members:
         send_if_due(turn, member.worker)
@@ -130,15 +130,15 @@ def on_cancel(turn: Turn, _: Cancel) -> None:
 def on_save(turn: Turn, _: Save) -> None:
     """Ask for a checkpoint after the next step."""
     if not _can_checkpoint(turn):
-        raise Conflict(f"job {turn.spec.job} has nowhere to save to; set checkpoint.path in its config.")
+        raise Conflict(f"job {turn.spec.job} has no checkpoint folder; set checkpoint.path in its config.")
     world = turn.world
     members = [turn.process(member.worker) for member in world.members] if world is not None else []
     connected = [process for process in members if process is not None and process.connection is not None]
     if not connected or world is None:
-        raise Conflict(f"job {turn.spec.job} has no world that trains; nothing can be saved now.")
+        raise Conflict(f"job {turn.spec.job} is not training; nothing can be saved now.")
     checkpoints.request_save(turn)
     send_if_due(turn, connected[0].worker)
-    turn.note(EventKind.SAVING, "a checkpoint was asked for")
+    turn.note(EventKind.SAVING, "a checkpoint was requested")
 
 
 def refuse(turn: Turn, _: OperatorRequest) -> None:

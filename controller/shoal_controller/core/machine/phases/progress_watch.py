@@ -150,7 +150,7 @@ def _sentence(job: Job, late: dict[WorkerId, float], now: float) -> str:
 def _does(job: Job, worker: WorkerId, now: float) -> str:
     process = job.processes.get(worker)
     if process is None:
-        return "(nothing heard of it)"
+        return "(not heard from)"
     if process.status.ended or process.status.done:
         return "(to end its script)"
     return f"(in user code for {now - _last_progress_at(job, process):.0f} s)"
@@ -180,7 +180,7 @@ def _end_if_stuck(turn: Turn, worker: WorkerId) -> None:
     if still <= turn.spec.stall_seconds:
         return
     how = Ending.REPLACED if record.launched else Ending.START_OVER
-    why = f"worker {worker} is evicted: its script has come no further for {still:.0f} s (stall_seconds)"
+    why = f"worker {worker} is evicted: its script has made no progress for {still:.0f} s (stall_seconds)"
     scaling.dismiss(turn, worker, how, why)
     send_if_due(turn, worker)
     if record.launched:

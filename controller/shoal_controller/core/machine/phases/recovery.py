@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from shoal_protos.messages import Ending, Inventory, MemberState
 from shoal_protos.plan import Plan, Reason, WorkerId
+from shoal_protos.plural import plural
 from shoal_protos.runs import NO_BLOCKS
 
 from shoal_controller.core.machine.durable import Standing
@@ -94,7 +95,7 @@ def settle(turn: Turn) -> None:
     attempt = turn.job.attempt
     if attempt is None:  # the controller was away in the middle of one
         if turn.world is not None:
-            recover(turn, "the controller was started again in the middle of a change", turn.now)
+            recover(turn, "the controller was restarted during a change", turn.now)
         else:
             turn.enter(Phase.WAITING)
     elif attempt.phase is AttemptPhase.PREPARE:
@@ -121,11 +122,11 @@ def _prepare(turn: Turn, attempt: Attempt) -> None:
     world = may_still_train(turn)
     if world is not None:
         unknown = [m.worker for m in world.members if not is_dead(turn, m.worker)]
-        sentence = f"nobody of generation {world.generation} has answered, and {_names(unknown)} may be alive"
+        sentence = f"no member of generation {world.generation} has answered, and {_names(unknown)} may be alive"
         _wait(turn, attempt, f"{sentence}: it might still train")
         if _overdue(turn, attempt.since):
             for worker in unknown:
-                scaling.give_up(turn, worker, f"nothing was heard of it for {turn.spec.stall_seconds:g} s")
+                scaling.give_up(turn, worker, f"it has been silent for {turn.spec.stall_seconds:g} s")
         return None
     return _make(turn, attempt)
 
@@ -134,7 +135,8 @@ def _too_few(turn: Turn) -> None:
     """Of those who were to start, not enough are left."""
     least = turn.spec.min_workers
     turn.note(
-        EventKind.WAITING, f"only {len(fenced_workers(turn))} workers are left to start with, min_workers is {least}"
+        EventKind.WAITING,
+        f"only {plural(len(fenced_workers(turn)), 'worker')} left to start with, min_workers is {least}",
     )
     turn.enter(Phase.WAITING)
     turn.change(attempt=None)
@@ -226,7 +228,7 @@ def dismiss_stale(turn: Turn, worker: WorkerId, generation: int, committed_in: i
     since = f"a step was committed in generation {committed_in}"
     if committed_in <= generation:
         since = f"the job began again from a checkpoint in generation {turn.durable.first_valid_generation}"
-    why = f"worker {worker} is of generation {generation}, and {since}"
+    why = f"worker {worker} is in generation {generation}, but {since}"
     scaling.dismiss(turn, worker, how, why)
     send_if_due(turn, worker)
 

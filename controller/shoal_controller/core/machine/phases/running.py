@@ -101,7 +101,7 @@ def _broken(turn: Turn, world: Plan) -> bool:
     back = [process.worker for process in turn.serving() if _could_rejoin(turn, world, process)]
     if back:
         turn.mark(back[0], quarantined=False)
-        recovery.recover(turn, f"worker {back[0]} is back, with blocks of its own", turn.now)
+        recovery.recover(turn, f"worker {back[0]} is back and holds blocks", turn.now)
     return bool(back)
 
 
@@ -163,7 +163,8 @@ def _last_ones_grace(turn: Turn, world: Plan) -> None:
         return final_drain.settle(turn, world, members)
     if all(turn.now >= turn.record(worker).leaves_at for worker in members):
         turn.note(
-            EventKind.LOST, f"the last to leave ({', '.join(members)}) have nobody to leave their state to: it is lost"
+            EventKind.LOST,
+            f"no worker has come to take over from the last ones ({', '.join(members)}): their state is lost",
         )
         for worker in members:
             scaling.dismiss_last(turn, worker)

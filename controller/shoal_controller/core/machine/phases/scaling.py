@@ -53,7 +53,7 @@ def _kill_the_lingering(turn: Turn) -> None:
     for worker, at in turn.durable.ending_since.items():
         if turn.now - max(at, turn.job.started_at) > LINGER_SECONDS:
             turn.note(
-                EventKind.KILLED, f"worker {worker} should have ended and has not within {LINGER_SECONDS:g} s", worker
+                EventKind.KILLED, f"worker {worker} did not end within {LINGER_SECONDS:g} s and is killed", worker
             )
             expect_end(turn, worker)
             turn.do(Kill(worker))
@@ -75,7 +75,7 @@ def _give_up_the_unheard(turn: Turn) -> None:
     for worker, at in tuple(turn.job.spawned_at.items()):
         if turn.now - at > turn.spec.stall_seconds:
             turn.do(Kill(worker))
-            failures.on_failure(turn, worker, f"it has not said hello within {turn.spec.stall_seconds:g} s")
+            failures.on_failure(turn, worker, f"it did not connect within {turn.spec.stall_seconds:g} s")
 
 
 def on_restart(turn: Turn) -> None:
@@ -98,7 +98,7 @@ def on_never_started(turn: Turn, event: NeverStarted) -> None:
     if record is None or record.incarnation or not record.serves:
         return has_ended(turn, event.worker)
     turn.change(spawned_at={**turn.job.spawned_at, event.worker: turn.now})
-    what = f"worker {event.worker} is being started again: the controller ended before it did"
+    what = f"worker {event.worker} is being started again: the controller ended before starting it"
     turn.note(EventKind.STARTING, what, event.worker)
     turn.do(Spawn(event.worker))
     return None
@@ -113,7 +113,7 @@ def drain(turn: Turn, worker: WorkerId, why: Leaving, grace_seconds: float) -> N
     if record.leaving or not record.serves:
         return
     turn.mark(worker, leaving=why, grace_seconds=grace_seconds, leaves_at=turn.now + grace_seconds)
-    words = "drained" if why is Leaving.DRAIN else "let go, the job is scaled down"
+    words = "drained" if why is Leaving.DRAIN else "removed because the job is scaled down"
     turn.note(EventKind.DRAINING, f"worker {worker} is being {words} (grace {grace_seconds:g} s)", worker)
     turn.say(worker, Drain(grace_seconds, turn.durable.last_generation))
 
@@ -130,10 +130,12 @@ def release_leaving(turn: Turn) -> None:
             continue
         joiner = process.status.generation == 0 if process is not None else not record.incarnation
         if joiner:
-            dismiss(turn, record.worker, Ending.DRAINED, f"worker {record.worker} was drained before it was a member")
+            why = f"worker {record.worker} was drained before it became a member"
+            dismiss(turn, record.worker, Ending.DRAINED, why)
             send_if_due(turn, record.worker)
         elif process is not None and _left_and_safe(turn, process.status.state):
-            dismiss(turn, record.worker, Ending.DRAINED, f"worker {record.worker} was drained; its blocks live on")
+            why = f"worker {record.worker} was drained; its blocks have other copies"
+            dismiss(turn, record.worker, Ending.DRAINED, why)
             send_if_due(turn, record.worker)
 
 
@@ -178,6 +180,6 @@ def give_up(turn: Turn, worker: WorkerId, why: str) -> None:
 
 def dismiss_last(turn: Turn, worker: WorkerId, what: str = "") -> None:
     """Let a worker go whose state nobody else has."""
-    why = f"worker {worker} was drained, and nobody was here to take its blocks{what}"
+    why = f"worker {worker} was drained, and no worker was there to take its blocks{what}"
     dismiss(turn, worker, Ending.DRAINED, why)
     send_if_due(turn, worker)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shoal_protos.messages import Ending, MemberState
 from shoal_protos.plan import WorkerId
+from shoal_protos.plural import plural
 
 from shoal_controller.core.machine.durable import Durable
 from shoal_controller.core.machine.job import Job, Process
@@ -28,7 +29,7 @@ def settle(turn: Turn) -> None:
     enough = len(ready) >= turn.durable.wanted
     if enough or (waited >= PATIENCE_SECONDS and len(ready) >= turn.spec.min_workers):
         chosen = ready[: planned_changes.most_workers(turn)]
-        recovery.start(turn, chosen, f"{len(chosen)} workers are ready")
+        recovery.start(turn, chosen, f"{plural(len(chosen), 'worker')} ready")
     return None
 
 
@@ -59,15 +60,13 @@ def sentence(job: Job, now: float) -> str:
     since = f"; waiting for {now - job.ready_since:.0f} s" if job.ready_since is not None else ""
     short = f", min_workers is {durable.spec.min_workers}" if ready < durable.spec.min_workers else ""
     paused = "paused by an operator; " if durable.paused else ""
-    return (
-        f"{paused}{ready} of {durable.wanted} workers ready{short}, {coming} more are starting{since}{trouble(durable)}"
-    )
+    return f"{paused}{ready} of {durable.wanted} workers ready{short}, {coming} more starting{since}{trouble(durable)}"
 
 
 def trouble(durable: Durable) -> str:
     """Why workers that came are not there: the last refusal and the last failure, as the end of a sentence."""
     failed = [record for record in durable.roster.values() if record.ending is Ending.FAILED]
     newest = max(failed, key=lambda record: record.join_order, default=None)
-    said = [f"; the last worker that came was refused: {durable.last_refusal}"] if durable.last_refusal else []
+    said = [f"; the last worker to join was refused: {durable.last_refusal}"] if durable.last_refusal else []
     said += [f"; worker {newest.worker} failed: {newest.why.strip()}"] if newest is not None else []
     return "".join(said)

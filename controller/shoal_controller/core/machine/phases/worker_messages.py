@@ -174,7 +174,7 @@ def _take_result(turn: Turn, worker: WorkerId, result: Result) -> None:
         ending.fail(
             turn,
             f"worker {worker} ended step {result.step} with fingerprint {result.fingerprint[:16]}…, another worker "
-            f"with {known[:16]}…. Their states differ; this is a defect of Shoal, please report it.",
+            f"with {known[:16]}…. Their states differ; this is a bug in Shoal; please report it.",
         )
     elif result.fingerprint:
         turn.keep(
