@@ -23,6 +23,14 @@ FOLDERS = ("controller", "worker", "protos", "tests", "docs", "benchmarks", "exa
 LONGEST_FUNCTION = 70
 LONGEST_FILE = 500
 MOST_PARAMETERS = 6
+MOST_METHODS = 25
+
+MANY_METHODS = {
+    "ControllerLink": "one side of a session, for the training thread, the session's thread and the builders",
+    "Dialogue": "one method for each message that a worker sends or gets",
+    "Runner": "a job's life in the shell",
+}
+"""Classes that have more."""
 
 ENTRY_MODULES = {
     "shoal_controller.cli.main": "the console script",
@@ -138,6 +146,17 @@ def test_no_function_takes_more_parameters_than_one_can_remember() -> None:
         count = len([parameter for parameter in given if parameter.arg not in ("self", "cls")])
         if count > MOST_PARAMETERS and not declares_flags(file, function):
             many[f"{file}:{function.lineno} {function.name}"] = count
+    assert many == {}
+
+
+def test_no_class_has_more_methods_than_one_can_survey() -> None:
+    many = {}
+    for file, tree in sources().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and node.name not in MANY_METHODS and file.parts[0] != "tests":
+                count = sum(isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef) for part in node.body)
+                if count > MOST_METHODS:
+                    many[f"{file}:{node.lineno} {node.name}"] = count
     assert many == {}
 
 
