@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from machine_driver import MADE_OF, Driver
-from shoal_controller.core.machine.events import Pause
+from shoal_controller.core.machine.events import Pause, Resume
+from shoal_protos.messages import MemberState
 
 
 def test_a_job_whose_workers_are_all_refused_says_why_in_its_reason() -> None:
@@ -41,3 +42,55 @@ def test_a_paused_job_without_a_world_says_who_paused_it() -> None:
     job.hello("w0")
     job.feed(Pause())
     assert job.view.reason.startswith("paused by an operator; 1 of 2 workers ready")
+
+
+def test_a_job_that_stands_still_for_a_planned_change_names_whom_it_waits_for() -> None:
+    job = Driver(wanted=2, min_workers=2)
+    job.start(2)
+    job.die("w1")
+    job.recover()
+    assert job.view.reason == "1 worker active, min_workers is 2"
+    job.hello("w2")
+    job.beat("w2", state=MemberState.WAITING)
+    job.wait(2.0)
+    generation = job.job.durable.planned[-1].generation
+    assert job.view.reason.startswith(
+        f"generation {generation} is planned (join); waiting for w0, w2 to build its group ("
+    )
+    job.builds_a_group("w0", generation)
+    job.wait(0.5)
+    assert "; waiting for w2 to build its group (" in job.view.reason
+
+
+def test_a_job_that_trains_names_whom_a_planned_change_waits_for_only_when_that_takes_long() -> None:
+    job = Driver(wanted=2, progress_seconds=10.0)
+    job.start(2)
+    job.die("w1")
+    job.recover()
+    job.hello("w2")
+    job.beat("w2", state=MemberState.WAITING)
+    job.wait(2.0)
+    generation = job.job.durable.planned[-1].generation
+    job.builds_a_group("w0", generation)
+    assert job.view.reason == ""
+    for step in range(2, 14):
+        job.now += 1.0
+        job.beat("w2")
+        job.beat("w0", step=step, boundaries=step)
+        job.tick()
+    assert job.view.reason.startswith(f"generation {generation} is planned (join); waiting for w2 to build its group (")
+
+
+def test_a_job_that_is_resumed_does_not_say_that_it_lacks_workers() -> None:
+    job = Driver(wanted=2)
+    job.start(2)
+    for asked in (Pause(), Resume()):
+        job.feed(asked)
+        job.wait(0.5)
+        plan = job.job.durable.planned[-1]
+        if not plan.steps:
+            for worker in ("w0", "w1"):
+                job.train(worker, plan, steps=0)
+            assert job.view.reason == "paused by an operator"
+    assert job.view.reason.startswith("generation ")
+    assert "is planned (balance); it begins with the next vote (" in job.view.reason

@@ -8,7 +8,7 @@ from shoal_protos.runs import NO_BLOCKS, every, union
 
 from shoal_controller.core.machine.durable import Resize, Standing, WorkerRecord
 from shoal_controller.core.machine.job import Job, Process
-from shoal_controller.core.machine.phases import progress_watch, silence, waiting
+from shoal_controller.core.machine.phases import planned_changes, progress_watch, silence, waiting
 from shoal_controller.core.machine.phases.progress import shown_loss, step_seconds_median
 from shoal_controller.core.machine.spec import JobView, Phase, ResizeView, State, WorkerView
 
@@ -66,12 +66,21 @@ def reason(job: Job, now: float) -> str:
     if durable.stopping:
         return "cancelled; the workers end after their step"
     if not durable.current.steps:
-        if durable.paused:
-            return f"paused: {durable.paused_because}" if durable.paused_because else "paused by an operator"
-        active = durable.current.world_size
-        active_workers = f"{active} worker{'s' * (active != 1)} active"
-        return f"{active_workers}, min_workers is {spec.min_workers}{waiting.trouble(durable)}"
-    return progress_watch.reason(job, now)
+        return "; ".join(filter(None, (_why_no_steps(job), planned_changes.reason(job, now))))
+    late = now - job.planned_at > spec.progress_seconds
+    return "; ".join(filter(None, (progress_watch.reason(job, now), planned_changes.reason(job, now) if late else "")))
+
+
+def _why_no_steps(job: Job) -> str:
+    """Of a world that votes without steps; empty where a planned change will end that."""
+    durable = job.durable
+    if durable.paused:
+        return f"paused: {durable.paused_because}" if durable.paused_because else "paused by an operator"
+    if durable.planned and durable.planned[-1].steps:
+        return ""
+    active = durable.current.world_size if durable.current is not None else 0
+    active_workers = f"{active} worker{'s' * (active != 1)} active"
+    return f"{active_workers}, min_workers is {durable.spec.min_workers}{waiting.trouble(durable)}"
 
 
 def exactness(job: Job) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from shoal_protos.messages import Change
@@ -21,8 +22,8 @@ MOST_NAMES = 16
 def on_planned(turn: Turn, plan: Plan, newest: Plan) -> None:
     """A planned change was made; `newest` is the plan that it goes on from, or takes the place of."""
     before, after = {m.worker for m in newest.members}, {m.worker for m in plan.members}
-    moves = [f"add {_some(after - before)}"] * bool(after - before)
-    moves += [f"remove {_some(before - after)}"] * bool(before - after)
+    moves = [f"add {some(after - before)}"] * bool(after - before)
+    moves += [f"remove {some(before - after)}"] * bool(before - after)
     filling = sum(len(fill.blocks) for fill in plan.fills)
     moves += [f"fill {plural(filling, 'block')}"] * bool(filling)
     what = "; ".join(moves) or "promote filled blocks, balance lanes"
@@ -76,7 +77,8 @@ def on_first_commit(turn: Turn, worker: WorkerId) -> None:
     turn.note(EventKind.TRAINS, f"the first step of generation {turn.durable.committed_in} is committed", worker)
 
 
-def _some(workers: set[WorkerId]) -> str:
+def some(workers: Collection[WorkerId]) -> str:
+    """Their ids, or how many they are."""
     return ", ".join(sorted(workers)) if len(workers) <= MOST_NAMES else f"{len(workers)} workers"
 
 

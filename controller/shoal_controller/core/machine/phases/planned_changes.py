@@ -11,7 +11,7 @@ from shoal_protos.messages import Ending, MemberState, Status
 from shoal_protos.plan import Plan, Reason, WorkerId
 
 from shoal_controller.core.machine.durable import Leaving
-from shoal_controller.core.machine.job import Goal, Process, Traits
+from shoal_controller.core.machine.job import Goal, Job, Process, Traits
 from shoal_controller.core.machine.phases import (
     broken_links,
     checkpoints,
@@ -115,6 +115,17 @@ def held_up(turn: Turn, world: Plan) -> tuple[BrokenLink, ...]:
 def _planned_at(turn: Turn) -> float:
     """What an earlier controller has planned gets its time anew."""
     return max(turn.job.planned_at, turn.job.started_at)
+
+
+def reason(job: Job, now: float) -> str:
+    """Whom the newest planned change waits for; empty where none is planned."""
+    world, plans = job.durable.current, job.durable.planned
+    if world is None or not plans:
+        return ""
+    plan, since = plans[-1], max(job.planned_at, job.started_at)
+    missing = progress_watch.yet_to_build(job, plan) if plan.members != world.members else []
+    whom = f"waiting for {history.some(missing)} to build its group" if missing else "it begins with the next vote"
+    return f"generation {plan.generation} is planned ({plan.reason.value}); {whom} ({now - since:.0f} s so far)"
 
 
 def _give_up_on_joiners(turn: Turn, world: Plan) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shoal_protos.activity import Activity
+from shoal_protos.activity import Activity, StepPhase
 from shoal_protos.messages import Ending
 from shoal_protos.plan import Plan, WorkerId
 
@@ -108,6 +108,12 @@ def _building(job: Job, plan: Plan) -> Activities:
     processes = (job.processes.get(member.worker) for member in plan.members)
     does = {p.worker: (p, _build(p, plan.generation)) for p in processes if p is not None}
     return {worker: _steady(process, build) for worker, (process, build) in does.items() if build is not None}
+
+
+def yet_to_build(job: Job, plan: Plan) -> list[WorkerId]:
+    """Members of a planned change that have not said that they have built its group."""
+    built = {worker for worker, build in _building(job, plan).items() if build.phase > StepPhase.BUILDING}
+    return [member.worker for member in plan.members if member.worker not in built]
 
 
 def _build(process: Process, generation: int) -> Activity | None:
