@@ -127,7 +127,14 @@ class Cluster:
 
     def _start(self) -> None:
         command = [str(Path(sys.executable).parent / "shoal"), "controller", "--http", "127.0.0.1:0"]
-        command += ["--grpc", "127.0.0.1:0", "--store", f"embedded:{self.folder / 'store'}"]
+        command += [
+            "--grpc",
+            "127.0.0.1:0",
+            "--store",
+            f"embedded:{self.folder / 'store'}",
+            "--data",
+            str(self.folder / "store"),
+        ]
         with (self.folder / "controller.log").open("wb") as log:
             self._controller = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, env=self._environment())
         assert self._controller.stdout is not None

@@ -1,8 +1,8 @@
-"""Errands of one job: finding, starting and ending processes, and probes; slow work that must not hold up its loop.
+"""Background work of one job: finding, starting and ending processes, and probes; too slow for its loop.
 
 Processes are found and started in the order of the effects, by one task. Ends are not behind starts: each has a task of
 its own, which waits for what is being found and for the start of the very worker that it ends, and for nothing else.
-Probes run beside each other, one per process. What comes of an errand goes back as an event. Made by `runner.py`.
+Probes run beside each other, one per process. What comes of it goes back as an event. Made by `runner.py`.
 """
 
 from __future__ import annotations

@@ -34,9 +34,8 @@ class Settings(BaseSettings):
     """Address that workers connect to, `HOST:PORT`; port 0 picks a free port."""
     store: str = "embedded:.shoal"
     """Store for the controller's state: `embedded:DIR`."""
-    data: Path | None = None
-    """Folder for workers' logs and process records, and for the token that `run` and `demo` create. Default: the
-    embedded store's folder, else `.shoal`."""
+    data: Path = Path(".shoal")
+    """Folder for workers' logs and process records, and for the token that `run` and `demo` create."""
     token: SecretStr | None = None
     """Bearer token for REST and workers; workers may use one of their job instead (`shoal token JOB`). Default: no
     authentication; `run` and `demo` create a token."""
@@ -106,7 +105,7 @@ class Settings(BaseSettings):
     @property
     def folder(self) -> Path:
         """Where logs, process records and the token are."""
-        return data_folder(self.store, self.data)
+        return self.data.resolve()
 
     @property
     def default_workers(self) -> int:
@@ -134,10 +133,10 @@ def joined_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def data_folder(store: str | None, data: Path | None) -> Path:
-    """See `Settings.data`."""
-    kind, _, folder = (store or Settings.model_fields["store"].default).partition(":")
-    return (data or Path(folder if kind == "embedded" and folder else ".shoal")).resolve()
+def data_folder(data: Path | None) -> Path:
+    """See `Settings.data`; None: its default."""
+    default: Path = Settings.model_fields["data"].default
+    return (data or default).resolve()
 
 
 def inherited_environment() -> Mapping[str, str]:

@@ -84,7 +84,8 @@ class Job:
     def start_controller(self) -> None:
         http, grpc = (f"{self.hosts.address(0)}:{port}" for port in (HTTP, GRPC))
         store = f"embedded:{self.folder / 'store'}"
-        self._controller = self._start(0, [SHOAL, "controller", "--http", http, "--grpc", grpc, "--store", store])
+        places = ["--store", store, "--data", str(self.folder / "store")]
+        self._controller = self._start(0, [SHOAL, "controller", "--http", http, "--grpc", grpc, *places])
         wait("the controller to answer", lambda: self.rest("GET", "/jobs"))
 
     def kill_controller(self) -> None:

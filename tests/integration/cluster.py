@@ -162,7 +162,7 @@ class Cluster:
         """Start it, or start it again at the same addresses, with the same store or another one."""
         self._lives += 1
         addresses = {name: f"127.0.0.1:{port}" for name, port in zip(("http", "grpc"), self._ports, strict=True)}
-        arguments = {**addresses, "store": f"embedded:{self.folder / store}"}
+        arguments = {**addresses, "store": f"embedded:{self.folder / store}", "data": str(self.folder / store)}
         log = self.folder / f"controller-{self._lives}.log"
         self._controller = fork("integration.scripts:controller", arguments, {}, log)
         until("the controller to answer", self._answers)

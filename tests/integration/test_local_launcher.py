@@ -215,11 +215,11 @@ def test_a_page_lives_from_the_start_until_the_job_has_heard_of_the_end(tmp_path
 FIRST_CONTROLLER = """
 import asyncio, os, sys
 from pathlib import Path
-from shoal_controller.core.spec import JobSpec
-from shoal_controller.launchers.local import LocalLauncher, Surroundings
+from shoal_controller.core.machine.spec import JobSpec
+from shoal_controller.launchers.local import LocalLauncher, WorkerEnvironment
 
 async def main():
-    launcher = LocalLauncher(Path(sys.argv[1]), Surroundings("127.0.0.1:7071"), None)
+    launcher = LocalLauncher(Path(sys.argv[1]), WorkerEnvironment("127.0.0.1:7071"), None)
     for worker, script in enumerate(sys.argv[2:]):
         spec = JobSpec("demo", 1, launcher="local", command=("/bin/sh", "-c", script))
         await launcher.spawn(f"w{worker}", spec)

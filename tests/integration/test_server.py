@@ -19,12 +19,13 @@ from shoal_protos.errors import StoreError, UserError
 
 ALONE = """
 import asyncio, sys
-from shoal_controller.server import running
+from shoal_controller.server import serve
 from shoal_controller.settings import Settings
 
 async def main():
-    settings = Settings(http="127.0.0.1:0", grpc="127.0.0.1:0", store="embedded:" + sys.argv[1], log_level="error")
-    async with running(settings) as server:
+    settings = Settings(http="127.0.0.1:0", grpc="127.0.0.1:0", store="embedded:" + sys.argv[1], data=sys.argv[1],
+                        log_level="error")
+    async with serve(settings) as server:
         print(server.http, flush=True)
         await asyncio.Event().wait()
 
@@ -34,6 +35,7 @@ asyncio.run(main())
 
 def settings(directory, **more):
     given = {"http": "127.0.0.1:0", "grpc": "127.0.0.1:0", "store": f"embedded:{directory}/store", "log_level": "error"}
+    given["data"] = f"{directory}/store"
     return Settings(**given | more)
 
 

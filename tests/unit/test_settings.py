@@ -98,10 +98,10 @@ def test_which_launchers_are_allowed_is_a_list():
         Settings(launchers="local, slurm")
 
 
-def test_logs_and_the_token_lie_beside_an_embedded_store_unless_said_otherwise(tmp_path, monkeypatch):
+def test_logs_and_the_token_lie_in_a_folder_of_their_own_whatever_the_store(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert Settings().folder == tmp_path / ".shoal"
-    assert Settings(store="embedded:/var/shoal").folder == Path("/var/shoal")
+    assert Settings(store="embedded:/var/shoal").folder == Path(".shoal").resolve()
     assert Settings(store="embedded:/var/shoal", data=tmp_path / "data").folder == tmp_path / "data"
 
 

@@ -53,7 +53,8 @@ async def demo(
 
     check_machine()
     with tempfile.TemporaryDirectory(prefix="shoal-demo-") as folder:
-        places = Places(http or "127.0.0.1:0", grpc or "127.0.0.1:0", store or f"embedded:{folder}", data)
+        store, data = store or f"embedded:{folder}", data or Path(folder)
+        places = Places(http or "127.0.0.1:0", grpc or "127.0.0.1:0", store, data)
         with interrupts() as heard:
             async with serving(places, own=True) as here:
                 reports = await until_interrupted(here, script(text, steps), heard)

@@ -61,7 +61,7 @@ Data = Annotated[
         envvar="SHOAL_DATA",
         metavar="DIR",
         file_okay=False,
-        help="Folder for logs, process records and the token. Default: the embedded store's.",
+        help="Folder for logs, process records and the token. Default: .shoal.",
         show_default=False,
     ),
 ]

@@ -67,7 +67,7 @@ async def run(
     from shoal_controller.cli.serve import Places, interrupts, serving
     from shoal_controller.settings import data_folder
 
-    printed = None if quiet else Printed(lengths(data_folder(store, data) / "jobs" / name))
+    printed = None if quiet else Printed(lengths(data_folder(data) / "jobs" / name))
     with interrupts() as heard:
         async with serving(Places(http, grpc, store, data), own=True) as here:
             revision = await take_up(here.client, spec)

@@ -59,7 +59,7 @@ class Places:
         given: dict[str, object] = {"http": self.http, "grpc": self.grpc, "store": self.store, "data": self.data}
         given["open"] = self.open or None
         if own and not os.environ.get("SHOAL_TOKEN"):
-            given["token"] = made_token(data_folder(self.store, self.data))
+            given["token"] = made_token(data_folder(self.data))
         if own and not os.environ.get("SHOAL_LOG_LEVEL"):
             given["log_level"] = "warning"
         return Settings(**{name: value for name, value in given.items() if value is not None})
