@@ -1,6 +1,6 @@
 """The link of an engine in a crew: the real dialogue and membership, and groups in memory. No socket, no thread.
 
-What the client does with locks and builders (session/controller_link.py, session/groups.py) is done here under the
+What a session does with locks and builders (session/shared.py, session/groups.py) is done here under the
 crew's one lock, when the crew comes round.
 """
 
@@ -209,7 +209,7 @@ class CrewLink:
                     if type(item).__name__ in ("Stopped", "Ended"):
                         self._items.clear()
                     self._items.append(item)
-                case Build(plan, _):
+                case Build(plan):
                     self.before_building()
                     self.plans[plan.generation] = plan
                 case Abort():

@@ -127,7 +127,7 @@ def test_a_worker_can_end_while_its_controller_hangs() -> None:
         with ThreadPoolExecutor(1) as training:
             introduced = training.submit(link.introduce, DESCRIPTION, NEW)
             assert select.select([listener], [], [], PATIENCE_SECONDS)[0]
-            link.on_failure(RuntimeError("enough"))
+            link.driver.on_failure(RuntimeError("enough"))
             with pytest.raises(UserError, match="the session with the controller failed: enough"):
                 introduced.result(PATIENCE_SECONDS)
 
@@ -139,9 +139,9 @@ def test_a_launched_worker_in_no_world_ends_without_failing_when_its_controller_
         with ThreadPoolExecutor(1) as training:
             introduced = training.submit(link.introduce, DESCRIPTION, NEW)
             assert select.select([listener], [], [], PATIENCE_SECONDS)[0]
-            link.on_controller_unreachable(70.0)
+            link.driver.on_controller_unreachable(70.0)
             assert link.dialogue.ending is None
-            link.on_controller_unreachable(70.1)
+            link.driver.on_controller_unreachable(70.1)
             with pytest.raises(SystemExit) as ended:
                 introduced.result(PATIENCE_SECONDS)
             assert ended.value.code == NO_CONTROLLER
@@ -152,9 +152,9 @@ def test_a_launched_worker_that_waits_to_join_ends_likewise_after_the_jobs_recon
         controller.reconnect_seconds = 2.0
         worker = Worker("a", controller, launcher="local")
         worker.introduce()
-        worker.link.on_controller_unreachable(62.0)
+        worker.link.driver.on_controller_unreachable(62.0)
         assert not worker.link.stopping
-        worker.link.on_controller_unreachable(62.1)
+        worker.link.driver.on_controller_unreachable(62.1)
         assert worker.takes(Ended).status == NO_CONTROLLER
         worker.close()
 
@@ -166,7 +166,7 @@ def test_a_member_and_a_worker_that_nobody_launched_wait_for_their_controller(la
         worker.introduce()
         if member:
             begin_a_world(controller, [worker])
-        worker.link.on_controller_unreachable(1e6)
+        worker.link.driver.on_controller_unreachable(1e6)
         assert not worker.link.stopping
         worker.close()
 

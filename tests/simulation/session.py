@@ -1,4 +1,4 @@
-"""The session half of a simulated worker: a driver of the real `Dialogue`, as session/controller_link.py is one.
+"""The session half of a simulated worker: a driver of the real `Dialogue`, as session/shared.py is one.
 
 What goes out and what a message means is the dialogue's. Here are the streams, the timers, and what becomes of its
 effects: a group is built or aborted, and the training half does what the training thread finds in its inbox.
@@ -217,9 +217,9 @@ class Session:
             match effect:
                 case Deliver(item):
                     self._deliver(item)
-                case Build(plan, _) if plan.recovery is not None:
+                case Build(plan) if plan.recovery is not None:
                     training.build_recovery(plan)
-                case Build(plan, _):
+                case Build(plan):
                     training.build_planned(plan)
                 case Abort():
                     training.close_groups()

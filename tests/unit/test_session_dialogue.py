@@ -110,7 +110,7 @@ def member_of(generation: int, workers: str) -> Dialogue:
     dialogue, plan = dialogue_of(), recovery(generation, workers)
     assert dialogue.on_message(Prepare(generation)) == [Deliver(Stopped(generation)), Abort()]
     dialogue.answer(inventory(generation))
-    assert dialogue.on_message(PlanMessage(plan)) == [Build(plan, 0)]
+    assert dialogue.on_message(PlanMessage(plan)) == [Build(plan, 0, joiner=False)]
     assert dialogue.report_ready(generation)
     assert dialogue.on_message(Open(generation)) == [Deliver(Opened(generation))]
     dialogue.begin(plan)

@@ -1,6 +1,6 @@
 """What this process says to its controller, and what it makes of the answers. No I/O, no clock, no thread.
 
-Fed by the session's thread (`on_message`), by the training thread through the client (`update_status`, `answer`, …) and
+Fed by the session's thread (`on_message`), by the training thread through its link (`update_status`, `answer`, …) and
 by the builders; its driver carries out the effects that it returns, sends what `outgoing` gives, and holds one lock
 around all of it. What is to be said is kept as the latest of each kind, so nothing piles up while no controller is
 there.
@@ -79,6 +79,8 @@ class Build:
 
     plan: Plan
     rank: int
+    joiner: bool
+    """Its first message is awaited in the group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,24 +171,14 @@ class Dialogue:
 
     def _message(self, kind: type[ToController]) -> ToController | None:
         if kind is Heartbeat:
-            return self._heartbeat()
+            own, others = _own_and_others(self.membership, self.activities)
+            return Heartbeat(self._next_status(), self._telemetry, self._echo, own, others)
         if kind is Ready:
             is_ready = self.membership.point is MemberState.READY
             return Ready(self.membership.promised, self._next_status()) if is_ready else None
         if kind is Request:
             return Request(RequestKind.DRAIN, self.process.grace_seconds, self.membership.generation)
         return self._inventory if kind is Inventory else self._result
-
-    def _heartbeat(self) -> Heartbeat:
-        """The training thread is in the group of the world, or of the one that takes its place."""
-        activities = dict(self.activities)
-        coming = (self.membership.recovery, self.membership.begins)
-        inside = [plan.generation for plan in coming if plan is not None and plan.generation in activities]
-        inside = [
-            number for number in inside if activities[number].phase > StepPhase.BUILT or activities[number].boundary
-        ]
-        activity = activities.pop(next(iter(inside), self.membership.generation), Activity(self.membership.generation))
-        return Heartbeat(self._next_status(), self._telemetry, self._echo, activity, tuple(activities.values()))
 
     def _next_status(self) -> Status:
         """The status now, with the next number."""
@@ -306,17 +298,11 @@ class Dialogue:
                 return self.end(message)
             case Refusal():
                 self.refusal = message.sentence
-                ended = self._is_final(message)
+                ended = _is_final(message, self.membership.generation, self.cluster)
                 return self.end(Shutdown(Ending.FAILED, message.sentence)) if ended else []
             case Open() | Ask() | Drain():
                 pass  # came before; a drain needs nothing but the plan that will leave us out
         return []
-
-    def _is_final(self, refusal: Refusal) -> bool:
-        """● Whether this process is to end. One that is in a world trains on beside a controller that cannot know."""
-        if not self.membership.generation:
-            return refusal.final
-        return refusal.ends_members and bool(self.cluster) and refusal.cluster == self.cluster
 
     def _on_welcome(self, welcome: Welcome) -> None:
         self.membership.worker = welcome.worker
@@ -346,7 +332,7 @@ class Dialogue:
             return []
         if plan.recovery is not None:
             self.broken = ()
-        return [Build(plan, rank)]
+        return [Build(plan, rank, joiner=plan.recovery is None and membership.is_joiner)]
 
     def end(self, shutdown: Shutdown, status: int = 0) -> list[Effect]:
         """Nothing more is sent or taken in."""
@@ -357,3 +343,28 @@ class Dialogue:
 def _without_progress(status: Status) -> Status:
     """What is worth a heartbeat of its own when it changes."""
     return replace(status, sequence=0, step=0, boundaries=0)
+
+
+def _is_final(refusal: Refusal, generation: int, cluster: str) -> bool:
+    """● Whether a process is to end. One that is in a world trains on beside a controller that cannot know.
+
+    `generation`: of its world; `cluster`: the store that has welcomed it.
+    """
+    if not generation:
+        return refusal.final
+    return refusal.ends_members and bool(cluster) and refusal.cluster == cluster
+
+
+def _own_and_others(
+    membership: Membership, activities: Mapping[int, Activity]
+) -> tuple[Activity, tuple[Activity, ...]]:
+    """What the training thread does, in the group of its world or of the one that takes its place; and the builds."""
+    others = dict(activities)
+    coming = [plan.generation for plan in (membership.recovery, membership.begins) if plan is not None]
+    inside = [number for number in coming if number in others and _is_inside(others[number])]
+    own = others.pop(next(iter(inside), membership.generation), Activity(membership.generation))
+    return own, tuple(others.values())
+
+
+def _is_inside(activity: Activity) -> bool:
+    return activity.phase > StepPhase.BUILT or bool(activity.boundary)

@@ -1,6 +1,6 @@
 """The groups of this process: those being built, those kept for plans that may begin, and the one that trains.
 
-Each is built on a thread of its own, because building waits for other processes. Called under the client's lock, which
+Each is built on a thread of its own, because building waits for other processes. Called under the session's lock, which
 the builders take too when they are done. What is cancelled ends its waits under the lock; aborting and closing it comes
 after, outside: a group that the training thread may be inside is closed by the training thread (`bury`).
 """

@@ -1,6 +1,6 @@
 """The session's thread: one stream to the controller, opened again with back-off for ever while training goes on.
 
-It moves messages between the stream and the client (`Driver`), keeps the heartbeat, and reads SIGTERM. It decides
+It moves messages between the stream and the `SessionDriver`, keeps the heartbeat, and reads SIGTERM. It decides
 nothing; what is sent and what comes of an answer is the dialogue's. If it ends unexpectedly the link is informed
 (`on_failure`).
 """
@@ -12,18 +12,18 @@ import contextlib
 import itertools
 import threading
 import time
-from typing import Protocol
 
 import grpc
 import grpc.aio
 from shoal_protos.channel import CHANNEL_OPTIONS, METHOD
 from shoal_protos.errors import UserError
-from shoal_protos.messages import Hello, Refusal, Result, Shutdown, ToController, ToWorker, Welcome
+from shoal_protos.messages import Refusal, Result, Shutdown, Welcome
 from shoal_protos.wire import decode_controller, encode_worker
 
 from shoal.group.forks import Connections
 from shoal.group.rendezvous_server import split_address
 from shoal.logs import get_logger
+from shoal.session.driver import SessionDriver
 from shoal.session.settings import SessionSettings
 from shoal.session.signals import TermSignal
 
@@ -48,28 +48,10 @@ log = get_logger("shoal.session")
 Call = grpc.aio.StreamStreamCall[bytes, bytes]
 
 
-class Driver(Protocol):
-    """The client as its thread sees it. Called on the session's thread."""
-
-    def hello(self) -> Hello: ...
-    def outgoing(self, beat: bool) -> list[ToController]: ...
-    def on_message(self, message: ToWorker) -> None: ...
-    def on_sigterm(self) -> None: ...
-    def on_last_word(self) -> None: ...
-    def on_controller_unreachable(self, seconds: float) -> None: ...
-    def on_failure(self, error: Exception) -> None: ...
-
-    @property
-    def heartbeat_seconds(self) -> float: ...
-    @property
-    def silent(self) -> bool:
-        """Nothing is to be said or heard until woken."""
-
-
 class SessionThread:
     """Started once per process; `wake` says that something is due, `close` ends it."""
 
-    def __init__(self, driver: Driver, settings: SessionSettings, term: TermSignal | None) -> None:
+    def __init__(self, driver: SessionDriver, settings: SessionSettings, term: TermSignal | None) -> None:
         self._driver, self._settings, self._term = driver, settings, term
         self._credentials = settings.credentials()
         self._addresses = itertools.cycle(settings.addresses)
