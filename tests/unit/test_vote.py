@@ -115,7 +115,7 @@ def _longest_request() -> Request:
 def test_names_and_requests_are_refused_where_they_are_given() -> None:
     with pytest.raises(UserError, match=r"engine\.report got 17 names with \d+ bytes in one step; at most 16"):
         check_names([f"metric{number}" for number in range(17)], "engine.report")
-    with pytest.raises(UserError, match="at most 16 of together 512 bytes fit into a vote"):
+    with pytest.raises(UserError, match="at most 16 with 512 bytes fit into a vote"):
         check_names(["ü" * 100], "engine.report")
     with pytest.raises(UserError, match=r"engine\.export: what is asked for in this step takes \d+ bytes; at most 800"):
         check_requests([Request("export", "x" * 800)], "engine.export")
