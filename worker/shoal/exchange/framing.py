@@ -7,9 +7,13 @@ session's builder thread, the others by the training thread.
 from __future__ import annotations
 
 import torch
+from shoal_protos.errors import PeerError
 from torch import Tensor
 
 from shoal.group.group import Group, Work
+
+MOST_BYTES = 1 << 36
+"""Of one message; a peer that announces more does not say what is so."""
 
 
 def as_bytes_tensor(content: bytes) -> Tensor:  # (len(content),) uint8
@@ -34,10 +38,16 @@ class FramedSend:
 
 
 def receive_framed(group: Group, source: int, tag: int) -> bytes:
-    """Block for the next framed message of that tag. Raises `WorldChanged` when the group is broken."""
+    """Block for the next framed message of that tag.
+
+    Raises `WorldChanged` when the group is broken, `PeerError` for a length that cannot be.
+    """
     length = torch.zeros(1, dtype=torch.int64)
     group.receive(length, source, tag).wait()
-    content = torch.empty(int(length.item()), dtype=torch.uint8)
+    size = int(length.item())
+    if not 0 <= size <= MOST_BYTES:
+        raise PeerError(f"rank {source} announced a message of {size} bytes; expected 0 to {MOST_BYTES}")
+    content = torch.empty(size, dtype=torch.uint8)
     if content.numel():
         group.receive(content, source, tag).wait()
     return content.numpy().tobytes()
