@@ -51,7 +51,7 @@ class BackgroundWork:
         self._starting: dict[WorkerId, asyncio.Event] = {}
         """Workers whose start is asked for and not over."""
         self._unwanted: set[WorkerId] = set()
-        """Those of them that are to be ended before their start has begun."""
+        """Workers that are to be ended before their start has begun."""
         self._adopted = asyncio.Event()
         """Not set while the launcher is being asked what it finds."""
         self._adopted.set()
@@ -87,7 +87,7 @@ class BackgroundWork:
                 self._launches.put_nowait(errand)
 
     def _beside(self, tasks: Tasks, who: object, what: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """In a task of its own, unless the same is under way."""
+        """Run in a task of its own, unless the same is under way."""
         if who not in tasks and self._alarm is not None:
             tasks[who] = guarded(f"{what} of {self._spec.job}", work(), self._alarm)
             tasks[who].add_done_callback(lambda _: tasks.pop(who, None))

@@ -21,7 +21,7 @@ Key = tuple[object, ...]
 
 
 class Backlog:
-    """See the module's text."""
+    """Events of one job that wait for its runner."""
 
     def __init__(self) -> None:
         self._events: dict[Key, Event] = {}

@@ -36,10 +36,10 @@ EVENTS_PER_TRANSACTION = 50
 """With as many deletions and two pages it stays below a transaction's limit."""
 
 EVENT_BYTES = 256 << 10
-"""Of one transaction's events."""
+"""Most bytes of one transaction's events."""
 
 PART_BYTES = 512 << 10
-"""Of a state in one transaction; what is larger is written in parts."""
+"""Most bytes of a state in one transaction; what is larger is written in parts."""
 
 LEFTOVERS_PER_TRANSACTION = 16
 
@@ -63,7 +63,7 @@ class Trouble:
     """The store does not take what is to be written."""
 
     since: float
-    """By the event loop's clock."""
+    """Start by the event loop's clock."""
     why: str
 
 

@@ -89,4 +89,4 @@ class Outside:
     senders: Senders
     prober: Prober
     launchers: Mapping[str, Launcher] = field(default_factory=dict)
-    """By the spec's `launcher`; `none` has none."""
+    """Launchers by the spec's `launcher`; `none` has none."""

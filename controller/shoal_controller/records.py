@@ -20,10 +20,10 @@ from shoal_protos.errors import StoreError
 from shoal_controller.core.machine.spec import JobSpec
 
 FORMAT = 2
-"""Of the records that this code reads and writes."""
+"""Format of the records that this code reads and writes."""
 
 MOST_MESSAGE_CHARACTERS = 1 << 16
-"""Of an event's sentence; what is longer is cut."""
+"""Most characters of an event's sentence; what is longer is cut."""
 
 
 class Unreadable(StoreError):
@@ -63,7 +63,7 @@ class Head:
     writer: str
     """The controller's life that wrote it."""
     writes: int = 0
-    """With `writer` it tells one write from any other."""
+    """Number of the write; with `writer` it tells one write from any other."""
     first_event: int = 1
     last_event: int = 0
     broken: str = ""

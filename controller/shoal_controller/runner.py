@@ -173,7 +173,7 @@ class Runner:
             self._inbox.put_nowait(None)
 
     async def stop(self, why: ShoalError) -> None:
-        """The same, and wait for the end. A write in hand is finished, if the store does not take too long."""
+        """Stop and wait for the end. A write in hand is finished, if the store does not take too long."""
         self.halt(why)
         if self._loop is not None:
             await asyncio.wait([self._loop], timeout=STOP_SECONDS)
@@ -295,7 +295,9 @@ class Runner:
             await self._break(error)
 
     async def _carry_out(self, effects: Sequence[Effect]) -> None:
-        """In order; all notes are written with the first `Persist`, which writes the state as it is after the step."""
+        """Carry out effects in order; all notes are written with the first `Persist`, which writes the state as it is
+        after the step.
+        """
         notes = [effect for effect in effects if isinstance(effect, Note)]
         lasting = any(isinstance(effect, Persist) for effect in effects)
         events = self._events(notes) if notes or lasting else []

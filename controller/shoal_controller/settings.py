@@ -134,7 +134,7 @@ def joined_address(host: str, port: int) -> str:
 
 
 def data_folder(data: Path | None) -> Path:
-    """See `Settings.data`; None: its default."""
+    """The folder of `Settings.data`; its default for None."""
     default: Path = Settings.model_fields["data"].default
     return (data or default).resolve()
 

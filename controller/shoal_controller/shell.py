@@ -44,7 +44,7 @@ CHECK_SECONDS = 2.0
 """How long the store may take for the write that tells whether this controller is ready."""
 
 MOST_JOBS = 1000
-"""Of which those that are over are forgotten, the oldest first, when new ones come."""
+"""Most jobs, of which those that are over are forgotten, the oldest first, when new ones come."""
 
 EVENTS_PAGE = 200
 """How many events a follower reads at a time."""
@@ -77,7 +77,7 @@ class Shell:
         self._runners: dict[str, Runner] = {}
         self._creating = asyncio.Lock()
         self._begun: dict[str, JobRepository] = {}
-        """Of new jobs that may be stored or not, for the store failed."""
+        """Repositories of new jobs that may or may not be stored, because the store failed."""
         self._cluster = ""
         self._tasks: list[asyncio.Task[None]] = []
         self.stopped: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
@@ -184,7 +184,7 @@ class Shell:
         return self.view(job)
 
     async def _forget(self, runner: Runner) -> None:
-        """Of a job that is over. Where the store or the disk fails on the way it stays, to be forgotten later."""
+        """Forget a job that is over. Where the store or the disk fails on the way it stays, to be forgotten later."""
         assert self._outside is not None, "connect comes before start"
         job = runner.spec.job
         await runner.stop(NotFound(f"job {job} is over and forgotten"))

@@ -7,8 +7,8 @@ reads them, so that a broken one is answered by a sentence and not by gRPC's own
 from __future__ import annotations
 
 FORK_SAFE = {"GRPC_ENABLE_FORK_SUPPORT": "0"}
-"""In a worker's environment before gRPC is imported, which reads it then. gRPC's own fork handlers crash children that
-are forked beside a busy stream, such as a DataLoader's workers."""
+"""Variables for a worker's environment before gRPC is imported, which reads it then. gRPC's own fork handlers crash
+children that are forked beside a busy stream, such as a DataLoader's workers."""
 
 METHOD = "/shoal.v1.Sessions/Session"
 """The one bidirectional stream; see session.proto."""
@@ -30,4 +30,4 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_permit_without_calls", 0),
     ("grpc.http2.max_pings_without_data", 0),
 )
-"""For both ends."""
+"""Options of both ends."""

@@ -16,7 +16,7 @@ class CheckpointRef:
     """A whole checkpoint that a worker knows of. Ordered by when it was made: generations only grow."""
 
     generation: int
-    """In which it was saved; the next one exceeds it."""
+    """The generation in which it was saved; the next one exceeds it."""
     step: int
     """The step at which training goes on from it; 0 where only its tensors are taken, by name."""
     path: str
@@ -55,7 +55,7 @@ class SaveReport:
     outcome: SaveOutcome
     path: str = ""
     bytes: int = 0
-    """Of all its files."""
+    """Bytes of all its files."""
     copy_seconds: float = 0.0
     """What training waited for."""
     write_seconds: float = 0.0

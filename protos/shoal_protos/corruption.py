@@ -26,13 +26,13 @@ class CorruptBlock:
     first_step: int
     """The copies were equal at this step, or the block was not compared since the job began."""
     step: int
-    """As of this step they differ."""
+    """The step as of which they differ."""
     workers: tuple[str, ...]
     """Whose copies: of most copies that agree the others, where none are most all holders."""
 
     @property
     def sentence(self) -> str:
-        """For people."""
+        """The difference as one sentence."""
         steps = f"between steps {self.first_step} and {self.step}"
         if len(self.workers) == 1:
             return f"block {self.block} of worker {self.workers[0]} differs from its other copies; changed {steps}"

@@ -69,17 +69,17 @@ class Telemetry:
     step_seconds: float = 0.0
     """The last step's wall time."""
     step_seconds_median: float = 0.0
-    """Of this process's last thousand steps."""
+    """Median of this process's last thousand steps."""
     training_seconds: float = 0.0
     """All wall time in committed steps of this process."""
     fill_bytes: int = 0
     """Bytes received by fills in this process's life."""
     memory_bytes: Mapping[str, int] = field(default_factory=dict)
-    """By kind: parameters, gradients, state, rss."""
+    """Bytes by kind: parameters, gradients, state, rss."""
     changes: tuple[Change, ...] = ()
     """The last few, newest last."""
     saves: tuple[SaveReport, ...] = ()
-    """Those that this process led: the last few, newest last."""
+    """Saves that this process led: the last few, newest last."""
     skipped_folders: str = ""
     """Why folders of newer saves than the checkpoint that it has found are none, a sentence for each."""
     skipped_micro_batches: int = 0
@@ -173,7 +173,7 @@ class Heartbeat:
     activity: Activity = field(default_factory=Activity)
     """What the training thread does."""
     builds: tuple[Activity, ...] = ()
-    """Of the groups that are being built, or kept for plans that may begin."""
+    """Activities of the groups that are being built, or kept for plans that may begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +246,7 @@ class Result:
     everyone: bool = False
     """The failure is the job's (bad config, hyper-parameters that differ), not this worker's: no replacement helps."""
     fault: Fault | None = None
-    """Of a failure."""
+    """What failed."""
     generation: int = 0
     """The world that it is said in; 0: none, or nothing depends on it."""
 

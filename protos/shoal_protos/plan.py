@@ -79,9 +79,9 @@ class Recovery:
     record: bytes
     """The vote's record of that step, for members that still have to roll forward to it; empty where none has to."""
     counted: tuple[bool, ...]
-    """By rank: whether the member's state counts. One that does not count frees what it holds."""
+    """Whether each member's state counts, by rank. One that does not count frees what it holds."""
     stale: tuple[Runs, ...]
-    """By rank: the blocks whose parameters their owners hand out to it again before the generation opens."""
+    """Blocks by rank whose parameters their owners hand out to it again before the generation opens."""
     checkpoint: str = ""
     """Where the state comes from when blocks had no live copy; empty where it comes from the members."""
 

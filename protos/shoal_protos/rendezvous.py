@@ -17,6 +17,6 @@ INCARNATION = "incarnation"
 
 
 def entry(key: str, value: bytes) -> bytes:
-    """As it goes over the wire, in both directions."""
+    """An entry as it goes over the wire, in both directions."""
     name = key.encode()
     return HEAD.pack(len(name), len(value)) + name + value

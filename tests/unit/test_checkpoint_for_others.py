@@ -179,7 +179,7 @@ def test_a_file_that_wants_to_run_code_runs_none(capsys, tmp_path: Path, monkeyp
         ([1, 2], "holds a list; expected a state dict, names with tensors."),
         ({}, "holds a dict; expected a state dict, names with tensors."),
         ({"a": 1}, 'holds a int under "a"; expected a state dict, names with tensors.'),
-        ({"a": torch.zeros(1, dtype=torch.complex128)}, 'holds "a" with dtype torch.complex128, which no checkpoint'),
+        ({"a": torch.zeros(1, dtype=torch.complex128)}, 'holds "a" with dtype torch.complex128, which a checkpoint'),
     ],
 )
 def test_another_content_than_a_state_dict_gets_a_sentence(

@@ -79,7 +79,7 @@ def test_a_script_that_swallows_that_cannot_go_on() -> None:
         except JobFailed:
             return
 
-    with pytest.raises(UserError, match="out of the job since its update failed"):
+    with pytest.raises(UserError, match="left the job because its update failed"):
         undisturbed(Task(OPTIONS, body=stubborn))
 
 

@@ -267,7 +267,7 @@ def stubborn_step(engine: Engine) -> None:
 
 
 def test_a_script_that_swallows_the_error_of_its_optimizer_cannot_go_on_with_torn_state() -> None:
-    with pytest.raises(UserError, match="out of the job since its update failed: ArithmeticError: no more"):
+    with pytest.raises(UserError, match="left the job because its update failed: ArithmeticError: no more"):
         undisturbed(replace(TASK, optimizer=failing_here, step=stubborn_step))
 
 

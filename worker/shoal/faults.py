@@ -100,7 +100,7 @@ S = TypeVar("S", bound=AtAStep)
 
 
 def fault_point(point: str) -> Callable[[Callable[Concatenate[S, P], T]], Callable[Concatenate[S, P], T]]:
-    """Of a method: a fault that is planted at `point` strikes before it runs."""
+    """Decorate a method: a fault that is planted at `point` strikes before it runs."""
     assert point in POINTS
 
     def decorate(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:

@@ -23,7 +23,7 @@ from shoal.world import World
 
 
 def block_digests(state: TrainingState, blocks: Runs) -> dict[int, bytes]:
-    """By block number: 32 bytes for the parameters and 32 for each state tensor, keys sorted."""
+    """Digests by block number: 32 bytes for the parameters and 32 for each state tensor, keys sorted."""
     found: dict[int, bytes] = {}
     size = state.layout.block_elements
     for (start, stop), tensors in state.held.states(blocks).items():

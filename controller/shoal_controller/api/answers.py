@@ -125,7 +125,7 @@ class CheckpointAnswer(Answer):
     step: int
     """At which training goes on from it."""
     generation: int
-    """In which it was saved."""
+    """The generation in which it was saved."""
     path: str
     bytes: int
 

@@ -32,7 +32,7 @@ class ApiSettings:
     here_only: bool = True
     """The port is reached from this machine only."""
     launchers: frozenset[str] = frozenset({"local", "none"})
-    """Those that jobs may name."""
+    """Launchers that jobs may use."""
 
 
 def build_app(shell: Shell, scrape: Callable[[], bytes], settings: ApiSettings) -> ASGIApp:
@@ -57,7 +57,7 @@ def build_app(shell: Shell, scrape: Callable[[], bytes], settings: ApiSettings) 
 
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
-        """For Prometheus."""
+        """Metrics for Prometheus."""
         return Response(scrape(), media_type=METRICS_TYPE)
 
     return Guard(app, settings.token, settings.here_only)

@@ -25,7 +25,7 @@ from shoal_controller.core.machine.event_kind import EventKind
 
 POLL_SECONDS = 0.25
 QUIET_SECONDS = 5.0
-"""Without a terminal and without a change, a line this often."""
+"""Interval of lines without a terminal and without a change."""
 
 IN_PASSING = {EventKind.DISCONNECTED, EventKind.PLAN, EventKind.PREPARE, EventKind.TRAINS, EventKind.WAITING}
 """Kinds of events that the display leaves out: the job's reason says so at that moment. `shoal events` has them all."""

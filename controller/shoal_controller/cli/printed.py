@@ -12,7 +12,7 @@ from pathlib import Path
 from shoal_controller.cli.client import Json
 
 MOST_BYTES = 1 << 16
-"""Of one look. Who prints faster is shown the end of it."""
+"""Most bytes shown at one look; of more, the end is shown."""
 OWN = re.compile(r"timestamp='[^']*' level='\w+' logger='shoal")
 """A line of Shoal's own log, which stands in the same file."""
 UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
@@ -36,7 +36,7 @@ class Tail:
         return [f"… {skipped} bytes more are in {self.path}"]
 
     def lines(self) -> Iterator[str]:
-        """Those that came since the last look. Raises `OSError`."""
+        """Lines that came since the last look. Raises `OSError`."""
         with self.path.open("rb") as file:
             if file.seek(0, 2) < self._offset:
                 self._offset, self._rest = 0, b""
@@ -76,7 +76,7 @@ class Printed:
 
 
 def lengths(folder: Path) -> dict[str, int]:
-    """Of all logs in a folder, by path."""
+    """Sizes of all logs in a folder, by path."""
     return {str(path): path.stat().st_size for path in folder.glob("*.log")}
 
 

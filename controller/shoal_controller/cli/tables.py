@@ -43,7 +43,7 @@ def listed(name: str, rows: Sequence[Json], table: Callable[[Sequence[Json]], Re
 
 
 def written(what: Json, form: Form) -> str:
-    """As JSON on one line, or as YAML."""
+    """Format an object as JSON on one line, or as YAML."""
     if form is Form.JSON:
         return json.dumps(what, ensure_ascii=False)
     import yaml

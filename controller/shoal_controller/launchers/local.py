@@ -73,7 +73,7 @@ class WorkerEnvironment:
 
 
 class LocalLauncher:
-    """See the module's text. All calls come from one event loop."""
+    """Starts and watches processes on this machine. All calls come from one event loop."""
 
     def __init__(self, folder: Path, environment: WorkerEnvironment, submit: Submit) -> None:
         self._folder = folder

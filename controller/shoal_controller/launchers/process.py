@@ -83,7 +83,7 @@ class Process:
                 os.killpg(self.pid, signal.SIGKILL)
 
     def end(self) -> int | None:
-        """To be called when it has ended: ends what it left in its group, gives its status (negative: the signal).
+        """Clean up after it has ended: end what it left in its group, gives its status (negative: the signal).
 
         None where the status is not known, because an earlier controller was its parent.
         """
@@ -123,7 +123,9 @@ def _writes_to(folder: Path, log: Path) -> bool:
 
 
 def _has_ended(descriptor: int) -> bool:
-    """Also where nobody has waited for it: an orphan in a container may stay a zombie for ever."""
+    """Whether a process has ended, also where nobody has waited for it: an orphan in a container may stay a zombie for
+    ever.
+    """
     waiting = select.poll()
     waiting.register(descriptor, select.POLLIN)
     return bool(waiting.poll(0))

@@ -16,7 +16,7 @@ from pathlib import Path
 import structlog
 
 LOG_BYTES = 64 << 20
-"""Of a worker's log; so much more is kept of what was before."""
+"""Most bytes of a worker's log; so much more is kept of what was before."""
 TAIL_LINES = 20
 TAIL_BYTES = 8192
 

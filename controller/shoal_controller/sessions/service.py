@@ -28,7 +28,7 @@ from shoal_controller.sessions.settings import SessionSettings
 from shoal_controller.tasks import guarded
 
 MOST_STREAMS = 1 << 14
-"""Of all workers together; one more is told to try again later by gRPC."""
+"""Most streams of all workers together; one more is told to try again later by gRPC."""
 FLUSH_SECONDS = 5.0
 """How long a stream that ends may take to carry its last messages."""
 LINGER_SECONDS = 1.0

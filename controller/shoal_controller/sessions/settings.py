@@ -38,7 +38,7 @@ class SessionSettings(BaseModel):
         return self
 
     def credentials(self) -> grpc.ServerCredentials | None:
-        """For mutual TLS; None without certificates."""
+        """Credentials for mutual TLS; None without certificates."""
         if self.certificate is None or self.key is None or self.client_ca is None:
             return None
         pair = (_read("key", self.key), _read("certificate", self.certificate))

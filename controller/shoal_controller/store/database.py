@@ -37,7 +37,7 @@ SHOAL = 0x53484F41
 """`application_id`: tells a Shoal store from any other SQLite file."""
 
 LOG_BYTES = 4 << 20
-"""Of the write-ahead log's file, once it has been carried over."""
+"""Size of the write-ahead log's file, once it has been carried over."""
 
 HISTORY_REVISIONS = 256
 """At least so many past revisions are kept for watches, at most twice as many."""

@@ -24,7 +24,7 @@ MAX_VALUE_BYTES = 1 << 20
 """etcd refuses requests above 1.5 MiB; one value stays well below it."""
 
 MAX_TRANSACTION_BYTES = 1 << 20
-"""Of all values that a transaction writes."""
+"""Most bytes of all values that a transaction writes."""
 
 MAX_OPERATIONS = 128
 """etcd's own limit for one transaction."""

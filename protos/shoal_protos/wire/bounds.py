@@ -30,9 +30,9 @@ MAX_FILLS = 1 << 20
 MAX_PARAMETERS = 1 << 18
 MAX_DIMENSIONS = 64
 MAX_ENTRIES = 1 << 14
-"""Of a mapping."""
+"""Most entries of a mapping."""
 MAX_KINDS = 64
-"""Of memory, of a change's phases: each becomes a metric's series."""
+"""Most kinds of memory or phases of a change: each becomes a metric's series."""
 MAX_CHANGES = 64
 MAX_CORRUPT = 64
 MAX_PLACES = 4

@@ -28,7 +28,7 @@ REASON_NUMBERS = {reason: number for number, reason in REASONS.items()}
 
 
 def plan_to_bytes(plan: Plan) -> bytes:
-    """The same plan gives the same bytes."""
+    """Encode a plan; the same plan gives the same bytes."""
     return write_plan(plan).SerializeToString(deterministic=True)
 
 

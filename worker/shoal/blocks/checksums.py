@@ -17,11 +17,11 @@ from shoal.training.state import TrainingState
 ROWS = 64
 """Parts of a block that are weighted apart, so that words which change places are seen too."""
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By element size: integers of the same bits."""
+"""Integer dtypes by element size."""
 
 
 def block_checksums(state: TrainingState, blocks: Runs) -> Tensor:  # (len(blocks),) int64 on the CPU
-    """In the order of the numbers, never 0. All of `blocks` are held here."""
+    """Checksums in the order of the numbers, never 0. All of `blocks` are held here."""
     found: list[Tensor] = []
     size = state.layout.block_elements
     for (start, stop), tensors in state.held.states(blocks).items():

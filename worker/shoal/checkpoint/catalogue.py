@@ -90,7 +90,7 @@ def saves(storage: Storage) -> list[SaveName]:
 
 
 def highest_generation(path: str) -> int:
-    """Of all saves there, whole or not; 0 where there is none."""
+    """Highest generation of all saves there, complete or not; 0 if there are none."""
     return max((name.generation for name in saves(open_storage(path))), default=0)
 
 

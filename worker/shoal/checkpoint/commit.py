@@ -70,7 +70,7 @@ def _entry(storage: Storage, folder: str, file: str) -> FileEntry:
 
 
 def digests_of(files: Sequence[FileEntry]) -> dict[int, bytes]:
-    """By block number, as `block_digests` of the fingerprint gives them."""
+    """Digests by block number, as `block_digests` of the fingerprint gives them."""
     return {
         number: digest
         for file in files

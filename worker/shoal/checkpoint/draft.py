@@ -20,7 +20,7 @@ from shoal.optim.hyper import hyper_parameters
 from shoal.training.state import TrainingState
 
 States = Mapping[str, Any]
-"""By name: objects with `state_dict` and `load_state_dict`."""
+"""Registered states by name: objects with `state_dict` and `load_state_dict`."""
 
 
 @dataclass(frozen=True, slots=True)

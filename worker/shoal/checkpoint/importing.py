@@ -61,7 +61,7 @@ def import_model(file: Path, storage: Storage) -> SaveName:
 
 
 def read_model(file: Path) -> dict[str, Tensor]:
-    """By name, as the file has them."""
+    """Tensors by name, as the file has them."""
     try:
         with file.open("rb") as opened:
             head = opened.read(9)

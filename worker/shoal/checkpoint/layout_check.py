@@ -25,7 +25,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """By name: what is taken from the checkpoint, what keeps its initial value, what is left behind."""
+    """Tensors by name: what is taken from the checkpoint, what keeps its initial value, what is left behind."""
 
     taken: tuple[str, ...]
     new: tuple[str, ...]

@@ -55,7 +55,7 @@ class LayoutEntry(Entry):
 
     @classmethod
     def of(cls, layout: Layout, tied: dict[str, str]) -> LayoutEntry:
-        """As it is written."""
+        """The entry as it is written."""
         buckets = tuple(
             BucketEntry(
                 group=bucket.group,
@@ -71,7 +71,7 @@ class LayoutEntry(Entry):
         return cls(block_elements=layout.block_elements, buckets=buckets, tied=tied)
 
     def layout(self) -> Layout:
-        """As it is used."""
+        """The layout as it is used."""
         buckets: list[Bucket] = []
         first = 0
         for index, entry in enumerate(self.buckets):

@@ -18,7 +18,7 @@ class Branch(Entry):
     """Training went on from a checkpoint: what was saved after it and before the generation `began` was given up."""
 
     run: RunName
-    """Of the checkpoint."""
+    """Run of the checkpoint."""
     generation: Count
     step: Count
     began: Count

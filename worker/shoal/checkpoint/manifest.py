@@ -62,7 +62,7 @@ class PieceEntry(Entry):
 
     @cached_property
     def digests(self) -> list[bytes]:
-        """By block."""
+        """Digests by block."""
         table = base64.b64decode(self.checksums, validate=True)
         width = DIGEST_BYTES * (1 + len(self.state))
         return [table[at : at + width] for at in range(0, len(table), width)]
@@ -112,7 +112,7 @@ class FrozenEntry(Entry):
 
 
 class DataPosition(Entry):
-    """With the step it says which samples come next: the order is a function of these numbers."""
+    """Position in the data. With the step it says which samples come next: the order is a function of these numbers."""
 
     seed: Annotated[int, Field(ge=0, lt=1 << 64)]
     lanes: Count
@@ -171,7 +171,7 @@ class Manifest(Entry):
 
     @property
     def data_bytes(self) -> int:
-        """Of all files of this checkpoint alone."""
+        """Bytes of all files of this checkpoint alone."""
         return sum(file.bytes for file in self.files)
 
     def to_bytes(self) -> bytes:
@@ -205,7 +205,7 @@ def parse(content: bytes, where: str) -> Manifest:
 
 
 def parse_part(content: bytes, where: str) -> FileEntry:
-    """Likewise for what a writer says of its file."""
+    """Parse what a writer says of its file."""
     try:
         return FileEntry.model_validate_json(content)
     except ValidationError as error:

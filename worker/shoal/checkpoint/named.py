@@ -55,7 +55,7 @@ def tensors(reader: Reader) -> Iterator[tuple[str, Tensor]]:
 
 
 def states(reader: Reader) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """By parameter: its optimizer state in its own shape; numbers that all elements share as they are."""
+    """Optimizer states by parameter: its state in its own shape; numbers that all elements share as they are."""
     size = reader.manifest.blocks.block_elements
     for bucket in reader.manifest.blocks.buckets:
         flats: dict[str, Tensor] = {}

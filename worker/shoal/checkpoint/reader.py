@@ -141,7 +141,7 @@ class Reader:
     # ---- tensors beside the blocks
 
     def tensors(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """Those beside the blocks, by name; all of them where none is named."""
+        """Tensors beside the blocks, by name; all of them where none is named."""
         known = self.manifest.tensors
         found: dict[str, Tensor] = {}
         ranges = []
@@ -261,7 +261,7 @@ def _split(one: _Range) -> Iterator[_Range]:
 
 
 def _batches(ranges: list[_Range]) -> Iterator[list[_Range]]:
-    """In the order of the file, so that neighbours are read together."""
+    """Batches of ranges in the order of the file, so that neighbours are read together."""
     batch: list[_Range] = []
     size = 0
     for one in sorted(ranges, key=lambda one: one.at):

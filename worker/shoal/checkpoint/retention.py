@@ -43,7 +43,7 @@ class Ours:
 
 
 def superfluous(whole: Sequence[SaveName], keep: Keep, in_use: str, lineage: Lineage = ()) -> list[SaveName]:
-    """Of the whole ones, newest first, those that may go. `in_use`: a folder's name, or empty.
+    """Complete checkpoints, newest first, that may be deleted. `in_use`: a folder's name, or empty.
 
     What was given up does not count as one of the newest few; it goes when those are newer than it.
     """

@@ -31,7 +31,7 @@ from shoal.checkpoint.writer import Author, part_of, write_snapshot
 from shoal.logs import get_logger
 
 PATIENCE_SECONDS = 30.0
-"""For the part of a member that has left: its process ends once it has written it."""
+"""Wait for the part of a member that has left: its process ends once it has written it."""
 LOOK_SECONDS = 0.05
 NICE = 15
 """The writing thread steps back for the training threads of the machine: it takes what they leave idle, and a thirtieth
@@ -88,13 +88,13 @@ class SaveResult:
     """Whether all copies of what is saved agreed."""
     failure: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
-    """By phase: copy, write, commit."""
+    """Seconds by phase: copy, write, commit."""
     bytes: int = 0
     """Written by this worker."""
 
 
 class Saver:
-    """See the module's text."""
+    """The thread that writes saves, and what it has come to."""
 
     def __init__(self, storage: Storage, keep: Keep) -> None:
         self.storage, self._keep = storage, keep
@@ -306,7 +306,7 @@ class Saver:
             log.error("checkpoints_not_deleted", reason=str(error))
 
     def _wait_for_parts(self, save: SaveTask) -> None:
-        """Of members that have left, and write on until they end."""
+        """Wait for the parts of members that have left and write on until they end."""
         files = [part_of(a.file(save.name.step)) for a in save.members if a.incarnation in self._gone]
         pause, until = threading.Event(), time.monotonic() + PATIENCE_SECONDS
         while files and time.monotonic() < until:

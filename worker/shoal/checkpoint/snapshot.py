@@ -103,7 +103,7 @@ class _Draft:
     blocks: Span
     bucket: Bucket
     views: dict[str, list[Tensor]]
-    """By key the views that follow each other in the piece; one for a number that all blocks share."""
+    """Views by key: those that follow each other in the piece; one for a number that all blocks share."""
 
 
 def _pieces(layout: Layout, flats: Flats, states: Mapping[Span, State]) -> Iterator[_Draft]:

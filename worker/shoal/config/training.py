@@ -23,7 +23,7 @@ class TrainingConfig:
     """Samples of one forward pass (`train_micro_batch_size_per_gpu`)."""
     micro_batches_per_lane: int
     mirrors: int
-    """As given: not yet limited by the world nor raised by stage 0."""
+    """Mirrors as given: not yet limited by the world nor raised by stage 0."""
     seed: int
     max_steps: int | None
     """At least one of `max_steps` and `epochs` is set."""

@@ -54,7 +54,7 @@ class Bucket:
     first_block: int
     blocks: int
     elements: int
-    """With padding: blocks × block elements."""
+    """Elements with padding: blocks × block elements."""
 
     @property
     def gaps(self) -> list[Span]:
@@ -83,7 +83,7 @@ class Layout:
         return self.buckets[bisect_right(self.buckets, block, key=lambda bucket: bucket.first_block) - 1]
 
     def cut(self, runs: Runs) -> tuple[tuple[Span, ...], ...]:
-        """By bucket: the element ranges of a set of blocks."""
+        """Element ranges of a set of blocks, by bucket."""
         size = self.block_elements
         return tuple(
             tuple(

@@ -65,7 +65,7 @@ def _read(dataset: Any, indices: Sequence[int]) -> list[Any]:
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """The same value with its tensors on the device: containers are rebuilt, anything with `.to` moves itself."""
+    """Move the tensors of a value to the device: containers are rebuilt, anything with `.to` moves itself."""
     if hasattr(value, "to"):
         return value.to(device)
     if isinstance(value, dict):

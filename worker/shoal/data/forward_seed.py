@@ -31,7 +31,7 @@ _OWNERS: WeakKeyDictionary[nn.Module, ReferenceType[ForwardSeed]] = WeakKeyDicti
 
 
 class ForwardSeed:
-    """Of one engine's module, parts and all."""
+    """Seeding before the forwards of one engine's module and its parts."""
 
     def __init__(self, module: nn.Module, seed: int) -> None:
         self._seed = seed
@@ -57,7 +57,7 @@ class ForwardSeed:
 
     @contextmanager
     def away(self) -> Iterator[None]:
-        """Within it forwards are none of the micro-batch's."""
+        """A context in which forwards do not belong to the micro-batch."""
         waiting = self._waiting
         self._wait_at([])
         try:

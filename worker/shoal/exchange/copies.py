@@ -28,7 +28,7 @@ class Comparison:
     first_step: int
     """At which each of them was compared before, or the job's first."""
     step: int
-    """As of which the copies are compared."""
+    """The step as of which the copies are compared."""
 
 
 @dataclass(frozen=True, slots=True)

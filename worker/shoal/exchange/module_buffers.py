@@ -28,7 +28,7 @@ LARGE_ELEMENTS = 1 << 14
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """By name, each once."""
+    """Persistent buffers by name, each once."""
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
     for prefix, part in module.named_modules():
@@ -58,7 +58,7 @@ def _refuse_shared_elements(
 
 @dataclass(frozen=True, slots=True)
 class _LaneSum:
-    """Of a subtree of lanes: the sums of the buffers that one of them changed, by name; the others kept their value."""
+    """Sums of a subtree of lanes: of the buffers that one of them changed, by name; others kept their value."""
 
     lanes: int
     changed: dict[str, Tensor]  # each of its buffer's shape, in the dtype of the sum
@@ -99,7 +99,7 @@ class ModuleBuffers:
         }
         self.pending: dict[str, Tensor] = {}
         self._unwritten: dict[str, tuple[Tensor, int]] = {}
-        """By name: the tensor that had the committed value, and its version counter then."""
+        """Buffers by name: the tensor that had the committed value, and its version counter then."""
         self._uncounted: set[str] = set()
         """Buffers whose writes the version counter does not tell."""
         self._kept: dict[str, Tensor] = {}

@@ -50,7 +50,7 @@ def subtree_sums(
 def _tree_sum(
     values: Tensor,  # (n,) float64, n > 0
 ) -> Tensor:  # ()
-    """In the shape of the fixed tree: an odd one passes up unchanged."""
+    """Sum in the shape of the fixed tree: an odd one passes up unchanged."""
     while values.numel() > 1:
         paired = values[0 : values.numel() // 2 * 2 : 2] + values[1::2]
         values = torch.cat([paired, values[-1:]]) if values.numel() % 2 else paired

@@ -14,7 +14,7 @@ from shoal.core.layout import Layout
 from shoal.core.tree import subtrees
 
 Ranges = tuple[tuple[Span, ...], ...]
-"""By bucket: element ranges."""
+"""Element ranges by bucket."""
 
 FIRST_MESSAGE, PARTIALS, MIRRORED, HANDED, FILLED, BUFFERS, DIGESTS, STARTED, HYPER = range(9)
 """Tags. Messages of one tag between two members keep their order, so a tag need not name bucket or step."""
@@ -33,21 +33,21 @@ class Traffic:
 
     @cached_property
     def lane_spans(self) -> tuple[tuple[Span, ...], ...]:
-        """By rank: the whole subtrees of lanes whose sums it sends."""
+        """Whole subtrees of lanes whose sums each rank sends."""
         return tuple(tuple(subtrees(Runs.of(share.lanes), self.plan.lanes)) for share in self.plan.shares)
 
     @cached_property
     def norm_spans(self) -> tuple[tuple[Span, ...], ...]:
-        """By rank: the whole subtrees of blocks that it owns, whose sums of squares it votes."""
+        """Whole subtrees of blocks that each rank owns, whose sums of squares it votes."""
         return tuple(tuple(subtrees(share.owned, self.plan.blocks)) for share in self.plan.shares)
 
     @cached_property
     def owned(self) -> tuple[Ranges, ...]:
-        """By rank: the ranges of the blocks that it owns."""
+        """Ranges of the blocks that each rank owns."""
         return tuple(self._cut(share.owned) for share in self.plan.shares)
 
     def replays(self, boundaries: int) -> tuple[Runs, ...]:
-        """By rank: the blocks that it updates itself at the vote that follows `boundaries` passed ones."""
+        """Blocks that each rank updates itself at the vote that follows `boundaries` passed ones."""
         return self._replays(min(boundaries, self.plan.boundaries))
 
     def mirrored(self, boundaries: int, owner: int, mirror: int) -> Ranges:

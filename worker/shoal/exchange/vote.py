@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from shoal_protos.corruption import CorruptBlock
 from shoal_protos.errors import UserError
+from shoal_protos.plural import plural
 from shoal_protos.runs import Span
 from torch import Tensor
 
@@ -46,7 +47,7 @@ class Request:
     rank: int = -1
     """Whose request it is, where that matters."""
     step: int = -1
-    """Of a `save` in a vote: the first step at which a checkpoint fulfils it."""
+    """For a `save` in a vote: the first step at which a checkpoint fulfils it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class Ballot:
     skipped: int = 0
     """Micro-batches of this step that it was told to skip."""
     micro_batches: int = 1
-    """Of a lane."""
+    """Micro-batches of a lane."""
     skipped_before: int = 0
     """Micro-batches that the job has skipped before this step."""
     bad_loss: str = ""
@@ -76,7 +77,7 @@ class Ballot:
     not_finite_before: int = 0
     """Steps before this one that had either."""
     evaluations: dict[str, list[float]] = field(default_factory=dict)
-    """By name: sum over the lanes that it evaluated, and their number."""
+    """Evaluations by name: sum over the lanes that it evaluated, and their number."""
     requests: tuple[Request, ...] = ()
     saving: str = ""
     """How far it is with the save at hand (checkpoint/saver.py)."""
@@ -92,18 +93,18 @@ class Record:
     generations: tuple[int, ...]
     loss: float | None
     norm: float | None
-    """Of the mean gradient over all parameters; None where nothing asks for it."""
+    """Norm of the mean gradient over all parameters; None where nothing asks for it."""
     reports: dict[str, float]
     evaluations: dict[str, float]
     requests: tuple[Request, ...]
     hypers: tuple[str, ...]
     saving: tuple[str, ...] = ()
-    """By rank."""
+    """Saving states by rank."""
     saved: int = -1
     updates: bool = True
     """Whether the step updates anything: not where all its micro-batches were skipped."""
     skipped_micro_batches: int = 0
-    """Of all steps up to this one."""
+    """Skipped micro-batches of all steps up to this one."""
     corrupt: tuple[CorruptBlock, ...] = ()
     """Blocks whose copies differ."""
     single: int = 0
@@ -183,7 +184,7 @@ def _text_bytes(traffic: Traffic) -> int:
 def read_ballots(
     rows: Tensor,  # (members, bytes that begin with the JSON part) uint8
 ) -> list[dict[str, Any]]:
-    """By rank: the fields of `Ballot`."""
+    """The fields of `Ballot` by rank."""
     return [json.loads(row.numpy().tobytes().partition(b"\0")[0]) for row in rows]
 
 
@@ -192,8 +193,8 @@ def check_names(names: Collection[str], call: str) -> None:
     size = len(json.dumps(list(names), separators=(",", ":")))
     if len(names) > MOST_NAMES or size > NAMES_BYTES:
         raise UserError(
-            f"{call} got {len(names)} names with {size} bytes in one step; at most {MOST_NAMES} with {NAMES_BYTES} "
-            "bytes fit into a vote. Report fewer, or with shorter names."
+            f"{call} got {plural(len(names), 'name')} with {size} bytes in one step; at most {MOST_NAMES} with "
+            f"{NAMES_BYTES} bytes fit into a vote. Report fewer, or with shorter names."
         )
 
 
@@ -250,7 +251,7 @@ def _record(
 
 
 def _counted(ballots: list[dict[str, Any]], lanes: int) -> float:
-    """By what the sum over lanes of their means is divided: lanes, less the part of them that was skipped."""
+    """The divisor of the sum over lanes of their means: lanes, less the part of them that was skipped."""
     skipped = sum(ballot["skipped"] for ballot in ballots)
     return lanes if not skipped else (lanes * ballots[0]["micro_batches"] - skipped) / ballots[0]["micro_batches"]
 

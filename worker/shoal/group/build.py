@@ -23,11 +23,11 @@ class GroupSpec:
     generation: int
     rank: int
     addresses: tuple[str, ...]
-    """By rank: `HOST:PORT` of each member's rendezvous server; gloo listens on the same host."""
+    """`HOST:PORT` of each member's rendezvous server, by rank; gloo listens on the same host."""
     builder: int
     """The rank at whose server the group is built."""
     incarnations: tuple[str, ...] = ()
-    """By rank: whoever else answers at a member's address is not that member."""
+    """Incarnations by rank: whoever else answers at a member's address is not that member."""
     progress: GroupProgress = field(default_factory=GroupProgress, compare=False)
     """Whom the building waits for; the group that comes of it goes on with it."""
 

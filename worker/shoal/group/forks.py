@@ -26,7 +26,7 @@ _ours: set[Ours] = set()
 
 
 def let_go_in_children(ours: Ours) -> None:
-    """In those that are forked from here on. Idempotent."""
+    """Let go of our sockets in children forked from here on. Idempotent."""
     _ours.add(ours)
 
 
@@ -42,7 +42,7 @@ def bound_as(listener: socket.socket) -> Ours:
 
 
 class Connections:
-    """To one port, opened by a library in the `with` and before `settle`."""
+    """Connections to one port, opened by a library in the `with` and before `settle`."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -82,7 +82,7 @@ def _sockets() -> dict[int, int]:
 
 
 def _tcp_sockets() -> Iterator[tuple[int, socket.socket]]:
-    """By file descriptor; each is valid until the next one is asked for. In the child only: see below."""
+    """TCP sockets by file descriptor; each is valid until the next one is asked for. In the child only: see below."""
     seconds = socket.getdefaulttimeout()
     socket.setdefaulttimeout(None)  # with one, Python would make the parent's sockets non-blocking
     for fd in _sockets():

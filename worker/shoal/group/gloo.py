@@ -116,8 +116,8 @@ class _Posted:
 
 
 class _Connection:
-    """To one peer. A look posts a receive that nobody sends to, so each takes the place of the one before, and they
-    become ever rarer in the life of a group: what gloo remembers of each is never given back before its end.
+    """A connection to one peer. A look posts a receive that nobody sends to, so each takes the place of the one before,
+    and they become ever rarer in the life of a group: what gloo remembers of each is never given back before its end.
     """
 
     def __init__(self, receive: Callable[[Tensor], _GlooWork | None]) -> None:
@@ -166,7 +166,7 @@ class GlooGroup:
         return self._post("recv", tensor, source, tag)
 
     def all_gather(self, row: Tensor) -> Tensor:
-        """By sends between all pairs: with eight members a third of the time of gloo's own all-gather."""
+        """All-gather by sends between all pairs: with eight members a third of the time of gloo's own all-gather."""
         rows = torch.empty(self.size, row.numel(), dtype=row.dtype)
         works = [self.send(row, peer, GATHER_TAG) for peer in self._order]
         works += [self.receive(rows[peer], peer, GATHER_TAG) for peer in reversed(self._order)]

@@ -16,7 +16,7 @@ from shoal.group.group_progress import GroupProgress
 RESERVED_TAGS = 1 << 20
 """Tags from here on belong to the group itself."""
 GATHER_TAG = RESERVED_TAGS + 1
-"""Of the rows of an all-gather."""
+"""Tag of the rows of an all-gather."""
 
 
 class WorldChanged(Exception):
@@ -48,7 +48,9 @@ class Group(Protocol):
         """Every member's row, by rank: `(n,)` uint8 → `(size, n)` uint8. Blocks; raises `WorldChanged`."""
 
     def abort(self) -> None:
-        """From any thread: every operation blocked in this group raises at once, here and at the peers. Idempotent."""
+        """Abort from any thread: every operation blocked in this group raises at once, here and at the peers.
+        Idempotent.
+        """
 
     def close(self) -> None:
         """Frees sockets and threads (aborts first where operations may be in flight); buffers are free afterwards."""

@@ -18,7 +18,7 @@ BEFORE_THE_FIRST = 0
 
 
 class GroupProgress:
-    """See the module's text."""
+    """What this process waits for in one group, and since when."""
 
     __slots__ = ("_moved", "_pieces", "_slowest", "_state", "generation")
 

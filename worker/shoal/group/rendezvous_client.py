@@ -21,7 +21,7 @@ from shoal.group.rendezvous_server import ALL, is_greeted, split_address
 HERE = "here/"
 """Before a rank: its client has come."""
 CONNECT_SECONDS = 5.0
-"""To reach the rendezvous server of a process that was alive when the plan was made."""
+"""Time to reach the rendezvous server of a process that was alive when the plan was made."""
 
 
 class RendezvousClient(Store):
@@ -74,7 +74,7 @@ class RendezvousClient(Store):
         self._socket.close()
 
     def _shut_down(self) -> None:
-        """From any thread."""
+        """Shut down the connection; from any thread."""
         with contextlib.suppress(OSError):  # not connected yet, or no more
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -96,7 +96,7 @@ class RendezvousClient(Store):
         return self._entries[key]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """As long as it takes: only the cancellation ends it, so `timeout` is ignored."""
+        """Wait as long as it takes: only the cancellation ends it, so `timeout` is ignored."""
         del timeout
         for key in keys:
             self._read_until(key)

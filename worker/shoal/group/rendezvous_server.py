@@ -24,11 +24,11 @@ ALL = "all"
 
 MOST_CLIENTS = 1 << 14
 HELLO_SECONDS = 10.0
-"""For a client to say which room it enters."""
+"""Time for a client to say which room it enters."""
 BACKLOG = 1024
 CLOSE_SECONDS = 5.0
 TURNS = 4
-"""Of the loop, until a connection that was just accepted can be ended. (asyncio forgets one that is accepted
+"""Turns of the loop until a connection that was just accepted can be ended. (asyncio forgets one that is accepted
 while its server closes.)"""
 
 

@@ -22,7 +22,7 @@ class Waitable(Protocol):
 
 
 class Connection(Protocol):
-    """To the peer that is waited for."""
+    """A connection to the peer that is waited for."""
 
     def pause(self) -> float:
         """Seconds to wait before it is looked at."""
@@ -38,7 +38,7 @@ _Tasks = SimpleQueue[tuple[Sequence[Waitable], Answers] | None]
 
 
 class WaitThreads:
-    """As many threads as there are waits at once: one, as a rule. `done` is called after each operation."""
+    """Threads that wait: as many as there are waits at once: one, as a rule. `done` is called after each operation."""
 
     def __init__(self, done: Callable[[], None]) -> None:
         self._done = done
@@ -60,7 +60,7 @@ class WaitThreads:
             self._waiting.discard(answers)
 
     def free(self, why: str) -> None:
-        """From any thread: every wait ends now, and all later ones at once."""
+        """Free all waits from any thread: every wait ends now, and all later ones at once."""
         self._over = why
         for answers in tuple(self._waiting):
             answers.put(why)

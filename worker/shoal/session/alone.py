@@ -133,7 +133,7 @@ class AloneLink:
             self._stop()
 
     def result(self, result: Result) -> None:
-        """Likewise; the script's own status says how it ended."""
+        """Do nothing: the script's own status says how it ended."""
 
     def close(self) -> None:
         """Nothing is open."""

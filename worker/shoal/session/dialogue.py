@@ -61,9 +61,9 @@ class ProcessInfo:
     pid: int
     domain: str
     address: str
-    """Of its own rendezvous server."""
+    """Address of its own rendezvous server."""
     run: str = ""
-    """Of the job, as its launcher named it; empty: the first welcome does."""
+    """Run of the job, as its launcher named it; empty: the first welcome does."""
     grace_seconds: float = GRACE_SECONDS
     """What it asks for where it asks to be drained."""
 
@@ -85,7 +85,7 @@ class Build:
 
 @dataclass(frozen=True, slots=True)
 class Deliver:
-    """For the training thread."""
+    """A message for the training thread."""
 
     item: Item
 
@@ -117,7 +117,7 @@ class Dialogue:
         self.broken: tuple[str, ...] = ()
         """Peers to whom the current group's connection broke."""
         self.activities: Mapping[int, Activity] = {}
-        """By generation, as its driver last saw it: what this process does in its groups."""
+        """Activities by generation, as the driver last saw them: what this process does in its groups."""
         self._status, self._telemetry = status, Telemetry()
         self._held_back: Status | None = None
         """What is sent meanwhile, from a world's beginning until the training thread says where it stands in it."""
@@ -261,7 +261,7 @@ class Dialogue:
         self.notice()
 
     def start_over(self, incarnation: str) -> None:
-        """As a joiner with a new id, which the controller gives."""
+        """Start over as a joiner with a new id from the controller."""
         self.membership.worker, self.membership.incarnation = "", incarnation
         self.membership.start_over()
         self.ending, self.welcomed, self.broken = None, False, ()

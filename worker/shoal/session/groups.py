@@ -27,7 +27,8 @@ from shoal.logs import get_logger
 MOST_BUILDERS = 64
 """Threads at once. A plan beyond that is not built here, so it does not begin."""
 JOIN_SECONDS = 1.0
-"""For threads to end that were told to. One whose peer died while they connected takes gloo's 30 s, and is left."""
+"""Time for threads to end that were told to. One whose peer died while they connected takes gloo's 30 s, and is
+left."""
 
 log = get_logger("shoal.session")
 

@@ -110,7 +110,7 @@ class SessionSettings(BaseModel):
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Of the controller, in the order in which they are tried."""
+        """Addresses of the controller, in the order in which they are tried."""
         return tuple(address.strip() for address in self.controller.split(","))
 
     @property
@@ -119,7 +119,7 @@ class SessionSettings(BaseModel):
         return () if self.token is None else (("authorization", f"Bearer {self.token.get_secret_value()}"),)
 
     def credentials(self) -> grpc.ChannelCredentials | None:
-        """For TLS; None where the channel is plain."""
+        """Credentials for TLS; None for a plain channel."""
         if self.tls_ca is None:
             return None
         return grpc.ssl_channel_credentials(

@@ -35,7 +35,7 @@ STEADY_SECONDS = 1.0
 WELCOME_SECONDS = 10.0
 """A stream on which nothing was heard for so long after the hello is given up."""
 FAREWELL_SECONDS = 5.0
-"""For the controller to read what was said before the stream was ended."""
+"""Time for the controller to read what was sent before the stream ended."""
 
 OPTIONS = (
     *CHANNEL_OPTIONS,
@@ -61,7 +61,7 @@ class SessionThread:
         self._closing = False
         self._welcomed = False
         self._patience: asyncio.Timeout | None = None
-        """With the controller, while a stream is being opened."""
+        """Timeout of the controller while a stream is being opened."""
         self._complained = False
         self._running = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shoal-session", daemon=True)
@@ -69,7 +69,7 @@ class SessionThread:
         self._running.wait()
 
     def wake(self) -> None:
-        """From any thread."""
+        """Wake the session; from any thread."""
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: there is nobody to wake
                 self._loop.call_soon_threadsafe(self._stir)

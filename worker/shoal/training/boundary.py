@@ -24,7 +24,7 @@ from shoal.world import World
 
 
 class Boundary:
-    """See the module's text."""
+    """What is due between two steps, and whether it is still owed."""
 
     def __init__(
         self,

@@ -46,7 +46,7 @@ log = get_logger("shoal.checkpoint")
 
 
 class CheckpointSaving:
-    """See the module's text. Without `shoal.checkpoint.path` it does nothing but refuse."""
+    """Saves of one worker. Without `shoal.checkpoint.path` it does nothing but refuse."""
 
     def __init__(self, context: TrainingContext, corruption: CorruptionWatch, loading: CheckpointLoading) -> None:
         self._context, self._corruption, self._loading = context, corruption, loading
@@ -63,7 +63,7 @@ class CheckpointSaving:
         """From this step on a save fulfils what this worker asks for; None: it asks for nothing."""
         self._clock = time.monotonic()
         self._generation = 0
-        """In which the save at hand began."""
+        """The generation in which the current save began."""
         self.failure: StorageFailed | None = None
         """Why the last save that this worker asked for failed, until raised."""
         self.recent: tuple[SaveReport, ...] = ()

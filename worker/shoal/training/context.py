@@ -18,7 +18,7 @@ from shoal.world import World
 
 
 class TrainingContext:
-    """See the module's text."""
+    """What the parts of one engine share."""
 
     def __init__(
         self, config: TrainingConfig, state: TrainingState, link: Link, loop: LaneLoop, faults: Faults

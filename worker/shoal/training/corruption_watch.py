@@ -29,7 +29,7 @@ log = get_logger("shoal")
 
 
 class CorruptionWatch:
-    """See the module's text. `corrupt` is in this worker's status."""
+    """The comparison of copies on one worker. `corrupt` is in this worker's status."""
 
     def __init__(self, context: TrainingContext) -> None:
         self._state, config = context.state, context.config
@@ -65,7 +65,7 @@ class CorruptionWatch:
         return Comparison(numbers, checksums, max(0, step - self._every), step)
 
     def _checksums(self, blocks: Runs) -> Tensor:
-        """Of this member's copies of `blocks`, in their order."""
+        """Checksums of this member's copies of `blocks`, in their order."""
         found = torch.full((len(blocks),), NO_COPY, dtype=torch.int64, device="cpu")
         own = blocks & self._valid
         if own:

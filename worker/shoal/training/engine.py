@@ -121,7 +121,7 @@ class Engine:
         return self.training.end_micro_batch()
 
     def skip(self) -> bool:
-        """In place of `backward` and `step`: gives this micro-batch up for good, in every world alike.
+        """Give up this micro-batch for good, in place of `backward` and `step`, in every world alike.
 
         Its gradient is zero; the step's gradient stays the mean over all lanes × micro-batches, `engine.loss` is the
         mean over those not skipped. A step in which all are skipped updates nothing. Returns what `step` returns.
@@ -155,7 +155,7 @@ class Engine:
         return self.parts.evaluation.shard(dataset)
 
     def fingerprint(self) -> str | None:
-        """In the loop asks for it and returns None; after the loop blocks and returns the digest, hexadecimal."""
+        """Request a fingerprint: in the loop return None; after the loop block and returns the digest, hexadecimal."""
         return self.training.ask(FINGERPRINT, "engine.fingerprint")
 
     def export(self, path: str | Path) -> None:

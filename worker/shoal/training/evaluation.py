@@ -41,7 +41,7 @@ def _untouched(module: nn.Module) -> Iterator[None]:
 
 
 Sums = dict[str, list[float]]
-"""By name: a sum, and of how many."""
+"""Sums by name, with the number of their terms."""
 
 
 class Evaluation:
@@ -79,7 +79,7 @@ class Evaluation:
 
     @contextmanager
     def anywhere(self) -> Iterator[None]:
-        """For callbacks of a step: one that a change of the world left owed is called in the midst of a lane."""
+        """A context for callbacks: one that a change of the world left owed is called in the midst of a lane."""
         self._anywhere = True
         try:
             yield

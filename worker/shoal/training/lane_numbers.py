@@ -14,13 +14,13 @@ from shoal.core.tree import push
 from shoal.exchange.vote import check_names
 
 Numbers = tuple[float, dict[str, float] | None]
-"""Of a subtree of lanes: the sum of their losses, and of what was reported in all of them, by name; None where all its
-micro-batches were skipped.
+"""Numbers of a subtree of lanes: the sum of their losses, and of what was reported in all of them, by name; None where
+all its micro-batches were skipped.
 """
 
 
 class LaneNumbers:
-    """Of one step."""
+    """Losses and reported numbers of one step."""
 
     def __init__(self, job_lanes: int, micro_batches: int) -> None:
         self._job_lanes, self._micro_batches = job_lanes, micro_batches
@@ -71,7 +71,7 @@ class LaneNumbers:
 
     @property
     def reports(self) -> dict[str, list[float]]:
-        """By name: one per whole subtree; names that some lane did not report are left out."""
+        """Reports by name, one per whole subtree; names that some lane did not report are left out."""
         each = [numbers for _, (_, numbers) in self._sums]
         counted = [numbers for numbers in each if numbers is not None]
         names = set.intersection(*map(set, counted)) if counted else set()

@@ -23,7 +23,7 @@ class _At(Enum):
 
 
 class CallOrder:
-    """Of one worker's loop. `where` names the micro-batch in sentences: "step 3, lane 2"."""
+    """Order of calls in one worker's loop. `where` names the micro-batch in sentences: "step 3, lane 2"."""
 
     def __init__(self) -> None:
         self._at = _At.NONE

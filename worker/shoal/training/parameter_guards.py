@@ -26,7 +26,7 @@ BEFORE = "Do this before shoal.initialize; the layout is fixed from then on."
 
 
 def checksum(values: Tensor) -> int:
-    """Of the bits of a flat."""
+    """Checksum of the bits of a flat."""
     return int(values.view(torch.int32 if values.element_size() == 4 else torch.int64).sum().item())
 
 

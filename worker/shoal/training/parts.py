@@ -20,7 +20,7 @@ from shoal.training.voting import Voting
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Of one engine."""
+    """The parts of one engine."""
 
     corruption: CorruptionWatch
     loading: CheckpointLoading

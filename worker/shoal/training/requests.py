@@ -31,7 +31,7 @@ class Requests:
         self._context, self._saving = context, saving
         self._mine: list[Request] = []
         self._scripts: set[Request] = set()
-        """Those that the script has asked for, and whose end it may wait for."""
+        """Requests of the script, whose end it may wait for."""
         self.digest = ""
         """The last fingerprint that was asked for."""
         self._failure: UserError | None = None

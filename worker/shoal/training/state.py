@@ -48,7 +48,7 @@ class Limits:
 
 
 class TrainingState:
-    """See the module's text."""
+    """Parameters, optimizer state, buffers and position of one worker."""
 
     def __init__(
         self,
@@ -209,7 +209,7 @@ def check_registered(mine: Collection[str], theirs: Collection[str], where: str)
 
 
 def frozen_parameters(module: nn.Module) -> dict[str, Tensor]:
-    """By name: the parameters that no optimizer changes; they are in no block."""
+    """Parameters by name that no optimizer changes; they are in no block."""
     return {name: parameter.data for name, parameter in named_parameters(module) if not parameter.requires_grad}
 
 

@@ -30,7 +30,7 @@ from shoal.world import World
 
 
 class Step:
-    """Of one worker, again and again. `number` is the step at hand."""
+    """The steps of one worker. `number` is the current step."""
 
     def __init__(
         self, context: TrainingContext, voting: Voting, update: Update, boundary: Boundary, evaluation: Evaluation
@@ -153,7 +153,7 @@ class Step:
         context.meter.on_step()
 
     def _hand_out_parameters(self) -> None:
-        """To whoever has not updated them itself: then everybody has all."""
+        """Hand out parameters to workers that have not updated them: then everybody has all."""
         world, state, boundaries = self._world, self._context.state, self._context.boundaries
         hand_out(world.group, state.flats, lambda owner, receiver: world.traffic.handed(boundaries, owner, receiver))
         if state.frozen_in_place:

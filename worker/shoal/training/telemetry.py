@@ -27,7 +27,7 @@ class Meter:
         self._step_seconds = 0.0
         self._latest_steps: deque[float] = deque()
         self._in_order: list[float] = []
-        """The same, kept sorted: their median is reported after every step."""
+        """Step times, kept sorted: their median is reported after every step."""
         self._training_seconds = 0.0
         self._not_finite = ""
         self._step_began = time.monotonic()

@@ -24,7 +24,7 @@ IDLE_SECONDS = 0.1
 
 
 class TrainingLoop:
-    """Of one engine."""
+    """The loop of one engine."""
 
     def __init__(self, context: TrainingContext, parts: Parts) -> None:
         self._context, self._parts = context, parts
@@ -163,8 +163,8 @@ class TrainingLoop:
     # ---- what the script waits for
 
     def ask(self, request: Request, call: str) -> str | None:
-        """In the loop returns at once; after it blocks until carried out, and until a save under way has come to its
-        end. A fingerprint's digest is returned then.
+        """Make a request: in the loop return at once; after it block until carried out, and until a save under way has
+        come to its end. A fingerprint's digest is returned then.
 
         In a warm-up it is ignored: whoever warms up is not in the job yet.
         """

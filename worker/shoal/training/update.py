@@ -16,7 +16,7 @@ from shoal.training.evaluation import Evaluation
 
 
 class Update:
-    """See the module's text."""
+    """The update of one worker's blocks."""
 
     def __init__(self, context: TrainingContext, evaluation: Evaluation) -> None:
         self._context, self._evaluation = context, evaluation

@@ -65,7 +65,7 @@ def _reader(kind: Any) -> Callable[[Any], Any]:
 
 
 def _optional(inner: list[Callable[[Any], Any]]) -> Callable[[Any], Any]:
-    """Of `X | None`; a union of several plain types is kept as it is."""
+    """Decoder of `X | None`; a union of several plain types is kept as it is."""
     if len(inner) > 1:
         return lambda value: value
     return lambda value: None if value is None else inner[0](value)

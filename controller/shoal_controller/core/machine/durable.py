@@ -149,7 +149,7 @@ class Corruption:
     blocks: Runs = NO_BLOCKS
     """That were found to differ since all began, or went back to a checkpoint."""
     implicated: Mapping[WorkerId, int] = field(default_factory=dict)
-    """In how many differences each worker was."""
+    """Number of differences that each worker was in."""
     restoring: str = ""
     """Why all are to go back to a checkpoint; empty: they are not."""
     returned_at: int = -1
@@ -158,7 +158,9 @@ class Corruption:
 
 @dataclass(frozen=True, slots=True)
 class Durable:
-    """See the module's text. Replaced whole; the shell writes it whenever the machine says `Persist`."""
+    """What a controller must remember of a job. Replaced whole; the shell writes it whenever the machine says
+    `Persist`.
+    """
 
     spec: JobSpec
     wanted: int
@@ -193,16 +195,16 @@ class Durable:
     next_join_order: int = 0
     failures: Failures = field(default_factory=Failures)
     link_faults: Mapping[str, LinkFault] = field(default_factory=dict)
-    """By the two workers' ids, `a|b`."""
+    """Faults by the two workers' ids, `a|b`."""
     backoff_counts: Mapping[str, int] = field(default_factory=dict)
-    """By address: how often a worker there was evicted for its connection."""
+    """How often a worker at an address was evicted for its connection."""
     backoff_until: Mapping[str, float] = field(default_factory=dict)
-    """By address: until when it is left out."""
+    """Time until which an address is left out."""
     last_refusal: str = ""
     """Why the last worker that came was turned away, until a world opens."""
     fingerprint: str = ""
     loss: float | None = None
-    """Of the last step, once the job has ended."""
+    """Loss of the last step, once the job has ended."""
     step_seconds_median: float | None = None
     """The run's, once the job has ended."""
     step: int = 0

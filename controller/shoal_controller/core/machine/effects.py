@@ -29,7 +29,7 @@ class PersistStep:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """To one connection; dropped in silence where it is gone."""
+    """Send a message to one connection; drop it silently if the connection is gone."""
 
     connection: int
     message: ToWorker

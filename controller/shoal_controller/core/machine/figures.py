@@ -18,7 +18,7 @@ SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 3.0, 5.0, 10.
 """Upper bounds of buckets, from a switch between two steps to a restart of machines."""
 
 Labels = Mapping[str, tuple[str, ...]]
-"""By name: the values that a label can have."""
+"""Values that each label can have, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +88,11 @@ class Figures:
 
     created: float = 0.0
     counters: Mapping[str, float] = field(default_factory=dict)
-    """By `series_key`."""
+    """Values by `series_key`."""
     histograms: Mapping[str, Observed] = field(default_factory=dict)
-    """By `series_key`."""
+    """Values by `series_key`."""
     step: int = 0
-    """Up to which step the job's steps are counted; it goes back with the job."""
+    """The step up to which steps are counted; it goes back with the job."""
     steps: int = 0
     """Steps committed, those that the job went back and made again included."""
     steps_bound: int = 0

@@ -35,7 +35,7 @@ class Listening(NamedTuple):
     running: float = 0.0
     """Seconds of its own running time."""
     uncut: float = 0.0
-    """The same without the time in which most workers were silent."""
+    """Seconds without the time in which most workers were silent."""
 
 
 NO_LISTENING = Listening()
@@ -46,7 +46,7 @@ class PingSent:
     """A worker that had fallen silent was asked directly."""
 
     at: float
-    """In seconds, as `Listening.uncut`."""
+    """Time in seconds, as `Listening.uncut`."""
     suspected: bool = False
     """It has missed its heartbeats since, and people were told."""
 
@@ -75,7 +75,7 @@ class Process:
     activity: Activity = field(default_factory=Activity)
     """What its training thread does."""
     builds: tuple[Activity, ...] = ()
-    """Of the groups that it builds, or keeps for plans that may begin."""
+    """Activities of the groups that it builds, or keeps for plans that may begin."""
     moved_at: float = 0.0
     """When its position was last seen to change."""
     steady_since: float = 0.0
@@ -138,7 +138,7 @@ class Attempt:
     start: bool = False
     """Nobody holds anything: a world is made from joiners."""
     starters: frozenset[WorkerId] = frozenset()
-    """Of a start: who takes part. A recovery asks whoever may hold something."""
+    """Members of a start. A recovery asks whoever may hold something."""
     reports: tuple[tuple[WorkerId, WorkerId], ...] = ()
     """Broken connections between members: who reported, whom."""
     links: tuple[BrokenLink, ...] = ()
@@ -169,7 +169,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """See the module's text."""
+    """One job as the machine knows it."""
 
     durable: Durable
     started_at: float
@@ -177,7 +177,7 @@ class Job:
     ticked_at: float | None = None
     """When the last tick came."""
     listening: Listening = NO_LISTENING
-    """In this life, up to the last tick."""
+    """Listening time in this life, up to the last tick."""
     doubt_shown: bool = False
     """Most workers are silent, and people were told."""
     processes: Mapping[WorkerId, Process] = field(default_factory=dict)
@@ -200,9 +200,9 @@ class Job:
     reaped_at: float = 0.0
     """When the processes of a job that is over were last killed."""
     refusals: Mapping[str, str] = field(default_factory=dict)
-    """By incarnation: the last sentence that turned it away. One that trains on tries again every second."""
+    """The last sentence that turned away each incarnation. One that trains on tries again every second."""
     distrusted: frozenset[WorkerId] = frozenset()
-    """Of whom it was told that they claim what cannot be."""
+    """Workers whose false claims are in the history."""
     changes: Mapping[WorkerId, Change] = field(default_factory=dict)
     """What the present generation's change cost its members."""
     detect_seconds: float = 0.0

@@ -28,7 +28,7 @@ class Phase(StrEnum):
 
 
 class State(StrEnum):
-    """Of a worker. `ready`: warmed up, not yet a member."""
+    """States of a worker. `ready`: warmed up, not yet a member."""
 
     STARTING = "starting"
     READY = "ready"
@@ -92,7 +92,7 @@ class JobView:
     figures: Figures = field(default_factory=Figures)
     """What is counted, as it is in the store."""
     samples: int | None = None
-    """In committed steps; None: not known yet."""
+    """Samples in committed steps; None: not known yet."""
     goodput_ratio: float = 0.0
     last_commit: float | None = None
     fingerprint: str = ""

@@ -23,7 +23,7 @@ from shoal_controller.core.machine.transitions import ALLOWED
 
 
 class Turn:
-    """See the module's text."""
+    """One event being worked on: job, time, and effects so far."""
 
     __slots__ = ("_own_processes", "_own_roster", "before", "effects", "job", "now")
 
@@ -119,7 +119,7 @@ class Turn:
         self.effects.append(effect)
 
     def say(self, worker: WorkerId, message: ToWorker) -> None:
-        """To a connected worker; one whose stream is broken is told when it comes back."""
+        """Send to a connected worker; one whose stream is broken is told when it comes back."""
         process = self.process(worker)
         if process is not None and process.connection is not None:
             self.do(Send(process.connection, message))

@@ -96,7 +96,7 @@ def _members(job: Job) -> list[Process]:
 
 
 def _samples(job: Job) -> int | None:
-    """In committed steps. None: a controller that was started again has not heard yet how many they are."""
+    """Samples in committed steps. None: a controller that was started again has not heard yet how many they are."""
     if not job.figures_known:
         return None
     description = job.durable.description
@@ -105,7 +105,7 @@ def _samples(job: Job) -> int | None:
 
 
 def _goodput(job: Job, now: float) -> float:
-    """Of the time since the first step began, the share that went into committed steps. It ends with the job."""
+    """Share of the time since the first step began that went into committed steps. It ends with the job."""
     figures = job.figures
     if figures.training_began is None or figures.last_commit is None:
         return 0.0

@@ -58,14 +58,14 @@ class Capacity:
     mirrors: Sequence[int]
     """Who mirrors: the workers, or nobody."""
     site: Sequence[int]
-    """By worker: owner and mirror of a block are never at one site."""
+    """Site of each worker: owner and mirror of a block are never at one site."""
     least: Callable[[int, int], int]
     most: Callable[[int, int], int]
-    """The same as `least`, or one more."""
+    """The bound `least`, or one more."""
     below: Sequence[int]
-    """By owner: the sum of its `least`."""
+    """Sum of `least` of each owner."""
     extra: Sequence[int]
-    """By owner."""
+    """Extra blocks of each owner."""
     more: int
     copies: int = 1
     """How many mirrors each block gets here; with more than one the owners are given."""
@@ -85,14 +85,14 @@ class Placement:
         self.wanted = [demand.count * room.copies for demand in demands]
         self.reach = Reach.STAY
         self.users: defaultdict[Pair, dict[int, None]] = defaultdict(dict)
-        """By pair: the demands that it has blocks of."""
+        """Demands that each pair has blocks of."""
         self.load: defaultdict[Pair, int] = defaultdict(int)
         self.over: list[dict[Pair, None]] = [{} for _ in room.site]
-        """By owner: its pairs with one more than their least."""
+        """Pairs of each owner with one more than their least."""
         self.rich: dict[int, None] = {}
         """Owners with one more than their extra pairs."""
         self.at_site: Counter[tuple[int, int]] = Counter()
-        """By demand and site, where copies must lie apart."""
+        """Copies by demand and site, where copies must lie apart."""
         self._short = list(room.below)
         self._open = list(room.workers)
         """Among them all owners that can take more, once nothing is taken back from any."""
@@ -172,7 +172,7 @@ class Placement:
                     self._fill_pair(index, (owner, mirror), room)
 
     def _fill_from_emptiest(self, index: int, owner: int, room: Callable[[Pair], int]) -> None:
-        """The same for all mirrors: a heap spares sorting a thousand workers for every block."""
+        """Fill from the emptiest, alike for all mirrors: a heap spares sorting a thousand workers for every block."""
         heap, seen = self._emptiest_first, []
         while heap and self.wanted[index] and self.is_open(owner):
             mirrored, mirror = heappop(heap)

@@ -188,7 +188,9 @@ def _take_in(turn: Turn, worker: WorkerId, event: Connected) -> None:
 
 
 def _note_other_numerics(turn: Turn, worker: WorkerId, theirs: Description) -> None:
-    """With `mixed_numerics` it may take part, and the job's bits depend on who trains which lane."""
+    """Note a worker with other numerics: with `mixed_numerics` it may take part, and the job's bits depend on who
+    trains which lane.
+    """
     jobs = turn.durable.description
     difference = numerics_differ(worker, theirs, jobs) if jobs is not None else None
     if difference is not None:

@@ -24,7 +24,7 @@ from shoal_controller.core.machine.turn import Turn
 REMEMBERED = 512
 """Checkpoints in the catalogue, and paths that cannot be read."""
 MOST_SPANS = 1_000
-"""Of the generations that were opened; the oldest gaps are forgotten beyond it."""
+"""Most gaps between opened generations; the oldest gaps are forgotten beyond it."""
 
 
 def latest(durable: Durable) -> CheckpointRef | None:

@@ -23,7 +23,7 @@ GREATEST_LEAP = 1 << 20
 knows fewer numbers than its workers, and no claim takes the numbers to their end.
 """
 MOST_MESSAGES = 1 << 16
-"""Of one process between two that are heard."""
+"""Most messages of one process between two that arrive."""
 
 
 # ---- the run

@@ -24,7 +24,7 @@ from shoal_controller.core.machine.phases.progress import known_step
 from shoal_controller.core.machine.turn import Turn
 
 PATIENCE = 2
-"""In how many differences a worker may be: one has two sides, and nobody can tell which is right."""
+"""Differences that a worker may be in: one has two sides, and nobody can tell which is right."""
 
 
 def on_status(turn: Turn, worker: WorkerId, status: Status) -> None:

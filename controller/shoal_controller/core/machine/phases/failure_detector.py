@@ -25,8 +25,8 @@ from shoal_controller.core.machine.turn import Turn
 PING_SECONDS = 0.5
 """How long a silent worker has to answer when it is asked directly."""
 PING_AHEAD = 0.6
-"""Of a heartbeat interval: so long before it is suspected a silent worker is asked, so that a frozen one has missed its
-answer when it has missed its heartbeats, and is evicted as soon as it is suspected.
+"""Share of a heartbeat interval by which a silent worker is asked before it is suspected, so that a frozen one has
+missed its answer when it has missed its heartbeats, and is evicted as soon as it is suspected.
 """
 PING_AFTER = 1.5
 """Heartbeat intervals of silence before which nobody is asked."""
@@ -35,7 +35,7 @@ PROBE_SECONDS = 1.0
 REACH_AGAIN_SECONDS = 10.0
 """How often one that could not be reached is tried again."""
 QUICK_PROBE_SECONDS = 0.05
-"""Likewise in the first second: a dying process closes its stream a moment before its store's port."""
+"""Interval of probes in the first second: a dying process closes its stream a moment before its store's port."""
 
 
 def on_disconnected(turn: Turn, event: Disconnected) -> None:
@@ -167,8 +167,8 @@ def on_exited(turn: Turn, event: Exited) -> None:
 
 
 def _has_died(record: WorkerRecord, code: int | None) -> bool:
-    """By a signal; or nobody knows how, because an earlier controller was its parent: that is no failure of the script.
-    Without a status one that was never started has failed.
+    """Whether it died by a signal, or nobody knows how, because an earlier controller was its parent: that is no
+    failure of the script. Without a status one that was never started has failed.
     """
     was_started = bool(record.incarnation) or record.pid is not None
     return was_started if code is None else code < 0

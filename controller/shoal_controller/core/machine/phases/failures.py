@@ -59,7 +59,7 @@ def on_wrong_use(turn: Turn, worker: WorkerId, log_tail: str) -> bool:
 
 
 def on_end_without_hello(turn: Turn, worker: WorkerId) -> bool:
-    """Likewise of a script that has ended well and never joined: another time it would not either."""
+    """Fail the job if a script ended well and never joined: it would not the next time either."""
     sentence = "its script ended without calling shoal.initialize, so it never joined the job"
     return _give_up_what_cannot_work(turn, worker, sentence)
 

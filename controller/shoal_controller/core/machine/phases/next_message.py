@@ -140,7 +140,7 @@ def _of_world(job: Job, process: Process) -> ToWorker | None:
 
 
 def _first_member(job: Job, world: Plan) -> WorkerId | None:
-    """Of a world whoever can be asked for something that all carry out."""
+    """The member of a world to ask for something that all carry out."""
     processes = (job.processes.get(member.worker) for member in world.members)
     roster = job.durable.roster
     return next((p.worker for p in processes if p and p.connection is not None and roster[p.worker].serves), None)

@@ -142,7 +142,7 @@ def on_save(turn: Turn, _: Save) -> None:
 
 
 def refuse(turn: Turn, _: OperatorRequest) -> None:
-    """Of a job that is over."""
+    """Refuse a request to a job that is over."""
     raise Conflict(f"job {turn.spec.job} is over ({turn.durable.phase.value}): {turn.durable.reason}.")
 
 

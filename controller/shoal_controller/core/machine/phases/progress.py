@@ -40,7 +40,7 @@ def update(turn: Turn) -> None:
 
 
 def shown_loss(job: Job) -> float | None:
-    """Of the furthest member of the current world that knows it."""
+    """The loss at the furthest member of the current world that knows it."""
     world = job.durable.current
     told = [
         (process.status.step, process.telemetry.loss)

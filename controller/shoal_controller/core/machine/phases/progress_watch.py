@@ -163,7 +163,7 @@ def _does(job: Job, worker: WorkerId, now: float) -> str:
 
 
 def waited_for_seconds(job: Job, now: float) -> dict[WorkerId, float]:
-    """For whom others wait in the end, and how long; nobody while votes pass."""
+    """Seconds that others have waited for each worker at the end of their chain; empty while votes pass."""
     world = job.durable.current
     looked_into = world is not None and job.attempt is None and is_standing_still(job, now)
     return stragglers(_activities(job, world)) if world is not None and looked_into else {}

@@ -132,7 +132,7 @@ def _prepare(turn: Turn, attempt: Attempt) -> None:
 
 
 def _too_few(turn: Turn) -> None:
-    """Of those who were to start, not enough are left."""
+    """Give up a start: not enough of its workers are left."""
     least = turn.spec.min_workers
     turn.note(
         EventKind.WAITING,

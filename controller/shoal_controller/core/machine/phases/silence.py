@@ -41,7 +41,9 @@ def _heard_listening(job: Job, worker: WorkerId) -> Listening:
 
 
 def last_heard(job: Job, worker: WorkerId) -> float:
-    """By the clock; of a worker that has not come back since the controller was started: when that was."""
+    """The time of the last message; for a worker that has not come back since the controller was started: when that
+    was.
+    """
     process = job.processes.get(worker)
     return process.heard_at if process is not None else job.started_at
 
