@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from shoal_controller import logs
 from shoal_controller.core.machine.effects import Effect, Note, Persist
 from shoal_controller.core.machine.events import Cancel, Event, Scale, Spawned, Tick
+from shoal_controller.core.machine.job import Job
 from shoal_controller.core.machine.spec import JobSpec, JobView, Phase
 from shoal_controller.ports import Outside
 from shoal_controller.shell import Shell
@@ -22,61 +22,44 @@ from shoal_protos.messages import ToWorker
 SPEC = JobSpec("train", wanted=3, launcher="local", command=("python", "train.py"), env={"A": "1"})
 
 
-@dataclass(frozen=True)
-class SmallJob:
-    spec: JobSpec
-    wanted: int
-    phase: Phase = Phase.WAITING
-    heard: tuple[str, ...] = ()
-    """Events by name, ticks left out; not durable."""
-    step: int | None = None
-    """As it was written apart from the state."""
-
-
 @dataclass
 class SmallMachine:
     """Knows Scale and Cancel. What else is to happen is put into `answers`: event type → effects, or a function."""
 
-    answers: dict[type, Callable[[SmallJob, Event], Sequence[Effect]] | Sequence[Effect]] = field(default_factory=dict)
+    answers: dict[type, Callable[[Job, Event], Sequence[Effect]] | Sequence[Effect]] = field(default_factory=dict)
     shown: dict[str, object] = field(default_factory=dict)
     """Fields of every view."""
     times: list[float] = field(default_factory=list)
+    heard: dict[str, list[str]] = field(default_factory=dict)
+    """By job: the events by name, ticks left out."""
     filler: ClassVar[dict[str, str]] = {}
     """What makes the state large."""
 
-    def new_job(self, spec: JobSpec, now: float) -> SmallJob:
-        return SmallJob(spec, spec.wanted)
-
-    def restore(self, durable: str, step: int | None, now: float) -> SmallJob:
-        known = json.loads(durable)
-        spec = known.pop("spec")
-        spec = JobSpec(**spec | {"command": tuple(spec["command"])})
-        return SmallJob(spec, known["wanted"], Phase(known["phase"]), step=step)
-
-    def durable(self, job: SmallJob) -> str:
-        return json.dumps({"spec": asdict(job.spec), "wanted": job.wanted, "phase": job.phase, **self.filler})
-
-    def step(self, job: SmallJob, event: Event, now: float) -> tuple[SmallJob, Sequence[Effect]]:
+    def step(self, job: Job, event: Event, now: float) -> tuple[Job, Sequence[Effect]]:
         self.times.append(now)
         if not isinstance(event, Tick):
-            job = replace(job, heard=(*job.heard, type(event).__name__))
+            self.heard.setdefault(job.spec.job, []).append(type(event).__name__)
         if isinstance(event, Scale):
             if event.workers > 8:
                 raise Conflict(f"workers is {event.workers}; expected 1 to 8")
-            job = replace(job, wanted=event.workers)
+            job = _kept(job, wanted=event.workers, paused_because=self.filler.get("filler", ""))
             return job, [Persist(), Note("scale", f"scaled to {event.workers}", data={"workers": event.workers})]
         if isinstance(event, Cancel):
-            return replace(job, phase=Phase.CANCELLED), [Persist(), Note("cancelled", "cancelled by an operator")]
+            return _kept(job, phase=Phase.CANCELLED), [Persist(), Note("cancelled", "cancelled by an operator")]
         answer = self.answers.get(type(event), ())
         return job, answer(job, event) if callable(answer) else answer
 
-    def view(self, job: SmallJob, now: float) -> JobView:
+    def view(self, job: Job, now: float) -> JobView:
         view = JobView(
-            job=job.spec.job, phase=job.phase, generation=1, wanted=job.wanted, active=0,
+            job=job.spec.job, phase=job.durable.phase, generation=1, wanted=job.durable.wanted, active=0,
             min_workers=job.spec.min_workers, max_workers=job.spec.max_workers, lanes=job.spec.lanes, step=0,
             max_steps=None, loss=None, last_checkpoint_step=None, reason="as it should be",
         )  # fmt: skip
         return replace(view, **self.shown)
+
+
+def _kept(job: Job, **fields: object) -> Job:
+    return replace(job, durable=replace(job.durable, **fields))
 
 
 class Written:
@@ -140,11 +123,11 @@ class World:
         self.store = store
         self.machine = machine or SmallMachine()
         self.written = Written()
-        self.shell = Shell(store, self.machine, clock)
+        self.shell = Shell(store, clock, step=self.machine.step, view=self.machine.view)
         self.shell.connect(self.written.outside())
 
     def heard(self, job="train"):
-        return self.shell._runners[job]._job.heard
+        return tuple(self.machine.heard.get(job, ()))
 
 
 @asynccontextmanager

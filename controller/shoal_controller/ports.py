@@ -1,4 +1,4 @@
-"""What the shell needs from others: the machine that decides, who sends to workers, who starts processes.
+"""What the shell needs from others: what decides, who sends to workers, who starts processes.
 
 `server.py` hands implementations to `Shell.connect`; `sessions/`, `launchers/` and `metrics.py` provide them, tests
 bring small ones. The shell itself knows only these shapes. Whatever happens outside comes back by `Shell.submit`.
@@ -6,38 +6,24 @@ bring small ones. The shell itself knows only these shapes. Whatever happens out
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from shoal_protos.messages import ToWorker
 from shoal_protos.plan import WorkerId
 
 from shoal_controller.core.machine.effects import Effect
 from shoal_controller.core.machine.events import Event, NeverStarted, Spawned
+from shoal_controller.core.machine.job import Job
 from shoal_controller.core.machine.spec import JobSpec, JobView
 
-Job = Any
-"""A job's state. The shell carries it from step to step and never looks into it."""
-
-
-class Machine(Protocol):
-    """The pure job machine (`core/machine/machine.py`, seen through `machinery.py`)."""
-
-    def new_job(self, spec: JobSpec, now: float) -> Job:
-        """A job that nothing has happened to."""
-
-    def restore(self, durable: str, step: int | None, now: float) -> Job:
-        """The job as an earlier life left it. `step`: of the last `PersistStep` since the last `Persist`."""
-
-    def step(self, job: Job, event: Event, now: float) -> tuple[Job, Sequence[Effect]]:
-        """What an event makes of it. A `UserError` refuses an operator's wish, and nothing has changed."""
-
-    def view(self, job: Job, now: float) -> JobView:
-        """What people see."""
-
-    def durable(self, job: Job) -> str:
-        """What `Persist` writes."""
+Step = Callable[[Job, Event, float], tuple[Job, Sequence[Effect]]]
+"""What an event makes of a job at a time (`machine.step`). A `UserError` refuses an operator's request, and nothing has
+changed.
+"""
+View = Callable[[Job, float], JobView]
+"""What people see of a job at a time (`machine.view`)."""
 
 
 class Senders(Protocol):

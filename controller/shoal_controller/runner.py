@@ -19,6 +19,7 @@ from shoal_protos.messages import Ending, Refusal, Shutdown, Welcome
 
 from shoal_controller.background import BackgroundWork
 from shoal_controller.backlog import Backlog
+from shoal_controller.core.machine.durable import from_json, to_json
 from shoal_controller.core.machine.effects import (
     Adopt,
     Close,
@@ -45,9 +46,10 @@ from shoal_controller.core.machine.events import (
     Started,
     Tick,
 )
+from shoal_controller.core.machine.job import new_job, restore
 from shoal_controller.core.machine.spec import JobSpec, JobView, Phase
 from shoal_controller.job_repository import JobRepository
-from shoal_controller.ports import Job, Machine, Outside
+from shoal_controller.ports import Outside, Step, View
 from shoal_controller.records import JobEvent
 from shoal_controller.store.store import Unfit
 from shoal_controller.tasks import end_task, guarded
@@ -73,7 +75,8 @@ log = structlog.get_logger("shoal.job")
 class Life:
     """What all jobs of a controller's life share."""
 
-    machine: Machine
+    step: Step
+    view: View
     outside: Outside
     clock: Callable[[], float]
     alarm: Callable[[BaseException], None]
@@ -98,8 +101,8 @@ class Runner:
         self._inbox: asyncio.Queue[_Submission | None] = asyncio.Queue(INBOX)
         self._tick_waits = False
         self._connections: set[int] = set()
-        self._job: Job = None
-        self._carried_out: Job = None
+        self._job = new_job(spec, life.clock())
+        self._carried_out = self._job
         """The job as it is in the store: what people see, so that nothing they have seen is forgotten."""
         self._broken = ""
         self._unserved = ""
@@ -115,7 +118,7 @@ class Runner:
         """What people see now; of a job whose machine failed: what they saw last, and why it failed."""
         if self._broken or self._unserved:
             return replace(self._shown, phase=Phase.FAILED, reason=self._broken or self._unserved)
-        self._shown = self._life.machine.view(self._carried_out, self._life.clock())
+        self._shown = self._life.view(self._carried_out, self._life.clock())
         if self.trouble:
             return replace(self._shown, reason="; ".join(filter(None, (self.trouble, self._shown.reason))))
         return self._shown
@@ -142,8 +145,8 @@ class Runner:
 
     async def begin(self) -> None:
         """A new job: durable when this returns."""
-        self._job = self._life.machine.new_job(self.spec, self._life.clock())
-        await self.repository.renew(self.spec, self._life.machine.durable(self._job))
+        self._job = new_job(self.spec, self._life.clock())
+        await self.repository.renew(self.spec, to_json(self._job.durable))
         self._carried_out = self._job
         self._start()
 
@@ -154,7 +157,7 @@ class Runner:
             if unreadable:
                 raise StoreError(unreadable)
             if not self._broken:
-                self._job = self._life.machine.restore(durable, self.repository.step, self._life.clock())
+                self._job = restore(from_json(durable), self._life.clock(), self.repository.step)
                 self._carried_out = self._job
                 self.view()
         except Exception as error:
@@ -282,7 +285,7 @@ class Runner:
         if self._broken or self._unserved:
             return self._answer_broken(event)
         try:
-            self._job, effects = self._life.machine.step(self._job, event, self._life.clock())
+            self._job, effects = self._life.step(self._job, event, self._life.clock())
             await self._carry_out(effects)
             self._carried_out = self._job
         except StoreError as error:
@@ -303,7 +306,7 @@ class Runner:
         events = self._events(notes) if notes or lasting else []
         for effect in effects:
             if isinstance(effect, Persist) and lasting:
-                await self.repository.write(events, self._life.machine.durable(self._job))
+                await self.repository.write(events, to_json(self._job.durable))
                 events, lasting = [], False
             elif isinstance(effect, PersistStep):
                 await self.repository.write_step(effect.step)
@@ -325,7 +328,7 @@ class Runner:
 
     def _events(self, notes: Sequence[Note]) -> list[JobEvent]:
         now = self._life.clock()
-        generation = self._life.machine.view(self._job, now).generation
+        generation = self._life.view(self._job, now).generation
         for note in notes:
             log.info(
                 note.message, job=self.spec.job, kind=str(note.kind), generation=generation, worker=note.worker or None

@@ -19,7 +19,6 @@ from shoal_controller.addresses import is_here
 from shoal_controller.api.app import ApiSettings, build_app
 from shoal_controller.api.web import Web
 from shoal_controller.launchers.local import LocalLauncher, WorkerEnvironment
-from shoal_controller.machinery import CoreMachine
 from shoal_controller.metrics import Metrics, Sources
 from shoal_controller.ports import Outside
 from shoal_controller.probes import probe
@@ -50,7 +49,7 @@ async def serve(settings: Settings) -> AsyncIterator[Server]:
         metrics = Metrics()
         store = await open_store(settings.store, metrics.timed)
         ends.push_async_callback(store.close)
-        shell = Shell(store, CoreMachine(), forget_after_seconds=settings.forget_after_seconds)
+        shell = Shell(store, forget_after_seconds=settings.forget_after_seconds)
         http_host, http_port = split_address(settings.http)
         web = Web(http_host, http_port)
         ends.push_async_callback(web.stop)

@@ -18,10 +18,11 @@ import structlog
 from shoal_protos.errors import Conflict, NotFound, StoreError
 
 from shoal_controller.cluster_id import ensure_cluster_id
+from shoal_controller.core.machine import machine
 from shoal_controller.core.machine.events import Cancel, Event
 from shoal_controller.core.machine.spec import JobSpec, JobView
 from shoal_controller.job_repository import EVENTS_KEPT, JobRepository, new_repository, stored_jobs
-from shoal_controller.ports import Machine, Outside
+from shoal_controller.ports import Outside, Step, View
 from shoal_controller.records import JobEvent
 from shoal_controller.runner import Life, Runner
 from shoal_controller.store.store import Put, Store
@@ -64,12 +65,15 @@ class Shell:
     def __init__(
         self,
         store: Store,
-        machine: Machine,
         clock: Callable[[], float] | None = None,
         forget_after_seconds: float = FORGET_AFTER_SECONDS,
+        *,
+        step: Step = machine.step,
+        view: View = machine.view,
     ) -> None:
         self._store = store
-        self._machine = machine
+        self._step = step
+        self._view = view
         self._clock = clock or steady_clock()
         self._forget_after_seconds = forget_after_seconds
         self._writer = secrets.token_hex(8)
@@ -255,7 +259,9 @@ class Shell:
 
     def _runner(self, spec: JobSpec, repository: JobRepository) -> Runner:
         assert self._outside is not None, "connect comes before start"
-        return Runner(spec, repository, Life(self._machine, self._outside, self._clock, self.give_up, self._cluster))
+        return Runner(
+            spec, repository, Life(self._step, self._view, self._outside, self._clock, self.give_up, self._cluster)
+        )
 
     async def _tick(self) -> None:
         for number in itertools.count():

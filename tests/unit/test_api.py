@@ -46,7 +46,7 @@ async def serving(directory, settings=None, machine=None):
     logs.configure("warning")
     store = await open_store(f"embedded:{directory}")
     machine = machine or SmallMachine()
-    shell = Shell(store, machine)
+    shell = Shell(store, step=machine.step, view=machine.view)
     shell.connect(Written().outside())
     await shell.start()
     web = Web("127.0.0.1", 0)

@@ -6,6 +6,7 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 from shoal_controller import core as core_package
 from shoal_controller.core.machine.figures import COUNTERS, HISTOGRAMS, Figures, series_of
+from shoal_controller.core.machine.job import new_job
 from shoal_controller.core.machine.spec import JobSpec, JobView, Phase, State, WorkerView
 from shoal_controller.metrics import Metrics, Sources
 from small_machine import SmallMachine
@@ -15,7 +16,7 @@ FROZEN = Path(__file__).parent / "frozen" / "metrics.txt"
 
 def view(**fields) -> JobView:
     machine = SmallMachine(shown=fields)
-    return machine.view(machine.new_job(JobSpec("train", wanted=3, lanes=8), 0.0), 0.0)
+    return machine.view(new_job(JobSpec("train", wanted=3, lanes=8), 0.0), 0.0)
 
 
 def worker(name="w0", **fields) -> WorkerView:

@@ -175,7 +175,7 @@ async def test_a_machine_that_fails_fails_its_job_and_no_other(tmp_path):
         assert world.written.log == [("send", 5, goodbye), ("close", 5), ("kill", "w0", "train")]
         await world.shell.submit("train", Connected(6, None))
         assert world.written.log[3:] == [("send", 6, goodbye), ("close", 6)]
-        with pytest.raises(Conflict, match="cannot go on"):
+        with pytest.raises(Conflict, match="cannot continue because of a bug in Shoal"):
             await world.shell.submit("train", Scale(2))
         await world.shell.submit("other", Scale(2))
         assert world.shell.view("other").wanted == 2
