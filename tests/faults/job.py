@@ -36,10 +36,10 @@ PAUSE = threading.Event()
 
 
 class Job:
-    """`steps` of training on `workers` hosts, at `pace` seconds a micro-batch."""
+    """`steps` of training on `workers` hosts, at `pace` seconds a micro-batch. `spec`: more of the job's."""
 
-    def __init__(self, hosts: Hosts | Loopback, workers: int, steps: int, pace: float) -> None:
-        self.hosts, self.workers, self.steps = hosts, workers, steps
+    def __init__(self, hosts: Hosts | Loopback, workers: int, steps: int, pace: float, **spec: float) -> None:
+        self.hosts, self.workers, self.steps, self._spec = hosts, workers, steps, spec
         self.folder = Path(tempfile.mkdtemp(prefix="faults-"))
         self.disk = self.folder / "disk"
         self._env = {
@@ -60,7 +60,7 @@ class Job:
         self.start_controller()
         self.rest("POST", "/jobs", {
             "job": NAME, "workers": {"wanted": self.workers, "min": 1}, "launcher": "none",
-            "heartbeat_seconds": 0.5, "reconnect_seconds": 3.0, "stall_seconds": 60.0,
+            "heartbeat_seconds": 0.5, "reconnect_seconds": 3.0, "stall_seconds": 60.0, **self._spec,
         })  # fmt: skip
         for host in range(1, self.workers + 1):
             self.start_worker(host)
@@ -164,6 +164,11 @@ class Job:
 
     def report(self) -> dict[str, Any]:
         return dict(self.rest("GET", f"/jobs/{NAME}/report"))
+
+    def messages(self, kind: str) -> list[str]:
+        """Of the job's events."""
+        events = (self.rest("GET", f"/jobs/{NAME}/events?after=0") or {}).get("events", [])
+        return [event["message"] for event in events if event["kind"] == kind]
 
     def story(self) -> str:
         """What happened, for a round that ends badly."""

@@ -183,9 +183,9 @@ class Faults:
         self._later(1.0, 8.0, self._job.free_disk)
 
 
-def undisturbed() -> str:
+def undisturbed(steps: int = STEPS) -> str:
     """The fingerprint of a world of one."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "STEPS": str(STEPS), "CHECKPOINTS": ""}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "STEPS": str(steps), "CHECKPOINTS": ""}
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
             [sys.executable, str(SCRIPT)], env=env, cwd=folder, capture_output=True, text=True, timeout=600, check=True
