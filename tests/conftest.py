@@ -20,6 +20,11 @@ from pathlib import Path
 import psutil
 import pytest
 import shoal  # noqa: F401  (before gRPC: it makes forks of this process safe)
+from hypothesis import HealthCheck, settings
+
+# How fast an example is made and tried says how busy the machine is, and nothing of the code.
+settings.register_profile("shoal", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("shoal")
 
 THREADS_THAT_STAY = (
     "pytest_timeout",  # watches this very test
