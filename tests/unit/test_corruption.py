@@ -18,7 +18,8 @@ from shoal.blocks.checksums import block_checksums
 from shoal.checkpoint.catalogue import checkpoints
 from shoal.checkpoint.storage import LocalStorage
 from shoal.core.sampled_blocks import sampled
-from shoal_protos.runs import Runs
+from shoal.training.corruption_watch import CorruptionWatch
+from shoal_protos.runs import NO_BLOCKS, Runs
 from torch import Tensor
 
 STEPS = 24
@@ -199,6 +200,20 @@ def test_a_checkpoint_saved_while_copies_differ_is_not_verified_and_not_gone_bac
         manifests = [one.manifest for one in checkpoints(LocalStorage(tmp_path), print)]
         assert [manifest.step for manifest in manifests if manifest.verified] == [4]
         assert seen(crew, "restoring")[0].startswith("all members go back to the checkpoint of step 4: ")
+
+
+def test_a_checkpoint_of_which_a_block_has_one_valid_copy_only_is_not_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    valid = CorruptionWatch._valid
+    with Crew("abc", task(tmp_path, corruption_steps=1000)) as crew:
+        filling = crew.workers["b"].engine.parts.corruption
+        hidden = property(lambda watch: NO_BLOCKS if watch is filling else valid.fget(watch))
+        monkeypatch.setattr(CorruptionWatch, "_valid", hidden)
+        save(crew, 4)
+        assert crew.finish() == undisturbed(PLAIN)
+        manifests = [one.manifest for one in checkpoints(LocalStorage(tmp_path), print)]
+        assert manifests and not any(manifest.verified for manifest in manifests)
 
 
 def test_without_a_sound_checkpoint_the_job_pauses_and_says_why() -> None:
