@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """What may stand at a key, as the end of the sentence "expected …"."""
+    """The values that a key may have, as the end of the sentence "expected …"."""
 
     text: str
 
@@ -46,7 +46,7 @@ class Section(BaseModel):
 
 
 class Optimizer(Section):
-    """`optimizer`: the optimizer that Shoal builds where the script passes none."""
+    """`optimizer`: the optimizer that Shoal builds if the script passes none."""
 
     type: Name
     """Adam, AdamW, SGD, Adagrad, RMSprop or another elementwise class of torch.optim, in any case. As in DeepSpeed,
@@ -57,7 +57,7 @@ class Optimizer(Section):
 
 
 class Scheduler(Section):
-    """`scheduler`: the learning-rate schedule that Shoal builds where the script passes none; one step per step."""
+    """`scheduler`: the learning-rate schedule that Shoal builds if the script passes none. It advances each step."""
 
     type: Name
     """DeepSpeed's WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, or a class of
@@ -68,10 +68,10 @@ class Scheduler(Section):
 
 
 class ZeroOptimization(Section):
-    """`zero_optimization`: what is sharded over the workers."""
+    """`zero_optimization`: the state that is sharded over the workers."""
 
     stage: Annotated[int, Field(ge=0, le=3), Allowed("0 or 1")] = 0
-    """0: every worker keeps all optimizer state; 1: each keeps the state of its own blocks and of those it mirrors.
+    """0: every worker keeps all optimizer state. 1: each worker keeps the state of the blocks that it owns or mirrors.
     The bits are the same. 2 and 3 are not supported yet."""
 
 
@@ -82,21 +82,21 @@ class Checkpoint(Section):
         Annotated[str, Field(min_length=1, max_length=MOST_PATH)] | None,
         Allowed(f"a path or URL of at most {MOST_PATH} characters"),
     ] = None
-    """Where checkpoints are written and looked for: a folder that all workers reach, or an fsspec URL such as
-    s3://bucket/jobs/demo (`pip install shoal[s3]`). None: nowhere."""
+    """Folder or URL of the checkpoints: a folder that all workers can access, or an fsspec URL such as
+    s3://bucket/jobs/demo (`pip install shoal[s3]`). None: no checkpoints."""
     every_steps: Count = None
-    """Optimizer steps between two checkpoints. None: not by steps."""
+    """Steps between two checkpoints. None: no schedule by steps."""
     every_minutes: Annotated[Annotated[float, Field(gt=0)] | None, Allowed("a number of minutes above 0")] = None
-    """Minutes between two checkpoints, by the clock of rank 0. None: not by time."""
+    """Minutes between two checkpoints, by the clock of rank 0. None: no schedule by time."""
     keep: Annotated[Positive, Allowed("a whole number from 1 to 10^15")] = 3
-    """How many of the newest checkpoints are kept."""
+    """Number of newest checkpoints that are kept."""
     keep_every: Count = None
-    """Checkpoints of every so many steps are kept for good. None: none are."""
+    """Interval of steps whose checkpoints are kept for good. None: none are."""
     resume: Annotated[
         Annotated[int, Field(ge=0, le=MOST)] | str | Literal[False],
         Allowed('"latest", a step, a path, or false'),
     ] = "latest"
-    """Where to go on from: the newest checkpoint when there is one, a step, a path, or false for a fresh start."""
+    """Checkpoint to resume from: the newest if there is one, a step, a path, or false for a fresh start."""
     allow: Annotated[
         tuple[Literal["new", "missing"], ...], Field(strict=False), Allowed('a list of "new" and "missing"')
     ] = ()
@@ -106,7 +106,7 @@ class Checkpoint(Section):
 
 
 class Shoal(Section):
-    """`shoal`: what DeepSpeed has no key for."""
+    """`shoal`: settings that DeepSpeed does not have."""
 
     lanes: Annotated[
         Annotated[int, Field(ge=1, le=MOST_LANES)] | None, Allowed(f"a whole number from 1 to {MOST_LANES}")
@@ -117,10 +117,10 @@ class Shoal(Section):
     micro_batches_per_lane: Count = None
     """Micro-batches that a lane accumulates in one step. Not given: gradient_accumulation_steps, else 1."""
     mirrors: Annotated[int, Field(ge=0, le=MOST_MIRRORS), Allowed(f"a whole number from 0 to {MOST_MIRRORS}")] = 1
-    """Copies of every block's optimizer state beside the owner's; so many workers may die at once without losing
-    a step. Never more than the other workers; stage 0 mirrors everything everywhere."""
+    """Copies of every block's optimizer state besides the owner's: the number of workers that may die at once without
+    losing a step. At most the number of other workers; stage 0 mirrors everything everywhere."""
     seed: Annotated[int, Field(ge=0, lt=2**64), Allowed("a whole number from 0 to 2^64 - 1")] = 0
-    """Seed of the data order and of every lane's random numbers. Initial weights are the script's business."""
+    """Seed of the data order and of every lane's random numbers. The script initializes the weights."""
     max_steps: Count = None
     """Optimizer steps after which the job ends. With `epochs` too, whichever comes first."""
     epochs: Count = None
@@ -134,23 +134,23 @@ class Shoal(Section):
     """Bytes per step that a worker receives while blocks are filled beside training. 0: the planner decides, about a
     tenth of a step."""
     elementwise: Switch = False
-    """True: the optimizer's class, unknown to Shoal, computes every element by itself."""
+    """True: declares that an optimizer class unknown to Shoal is elementwise."""
     stop_on_nan: Switch = True
     """True: the job fails before the update of a step whose loss or gradient is not finite, and names step, parameter
-    and lane. False: such a step is made, and an event tells of the 1st, 10th, 100th, … of them."""
+    and lane. False: the step is made; the 1st, 10th, 100th, … such step is an event."""
     mixed_numerics: Switch = False
     """True: workers whose numeric identity differs may join; the run is shown as not bit-exact."""
     exact: Switch = True
     """On CUDA: deterministic algorithms on, autotuning off. False leaves PyTorch's settings alone."""
     corruption_steps: Natural = 1000
-    """Within so many steps the copies of every block, its owner's and its mirrors', are compared, some blocks beside
-    each step; the copies of all blocks beside each save. 0: off, as in a job that is not bit-exact (`mixed_numerics`,
-    or `exact` false)."""
+    """Steps within which the copies of every block, its owner's and its mirrors', are compared, a few blocks at each
+    step; all blocks are compared at each save. 0: off, as in a job that is not bit-exact (`mixed_numerics`, or `exact`
+    false)."""
     on_corruption: Annotated[Literal["restore", "pause", "continue"], Allowed('"restore", "pause" or "continue"')] = (
         "restore"
     )
-    """What is done where copies differ: `restore`: all go back to the newest checkpoint whose copies were compared
-    when it was saved (without one the job pauses); `pause`; `continue`: it is told, and no more."""
+    """Reaction to copies that differ. `restore`: all go back to the newest checkpoint whose copies were compared
+    when it was saved (without one the job pauses); `pause`: the job pauses; `continue`: it is only reported."""
     checkpoint: Checkpoint = Checkpoint()
 
 

@@ -24,24 +24,25 @@ OPENING = """\
 `shoal.initialize(config=…)` takes a dict or the path of a JSON file: a DeepSpeed `ds_config.json` with one more
 section, `shoal`. An unknown or impossible key is an error that names it.
 
-`"auto"` is settled from what the file says elsewhere: batch sizes from one another, a scheduler's length from the job's
-last step, its `warmup_max_lr` from the optimizer's rate, an optimizer's other arguments by the class's own defaults.
-Where there is nothing to take a value from (`optimizer.params.lr`, `scheduler.params.warmup_num_steps`) it is an error.
+`"auto"` is derived from the rest of the file: batch sizes from each other, a scheduler's length from the job's last
+step, its `warmup_max_lr` from the optimizer's rate, an optimizer's other arguments from the class's defaults. If
+nothing determines a value (`optimizer.params.lr`, `scheduler.params.warmup_num_steps`), `"auto"` is an error.
 """
 NOT_BUILT_OPENING = """\
 
 ## Not supported yet
 
-These keys of DeepSpeed are refused unless they have one of the values shown, which leave the feature off. Stages 2
-and 3 of `zero_optimization.stage` are refused too.
+These DeepSpeed keys are refused unless they have one of the values shown, which leave the feature off. Stages 2 and 3
+of `zero_optimization.stage` are refused too.
 
 """
 IGNORED_OPENING = """\
 
 ## Without meaning here
 
-These keys of DeepSpeed may stand in the file; they are left alone, and a log line says so once. A section's name
-covers all that stands in it, `*` what the table above does not name.
+These DeepSpeed keys are accepted and ignored, and one log line lists them. The name of a section covers everything in
+it, `*` everything that the table above does not list. Shoal's own checkpoints are configured in `shoal.checkpoint`; its
+keys are refused in DeepSpeed's section `checkpoint`.
 
 """
 
