@@ -98,7 +98,7 @@ def match(theirs: Mapping[str, Shape], ours: Mapping[str, Shape], allow: Sequenc
         if names and kind not in allow:
             raise UserError(
                 f"{where} does not fit: {_why(names[0], theirs, ours, whose)} To begin at step 0 with what matches "
-                f"by name, say `shoal.checkpoint.allow: {json.dumps(needed)}`."
+                f"by name, set `shoal.checkpoint.allow: {json.dumps(needed)}`."
             )
     return Match(taken, new, missing)
 

@@ -31,7 +31,7 @@ def fits(manifest: Manifest, state: TrainingState, allow: tuple[str, ...], where
         return True
     if manifest.kind == "training" and not allow:
         raise UserError(
-            f"{where} is not of this job's model: {differs} To begin at step 0 with what matches by name, say "
+            f"{where} is not of this job's model: {differs} To begin at step 0 with what matches by name, set "
             '`shoal.checkpoint.allow: ["new", "missing"]`.'
         )
     return False
