@@ -271,7 +271,7 @@ MUTATIONS: dict[str, list[Patch]] = {
     "a worker in two differences is evicted": [(corruption, "_quarantine", lambda turn, worker, times: None)],
     "what was given up by going back counts no more": [(checkpoints, "_is_given_up", lambda durable, sighting: False)],
     "all go back to the newest checkpoint that anybody knows": [(checkpoints, "latest", _oldest)],
-    "a checkpoint that cannot be read is not named again": [(checkpoints, "damaged", lambda turn, attempt: "")],
+    "a checkpoint that cannot be read is not named again": [(checkpoints, "unreadable", lambda turn, attempt: None)],
     "who was not there when all went back changes nothing any more": [
         (recovery, "_goes_back", lambda turn, plan, step: False)
     ],

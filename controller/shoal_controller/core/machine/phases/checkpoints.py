@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shoal_protos.checkpoint import CheckpointRef, SaveOutcome, SaveReport, superfluous
+from shoal_protos.checkpoint import CheckpointRef, SaveOutcome, SaveReport, UnreadableCheckpoint, superfluous
 from shoal_protos.messages import Status
 from shoal_protos.plan import WorkerId
 from shoal_protos.runs import Runs
@@ -122,24 +122,26 @@ def on_return(turn: Turn, step: int) -> None:
         turn.keep(save=replace(request, step=step))
 
 
-def damaged(turn: Turn, attempt: Attempt) -> str:
-    """Why the checkpoint of the plan under way cannot be used: what a worker that was to read it says. Or empty."""
+def unreadable(turn: Turn, attempt: Attempt) -> tuple[WorkerId, UnreadableCheckpoint] | None:
+    """Which member could not read the checkpoint of the plan under way, and what it says of it."""
     plan = attempt.plan
     path = plan.recovery.checkpoint if plan is not None and plan.recovery is not None else ""
-    if plan is None or not path:
-        return ""
-    for member in plan.members:
+    for member in plan.members if plan is not None and path else ():
         process = turn.process(member.worker)
-        damage = process.status.unreadable_checkpoint if process is not None else None
-        if damage is not None and damage.path == path:
-            turn.keep(
-                checkpoints=tuple(one for one in turn.durable.checkpoints if one.path != path),
-                unreadable_checkpoints=(*turn.durable.unreadable_checkpoints, path)[-REMEMBERED:],
-            )
-            turn.note(EventKind.CHECKPOINT_DAMAGED, damage.sentence, member.worker, path=path)
-            _see_the_one_before(turn)
-            return f"worker {member.worker} could not read the checkpoint: {damage.sentence}"
-    return ""
+        found = process.status.unreadable_checkpoint if process is not None else None
+        if found is not None and found.path == path:
+            return member.worker, found
+    return None
+
+
+def drop_unreadable(turn: Turn, worker: WorkerId, found: UnreadableCheckpoint) -> None:
+    """It is never named again; the one before it is."""
+    turn.keep(
+        checkpoints=tuple(one for one in turn.durable.checkpoints if one.path != found.path),
+        unreadable_checkpoints=(*turn.durable.unreadable_checkpoints, found.path)[-REMEMBERED:],
+    )
+    turn.note(EventKind.CHECKPOINT_DAMAGED, found.sentence, worker, path=found.path)
+    _see_the_one_before(turn)
 
 
 def _see_the_one_before(turn: Turn) -> None:

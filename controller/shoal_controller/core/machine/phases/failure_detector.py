@@ -19,7 +19,7 @@ from shoal_controller.core.machine.events import Disconnected, Exited, Probed, S
 from shoal_controller.core.machine.job import PingSent, Process
 from shoal_controller.core.machine.phases import failures, silence
 from shoal_controller.core.machine.phases.next_message import is_member
-from shoal_controller.core.machine.phases.roster import has_ended
+from shoal_controller.core.machine.phases.roster import forget_ending
 from shoal_controller.core.machine.turn import Turn
 
 PING_SECONDS = 0.5
@@ -150,10 +150,10 @@ def on_exited(turn: Turn, event: Exited) -> None:
         return None
     if record.ending is not None or turn.durable.phase.over:
         turn.mark(event.worker, standing=Standing.DEAD)
-        return has_ended(turn, event.worker)
+        return forget_ending(turn, event.worker)
     if _has_died(record, event.code):
         confirm_death(turn, event.worker, event.why, event.code)
-        return has_ended(turn, event.worker)
+        return forget_ending(turn, event.worker)
     if event.code == NO_CONTROLLER:
         return confirm_death(turn, event.worker, f"{event.why}: it was in no world and found no controller", event.code)
     if event.code == WRONG_USE and record.launched and failures.on_wrong_use(turn, event.worker, event.log_tail):
@@ -163,7 +163,7 @@ def on_exited(turn: Turn, event: Exited) -> None:
     tail = f"\n{event.log_tail.strip()}" if event.log_tail.strip() else ""
     where = f" (log: {record.log})" if record.log else ""
     failures.on_failure(turn, event.worker, f"{record.why or event.why}{where}{tail}", step=_step(turn, event.worker))
-    return has_ended(turn, event.worker)
+    return forget_ending(turn, event.worker)
 
 
 def _has_died(record: WorkerRecord, code: int | None) -> bool:
@@ -188,7 +188,7 @@ def confirm_death(
         return
     failures.on_death(turn, worker, code, why)
     turn.mark(worker, standing=Standing.DEAD, why=why)
-    has_ended(turn, worker)
+    forget_ending(turn, worker)
     if record.ending is None:
         turn.note(EventKind.LOST, f"worker {worker} on {record.host} is dead: {why}", worker, noticed_by=noticed_by)
 

@@ -263,9 +263,11 @@ def _plan(turn: Turn, attempt: Attempt) -> None:
     links = progress_watch.broken_links_in_building(turn, plan, attempt.planned_at)
     if links:
         return _without_the_unreachable(turn, attempt, plan, links)
-    damage = checkpoints.damaged(turn, attempt)
-    if damage:
-        return _without_the_damaged(turn, attempt, damage)
+    if (found := checkpoints.unreadable(turn, attempt)) is not None:
+        worker, checkpoint = found
+        checkpoints.drop_unreadable(turn, worker, checkpoint)
+        why = f"worker {worker} could not read the checkpoint: {checkpoint.sentence}"
+        return _without_the_damaged(turn, attempt, why)
     waiting = [member.worker for member in plan.members if not _is_ready(turn, member.worker, plan)]
     if not waiting:
         return _open(turn, attempt, plan)

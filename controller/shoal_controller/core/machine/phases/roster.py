@@ -46,7 +46,7 @@ def expect_end(turn: Turn, worker: WorkerId) -> None:
     turn.keep(ending_since={**turn.durable.ending_since, worker: turn.now})
 
 
-def has_ended(turn: Turn, worker: WorkerId) -> None:
+def forget_ending(turn: Turn, worker: WorkerId) -> None:
     """Its process is gone: nobody waits for that any more."""
     if worker in turn.durable.ending_since:
         turn.keep(ending_since={name: at for name, at in turn.durable.ending_since.items() if name != worker})

@@ -16,7 +16,7 @@ from shoal_controller.core.machine.events import NeverStarted
 from shoal_controller.core.machine.phases import failures
 from shoal_controller.core.machine.phases.failures import LONGEST_BACKOFF
 from shoal_controller.core.machine.phases.next_message import is_member, send_if_due
-from shoal_controller.core.machine.phases.roster import expect_end, forget_the_oldest, has_ended, unused_id
+from shoal_controller.core.machine.phases.roster import expect_end, forget_ending, forget_the_oldest, unused_id
 from shoal_controller.core.machine.turn import Turn
 
 LINGER_SECONDS = 60.0
@@ -96,7 +96,7 @@ def on_never_started(turn: Turn, event: NeverStarted) -> None:
     """An earlier controller died before it started this worker: it is started now, by the id that it was given."""
     record = turn.durable.roster.get(event.worker)
     if record is None or record.incarnation or not record.serves:
-        return has_ended(turn, event.worker)
+        return forget_ending(turn, event.worker)
     turn.change(spawned_at={**turn.job.spawned_at, event.worker: turn.now})
     what = f"worker {event.worker} is being started again: the controller ended before starting it"
     turn.note(EventKind.STARTING, what, event.worker)
