@@ -129,7 +129,7 @@ def controller() -> Iterator[str]:
 
 JOB = {
     "job": "j", "phase": "running", "generation": 3, "workers": {"wanted": 3, "active": 2, "min": 1, "max": None},
-    "lanes": 8, "step": 7, "max_steps": 100, "loss": 1.25, "last_checkpoint_step": None,
+    "lanes": 8, "step": 7, "max_steps": 100, "loss": 1.25, "samples": 56, "last_checkpoint_step": None,
     "reason": "2 workers train [8 lanes]; w3 is starting",
 }  # fmt: skip
 

@@ -211,6 +211,14 @@ def handed(worker: Worker) -> int:
     return sum(1 for way in ways for ranges in world.traffic.handed(0, *way) if ranges)
 
 
+# ---- numbers
+
+
+def test_a_report_of_several_numbers_is_refused_by_its_name() -> None:
+    with pytest.raises(UserError, match=r"engine.report got accuracy of shape \(3,\); expected one number"):
+        undisturbed(replace(TASK, in_loop=lambda engine: engine.report(accuracy=torch.ones(3))))
+
+
 # ---- hyper-parameters and the optimizer
 
 

@@ -41,6 +41,8 @@ class JobAnswer(Answer):
     step: int
     max_steps: int | None
     loss: float | None
+    samples: int | None
+    """Read in committed steps; None while a controller that was started again does not know yet."""
     last_checkpoint_step: int | None
     reason: str
     """Why it is in this phase, in one sentence."""
@@ -52,7 +54,7 @@ class JobAnswer(Answer):
         )
         return cls(
             job=view.job, phase=view.phase, generation=view.generation, workers=counts, lanes=view.lanes,
-            step=view.step, max_steps=view.max_steps, loss=view.loss,
+            step=view.step, max_steps=view.max_steps, loss=view.loss, samples=view.samples,
             last_checkpoint_step=view.last_checkpoint_step, reason=view.reason,
         )  # fmt: skip
 

@@ -86,14 +86,6 @@ class Client:
     async def report(self, job: str) -> Json:
         return await self._ask("GET", f"/jobs/{quote(job, safe='')}/report")
 
-    async def samples(self, job: str) -> float:
-        """How many samples the job has read in committed steps: the metric, 0 where there is none yet."""
-        answer = await self._send(self._http.build_request("GET", f"{self.url}/metrics"))
-        for line in answer.text.splitlines():
-            if line.startswith("shoal_job_samples_total{") and f'job_name="{job}"' in line:
-                return float(line.rpartition(" ")[2])
-        return 0.0
-
     async def follow(self, job: str, after: int = 0) -> AsyncIterator[Json]:
         """Every event past `after` as it happens; ends when the controller ends the stream."""
         request = self._http.build_request(

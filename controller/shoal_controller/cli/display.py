@@ -128,7 +128,7 @@ async def watch(client: Client, job: str, shown: Display, revision: int = 0, pri
         if printed is not None:
             for line in printed.lines(await client.workers(job)):
                 shown.tell(line)
-        rate.see(await client.samples(job), time.monotonic())
+        rate.see(view["samples"] or 0, time.monotonic())
         shown.show(view, rate.per_second)
         if view["phase"] in OVER:
             return view

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from shoal_protos.errors import UserError
 from torch import Tensor, nn
 
 from shoal.config.training import TrainingConfig
@@ -133,7 +134,7 @@ class Engine:
 
     def report(self, **numbers: float | Tensor) -> None:
         """Per-lane numbers of this step, reduced like the loss; within `evaluating()`, sums of the evaluation."""
-        values = {name: float(torch.as_tensor(value).detach()) for name, value in numbers.items()}
+        values = {name: _number(name, value) for name, value in numbers.items()}
         if self.parts.evaluation.active:
             self.parts.evaluation.report(values)
         else:
@@ -176,3 +177,12 @@ class Engine:
     def stop(self) -> None:
         """An early end, voted: all members leave their loops after the same step."""
         self.training.ask(Request("stop"), "engine.stop")
+
+
+def _number(name: str, value: float | Tensor) -> float:
+    tensor = torch.as_tensor(value).detach()
+    if tensor.numel() != 1:
+        raise UserError(
+            f"engine.report got {name} of shape {tuple(tensor.shape)}; expected one number, such as its mean()."
+        )
+    return float(tensor)
