@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from .worker import SimWorker
 
 
+AGAIN_SECONDS = 0.2
+"""Until what was lost in a cut is sent again."""
+
+
 class Still(Random):
     """No chance at all: every draw is the middle. Scenarios read the same whatever is drawn elsewhere."""
 
@@ -69,11 +73,16 @@ class Stream:
             at = self.clock.now + weather.delay()
             if not (weather.reorders and weather.chance.random() < weather.reorders):
                 at = self._last[upward] = max(at, self._last[upward])
-            self.clock.after(at - self.clock.now, self._arrive, deliver)
+            self.clock.after(at - self.clock.now, self._arrive, once, deliver)
 
-    def _arrive(self, deliver: Callable[[], object]) -> None:
-        if not self.broken and not self.worker.cut:
+    def _arrive(self, once: bool, deliver: Callable[[], object]) -> None:
+        """What is lost in a cut is sent again, where it is said only once."""
+        if self.broken:
+            return
+        if not self.worker.cut:
             deliver()
+        elif once:
+            self.clock.after(AGAIN_SECONDS, self._arrive, once, deliver)
 
     def break_off(self) -> None:
         """Both ends notice, each in its own time."""
