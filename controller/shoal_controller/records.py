@@ -22,6 +22,9 @@ from shoal_controller.core.machine.spec import JobSpec
 FORMAT = 2
 """Format of the records that this code reads and writes."""
 
+MOST_PARTS = 1 << 12
+"""Of a state: two gigabytes."""
+
 MOST_MESSAGE_CHARACTERS = 1 << 16
 """Most characters of an event's sentence; what is longer is cut."""
 
@@ -79,6 +82,13 @@ class Head:
     def encoded(self) -> bytes:
         return json.dumps(asdict(self)).encode()
 
+    def check(self) -> None:
+        """Raises `ValueError` for a number that is none: one damaged record must not keep a controller from serving."""
+        numbers = {name: getattr(self, name) for name in ("writes", "first_event", "last_event", "state", "parts")}
+        for name, number in {**numbers, "step": self.step or 0}.items():
+            if type(number) is not int or not 0 <= number < (MOST_PARTS if name == "parts" else 1 << 62):
+                raise ValueError(f"its {name} is {str(number)[:30]}")
+
     @classmethod
     def decoded(cls, value: bytes) -> Head:
         """Raises `Unreadable`."""
@@ -90,7 +100,9 @@ class Head:
                     f"{FORMAT}. Install that version again"
                 )
             spec = fields.pop("spec")
-            return cls(spec=JobSpec(**spec | {"command": tuple(spec["command"])}), **fields)
+            head = cls(spec=JobSpec(**spec | {"command": tuple(spec["command"])}), **fields)
+            head.check()
+            return head
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise Unreadable(f"its record in the store is damaged, or of another Shoal ({error})") from error
 

@@ -24,7 +24,7 @@ from shoal_controller.core.machine.events import (
     Tick,
 )
 from shoal_controller.core.machine.spec import JobSpec, Phase, State, WorkerView
-from shoal_controller.records import Head, head_key, part_key
+from shoal_controller.records import Head, Unreadable, head_key, part_key
 from shoal_controller.store.open import open_store
 from shoal_controller.store.store import Put
 from shoal_protos.errors import Conflict, StoreError
@@ -260,6 +260,15 @@ async def test_a_job_that_cannot_be_read_is_left_as_it_is_and_the_others_are_ser
                 await refused
         await world.shell.submit("other", Scale(2))
         assert (await world.store.get(key)).value == value
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("parts", 1 << 40), ("last_event", "many"), ("writes", -1), ("step", 1.5), ("state", True)]
+)
+def test_a_head_whose_numbers_are_none_cannot_be_read(name, value):
+    head = json.loads(Head(SPEC, "writer").encoded())
+    with pytest.raises(Unreadable, match=f"is damaged, or of another Shoal .its {name} is {value}"):
+        Head.decoded(json.dumps(head | {name: value}).encode())
 
 
 def test_a_field_that_this_version_does_not_know_is_not_dropped():
