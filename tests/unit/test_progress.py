@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import socket
+import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
-from shoal.group import gloo, group_progress
+from shoal.group import gloo, group_progress, reach
 from shoal.group.build import Cancellation, GroupSpec
 from shoal.group.gloo import PIECE_BYTES, GlooGroup
 from shoal.group.group_progress import GroupProgress
@@ -141,4 +144,16 @@ def test_who_builds_a_group_waits_for_those_who_have_not_come() -> None:
         waiting.result(20)
     for one in (client, other, last):
         one.close()
+    server.close()
+
+
+def test_while_gloo_connects_those_who_do_not_answer_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reach, "LONG_SECONDS", 0.01)
+    mine, server = GroupProgress(4), RendezvousServer("127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        away = f"127.0.0.1:{closed.getsockname()[1]}"
+    deadline = time.monotonic() + 20
+    with reach.watch_reach(GroupSpec(4, 0, (server.address, server.address, away), 0, progress=mine)):
+        while mine.activity(name).waits_for != ("w2",):
+            assert time.monotonic() < deadline, f"waited 20 s for w2 to be named alone: {mine.activity(name)}"
     server.close()
