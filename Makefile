@@ -17,7 +17,7 @@ PACKAGES := nftables iproute2
 
 
 .DEFAULT_GOAL := help
-.PHONY: help setup packages demo test lint types imports generated pytest simulate faults mutants protos docs format clean
+.PHONY: help setup packages demo test lint types imports generated unit whole pytest simulate faults mutants protos docs format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -34,7 +34,7 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/shoal demo $(ARGS)
 
-test: lint types imports generated pytest
+test: lint types imports generated unit whole
 
 lint: $(READY)
 	$(BIN)/ruff check
@@ -54,6 +54,13 @@ packages:
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! { command -v nft && command -v ip; } >/dev/null; then \
 		apt-get update -qq && apt-get install -y -qq --no-install-recommends $(PACKAGES) >/dev/null; \
 	fi
+
+# Unit tests share the cores; the others start several processes each, and would wait for each other's.
+unit: $(READY) packages
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 tests/unit $(ARGS)
+
+whole: $(READY) packages
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/simulation tests/integration $(ARGS)
 
 pytest: $(READY) packages
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(ARGS)
