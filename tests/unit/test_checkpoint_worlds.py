@@ -364,7 +364,7 @@ def test_a_job_whose_only_checkpoint_cannot_be_read_says_so_and_does_not_begin_a
         crew.allow()
         crew.until("the end", lambda: crew.job.durable.phase.over)
         assert crew.job.durable.phase.value == "failed"
-        assert "cannot be read whole, and there is no other checkpoint to go on from" in crew.job.durable.reason
+        assert "cannot be read, and there is no other checkpoint to resume from" in crew.job.durable.reason
 
 
 # ---- the last one leaves

@@ -38,7 +38,8 @@ class Pretended:
         return {
             "job": "disturbed", "phase": "succeeded" if over else "running", "generation": self.generation,
             "workers": {"wanted": self.wanted, "active": len(self.world()), "min": 1, "max": 8},
-            "lanes": 8, "step": self.step, "max_steps": self.max_steps, "loss": 1.0, "reason": "all went well",
+            "lanes": 8, "step": self.step, "max_steps": self.max_steps, "loss": 1.0, "samples": 16 * self.step,
+            "reason": "all went well",
         }  # fmt: skip
 
     async def workers(self, _: str) -> list[Json]:
@@ -53,9 +54,6 @@ class Pretended:
         return (
             [] if after else [{"revision": 1, "time": 0.0, "generation": 1, "kind": "x", "worker": "", "message": "y"}]
         )
-
-    async def samples(self, _: str) -> float:
-        return 16.0 * self.step
 
     async def scale(self, _: str, workers: int) -> None:
         self.heard.append(f"scale {workers}")

@@ -68,8 +68,8 @@ def _array(value: Any, tensors: dict[str, Tensor], where: str) -> Json:
         tensor = torch.from_numpy(numpy.array(value))
     else:
         raise UserError(
-            f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which no checkpoint or joiner can be "
-            "given; use numbers, strings, lists, tuples, dicts, tensors and arrays."
+            f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be saved or sent to a "
+            "joiner; use numbers, strings, lists, tuples, dicts, tensors and arrays."
         )
     name = _free(where, tensors)
     tensors[name] = tensor.contiguous()
