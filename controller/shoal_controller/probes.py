@@ -13,6 +13,7 @@ import contextlib
 from collections.abc import AsyncGenerator
 from typing import NamedTuple
 
+from shoal_protos.addresses import split_address
 from shoal_protos.rendezvous import HEAD, INCARNATION, MOST_KEY_BYTES, MOST_VALUE_BYTES
 
 PROBE_SECONDS = 0.8
@@ -32,18 +33,19 @@ class ProbeResult(NamedTuple):
 
 async def probe(address: str, incarnation: str) -> ProbeResult:
     """What answers at `HOST:PORT` within `PROBE_SECONDS`."""
-    host, _, port = address.rpartition(":")
-    if not port.isdigit():
+    try:
+        host, port = split_address(address)
+    except ValueError:
         return ProbeResult()
     reached = False
     try:
         async with asyncio.timeout(PROBE_SECONDS):
-            async with _connected(host.strip("[]"), int(port)) as reader:
+            async with _connected(host, port) as reader:
                 reached = await _greeting(reader) == incarnation.encode()
                 await _until_closed(reader)
             while True:
                 await asyncio.sleep(AGAIN_SECONDS)
-                async with _connected(host.strip("[]"), int(port)) as reader:
+                async with _connected(host, port) as reader:
                     await _until_closed(reader)
     except ConnectionRefusedError:
         return ProbeResult(reached, refused=True)

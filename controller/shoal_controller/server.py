@@ -12,10 +12,10 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
+from shoal_protos.addresses import is_here, join_address, split_address
 from shoal_protos.errors import StoreError
 
 from shoal_controller import logs
-from shoal_controller.addresses import is_here
 from shoal_controller.api.app import ApiSettings, build_app
 from shoal_controller.api.web import Web
 from shoal_controller.launchers.local import LocalLauncher, WorkerEnvironment
@@ -24,7 +24,7 @@ from shoal_controller.ports import Outside
 from shoal_controller.probes import probe
 from shoal_controller.sessions.service import SessionService
 from shoal_controller.sessions.settings import SessionSettings
-from shoal_controller.settings import Settings, inherited_environment, joined_address, split_address
+from shoal_controller.settings import Settings, inherited_environment
 from shoal_controller.shell import Shell
 from shoal_controller.store.open import open_store
 
@@ -55,7 +55,7 @@ async def serve(settings: Settings) -> AsyncIterator[Server]:
         ends.push_async_callback(web.stop)
         sessions = SessionService(shell, _session_settings(settings))
         ends.push_async_callback(sessions.stop)
-        grpc = joined_address(split_address(settings.grpc)[0], sessions.bind(settings.grpc))
+        grpc = join_address(split_address(settings.grpc)[0], sessions.bind(settings.grpc))
         launcher = LocalLauncher(settings.folder, _worker_environment(settings, grpc), shell.submit)
         ends.push_async_callback(launcher.close)
         launchers = {"local": launcher} if "local" in settings.allowed_launchers else {}
@@ -67,7 +67,7 @@ async def serve(settings: Settings) -> AsyncIterator[Server]:
         await web.start(app, shell.give_up)
         await sessions.serve()
         with _cancelled_when(shell.stopped):
-            yield Server(joined_address(http_host, web.port), grpc, shell, launcher)
+            yield Server(join_address(http_host, web.port), grpc, shell, launcher)
 
 
 def _session_settings(settings: Settings) -> SessionSettings:
@@ -88,7 +88,7 @@ def _worker_environment(settings: Settings, grpc: str) -> WorkerEnvironment:
     host, port = split_address(grpc)
     near = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     token = None if settings.token is None else settings.token.get_secret_value()
-    return WorkerEnvironment(joined_address(near, port), token, inherited_environment())
+    return WorkerEnvironment(join_address(near, port), token, inherited_environment())
 
 
 @contextmanager

@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
+from shoal_protos.addresses import is_here, split_address
 from shoal_protos.errors import UserError
 
-from shoal_controller.addresses import is_here
 from shoal_controller.api.sentences import sentence_for
 
 DEFAULT_WORKERS = 2
@@ -115,22 +115,6 @@ class Settings(BaseSettings):
         else:
             devices = len(list(Path("/dev").glob("nvidia[0-9]*")))
         return devices or DEFAULT_WORKERS
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """`HOST:PORT` or `[HOST]:PORT`. Raises `ValueError` with a sentence."""
-    host, colon, port = address.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > 65_535:
-        raise ValueError(
-            f"{address!r} is not a valid address; expected HOST:PORT, such as 127.0.0.1:7070 (port 0 picks a free port)"
-        )
-    return host, int(port)
-
-
-def joined_address(host: str, port: int) -> str:
-    """The inverse of `split_address`."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def data_folder(data: Path | None) -> Path:

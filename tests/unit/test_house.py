@@ -44,6 +44,7 @@ PURE_VOCABULARY = {
     f"shoal_protos.{name}"
     for name in (
         "activity",
+        "addresses",
         "checkpoint",
         "corruption",
         "description",

@@ -13,7 +13,8 @@ import pytest
 from shoal.group.build import Cancellation, GroupSpec
 from shoal.group.group import WorldChanged
 from shoal.group.rendezvous_client import RendezvousClient
-from shoal.group.rendezvous_server import RendezvousServer, reachable, split_address
+from shoal.group.rendezvous_server import RendezvousServer, reachable
+from shoal_protos.addresses import split_address
 from shoal_protos.rendezvous import HEAD, INCARNATION, MOST_VALUE_BYTES, entry
 
 PATIENCE_SECONDS = 20.0

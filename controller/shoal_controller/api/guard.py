@@ -11,12 +11,12 @@ import ipaddress
 from urllib.parse import urlsplit
 
 import structlog
+from shoal_protos.addresses import is_here
 from shoal_protos.errors import Refused, ShoalError
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from shoal_controller.addresses import is_here
 from shoal_controller.api.problems import DEFECT, TooLarge, Unauthorized, problem
 from shoal_controller.tokens import is_for_workers, is_same
 

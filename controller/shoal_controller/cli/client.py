@@ -16,9 +16,9 @@ from typing import Any, Self
 from urllib.parse import quote, urlsplit
 
 import httpx
+from shoal_protos.addresses import is_here
 from shoal_protos.errors import Conflict, NotFound, Refused, ShoalError, StoreError, UserError
 
-from shoal_controller.addresses import is_here
 from shoal_controller.cli.endings import Unreachable
 from shoal_controller.tokens import kept_token
 

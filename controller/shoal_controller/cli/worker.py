@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Annotated
 
 import typer
+from shoal_protos.addresses import split_address
 from shoal_protos.channel import FORK_SAFE
 from shoal_protos.errors import UserError
 
@@ -32,9 +33,10 @@ def worker(
     if os.getpid() == 1:
         signal.signal(signal.SIGTERM, _end)
     for address in controller.split(","):
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdigit():
-            raise UserError(f"--controller is {controller!r}; expected HOST:PORT, such as 10.0.0.7:7071")
+        try:
+            split_address(address.strip())
+        except ValueError:
+            raise UserError(f"--controller is {controller!r}; expected HOST:PORT, such as 10.0.0.7:7071") from None
     program = shutil.which(command[0])
     if program is None:
         raise UserError(f"there is no program {command[0]!r} to run as a worker; expected a command after `--`")

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence, Sized
 from enum import StrEnum
 from typing import TypeVar
 
+from shoal_protos.addresses import split_address
 from shoal_protos.errors import UserError
 from shoal_protos.runs import Runs
 
@@ -50,7 +51,6 @@ SHOWN_CHARACTERS = 60
 """How much of a wrong value an error repeats."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
-_ADDRESS = re.compile(r"([^\s:/\[\]]+|\[[0-9A-Fa-f:.]+(%[\w.-]+)?\]):([0-9]{1,5})", re.ASCII)
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _CONTROL_IN_TEXT = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
 
@@ -127,8 +127,11 @@ def name(field: str, value: str) -> str:
 def address(field: str, value: str) -> str:
     """`HOST:PORT`, or `[IPV6]:PORT`."""
     _short(field, value, LABEL_CHARACTERS)
-    matched = _ADDRESS.fullmatch(value)
-    if not matched or _CONTROL.search(value) or not 1 <= int(matched[3]) <= 65535:
+    try:
+        port = split_address(value)[1]
+    except ValueError:
+        port = 0
+    if port == 0 or _CONTROL.search(value):
         raise UserError(f"{field} is {_shown(value)}; expected HOST:PORT with a port of 1 to 65535")
     return value
 

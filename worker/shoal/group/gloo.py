@@ -19,6 +19,7 @@ from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
+from shoal_protos.addresses import split_address
 from torch import Tensor
 
 from shoal.group.build import Cancellation, GroupSpec
@@ -27,7 +28,6 @@ from shoal.group.group import GATHER_TAG, RESERVED_TAGS, Group, WorldChanged
 from shoal.group.group_progress import GroupProgress
 from shoal.group.reach import watch_reach
 from shoal.group.rendezvous_client import RendezvousClient
-from shoal.group.rendezvous_server import split_address
 from shoal.group.solo import SoloGroup
 from shoal.group.wait_threads import WaitThreads
 

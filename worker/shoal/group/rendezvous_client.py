@@ -11,12 +11,13 @@ import contextlib
 import socket
 from datetime import timedelta
 
+from shoal_protos.addresses import split_address
 from shoal_protos.rendezvous import HEAD, MOST_KEY_BYTES, MOST_VALUE_BYTES, entry
 from torch._C._distributed_c10d import Store
 
 from shoal.group.build import Cancellation, GroupSpec
 from shoal.group.group import WorldChanged
-from shoal.group.rendezvous_server import ALL, is_greeted, split_address
+from shoal.group.rendezvous_server import ALL, is_greeted
 
 HERE = "here/"
 """Before a rank: its client has come."""

@@ -15,6 +15,7 @@ import socket
 import threading
 from collections.abc import Callable
 
+from shoal_protos.addresses import split_address
 from shoal_protos.rendezvous import HEAD, INCARNATION, MOST_KEY_BYTES, MOST_VALUE_BYTES, entry
 
 from shoal.group.forks import bound_as, keep_in_children, let_go_in_children
@@ -30,12 +31,6 @@ CLOSE_SECONDS = 5.0
 TURNS = 4
 """Turns of the loop until a connection that was just accepted can be ended. (asyncio forgets one that is accepted
 while its server closes.)"""
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """`HOST:PORT`, or `[HOST]:PORT` where the host has colons."""
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
 
 
 def reachable(address: str, incarnation: str, seconds: float = 1.0) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import grpc
 from pydantic import BaseModel, ConfigDict, SecretStr, ValidationError, field_validator, model_validator
+from shoal_protos.addresses import split_address
 from shoal_protos.errors import UserError
 from shoal_protos.messages import GRACE_SECONDS
 
@@ -77,8 +78,11 @@ class SessionSettings(BaseModel):
     @classmethod
     def _has_a_port(cls, controller: str) -> str:
         for address in controller.split(",") if controller else ():
-            host, _, port = address.strip().rpartition(":")
-            if not (host and port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
+            try:
+                port = split_address(address.strip())[1]
+            except ValueError:
+                port = 0
+            if port == 0:
                 raise ValueError(
                     f"SHOAL_CONTROLLER is {controller!r}; expected HOST:PORT, such as 127.0.0.1:7071, or several "
                     "separated by commas"
@@ -137,14 +141,13 @@ class SessionSettings(BaseModel):
             try:
                 return _own_end_of_the_route_to(controller)
             except OSError as error:
-                failures.append(f"{controller.rpartition(':')[0]} cannot be routed to: {error}")
+                failures.append(f"{split_address(controller)[0]} cannot be routed to: {error}")
         raise UserError(f"SHOAL_CONTROLLER is {self.controller}, and {'; '.join(failures)}")
 
 
 def _own_end_of_the_route_to(controller: str) -> str:
     """Raises `OSError`."""
-    name, _, port = controller.rpartition(":")
-    traffic = socket.getaddrinfo(name.strip("[]"), int(port), type=socket.SOCK_DGRAM)
+    traffic = socket.getaddrinfo(*split_address(controller), type=socket.SOCK_DGRAM)
     kind, *_, address = min(traffic, key=lambda route: route[0] != socket.AF_INET)
     with socket.socket(kind, socket.SOCK_DGRAM) as probe:
         probe.connect(address)  # sends nothing; the kernel chooses the route

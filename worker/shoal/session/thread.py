@@ -15,13 +15,13 @@ import time
 
 import grpc
 import grpc.aio
+from shoal_protos.addresses import split_address
 from shoal_protos.channel import CHANNEL_OPTIONS, METHOD
 from shoal_protos.errors import UserError
 from shoal_protos.messages import Refusal, Result, Shutdown, Welcome
 from shoal_protos.wire import decode_controller, encode_worker
 
 from shoal.group.forks import Connections
-from shoal.group.rendezvous_server import split_address
 from shoal.logs import get_logger
 from shoal.session.driver import SessionDriver
 from shoal.session.settings import SessionSettings
