@@ -87,6 +87,8 @@ class Flip:
     generation: int = 0
     since: int = 0
     """The first step committed in that generation with both copies there."""
+    after_restore: bool = False
+    """Whether its worker had taken up the checkpoint at which the next world begins."""
 
 
 class FlippedBits:
@@ -96,6 +98,8 @@ class FlippedBits:
     def __init__(self, simulation: Simulation) -> None:
         self.simulation = simulation
         self.flips: list[Flip] = []
+        self.restored: set[SimWorker] = set()
+        """Who has taken up the checkpoint at which the next world begins."""
         self.hopeless = False
         self.undone = 0
         """Returns to a sound checkpoint."""
@@ -107,7 +111,7 @@ class FlippedBits:
 
     def flip(self, worker: SimWorker, block: int) -> None:
         worker.training.blocks[block] ^= 1 << 7
-        self.flips.append(Flip(worker, block))
+        self.flips.append(Flip(worker, block, after_restore=worker in self.restored))
         worker.say("has a bit flipped in block", block)
 
     def committed(self, worker: SimWorker, step: int) -> None:
@@ -142,6 +146,9 @@ class FlippedBits:
 
     def taken_up(self, worker: SimWorker, content: Part, step: int) -> None:
         """All go back to a checkpoint. Where copies differed it is a sound one, if there is any."""
+        self.undone += any(flip.worker is worker for flip in self.flips)
+        self.flips = [flip for flip in self.flips if flip.worker is not worker]
+        self.restored.add(worker)
         if all(value == right(step)[block] for block, value in content.items()):
             return
         durable = self.simulation.host.job.durable
@@ -150,9 +157,13 @@ class FlippedBits:
         self.hopeless = True
 
     def over(self) -> None:
-        """All have begun at a checkpoint, or anew: what was flipped before is no more."""
-        self.undone += bool(self.flips)
-        self.flips.clear()
+        """All have begun at a checkpoint, or anew: what was flipped before they took it up is no more."""
+        kept = [flip for flip in self.flips if flip.after_restore]
+        self.undone += len(kept) < len(self.flips)
+        self.flips = kept
+        for flip in kept:
+            flip.after_restore = False
+        self.restored.clear()
 
     def heard(self) -> bool:
         """Whether the controller knows what its world's members have told."""
