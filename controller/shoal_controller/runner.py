@@ -110,7 +110,7 @@ class Runner:
         self._in_hand: _Submission | None = None
         repository.on_trouble = self._take_aside
         self._shown = _blank_view(spec)
-        self._errands = BackgroundWork(spec, life.outside, self.submit)
+        self._background = BackgroundWork(spec, life.outside, self.submit)
         self._loop: asyncio.Task[None] | None = None
         self._halted: ShoalError | None = None
 
@@ -166,7 +166,7 @@ class Runner:
         self._start()
 
     def _start(self) -> None:
-        self._errands.start(self._life.alarm)
+        self._background.start(self._life.alarm)
         self._loop = guarded(f"job {self.spec.job}", self._run(), self._life.alarm)
 
     def halt(self, why: ShoalError) -> None:
@@ -181,7 +181,7 @@ class Runner:
         if self._loop is not None:
             await asyncio.wait([self._loop], timeout=STOP_SECONDS)
             await end_task(self._loop)
-        await self._errands.stop()
+        await self._background.stop()
         for submission in _emptied(self._inbox):
             if submission is not None:
                 _settle(submission, self._halted)
@@ -324,7 +324,7 @@ class Runner:
             case Close(connection):
                 self._life.outside.senders.close(connection)
             case Probe() | Adopt() | Spawn() | Kill():
-                self._errands.run(effect)
+                self._background.run(effect)
 
     def _events(self, notes: Sequence[Note]) -> list[JobEvent]:
         now = self._life.clock()
@@ -352,7 +352,7 @@ class Runner:
             self._shut_down(connection)
         for worker in self._shown.workers:
             if worker.pid is not None:
-                self._errands.run(Kill(worker.worker))
+                self._background.run(Kill(worker.worker))
 
     def _note_break(self, error: Exception) -> None:
         what = str(error) if isinstance(error, ShoalError) else f"{type(error).__name__}: {error}"

@@ -286,15 +286,15 @@ MUTATIONS: dict[str, list[Patch]] = {
     "the shown step is written before it is shown": [(Turn, "effects_in_order", _shows_what_is_not_written)],
     "every stage of a recovery has its own time": [(recovery, "_overdue", _has_one_time_for_all_stages)],
     "a thawed worker is taken in where no steps run": [(running, "_could_rejoin", lambda turn, world, process: False)],
-    "two that cannot reach each other are parted": [
-        (progress_watch, "broken_links_in_training", lambda turn, world: ())
-    ],
+    "two that cannot reach each other are parted": [(progress_watch, "judge_training", lambda turn, world: ())],
     "only waits older than the limit count": [(progress_watch, "broken_links", _heeds_no_age)],
     "a straggler is not evicted": [(progress_watch, "_last_progress_at", lambda job, process: float("-inf"))],
     "a link that fails while a world is made is looked into": [
         (progress_watch, "broken_links_in_building", lambda turn, plan, since: ())
     ],
-    "a planned change whose joiner cannot be reached is void": [(planned_changes, "held_up", lambda turn, world: ())],
+    "a planned change whose joiner cannot be reached is void": [
+        (planned_changes, "judge_building", lambda turn, world: ())
+    ],
     "where neither can be spared nobody is evicted": [
         (planner_inputs, "can_spare", lambda turn, counting, worker: True)
     ],

@@ -90,7 +90,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Pretended:
 
 def played(client: Pretended) -> list[str]:
     told: list[str] = []
-    asyncio.run(acts.play(acts.Stage(client, "disturbed", told.append)))  # type: ignore[arg-type]
+    asyncio.run(acts.play(acts.DisturbedJob(client, "disturbed", told.append)))  # type: ignore[arg-type]
     return told
 
 
@@ -109,7 +109,7 @@ def test_the_acts_are_a_kill_a_growth_a_drain_and_a_shrinking(pretended: Pretend
 def test_each_act_waits_until_the_last_one_shows(pretended: Pretended) -> None:
     pretended.later += [lambda: None] * 50
     shown: list[tuple[str, list[str]]] = []
-    told = acts.Stage(pretended, "disturbed", lambda line: shown.append((line, pretended.world())))  # type: ignore[arg-type]
+    told = acts.DisturbedJob(pretended, "disturbed", lambda line: shown.append((line, pretended.world())))  # type: ignore[arg-type]
     asyncio.run(acts.play(told))
     assert [world for _, world in shown] == [
         ["w0", "w1", "w2"],

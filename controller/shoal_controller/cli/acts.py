@@ -29,7 +29,7 @@ class OutOfSteps(JobFailed):
     """The job was over before all acts were played."""
 
 
-class Stage:
+class DisturbedJob:
     """A job that is acted upon."""
 
     def __init__(self, client: Client, job: str, tell: Tell) -> None:
@@ -67,48 +67,48 @@ def _ranked(workers: dict[str, Json], rank: int) -> Json:
     return next(members, {})
 
 
-async def play(stage: Stage) -> None:
+async def play(disturbed: DisturbedJob) -> None:
     """All acts, one after the other."""
-    await kill_in_mid_step(stage)
-    await scale(stage, 4)
-    await drain(stage)
-    await scale(stage, 3)
+    await kill_in_mid_step(disturbed)
+    await scale(disturbed, 4)
+    await drain(disturbed)
+    await scale(disturbed, 3)
 
 
-async def kill_in_mid_step(stage: Stage) -> None:
+async def kill_in_mid_step(disturbed: DisturbedJob) -> None:
     """kill -9 of one of three workers, half a step after a step was seen."""
-    before, _ = await stage.members(3)
+    before, _ = await disturbed.members(3)
     first = max(before["step"], 1)
-    job, workers = await stage.until(
+    job, workers = await disturbed.until(
         "its first steps", lambda job, workers: job["step"] > first and bool(_ranked(workers, 1))
     )
     victim = _ranked(workers, 1)
     await asyncio.sleep(victim["step_seconds"] / 2)
     os.kill(victim["pid"], signal.SIGKILL)
-    stage.tell(
+    disturbed.tell(
         f"▶ kill -9 {victim['pid']} ({victim['worker']}), "
         f"{victim['step_seconds'] / 2:.2f} s after step {job['step']} was seen"
     )
-    await stage.until(
+    await disturbed.until(
         f"{victim['worker']} is evicted",
         lambda now, workers: workers[victim["worker"]]["state"] == "lost" and now["generation"] > job["generation"],
     )
 
 
-async def scale(stage: Stage, workers: int) -> None:
+async def scale(disturbed: DisturbedJob, workers: int) -> None:
     """POST …/scale."""
-    stage.tell(f'▶ POST /v1/jobs/{stage.job}/scale {{"workers": {workers}}}')
-    await stage.client.scale(stage.job, workers)
-    await stage.members(workers)
+    disturbed.tell(f'▶ POST /v1/jobs/{disturbed.job}/scale {{"workers": {workers}}}')
+    await disturbed.client.scale(disturbed.job, workers)
+    await disturbed.members(workers)
 
 
-async def drain(stage: Stage) -> None:
+async def drain(disturbed: DisturbedJob) -> None:
     """POST …/workers/…/drain, for the first of the world; the launcher fills its place."""
-    job, workers = await stage.until(
+    job, workers = await disturbed.until(
         "4 workers train", lambda job, workers: _training(job, 4) and bool(_ranked(workers, 0))
     )
     leaving = _ranked(workers, 0)["worker"]
-    stage.tell(f"▶ POST /v1/jobs/{stage.job}/workers/{leaving}/drain")
-    await stage.client.drain(stage.job, leaving)
-    await stage.until(f"{leaving} is let go", lambda _, workers: workers[leaving]["state"] == "left")
-    await stage.members(job["workers"]["wanted"])
+    disturbed.tell(f"▶ POST /v1/jobs/{disturbed.job}/workers/{leaving}/drain")
+    await disturbed.client.drain(disturbed.job, leaving)
+    await disturbed.until(f"{leaving} is let go", lambda _, workers: workers[leaving]["state"] == "left")
+    await disturbed.members(job["workers"]["wanted"])

@@ -99,14 +99,14 @@ async def both(client: Client, command: list[str]) -> tuple[Json, Json]:
     """The job that is acted upon, then the same one left alone in a world of one."""
     import asyncio
 
-    from shoal_controller.cli.acts import Stage, play
+    from shoal_controller.cli.acts import DisturbedJob, play
     from shoal_controller.cli.display import display, watch
 
     with display() as shown:
         await client.create(spec(DISTURBED, 3, command))
         watching = asyncio.create_task(watch(client, DISTURBED, shown), name="watch")
         try:
-            await play(Stage(client, DISTURBED, shown.tell))
+            await play(DisturbedJob(client, DISTURBED, shown.tell))
             succeeded(await watching)
         finally:
             watching.cancel()

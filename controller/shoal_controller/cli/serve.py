@@ -92,7 +92,7 @@ class Interrupts:
         self.terminated = False
         """Whether the first was SIGTERM, the ordinary end of a service."""
 
-    def heard(self, number: signal.Signals) -> None:
+    def on_signal(self, number: signal.Signals) -> None:
         self.terminated |= number == signal.SIGTERM and not self.first.is_set()
         (self.second if self.first.is_set() else self.first).set()
 
@@ -100,11 +100,11 @@ class Interrupts:
 @contextmanager
 def interrupts() -> Iterator[Interrupts]:
     """Signals are events inside, and what they were before afterwards."""
-    loop, heard = asyncio.get_running_loop(), Interrupts()
+    loop, found = asyncio.get_running_loop(), Interrupts()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, heard.heard, number)
+        loop.add_signal_handler(number, found.on_signal, number)
     try:
-        yield heard
+        yield found
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)

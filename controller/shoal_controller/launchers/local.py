@@ -77,7 +77,7 @@ class LocalLauncher:
 
     def __init__(self, folder: Path, environment: WorkerEnvironment, submit: Submit) -> None:
         self._folder = folder
-        self._surroundings = environment
+        self._environment = environment
         self._submit = submit
         self._watched: dict[Name, tuple[Process, ProcessRecord]] = {}
         self._reports: set[asyncio.Task[None]] = set()
@@ -168,7 +168,7 @@ class LocalLauncher:
         records.folder.mkdir(parents=True, exist_ok=True)
         output = records.log(worker)
         offset = output.stat().st_size if output.exists() else 0
-        process = Process.start(spec.command, self._surroundings.of(worker, spec), output)
+        process = Process.start(spec.command, self._environment.of(worker, spec), output)
         record = ProcessRecord(worker, process.pid, process.started_at, self._boot, offset)
         try:
             records.write(record)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from shoal_protos.description import ANSWER, Description, first_difference, numerics_differ
 from shoal_protos.messages import PROTOCOL_VERSION, Drain, Hello, Refusal, Welcome
 from shoal_protos.plan import WorkerId
+from shoal_protos.plural import plural
 
 from shoal_controller.core.machine.durable import Durable, Standing, WorkerRecord
 from shoal_controller.core.machine.effects import Close, Probe, Send
@@ -33,6 +34,8 @@ def on_connected(turn: Turn, event: Connected) -> None:
     sentence = _impossible(turn, hello)
     if sentence is not None:
         return _refuse(turn, event, Refusal(sentence))
+    if turn.durable.description is None:
+        _describe_job(turn, hello)
     worker = _identity(turn, hello)
     if worker is None:
         return _refuse(turn, event, _second_process(turn, hello))
@@ -57,7 +60,7 @@ def on_connected(turn: Turn, event: Connected) -> None:
 
 
 def _impossible(turn: Turn, hello: Hello) -> str | None:
-    """Why this hello cannot be accepted, whoever says it. Defines what the job is made of where nobody has yet."""
+    """Why this hello cannot be accepted, whoever says it."""
     name, durable, theirs = hello.worker or "(new)", turn.durable, hello.description
     if false := claims.false_hello(turn, hello):
         return f"worker {name} says that it {false}. Start the controller with the job's own store."
@@ -73,17 +76,22 @@ def _impossible(turn: Turn, hello: Hello) -> str | None:
             f"worker {name} has {theirs.lanes} lanes in its config, job {turn.spec.job} was submitted with "
             f"{turn.spec.lanes}. Make them agree, or leave lanes out of the job."
         )
-    if durable.wanted > theirs.lanes and _may_be_lowered(turn, theirs.lanes):
-        lanes = f"its config has {theirs.lanes} lane{'s' * (theirs.lanes != 1)}"
-        turn.note(EventKind.SCALED, f"the job gets {theirs.lanes} of {durable.wanted} workers, because {lanes}", name)
-        turn.keep(wanted=theirs.lanes)
-    elif durable.wanted > theirs.lanes:
+    if durable.wanted > theirs.lanes and not _may_be_lowered(turn, theirs.lanes):
         return (
             f"job {turn.spec.job} asks for {durable.wanted} workers, but its config has {theirs.lanes} lanes and every "
             f"worker trains at least one. Ask for at most {theirs.lanes} workers, or raise lanes."
         )
-    turn.keep(description=theirs)
     return None
+
+
+def _describe_job(turn: Turn, hello: Hello) -> None:
+    """The first hello says what the job is made of; a number of workers that nobody chose is lowered to its lanes."""
+    lanes, wanted = hello.description.lanes, turn.durable.wanted
+    if wanted > lanes:
+        why = f"its config has {plural(lanes, 'lane')}"
+        turn.note(EventKind.SCALED, f"the job gets {lanes} of {wanted} workers, because {why}", hello.worker or "(new)")
+        turn.keep(wanted=lanes)
+    turn.keep(description=hello.description)
 
 
 def _may_be_lowered(turn: Turn, lanes: int) -> bool:

@@ -207,7 +207,7 @@ def watch(turn: Turn) -> None:
     silence.count_tick(turn)
     if not silence.may_be_reconnecting(turn):
         silence.announce(turn)
-        _evict(turn, _gone_for_good(turn) if silence.is_cut_off(turn.job) else _unanswering(turn))
+        _evict(turn, _gone_for_good(turn) if silence.is_cut_off(turn.job) else _ask_the_silent(turn))
 
 
 def _death_matters(turn: Turn, record: WorkerRecord) -> bool:
@@ -237,8 +237,8 @@ def _gone_for_good(turn: Turn) -> list[WorkerId]:
     return [worker for worker in quiet if turn.record(worker).serves and silence.last_heard(turn.job, worker) < due]
 
 
-def _unanswering(turn: Turn) -> list[WorkerId]:
-    """Who has missed its heartbeats and has not answered when asked."""
+def _ask_the_silent(turn: Turn) -> list[WorkerId]:
+    """Ask who has missed its heartbeats. Returns who has not answered."""
     silent = []
     for worker, record in turn.durable.roster.items():
         if not record.serves or not record.incarnation:

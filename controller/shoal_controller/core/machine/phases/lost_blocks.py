@@ -24,25 +24,25 @@ from shoal_controller.core.machine.spec import Phase
 from shoal_controller.core.machine.turn import Turn
 
 
-def on_blocks_lost(turn: Turn, attempt: Attempt) -> bool:
-    """The planner has found blocks that no inventory tells a copy of. True: those who are left go back."""
+def stall(turn: Turn, attempt: Attempt) -> None:
+    """The planner has found blocks that no inventory tells a copy of."""
     turn.enter(Phase.STALLED, _sentence(turn, attempt.lost_blocks))
     turn.note(EventKind.STALLED, turn.durable.reason, blocks=len(attempt.lost_blocks))
-    return wait(turn, attempt)
 
 
-def wait(turn: Turn, attempt: Attempt) -> bool:
-    """Until nobody is left who may have a copy, or `stall_seconds` are over. True: then those who are left go back to
-    the newest checkpoint.
+def may_come_back(turn: Turn, attempt: Attempt) -> bool:
+    """Whether somebody may still have a copy, for at most `stall_seconds`."""
+    return bool(_possible_holders(turn, attempt)) and turn.now - attempt.since <= turn.spec.stall_seconds
+
+
+def give_up(turn: Turn, attempt: Attempt) -> bool:
+    """End the job, or begin it anew, where nothing else is left. Returns whether those who are left have to go back to
+    the newest checkpoint instead.
     """
-    holders = _possible_holders(turn, attempt)
-    waited = turn.now - attempt.since
-    if holders and waited <= turn.spec.stall_seconds:
-        return False
     if _all_done(turn):
         ending.succeed(turn)
         return False
-    why = f"{turn.durable.reason}; {_why_no_more(holders, waited)}"
+    why = f"{turn.durable.reason}; {_why_no_more(_possible_holders(turn, attempt), turn.now - attempt.since)}"
     history.count_resize(turn, attempt.reason, "failed")
     found = checkpoints.latest(turn.durable)
     if found is not None and attempt.respondents:

@@ -102,9 +102,9 @@ def _enough_are_planned(turn: Turn) -> bool:
     return live >= OUTSTANDING or len(plans) >= MOST_PLANNED
 
 
-def held_up(turn: Turn, world: Plan) -> tuple[BrokenLink, ...]:
-    """The broken links between members that keep the newest plan from being built. A joiner that cannot be reached only
-    stays outside for a while: without it the plan is void.
+def judge_building(turn: Turn, world: Plan) -> tuple[BrokenLink, ...]:
+    """Keep a joiner that cannot be reached outside for a while: without it the newest plan is void. Returns the broken
+    links between members that keep the plan from being built.
     """
     if not turn.durable.planned:
         return ()

@@ -67,8 +67,8 @@ def _last_vote_at(job: Job) -> float:
     return max(job.last_vote_at, job.started_at)
 
 
-def broken_links_in_training(turn: Turn, world: Plan) -> tuple[BrokenLink, ...]:
-    """The broken links that hold the world up. Names stragglers on the way, and ends those that are stuck."""
+def judge_training(turn: Turn, world: Plan) -> tuple[BrokenLink, ...]:
+    """Name stragglers, and end those that are stuck. Returns the broken links that hold the world up."""
     if not is_standing_still(turn.job, turn.now):
         return ()
     update(turn)  # a world may have begun since the last tick

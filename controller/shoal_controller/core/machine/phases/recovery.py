@@ -145,7 +145,7 @@ def _too_few(turn: Turn) -> None:
 def _make(turn: Turn, attempt: Attempt) -> None:
     inventories = _inventories(turn, attempt)
     if attempt.lost_blocks and attempt.respondents == inventories.keys():
-        return _go_back(turn, attempt, turn.durable.reason) if lost_blocks.wait(turn, attempt) else None
+        return _go_back_unless_blocks_may_come(turn, attempt)
     committed_in = max([turn.durable.committed_in, *(inventory.committed_in for inventory in inventories.values())])
     counting = {
         worker: inventory
@@ -168,7 +168,13 @@ def _make(turn: Turn, attempt: Attempt) -> None:
         return _begin_again(turn, attempt, sorted(inventories))
     attempt = replace(attempt, lost_blocks=result)
     turn.change(attempt=attempt)
-    return _go_back(turn, attempt, turn.durable.reason) if lost_blocks.on_blocks_lost(turn, attempt) else None
+    lost_blocks.stall(turn, attempt)
+    return _go_back_unless_blocks_may_come(turn, attempt)
+
+
+def _go_back_unless_blocks_may_come(turn: Turn, attempt: Attempt) -> None:
+    if not lost_blocks.may_come_back(turn, attempt) and lost_blocks.give_up(turn, attempt):
+        _go_back(turn, attempt, turn.durable.reason)
 
 
 def _go_back(turn: Turn, attempt: Attempt, why: str) -> None:

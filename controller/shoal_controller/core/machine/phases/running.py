@@ -30,7 +30,7 @@ def settle(turn: Turn) -> None:
     assert world is not None
     if _at_its_end(turn, world):
         return _end(turn)
-    if _broken(turn, world):
+    if _recover_if_broken(turn, world):
         return None
     _last_ones_grace(turn, world)
     if turn.world is None:
@@ -67,8 +67,8 @@ def _end(turn: Turn) -> None:
 # ---- is it whole?
 
 
-def _broken(turn: Turn, world: Plan) -> bool:
-    """Begin a recovery where a member is gone, stopped, or cut off from another."""
+def _recover_if_broken(turn: Turn, world: Plan) -> bool:
+    """Begin a recovery where a member is gone, stopped, or cut off from another. Returns whether one has begun."""
     gone = [member.worker for member in world.members if not turn.record(member.worker).serves]
     if gone:
         why = ", ".join(f"worker {worker} is lost ({turn.record(worker).why})" for worker in gone[:4])
@@ -84,7 +84,7 @@ def _broken(turn: Turn, world: Plan) -> bool:
             failure_detector.probe_peer(turn, peer)
         recovery.recover(turn, link_faults.sentence(reports), turn.now, reports)
         return True
-    links = progress_watch.broken_links_in_training(turn, world) or planned_changes.held_up(turn, world)
+    links = progress_watch.judge_training(turn, world) or planned_changes.judge_building(turn, world)
     if links:
         recovery.recover(turn, broken_links.sentence(links), turn.job.last_vote_at, links=links)
         return True
