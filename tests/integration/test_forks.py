@@ -45,7 +45,7 @@ import {module}
 def test_no_child_of_500_that_are_forked_beside_a_talking_session_dies(tmp_path: Path) -> None:
     result = tmp_path / "ends"
     with SmallController() as controller:
-        controller.heartbeat_seconds = 0.001
+        controller.heartbeat_seconds = 0.01
         arguments = {"controller": controller.address, "count": FORKS, "result": str(result)}
         pid = fork("integration.forking:fork_beside_a_session", arguments, {}, tmp_path / "log")
         controller.hears(Heartbeat)

@@ -102,6 +102,7 @@ def serve() -> Child | None:
                     if pid == 0:
                         selector.close()
                         return Child(**request)
+                    ended.pop(pid, None)  # an earlier child's, where the kernel gives its number again
                     selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
                     _answer({"pid": pid})
                 else:
