@@ -107,6 +107,6 @@ def test_a_scheduler_that_no_joiner_can_be_given_is_refused_at_the_start() -> No
     optimizer = torch.optim.SGD(module.parameters(), 0.1)
     scheduler = Lambda(optimizer, lambda step: 1.0)
     state = TrainingState(module, optimizer, scheduler, Limits(1, 0.0, 10))
-    with pytest.raises(UserError, match=r"^the scheduler's state\.schedule is a \S+Bomb, which no checkpoint"):
+    with pytest.raises(UserError, match=r"^the scheduler's state\.schedule is a \S+Bomb, which cannot be saved"):
         check_joiners_can_be_given(state)
     assert set(FIELDS) == set(CONTENT)
