@@ -233,3 +233,24 @@ class Driver:
     @property
     def view(self) -> JobView:
         return view(self.job, self.now)
+
+
+def training(workers: int = 3, mirrors: int = 1, **spec: Any) -> Driver:
+    """A job whose first world has trained for a second."""
+    job = Driver(wanted=workers, made_of=replace(MADE_OF, mirrors=mirrors), **spec)
+    job.start(workers)
+    job.wait(1)
+    return job
+
+
+def notes(effects: list[Effect], kind: str) -> list[str]:
+    """Messages of the events of one kind."""
+    return [effect.message for effect in effects if isinstance(effect, Note) and effect.kind == kind]
+
+
+def cut(job: Driver, one: str, other: str) -> None:
+    """Nothing gets through between these two any more."""
+    job.does(one, 2, StepPhase.VOTE, other)
+    job.does(other, 2, StepPhase.VOTE, one)
+    for worker in set(job.connections) - {one, other}:
+        job.does(worker, 2, StepPhase.HAND_OUT, one)

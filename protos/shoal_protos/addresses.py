@@ -23,6 +23,14 @@ def split_address(address: str) -> tuple[str, int]:
     return matched["six"] or matched["host"], int(matched["port"])
 
 
+def is_connectable(address: str) -> bool:
+    """Whether its form is that of an address to connect to: port 0 is none."""
+    try:
+        return split_address(address)[1] > 0
+    except ValueError:
+        return False
+
+
 def join_address(host: str, port: int) -> str:
     """The inverse of `split_address`."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

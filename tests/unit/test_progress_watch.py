@@ -4,32 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from machine_driver import MADE_OF, Driver
-from shoal_controller.core.machine.effects import Effect, Note
+from machine_driver import Driver, cut, notes, training
 from shoal_controller.core.machine.events import Pause
 from shoal_protos.activity import StepPhase
 from shoal_protos.messages import Ending, Prepare, Shutdown, Telemetry
 
 VOTE, LANES, REDUCTION = StepPhase.VOTE, StepPhase.LANES, StepPhase.REDUCTION
-
-
-def training(workers: int = 3, mirrors: int = 1, **spec: object) -> Driver:
-    job = Driver(wanted=workers, made_of=replace(MADE_OF, mirrors=mirrors), **spec)
-    job.start(workers)
-    job.wait(1)
-    return job
-
-
-def notes(effects: list[Effect], kind: str) -> list[str]:
-    return [effect.message for effect in effects if isinstance(effect, Note) and effect.kind == kind]
-
-
-def cut(job: Driver, one: str, other: str) -> None:
-    """Nothing gets through between these two any more."""
-    job.does(one, 2, VOTE, other)
-    job.does(other, 2, VOTE, one)
-    for worker in set(job.connections) - {one, other}:
-        job.does(worker, 2, StepPhase.HAND_OUT, one)
 
 
 def test_a_pair_that_cannot_reach_each_other_breaks_the_generation_within_five_seconds_of_the_limit() -> None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence, Sized
 from enum import StrEnum
 from typing import TypeVar
 
-from shoal_protos.addresses import split_address
+from shoal_protos.addresses import is_connectable
 from shoal_protos.errors import UserError
 from shoal_protos.runs import Runs
 
@@ -127,11 +127,7 @@ def name(field: str, value: str) -> str:
 def address(field: str, value: str) -> str:
     """`HOST:PORT`, or `[IPV6]:PORT`."""
     _short(field, value, LABEL_CHARACTERS)
-    try:
-        port = split_address(value)[1]
-    except ValueError:
-        port = 0
-    if port == 0 or _CONTROL.search(value):
+    if not is_connectable(value) or _CONTROL.search(value):
         raise UserError(f"{field} is {_shown(value)}; expected HOST:PORT with a port of 1 to 65535")
     return value
 

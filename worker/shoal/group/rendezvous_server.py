@@ -15,7 +15,7 @@ import socket
 import threading
 from collections.abc import Callable
 
-from shoal_protos.addresses import split_address
+from shoal_protos.addresses import join_address, split_address
 from shoal_protos.rendezvous import HEAD, INCARNATION, MOST_KEY_BYTES, MOST_VALUE_BYTES, entry
 
 from shoal.group.forks import bound_as, keep_in_children, let_go_in_children
@@ -91,7 +91,7 @@ class RendezvousServer:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=BACKLOG)
         port = self._listener.getsockname()[1]
-        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self.address = join_address(host, port)
         self._sockets = bound_as(self._listener)
         let_go_in_children(self._sockets)
         self._rooms: dict[str, _Room] = {}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import grpc
 from pydantic import BaseModel, ConfigDict, SecretStr, ValidationError, field_validator, model_validator
-from shoal_protos.addresses import split_address
+from shoal_protos.addresses import is_connectable, split_address
 from shoal_protos.errors import UserError
 from shoal_protos.messages import GRACE_SECONDS
 
@@ -78,11 +78,7 @@ class SessionSettings(BaseModel):
     @classmethod
     def _has_a_port(cls, controller: str) -> str:
         for address in controller.split(",") if controller else ():
-            try:
-                port = split_address(address.strip())[1]
-            except ValueError:
-                port = 0
-            if port == 0:
+            if not is_connectable(address.strip()):
                 raise ValueError(
                     f"SHOAL_CONTROLLER is {controller!r}; expected HOST:PORT, such as 127.0.0.1:7071, or several "
                     "separated by commas"

@@ -1,8 +1,8 @@
 """The catalogue: which checkpoints the job's workers have told of, and which one a world may begin from.
 
 A worker's status names the newest whole one that it knows of; the catalogue remembers them over every worker's and the
-controller's death. One that a worker could not read is never named again. Only recorded here; `recovery` and `stalled`
-conclude.
+controller's death. One that a worker could not read is never named again. Only recorded here; `recovery` and
+`lost_blocks` conclude.
 """
 
 from __future__ import annotations

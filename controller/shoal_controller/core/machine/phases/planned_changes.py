@@ -108,13 +108,13 @@ def judge_building(turn: Turn, world: Plan) -> tuple[BrokenLink, ...]:
     """
     if not turn.durable.planned:
         return ()
-    links = progress_watch.broken_links_in_building(turn, turn.durable.planned[-1], _planned_at(turn))
+    links = progress_watch.broken_links_in_building(turn, turn.durable.planned[-1], _planned_at(turn.job))
     return () if broken_links.keep_out(turn, world, links) else links
 
 
-def _planned_at(turn: Turn) -> float:
+def _planned_at(job: Job) -> float:
     """What an earlier controller has planned gets its time anew."""
-    return max(turn.job.planned_at, turn.job.started_at)
+    return max(job.planned_at, job.started_at)
 
 
 def reason(job: Job, now: float) -> str:
@@ -122,7 +122,7 @@ def reason(job: Job, now: float) -> str:
     world, plans = job.durable.current, job.durable.planned
     if world is None or not plans:
         return ""
-    plan, since = plans[-1], max(job.planned_at, job.started_at)
+    plan, since = plans[-1], _planned_at(job)
     missing = progress_watch.yet_to_build(job, plan) if plan.members != world.members else []
     whom = f"waiting for {history.some(missing)} to build its group" if missing else "it begins with the next vote"
     return f"generation {plan.generation} is planned ({plan.reason.value}); {whom} ({now - since:.0f} s so far)"
@@ -131,7 +131,7 @@ def reason(job: Job, now: float) -> str:
 def _give_up_on_joiners(turn: Turn, world: Plan) -> None:
     """A change that does not begin within `stall_seconds` goes on without its joiners; nobody else waits for them."""
     plans = turn.durable.planned
-    if not plans or turn.now - _planned_at(turn) <= turn.spec.stall_seconds:
+    if not plans or turn.now - _planned_at(turn.job) <= turn.spec.stall_seconds:
         return
     members = {member.worker for member in world.members}
     why = f"generation {plans[-1].generation} did not begin within {turn.spec.stall_seconds:g} s (stall_seconds)"

@@ -1,4 +1,4 @@
-"""What workers say of themselves: statuses, inventories, wishes, results. Only recorded here; `settle` concludes.
+"""What workers say of themselves: statuses, inventories, requests, results. Only recorded here; `settle` concludes.
 
 An older status than the last one heard says nothing; whatever is heard proves that its process lives.
 """
