@@ -80,7 +80,7 @@ def welcome(cluster: Cluster, figures: Figures, ask: Callable[[], None]) -> None
 def slower(cluster: Cluster, figures: Figures, joiner: str, started: float) -> None:
     """The others' steps from the joiner's joining to the end of its fills, against those before its process began."""
     joined = next(
-        event for event in cluster.events.all if event["kind"] == "begun" and f"{joiner} (" in event["message"]
+        event for event in cluster.events.all if event["kind"] == "begun" and f" {joiner} " in event["message"]
     )
     later = [e for e in cluster.events.all if e["kind"] == "begun" and e["time"] > joined["time"]]
     until = later[-1]["time"] if later else joined["time"]
