@@ -8,12 +8,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
+from shoal_protos.errors import NotFound, StoreError
+
 from shoal_controller.cli.options import DEFAULT_URL, Url
 
 if TYPE_CHECKING:
     import asyncio
 
     from rich.console import Group
+    from rich.live import Live
 
     from shoal_controller.cli.client import Client
 
@@ -29,6 +32,7 @@ async def top(url: Url = DEFAULT_URL) -> None:
 
     from rich.live import Live
 
+    from shoal_controller.cli.attend import interrupted_before
     from shoal_controller.cli.client import Client
     from shoal_controller.cli.tables import console, show
 
@@ -37,11 +41,34 @@ async def top(url: Url = DEFAULT_URL) -> None:
             show(await _all(client))
             return
         with quit_key() as quitting, Live(await _all(client), console=console(), screen=True) as live:
-            while not quitting.is_set():
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(EVERY_SECONDS):
-                        await quitting.wait()
-                live.update(await _all(client))
+            showing = asyncio.create_task(_keep_showing(client, live), name="show all jobs")
+            try:
+                await interrupted_before(showing, quitting)
+            finally:
+                showing.cancel()
+                with suppress(asyncio.CancelledError):
+                    await showing
+
+
+async def _keep_showing(client: Client, live: Live) -> None:
+    """Once a second, also while no controller answers: it may come back."""
+    import asyncio
+
+    while True:
+        await asyncio.sleep(EVERY_SECONDS)
+        live.update(await _screen(client))
+
+
+async def _screen(client: Client) -> Group | str:
+    """All jobs, or why they cannot be shown now."""
+    from rich.markup import escape
+
+    from shoal_controller.cli.endings import Unreachable
+
+    try:
+        return await _all(client)
+    except (Unreachable, StoreError) as error:
+        return escape(f"{error}; trying again")
 
 
 @contextmanager
@@ -79,5 +106,7 @@ async def _all(client: Client) -> Group:
 
     parts: list[object] = []
     for job in await client.jobs():
-        parts += [*job_lines(job), Padding(workers_table(await client.workers(job["job"])), (0, 0, 1, 2))]
+        with suppress(NotFound):  # it was forgotten in the meantime
+            workers = await client.workers(job["job"])
+            parts += [*job_lines(job), Padding(workers_table(workers), (0, 0, 1, 2))]
     return Group(*(parts or ["no jobs"]))  # type: ignore[arg-type]

@@ -1,0 +1,60 @@
+"""`shoal top` while jobs come and go, and while no controller answers."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from asynchronous import asynchronous
+from rich.console import Console, RenderableType
+from shoal_controller.cli.endings import Unreachable
+from shoal_controller.cli.top import _screen
+from shoal_protos.errors import NotFound, Refused, ShoalError, StoreError
+
+JOB = {
+    "job": "kept", "phase": "running", "generation": 3, "workers": {"wanted": 3, "active": 2, "min": 1, "max": None},
+    "lanes": 8, "step": 7, "max_steps": 100, "loss": 1.25, "samples": 56, "last_checkpoint_step": None, "reason": "",
+}  # fmt: skip
+
+
+class Answers:
+    """A client of a controller that forgets jobs, or fails."""
+
+    def __init__(self, *gone: str, fails: ShoalError | None = None) -> None:
+        self._gone, self._fails = gone, fails
+
+    async def jobs(self) -> list[dict[str, Any]]:
+        if self._fails is not None:
+            raise self._fails
+        return [{**JOB, "job": name} for name in ("first", "kept", "last")]
+
+    async def workers(self, job: str) -> list[dict[str, Any]]:
+        if job in self._gone:
+            raise NotFound(f"there is no job {job}")
+        return []
+
+
+def printed(shown: RenderableType) -> str:
+    screen = Console(width=120, file=io.StringIO())
+    screen.print(shown)
+    return screen.file.getvalue()  # type: ignore[attr-defined]
+
+
+@asynchronous
+async def test_a_job_that_is_forgotten_meanwhile_is_left_out() -> None:
+    shown = printed(await _screen(Answers("first", "last")))  # type: ignore[arg-type]
+    assert "kept" in shown and "first" not in shown and "last" not in shown
+
+
+@pytest.mark.parametrize("error", [Unreachable("no controller answers at http://[::1]:1"), StoreError("it is away")])
+@asynchronous
+async def test_while_no_controller_answers_it_says_so_and_tries_again(error: ShoalError) -> None:
+    shown = printed(await _screen(Answers(fails=error)))  # type: ignore[arg-type]
+    assert shown.strip() == f"{error}; trying again"
+
+
+@asynchronous
+async def test_what_will_not_change_ends_it() -> None:
+    with pytest.raises(Refused):
+        await _screen(Answers(fails=Refused("another token")))  # type: ignore[arg-type]
