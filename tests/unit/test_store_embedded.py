@@ -178,6 +178,30 @@ async def test_a_directory_that_cannot_be_made_is_refused(tmp_path):
         await open_store(f"embedded:{tmp_path}/file/store")
 
 
+@pytest.mark.parametrize("name", ["store.db", "store.db-wal"])
+@asynchronous
+async def test_a_file_that_is_deleted_or_replaced_beneath_it_takes_no_write_until_it_is_back(tmp_path, name):
+    store = await open_store(f"embedded:{tmp_path}/s")
+    await store.transact([], [Put("/a", b"1")])
+    file, aside = tmp_path / "s" / name, tmp_path / "aside"
+    file.rename(aside)
+    with pytest.raises(StoreError, match=rf"^the store's file \S+/{name} was deleted while it is in use, and what is"):
+        await store.transact([], [Put("/a", b"2")])
+    file.write_bytes(b"")
+    with pytest.raises(StoreError, match=rf"^the store's file \S+/{name} was replaced while"):
+        await store.transact([], [Put("/a", b"2")])
+    aside.rename(file)
+    assert (await store.get("/a")).value == b"1"
+    await store.transact([], [Put("/a", b"3")])
+    await store.close()
+    again = await open_store(f"embedded:{tmp_path}/s")
+    assert (await again.get("/a")).value == b"3"
+    file.unlink()
+    with pytest.raises(StoreError, match=rf"/{name} was deleted while"):
+        await again.transact([], [Put("/a", b"4")])
+    await again.close()
+
+
 @asynchronous
 async def test_a_full_disk_changes_nothing_and_says_so(tmp_path):
     store = await open_store(f"embedded:{tmp_path}")

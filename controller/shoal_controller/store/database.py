@@ -64,6 +64,7 @@ class Database:
             self._sql = sqlite3.connect(path, isolation_level=None, timeout=5.0)
             try:
                 self._prepare()
+                self._files = self._places()
             except BaseException:
                 self._sql.close()
                 raise
@@ -87,6 +88,21 @@ class Database:
         if not tables:
             marks = f"PRAGMA application_id={SHOAL}; PRAGMA user_version={FORMAT};"
             self._sql.executescript(f"BEGIN IMMEDIATE; {TABLES} {marks} COMMIT;")
+        self._fact("revision")  # now the write-ahead log is there
+
+    def _places(self) -> dict[Path, os.stat_result | None]:
+        """The files that are written to, as they lie there now. SQLite goes on with what is deleted beneath it."""
+        return {path: _stat(path) for path in (self.path, self.path.with_name(f"{self.path.name}-wal"))}
+
+    def _check_files(self) -> None:
+        for path, now in self._places().items():
+            then = self._files[path]
+            if then is not None and (now is None or not os.path.samestat(now, then)):
+                raise StoreError(
+                    f"the store's file {path} was {'deleted' if now is None else 'replaced'} while it is in use, and "
+                    "what is written now would be lost. Put it back, or stop this controller (workers train on) and "
+                    "restore the store."
+                )
 
     def close(self) -> None:
         with self._translated():
@@ -218,6 +234,7 @@ class Database:
     def _writing(self) -> Iterator[None]:
         with self._transaction("BEGIN IMMEDIATE"):
             yield
+            self._check_files()
 
     @contextmanager
     def _transaction(self, begin: str) -> Iterator[None]:
@@ -237,6 +254,13 @@ class Database:
             yield
         except sqlite3.DatabaseError as error:
             raise StoreError(f"the store {self.path} cannot be read or written: {error}.") from error
+
+
+def _stat(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except FileNotFoundError:
+        return None
 
 
 def end_of(prefix: str) -> str:
