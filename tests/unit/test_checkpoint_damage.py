@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from checkpoints import fresh, origin, save, train, trained
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -14,13 +17,13 @@ from shoal.checkpoint.commit import commit
 from shoal.checkpoint.draft import draft_of
 from shoal.checkpoint.errors import CheckpointDamaged
 from shoal.checkpoint.lineage import gone_on
-from shoal.checkpoint.manifest import MANIFEST, Manifest
-from shoal.checkpoint.restore import load_blocks
+from shoal.checkpoint.manifest import MANIFEST, Manifest, sealed
+from shoal.checkpoint.restore import has_scheduler_of, load_blocks, load_small_state
 from shoal.checkpoint.snapshot import Arena, take_snapshot
 from shoal.checkpoint.storage import LocalStorage
 from shoal.checkpoint.verify import verify
 from shoal.checkpoint.writer import Author, part_of, write_snapshot
-from shoal_protos.errors import NotFound
+from shoal_protos.errors import NotFound, UserError
 from shoal_protos.runs import Runs, every
 
 
@@ -262,3 +265,60 @@ def test_once_the_manifest_is_there_nothing_else_is_but_the_data(tmp_path: Path)
     name, manifest = save(trained(1), LocalStorage(tmp_path))
     names = {file.name for file in (tmp_path / name.folder).iterdir()}
     assert names == {MANIFEST, *(file.name for file in manifest.files)}
+
+
+# ---- a manifest with the right checksum that holds what no object of this job can take over
+
+
+def resealed(two: Two, **changes: object) -> None:
+    """The newest checkpoint's manifest with other values, and the checksum that fits them."""
+    storage, (_, newest) = two
+    manifest = Path(storage.url) / newest.folder / MANIFEST
+    content = json.loads(manifest.read_bytes())
+    manifest.write_bytes(sealed(json.dumps({**content, **changes}, separators=(",", ":")).encode()))
+
+
+RATES = {"lr": 0.1, "betas": {"$": "tuple", "of": [0.9, 0.999]}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"scheduler": [1]}, "scheduler is a list; expected a mapping."),
+        ({"scheduler": {"last_epoch": "four"}}, "scheduler.last_epoch is a string; expected a number."),
+        ({"scheduler": {"base_lrs": 0.1}}, "scheduler.base_lrs is a number; expected a list."),
+        ({"scheduler": {"base_lrs": [0.1]}}, "base_lrs has 1 values for 2 optimizer groups"),
+        ({"groups": [{**RATES, "lr": "fast"}, RATES]}, "optimizer groups.0.lr is a string; expected a number."),
+        ({"groups": [{**RATES, "betas": 0.9}, RATES]}, "optimizer groups.0.betas is a number; expected a list."),
+        ({"record": "[]"}, "its step's record cannot be read: TypeError"),
+        ({"record": "{}"}, "its step's record cannot be read: KeyError('requests')"),
+    ],
+)
+def test_a_sealed_manifest_whose_states_cannot_be_this_jobs_is_a_damaged_one(
+    two: Two, changes: dict[str, object], sentence: str
+) -> None:
+    resealed(two, **changes)
+    found = resolve(two[0].url, "latest", print)
+    assert found is not None and found.manifest.step == 4
+    with pytest.raises(CheckpointDamaged, match=re.escape(sentence)) as refused:
+        load_small_state(found.reader(), fresh(), {})
+    assert found.path in str(refused.value)
+
+
+def test_a_buffer_of_another_shape_is_named(two: Two) -> None:
+    found = resolve(two[0].url, "latest", print)
+    state = fresh()
+    state.buffers.committed["norm.running_mean"] = torch.zeros(3)
+    assert found is not None
+    with pytest.raises(UserError, match=r'buffer "norm.running_mean" has shape \(3,\) and torch.float32, the checkp'):
+        load_small_state(found.reader(), state, {})
+
+
+def test_a_scheduler_of_another_class_does_not_take_the_checkpoints_state_over(two: Two) -> None:
+    found, state = resolve(two[0].url, "latest", print), fresh()
+    state.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(state.optimizer, T_max=10)
+    before = state.scheduler.state_dict()
+    assert found is not None and not has_scheduler_of(found.manifest, state)
+    load_small_state(found.reader(), state, {})
+    assert state.scheduler.state_dict() == before and "step_size" not in before
+    assert has_scheduler_of(found.manifest, fresh())

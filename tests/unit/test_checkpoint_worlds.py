@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,6 +13,7 @@ import pytest
 from crew import Crew, Task, undisturbed
 from crew_saves import rests, saved
 from shoal.checkpoint.catalogue import checkpoints, saves
+from shoal.checkpoint.manifest import sealed
 from shoal.checkpoint.storage import LocalStorage
 from shoal.checkpoint.verify import verify
 from shoal.failure import NeedsFreshProcess
@@ -291,6 +293,21 @@ def test_a_checkpoint_with_a_changed_bit_is_named_and_the_one_before_is_used(tmp
         assert any(
             "step-000000000006" in message and "differs" in message for message in told(crew, "checkpoint_damaged")
         )
+        assert crew.job.durable.history[0].from_step == 3
+
+
+def test_a_checkpoint_whose_scheduler_is_none_of_this_jobs_is_named_and_the_one_before_is_used(tmp_path: Path) -> None:
+    with Crew("ab", task(tmp_path, every_steps=3)) as crew:
+        for step in (3, 6):
+            crew.train_to(step)
+            saved(crew, step)
+    manifest = next(tmp_path.glob("step-000000000006-*")) / "manifest.json"
+    content = json.loads(manifest.read_bytes())
+    content["scheduler"]["last_epoch"] = "six"
+    manifest.write_bytes(sealed(json.dumps(content, separators=(",", ":")).encode()))
+    with Crew("abc", task(tmp_path)) as crew:
+        assert crew.finish() == undisturbed(PLAIN)
+        assert any("scheduler.last_epoch is a string" in message for message in told(crew, "checkpoint_damaged"))
         assert crew.job.durable.history[0].from_step == 3
 
 

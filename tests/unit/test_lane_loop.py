@@ -16,7 +16,10 @@ def some_state():
     )
     buffers = SimpleNamespace(put_back=lambda: None, begin_micro_batch=lambda: None, lane_done=lambda lane: None)
     guard = SimpleNamespace(on_backward=lambda _: None, check=lambda _: None)
-    return SimpleNamespace(step=3, sums=sums, buffers=buffers, parameters=[], pushed=pushed, gradient_guard=guard)
+    modes = SimpleNamespace(on_batch=lambda: None, on_backward=lambda _: None)
+    return SimpleNamespace(
+        step=3, sums=sums, buffers=buffers, parameters=[], pushed=pushed, gradient_guard=guard, modes=modes
+    )
 
 
 def some_loop(*lanes, micro_batches=1):

@@ -20,6 +20,7 @@ from torch import nn
 
 CONTENT: dict[str, Any] = {
     "step": 7, "committed_in": 3, "record": b'{"step": 7}', "hyper": [{"betas": (0.9, 0.999), "lr": 1e-3}],
+    "evaluating": ["norm"],
     "scheduler": {"last_epoch": 7, "best": float("inf"), "milestones": {5: 1}},
     "buffers": {"norm.running_mean": torch.tensor([0.1, -0.0, 3.0]), "norm.count": torch.tensor(7)},
     "last_step": 100, "lineage": [], "frozen": "ab", "registered": {"ema": {"shadow": torch.ones(2, 3)}},

@@ -58,8 +58,10 @@ def draft_of(
             encode(group, tensors, f"optimizer group {number}")
             for number, group in enumerate(hyper_parameters(state.optimizer))
         ],
+        evaluating=tuple(state.modes.evaluating),
         data=origin.data,
         scheduler=encode(scheduler, tensors, "the scheduler's state"),
+        scheduler_class=type(state.scheduler).__name__ if state.scheduler is not None else "",
         scaler=None,
         states={
             name: encode(of.state_dict(), tensors, f'the state registered as "{name}"')

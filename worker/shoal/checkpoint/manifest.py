@@ -140,8 +140,12 @@ class Manifest(Entry):
     """Class name."""
     groups: list[dict[str, Json]]
     """Hyper-parameters by optimizer group."""
+    evaluating: tuple[Name, ...] | None = None
+    """Parts of the module in evaluation mode; None: not known."""
     data: DataPosition | None
     scheduler: Json
+    scheduler_class: Name = ""
+    """Class name; empty: there is none, or it is not known."""
     scaler: Json
     states: dict[Name, Json]
     """The user's own, by the name under which they are registered."""

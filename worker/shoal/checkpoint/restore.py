@@ -6,18 +6,26 @@ names the blocks that it is to keep.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from shoal_protos.errors import UserError
 from shoal_protos.runs import NO_BLOCKS, Runs
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.checkpoint.draft import States
+from shoal.checkpoint.errors import CheckpointDamaged
 from shoal.checkpoint.layout_check import Match, difference
 from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.named import load_by_name
 from shoal.checkpoint.plain import decode
 from shoal.checkpoint.reader import Reader
+from shoal.checkpoint.state_check import first_difference_in_kind
 from shoal.exchange.vote import Record
-from shoal.optim.hyper import load_into
+from shoal.optim.hyper import hyper_parameters, load_into
 from shoal.training.state import TrainingState, check_registered, frozen_digest, frozen_parameters
 
 
@@ -38,27 +46,84 @@ def fits(manifest: Manifest, state: TrainingState, allow: tuple[str, ...], where
 
 
 def load_small_state(reader: Reader, state: TrainingState, registered: States) -> None:
-    """Everything but blocks: step, record, hyper-parameters, scheduler, buffers, frozen parameters, users' states.
+    """Everything but blocks: step, record, hyper-parameters, scheduler, modes, buffers, frozen parameters and the
+    script's own states.
 
-    Raises `UserError` where the user's registered states are others than the checkpoint's.
+    Raises `UserError` where the user's registered states or the model's buffers are others than the checkpoint's,
+    `CheckpointDamaged` where what it holds cannot be a state of this job.
     """
     manifest = reader.manifest
     check_registered(registered, manifest.states, reader.where)
     beside = reader.tensors()
     state.step, state.committed_in = manifest.step, 0
-    state.record = Record.from_bytes(manifest.record.encode()) if manifest.record else None
-    load_into(state.optimizer, [decode(group, beside) for group in manifest.groups])
-    if state.scheduler is not None and manifest.scheduler is not None:
-        state.scheduler.load_state_dict(decode(manifest.scheduler, beside))
-    buffers = {name: beside[f"buffer/{name}"] for name in manifest.buffers}
-    if buffers.keys() != state.buffers.committed.keys():
-        name = min(buffers.keys() ^ state.buffers.committed.keys())
-        raise UserError(f'{reader.where} does not fit: only one of checkpoint and model has the buffer "{name}".')
-    state.buffers.load(buffers)
+    state.record = _record(reader)
+    _load_hyper_parameters(reader, beside, state.optimizer)
+    if state.scheduler is not None and has_scheduler_of(manifest, state):
+        _load_scheduler(reader, beside, state.scheduler)
+    if manifest.evaluating is not None:
+        state.modes.take_over(manifest.evaluating)
+    state.buffers.load(_buffers(reader, beside, state.buffers.committed))
     for name, of in registered.items():
         of.load_state_dict(decode(manifest.states[name], beside))
     _load_frozen(reader, state)
     state.current = NO_BLOCKS
+
+
+def has_scheduler_of(manifest: Manifest, state: TrainingState) -> bool:
+    """Whether its scheduler is of this job's class, as far as is known."""
+    own = type(state.scheduler).__name__ if state.scheduler is not None else ""
+    if manifest.scheduler is None or not own:
+        return manifest.scheduler is None and not own
+    return manifest.scheduler_class in ("", own)
+
+
+def _record(reader: Reader) -> Record | None:
+    if not reader.manifest.record:
+        return None
+    try:
+        return Record.from_bytes(reader.manifest.record.encode())
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointDamaged(f"{reader.where} is damaged: its step's record cannot be read: {error!r}.") from None
+
+
+def _load_hyper_parameters(reader: Reader, beside: Mapping[str, Tensor], optimizer: Optimizer) -> None:
+    groups = [decode(group, beside) for group in reader.manifest.groups]
+    _refuse_other_kinds(reader, groups, hyper_parameters(optimizer), "optimizer groups")
+    load_into(optimizer, groups)
+
+
+def _load_scheduler(reader: Reader, beside: Mapping[str, Tensor], scheduler: LRScheduler) -> None:
+    found = decode(reader.manifest.scheduler, beside)
+    groups = scheduler.optimizer.param_groups
+    _refuse_other_kinds(reader, found, scheduler.state_dict(), "scheduler")
+    try:
+        if len(found.get("base_lrs", groups)) != len(groups):
+            raise ValueError(f"base_lrs has {len(found['base_lrs'])} values for {len(groups)} optimizer groups")
+        scheduler.load_state_dict(found)
+    except Exception as error:  # it is the script's class: nobody knows what it raises
+        raise CheckpointDamaged(
+            f"{reader.where} is damaged: {type(scheduler).__name__} cannot take its scheduler's state over: {error!r}."
+        ) from error
+
+
+def _refuse_other_kinds(reader: Reader, found: Any, own: Any, where: str) -> None:
+    sentence = first_difference_in_kind(found, own, where)
+    if sentence:
+        raise CheckpointDamaged(f"{reader.where} is damaged: {sentence}")
+
+
+def _buffers(reader: Reader, beside: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    found = {name: beside[f"buffer/{name}"] for name in reader.manifest.buffers}
+    if found.keys() != own.keys():
+        name = min(found.keys() ^ own.keys())
+        raise UserError(f'{reader.where} does not fit: only one of checkpoint and model has the buffer "{name}".')
+    for name, value in found.items():
+        if (value.shape, value.dtype) != (own[name].shape, own[name].dtype):
+            raise UserError(
+                f'{reader.where} does not fit: buffer "{name}" has shape {tuple(own[name].shape)} and '
+                f"{own[name].dtype}, the checkpoint's {tuple(value.shape)} and {value.dtype}."
+            )
+    return found
 
 
 @torch.no_grad()

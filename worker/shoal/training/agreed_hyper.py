@@ -1,5 +1,5 @@
-"""The hyper-parameters that members update with are the same: those whom the loop's body does not run for take them
-over, and values that differ all the same fail the job.
+"""The hyper-parameters that members update with and the modes that they train in are the same: those whom the loop's
+body does not run for take them over, and values that differ all the same fail the job.
 
 The body may set a rate from `engine.global_step`, at its top. A member without lanes replays updates of blocks but runs
 no body, so one that trains sends it the values of each step before the vote: then a step that has passed its vote is
@@ -19,10 +19,19 @@ from shoal.exchange.traffic import DIGESTS, HYPER
 from shoal.exchange.vote import Record
 from shoal.group.group import Group
 from shoal.optim.hyper import first_difference, hyper_parameters, load_into
+from shoal.training import module_modes
+from shoal.training.module_modes import ModuleModes
 from shoal.world import World
 
+EVALUATING = "evaluating"
 
-def take_over_where_no_body_runs(world: World, optimizer: torch.optim.Optimizer) -> None:
+
+def agreed_values(optimizer: torch.optim.Optimizer, modes: ModuleModes) -> list[dict[str, Any]]:
+    """What the vote compares: a mapping for each optimizer group, and one of modes."""
+    return [*hyper_parameters(optimizer), {EVALUATING: modes.evaluating}]
+
+
+def take_over_where_no_body_runs(world: World, optimizer: torch.optim.Optimizer, modes: ModuleModes) -> None:
     """Before the vote of a step: whoever has no lanes gets the values of the first member that has. Raises
     `WorldChanged`.
     """
@@ -30,9 +39,11 @@ def take_over_where_no_body_runs(world: World, optimizer: torch.optim.Optimizer)
     source = next(rank for rank, trained in enumerate(lanes) if trained)
     standbys = [rank for rank, trained in enumerate(lanes) if not trained]
     if world.rank in standbys:
-        load_into(optimizer, json.loads(receive_framed(world.group, source, HYPER)))
+        *hyper, agreed = json.loads(receive_framed(world.group, source, HYPER))
+        load_into(optimizer, hyper)
+        modes.take_over(agreed[EVALUATING])
     elif world.rank == source and standbys:
-        content = json.dumps(hyper_parameters(optimizer)).encode()
+        content = json.dumps(agreed_values(optimizer, modes)).encode()
         for send in [FramedSend(world.group, rank, HYPER, content) for rank in standbys]:
             send.wait()
 
@@ -64,20 +75,28 @@ class SetInTime:
             )
 
 
-def refuse_others(group: Group, record: Record, optimizer: torch.optim.Optimizer) -> None:
-    """Raises `JobFailed` naming group and key where members' hyper-parameters differ; all see it in the same vote."""
+def refuse_others(group: Group, record: Record, optimizer: torch.optim.Optimizer, modes: ModuleModes) -> None:
+    """Raises `JobFailed` naming group and key, or the part of the module, where members' values differ; all see it in
+    the same vote.
+    """
     if len(set(record.hypers)) <= 1:
         return
     rank = next(r for r, hyper in enumerate(record.hypers) if hyper != record.hypers[0])
-    mine = hyper_parameters(optimizer)
+    mine = agreed_values(optimizer, modes)
     content = json.dumps(mine).encode()
     others = [peer for peer in range(group.size) if peer != group.rank]
     sends = [FramedSend(group, peer, DIGESTS, content) for peer in others] if group.rank in (0, rank) else []
     theirs = {peer: json.loads(receive_framed(group, peer, DIGESTS)) for peer in (0, rank) if peer != group.rank}
     for send in sends:
         send.wait()
-    difference = first_difference(theirs.get(rank, mine), theirs.get(0, mine))
+    (*here, modes_here), (*there, modes_there) = theirs.get(rank, mine), theirs.get(0, mine)
+    difference = first_difference(here, there)
+    if difference:
+        raise JobFailed(
+            f"the hyper-parameters of rank {rank} differ from rank 0's at step {record.step}: {difference}. "
+            "Set them by the scheduler or by what all workers know alike, such as engine.global_step."
+        )
     raise JobFailed(
-        f"the hyper-parameters of rank {rank} differ from rank 0's at step {record.step}: {difference}. "
-        "Set them by the scheduler or by what all workers know alike, such as engine.global_step."
+        f"rank {rank} has trained in other modes than rank 0 at step {record.step}: "
+        f"{module_modes.first_difference(modes_here[EVALUATING], modes_there[EVALUATING])}. {module_modes.ADVICE}"
     )

@@ -13,7 +13,7 @@ from shoal_protos.runs import every
 from shoal.checkpoint.catalogue import Found, Own, at, highest_generation, resolve
 from shoal.checkpoint.errors import CheckpointDamaged
 from shoal.checkpoint.lineage import Lineage, gone_on
-from shoal.checkpoint.restore import fits, load_blocks, load_model, load_small_state
+from shoal.checkpoint.restore import fits, has_scheduler_of, load_blocks, load_model, load_small_state
 from shoal.exchange.hand_out import hand_out
 from shoal.failure import NeedsFreshProcess
 from shoal.logs import get_logger
@@ -100,6 +100,7 @@ class CheckpointLoading:
         """Everything as it was at the checkpoint's step: owners read their blocks and hand out what others need."""
         state, owned, reader = self._context.state, world.plan.shares[world.rank].owned, found.reader()
         self._warn_of_other_data(found)
+        self._warn_of_another_scheduler(found)
         load_small_state(reader, state, state.registered)
         state.lineage = self._lineage(found, world.plan.generation)
         load_blocks(reader, state, owned)
@@ -123,6 +124,13 @@ class CheckpointLoading:
             fields = [name for name in type(ours).model_fields if getattr(ours, name) != getattr(theirs, name)]
             log.warning("other_data_order", checkpoint=found.path, differs=fields,
                         means="the next samples are not those that the checkpoint's run would have read")  # fmt: skip
+
+    def _warn_of_another_scheduler(self, found: Found) -> None:
+        """The script has another schedule than the checkpoint's run had: it begins anew, with the rates as saved."""
+        if not has_scheduler_of(found.manifest, self._context.state):
+            own, saved = self._context.state.scheduler, found.manifest.scheduler_class or "none"
+            means = f"{type(own).__name__} begins anew" if own is not None else "the rates stay as they were saved"
+            log.warning("other_scheduler", checkpoint=found.path, saved=saved, means=means)
 
     def on_unreadable(self, path: str, error: CheckpointDamaged) -> None:
         """The plan's checkpoint cannot be read: say so, and look for the one before. Raises `JobFailed` where there is

@@ -89,6 +89,7 @@ class LaneLoop:
             state.buffers.begin_micro_batch()
             self.numbers.begin_micro_batch()
         batch = self._fetcher.micro_batch(state.step, self.lane, self._micro)
+        state.modes.on_batch()
         self.in_flight, self._void = True, False
         return batch
 
@@ -101,6 +102,7 @@ class LaneLoop:
         self._order.begin("in the warm-up")
         self.is_warming_up = self.in_flight = True
         state.sums.begin_lane()
+        state.modes.on_batch()
         return self._fetcher.micro_batch(0, 0, 0)
 
     def end_warm_up(self, state: TrainingState) -> None:
@@ -115,6 +117,7 @@ class LaneLoop:
         """All that may be refused of a backward, before anything is changed. Raises `UserError`."""
         self._order.check_backward(self._where(state))
         check_loss(loss)
+        state.modes.on_backward(self._where(state))
         state.sums.live.put_back(state.parameters)
 
     def backward(self, loss: Tensor, state: TrainingState) -> None:

@@ -26,6 +26,7 @@ FIELDS: Mapping[str, type | tuple[type, ...]] = {
     "committed_in": int,
     "record": bytes,
     "hyper": list,
+    "evaluating": list,
     "scheduler": (dict, type(None)),
     "buffers": dict,
     "last_step": int,

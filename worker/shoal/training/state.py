@@ -30,6 +30,7 @@ from shoal.exchange.vote import Record
 from shoal.optim.hyper import hyper_parameters, load_into
 from shoal.optim.take_over import advance
 from shoal.training.agreed_hyper import SetInTime
+from shoal.training.module_modes import ModuleModes
 from shoal.training.parameter_guards import GradientGuard, ModuleGuard
 from shoal.training.small_state import pack, unpack
 
@@ -68,6 +69,7 @@ class TrainingState:
         self.module_guard = ModuleGuard(module, self._named(), self.flats)
         self.gradient_guard = GradientGuard(self.flats)
         self.set_in_time = SetInTime(optimizer)
+        self.modes = ModuleModes(module)
         self.step = NO_STEP
         self.last_step = limits.last_step
         self.committed_in = 0
@@ -172,6 +174,7 @@ class TrainingState:
                 "committed_in": self.committed_in,
                 "record": self.record.to_bytes() if self.record else b"",
                 "hyper": hyper_parameters(self.optimizer),
+                "evaluating": self.modes.evaluating,
                 "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
                 "buffers": self.buffers.committed,
                 "last_step": self.last_step,
@@ -188,6 +191,7 @@ class TrainingState:
         self.step, self.committed_in = given["step"], given["committed_in"]
         self.record = Record.from_bytes(given["record"]) if given["record"] else None
         load_into(self.optimizer, given["hyper"])
+        self.modes.take_over(given["evaluating"])
         if self.scheduler is not None and given["scheduler"] is not None:
             self.scheduler.load_state_dict(given["scheduler"])
         self.buffers.load(given["buffers"])

@@ -69,7 +69,7 @@ class Step:
         self._receive_fills(fills)
         self._exchange_buffers()
         norms = self._sums_of_squares()
-        take_over_where_no_body_runs(self._world, self._context.state.optimizer)
+        take_over_where_no_body_runs(self._world, self._context.state.optimizer, self._context.state.modes)
         wait_for(sends, self._world.group)
         self._note_pending()
         record = self._vote(reduction.bad_gradient, norms)  # past this line the step is committed

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from shoal.exchange.torn_vote import gather_of
 from shoal.exchange.vote import Ballot, Record, cast
-from shoal.optim.hyper import digest, hyper_parameters
-from shoal.training.agreed_hyper import refuse_others
+from shoal.optim.hyper import digest
+from shoal.training.agreed_hyper import agreed_values, refuse_others
 from shoal.training.checkpoint_saving import CheckpointSaving
 from shoal.training.context import TrainingContext
 from shoal.training.corruption_watch import CorruptionWatch
@@ -40,7 +40,7 @@ class Voting:
         group.progress.reach(StepPhase.VOTE)
         gather = gather_of(context.faults, group, ballot, world.plan.generation)
         record = cast(gather, world.traffic, ballot, norms, self._corruption.comparisons(step))
-        refuse_others(group, record, context.state.optimizer)
+        refuse_others(group, record, context.state.optimizer, context.state.modes)
         context.begins = context.link.leave_vote(list(record.generations))
         return record
 
@@ -52,7 +52,7 @@ class Voting:
         return Ballot(
             step=step,
             generation=context.link.enter_vote(state.pending if trained else state.held.runs),
-            hyper=digest(hyper_parameters(state.optimizer)).hex(),
+            hyper=digest(agreed_values(state.optimizer, state.modes)).hex(),
             losses=numbers.losses if trained else (),
             reports=numbers.reports if trained else {},
             skipped=numbers.skipped if trained else 0,
