@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from threading import Barrier
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 from crew import Crew, Task, engine_of, undisturbed
 from integration.scripts import Samples
 from shoal.faults import Faults
 from shoal.session.alone import AloneLink
+from shoal.training.boundary import Boundary
 from shoal.training.engine import Engine
 from shoal_controller.core.machine.events import DrainWorker
+from shoal_protos.plan import Recovery
+from torch import Tensor
 
 OPTIONS: dict[str, Any] = {"max_steps": 6}
 
@@ -41,6 +49,56 @@ def test_a_boundary_that_is_owed_is_settled_though_the_next_world_breaks_too() -
         crew.plant("d", 3, "opened")
         assert crew.finish() == undisturbed(Task({**OPTIONS, "mirrors": 2}))
     assert seen == [1, 2, 3, 4, 5, 6]
+
+
+@dataclass
+class Gathering:
+    """A group whose members' rows meet; as many threads as members."""
+
+    size: int
+    rows: dict[int, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._all_there = Barrier(self.size, timeout=20)
+
+    def of(self, rank: int) -> SimpleNamespace:
+        return SimpleNamespace(all_gather=lambda row: self._gather(rank, row))
+
+    def _gather(self, rank: int, row: Tensor) -> Tensor:
+        self.rows[rank] = row
+        self._all_there.wait()
+        return torch.stack([self.rows[number] for number in range(self.size)])
+
+
+def agreed(step: int, counted: tuple[bool, ...], *passed: tuple[int, int]) -> list[tuple[bool, int]]:
+    """By rank: whether the boundary of `step` is owed, and the last step whose callbacks were called.
+
+    `passed`: the last boundary and the last callbacks of each member before.
+    """
+    gathering = Gathering(len(counted))
+
+    def member(rank: int) -> tuple[bool, int]:
+        context: Any = SimpleNamespace(state=SimpleNamespace(frozen_in_place=True))
+        boundary = Boundary(context, *(cast(Any, None),) * 5)
+        boundary._settled, boundary._called = passed[rank]
+        plan = SimpleNamespace(recovery=Recovery(step, b"", counted, ()))
+        world: Any = SimpleNamespace(plan=plan, rank=rank, group=gathering.of(rank))
+        assert boundary.agree(world) == [True] * len(counted)
+        return boundary.is_owed, boundary._called
+
+    with ThreadPoolExecutor(len(counted)) as members:
+        return list(members.map(member, range(len(counted))))
+
+
+def test_who_does_not_count_has_no_say_in_what_is_owed() -> None:
+    """It stands where it stood; its boundaries are those of a world that is over."""
+    assert agreed(5, (True, True, False), (5, 0), (5, 5), (2, 2)) == [(False, 5)] * 3
+    assert agreed(5, (True, True, False), (4, 4), (5, 0), (2, 5)) == [(True, 4)] * 3
+
+
+def test_one_member_that_has_not_passed_a_boundary_owes_it_on_all() -> None:
+    assert agreed(5, (True, True), (5, 5), (4, 0)) == [(True, 5)] * 2
+    assert agreed(5, (True, True), (5, 4), (5, 0)) == [(False, 4)] * 2
 
 
 def test_on_step_is_called_where_rank_0_leaves_by_a_planned_change() -> None:

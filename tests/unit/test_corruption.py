@@ -216,6 +216,20 @@ def test_a_checkpoint_of_which_a_block_has_one_valid_copy_only_is_not_verified(
         assert manifests and not any(manifest.verified for manifest in manifests)
 
 
+def test_a_joiner_is_spared_the_comparison_of_a_save_that_began_at_the_boundary_where_it_joined(tmp_path: Path) -> None:
+    """Votes in which some bring checksums and others bring none have rows of two lengths."""
+    with Crew("ab", task(tmp_path, corruption_steps=1000)) as crew:
+        crew.train_to(3)
+        crew.add("c")
+        crew.until("the group with c", lambda: all(worker.link.own.next_built for worker in crew.members()))
+        with crew.changed:
+            crew.workers["a"].engine.save_checkpoint()
+        crew.train_to(4)
+        crew.until("its world", lambda: len(crew.members()) == 3)
+        assert crew.finish() == undisturbed(PLAIN)
+        assert [(one.step, one.verified) for one in crew.job.durable.checkpoints] == [(4, False)]
+
+
 def test_without_a_sound_checkpoint_the_job_pauses_and_says_why() -> None:
     with Crew("ab", task()) as crew:
         crew.train_to(6)

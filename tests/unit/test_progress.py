@@ -57,6 +57,29 @@ def test_a_wait_begins_anew_when_a_piece_is_complete(monkeypatch) -> None:
     assert seen.activity(name).waits_for == ()
 
 
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda seen: seen.reach(StepPhase.VOTE), lambda seen: seen.begin_boundary(3), GroupProgress.step_on,
+        lambda seen: seen.wait_for(1), GroupProgress.go_on,
+    ],
+    ids=["reach", "begin_boundary", "step_on", "wait_for", "go_on"],
+)  # fmt: skip
+def test_whatever_it_does_it_has_done_for_no_time_yet(monkeypatch, move) -> None:
+    time, seen = Time(monkeypatch), GroupProgress()
+    time.now += 60
+    move(seen)
+    assert seen.activity(name).seconds == 0.0
+
+
+def test_who_goes_on_waiting_for_fewer_has_waited_as_long_as_before(monkeypatch) -> None:
+    time, seen = Time(monkeypatch), GroupProgress()
+    seen.wait_for(1, 2, 3)
+    time.now += 60
+    seen.keep_waiting_for((3,))
+    assert (seen.activity(name).waits_for, seen.activity(name).seconds) == (("w3",), 60.0)
+
+
 def test_the_first_piece_of_a_message_tells_nothing_of_the_connection_because_its_sender_may_have_been_busy(
     monkeypatch,
 ) -> None:

@@ -230,6 +230,39 @@ def test_a_planned_change_whose_joiner_cannot_be_reached_is_void_and_the_joiner_
     assert job.job.attempt is None, "nobody else is disturbed"
 
 
+def test_a_joiner_is_kept_out_once_while_its_back_off_lasts_though_no_other_plan_can_be_made() -> None:
+    """Two changes wait for a vote that takes long: as many as there may be."""
+    job = training(workers=2)
+    job.feed(Pause())
+    job.hello("w2")
+    first, second = job.job.durable.planned
+    assert (len(first.members), len(second.members)) == (2, 3)
+    for worker, peer in (("w0", "w2"), ("w1", "w2"), ("w2", "w0")):
+        job.builds_a_group(worker, second.generation, peer)
+    told = notes(job.wait(19), "kept_out")
+    assert len(told) == 1 and "w2 may join again in 10 s" in told[0]
+
+
+def test_a_joiner_that_again_cannot_be_reached_backs_off_for_twice_as_long() -> None:
+    job = training(workers=2)
+    job.hello("w2")
+    told: list[str] = []
+    for vote in range(200):
+        plan = job.job.durable.planned[-1] if job.job.durable.planned else None
+        if plan is not None and len(plan.members) == 2:
+            for worker in ("w0", "w1"):
+                job.beat(worker, generation=plan.generation, promised=plan.generation, boundaries=0)
+        elif plan is not None and plan.generation not in {build.generation for build, _ in job.builds.get("w2", ())}:
+            for worker, peer in (("w0", "w2"), ("w1", "w2"), ("w2", "w0")):
+                job.builds_a_group(worker, plan.generation, peer)
+        for worker in ("w0", "w1"):
+            job.beat(worker, boundaries=vote)
+        told += notes(job.wait(0.5), "kept_out")
+    assert [message.rpartition("; ")[2] for message in told] == [
+        f"w2 may join again in {seconds} s" for seconds in (10, 20, 40)
+    ]
+
+
 def test_ended_workers_are_told_so() -> None:
     job = training(stall_seconds=20)
     for worker in ("w0", "w2"):

@@ -69,14 +69,14 @@ def test_a_generation_in_which_someone_was_lost_blames_nobody():
     assert evicted(broken(broken(job, ("a", "b")), ("a", "b"))) == []
 
 
-def test_the_back_off_of_a_worker_that_is_evicted_again_doubles():
+def test_the_back_off_of_a_worker_that_is_evicted_again_doubles_up_to_an_hour():
     job, waits, now = job_of_three(), [], 0.0
-    for _ in range(4):
+    for _ in range(11):
         job = broken(broken(job, ("a", "b"), now=now), ("a", "b"), now=now)
         waits.append(job.durable.backoff_until["b:1"] - now)
         now += waits[-1] + 1.0
         assert not link_faults.is_backing_off(Turn(job, now), "b")
-    assert waits == [10.0, 20.0, 40.0, 80.0]
+    assert waits == [10.0 * 2**times for times in range(9)] + [3600.0] * 2
 
 
 def test_a_death_that_the_launcher_confirms_counts_though_everybody_is_silent():
