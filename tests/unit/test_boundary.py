@@ -70,21 +70,25 @@ class Gathering:
         return torch.stack([self.rows[number] for number in range(self.size)])
 
 
-def agreed(step: int, counted: tuple[bool, ...], *passed: tuple[int, int]) -> list[tuple[bool, int]]:
-    """By rank: whether the boundary of `step` is owed, and the last step whose callbacks were called.
+def standing() -> Boundary:
+    context: Any = SimpleNamespace(state=SimpleNamespace(frozen_in_place=True))
+    return Boundary(context, *(cast(Any, None),) * 5)
+
+
+def agreed(step: int, counted: tuple[bool, ...], *passed: tuple[int, int]) -> list[tuple[bool, int, int]]:
+    """By rank: whether the boundary of `step` is owed, the last one passed, the last step whose callbacks were called.
 
     `passed`: the last boundary and the last callbacks of each member before.
     """
     gathering = Gathering(len(counted))
 
-    def member(rank: int) -> tuple[bool, int]:
-        context: Any = SimpleNamespace(state=SimpleNamespace(frozen_in_place=True))
-        boundary = Boundary(context, *(cast(Any, None),) * 5)
+    def member(rank: int) -> tuple[bool, int, int]:
+        boundary = standing()
         boundary._settled, boundary._called = passed[rank]
         plan = SimpleNamespace(recovery=Recovery(step, b"", counted, ()))
         world: Any = SimpleNamespace(plan=plan, rank=rank, group=gathering.of(rank))
         assert boundary.agree(world) == [True] * len(counted)
-        return boundary.is_owed, boundary._called
+        return boundary.is_owed, boundary._settled, boundary._called
 
     with ThreadPoolExecutor(len(counted)) as members:
         return list(members.map(member, range(len(counted))))
@@ -92,13 +96,20 @@ def agreed(step: int, counted: tuple[bool, ...], *passed: tuple[int, int]) -> li
 
 def test_who_does_not_count_has_no_say_in_what_is_owed() -> None:
     """It stands where it stood; its boundaries are those of a world that is over."""
-    assert agreed(5, (True, True, False), (5, 0), (5, 5), (2, 2)) == [(False, 5)] * 3
-    assert agreed(5, (True, True, False), (4, 4), (5, 0), (2, 5)) == [(True, 4)] * 3
+    assert agreed(5, (True, True, False), (5, 0), (5, 5), (2, 2)) == [(False, 5, 5)] * 3
+    assert agreed(5, (True, True, False), (4, 4), (5, 0), (2, 5)) == [(True, 4, 4), (True, 5, 4), (True, 2, 4)]
 
 
 def test_one_member_that_has_not_passed_a_boundary_owes_it_on_all() -> None:
-    assert agreed(5, (True, True), (5, 5), (4, 0)) == [(True, 5)] * 2
-    assert agreed(5, (True, True), (5, 4), (5, 0)) == [(False, 4)] * 2
+    assert agreed(5, (True, True), (5, 5), (4, 0)) == [(True, 5, 5), (True, 4, 5)]
+    assert agreed(5, (True, True), (5, 4), (5, 0)) == [(False, 5, 4)] * 2
+
+
+def test_who_begins_elsewhere_owes_nothing_of_where_it_was() -> None:
+    boundary = standing()
+    boundary._owed = True
+    boundary.stand_at(7)
+    assert not boundary.is_owed
 
 
 def test_on_step_is_called_where_rank_0_leaves_by_a_planned_change() -> None:

@@ -22,13 +22,14 @@ class Silence:
     def __init__(self, **spec):
         spec = {"heartbeat_seconds": 1.0, "reconnect_seconds": 0.5, **spec}
         self.job, self.now, self.sequence = new_job(JobSpec("job", 3, **spec), 0.0), 0.0, 0
-        self.happened, self.told = [], []
-        for number, worker in enumerate(("w0", "w1", "w2")):
-            hello = Hello(
-                PROTOCOL_VERSION, "job", worker, f"{worker}.1", "127.0.0.1:9", "host", 1, "", MADE_OF, WARMING_UP
-            )
-            self.feed(Connected(number, hello))
+        self.happened, self.told, self.asked_on = [], [], []
+        for number in range(3):
+            self.feed(Connected(number, self.hello_of(number)))
         self.now = TICK_SECONDS / 2  # ticks fall between the limits, not on them
+
+    def hello_of(self, number):
+        worker = f"w{number}"
+        return Hello(PROTOCOL_VERSION, "job", worker, f"{worker}.1", "127.0.0.1:9", "host", 1, "", MADE_OF, WARMING_UP)
 
     def feed(self, event):
         self.job, effects = step(self.job, event, self.now)
@@ -37,8 +38,9 @@ class Silence:
                 self.happened.append((round(self.now, 1), effect.kind))
             elif isinstance(effect, Note) and effect.kind in ("silent", "heard"):
                 self.told.append(effect.message)
-            elif isinstance(effect, Send) and effect.connection == 0 and isinstance(effect.message, Ping):
+            elif isinstance(effect, Send) and effect.connection in (0, 3) and isinstance(effect.message, Ping):
                 self.happened.append((round(self.now, 1), "ping"))
+                self.asked_on.append(effect.connection)
 
     def beat(self, *connections):
         self.sequence += 1
@@ -72,6 +74,26 @@ def test_a_slow_worker_that_answers_is_never_suspected():
     world.last(2.0)
     assert world.happened == [(0.0, "joined"), (2.4, "ping")]
     assert world.states == [State.STARTING] * 3
+
+
+def test_who_comes_back_and_falls_silent_again_is_asked_on_its_new_stream():
+    world = Silence()
+    world.last(2.8)
+    world.feed(Connected(3, world.hello_of(0)))
+    world.last(3.0)
+    assert world.asked_on == [0, 3]
+
+
+def test_where_nobody_is_heard_nobody_is_evicted_however_long_that_lasts():
+    world = Silence(stall_seconds=20.0)
+    world.last(60.0, beating=())
+    assert [record.standing for record in world.job.durable.roster.values()] == [Standing.HERE] * 3
+
+
+def test_of_a_silent_majority_that_is_gone_for_good_each_is_told_of_once():
+    world = Silence(stall_seconds=20.0)
+    world.last(60.0, beating=(2,))
+    assert [kind for _, kind in world.happened] == ["joined", "lost"]
 
 
 def test_nobody_is_evicted_before_a_ping_had_its_time():

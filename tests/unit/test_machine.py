@@ -59,6 +59,19 @@ def test_a_job_starts_with_min_workers_ten_seconds_after_the_first() -> None:
     assert job.view.phase is Phase.STARTING
 
 
+def test_the_ten_seconds_begin_anew_when_nobody_is_ready_any_more() -> None:
+    job = Driver(wanted=3)
+    job.hello("w0")
+    job.wait(9)
+    job.die("w0")
+    job.wait(9)
+    job.hello("w1")
+    job.wait(9.5)
+    assert job.view.phase is Phase.WAITING
+    job.wait(1)
+    assert job.view.phase is Phase.STARTING
+
+
 def test_a_job_below_min_workers_says_what_it_waits_for() -> None:
     job = Driver(wanted=3, min_workers=3)
     job.hello("w0")

@@ -318,6 +318,18 @@ def test_no_worker_switches_the_watch_off_by_what_it_tells_of_its_pace() -> None
     assert "cannot reach each other" in why
 
 
+def test_steps_that_are_said_to_take_for_ever_do_not_switch_the_watch_off_either() -> None:
+    job, told = training(stall_seconds=40), []
+    cut(job, "w0", "w1")
+    for _ in range(44):
+        job.now += 1.0
+        for worker in job.connections:
+            told += notes(job.beat(worker, telemetry=Telemetry(step_seconds_median=1e300)), "prepare")
+        told += notes(job.tick(), "prepare")
+    [why] = told
+    assert "cannot reach each other" in why
+
+
 def test_a_pair_that_cannot_be_parted_ends_after_stall_seconds() -> None:
     job = training(workers=2, stall_seconds=30)
     for worker in job.connections:

@@ -120,11 +120,37 @@ def test_refusals_of_most_members_count_only_when_they_had_time_to_come_back() -
     assert dead(job) == ["w0", "w1"]
 
 
-def test_refusals_of_most_members_count_in_the_end() -> None:
+def test_refusals_of_most_members_count_in_the_end_from_the_first_of_them() -> None:
     job = training()
     refuse(job, "w0", "w1", "w2")
-    pass_time(job, job.spec.reconnect_seconds + 0.5)
+    for _ in range(round(job.spec.reconnect_seconds)):
+        pass_time(job, 1.1)
+        for worker in ("w0", "w1", "w2"):
+            job.feed(Probed(worker, f"inc-{worker}", refused=True))
     assert dead(job) == ["w0", "w1", "w2"]
+
+
+def test_who_has_come_back_or_does_not_refuse_any_more_has_its_time_anew() -> None:
+    job = training()
+    statuses = dict(job.statuses)
+    refuse(job, "w0", "w1", "w2")
+    pass_time(job, 9.0)
+    job.hello("w0", status=statuses["w0"])
+    job.hello("w1", status=statuses["w1"])
+    job.feed(Probed("w2", "inc-w2", refused=False))
+    refuse(job, "w0", "w1")
+    job.feed(Probed("w2", "inc-w2", refused=True))
+    pass_time(job, 9.0)
+    assert dead(job) == []
+    pass_time(job, 1.5)
+    assert dead(job) == ["w0", "w1", "w2"]
+
+
+def test_a_refusal_that_was_meant_for_an_earlier_process_proves_nothing() -> None:
+    job = training()
+    job.feed(Disconnected(job.connections.pop("w1"), "reset"))
+    job.feed(Probed("w1", "the one before", refused=True))
+    assert dead(job) == []
 
 
 def test_who_refuses_one_after_the_other_counts_towards_most() -> None:

@@ -139,6 +139,18 @@ def test_the_back_off_after_failures_goes_on() -> None:
     assert Spawn("w6") in job.wait(2)
 
 
+def test_a_clock_that_was_set_back_makes_the_back_off_after_failures_no_longer_than_half_a_minute() -> None:
+    job = Driver(wanted=1, launcher="local", command=("train",), max_restarts=9)
+    for number in range(5):
+        job.feed(Exited(f"w{number}", 1, "boom"))
+        job.now = max(job.now, job.job.durable.spawn_after)
+        job.feed(Tick())
+    job.feed(Exited("w5", 1, "boom"))
+    job.now -= 1000.0
+    job.restart()
+    assert Spawn("w6") in job.wait(31)
+
+
 def test_whoever_was_being_started_is_asked_about_and_started_if_it_never_was() -> None:
     job = Driver(wanted=2, **LAUNCHED)
     job.hello("w1")
