@@ -1,8 +1,28 @@
-"""`shoal checkpoints`: one line per checkpoint of a job."""
+"""`shoal checkpoint`, `checkpoints`, `verify`, `export`, `import`: what is done with checkpoints.
+
+The last three read files and ask no controller: they become `python -m shoal.checkpoint`, which lives with torch. The
+controller's side never imports torch; its command only hands over.
+"""
 
 from __future__ import annotations
 
-from shoal_controller.cli.options import DEFAULT_URL, Form, Job, Output, Url
+import importlib.util
+import os
+import sys
+from typing import Annotated, NoReturn
+
+import typer
+
+from shoal_controller.cli.options import DEFAULT_URL, Form, Job, Output, Place, Url
+
+
+async def checkpoint(job: Job, url: Url = DEFAULT_URL) -> None:
+    """Save a checkpoint after the next step."""
+    from shoal_controller.cli.client import Client
+    from shoal_controller.cli.tables import changed
+
+    async with Client(url) as client:
+        changed(await client.checkpoint(job))
 
 
 async def checkpoints(job: Job, url: Url = DEFAULT_URL, output: Output = Form.TABLE) -> None:
@@ -12,3 +32,41 @@ async def checkpoints(job: Job, url: Url = DEFAULT_URL, output: Output = Form.TA
 
     async with Client(url) as client:
         listed("checkpoints", await client.checkpoints(job), checkpoints_table, output)
+
+
+def verify(path: Place) -> None:
+    """Verify every checksum of a checkpoint, or of all checkpoints in a folder."""
+    become("verify", path)
+
+
+def export(
+    path: Place,
+    file: Annotated[str, typer.Argument(metavar="FILE", help="File to write.", show_default=False)],
+    dtype: Annotated[
+        str, typer.Option("--dtype", metavar="DTYPE", help="Convert floating-point tensors to float32, bfloat16, …")
+    ] = "",
+    form: Annotated[
+        str,
+        typer.Option("--format", metavar="FORMAT", help="safetensors, or dcp for torch.distributed.checkpoint."),
+    ] = "safetensors",
+) -> None:
+    """Export the model of a checkpoint."""
+    become("export", path, file, "--format", form, *(["--dtype", dtype] if dtype else []))
+
+
+def import_(
+    file: Annotated[
+        str, typer.Argument(metavar="FILE", help="Safetensors file or torch state dict to import.", show_default=False)
+    ],
+    path: Place,
+) -> None:
+    """Make a checkpoint of step 0 from a model file."""
+    become("import", file, path)
+
+
+def become(*arguments: str) -> NoReturn:
+    """Hand this process over. Raises `ModuleNotFoundError` where the worker's side is not installed."""
+    for module in ("torch", "safetensors", "fsspec"):
+        if importlib.util.find_spec(module) is None:
+            raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+    os.execv(sys.executable, [sys.executable, "-m", "shoal.checkpoint", *arguments])

@@ -1,8 +1,12 @@
-"""`shoal jobs`: one line per job."""
+"""`shoal jobs`, `describe`, `scale`, `pause`, `resume`: jobs, and what is done with one of them."""
 
 from __future__ import annotations
 
-from shoal_controller.cli.options import DEFAULT_URL, Form, Output, Url
+from typing import Annotated
+
+import typer
+
+from shoal_controller.cli.options import DEFAULT_URL, Form, Job, Output, Url
 
 
 async def jobs(url: Url = DEFAULT_URL, output: Output = Form.TABLE) -> None:
@@ -12,3 +16,49 @@ async def jobs(url: Url = DEFAULT_URL, output: Output = Form.TABLE) -> None:
 
     async with Client(url) as client:
         listed("jobs", await client.jobs(), jobs_table, output)
+
+
+async def describe(job: Job, url: Url = DEFAULT_URL) -> None:
+    """Show a job, its workers and its resizes."""
+    from shoal_controller.cli.client import Client
+    from shoal_controller.cli.tables import job_lines, resizes_table, show, workers_table
+
+    async with Client(url) as client:
+        described = await client.job(job)
+        workers = await client.workers(job)
+        report = await client.report(job)
+    show(*job_lines(described), workers_table(workers), resizes_table(report["generations"]))
+
+
+async def scale(
+    job: Job,
+    workers: Annotated[int, typer.Argument(metavar="N", help="New number of workers.", show_default=False)],
+    url: Url = DEFAULT_URL,
+) -> None:
+    """Change how many workers are wanted.
+
+    A launcher starts joiners; where there are too many, the youngest are drained.
+    """
+    from shoal_controller.cli.client import Client
+    from shoal_controller.cli.tables import changed
+
+    async with Client(url) as client:
+        changed(await client.scale(job, workers))
+
+
+async def pause(job: Job, url: Url = DEFAULT_URL) -> None:
+    """Pause training; workers stay connected."""
+    from shoal_controller.cli.client import Client
+    from shoal_controller.cli.tables import changed
+
+    async with Client(url) as client:
+        changed(await client.pause(job))
+
+
+async def resume(job: Job, url: Url = DEFAULT_URL) -> None:
+    """Resume a paused job."""
+    from shoal_controller.cli.client import Client
+    from shoal_controller.cli.tables import changed
+
+    async with Client(url) as client:
+        changed(await client.resume(job))

@@ -1,8 +1,8 @@
 """The `shoal` command: the list of its commands.
 
-A command is a function in a file of its own; it returns its exit status (None: 0) or raises a `ShoalError` whose
-sentence is all that the user reads (endings.py). What is heavy (rich, httpx, FastAPI, gRPC) is imported inside the
-functions, so that `shoal --help` answers at once.
+A command is a function; small ones share a file by their noun (jobs, checkpoints, workers). It returns its exit
+status (None: 0) or raises a `ShoalError` whose sentence is all that the user reads (endings.py). What is heavy (rich,
+httpx, FastAPI, gRPC) is imported inside the functions, so that `shoal --help` answers at once.
 """
 
 from __future__ import annotations
@@ -14,29 +14,19 @@ from typing import Annotated, Any
 
 import typer
 
-from shoal_controller.cli.checkpoint import checkpoint
-from shoal_controller.cli.checkpoints import checkpoints
+from shoal_controller.cli.checkpoints import checkpoint, checkpoints, export, import_, verify
 from shoal_controller.cli.controller import controller
 from shoal_controller.cli.demo import demo
-from shoal_controller.cli.describe import describe
-from shoal_controller.cli.drain import drain
 from shoal_controller.cli.endings import WRONG_USE, Command, ending, say
 from shoal_controller.cli.events import events
-from shoal_controller.cli.export import export
-from shoal_controller.cli.import_ import import_
-from shoal_controller.cli.jobs import jobs
+from shoal_controller.cli.jobs import describe, jobs, pause, resume, scale
 from shoal_controller.cli.logs import logs
-from shoal_controller.cli.lost import lost
-from shoal_controller.cli.pause import pause
-from shoal_controller.cli.resume import resume
 from shoal_controller.cli.run import run
-from shoal_controller.cli.scale import scale
 from shoal_controller.cli.submit import submit
 from shoal_controller.cli.token import token
 from shoal_controller.cli.top import top
-from shoal_controller.cli.verify import verify
 from shoal_controller.cli.worker import worker
-from shoal_controller.cli.workers import workers
+from shoal_controller.cli.workers import drain, lost, workers
 
 COMMANDS: tuple[Command, ...] = (
     demo, run, controller, worker, submit, jobs, describe, scale, drain, lost, pause, resume, checkpoint, checkpoints,

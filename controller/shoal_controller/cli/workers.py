@@ -1,8 +1,14 @@
-"""`shoal workers`: one line per worker of a job."""
+"""`shoal workers`, `drain`, `lost`: a job's workers, and what is done with one of them."""
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import typer
+
 from shoal_controller.cli.options import DEFAULT_URL, Form, Job, Output, Url
+
+Worker = Annotated[str, typer.Argument(metavar="WORKER", help="Id of the worker (w0, w1, …).", show_default=False)]
 
 
 async def workers(job: Job, url: Url = DEFAULT_URL, output: Output = Form.TABLE) -> None:
@@ -12,3 +18,27 @@ async def workers(job: Job, url: Url = DEFAULT_URL, output: Output = Form.TABLE)
 
     async with Client(url) as client:
         listed("workers", await client.workers(job), workers_table, output)
+
+
+async def drain(job: Job, worker: Worker, url: Url = DEFAULT_URL) -> None:
+    """Let one worker go.
+
+    Nothing of what it holds is lost. A launcher puts another one in its place: to have fewer, scale.
+    """
+    from shoal_controller.cli.client import Client
+    from shoal_controller.cli.tables import changed
+
+    async with Client(url) as client:
+        changed(await client.drain(job, worker))
+
+
+async def lost(job: Job, worker: Worker, url: Url = DEFAULT_URL) -> None:
+    """Confirm that a silent worker is dead, so that the job goes on without it.
+
+    Only for a process that is certainly gone: where all workers of a world are said to be, another world may begin.
+    """
+    from shoal_controller.cli.client import Client
+    from shoal_controller.cli.tables import changed
+
+    async with Client(url) as client:
+        changed(await client.lost(job, worker))
