@@ -14,8 +14,7 @@ from pydantic import Field, SecretStr, ValidationError, field_validator, model_v
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from shoal_protos.addresses import is_here, split_address
 from shoal_protos.errors import UserError
-
-from shoal_controller.api.sentences import sentence_for
+from shoal_protos.validation import first_sentence
 
 DEFAULT_WORKERS = 2
 """Wanted by a job that does not say, on a machine without CUDA devices."""
@@ -61,7 +60,8 @@ class Settings(BaseSettings):
         try:
             super().__init__(**given)
         except ValidationError as error:
-            raise UserError(sentence_for(error.errors(), "the settings", Settings)) from None
+            faults = [{**fault, "loc": tuple(map(_variable, fault["loc"]))} for fault in error.errors()]
+            raise UserError(first_sentence(faults, "the environment")) from None
 
     @field_validator("http", "grpc")
     @classmethod
@@ -115,6 +115,10 @@ class Settings(BaseSettings):
         else:
             devices = len(list(Path("/dev").glob("nvidia[0-9]*")))
         return devices or DEFAULT_WORKERS
+
+
+def _variable(field: str | int) -> str:
+    return f"SHOAL_{field}".upper()
 
 
 def data_folder(data: Path | None) -> Path:

@@ -315,7 +315,7 @@ def test_a_store_that_cannot_be_read_is_exit_3_and_one_sentence(tmp_path: Path) 
     [
         (["--http", "nowhere"], "'nowhere' is not a valid address; expected HOST:PORT"),
         (["--store", "redis://x"], "expected embedded:DIR"),
-        (["--workers", "9", "--max-workers", "4"], "workers.wanted is 9; expected 1 (workers.min) to 4"),
+        (["--workers", "9", "--max-workers", "4"], "`workers.wanted` is 9; expected 1 (`workers.min`) to 4"),
     ],
 )
 def test_what_run_cannot_do_is_exit_2_and_one_sentence(flags: list[str], sentence: str, tmp_path: Path) -> None:

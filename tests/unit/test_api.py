@@ -464,7 +464,7 @@ async def test_a_launcher_that_is_not_allowed_starts_nothing(tmp_path):
         answer = await api.client.post("/v1/jobs", json=body)
         assert (answer.status_code, answer.json()["detail"]) == (
             403,
-            "launcher is local; this controller allows none (its SHOAL_LAUNCHERS)",
+            "`launcher` is local; this controller allows none (its SHOAL_LAUNCHERS)",
         )
         assert await api.ask("GET", "/v1/jobs") == {"jobs": []}
 

@@ -73,7 +73,6 @@ SHARED_MODULE_NAMES = {
     "dialogue": "the two ends of a session",
     "errors": "of all; of checkpoints",
     "logs": "the two processes write different ones",
-    "sentences": "the two processes refuse different things",
     "settings": "of the controller, of its sessions, of a worker's",
 }
 NAMED_AFTER_OTHERS = ("cli", "wire")

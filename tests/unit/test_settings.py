@@ -51,11 +51,10 @@ ADDRESS = "is not a valid address; expected HOST:PORT, such as 127.0.0.1:7070"
         ({"grpc": ":7071"}, f"':7071' {ADDRESS}"),
         ({"grpc": "h:65536"}, f"'h:65536' {ADDRESS}"),
         ({"grpc": "h:７"}, f"'h:７' {ADDRESS}"),
-        ({"log_level": "loud"}, 'log_level is "loud"; expected debug, info, warning or error'),
+        ({"log_level": "loud"}, '`SHOAL_LOG_LEVEL` is "loud"; expected debug, info, warning or error'),
         ({"token": "a\nb"}, "SHOAL_TOKEN has characters that an HTTP header cannot carry; use printable ones"),
-        ({"htpp": "x"}, "htpp is not a key of the settings (did you mean http?); expected one of http, grpc, store, "
-                        "data, token, open, launchers, grpc_certificate, grpc_key, grpc_client_ca, "
-                        "forget_after_seconds, log_level, visible_devices"),
+        ({"forget_after_seconds": "a week"}, '`SHOAL_FORGET_AFTER_SECONDS` is "a week"; expected a number'),
+        ({"htpp": "x"}, '`SHOAL_HTPP` is an unknown key (given: "x")'),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said_in_one_sentence(given, sentence):

@@ -1,7 +1,7 @@
 """What goes over REST: the bodies that are accepted. pydantic only, so that the command can use it without a server.
 
 Unknown keys are refused, types are not guessed ("3" is no number), defaults are filled in. The sentences for what is
-wrong are made in `sentences.py`. What is answered is in `answers.py`.
+wrong are made by `shoal_protos.validation`. What is answered is in `answers.py`.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from shoal_protos.validation import Allowed, wrong_value
 
-from shoal_controller.api.sentences import shown
 from shoal_controller.core.machine.spec import JobSpec
 
 MOST_WORKERS = 4096
@@ -19,6 +19,7 @@ LONGEST_SECONDS = 7 * 24 * 3600.0
 SET_BY_SHOAL = {"SHOAL_CONTROLLER", "SHOAL_JOB", "SHOAL_RUN", "SHOAL_WORKER_ID", "SHOAL_TOKEN"}
 
 Workers = Annotated[int, Field(ge=1, le=MOST_WORKERS)]
+HOW_MANY = Allowed(f"a whole number from 1 to {MOST_WORKERS}")
 Seconds = Annotated[float, Field(gt=0, le=LONGEST_SECONDS, allow_inf_nan=False)]
 
 
@@ -31,18 +32,22 @@ class Body(BaseModel):
 class WorkersBody(Body):
     """How many workers a job has: `min` ≤ `wanted` ≤ `max`."""
 
-    wanted: Workers | None = None
+    wanted: Annotated[Workers | None, HOW_MANY] = None
     """Number of workers. Default: the number of CUDA devices on the controller's machine, else 2."""
-    min: Workers = 1
+    min: Annotated[Workers, HOW_MANY] = 1
     """Fewest workers to train with. Default: 1."""
-    max: Workers | None = None
+    max: Annotated[Workers | None, HOW_MANY] = None
     """Most workers to scale to. Default: the number of lanes."""
 
 
 class JobBody(Body):
     """A job specification: the body of `POST /v1/jobs`, and `job.yaml`."""
 
-    job: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
+    job: Annotated[
+        str,
+        Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"),
+        Allowed("at most 63 letters, digits, `.`, `_` and `-`, a letter or digit first"),
+    ]
     """Name of the job: at most 63 letters, digits, `.`, `_` and `-`, a letter or digit first."""
     workers: WorkersBody = WorkersBody()
     """Numbers of workers."""
@@ -76,14 +81,14 @@ class JobBody(Body):
     @classmethod
     def _a_launcher_that_exists(cls, launcher: str) -> str:
         if launcher == "kubernetes":
-            raise ValueError("launcher is kubernetes, which is not supported yet; expected none or local")
+            raise ValueError("`launcher` is kubernetes, which is not supported yet; expected none or local")
         return launcher
 
     @field_validator("kubernetes")
     @classmethod
     def _no_kubernetes_yet(cls, section: object) -> object:
         if section is not None:
-            raise ValueError("kubernetes is not supported yet; leave the section out")
+            raise ValueError("`kubernetes` is not supported yet; leave the section out")
         return section
 
     @field_validator("resume", mode="before")
@@ -92,13 +97,13 @@ class JobBody(Body):
         step = isinstance(resume, int) and not isinstance(resume, bool) and resume >= 0
         if resume is None or resume is False or step or (isinstance(resume, str) and resume):
             return resume
-        raise ValueError(f'resume is {shown(resume)}; expected "latest", a step, a path, or false')
+        raise ValueError(wrong_value("resume", resume, '"latest", a step, a path, or false'))
 
     @field_validator("command")
     @classmethod
     def _a_command_for_the_system(cls, command: list[str]) -> list[str]:
         for index, word in enumerate(command):
-            _check_text(f"command[{index}]", word)
+            _check_text(f"`command[{index}]`", word)
         return command
 
     @field_validator("env")
@@ -106,11 +111,11 @@ class JobBody(Body):
     def _an_env_for_the_system(cls, env: dict[str, str]) -> dict[str, str]:
         for name, value in env.items():
             if not name or "=" in name:
-                raise ValueError(f"env has a variable named {name!r}; expected a name that is not empty and has no =")
+                raise ValueError(f"`env` has a variable named {name!r}; expected a name that is not empty and has no =")
             if name in SET_BY_SHOAL:
-                raise ValueError(f"env.{name} is set by Shoal itself; leave it out")
-            _check_text("a name in env", name)
-            _check_text(f"env.{name}", value)
+                raise ValueError(f"`env.{name}` is set by Shoal itself; leave it out")
+            _check_text("a name in `env`", name)
+            _check_text(f"`env.{name}`", value)
         return env
 
     @model_validator(mode="after")
@@ -119,22 +124,22 @@ class JobBody(Body):
         whose = "workers.max" if self.workers.max else "lanes"
         wanted = self.workers.wanted
         if most is not None and least > most:
-            raise ValueError(f"workers.min is {least}; expected 1 to {most} ({whose})")
+            raise ValueError(f"`workers.min` is {least}; expected 1 to {most} (`{whose}`)")
         if wanted is not None and (wanted < least or (most is not None and wanted > most)):
-            upper = f"{most} ({whose})" if most is not None else "the job's lanes"
-            raise ValueError(f"workers.wanted is {wanted}; expected {least} (workers.min) to {upper}")
+            upper = f"{most} (`{whose}`)" if most is not None else "the job's lanes"
+            raise ValueError(f"`workers.wanted` is {wanted}; expected {least} (`workers.min`) to {upper}")
         if self.lanes is not None and self.workers.max is not None and self.workers.max > self.lanes:
             raise ValueError(
-                f"workers.max is {self.workers.max}, but lanes is {self.lanes} and every worker trains at least one "
-                f"lane; expected {least} to {self.lanes}"
+                f"`workers.max` is {self.workers.max}, but `lanes` is {self.lanes} and every worker trains at least "
+                f"one lane; expected {least} to {self.lanes}"
             )
         if self.launcher == "local" and not self.command:
             raise ValueError(
-                "command is missing; launcher local needs the command of each worker, such as [python, train.py]"
+                "`command` is missing; launcher local needs the command of each worker, such as [python, train.py]"
             )
         if self.launcher == "none" and (self.command or self.env):
             given = "command" if self.command else "env"
-            raise ValueError(f"{given} is given, but launcher is none and starts nothing; set launcher to local")
+            raise ValueError(f"`{given}` is given, but `launcher` is none and starts nothing; set `launcher` to local")
         return self
 
     def spec(self, default_wanted: int) -> JobSpec:
@@ -154,7 +159,7 @@ class JobBody(Body):
 class ScaleBody(Body):
     """The body of `POST /v1/jobs/{job}/scale`."""
 
-    workers: Workers
+    workers: Annotated[Workers, HOW_MANY]
     """New number of workers."""
 
 

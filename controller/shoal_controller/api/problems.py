@@ -10,11 +10,11 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from shoal_protos.errors import ShoalError, UserError
+from shoal_protos.validation import first_sentence
 from starlette.exceptions import HTTPException
 
 from shoal_controller.api.answers import Problem
 from shoal_controller.api.models import DrainBody, JobBody, ScaleBody
-from shoal_controller.api.sentences import sentence_for
 
 BODIES: Mapping[str, tuple[str, type[BaseModel]]] = {
     "create_job": ("the job spec", JobBody),
@@ -62,7 +62,12 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     route = request.scope.get("route")
     whole, model = BODIES.get(getattr(route, "name", ""), ("the request", None))
-    return problem(request.url.path, UserError.http_status, sentence_for(error.errors(), whole, model))
+    faults = [{**fault, "loc": fault["loc"][1:]} for fault in error.errors()]  # without "body" or "query"
+    if any(not fault["loc"] and isinstance(fault.get("input"), bytes) for fault in faults):
+        sentence = f"{whole} came without the header `Content-Type: application/json`; send it as JSON, and say so"
+    else:
+        sentence = first_sentence(faults, whole, model)
+    return problem(request.url.path, UserError.http_status, sentence)
 
 
 async def _http_error(request: Request, error: Exception) -> JSONResponse:

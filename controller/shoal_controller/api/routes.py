@@ -54,7 +54,7 @@ async def create_job(body: JobBody, shell: AShell, request: Request, response: R
     settings = request.app.state.settings
     if body.launcher not in settings.launchers:
         raise Refused(
-            f"launcher is {body.launcher}; this controller allows {', '.join(sorted(settings.launchers))} "
+            f"`launcher` is {body.launcher}; this controller allows {', '.join(sorted(settings.launchers))} "
             "(its SHOAL_LAUNCHERS)"
         )
     view = await shell.create(body.spec(settings.default_workers))

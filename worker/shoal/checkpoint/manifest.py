@@ -19,6 +19,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
 from shoal_protos.runs import Span
+from shoal_protos.validation import first_sentence
 
 from shoal.checkpoint.container import DTYPES
 from shoal.checkpoint.errors import CheckpointDamaged
@@ -213,7 +214,7 @@ def parse_part(content: bytes, where: str) -> FileEntry:
     try:
         return FileEntry.model_validate_json(content)
     except ValidationError as error:
-        raise CheckpointDamaged(f"{where} is damaged: {_first(error)}.") from None
+        raise CheckpointDamaged(f"{where} is damaged: {first_sentence(error.errors(), 'it')}.") from None
 
 
 def _refusal(content: bytes, error: ValidationError, where: str) -> str:
@@ -226,14 +227,7 @@ def _refusal(content: bytes, error: ValidationError, where: str) -> str:
     version = head.get("version")
     if type(version) is int and version > VERSION:
         return f"{where} has format version {version}; this Shoal reads {VERSION}. Use the version that wrote it."
-    return f"{where} is damaged: {_first(error)}."
-
-
-def _first(error: ValidationError) -> str:
-    fault = error.errors()[0]
-    place = ".".join(map(str, fault["loc"]))
-    message = fault["msg"] if len(fault["msg"]) < 200 else fault["type"]
-    return f"{place or 'it'}: {message[0].lower()}{message[1:]}"
+    return f"{where} is damaged: {first_sentence(error.errors(), 'it')}."
 
 
 def _broken(manifest: Manifest) -> Iterator[str]:

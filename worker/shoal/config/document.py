@@ -7,18 +7,10 @@ These models are the reference: docs/configuration.md is written from them. `loa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
-
-
-@dataclass(frozen=True, slots=True)
-class Allowed:
-    """The values that a key may have, as the end of the sentence "expected …"."""
-
-    text: str
-
+from shoal_protos.validation import Allowed
 
 Auto = Literal["auto"]
 MOST = 10**15

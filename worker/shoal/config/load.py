@@ -14,11 +14,12 @@ from typing import Any, NoReturn, TypeVar
 from pydantic import ValidationError
 from shoal_protos.corruption import OnCorruption
 from shoal_protos.errors import UserError
+from shoal_protos.validation import shown
 
 from shoal.config.batch import Sizes, per_lane, settle
 from shoal.config.deepspeed import NOT_BUILT, WITHOUT_MEANING, sections
 from shoal.config.document import Checkpoint, Document, Optimizer
-from shoal.config.sentences import all_of, not_built, sentences_of, shown, unknown_key, wrong_value
+from shoal.config.sentences import all_of, not_built, sentences_of, unknown_key, wrong_value
 from shoal.config.training import TrainingConfig
 from shoal.logs import get_logger
 
@@ -81,7 +82,7 @@ def _parsed(text: str, name: str) -> dict[str, Any]:
     except RecursionError:
         raise UserError(f"config{name} is nested too deeply.") from None
     if not isinstance(given, dict):
-        raise UserError(f"config{name} holds no section {{…}} but {shown(given)}.")
+        raise UserError(f"config{name} is {shown(given)}; expected an object {{…}}.")
     return given
 
 
@@ -118,7 +119,7 @@ def sift(given: Mapping[str, Any], faults: list[str], section: str = "") -> tupl
             if value is None:
                 continue
             if not isinstance(value, Mapping):
-                faults.append(wrong_value(name, value, "a section {…}"))
+                faults.append(wrong_value(name, value, "an object {…}"))
                 continue
             inner, below = sift(value, faults, name)
             ignored += below

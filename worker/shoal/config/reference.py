@@ -9,11 +9,12 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+from shoal_protos.validation import allowed_in, model_in
 
 from shoal.config.deepspeed import NOT_BUILT, WITHOUT_MEANING
-from shoal.config.document import Document, Section
-from shoal.config.sentences import allowed_in, model_in
+from shoal.config.document import Document
 from shoal.optim.schedules import FORMULAS, Formula
 
 OPENING = """\
@@ -59,7 +60,7 @@ def page() -> str:
     )
 
 
-def _section(model: type[Section], name: str) -> Iterator[str]:
+def _section(model: type[BaseModel], name: str) -> Iterator[str]:
     fields = {key: field for key, field in model.model_fields.items() if model_in(field) is None}
     heading = f"`{name}`" if name else "Top level"
     yield f"\n## {heading}\n\n"
@@ -82,11 +83,7 @@ def _table(fields: Mapping[str, FieldInfo]) -> Iterator[str]:
     yield "| key | allowed | default | meaning |\n|---|---|---|---|\n"
     for key, field in fields.items():
         meaning = " ".join((field.description or "").split())
-        yield f"| `{key}` | {_allowed(field)} | {_default(field)} | {meaning} |\n"
-
-
-def _allowed(field: FieldInfo) -> str:
-    return allowed_in(field)
+        yield f"| `{key}` | {allowed_in(field)} | {_default(field)} | {meaning} |\n"
 
 
 def _default(field: FieldInfo) -> str:

@@ -1,57 +1,36 @@
-"""The sentences of a refused configuration: the key, what was given, what was expected, and the nearest right key.
+"""The sentences of a refused configuration: those of every document, and what only a training config needs.
 
-Pure text; `load.py` raises them.
+That is the key that was meant where it stands elsewhere or is DeepSpeed's. Pure text; `load.py` raises them.
 """
 
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Iterator, Sequence
 
 from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
+from shoal_protos import validation
+from shoal_protos.validation import Fault, find, model_in, shown
 
 from shoal.config.deepspeed import NOT_BUILT, WITHOUT_MEANING
-from shoal.config.document import Allowed, Document, Section
+from shoal.config.document import Document
 
-LONGEST_SHOWN = 60
 REFERENCE = "docs/configuration.md"
 
 
-def shown(value: object) -> str:
-    """A value as the file has it, cut where it is long."""
-    text = json.dumps(value, ensure_ascii=False, default=repr)
-    return text if len(text) <= LONGEST_SHOWN else text[: LONGEST_SHOWN - 1] + "…"
-
-
 def wrong_value(key: str, value: object, allowed: str) -> str:
-    return f"`{key}` is {shown(value)}; expected {allowed}."
+    return f"{validation.wrong_value(key, value, allowed)}."
 
 
 def not_built(key: str, value: object) -> str:
     return f"`{key}` is not supported yet (given: {shown(value)})."
 
 
-def model_in(field: FieldInfo) -> type[Section] | None:
-    """The section that a field holds, None where it holds a plain value."""
-    for kind in (field.annotation, *getattr(field.annotation, "__args__", ())):
-        if isinstance(kind, type) and issubclass(kind, Section):
-            return kind
-    return None
-
-
-def allowed_in(field: FieldInfo) -> str:
-    """How the sentence "expected …" ends for a field."""
-    return next((mark.text for mark in field.metadata if isinstance(mark, Allowed)), "a section {…}")
-
-
-def keys_of(model: type[BaseModel], section: str = "") -> Iterator[tuple[str, FieldInfo]]:
+def keys_of(model: type[BaseModel], section: str = "") -> Iterator[str]:
     """Every dotted key of a model and of the sections below it."""
     for name, field in model.model_fields.items():
         key = f"{section}.{name}" if section else name
-        yield key, field
+        yield key
         inner = model_in(field)
         if inner is not None:
             yield from keys_of(inner, key)
@@ -60,14 +39,13 @@ def keys_of(model: type[BaseModel], section: str = "") -> Iterator[tuple[str, Fi
 def unknown_key(key: str, value: object, model: type[BaseModel] = Document, section: str = "") -> str:
     """Naming the nearest known key, and all that are allowed beside it. `section`: where `model` stands in the file."""
     parent, _, name = key.rpartition(".")
-    known = {known for known, _ in keys_of(model, section)}
+    known = set(keys_of(model, section))
     foreign = {known for known in WITHOUT_MEANING | NOT_BUILT.keys() if not known.endswith("*")}
-    beside = sorted(other.rpartition(".")[2] for other in known if other.rpartition(".")[0] == parent)
-    guess = _nearest(key, name, known | foreign)
-    hint = f"; did you mean `{guess}`?" if guess else "."
-    place = f"in `{parent}`" if parent else "at the top level"
-    listed = f" Allowed {place} are {', '.join(beside)}." if beside else f" See {REFERENCE} for the allowed keys."
-    return f"`{key}` is an unknown key (given: {shown(value)}){hint}{listed}"
+    beside = [other.rpartition(".")[2] for other in known if other.rpartition(".")[0] == parent]
+    refused = validation.unknown_key(parent, name, value, beside, _nearest(key, name, known | foreign))
+    if beside:
+        return f"{refused}."
+    return f"{refused}{'' if refused.endswith('?') else '.'} See {REFERENCE} for the allowed keys."
 
 
 ELSEWHERE = {
@@ -108,16 +86,13 @@ def all_of(faults: Sequence[str]) -> str:
 
 
 def sentences_of(error: ValidationError, model: type[BaseModel] = Document, section: str = "") -> list[str]:
-    """The sentences of all faults that the models found, each key once."""
+    """The sentences of all faults that the models found, each key once. `section`: where `model` stands in the file."""
     return list(dict.fromkeys(_sentence_of(fault, model, section) for fault in error.errors()))
 
 
-def _sentence_of(fault: ErrorDetails, model: type[BaseModel], section: str) -> str:
-    place = ([section] if section else []) + [str(part) for part in fault["loc"]]
+def _sentence_of(fault: Fault, model: type[BaseModel], section: str) -> str:
     if fault["type"] == "extra_forbidden":
-        return unknown_key(".".join(place), fault["input"], model, section)
-    fields = dict(keys_of(model, section))
-    key = next(key for key in (".".join(place[:length]) for length in range(len(place), 0, -1)) if key in fields)
-    if fault["type"] == "missing":
-        return f"`{key}` is missing; expected {allowed_in(fields[key])}."
-    return wrong_value(key, fault["input"], allowed_in(fields[key]))
+        key, _, _ = find(fault["loc"][:-1], model, section)
+        name = str(fault["loc"][-1])
+        return unknown_key(f"{key}.{name}" if key else name, fault["input"], model, section)
+    return f"{validation.sentence(fault, 'the config', model, section)}."

@@ -14,13 +14,14 @@ from typing import Any, TypeVar
 import torch
 from pydantic import ValidationError
 from shoal_protos.errors import UserError
+from shoal_protos.validation import shown
 from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.config.document import Optimizer as OptimizerSection
 from shoal.config.document import Scheduler as SchedulerSection
-from shoal.config.sentences import all_of, sentences_of, shown
+from shoal.config.sentences import all_of, sentences_of
 from shoal.optim.elementwise import ELEMENTWISE, NOT_ELEMENTWISE, names
 from shoal.optim.scheduler import Schedule
 from shoal.optim.schedules import FORMULAS

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field
+from shoal_protos.validation import Allowed
 
-from shoal.config.document import Allowed, Section, Switch
+from shoal.config.document import Section, Switch
 
 Rate = Annotated[
     float | Annotated[tuple[float, ...], Field(strict=False)],

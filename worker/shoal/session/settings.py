@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, SecretStr, ValidationError, field_va
 from shoal_protos.addresses import is_connectable, split_address
 from shoal_protos.errors import UserError
 from shoal_protos.messages import GRACE_SECONDS
+from shoal_protos.validation import first_sentence
 
 LONGEST_GRACE_SECONDS = 7 * 24 * 3600.0
 
@@ -72,7 +73,7 @@ class SessionSettings(BaseModel):
         try:
             return cls.model_validate(given)
         except ValidationError as error:
-            raise UserError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
+            raise UserError(first_sentence(error.errors(), "the environment")) from None
 
     @field_validator("controller")
     @classmethod

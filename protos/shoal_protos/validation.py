@@ -1,0 +1,165 @@
+"""What is wrong with a document, in sentences: the key, what was given, what was expected, the nearest right key.
+
+pydantic finds what is wrong and says it for programmers; here its findings become sentences for users, in one
+vocabulary for training configs, job specs, settings and manifests. A sentence has no full stop: whoever shows several
+of them adds one to each.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+LONGEST_SHOWN = 80
+"""Characters of a wrong value that are repeated."""
+
+Fault = Mapping[str, Any]
+"""One entry of pydantic's `ValidationError.errors()`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """The values that a field may have, as the end of the sentence "expected …". Annotates the field."""
+
+    text: str
+
+
+BY_TYPE = {
+    "greater_than_equal": "{ge} or more",
+    "greater_than": "more than {gt}",
+    "less_than_equal": "{le} or less",
+    "less_than": "less than {lt}",
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_parsing_size": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "string_type": "a string",
+    "string_pattern_mismatch": "a match of {pattern}",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "dict_type": "an object {{…}}",
+    "model_type": "an object {{…}}",
+    "model_attributes_type": "an object {{…}}",
+    "literal_error": "{expected}",
+    "enum": "{expected}",
+    "too_long": "at most {max_length} entries",
+}
+"""pydantic's types of errors, and what was expected, where the field has no `Allowed`."""
+
+
+def shown(value: object) -> str:
+    """A value as JSON, cut where it is long."""
+    text = ""
+    try:
+        for piece in json.JSONEncoder(ensure_ascii=False, default=repr).iterencode(value):
+            text += piece
+            if len(text) > LONGEST_SHOWN:
+                return text[: LONGEST_SHOWN - 1] + "…"
+    except ValueError:  # it contains itself
+        return shown(repr(value))
+    return text
+
+
+def wrong_value(key: str, value: object, allowed: str) -> str:
+    return f"`{key}` is {shown(value)}; expected {allowed}"
+
+
+def unknown_key(section: str, name: str, value: object, allowed: Iterable[str], guess: str | None) -> str:
+    """`allowed`: the keys of the section ("": the top level). `guess`: the whole key that was probably meant."""
+    known = sorted(allowed)
+    refused = f"`{_key(section, shown(name)[1:-1])}` is an unknown key (given: {shown(value)})"
+    hint = f"; did you mean `{guess}`?" if guess else ""
+    if not known:
+        return refused + hint
+    place = f"in `{section}`" if section else "at the top level"
+    return f"{refused}{hint or '.'} Allowed {place} {'are' if len(known) > 1 else 'is'} {', '.join(known)}"
+
+
+def sentence(fault: Fault, whole: str, model: type[BaseModel] | None = None, section: str = "") -> str:
+    """What is wrong. `whole` names what is checked; `model`, which stands in `section` of it, knows what is allowed."""
+    kind, context, location = fault["type"], fault.get("ctx", {}), fault["loc"]
+    if kind == "value_error":
+        return str(context.get("error", fault["msg"]))
+    if kind == "json_invalid":
+        where = f" at character {location[-1]}" if location else ""
+        return f"{whole} is not JSON: {context.get('error', fault['msg'])}{where}"
+    if kind == "extra_forbidden":
+        place, _, holder = find(location[:-1], model, section)
+        name, known = str(location[-1]), [*holder.model_fields] if holder else []
+        near = difflib.get_close_matches(name, known, 1)
+        return unknown_key(place, name, fault["input"], known, _key(place, near[0]) if near else None)
+    key, field, _ = find(location, model, section)
+    allowed = allowed_in(field) or BY_TYPE.get(kind, "").format(**_plain(context))
+    if kind == "missing":
+        wanted = f"; expected {allowed}" if allowed else ""
+        return f"`{key}` is missing from {whole}{wanted}" if key else f"{whole} is missing"
+    given = f"{f'`{key}`' if key else whole} is {shown(fault.get('input'))}"
+    return f"{given}; expected {allowed}" if allowed else f"{given}: {fault['msg']}"
+
+
+def first_sentence(faults: Sequence[Fault], whole: str, model: type[BaseModel] | None = None) -> str:
+    """The sentence of the fault that helps most: an unknown key explains one that is missing."""
+    return sentence(min(faults, key=_rank), whole, model)
+
+
+def find(
+    location: Iterable[str | int], model: type[BaseModel] | None, section: str = ""
+) -> tuple[str, FieldInfo | None, type[BaseModel] | None]:
+    """The key that a location means (`workers.min`, `command[2]`), its field, and the model that is there.
+
+    What pydantic adds for unions is left out, and so is a place within a value that `Allowed` describes as a whole.
+    """
+    key, field = section, None
+    for part in location:
+        if allowed_in(field):
+            break
+        if isinstance(part, int):
+            key += f"[{part}]"
+            continue
+        field = model.model_fields.get(part) if model else None
+        model = model_in(field)
+        if field is not None or part.isidentifier():
+            key = _key(key, part)
+    return key, field, model
+
+
+def model_in(field: FieldInfo | None) -> type[BaseModel] | None:
+    """The model that a field holds, None where it holds a plain value."""
+    for kind in (field.annotation, *getattr(field.annotation, "__args__", ())) if field else ():
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            return kind
+    return None
+
+
+def allowed_in(field: FieldInfo | None) -> str:
+    """How the sentence "expected …" ends for a field that has an `Allowed`; else empty."""
+    return next((mark.text for mark in field.metadata if isinstance(mark, Allowed)), "") if field else ""
+
+
+def _key(section: str, name: str) -> str:
+    return f"{section}.{name}" if section else name
+
+
+def _rank(fault: Fault) -> int:
+    """What does not fit together comes last."""
+    return {"extra_forbidden": 0, "value_error": 2}.get(fault["type"], 1)
+
+
+def _plain(context: Mapping[str, Any]) -> dict[str, str]:
+    """`'none', 'local' or 'kubernetes'` → `none, local or kubernetes`; 65536.0 → 65536."""
+    plain = {}
+    for name, value in context.items():
+        text = f"{value:g}" if isinstance(value, float) else str(value)
+        plain[name] = text.replace("'", "") if name == "expected" else text
+    return plain
