@@ -1,4 +1,4 @@
-"""Every rule that bits or progress hang on, switched off: by replacing the one function that embodies it.
+"""Every rule that equal bits or progress depend on, switched off: by replacing the one function that embodies it.
 
 `test_rules.py` and `python -m tests.simulation.mutants` try each: a simulation must break, or the rule is not needed or
 not tested. docs/rules.md lists these rules; code marks them with ●.
@@ -220,17 +220,17 @@ def _counts_cuts(turn: Turn) -> None:
 
 MUTATIONS: dict[str, list[Patch]] = {
     "only a step above the one of a failure forgives it": [(failures, "forgive", _forgives_by_any_step)],
-    "all that fails in one generation counts once": [(failures, "_is_new", lambda turn, record: True)],
+    "all failures within one generation count once": [(failures, "_is_new", lambda turn, record: True)],
     "a claim is checked before it is believed": [(claims, "false_claim", lambda turn, worker, message: "")],
     "a worker of another run is turned away": [(claims, "run_mismatch", lambda spec, hello: "")],
     "a planned generation begins when all votes name it": [(Membership, "leave_vote", _minimum_begins)],
-    "what a member voted it keeps until that vote is over": [(Membership, "on_planned", _hears_in_a_vote)],
+    "a member keeps what it voted for until that vote is over": [(Membership, "on_planned", _hears_in_a_vote)],
     "a joiner keeps every planned generation": [(Membership, "on_planned", _keeps_only_the_newest)],
     "a worker does not get ready for a plan that needs a block it lacks": [
         (Membership, "enter_vote", _votes_without_holding),
         (planner_inputs, "kept_blocks", _counts_all),
     ],
-    "a planned change counts only what its base keeps or has filled": [(planner_inputs, "kept_blocks", _counts_all)],
+    "a planned change relies only on what its base keeps or has filled": [(planner_inputs, "kept_blocks", _counts_all)],
     "a leaving worker keeps its blocks until a vote without it has passed": [
         (scaling, "_left_and_safe", _left_is_safe)
     ],
@@ -238,14 +238,14 @@ MUTATIONS: dict[str, list[Patch]] = {
     "an inventory counts only if no step was committed in a later generation": [
         (recovery, "counts", lambda inventory, committed_in, floor: True)
     ],
-    "only blocks whose gradient is in roll forward": [(planner_inputs, "usable_blocks", _worth_without_gradient)],
-    "who is one step behind rolls forward": [(planner_inputs, "usable_blocks", _worth_one_behind_is_nothing)],
-    "what is durable is written before anything is said": [(Turn, "effects_in_order", _says_before_it_stores)],
+    "only blocks whose gradient has arrived roll forward": [(planner_inputs, "usable_blocks", _worth_without_gradient)],
+    "a member that is one step behind rolls forward": [(planner_inputs, "usable_blocks", _worth_one_behind_is_nothing)],
+    "what must be durable is stored before anyone is told": [(Turn, "effects_in_order", _says_before_it_stores)],
     "a second process with a living member's id is refused": [(admission, "_identity", _gives_ids_twice)],
-    "most are silent: nobody is evicted": [(silence, "is_cut_off", lambda job: False)],
+    "silence of most evicts nobody": [(silence, "is_cut_off", lambda job: False)],
     "within reconnect_seconds nobody is evicted": [(silence, "may_be_reconnecting", lambda turn: False)],
     "silence is counted in the controller's own running time": [(silence, "count_tick", _counts_by_the_clock)],
-    "the time of a cut is nobody's silence": [(silence, "count_tick", _counts_cuts)],
+    "the time of a cut counts as nobody's silence": [(silence, "count_tick", _counts_cuts)],
     "a refusal proves a death only where the process was reached": [
         (failure_detector, "_may_prove", _any_refusal_proves)
     ],
@@ -254,42 +254,48 @@ MUTATIONS: dict[str, list[Patch]] = {
     "the same pair is evicted only after two generations": [(link_faults, "judge", _one_break_is_enough)],
     "the same pair is evicted after two generations": [(link_faults, "judge", lambda turn, attempt: None)],
     "a block is given up only when nobody may hold it": [(lost_blocks, "_possible_holders", _decides_at_once)],
-    "a lagging worker is told again": [(next_message, "next_message", lambda job, process: None)],
+    "a lagging worker gets its message again": [(next_message, "next_message", lambda job, process: None)],
     "a generation in which someone was lost blames no pair": [(link_faults, "judge", _blames_in_any_case)],
     "a joiner is not waited for in a recovery": [(fencing, "_holds_nothing", lambda turn, worker: False)],
-    "a member that is stuck in the world before is heard": [
+    "a member that is stuck in the previous world is heard": [
         (link_faults, "_broken_in_training", _hears_of_the_new_world_only)
     ],
     "whether steps run is part of the plan": [(planner_inputs, "steps_run", lambda turn, members: True)],
     "silence for stall_seconds evicts though most are silent": [(failure_detector, "_gone_for_good", lambda turn: [])],
-    "what members tell of copies that differ is heard": [(corruption, "on_status", lambda turn, worker, status: None)],
-    "where copies differ all go back to a checkpoint whose copies agreed": [(corruption, "_conclude", _is_silent)],
+    "members' reports of differing copies count": [(corruption, "on_status", lambda turn, worker, status: None)],
+    "where copies differ all return to a checkpoint whose copies agreed": [(corruption, "_conclude", _is_silent)],
     "… and to none that was saved while they differed": [
         (checkpoints, "latest", lambda durable: max(durable.checkpoints, default=None))
     ],
-    "a second return without a step above the highest pauses": [(corruption, "_is_beyond", lambda turn: True)],
-    "a worker in two differences is evicted": [(corruption, "_quarantine", lambda turn, worker, times: None)],
-    "what was given up by going back counts no more": [(checkpoints, "_is_given_up", lambda durable, sighting: False)],
-    "all go back to the newest checkpoint that anybody knows": [(checkpoints, "latest", _oldest)],
+    "a second return without progress pauses the job": [(corruption, "_is_beyond", lambda turn: True)],
+    "a worker that is part of two differences is evicted": [
+        (corruption, "_quarantine", lambda turn, worker, times: None)
+    ],
+    "a save that was given up no longer counts": [(checkpoints, "_is_given_up", lambda durable, sighting: False)],
+    "all return to the newest checkpoint that anyone knows": [(checkpoints, "latest", _oldest)],
     "a checkpoint that cannot be read is not named again": [(checkpoints, "unreadable", lambda turn, attempt: None)],
-    "who was not there when all went back changes nothing any more": [
+    "a worker that was absent when all returned changes nothing any more": [
         (recovery, "_goes_back", lambda turn, plan, step: False)
     ],
-    "no two requests to save have one number": [(checkpoints, "request_save", _asks_by_the_number_of_a_ping)],
+    "no two requests to save have the same number": [(checkpoints, "request_save", _asks_by_the_number_of_a_ping)],
     "a drain's grace goes on over a controller's restart": [(scaling, "on_restart", _gives_no_grace)],
     "a save that was accepted is made over a controller's restart": [(scaling, "on_restart", _forgets(save=None))],
-    "what was told to end is killed over a controller's restart": [(scaling, "on_restart", _forgets(ending_since={}))],
+    "a process that was told to end is killed over a controller's restart": [
+        (scaling, "on_restart", _forgets(ending_since={}))
+    ],
     "a worker that no controller has started is started by the next": [
         (machine.TABLE, (Phase.WAITING, NeverStarted), lambda turn, event: None),
         (machine.TABLE, (Phase.RUNNING, NeverStarted), lambda turn, event: None),
     ],
     "the shown step is written before it is shown": [(Turn, "effects_in_order", _shows_what_is_not_written)],
-    "every stage of a recovery has its own time": [(recovery, "_overdue", _has_one_time_for_all_stages)],
-    "a thawed worker is taken in where no steps run": [(running, "_could_rejoin", lambda turn, world, process: False)],
-    "two that cannot reach each other are parted": [(progress_watch, "judge_training", lambda turn, world: ())],
+    "every stage of a recovery has its own time limit": [(recovery, "_overdue", _has_one_time_for_all_stages)],
+    "a thawed worker is readmitted where no steps run": [
+        (running, "_could_rejoin", lambda turn, world, process: False)
+    ],
+    "one of two that cannot reach each other is evicted": [(progress_watch, "judge_training", lambda turn, world: ())],
     "only waits older than the limit count": [(progress_watch, "broken_links", _heeds_no_age)],
     "a straggler is not evicted": [(progress_watch, "_last_progress_at", lambda job, process: float("-inf"))],
-    "a link that fails while a world is made is looked into": [
+    "a link that fails while a world is built is examined": [
         (progress_watch, "broken_links_in_building", lambda turn, plan, since: ())
     ],
     "a planned change whose joiner cannot be reached is void": [

@@ -1,4 +1,4 @@
-"""What the waits of a group and of its building hang on: no clock, and never the training thread (docs/rules.md)."""
+"""What waits of a group and of its building depend on: no clock, and never the training thread (docs/rules.md)."""
 
 from __future__ import annotations
 
