@@ -37,14 +37,16 @@ Environment variables; a flag of the command wins.
 DOOR = """\
 ## Who may do what
 
-Whoever may submit a job runs commands as the controller's user. So what is reached from other machines asks for a
-token; REST behind a proxy that speaks TLS, since the token travels as it is. The operators' token (`SHOAL_TOKEN`) opens
-everything; `shoal token JOB` derives one from it that opens the sessions of that job's workers only, and a launcher
-gives its workers such a one. It is no wall between a script and the user who runs it: local workers are processes of
-the controller's user, who can read that user's files. `SHOAL_LAUNCHERS=none` keeps a controller from starting any.
+Anyone who may submit a job can run commands as the controller's user. So a port that other machines can reach requires
+a token. Put REST behind a proxy that speaks TLS, because the token is sent as it is. The operators' token
+(`SHOAL_TOKEN`) opens everything; `shoal token JOB` derives one from it that opens only the sessions of that job's
+workers, and launchers give their workers such a token. It does not protect the user from the script: local workers are
+processes of the controller's user and can read that user's files. `SHOAL_LAUNCHERS=none` keeps a controller from
+starting any.
 
-`shoal run` and `shoal demo` make a token where `SHOAL_TOKEN` is unset, in `token` of their data folder. The commands
-look there: in `$SHOAL_DATA`, else in `.shoal` of the current folder, and only for a controller of this machine.
+`shoal run` and `shoal demo` create a token if `SHOAL_TOKEN` is unset, in the file `token` of their data folder. The
+commands look for it there (in `$SHOAL_DATA`, else in `.shoal` of the current folder), and use it only for a controller
+on this machine.
 
 Requests that a browser sends for a page of another site are refused.
 """

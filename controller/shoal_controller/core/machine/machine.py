@@ -73,7 +73,7 @@ def on_tick(turn: Turn, _: Tick) -> None:
 
 
 def ignore(turn: Turn, _: Event) -> None:
-    """It changes nothing in this phase."""
+    """The event changes nothing in this phase."""
 
 
 Handler = Callable[[Turn, Any], object]

@@ -27,7 +27,7 @@ from shoal_controller.core.machine.turn import Turn
 
 
 def on_connected(turn: Turn, event: Connected) -> None:
-    """Answered by Welcome and what is current, or by Refusal."""
+    """A worker connected: answer with Welcome and the current message, or with Refusal."""
     hello = event.hello
     if mismatch := claims.run_mismatch(turn.spec, hello):
         return claims.refuse_run(turn, event, mismatch)

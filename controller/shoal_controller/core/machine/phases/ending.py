@@ -60,7 +60,7 @@ def stop_seconds(turn: Turn) -> float:
 
 
 def on_restart(turn: Turn, _: Started) -> None:
-    """What a controller's life begins with: whoever has not ended gets the time that it had to hear of the end anew."""
+    """A controller's life begins: workers that have not ended get the full time again to learn that the job is over."""
     turn.change(reaped_at=turn.now)
     lingering = tuple(record.worker for record in turn.durable.roster.values() if _lingers(turn, record))
     if lingering:
@@ -68,7 +68,7 @@ def on_restart(turn: Turn, _: Started) -> None:
 
 
 def on_connected(turn: Turn, event: Connected) -> None:
-    """A worker comes back to a job that is over: it is told how it ended, if that was its own run."""
+    """A worker connects to a job that is over: tell it how the job ended, if the run is its own."""
     if sentence := claims.run_mismatch(turn.spec, event.hello):
         claims.refuse_run(turn, event, sentence)
         return
@@ -77,7 +77,7 @@ def on_connected(turn: Turn, event: Connected) -> None:
 
 
 def on_message(turn: Turn, event: MessageReceived) -> None:
-    """It lags: say again what is current."""
+    """The worker lags behind: send the current message again."""
     worker = turn.job.connections.get(event.connection)
     if worker is not None:
         turn.see(worker, heard_at=turn.now)

@@ -39,7 +39,7 @@ QUICK_PROBE_SECONDS = 0.05
 
 
 def on_disconnected(turn: Turn, event: Disconnected) -> None:
-    """A stream ended: its worker may live on. Its store's port tells whether the process is dead."""
+    """A stream ended; its worker may still be alive. The rendezvous port tells whether the process is dead."""
     worker = turn.job.connections.get(event.connection)
     if worker is None:
         return
@@ -60,7 +60,7 @@ def on_disconnected(turn: Turn, event: Disconnected) -> None:
 
 
 def on_probed(turn: Turn, event: Probed) -> bool:
-    """Somebody answers at a worker's rendezvous port, or its host refuses connections to it, or nothing is known."""
+    """Something answers at a worker's rendezvous port, or its host refuses the connection, or nothing is known."""
     record, process = turn.durable.roster.get(event.worker), turn.process(event.worker)
     if record is None or process is None or record.incarnation != event.incarnation:
         return False
@@ -143,7 +143,7 @@ def on_spawned(turn: Turn, event: Spawned) -> None:
 
 
 def on_exited(turn: Turn, event: Exited) -> None:
-    """The launcher saw it end, or could not start it."""
+    """The launcher saw the process end, or could not start it."""
     turn.change(live_processes=turn.job.live_processes - {event.worker})
     record = turn.durable.roster.get(event.worker)
     if record is None:

@@ -25,7 +25,7 @@ OperatorRequest = Scale | DrainWorker | ConfirmLost | Pause | Resume | Save
 
 
 def on_scale(turn: Turn, event: Scale) -> None:
-    """Another number of workers. A launcher follows; without one the youngest are drained."""
+    """Change the wanted number of workers. A launcher follows; without one the youngest are drained."""
     least, most = turn.spec.min_workers, turn.spec.max_workers or turn.spec.lanes
     if turn.durable.description is not None:
         most = planned_changes.most_workers(turn)
@@ -61,7 +61,7 @@ def on_drain(turn: Turn, event: DrainWorker) -> None:
 
 
 def on_confirm_lost(turn: Turn, event: ConfirmLost) -> None:
-    """A silent worker's process is gone, an operator says: nobody waits for it any more."""
+    """An operator says that a silent worker's process is gone: nobody waits for it any more."""
     record = _named(turn, event.worker)
     process = turn.process(record.worker)
     if process is not None and process.connection is not None and record.worker not in silence.silent_workers(turn.job):

@@ -79,8 +79,8 @@ def _give_up_the_unheard(turn: Turn) -> None:
 
 
 def on_restart(turn: Turn) -> None:
-    """After a controller's restart: what was asked for and never heard of gets its time anew, and the launcher says
-    what became of it. Deadlines go on; a clock that was set back makes none longer than it was.
+    """After a controller's restart: processes that were requested and have not been heard of get their full time again,
+    and the launcher says what became of them. Deadlines go on; a clock that was set back makes none longer than it was.
     """
     unheard = [r.worker for r in turn.durable.roster.values() if r.serves and r.launched and not r.incarnation]
     turn.change(spawned_at=dict.fromkeys(unheard, turn.now))
@@ -93,7 +93,7 @@ def on_restart(turn: Turn) -> None:
 
 
 def on_never_started(turn: Turn, event: NeverStarted) -> None:
-    """An earlier controller died before it started this worker: it is started now, by the id that it was given."""
+    """An earlier controller died before it started this worker: start it now, under the id that it was given."""
     record = turn.durable.roster.get(event.worker)
     if record is None or record.incarnation or not record.serves:
         return forget_ending(turn, event.worker)

@@ -32,7 +32,7 @@ from shoal_controller.core.machine.turn import Turn
 
 
 def on_message(turn: Turn, event: MessageReceived) -> bool:
-    """Returns whether it may matter for the job, so that a plain heartbeat costs next to nothing."""
+    """Handle a message; returns whether it may matter for the job, so that a plain heartbeat costs next to nothing."""
     worker = turn.job.connections.get(event.connection)
     return worker is not None and MESSAGES[type(event.message)](turn, worker, event.message)
 
@@ -89,7 +89,7 @@ def on_request(turn: Turn, worker: WorkerId, request: Request) -> bool:
 
 
 def on_result(turn: Turn, worker: WorkerId, result: Result) -> bool:
-    """Digests, or why it failed; from a worker that was told to end, or of a life that was given up, it is nothing."""
+    """Digests, or why the script failed; ignored if the worker was told to end, or the result is of a life given up."""
     note_alive(turn, worker)
     if why := claims.false_claim(turn, worker, result):
         claims.refuse_claim(turn, worker, why)
