@@ -143,11 +143,11 @@ def run(actions: Iterable[Callable[[], None]], more: Callable[[], bool] = lambda
     mark = time.perf_counter()
     for action in actions:
         action()
-        wish = torch.tensor([more()], dtype=torch.uint8)
-        dist.all_reduce(wish, dist.ReduceOp.MAX)
+        wanted = torch.tensor([more()], dtype=torch.uint8)
+        dist.all_reduce(wanted, dist.ReduceOp.MAX)
         took.append(time.perf_counter() - mark)
         mark = time.perf_counter()
-        if not wish:
+        if not wanted:
             break
     used = torch.tensor([time.process_time() - processor])
     dist.all_reduce(used)

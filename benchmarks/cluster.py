@@ -138,9 +138,9 @@ class Cluster:
         with (self.folder / "controller.log").open("wb") as log:
             self._controller = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, env=self._environment())
         assert self._controller.stdout is not None
-        said = dict(part.split("=") for part in self._controller.stdout.readline().decode().split())
-        self._grpc = said["grpc"]
-        url = f"http://{said['http']}/v1"
+        addresses = dict(part.split("=") for part in self._controller.stdout.readline().decode().split())
+        self._grpc = addresses["grpc"]
+        url = f"http://{addresses['http']}/v1"
         self._rest = httpx.Client(base_url=url, timeout=30, trust_env=False)
         spec: Json = {"job": "bench", "workers": {"wanted": self.job.workers}, "launcher": self.job.launcher}
         if self.job.launcher == "local":

@@ -71,13 +71,13 @@ def lose(cluster: Cluster, worker: str, number: signal.Signals) -> Trial:
         f"{STEPS_AFTER} steps of the new world",
         lambda steps: (found := done(steps, opened["generation"], WORKERS - 1))[STEPS_AFTER:] and found,
     )
-    told = cluster.events.wait("resized", since=lost)["data"]
+    resized = cluster.events.wait("resized", since=lost)["data"]
     cluster.signal(worker, signal.SIGKILL)
     cluster.add()
     assert worker in settled
     return Trial(
-        times[0] - lost, normal_step(times), prepare["time"] - lost, opened["time"] - lost, told["pause_seconds"],
-        told["phases"],
+        times[0] - lost, normal_step(times), prepare["time"] - lost, opened["time"] - lost, resized["pause_seconds"],
+        resized["phases"],
     )  # fmt: skip
 
 

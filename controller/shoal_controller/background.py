@@ -86,10 +86,10 @@ class BackgroundWork:
                 self._adopted.clear()
                 self._launches.put_nowait(errand)
 
-    def _beside(self, tasks: Tasks, who: object, what: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def _beside(self, tasks: Tasks, who: object, purpose: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run in a task of its own, unless the same is under way."""
         if who not in tasks and self._alarm is not None:
-            tasks[who] = guarded(f"{what} of {self._spec.job}", work(), self._alarm)
+            tasks[who] = guarded(f"{purpose} of {self._spec.job}", work(), self._alarm)
             tasks[who].add_done_callback(lambda _: tasks.pop(who, None))
 
     async def _probe(self, probe: Probe) -> None:

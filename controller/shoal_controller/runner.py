@@ -355,9 +355,9 @@ class Runner:
                 self._background.run(Kill(worker.worker))
 
     def _note_break(self, error: Exception) -> None:
-        what = str(error) if isinstance(error, ShoalError) else f"{type(error).__name__}: {error}"
-        self._broken = f"job {self.spec.job} cannot continue because of a bug in Shoal: {what}"
-        log.error("a job cannot go on", job=self.spec.job, error=what, exc_info=error)
+        cause = str(error) if isinstance(error, ShoalError) else f"{type(error).__name__}: {error}"
+        self._broken = f"job {self.spec.job} cannot continue because of a bug in Shoal: {cause}"
+        log.error("a job cannot go on", job=self.spec.job, error=cause, exc_info=error)
 
     def _answer_broken(self, event: Event) -> None:
         """Workers that come are sent home, or to wait where another version may serve them; wishes are refused."""

@@ -79,10 +79,10 @@ def _parameters_differ(worker: str, theirs: Description, jobs: Description) -> s
     for mine, wanted in zip(theirs.parameters, jobs.parameters, strict=False):
         if mine.name != wanted.name:
             return f'{opening}parameter "{mine.name}" stands where the job\'s has "{wanted.name}". {ANSWER}'
-        for what in ("shape", "dtype"):
-            if getattr(mine, what) != getattr(wanted, what):
-                found, expected = getattr(mine, what), getattr(wanted, what)
-                return f'{opening}parameter "{mine.name}" has {what} {found}, the job\'s has {expected}. {ANSWER}'
+        for trait in ("shape", "dtype"):
+            if getattr(mine, trait) != getattr(wanted, trait):
+                found, expected = getattr(mine, trait), getattr(wanted, trait)
+                return f'{opening}parameter "{mine.name}" has {trait} {found}, the job\'s has {expected}. {ANSWER}'
         if mine.group != wanted.group:
             group = [f"optimizer group {g}" if g >= 0 else "no optimizer group" for g in (mine.group, wanted.group)]
             return f'{opening}parameter "{mine.name}" is in {group[0]}, the job\'s in {group[1]}. {ANSWER}'
@@ -95,11 +95,11 @@ def _parameters_differ(worker: str, theirs: Description, jobs: Description) -> s
     return None
 
 
-def _texts_differ(worker: str, what: str, theirs: Mapping[str, str], jobs: Mapping[str, str]) -> str | None:
+def _texts_differ(worker: str, difference: str, theirs: Mapping[str, str], jobs: Mapping[str, str]) -> str | None:
     for key in sorted(theirs.keys() | jobs.keys()):
         found, expected = theirs.get(key, "not set"), jobs.get(key, "not set")
         if found != expected:
-            return f"worker {worker} joined with {what}: {key} is {found}, the job's is {expected}. {ANSWER}"
+            return f"worker {worker} joined with {difference}: {key} is {found}, the job's is {expected}. {ANSWER}"
     return None
 
 

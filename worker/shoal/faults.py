@@ -119,7 +119,7 @@ def _parsed(part: str) -> PlantedFault:
     if match is None:
         raise UserError(f'SHOAL_FAULT has "{part}"; expected WORKER@STEP:POINT:ACTION, as in w1@5:vote:kill.')
     worker, step, point, action = match.groups()
-    for what, found, allowed in (("point", point, POINTS), ("action", action, ACTIONS)):
+    for kind, found, allowed in (("point", point, POINTS), ("action", action, ACTIONS)):
         if found not in allowed:
-            raise UserError(f'SHOAL_FAULT names the {what} "{found}"; expected {", ".join(allowed)}.')
+            raise UserError(f'SHOAL_FAULT names the {kind} "{found}"; expected {", ".join(allowed)}.')
     return PlantedFault(worker, int(step), point, action)

@@ -126,13 +126,13 @@ def _limited(scope: Scope, receive: Receive) -> Receive:
     declared = Headers(scope=scope).get("content-length", "0")
     if declared.isdigit() and int(declared) > MOST_BODY_BYTES:
         raise TooLarge(TOO_LARGE)
-    heard = 0
+    received = 0
 
     async def counted() -> Message:
-        nonlocal heard
+        nonlocal received
         message = await receive()
-        heard += len(message.get("body", b""))
-        if heard > MOST_BODY_BYTES:
+        received += len(message.get("body", b""))
+        if received > MOST_BODY_BYTES:
             raise HTTPException(TooLarge.http_status, TOO_LARGE)  # the one exception that the framework lets through
         return message
 

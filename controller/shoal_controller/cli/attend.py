@@ -31,7 +31,7 @@ NOT_SAVED = (EventKind.CHECKPOINT_FAILED, EventKind.CHECKPOINT_SKIPPED)
 
 
 async def attend(
-    here: Here, job: str, revision: int, heard: Interrupts, report_file: Path | None, printed: Printed | None
+    here: Here, job: str, revision: int, signals: Interrupts, report_file: Path | None, printed: Printed | None
 ) -> int:
     """Until the job is over, or was killed by a second Ctrl-C. The exit status of `run`.
 
@@ -41,9 +41,9 @@ async def attend(
     with display() as shown:
         watching = asyncio.create_task(watch(client, job, shown, revision, printed), name=f"watch {job}")
         try:
-            if await interrupted_before(watching, heard.first):
+            if await interrupted_before(watching, signals.first):
                 shown.tell("interrupted: the job is being ended; a second Ctrl-C kills its workers")
-                await leave(here, job, watching, heard, shown)
+                await leave(here, job, watching, signals, shown)
             else:
                 await watching
         finally:
@@ -54,17 +54,17 @@ async def attend(
     if report_file is not None:
         write(report_file, report)
     summarize(ended, report)
-    if heard.first.is_set():
+    if signals.first.is_set():
         typer.echo(how_to_go_on(ended))
         return INTERRUPTED
     return DONE if ended["phase"] == "succeeded" else FAILED
 
 
-async def leave(here: Here, job: str, watching: asyncio.Task[Any], heard: Interrupts, shown: Display) -> None:
+async def leave(here: Here, job: str, watching: asyncio.Task[Any], signals: Interrupts, shown: Display) -> None:
     """Save where there is somewhere to, then end the job; at the second signal kill its workers."""
     saving = asyncio.create_task(saved(here.client, job), name=f"save {job}")
     try:
-        killed = await interrupted_before(saving, heard.second)
+        killed = await interrupted_before(saving, signals.second)
     finally:
         saving.cancel()
         await asyncio.wait({saving})
@@ -72,7 +72,7 @@ async def leave(here: Here, job: str, watching: asyncio.Task[Any], heard: Interr
         shown.tell(saving.result())
     if (await here.client.job(job))["phase"] not in OVER:  # a second DELETE would forget it
         await here.client.stop(job)
-    if killed or await interrupted_before(watching, heard.second):
+    if killed or await interrupted_before(watching, signals.second):
         await here.kill_workers(job)
 
 

@@ -141,12 +141,12 @@ class Client:
     async def _ask(self, method: str, path: str, body: Json | None = None) -> Json:
         answer = await self._send(self._http.build_request(method, path, json=body))
         try:
-            said = answer.json()
+            content = answer.json()
         except ValueError:
-            said = None
-        if not isinstance(said, dict):
+            content = None
+        if not isinstance(content, dict):
             raise self._stranger(f"{method} {path}")
-        return said
+        return content
 
     def _stranger(self, request: str) -> Unreachable:
         return Unreachable(f"{self.url} returned an unknown answer to {request}; is it a Shoal controller?")

@@ -25,7 +25,7 @@ async def controller(
     from shoal_controller.cli.endings import DONE, INTERRUPTED
     from shoal_controller.cli.serve import Places, interrupts, serving
 
-    with interrupts() as heard:
+    with interrupts() as signals:
         async with serving(Places(http, grpc, store, data, open_to_all), own=False):
-            await heard.first.wait()
-    return DONE if heard.terminated else INTERRUPTED
+            await signals.first.wait()
+    return DONE if signals.terminated else INTERRUPTED

@@ -55,9 +55,9 @@ async def demo(
     with tempfile.TemporaryDirectory(prefix="shoal-demo-") as folder:
         store, data = store or f"embedded:{folder}", data or Path(folder)
         places = Places(http or "127.0.0.1:0", grpc or "127.0.0.1:0", store, data)
-        with interrupts() as heard:
+        with interrupts() as signals:
             async with serving(places, own=True) as here:
-                reports = await until_interrupted(here, script(text, steps), heard)
+                reports = await until_interrupted(here, script(text, steps), signals)
     return conclude(*reports)
 
 
@@ -67,7 +67,7 @@ def script(text: Path | None, steps: int) -> list[str]:
     return [sys.executable, "-m", "shoal.demo.byte_gpt", "--steps", str(steps), *own]
 
 
-async def until_interrupted(here: Here, command: list[str], heard: Interrupts) -> tuple[Json, Json]:
+async def until_interrupted(here: Here, command: list[str], signals: Interrupts) -> tuple[Json, Json]:
     """The reports of both jobs; Ctrl-C and any failure end what still runs."""
     import asyncio
 
@@ -75,7 +75,7 @@ async def until_interrupted(here: Here, command: list[str], heard: Interrupts) -
 
     jobs = asyncio.create_task(both(here.client, command), name="demo")
     try:
-        if await interrupted_before(jobs, heard.first):
+        if await interrupted_before(jobs, signals.first):
             raise KeyboardInterrupt
         return await jobs
     finally:

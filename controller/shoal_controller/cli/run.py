@@ -68,10 +68,10 @@ async def run(
     from shoal_controller.settings import data_folder
 
     printed = None if quiet else Printed(lengths(data_folder(data) / "jobs" / name))
-    with interrupts() as heard:
+    with interrupts() as signals:
         async with serving(Places(http, grpc, store, data), own=True) as here:
             revision = await take_up(here.client, spec)
-            return await attend(here, name, revision, heard, report, printed)
+            return await attend(here, name, revision, signals, report, printed)
 
 
 def check_machine() -> None:

@@ -42,13 +42,13 @@ def listed(name: str, rows: Sequence[Json], table: Callable[[Sequence[Json]], Re
         typer.echo(written({name: list(rows)}, form))
 
 
-def written(what: Json, form: Form) -> str:
+def written(document: Json, form: Form) -> str:
     """Format an object as JSON on one line, or as YAML."""
     if form is Form.JSON:
-        return json.dumps(what, ensure_ascii=False)
+        return json.dumps(document, ensure_ascii=False)
     import yaml
 
-    return str(yaml.safe_dump(what, sort_keys=False, allow_unicode=True)).rstrip("\n")
+    return str(yaml.safe_dump(document, sort_keys=False, allow_unicode=True)).rstrip("\n")
 
 
 def changed(job: Json) -> None:

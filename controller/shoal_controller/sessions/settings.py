@@ -60,8 +60,8 @@ class SessionSettings(BaseModel):
         return job
 
 
-def _read(what: str, path: Path) -> bytes:
+def _read(part: str, path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise UserError(f"{what} of the gRPC port cannot be read from {path}: {error.strerror}") from None
+        raise UserError(f"{part} of the gRPC port cannot be read from {path}: {error.strerror}") from None

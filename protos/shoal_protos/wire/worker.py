@@ -255,20 +255,20 @@ def _write_heartbeat(heartbeat: Heartbeat) -> pb.Heartbeat:
 
 
 def _read_heartbeat(message: pb.Heartbeat, blocks: int) -> Heartbeat:
-    told = message.telemetry
+    given = message.telemetry
     telemetry = Telemetry(
-        loss=told.loss if told.HasField("loss") else None,
-        step_seconds=bounds.seconds("telemetry.step_seconds", told.step_seconds),
-        step_seconds_median=bounds.seconds("telemetry.step_seconds_median", told.step_seconds_median),
-        training_seconds=bounds.seconds("telemetry.training_seconds", told.training_seconds),
-        fill_bytes=bounds.whole("telemetry.fill_bytes", told.fill_bytes),
-        memory_bytes=_read_bytes("telemetry.memory_bytes", told.memory_bytes),
-        changes=tuple(map(_read_change, bounds.few("telemetry.changes", told.changes, bounds.MAX_CHANGES))),
-        saves=tuple(map(read_save_report, bounds.few("telemetry.saves", told.saves, bounds.MAX_CHANGES))),
-        skipped_folders=bounds.text("telemetry.skipped_folders", told.skipped_folders),
-        skipped_micro_batches=bounds.whole("telemetry.skipped_micro_batches", told.skipped_micro_batches),
-        not_finite_steps=bounds.whole("telemetry.not_finite_steps", told.not_finite_steps),
-        not_finite=bounds.text("telemetry.not_finite", told.not_finite),
+        loss=given.loss if given.HasField("loss") else None,
+        step_seconds=bounds.seconds("telemetry.step_seconds", given.step_seconds),
+        step_seconds_median=bounds.seconds("telemetry.step_seconds_median", given.step_seconds_median),
+        training_seconds=bounds.seconds("telemetry.training_seconds", given.training_seconds),
+        fill_bytes=bounds.whole("telemetry.fill_bytes", given.fill_bytes),
+        memory_bytes=_read_bytes("telemetry.memory_bytes", given.memory_bytes),
+        changes=tuple(map(_read_change, bounds.few("telemetry.changes", given.changes, bounds.MAX_CHANGES))),
+        saves=tuple(map(read_save_report, bounds.few("telemetry.saves", given.saves, bounds.MAX_CHANGES))),
+        skipped_folders=bounds.text("telemetry.skipped_folders", given.skipped_folders),
+        skipped_micro_batches=bounds.whole("telemetry.skipped_micro_batches", given.skipped_micro_batches),
+        not_finite_steps=bounds.whole("telemetry.not_finite_steps", given.not_finite_steps),
+        not_finite=bounds.text("telemetry.not_finite", given.not_finite),
     )
     return Heartbeat(
         _read_status(message.status, blocks),

@@ -74,10 +74,10 @@ def _parameters_differ(found: Slot | None, wanted: Slot | None) -> str | None:
     mine, theirs = wanted.parameter, found.parameter
     if mine.name != theirs.name:
         return f'parameter "{mine.name}" of the model stands where the checkpoint has "{theirs.name}".'
-    for what in ("shape", "dtype"):
-        if getattr(mine, what) != getattr(theirs, what):
+    for kind in ("shape", "dtype"):
+        if getattr(mine, kind) != getattr(theirs, kind):
             return (
-                f'parameter "{mine.name}" has {what} {getattr(mine, what)}, the checkpoint\'s {getattr(theirs, what)}.'
+                f'parameter "{mine.name}" has {kind} {getattr(mine, kind)}, the checkpoint\'s {getattr(theirs, kind)}.'
             )
     if mine.group != theirs.group:
         return f'parameter "{mine.name}" is in optimizer group {mine.group}, the checkpoint\'s in {theirs.group}.'

@@ -112,8 +112,8 @@ class ModuleBuffers:
         """The module's buffers now. Raises `UserError` where they are not those of the start."""
         now = persistent_buffers(self._module)
         for name in sorted(now.keys() ^ self.committed.keys()):
-            what = "was added" if name in now else "is gone"
-            raise UserError(f'buffer "{name}" {what} since shoal.initialize. {ADVICE}')
+            change = "was added" if name in now else "is gone"
+            raise UserError(f'buffer "{name}" {change} since shoal.initialize. {ADVICE}')
         for name, value in now.items():
             before = self.committed[name]
             if value.shape != before.shape or value.dtype != before.dtype:

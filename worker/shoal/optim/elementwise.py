@@ -51,10 +51,10 @@ def check_optimizer(optimizer: Optimizer, elementwise: bool) -> None:
     if kind in ELEMENTWISE:
         return
     for ancestor in kind.__mro__:
-        what = NOT_ELEMENTWISE.get(ancestor.__name__.lower())
-        if what is not None:
+        reason = NOT_ELEMENTWISE.get(ancestor.__name__.lower())
+        if reason is not None:
             raise UserError(
-                f"optimizer {kind.__name__} {what}; Shoal runs optimizers on blocks of parameters, so every element "
+                f"optimizer {kind.__name__} {reason}; Shoal runs optimizers on blocks of parameters, so every element "
                 f"must be computed by itself. Supported: {names()}."
             )
     if not elementwise:

@@ -67,8 +67,8 @@ def _optimizer_kind(name: str) -> type[Optimizer]:
     kind = OPTIMIZERS.get(name.lower())
     if kind is not None:
         return kind
-    what = NOT_ELEMENTWISE.get(name.lower())
-    why = f" It {what}, and Shoal runs optimizers on blocks of parameters." if what else ""
+    reason = NOT_ELEMENTWISE.get(name.lower())
+    why = f" It {reason}, and Shoal runs optimizers on blocks of parameters." if reason else ""
     raise UserError(
         f"`optimizer.type` is {shown(name)}; expected {names()}.{why} "
         "Any other elementwise optimizer can be passed to shoal.initialize as an object."

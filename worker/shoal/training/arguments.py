@@ -28,10 +28,10 @@ def check_model(model: nn.Module) -> None:
     """Raises `UserError` naming a module or parameter that cannot be trained in blocks."""
     tensors: list[tuple[str, str, Tensor]] = [("parameter", *named) for named in model.named_parameters()]
     tensors += [("buffer", *named) for named in model.named_buffers()]
-    for what, name, tensor in tensors:
+    for kind, name, tensor in tensors:
         if is_lazy(tensor):
             raise UserError(
-                f'{what} "{name}" has no shape yet (a lazy module); run one batch through the model before the '
+                f'{kind} "{name}" has no shape yet (a lazy module); run one batch through the model before the '
                 "optimizer is made and shoal.initialize is called."
             )
     for name, module in model.named_modules():

@@ -92,9 +92,9 @@ class ModuleGuard:
         for name in sorted(now.keys() | self._by_name.keys()):
             if now.get(name) is self._by_name.get(name):
                 continue
-            what = "added" if name not in self._by_name else "removed" if name not in now else "replaced"
+            change = "added" if name not in self._by_name else "removed" if name not in now else "replaced"
             raise UserError(
-                f'parameter "{name}" was {what} after shoal.initialize (another layer, or load_state_dict with '
+                f'parameter "{name}" was {change} after shoal.initialize (another layer, or load_state_dict with '
                 f"assign=True), and would not be trained. {BEFORE}"
             )
 
@@ -102,8 +102,8 @@ class ModuleGuard:
         required = {id(parameter): was for parameter, was in zip(self._all, self._requires, strict=True)}
         for name, parameter in self._by_name.items():
             if parameter.requires_grad != required[id(parameter)]:
-                what = "unfrozen" if parameter.requires_grad else "frozen"
-                raise UserError(f'parameter "{name}" was {what} after shoal.initialize. {BEFORE}')
+                change = "unfrozen" if parameter.requires_grad else "frozen"
+                raise UserError(f'parameter "{name}" was {change} after shoal.initialize. {BEFORE}')
 
     def _name_what_was_moved(self) -> None:
         for name, parameter, place in zip(self._names, self._trained, self._places, strict=True):

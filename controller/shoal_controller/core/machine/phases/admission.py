@@ -202,8 +202,8 @@ def _note_other_numerics(turn: Turn, worker: WorkerId, theirs: Description) -> N
     jobs = turn.durable.description
     difference = numerics_differ(worker, theirs, jobs) if jobs is not None else None
     if difference is not None:
-        what = difference.removesuffix(f" {ANSWER}")
-        turn.note(EventKind.NOT_BIT_EXACT, f"{what} mixed_numerics is true: the run is not bit-exact.", worker)
+        found = difference.removesuffix(f" {ANSWER}")
+        turn.note(EventKind.NOT_BIT_EXACT, f"{found} mixed_numerics is true: the run is not bit-exact.", worker)
 
 
 def _record(turn: Turn, worker: WorkerId, hello: Hello, known: WorkerRecord | None) -> WorkerRecord:

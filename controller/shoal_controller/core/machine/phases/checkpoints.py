@@ -65,12 +65,12 @@ def on_status(turn: Turn, worker: WorkerId, status: Status) -> None:
     _keep(turn, (*turn.durable.checkpoints, sighting))
     _exceed(turn, sighting.generation)
     turn.keep_figures(replace(turn.job.figures, last_checkpoint=turn.now))
-    what = "saved" if status.generation else "found"
+    verb = "saved" if status.generation else "found"
     foreign = sighting.run and sighting.run != turn.spec.run
     whose = f"; run {sighting.run} has saved it, this is run {turn.spec.run}" if foreign else ""
     turn.note(
         EventKind.CHECKPOINT_SAVED if status.generation else EventKind.CHECKPOINT_FOUND,
-        f"a checkpoint of step {sighting.step} was {what} at {sighting.path}{whose}", worker,
+        f"a checkpoint of step {sighting.step} was {verb} at {sighting.path}{whose}", worker,
         step=sighting.step, path=sighting.path, run=sighting.run,
     )  # fmt: skip
     if status.generation:

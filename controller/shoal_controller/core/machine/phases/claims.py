@@ -98,12 +98,12 @@ def _false_inventory(turn: Turn, inventory: Inventory) -> str:
     )
 
 
-def _false_order(said: Status | Inventory, promised: int, highest: int) -> str:
+def _false_order(claim: Status | Inventory, promised: int, highest: int) -> str:
     """● committed_in ≤ generation ≤ promised ≤ the highest number given."""
-    if said.committed_in <= said.generation <= promised <= highest:
+    if claim.committed_in <= claim.generation <= promised <= highest:
         return ""
     return (
-        f"has committed in generation {said.committed_in}, is in {said.generation} and has promised {promised}; "
+        f"has committed in generation {claim.committed_in}, is in {claim.generation} and has promised {promised}; "
         f"expected numbers that do not decrease, and at most {highest}"
     )
 

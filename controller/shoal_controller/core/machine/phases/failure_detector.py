@@ -266,8 +266,10 @@ def _suspect(turn: Turn, process: Process, pinged: PingSent) -> bool:
     """It has missed its heartbeats: says so, once. Whether its time to answer is over too."""
     if not pinged.suspected:
         seconds, asked = silence.silent_seconds(turn.job, process.worker), turn.job.listening.uncut - pinged.at
-        what = f"worker {process.worker} has been silent for {seconds:.1f} s, and has not answered for {asked:.1f} s"
-        turn.note(EventKind.SUSPECTED, what, process.worker)
+        sentence = (
+            f"worker {process.worker} has been silent for {seconds:.1f} s, and has not answered for {asked:.1f} s"
+        )
+        turn.note(EventKind.SUSPECTED, sentence, process.worker)
         turn.see(process.worker, ping=replace(pinged, suspected=True))
     return turn.job.listening.uncut - pinged.at >= PING_SECONDS
 

@@ -26,10 +26,10 @@ def on_planned(turn: Turn, plan: Plan, newest: Plan) -> None:
     moves += [f"remove {some(before - after)}"] * bool(before - after)
     filling = sum(len(fill.blocks) for fill in plan.fills)
     moves += [f"fill {plural(filling, 'block')}"] * bool(filling)
-    what = "; ".join(moves) or "promote filled blocks, balance lanes"
+    purpose = "; ".join(moves) or "promote filled blocks, balance lanes"
     turn.note(
         EventKind.PLAN,
-        f"generation {plan.generation} will replace {plan.base} ({plan.reason.value}): {what}",
+        f"generation {plan.generation} will replace {plan.base} ({plan.reason.value}): {purpose}",
         reason=plan.reason.value,
         base=plan.base,
         workers=len(after),
@@ -121,8 +121,8 @@ def on_telemetry(turn: Turn, worker: WorkerId) -> None:
     world = turn.world
     if world is None or worker in turn.job.changes or _has_figures(turn, world):
         return
-    told = turn.job.processes[worker].telemetry.changes
-    change = next((change for change in told if change.generation == world.generation), None)
+    reported = turn.job.processes[worker].telemetry.changes
+    change = next((change for change in reported if change.generation == world.generation), None)
     if change is None:
         return
     changes = {**turn.job.changes, worker: change}

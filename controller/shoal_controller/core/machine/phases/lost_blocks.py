@@ -86,9 +86,9 @@ def _might_hold(turn: Turn, record: WorkerRecord, attempt: Attempt) -> bool:
     ranks = [(plan, plan.rank_of(record.worker, record.incarnation)) for plan in worlds]
     kept = [plan.shares[rank].keeps | plan.filled(rank, plan.boundaries) for plan, rank in ranks if rank is not None]
     process = turn.process(record.worker)
-    said = process.status.holds if process is not None else NO_BLOCKS
+    held = process.status.holds if process is not None else NO_BLOCKS
     unknown = process is None and not kept  # of a world before the current one: its blocks are not known any more
-    return unknown or any(part & attempt.lost_blocks for part in (said, *kept))
+    return unknown or any(part & attempt.lost_blocks for part in (held, *kept))
 
 
 def _all_done(turn: Turn) -> bool:

@@ -38,8 +38,8 @@ def on_scale(turn: Turn, event: Scale) -> None:
     if event.workers == before:
         return
     turn.keep(wanted=event.workers, scaled_up=event.workers > before)
-    what = f"the job is scaled from {before} to {plural(event.workers, 'worker')}"
-    turn.note(EventKind.SCALED, what, workers=event.workers)
+    sentence = f"the job is scaled from {before} to {plural(event.workers, 'worker')}"
+    turn.note(EventKind.SCALED, sentence, workers=event.workers)
     if not scaling.has_launcher(turn):
         for record in reversed(scaling.staying_workers(turn)[event.workers :]):
             scaling.drain(turn, record.worker, Leaving.SCALE_DOWN, scaling.SCALE_DOWN_GRACE)

@@ -43,8 +43,8 @@ def start_plan(turn: Turn, workers: list[WorkerId], attempt: Attempt) -> Plan:
     candidates = [_joiner_candidate(turn, worker, trains=True) for worker in workers]
     found = checkpoints.latest(turn.durable)
     reason = Reason.RESTORE if attempt.reason is Reason.RESTORE else Reason.START
-    wish = _request(turn, candidates, attempt.generation, reason, attempt.avoided_builders)
-    return plan_start(wish, candidates, found.step, found.path) if found else plan_start(wish, candidates)
+    request = _request(turn, candidates, attempt.generation, reason, attempt.avoided_builders)
+    return plan_start(request, candidates, found.step, found.path) if found else plan_start(request, candidates)
 
 
 def recovery_plan(turn: Turn, counting: Mapping[WorkerId, Inventory], attempt: Attempt) -> Plan | Runs:
@@ -58,9 +58,9 @@ def recovery_plan(turn: Turn, counting: Mapping[WorkerId, Inventory], attempt: A
         candidates = [_stopped_candidate(turn, worker, inventory, step) for worker, inventory in inventories.items()]
         behind = any(candidate.counted and counting[candidate.member.worker].step < step for candidate in candidates)
         record = _record_of(counting, step) if behind else b""
-        wish = _request(turn, candidates, attempt.generation, attempt.reason, attempt.avoided_builders)
+        request = _request(turn, candidates, attempt.generation, attempt.reason, attempt.avoided_builders)
         try:
-            return plan_recovery(wish, candidates, turn.world, step, record)
+            return plan_recovery(request, candidates, turn.world, step, record)
         except BlocksLost as lost:
             blocks = lost.blocks
     return blocks

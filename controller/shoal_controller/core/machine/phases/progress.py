@@ -42,16 +42,16 @@ def update(turn: Turn) -> None:
 def shown_loss(job: Job) -> float | None:
     """The loss at the furthest member of the current world that knows it."""
     world = job.durable.current
-    told = [
+    reported = [
         (process.status.step, process.telemetry.loss)
         for process in (job.processes.get(member.worker) for member in (world.members if world is not None else ()))
         if process is not None and process.telemetry.loss is not None and job.durable.roster[process.worker].serves
     ]
-    return max(told)[1] if told else job.durable.loss
+    return max(reported)[1] if reported else job.durable.loss
 
 
 def step_seconds_median(job: Job) -> float | None:
     """Over the run's workers, the median of what each says of its last steps; what was kept once they are gone."""
-    told = (process.telemetry.step_seconds_median for process in job.processes.values())
-    seconds = [one for one in told if one > 0]
+    reported = (process.telemetry.step_seconds_median for process in job.processes.values())
+    seconds = [one for one in reported if one > 0]
     return median(seconds) if seconds else job.durable.step_seconds_median

@@ -374,9 +374,9 @@ def _overdue(turn: Turn, since: float) -> bool:
     return turn.now - since > turn.spec.stall_seconds
 
 
-def _give_up(turn: Turn, workers: list[WorkerId], what: str) -> None:
+def _give_up(turn: Turn, workers: list[WorkerId], failure: str) -> None:
     for worker in workers:
-        why = f"{what} within {turn.spec.stall_seconds:g} s (stall_seconds)"
+        why = f"{failure} within {turn.spec.stall_seconds:g} s (stall_seconds)"
         turn.mark(worker, standing=Standing.LOST, quarantined=True, why=why)
         turn.note(EventKind.LOST, f"worker {worker} is evicted: it {why}", worker)
 

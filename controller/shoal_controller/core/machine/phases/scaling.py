@@ -98,8 +98,8 @@ def on_never_started(turn: Turn, event: NeverStarted) -> None:
     if record is None or record.incarnation or not record.serves:
         return forget_ending(turn, event.worker)
     turn.change(spawned_at={**turn.job.spawned_at, event.worker: turn.now})
-    what = f"worker {event.worker} is being started again: the controller ended before starting it"
-    turn.note(EventKind.STARTING, what, event.worker)
+    sentence = f"worker {event.worker} is being started again: the controller ended before starting it"
+    turn.note(EventKind.STARTING, sentence, event.worker)
     turn.do(Spawn(event.worker))
     return None
 
@@ -178,8 +178,8 @@ def give_up(turn: Turn, worker: WorkerId, why: str) -> None:
     turn.note(EventKind.LOST, f"worker {worker} is given up: {why}", worker)
 
 
-def dismiss_last(turn: Turn, worker: WorkerId, what: str = "") -> None:
+def dismiss_last(turn: Turn, worker: WorkerId, addition: str = "") -> None:
     """Let a worker go whose state nobody else has."""
-    why = f"worker {worker} was drained, and no worker was there to take its blocks{what}"
+    why = f"worker {worker} was drained, and no worker was there to take its blocks{addition}"
     dismiss(turn, worker, Ending.DRAINED, why)
     send_if_due(turn, worker)

@@ -67,6 +67,6 @@ def trouble(durable: Durable) -> str:
     """Why workers that came are not there: the last refusal and the last failure, as the end of a sentence."""
     failed = [record for record in durable.roster.values() if record.ending is Ending.FAILED]
     newest = max(failed, key=lambda record: record.join_order, default=None)
-    said = [f"; the last worker to join was refused: {durable.last_refusal}"] if durable.last_refusal else []
-    said += [f"; worker {newest.worker} failed: {newest.why.strip()}"] if newest is not None else []
-    return "".join(said)
+    sentences = [f"; the last worker to join was refused: {durable.last_refusal}"] if durable.last_refusal else []
+    sentences += [f"; worker {newest.worker} failed: {newest.why.strip()}"] if newest is not None else []
+    return "".join(sentences)
