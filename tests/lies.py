@@ -36,7 +36,7 @@ def _changes(message: Message) -> Iterator[tuple[str, Change]]:
     """Within the message and within every message that it holds."""
     for field in message.DESCRIPTOR.fields:
         name, held = field.name, getattr(message, field.name)
-        yield f"no {name}", lambda told, name=name: told.ClearField(name)
+        yield f"no {name}", lambda message, name=name: message.ClearField(name)
         if field.message_type is None:
             changes = _of_list(field) if _is_list(field) else _of_value(field)
         elif field.message_type.GetOptions().map_entry:
@@ -46,7 +46,7 @@ def _changes(message: Message) -> Iterator[tuple[str, Change]]:
         else:
             changes = _within(held) if message.HasField(name) else iter(())
         for what, change in changes:
-            yield f"{name} {what}", lambda told, name=name, change=change: change((told, name))
+            yield f"{name} {what}", lambda message, name=name, change=change: change((message, name))
 
 
 def _of_value(field: Any) -> Iterator[tuple[str, Change]]:

@@ -196,7 +196,7 @@ class Driver:
 
     # ---- what came of it
 
-    def said(self, worker: str) -> list[ToWorker]:
+    def messages_to(self, worker: str) -> list[ToWorker]:
         connection = self.connections.get(worker)
         return [
             effect.message for effect in self.effects if isinstance(effect, Send) and effect.connection == connection

@@ -30,7 +30,7 @@ class SmallMachine:
     shown: dict[str, object] = field(default_factory=dict)
     """Fields of every view."""
     times: list[float] = field(default_factory=list)
-    heard: dict[str, list[str]] = field(default_factory=dict)
+    events: dict[str, list[str]] = field(default_factory=dict)
     """By job: the events by name, ticks left out."""
     filler: ClassVar[dict[str, str]] = {}
     """What makes the state large."""
@@ -38,7 +38,7 @@ class SmallMachine:
     def step(self, job: Job, event: Event, now: float) -> tuple[Job, Sequence[Effect]]:
         self.times.append(now)
         if not isinstance(event, Tick):
-            self.heard.setdefault(job.spec.job, []).append(type(event).__name__)
+            self.events.setdefault(job.spec.job, []).append(type(event).__name__)
         if isinstance(event, Scale):
             if event.workers > 8:
                 raise Conflict(f"workers is {event.workers}; expected 1 to 8")
@@ -126,8 +126,8 @@ class World:
         self.shell = Shell(store, clock, step=self.machine.step, view=self.machine.view)
         self.shell.connect(self.written.outside())
 
-    def heard(self, job="train"):
-        return tuple(self.machine.heard.get(job, ()))
+    def events(self, job="train"):
+        return tuple(self.machine.events.get(job, ()))
 
 
 @asynccontextmanager

@@ -56,8 +56,14 @@ def fork_beside_own_sockets(result: str) -> None:
     far_end, _ = server.accept()
     opened.sendall(b"goes on")
     answers = [far_end.recv(7).decode(), reachable(rendezvous.address, "")]
-    told = {"while_opening": while_opening, "settled": settled, "left": left, "blocking": blocking, "answers": answers}
-    Path(result).write_text(json.dumps(told))
+    held = {
+        "while_opening": while_opening,
+        "settled": settled,
+        "left": left,
+        "blocking": blocking,
+        "answers": answers,
+    }
+    Path(result).write_text(json.dumps(held))
 
 
 def _held_by_a_child(**sockets: socket.socket) -> list[str]:
@@ -68,9 +74,9 @@ def _held_by_a_child(**sockets: socket.socket) -> list[str]:
         os.write(writer, json.dumps(held).encode())
         os._exit(0)
     os.wait()
-    with os.fdopen(reader) as told:
+    with os.fdopen(reader) as report:
         os.close(writer)
-        return list(json.load(told))
+        return list(json.load(report))
 
 
 def train_and_evaluate(result: str, **options: Any) -> None:

@@ -48,7 +48,7 @@ class Jobs:
 
     def __init__(self) -> None:
         self.service = SessionService(self, SessionSettings())
-        self.heard: asyncio.Queue[Event] = asyncio.Queue()
+        self.events: asyncio.Queue[Event] = asyncio.Queue()
         self.answer: Callable[[Event], Awaitable[None]] = self.welcome
 
     def expect(self, job: str) -> None:
@@ -58,7 +58,7 @@ class Jobs:
     async def submit(self, job: str, event: Event) -> None:
         self.expect(job)
         await self.answer(event)
-        await self.heard.put(event)
+        await self.events.put(event)
 
     async def welcome(self, event: Event) -> None:
         if isinstance(event, Connected):
@@ -66,7 +66,7 @@ class Jobs:
 
     async def next(self) -> Event:
         async with asyncio.timeout(SECONDS):
-            return await self.heard.get()
+            return await self.events.get()
 
 
 class Worker:
@@ -116,8 +116,8 @@ class Port:
 
     async def is_unharmed(self) -> None:
         """A worker that behaves is still served."""
-        while not self.jobs.heard.empty():
-            self.jobs.heard.get_nowait()
+        while not self.jobs.events.empty():
+            self.jobs.events.get_nowait()
         async with self.worker() as worker:
             await worker.say(HELLO)
             assert await worker.hear() == WELCOME

@@ -79,7 +79,7 @@ class SmallController:
             place = self._find(kind, matching, by)
             assert place is not None
             worker, message = self._heard[place]
-            self._heard = [said for at, said in enumerate(self._heard) if at > place or said[0] != worker]
+            self._heard = [entry for at, entry in enumerate(self._heard) if at > place or entry[0] != worker]
             assert isinstance(message, kind)
             return message
 

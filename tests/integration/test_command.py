@@ -67,8 +67,8 @@ class Command:
 
     def end(self) -> tuple[int, str, str]:
         """Exit status, standard output after the first line, standard error."""
-        said, _ = self.process.communicate(timeout=60)
-        return self.process.returncode, said, self.errors.read_text()
+        output, _ = self.process.communicate(timeout=60)
+        return self.process.returncode, output, self.errors.read_text()
 
 
 @contextmanager
@@ -96,16 +96,16 @@ def running(folder: Path, options: dict[str, Any], *flags: str, grpc: int = 0, s
 def test_run_trains_a_script_to_its_end_and_reports(tmp_path: Path) -> None:
     paced = {**OPTIONS, "pace": 0.05}  # so that its progress can be seen
     with running(tmp_path, paced, "--workers", "2", "--json", str(tmp_path / "report.json")) as command:
-        code, said, told = command.end()
-    assert code == 0, told
+        code, output, errors = command.end()
+    assert code == 0, errors
     assert command.first_line.startswith("http=127.0.0.1:")
     assert " grpc=127.0.0.1:" in command.first_line
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["fingerprint"] == undisturbed(OPTIONS)
     assert (report["job"], report["steps"]) == ("train", 12)
-    assert [world["reason"] for world in report["generations"]] == ["start"], told
-    assert f"fingerprint {report['fingerprint']}" in said
-    assert "train running: step " in told
+    assert [world["reason"] for world in report["generations"]] == ["start"], errors
+    assert f"fingerprint {report['fingerprint']}" in output
+    assert "train running: step " in errors
     assert (tmp_path / ".shoal/jobs/train/w0.log").exists()
 
 
@@ -113,17 +113,17 @@ def test_run_shows_what_rank_0_prints_unless_it_is_to_be_quiet(tmp_path: Path) -
     script = f"print('hello from the script', flush=True)\n{SCRIPT}\nprint('and good-bye', flush=True)\n"
     for flags, shown in (((), True), (("--quiet",), False)):
         with running(tmp_path, {**OPTIONS, "pace": 0.05}, "--workers", "1", *flags, script=script) as command:
-            code, _, told = command.end()
-        assert code == 0, told
-        assert ("hello from the script" in told) == shown
+            code, _, errors = command.end()
+        assert code == 0, errors
+        assert ("hello from the script" in errors) == shown
         command.errors.unlink()
 
 
 def test_run_again_replaces_a_finished_job(tmp_path: Path) -> None:
     for _ in range(2):
         with running(tmp_path, OPTIONS, "--workers", "1", "--json", str(tmp_path / "report.json")) as command:
-            code, _, told = command.end()
-        assert code == 0, told
+            code, _, errors = command.end()
+        assert code == 0, errors
         assert json.loads((tmp_path / "report.json").read_text())["fingerprint"] == undisturbed(OPTIONS)
 
 
@@ -137,9 +137,9 @@ def test_run_again_after_kill_9_goes_on_with_the_same_workers(tmp_path: Path) ->
         with running(tmp_path, options, "--json", str(tmp_path / "report.json"), grpc=grpc) as second:
             until("its workers to be back", lambda: second.job()["workers"]["active"] == 2)
             assert {worker["pid"] for worker in second.workers()} == pids
-            code, _, told = second.end()
-    assert code == 0, told
-    assert "job train continues at step " in told
+            code, _, errors = second.end()
+    assert code == 0, errors
+    assert "job train continues at step " in errors
     assert json.loads((tmp_path / "report.json").read_text())["fingerprint"] == undisturbed(options)
 
 
@@ -161,9 +161,9 @@ def test_run_makes_itself_a_token_and_its_workers_get_one_that_commands_nothing(
 
 def test_a_failing_script_is_exit_1_with_its_last_words(tmp_path: Path) -> None:
     with running(tmp_path, OPTIONS, "--workers", "1", script="import sys; sys.exit('there is no data')") as command:
-        code, said, _ = command.end()
+        code, output, _ = command.end()
     assert code == 1
-    assert "there is no data" in said
+    assert "there is no data" in output
 
 
 def test_the_first_ctrl_c_ends_the_job_and_reports(tmp_path: Path) -> None:
@@ -171,9 +171,9 @@ def test_the_first_ctrl_c_ends_the_job_and_reports(tmp_path: Path) -> None:
         command.wait_step(2)
         pids = [worker["pid"] for worker in command.workers()]
         command.process.send_signal(signal.SIGINT)
-        code, said, told = command.end()
-    assert code == 130, told
-    assert "train cancelled at step" in said
+        code, output, errors = command.end()
+    assert code == 130, errors
+    assert "train cancelled at step" in output
     assert json.loads((tmp_path / "report.json").read_text())["steps"] >= 2
     until("its workers to be gone", lambda: not any(psutil.pid_exists(pid) for pid in pids))
 
@@ -183,11 +183,11 @@ def test_the_first_ctrl_c_saves_where_there_is_somewhere_to_and_the_same_command
     with running(tmp_path, options, "--workers", "2") as command:
         command.wait_step(3)
         command.process.send_signal(signal.SIGINT)
-        code, said, told = command.end()
-    assert code == 130, told
-    found = re.search(r"saved at step (\d+); to continue from there: shoal run --http ", said)
-    assert found and int(found[1]) >= 3, said
-    assert f"saved at step {found[1]}" in told
+        code, output, errors = command.end()
+    assert code == 130, errors
+    found = re.search(r"saved at step (\d+); to continue from there: shoal run --http ", output)
+    assert found and int(found[1]) >= 3, output
+    assert f"saved at step {found[1]}" in errors
     with running(tmp_path, options, "--workers", "2") as again:
         until("it to train again", lambda: again.job().get("phase") == "running")
         assert again.get("/jobs/train/report")["generations"][0]["from_step"] == int(found[1])
@@ -197,10 +197,10 @@ def test_a_job_with_nowhere_to_save_says_so_when_it_is_interrupted(tmp_path: Pat
     with running(tmp_path, LONG, "--workers", "1") as command:
         command.wait_step(1)
         command.process.send_signal(signal.SIGINT)
-        code, said, told = command.end()
-    assert code == 130, told
-    assert "nothing is saved now: job train has no checkpoint folder; set checkpoint.path" in told
-    assert "nothing is saved (set checkpoint.path in the config); to start again from step 0: shoal run" in said
+        code, output, errors = command.end()
+    assert code == 130, errors
+    assert "nothing is saved now: job train has no checkpoint folder; set checkpoint.path" in errors
+    assert "nothing is saved (set checkpoint.path in the config); to start again from step 0: shoal run" in output
 
 
 def test_the_second_ctrl_c_kills(tmp_path: Path) -> None:
@@ -212,8 +212,8 @@ def test_the_second_ctrl_c_kills(tmp_path: Path) -> None:
         command.process.send_signal(signal.SIGINT)
         until("the first to be heard", lambda: "a second Ctrl-C kills" in command.errors.read_text())
         command.process.send_signal(signal.SIGINT)
-        code, _, told = command.end()
-    assert code == 130, told
+        code, _, errors = command.end()
+    assert code == 130, errors
     until("its workers to be gone", lambda: not any(psutil.pid_exists(pid) for pid in pids))
 
 
@@ -223,10 +223,10 @@ def test_ctrl_c_while_workers_still_start_leaves_no_process_behind(tmp_path: Pat
         until("both to be started", lambda: len(command.workers()) == 2 and all(w["pid"] for w in command.workers()))
         pids = [worker["pid"] for worker in command.workers()]
         command.process.send_signal(signal.SIGINT)
-        code, said, told = command.end()
+        code, output, errors = command.end()
         assert [pid for pid in pids if psutil.pid_exists(pid)] == [], "gone as soon as the command is"
-    assert code == 130, told
-    assert "train cancelled" in said
+    assert code == 130, errors
+    assert "train cancelled" in output
 
 
 def test_a_worker_that_still_starts_when_its_job_fails_ends_with_it(tmp_path: Path) -> None:
@@ -234,12 +234,12 @@ def test_a_worker_that_still_starts_when_its_job_fails_ends_with_it(tmp_path: Pa
     with running(tmp_path, OPTIONS, "--workers", "2", script=script) as command:
         until("w1 to be started", lambda: command.workers()[1:] and command.workers()[1]["pid"])
         [pid] = [worker["pid"] for worker in command.workers() if worker["worker"] == "w1"]
-        code, _, told = command.end()
+        code, _, errors = command.end()
         assert not psutil.pid_exists(pid)
-    assert code == 1, told
+    assert code == 1, errors
 
 
-def said_by(cluster: Cluster, *arguments: str) -> str:
+def output_of(cluster: Cluster, *arguments: str) -> str:
     """What a command that talks to the cluster's controller prints."""
     command = [SHOAL, *arguments, "--url", cluster.url]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -251,21 +251,21 @@ def test_a_job_is_described_scaled_paused_resumed_and_drained_by_the_command() -
     options = {"max_steps": 100_000, "pace": 0.004}
     with Cluster(workers=2, options=options) as cluster:
         cluster.wait_step(2)
-        assert re.search(r"job +running +1 +2/2 +\d+/100000", said_by(cluster, "jobs"))
-        described = said_by(cluster, "describe", "job")
+        assert re.search(r"job +running +1 +2/2 +\d+/100000", output_of(cluster, "jobs"))
+        described = output_of(cluster, "describe", "job")
         assert described.startswith("job running: step ")
         assert re.search(r"^w0 +active +\d +\d,", described, flags=re.MULTILINE)
         assert re.search(r"^ *1 +start +2 +0 ", described, flags=re.MULTILINE)
-        assert "workers 2 of 3" in said_by(cluster, "scale", "job", "3")
+        assert "workers 2 of 3" in output_of(cluster, "scale", "job", "3")
         cluster.add(1)
         cluster.wait_world(3)
-        said_by(cluster, "pause", "job")
+        output_of(cluster, "pause", "job")
         cluster.wait_phase("paused")
-        said_by(cluster, "resume", "job")
+        output_of(cluster, "resume", "job")
         cluster.wait_phase("running")
-        said_by(cluster, "drain", "job", "w2")
+        output_of(cluster, "drain", "job", "w2")
         cluster.wait_state("w2", "left")
-        assert "w2 " in said_by(cluster, "top")
+        assert "w2 " in output_of(cluster, "top")
         follower = [SHOAL, "events", "job", "--follow", "--url", cluster.url]
         with subprocess.Popen(follower, stdout=subprocess.PIPE, text=True) as followed:
             assert followed.stdout

@@ -75,12 +75,12 @@ class Process:
     def _read(self) -> None:
         try:
             for line in self._said:
-                said = json.loads(line)
-                future = self._answers.pop(said["number"])
-                if "error" in said:
-                    future.set_exception(AssertionError(said["error"]))
+                answer = json.loads(line)
+                future = self._answers.pop(answer["number"])
+                if "error" in answer:
+                    future.set_exception(AssertionError(answer["error"]))
                 else:
-                    future.set_result(CHANGED if "changed" in said else said["answer"])
+                    future.set_result(CHANGED if "changed" in answer else answer["answer"])
         except ConnectionResetError:
             return
 

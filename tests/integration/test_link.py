@@ -178,7 +178,7 @@ def test_a_world_begins_and_its_members_exchange() -> None:
     with workers("ab") as (controller, them):
         begin_a_world(controller, them)
         assert together(them, Worker.gathers) == [[97, 98], [97, 98]]
-        status = controller.hears(Heartbeat, lambda said: said.status.generation == 1, by="b").status
+        status = controller.hears(Heartbeat, lambda beat: beat.status.generation == 1, by="b").status
         assert (status.state, status.step) == (MemberState.TRAINING, 0)
 
 
@@ -217,7 +217,7 @@ def test_prepare_ends_the_building_of_a_group_that_a_dead_member_will_never_join
             controller.says(worker.name, Prepare(1))
             worker.stops(1)
             controller.says(worker.name, PlanMessage(with_a_dead_one))
-            controller.hears(Heartbeat, lambda said: said.status.state is MemberState.BUILDING, by=worker.name)
+            controller.hears(Heartbeat, lambda beat: beat.status.state is MemberState.BUILDING, by=worker.name)
         begin_a_world(controller, them, 2)
         assert together(them, Worker.gathers) == [[97, 98], [97, 98]]
 
@@ -228,7 +228,7 @@ def test_a_builder_out_of_reach_is_reported() -> None:
         controller.says("a", Prepare(1))
         them[0].stops(1)
         controller.says("a", PlanMessage(plan))
-        controller.hears(Heartbeat, lambda said: said.status.broken == ("z",), by="a")
+        controller.hears(Heartbeat, lambda beat: beat.status.broken == ("z",), by="a")
 
 
 def test_a_peer_that_closes_its_connection_is_reported() -> None:
@@ -239,7 +239,7 @@ def test_a_peer_that_closes_its_connection_is_reported() -> None:
         with pytest.raises(WorldChanged):
             blocked.result(PATIENCE_SECONDS)
         assert them[0].link.take(0.0) is None
-        controller.hears(Heartbeat, lambda said: said.status.broken == ("b",), by="a")
+        controller.hears(Heartbeat, lambda beat: beat.status.broken == ("b",), by="a")
 
 
 def test_a_ping_is_answered_while_the_training_thread_is_blocked() -> None:
@@ -247,7 +247,7 @@ def test_a_ping_is_answered_while_the_training_thread_is_blocked() -> None:
         begin_a_world(controller, them)
         blocked = them[0].does(them[0].gathers)
         controller.says("a", Ping(5))
-        assert controller.hears(Heartbeat, lambda said: said.echo == 5, by="a").status.generation == 1
+        assert controller.hears(Heartbeat, lambda beat: beat.echo == 5, by="a").status.generation == 1
         assert not blocked.done()
         them[1].gathers()
         blocked.result(PATIENCE_SECONDS)
@@ -263,7 +263,7 @@ def test_a_joiner_begins_with_the_first_message_of_its_world() -> None:
         plan = at(planned(2, 1, "abC"), them)
         for worker in them:
             controller.says(worker.name, PlanMessage(plan))
-        controller.hears(Heartbeat, lambda said: said.status.state is MemberState.JOINING, by="c")
+        controller.hears(Heartbeat, lambda beat: beat.status.state is MemberState.JOINING, by="c")
         begun = [_until_voted(worker, 2) for worker in (a, b)]
         a.plan, a.group = begun[0].plan, begun[0].group
         b.plan, b.group = begun[1].plan, begun[1].group
@@ -293,7 +293,7 @@ def test_a_joiner_keeps_an_older_plan_that_begins_after_all() -> None:
             controller.says(worker.name, PlanMessage(older))
         begun = [_until_voted(worker, 2) for worker in (a, b)]
         controller.says("c", PlanMessage(newer), Ping(1))
-        controller.hears(Heartbeat, lambda said: said.echo == 1, by="c")
+        controller.hears(Heartbeat, lambda beat: beat.echo == 1, by="c")
         FramedSend(begun[0].group, 2, FIRST_MESSAGE, b"").wait()
         assert c.takes(Begun).plan.generation == 2
 
@@ -323,7 +323,7 @@ def test_a_worker_that_a_plan_leaves_out_has_no_group() -> None:
         assert begun.group is None
         them[1].link.begin(begun.plan, None)
         them[1].link.publish(replace(NEW, step=3), Telemetry())
-        controller.hears(Heartbeat, lambda said: said.status.state is MemberState.LEFT, by="b")
+        controller.hears(Heartbeat, lambda beat: beat.status.state is MemberState.LEFT, by="b")
 
 
 # ---- the controller
@@ -414,4 +414,4 @@ def test_who_was_evicted_comes_back_as_a_joiner_with_a_new_id() -> None:
         assert (hello.status.step, hello.status.state, hello.status.holds) == (-1, MemberState.WARMING_UP, NO_BLOCKS)
         assert hello.incarnation != before
         them[0].link.end_warm_up()
-        controller.hears(Heartbeat, lambda said: said.status.state is MemberState.WAITING, by="given1")
+        controller.hears(Heartbeat, lambda beat: beat.status.state is MemberState.WAITING, by="given1")

@@ -34,20 +34,20 @@ class Controller:
     """A launcher, and what its jobs hear of it."""
 
     def __init__(self, folder: Path, **environment: str) -> None:
-        self.heard: asyncio.Queue[tuple[str, Exited]] = asyncio.Queue()
+        self.exits: asyncio.Queue[tuple[str, Exited]] = asyncio.Queue()
         self.refusal: Exception | None = None
         surroundings = WorkerEnvironment("127.0.0.1:7071", "secret", {"PATH": os.environ["PATH"], **environment})
         self.folder = folder
         self.launcher = LocalLauncher(folder, surroundings, self.submit)
 
     async def submit(self, job: str, event: Exited) -> None:
-        await self.heard.put((job, event))
+        await self.exits.put((job, event))
         if self.refusal is not None:
             raise self.refusal
 
     async def end(self) -> Exited:
         async with asyncio.timeout(SECONDS):
-            job, event = await self.heard.get()
+            job, event = await self.exits.get()
         assert job == "demo"
         return event
 
@@ -99,15 +99,15 @@ def test_a_worker_is_told_who_it_is_and_writes_to_its_log(tmp_path: Path) -> Non
             "w0", 0, f"its process {spawned.pid} ended with status 0", written(spawned.log).rstrip("\n")
         )
         lines = written(spawned.log).splitlines()
-        told = dict(line.partition("=")[::2] for line in lines if "=" in line)
+        variables = dict(line.partition("=")[::2] for line in lines if "=" in line)
         expected = {
             "SHOAL_CONTROLLER": "127.0.0.1:7071", "SHOAL_JOB": "demo", "SHOAL_RUN": "run-1", "SHOAL_WORKER_ID": "w0",
             "SHOAL_TOKEN": token_of_job("secret", "demo"), "OMP_NUM_THREADS": "3", "PYTHONUNBUFFERED": "1",
             "MINE": "yes", "PATH": os.environ["PATH"],
         }  # fmt: skip
-        assert {key: told.get(key) for key in expected} == expected
+        assert {key: variables.get(key) for key in expected} == expected
         assert lines[-2:] == ["to-stderr", "/dev/null"]
-        assert "secret" not in told.values()
+        assert "secret" not in variables.values()
 
     with_controller(tmp_path, scene)
 
@@ -312,7 +312,7 @@ def test_a_new_run_of_a_job_ends_what_the_run_before_left(tmp_path: Path) -> Non
         assert not psutil.pid_exists(old.pid)
         new = await controller.launcher.spawn("w0", spec("echo new"))
         assert await controller.end() == Exited("w0", 0, f"its process {new.pid} ended with status 0", "new")
-        assert controller.heard.empty()
+        assert controller.exits.empty()
 
     with_controller(tmp_path, scene)
 

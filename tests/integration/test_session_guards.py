@@ -28,7 +28,7 @@ def test_a_message_beyond_all_bounds_never_reaches_the_job() -> None:
             worker = Worker(channel.stream_stream(METHOD)())
             await worker.call.write(bytes(MAX_MESSAGE_BYTES + 1))
             assert await worker.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert port.jobs.heard.empty()
+        assert port.jobs.events.empty()
         await port.is_unharmed()
 
     on_port(scene)
@@ -53,7 +53,7 @@ def test_noise_on_the_raw_socket_harms_nothing() -> None:
                     continue
                 finally:
                     writer.close()
-        assert port.jobs.heard.empty()
+        assert port.jobs.events.empty()
         await port.is_unharmed()
 
     on_port(scene)
@@ -69,7 +69,7 @@ def test_only_who_shows_the_token_is_heard() -> None:
                 sentence = f"the worker showed {found}; set SHOAL_TOKEN to what `shoal token JOB` prints there"
                 await hears_only(worker, Refusal(sentence))
                 assert await worker.code() is grpc.StatusCode.PERMISSION_DENIED
-        assert port.jobs.heard.empty()
+        assert port.jobs.events.empty()
         for token in ("secret", token_of_job("secret", "demo")):
             async with port.worker(token) as worker:
                 await worker.say(HELLO)
@@ -83,7 +83,7 @@ def test_a_token_for_the_workers_of_one_job_opens_no_other() -> None:
         async with port.worker(token_of_job("secret", "other")) as worker:
             await worker.say(HELLO)
             await hears_only(worker, Refusal("the worker shows a token of job other and says hello to job demo"))
-        assert port.jobs.heard.empty()
+        assert port.jobs.events.empty()
 
     on_port(scene, token=SecretStr("secret"))
 
@@ -108,7 +108,7 @@ def test_with_certificates_only_a_worker_with_one_of_the_house_is_heard(tmp_path
                 assert await worker.code() is grpc.StatusCode.UNAVAILABLE
         async with port.worker() as worker:
             assert await worker.code() is grpc.StatusCode.UNAVAILABLE
-        assert port.jobs.heard.empty()
+        assert port.jobs.events.empty()
         async with port.worker(credentials=_credentials(tmp_path, "worker")) as worker:
             await worker.say(HELLO)
             assert await worker.hear() == WELCOME

@@ -224,7 +224,7 @@ def test_stopping_ends_every_stream_and_tells_the_jobs() -> None:
             connected = await port.jobs.next()
             await port.service.stop()
             assert isinstance(connected, Connected)
-            assert port.jobs.heard.get_nowait() == Disconnected(connected.connection, "its stream ended")
+            assert port.jobs.events.get_nowait() == Disconnected(connected.connection, "its stream ended")
             assert await worker.hear() is None
             assert await worker.code() is not grpc.StatusCode.OK
 

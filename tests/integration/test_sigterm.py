@@ -66,15 +66,15 @@ def test_sigterm_ends_a_worker_that_is_not_welcomed_yet_also_as_the_first_proces
 
 
 def test_a_handler_of_the_scripts_own_stays() -> None:
-    heard: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    received: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
     try:
         with SmallController() as controller:
             worker = Worker("a", controller)
             worker.introduce()
             os.kill(os.getpid(), signal.SIGTERM)
             controller.hears(Request)
-            assert heard == [signal.SIGTERM]
+            assert received == [signal.SIGTERM]
             worker.close()
     finally:
         signal.signal(signal.SIGTERM, before)

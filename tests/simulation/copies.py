@@ -33,7 +33,7 @@ class Copies:
 
     def __init__(self, training: Training) -> None:
         self.training, self.simulation = training, training.simulation
-        self.told: tuple[CorruptBlock, ...] = ()
+        self.reported: tuple[CorruptBlock, ...] = ()
         self.saved: Part | None = None
         self.saved_step = 0
         self.sound = False
@@ -55,7 +55,7 @@ class Copies:
             copies = Counter(block for _, saved in brought.values() for block in saved)
             single = any(copies[block] < 2 for block in range(self.simulation.blocks))
             self.sound, self.saved = bool(every) and not (found or single), None
-        self.told = (*self.told, *found)[-MOST_TOLD:]
+        self.reported = (*self.reported, *found)[-MOST_TOLD:]
 
     def _compare(self, brought: list[tuple[SimWorker, Part]], step: int) -> list[CorruptBlock]:
         found = []
@@ -75,7 +75,7 @@ class Copies:
         self.saved, self.sound = None, False
 
     def restored(self) -> None:
-        self.told = ()
+        self.reported = ()
 
 
 @dataclass(eq=False, slots=True)
@@ -126,7 +126,7 @@ class FlippedBits:
                 self.simulation.watch.violated("a flipped bit was not noticed", flip.worker, flip.block, step)
 
     def _told(self, worker: SimWorker, block: int) -> bool:
-        return any(one.block == block for one in worker.training.copies.told)
+        return any(one.block == block for one in worker.training.copies.reported)
 
     def _could_be_seen(self, flip: Flip, generation: int, step: int) -> bool:
         holders = [w for w in self.simulation.workers() if self._holds(w, flip.block, generation)]
@@ -170,5 +170,5 @@ class FlippedBits:
         durable = self.simulation.host.job.durable
         world = durable.current
         members = [self.simulation.process_of(member) for member in world.members] if world is not None else []
-        told = {one.block for member in members if member is not None for one in member.training.copies.told}
-        return told <= set(durable.corruption.blocks)
+        reported = {one.block for member in members if member is not None for one in member.training.copies.reported}
+        return reported <= set(durable.corruption.blocks)

@@ -58,15 +58,15 @@ def _minimum_begins(self: Membership, voted: list[int]) -> Plan | None:
 def _hears_in_a_vote(self: Membership, plan: Plan) -> bool:
     """A member gives up what it has voted when a newer plan comes."""
     voting, self.voting = self.voting, False
-    heard = HEAR_PLANNED(self, plan)
+    answers = HEAR_PLANNED(self, plan)
     self.voting = voting
-    return heard
+    return answers
 
 
 def _keeps_only_the_newest(self: Membership, plan: Plan) -> bool:
-    heard = HEAR_PLANNED(self, plan)
+    answers = HEAR_PLANNED(self, plan)
     self.kept.clear()
-    return heard
+    return answers
 
 
 def _votes_without_holding(self: Membership, holds: Runs) -> int:

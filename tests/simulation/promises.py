@@ -85,5 +85,5 @@ class Promises:
     def _is_to_end(self, durable: Durable, name: str) -> bool:
         """Whether a process lives that was told to end."""
         record = durable.roster.get(name)
-        told = durable.phase.over or record is None or record.ending is not None
-        return told and self.simulation.launcher.started[name].alive
+        ending = durable.phase.over or record is None or record.ending is not None
+        return ending and self.simulation.launcher.started[name].alive

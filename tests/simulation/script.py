@@ -37,16 +37,16 @@ def play(text: str) -> str:
     comments = [line for line in lines if line.startswith("#")]
     job = next(line for line in lines if line.startswith("job "))
     script = Script(job)
-    told = [*comments, job]
+    transcript = [*comments, job]
     for command in (line for line in lines if line.startswith("> ")):
-        told.append(command)
+        transcript.append(command)
         try:
             script.do(command[2:])
         except (Violation, Impatient) as error:
-            told += [*script.effects(), f"  !! {error}"]
+            transcript += [*script.effects(), f"  !! {error}"]
             break
-        told += script.effects()
-    return "\n".join(told) + "\n"
+        transcript += script.effects()
+    return "\n".join(transcript) + "\n"
 
 
 class Script:

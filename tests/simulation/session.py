@@ -150,7 +150,7 @@ class Session:
         m, t, s = self.membership, self.worker.training, self.worker.training.saving
         return Status(
             0, 0, m.point, 0, t.step, t.committed_in, t.boundary, t.holds(), t.current,
-            done=t.done, ended=t.ended, checkpoint=s.knows, unreadable_checkpoint=s.damage, corrupt=t.copies.told,
+            done=t.done, ended=t.ended, checkpoint=s.knows, unreadable_checkpoint=s.damage, corrupt=t.copies.reported,
         )  # fmt: skip
 
     def notice(self) -> None:

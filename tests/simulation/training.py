@@ -322,9 +322,9 @@ class Training:
         m = self.membership
         plans = [plan for plan in (*m.kept.values(), m.next) if plan is not None and plan.generation in self.built]
         for plan in plans:
-            told = self.box.get((plan.generation, "s", 0), {})
-            if told:
-                self.step, self.stops = next(iter(told.values()))
+            parts = self.box.get((plan.generation, "s", 0), {})
+            if parts:
+                self.step, self.stops = next(iter(parts.values()))
                 self.blocks, self.pending, self.current = {}, frozenset(), False
                 self.stage = ""
                 self._begin(plan)

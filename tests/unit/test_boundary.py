@@ -166,17 +166,17 @@ def test_a_callback_may_evaluate_even_when_it_is_called_in_the_midst_of_a_lane()
 
 def test_step_says_once_for_each_step_that_it_was_committed() -> None:
     """Also to whom catches up with a vote that the others had passed."""
-    told: dict[str, list[int]] = {}
+    committed: dict[str, list[int]] = {}
 
     def step(engine: Engine) -> None:
         if engine.step():
-            told.setdefault(engine.context.link.worker, []).append(engine.global_step)
+            committed.setdefault(engine.context.link.worker, []).append(engine.global_step)
 
     with Crew("abc", Task(OPTIONS, step=step)) as crew:
         crew.train_to(1)
         crew.plant("b", 3, "in_vote")
         crew.finish()
-    assert told["a"] == told["c"] == [1, 2, 3, 4, 5, 6]
+    assert committed["a"] == committed["c"] == [1, 2, 3, 4, 5, 6]
 
 
 def test_alone_step_is_true_after_the_last_lane_only() -> None:

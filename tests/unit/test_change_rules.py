@@ -57,11 +57,11 @@ def test_who_has_not_passed_a_vote_that_another_has_rolls_forward_in_the_generat
         crew.train_to(3)
         crew.plant("b", 4, "in_vote")
         crew.train_to(6)
-        told = {name: crew.workers[name].link.inventories[-1] for name in "ac"}
-        assert sorted(inventory.step for inventory in told.values()) == [3, 4]
-        behind = min(told, key=lambda name: told[name].step)
-        ahead = told[max(told, key=lambda name: told[name].step)]
-        assert told[behind].pending == told[behind].holds != NO_BLOCKS
+        inventories = {name: crew.workers[name].link.inventories[-1] for name in "ac"}
+        assert sorted(inventory.step for inventory in inventories.values()) == [3, 4]
+        behind = min(inventories, key=lambda name: inventories[name].step)
+        ahead = inventories[max(inventories, key=lambda name: inventories[name].step)]
+        assert inventories[behind].pending == inventories[behind].holds != NO_BLOCKS
         assert ahead.pending == NO_BLOCKS and ahead.committed_in == 1
         assert committed_in == {"a": 1, "c": 1}
         assert "roll_forward" in crew.workers[behind].seen
@@ -85,10 +85,10 @@ def test_a_step_that_is_rolled_forward_was_committed_in_the_generation_of_its_vo
         crew.watchers.append(look)
         crew.kill("d")
         crew.train_to(6)
-        told = {name: crew.workers[name].link.inventories[-1] for name in "ac"}
+        inventories = {name: crew.workers[name].link.inventories[-1] for name in "ac"}
         assert opened == [2]
-        assert sorted((one.step, one.committed_in) for one in told.values()) == [(3, 1), (4, 2)]
-        rolled = min(told, key=lambda name: told[name].step)
+        assert sorted((one.step, one.committed_in) for one in inventories.values()) == [(3, 1), (4, 2)]
+        rolled = min(inventories, key=lambda name: inventories[name].step)
         assert "roll_forward" in crew.workers[rolled].seen
         assert committed_in["a"] == committed_in["c"] == 2
         assert crew.finish() == undisturbed(TASK)
@@ -99,8 +99,8 @@ def test_a_member_that_has_not_all_gradients_yet_has_none_to_roll_forward_with()
         crew.train_to(3)
         crew.plant("b", 4, "exchange")
         crew.train_to(6)
-        told = [crew.workers[name].link.inventories[-1] for name in "ac"]
-        assert [(one.step, one.pending) for one in told] == [(3, NO_BLOCKS)] * 2
+        inventories = [crew.workers[name].link.inventories[-1] for name in "ac"]
+        assert [(one.step, one.pending) for one in inventories] == [(3, NO_BLOCKS)] * 2
         assert crew.finish() == undisturbed(TASK)
 
 
@@ -150,19 +150,19 @@ def test_what_a_plan_releases_is_freed_after_its_first_commit_and_leaves_the_inv
     kept_until_then: list[Runs] = []
 
     def look(worker: Worker, point: str, _: int) -> None:
-        engine, told = worker.engine, worker.link.dialogue._status.holds
+        engine, reported = worker.engine, worker.link.dialogue._status.holds
         if engine.context.world is None or engine.context.over:
             return
         if point == "begin":
-            assert told == engine.context.state.held.runs
+            assert reported == engine.context.state.held.runs
         elif point == "vote" and engine.context.boundaries == 0:
             assert keeps(worker) <= engine.context.state.held.runs
-            assert engine.context.state.held.runs - keeps(worker) - filled(worker) <= told
+            assert engine.context.state.held.runs - keeps(worker) - filled(worker) <= reported
             kept_until_then.append(engine.context.state.held.runs - keeps(worker) - filled(worker))
         elif point == "hand_out":
             assert engine.context.state.held.runs == engine.context.world.replays(engine.context.boundaries)
         elif point == "forward" and engine.context.boundaries > 0:
-            assert told == engine.context.state.held.runs
+            assert reported == engine.context.state.held.runs
 
     with Crew("ab", TASK) as crew:
         crew.watchers.append(look)

@@ -104,9 +104,9 @@ def two(tmp_path: Path) -> tuple[LocalStorage, list[SaveName]]:
 
 
 def latest(storage: LocalStorage, generations: set[int] | None = None) -> tuple[int | None, list[str]]:
-    said: list[str] = []
-    found = resolve(storage.url, "latest", said.append, Own("", generations) if generations is not None else None)
-    return (found.manifest.step if found else None), said
+    lines: list[str] = []
+    found = resolve(storage.url, "latest", lines.append, Own("", generations) if generations is not None else None)
+    return (found.manifest.step if found else None), lines
 
 
 Two = tuple[LocalStorage, list[SaveName]]
@@ -123,10 +123,10 @@ def test_what_was_given_up_is_never_the_latest_though_what_came_after_cannot_be_
     state = train(trained(2), 1)
     state.lineage = gone_on("", 1, 2, (), began=2)
     newest, _ = save(state, storage, generation=2)
-    said: list[str] = []
-    found = resolve(storage.url, "latest", said.append, unreadable=[f"{storage.url}/{newest.folder}"])
+    lines: list[str] = []
+    found = resolve(storage.url, "latest", lines.append, unreadable=[f"{storage.url}/{newest.folder}"])
     assert found is not None and found.manifest.step == 2
-    assert [sentence.partition(" was ")[2] for sentence in said] == [
+    assert [sentence.partition(" was ")[2] for sentence in lines] == [
         "given up: training went back to an earlier step and continued without it."
     ]
 
@@ -170,8 +170,8 @@ def test_one_of_a_generation_that_the_job_did_not_have_is_skipped(tmp_path: Path
     storage = LocalStorage(tmp_path)
     save(trained(2), storage, generation=3)
     theirs, _ = save(trained(1), storage, generation=9)
-    said = [f"{storage.url}/{theirs.folder} is of generation 9, which this job did not have."]
-    assert latest(storage, {1, 2, 3}) == (2, said)
+    lines = [f"{storage.url}/{theirs.folder} is of generation 9, which this job did not have."]
+    assert latest(storage, {1, 2, 3}) == (2, lines)
     assert latest(storage) == (1, [])  # without a set the newest generation is the newest
 
 

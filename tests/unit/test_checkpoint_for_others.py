@@ -37,8 +37,8 @@ def place(tmp_path: Path, state: TrainingState) -> Path:
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
     code = main([str(argument) for argument in arguments])
-    said = capsys.readouterr()
-    return code, said.out, said.err
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
 
 
 def metadata(file: Path) -> dict[str, str]:

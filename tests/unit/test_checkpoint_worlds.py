@@ -44,7 +44,7 @@ def whole(place: Path) -> list[int]:
     return [one.name.step for one in found]
 
 
-def told(crew: Crew, kind: str) -> list[str]:
+def messages(crew: Crew, kind: str) -> list[str]:
     return [message for one, message in crew.events if one == kind]
 
 
@@ -72,7 +72,7 @@ def test_a_world_of_any_size_goes_on_from_one_of_any_size(
     other = task(tmp_path, stage=(before + after) % 2, mirrors=after % 3, resume=resume)
     with Crew("abcd"[:after], other) as crew:
         assert crew.finish() == undisturbed(PLAIN)
-        assert f"a checkpoint of step 4 was found at {resume}" in told(crew, "checkpoint_found")
+        assert f"a checkpoint of step 4 was found at {resume}" in messages(crew, "checkpoint_found")
         assert crew.job.durable.history[0].from_step == 4
         assert crew.job.durable.history[0].generation > 1  # the next generation exceeds the manifest's
 
@@ -188,7 +188,7 @@ def test_an_operator_asks_for_one(tmp_path: Path) -> None:
         crew.train_to(3)
         crew.wish(Save())
         saved(crew, 4)
-        assert told(crew, "checkpoint_saved")
+        assert messages(crew, "checkpoint_saved")
         assert crew.job.durable.save is None
 
 
@@ -242,7 +242,7 @@ def test_all_go_back_to_the_newest_checkpoint_when_a_block_has_no_copy_left(tmp_
         before = crew.allowed
         crew.kill("b")
         assert crew.finish() == undisturbed(PLAIN)
-        assert any("no living copy" in message for message in told(crew, "stalled"))
+        assert any("no living copy" in message for message in messages(crew, "stalled"))
         (restored,) = (resize for resize in crew.job.durable.history if resize.reason.value == "restore")
         assert (restored.from_step, restored.lost_steps) == (3, before - 3)
         assert restored.workers == 2 and restored.checkpoint_bytes > 0
@@ -291,7 +291,7 @@ def test_a_checkpoint_with_a_changed_bit_is_named_and_the_one_before_is_used(tmp
     with Crew("abc", task(tmp_path)) as crew:
         assert crew.finish() == undisturbed(PLAIN)
         assert any(
-            "step-000000000006" in message and "differs" in message for message in told(crew, "checkpoint_damaged")
+            "step-000000000006" in message and "differs" in message for message in messages(crew, "checkpoint_damaged")
         )
         assert crew.job.durable.history[0].from_step == 3
 
@@ -322,12 +322,12 @@ def test_what_is_no_checkpoint_at_the_start_is_said_once_and_the_one_before_is_u
     (eight / "manifest.json").write_text("{")
     with Crew("cd", task(tmp_path)) as crew:
         assert crew.finish() == undisturbed(PLAIN)
-        assert told(crew, "checkpoint_passed_over") == [
+        assert messages(crew, "checkpoint_passed_over") == [
             f"{twelve} is incomplete: it has no manifest.json. Its save is still running, or was interrupted. "
             f"{eight}/manifest.json is damaged: it is not JSON."
         ]
         assert crew.job.durable.history[0].from_step == 4
-        assert told(crew, "checkpoint_found") == [f"a checkpoint of step 4 was found at {four}"]
+        assert messages(crew, "checkpoint_found") == [f"a checkpoint of step 4 was found at {four}"]
 
 
 def remove(place: Path, step: int) -> None:

@@ -50,7 +50,7 @@ def test_a_worker_of_another_run_is_turned_away_before_anything_of_its_status_is
     job.start(2)
     before = job.job
     job.hello("w7", status=OLD, run=run)
-    (refusal,) = job.said("w7")
+    (refusal,) = job.messages_to("w7")
     assert isinstance(refusal, Refusal) and refusal.final and refusal.sentence.startswith(sentence)
     assert job.of(Close) and job.notes == [refusal.sentence]
     assert job.job == before, "nothing of it is remembered"
@@ -61,7 +61,7 @@ def test_a_worker_of_another_run_cannot_have_the_place_of_a_worker_that_was_laun
     job.hello("w0", status=OLD, run="run-0")
     assert job.view.phase is Phase.WAITING and job.job.durable.roster["w0"].incarnation == ""
     job.hello("w0", status=NEW, run=RUN)
-    assert isinstance(job.said("w0")[0], Welcome)
+    assert isinstance(job.messages_to("w0")[0], Welcome)
 
 
 def test_a_controllers_restart_keeps_the_run_and_its_workers_go_on() -> None:
@@ -71,7 +71,7 @@ def test_a_controllers_restart_keeps_the_run_and_its_workers_go_on() -> None:
     job.restart()
     for worker, status in statuses.items():
         job.hello(worker, status=status)
-        assert isinstance(job.said(worker)[0], Welcome)
+        assert isinstance(job.messages_to(worker)[0], Welcome)
     assert job.view.phase is Phase.RUNNING
 
 
@@ -80,9 +80,9 @@ def test_a_job_that_is_over_tells_its_own_workers_how_it_ended_and_turns_others_
     job.hello("w0")
     job.say("w0", Result(0, failure="no such file", everyone=True))
     job.hello("w0")
-    assert isinstance(job.said("w0")[0], Shutdown)
+    assert isinstance(job.messages_to("w0")[0], Shutdown)
     job.hello("w0", run="run-0")
-    assert isinstance(job.said("w0")[0], Refusal)
+    assert isinstance(job.messages_to("w0")[0], Refusal)
 
 
 def test_a_checkpoint_of_another_run_is_read_and_the_event_names_that_run() -> None:
@@ -97,7 +97,7 @@ def test_only_another_run_or_a_second_process_ends_a_worker_that_trains() -> Non
     job = Driver(wanted=2)
     job.start(2)
     refusals = {}
-    for what, said in {
+    for what, changed in {
         "another run": {"run": "run-0"},
         "another process": {"incarnation": "a second one", "run": RUN},
         "another model": {"description": replace(MADE_OF, mirrors=3), "run": RUN},
@@ -105,8 +105,8 @@ def test_only_another_run_or_a_second_process_ends_a_worker_that_trains() -> Non
         "it names no run": {"run": ""},
     }.items():
         connection = job.connections["w0"]
-        job.hello("w0", **{"status": replace(OLD, step=1), **said})
-        (refusals[what],) = job.said("w0")
+        job.hello("w0", **{"status": replace(OLD, step=1), **changed})
+        (refusals[what],) = job.messages_to("w0")
         job.connections["w0"] = connection
     assert [what for what, refusal in refusals.items() if refusal.ends_members] == ["another run", "another process"]
 
@@ -147,10 +147,10 @@ def goes_on_well(job: Driver, workers: int) -> None:
 @pytest.mark.parametrize("value", ABSURD)
 @pytest.mark.parametrize("name", numbers_of(Status))
 def test_one_absurd_number_in_a_heartbeat_or_ready_harms_nothing(name: str, value: int) -> None:
-    for said in (lambda status: Heartbeat(status, Telemetry()), lambda status: Ready(1, status)):
+    for message in (lambda status: Heartbeat(status, Telemetry()), lambda status: Ready(1, status)):
         job = Driver(wanted=3)
         job.start(3)
-        job.say("w0", said(replace(job.statuses["w0"], **{"sequence": job.sequence + 1, name: value})))
+        job.say("w0", message(replace(job.statuses["w0"], **{"sequence": job.sequence + 1, name: value})))
         job.sequence += 1
         goes_on_well(job, 3)
 
@@ -187,7 +187,7 @@ def test_one_absurd_number_in_a_hello_is_refused_in_a_sentence(name: str, value:
         job.hello("w9", next_generation=value)
     else:
         job.hello("w9", status=replace(OLD, **{name: value}), run=RUN)
-    (refusal,) = job.said("w9")
+    (refusal,) = job.messages_to("w9")
     assert isinstance(refusal, Refusal) and str(value) in refusal.sentence
     del job.connections["w9"], job.statuses["w9"]
     goes_on_well(job, 3)

@@ -98,12 +98,12 @@ class Controller(BaseHTTPRequestHandler):
     """Answers every request with what the test has put in its place."""
 
     status, kind, body = 200, "application/json", "{}"
-    heard: ClassVar[list[tuple[str, str, str, str | None]]] = []
+    requests: ClassVar[list[tuple[str, str, str, str | None]]] = []
 
     def answer(self) -> None:
         length = int(self.headers.get("content-length") or 0)
-        said = self.rfile.read(length).decode()
-        self.heard.append((self.command, self.path, said, self.headers.get("authorization")))
+        body = self.rfile.read(length).decode()
+        self.requests.append((self.command, self.path, body, self.headers.get("authorization")))
         self.send_response(self.status)
         self.send_header("content-type", self.kind)
         self.end_headers()
@@ -118,7 +118,7 @@ class Controller(BaseHTTPRequestHandler):
 @pytest.fixture
 def controller() -> Iterator[str]:
     """The URL of a controller that says what `Controller` is told to."""
-    Controller.status, Controller.kind, Controller.body, Controller.heard = 200, "application/json", "{}", []
+    Controller.status, Controller.kind, Controller.body, Controller.requests = 200, "application/json", "{}", []
     with HTTPServer(("127.0.0.1", 0), Controller) as server:
         thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, name="a controller")
         thread.start()
@@ -162,9 +162,9 @@ def test_a_long_reason_leaves_a_job_its_name_and_phase() -> None:
     }
     narrow = Console(width=60, file=io.StringIO())
     narrow.print(jobs_table([job]))
-    said = narrow.file.getvalue()  # type: ignore[attr-defined]
-    assert "a-job-of-mine  failed" in said and "2/3" in said and "7/100" in said
-    assert said.count("very") == 60 and "Traceback" not in said
+    printed = narrow.file.getvalue()  # type: ignore[attr-defined]
+    assert "a-job-of-mine  failed" in printed and "2/3" in printed and "7/100" in printed
+    assert printed.count("very") == 60 and "Traceback" not in printed
 
 
 def test_q_leaves_top(controller: str) -> None:
@@ -214,7 +214,7 @@ def test_logs_prints_the_log_of_rank_0_or_of_the_named_worker(controller: str, t
 def test_a_change_shows_the_job_as_the_controller_answered_it(controller: str) -> None:
     Controller.status, Controller.body = 202, json.dumps(JOB)
     done = shoal("scale", "j", "3", env={"SHOAL_URL": controller, "SHOAL_TOKEN": "secret"})
-    assert Controller.heard == [("POST", "/v1/jobs/j/scale", '{"workers":3}', "Bearer secret")]
+    assert Controller.requests == [("POST", "/v1/jobs/j/scale", '{"workers":3}', "Bearer secret")]
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == [
         "j running: step 7/100, loss 1.25, generation 3, workers 2 of 3 (1 to lanes), lanes 8",
@@ -227,7 +227,7 @@ def test_the_token_of_this_folder_is_shown_to_this_machine_only(controller: str,
     for env in ({}, {"SHOAL_DATA": str(tmp_path / ".shoal")}):
         folder = None if env else tmp_path
         assert shoal("jobs", "--url", controller, env=env, folder=folder).returncode == 3
-    assert [heard[3] for heard in Controller.heard] == [f"Bearer {token}"] * 2
+    assert [request[3] for request in Controller.requests] == [f"Bearer {token}"] * 2
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)
         patch.delenv("SHOAL_TOKEN", raising=False)
@@ -300,8 +300,8 @@ def test_a_worker_becomes_the_command_with_its_environment_set() -> None:
     script = "import os; print(os.getpid(), os.environ['SHOAL_CONTROLLER'], os.environ['SHOAL_JOB'])"
     command = [SHOAL, "worker", "--controller", "h:1", "--job", "j", "--", sys.executable, "-c", script]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        said, _ = process.communicate(timeout=30)
-    assert said == f"{process.pid} h:1 j\n"
+        output, _ = process.communicate(timeout=30)
+    assert output == f"{process.pid} h:1 j\n"
 
 
 FIRST_PROCESS = """

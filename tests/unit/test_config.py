@@ -113,11 +113,11 @@ def test_keys_without_meaning_are_reported_once(capsys: pytest.CaptureFixture[st
     ignored = {"steps_per_print": 10, "wall_clock_breakdown": False, "flops_profiler": {"enabled": True}}
     zero = {"stage": 1, "overlap_comm": True, "allgather_bucket_size": 5e8}
     load_config({**SMALLEST, **ignored, "zero_optimization": zero})
-    said = capsys.readouterr()
+    captured = capsys.readouterr()
     keys = [*ignored, "zero_optimization.overlap_comm", "zero_optimization.allgather_bucket_size"]
-    assert len(said.err.splitlines()) == 1
-    assert f"keys={keys}" in said.err
-    assert said.out == ""
+    assert len(captured.err.splitlines()) == 1
+    assert f"keys={keys}" in captured.err
+    assert captured.out == ""
     load_config(SMALLEST)
     assert capsys.readouterr().err == ""
 

@@ -81,7 +81,7 @@ def test_all_go_back_to_the_newest_checkpoint_whose_copies_were_compared(restart
     assert noted(driver, "restoring")[0].startswith(
         "all members go back to the checkpoint of step 10: the copies of block 3 of"
     )
-    assert any(isinstance(message, Prepare) for message in driver.said("w1"))
+    assert any(isinstance(message, Prepare) for message in driver.messages_to("w1"))
     if restarts:
         driver.restart()
         for worker in ("w0", "w1", "w2"):

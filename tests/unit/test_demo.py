@@ -24,7 +24,7 @@ class Pretended:
         self.generation = 1
         self.wanted = 3
         self.states = {"w0": "active", "w1": "active", "w2": "active"}
-        self.heard: list[str] = []
+        self.requests: list[str] = []
         self.later: list[Callable[[], None]] = []
 
     def world(self) -> list[str]:
@@ -56,16 +56,16 @@ class Pretended:
         )
 
     async def scale(self, _: str, workers: int) -> None:
-        self.heard.append(f"scale {workers}")
+        self.requests.append(f"scale {workers}")
         self.wanted = workers
         self.later.append(self.fill_up)
 
     async def drain(self, _: str, worker: str) -> None:
-        self.heard.append(f"drain {worker}")
+        self.requests.append(f"drain {worker}")
         self.later += [lambda: self.lose(worker, "left"), self.fill_up]
 
     def kill(self, pid: int, number: signal.Signals) -> None:
-        self.heard.append(f"kill {number.value} w{pid - 1000}")
+        self.requests.append(f"kill {number.value} w{pid - 1000}")
         self.later.append(lambda: self.lose(f"w{pid - 1000}", "lost"))
 
     def lose(self, worker: str, state: str) -> None:
@@ -89,15 +89,15 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Pretended:
 
 
 def played(client: Pretended) -> list[str]:
-    told: list[str] = []
-    asyncio.run(acts.play(acts.DisturbedJob(client, "disturbed", told.append)))  # type: ignore[arg-type]
-    return told
+    lines: list[str] = []
+    asyncio.run(acts.play(acts.DisturbedJob(client, "disturbed", lines.append)))  # type: ignore[arg-type]
+    return lines
 
 
 def test_the_acts_are_a_kill_a_growth_a_drain_and_a_shrinking(pretended: Pretended) -> None:
-    told = played(pretended)
-    assert pretended.heard == ["kill 9 w1", "scale 4", "drain w0", "scale 3"]
-    assert [line.partition(" (")[0] for line in told] == [
+    lines = played(pretended)
+    assert pretended.requests == ["kill 9 w1", "scale 4", "drain w0", "scale 3"]
+    assert [line.partition(" (")[0] for line in lines] == [
         "▶ kill -9 1001",
         '▶ POST /v1/jobs/disturbed/scale {"workers": 4}',
         "▶ POST /v1/jobs/disturbed/workers/w0/drain",
@@ -109,8 +109,8 @@ def test_the_acts_are_a_kill_a_growth_a_drain_and_a_shrinking(pretended: Pretend
 def test_each_act_waits_until_the_last_one_shows(pretended: Pretended) -> None:
     pretended.later += [lambda: None] * 50
     shown: list[tuple[str, list[str]]] = []
-    told = acts.DisturbedJob(pretended, "disturbed", lambda line: shown.append((line, pretended.world())))  # type: ignore[arg-type]
-    asyncio.run(acts.play(told))
+    disturbed = acts.DisturbedJob(pretended, "disturbed", lambda line: shown.append((line, pretended.world())))  # type: ignore[arg-type]
+    asyncio.run(acts.play(disturbed))
     assert [world for _, world in shown] == [
         ["w0", "w1", "w2"],
         ["w0", "w2"],
@@ -154,9 +154,9 @@ def report(fingerprint: str) -> dict[str, Any]:
 
 def test_equal_fingerprints_are_exit_0_and_different_or_missing_ones_exit_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert verdict.conclude(report("ab" * 32), report("ab" * 32)) == 0
-    said = capsys.readouterr().out
-    assert "The same bits" in said
-    assert said.count("ab" * 32) == 2
+    printed = capsys.readouterr().out
+    assert "The same bits" in printed
+    assert printed.count("ab" * 32) == 2
     assert verdict.conclude(report("ab" * 32), report("cd" * 32)) == 1
     assert verdict.conclude(report(""), report("")) == 1
     assert capsys.readouterr().out.count("Different bits") == 2

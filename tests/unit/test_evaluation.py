@@ -111,17 +111,17 @@ def test_after_the_loop_all_lanes_numbers_are_in_one_mean() -> None:
 
     with Crew("ab", Task({"max_steps": 2}, step=step)) as crew:
         crew.finish()
-        told = [worker.engine.reports["lane"] for worker in crew.workers.values()]
-    assert told == [0.5, 0.5]
+        means = [worker.engine.reports["lane"] for worker in crew.workers.values()]
+    assert means == [0.5, 0.5]
 
 
 @pytest.mark.parametrize("point", ["vote", "in_vote", "hand_out"])
 def test_the_sums_that_a_failed_vote_carried_are_not_lost(point: str) -> None:
     """Whoever survives gives its sums to the next vote; those of a vote that passed anywhere are in its record."""
-    told: dict[int, dict[str, float]] = {}
+    reports: dict[int, dict[str, float]] = {}
 
     def watch(engine: Engine) -> None:
-        told[engine.global_step] = engine.reports
+        reports[engine.global_step] = engine.reports
 
     def step(engine: Engine) -> None:
         if engine.step() and engine.global_step == 2:
@@ -134,4 +134,4 @@ def test_the_sums_that_a_failed_vote_carried_are_not_lost(point: str) -> None:
         crew.train_to(2)
         crew.plant("c", 3, point)
         crew.finish()
-    assert [step for step, numbers in told.items() if "seen" in numbers] == [3], told
+    assert [step for step, numbers in reports.items() if "seen" in numbers] == [3], reports

@@ -22,7 +22,7 @@ class Silence:
     def __init__(self, **spec):
         spec = {"heartbeat_seconds": 1.0, "reconnect_seconds": 0.5, **spec}
         self.job, self.now, self.sequence = new_job(JobSpec("job", 3, **spec), 0.0), 0.0, 0
-        self.happened, self.told, self.asked_on = [], [], []
+        self.happened, self.sent, self.asked_on = [], [], []
         for number in range(3):
             self.feed(Connected(number, self.hello_of(number)))
         self.now = TICK_SECONDS / 2  # ticks fall between the limits, not on them
@@ -37,7 +37,7 @@ class Silence:
             if isinstance(effect, Note) and effect.worker == "w0":
                 self.happened.append((round(self.now, 1), effect.kind))
             elif isinstance(effect, Note) and effect.kind in ("silent", "heard"):
-                self.told.append(effect.message)
+                self.sent.append(effect.message)
             elif isinstance(effect, Send) and effect.connection in (0, 3) and isinstance(effect.message, Ping):
                 self.happened.append((round(self.now, 1), "ping"))
                 self.asked_on.append(effect.connection)
@@ -121,7 +121,7 @@ def test_a_silent_majority_is_neither_suspected_nor_evicted_and_the_job_says_why
     says = "2 of 3 workers are silent (w0 for 6 s, w1 for 6 s); nobody is evicted, because the controller may be"
     assert says in view(world.job, world.now).reason
     assert "Waiting for up to 94 s more" in view(world.job, world.now).reason
-    assert len(world.told) == 1 and world.told[0].startswith("2 of 3 workers are silent (w0 for 3 s, w1 for 3 s)")
+    assert len(world.sent) == 1 and world.sent[0].startswith("2 of 3 workers are silent (w0 for 3 s, w1 for 3 s)")
 
 
 def test_as_most_are_heard_again_the_time_of_the_cut_is_nobodys_silence():
@@ -130,7 +130,7 @@ def test_as_most_are_heard_again_the_time_of_the_cut_is_nobodys_silence():
     world.last(1.25, beating=(1, 2))
     world.last(1.0, beating=(0, 1, 2))
     assert world.happened == [(0.0, "joined"), (21.2, "ping")]
-    assert world.told[1:] == ["at least half of the workers are heard again, or known to be dead"]
+    assert world.sent[1:] == ["at least half of the workers are heard again, or known to be dead"]
     assert "silent" not in view(world.job, world.now).reason
 
 

@@ -118,11 +118,11 @@ def test_a_job_that_goes_on_regardless_tells_of_it(workers: str) -> None:
         crew.beat(2)
         crew.add("z")
         crew.finish()
-        told = [message for kind, message in crew.events if kind == "not_finite"]
+        messages = [message for kind, message in crew.events if kind == "not_finite"]
         assert crew.workers["a"].engine.context.state.record is not None
         assert crew.workers["a"].engine.context.state.record.not_finite_steps == 12
-    assert told[0].startswith("steps that were not finite so far: 1; step 2: the loss of lane 0 is nan and the")
-    assert len(told) == 2 and told[1].startswith("steps that were not finite so far: 1")
+    assert messages[0].startswith("steps that were not finite so far: 1; step 2: the loss of lane 0 is nan and the")
+    assert len(messages) == 2 and messages[1].startswith("steps that were not finite so far: 1")
 
 
 def test_skipped_micro_batches_are_counted_and_told_of() -> None:
@@ -138,9 +138,9 @@ def test_skipped_micro_batches_are_counted_and_told_of() -> None:
         crew.beat(2)
         crew.kill("b")
         crew.finish()
-        told = [message for kind, message in crew.events if kind == "micro_batches_skipped"]
+        messages = [message for kind, message in crew.events if kind == "micro_batches_skipped"]
         counted = crew.job.durable.figures.counters["shoal_skipped_micro_batches_total"]
-    assert counted == 6 and len(told) == 1
+    assert counted == 6 and len(messages) == 1
 
 
 def test_a_sum_that_overflows_is_no_gradient_that_is_not_finite() -> None:

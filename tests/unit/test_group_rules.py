@@ -94,19 +94,19 @@ class Told:
 
 def test_whoever_asks_for_a_group_does_not_wait_for_it() -> None:
     """The session's thread hears the plan, the training thread trains: the building waits on a thread of its own."""
-    go, builders, told, lock = threading.Event(), [], Told(), threading.RLock()
+    go, builders, listener, lock = threading.Event(), [], Told(), threading.RLock()
 
     def transport(spec: GroupSpec, cancellation: Cancellation) -> Group:
         builders.append(threading.current_thread())
         go.wait(5)
         return GlooGroup(Recorded(), spec.rank, spec.size, spec.progress)
 
-    groups = Groups(transport, lock, told)
+    groups = Groups(transport, lock, listener)
     with lock:
         groups.build(recovery(1, "ab"), 0, joiner=False)
-    assert not told.done.is_set()
+    assert not listener.done.is_set()
     go.set()
-    assert told.done.wait(20)
+    assert listener.done.wait(20)
     assert builders[0] is not threading.current_thread()
     groups.close()
 

@@ -133,16 +133,16 @@ def test_no_field_of_a_workers_message_harms_the_controller(job: Callable[[], Dr
     believed = 0
     for message in said_by_a_worker(there):
         for what, lie in lies(pb.WorkerMessage.FromString(encode_worker(message))):
-            told = copy.deepcopy(there)
+            end = copy.deepcopy(there)
             try:
-                hear(told, lie.SerializeToString(), isinstance(message, Hello))
+                hear(end, lie.SerializeToString(), isinstance(message, Hello))
             except UserError as error:
                 assert len(str(error)) < 500, what
                 continue
             believed += 1
             try:
-                told.wait(0.5)
-                is_sound(told)
+                end.wait(0.5)
+                is_sound(end)
             except Exception as error:
                 raise AssertionError(f"{type(message).__name__}: {what}") from error
     assert believed > 100
@@ -169,14 +169,14 @@ def test_no_field_of_a_controllers_message_ends_a_worker_by_anything_but_a_sente
     dialogue.on_message(Prepare(5))
     for message in SAID_BY_A_CONTROLLER:
         for what, lie in lies(pb.ControllerMessage.FromString(encode_controller(message))):
-            told = copy.deepcopy(dialogue)
+            copied = copy.deepcopy(dialogue)
             try:
-                told.on_message(decode_controller(lie.SerializeToString()))
+                copied.on_message(decode_controller(lie.SerializeToString()))
             except (UserError, PeerError) as error:
                 assert len(str(error)) < 500, what
                 continue
             except Exception as error:
                 raise AssertionError(f"{type(message).__name__}: {what}") from error
-            assert decode_worker(encode_worker(told.hello()))
-            told.beat()
-            assert all(decode_worker(encode_worker(said)) for said in told.outgoing())
+            assert decode_worker(encode_worker(copied.hello()))
+            copied.beat()
+            assert all(decode_worker(encode_worker(message)) for message in copied.outgoing())

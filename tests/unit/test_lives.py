@@ -34,7 +34,7 @@ class Life:
         )  # fmt: skip
         self.names = iter(LETTERS)
         self.first = "".join(next(self.names) for _ in range(one_of((1, 2, 3, 3, 4))))
-        self.told = [f"seed {seed}: {self.task.options}, {self.first} at first"]
+        self.log = [f"seed {seed}: {self.task.options}, {self.first} at first"]
         self.paused = False
 
     def live(self, crew: Crew) -> str:
@@ -50,16 +50,16 @@ class Life:
     def train(self, crew: Crew) -> None:
         if not self.paused:
             crew.train_to(crew.allowed + self.chance.randint(1, 2))
-            self.told.append(f"trains to {crew.allowed}")
+            self.log.append(f"trains to {crew.allowed}")
 
     def come(self, crew: Crew) -> None:
         if len([worker for worker in crew.workers.values() if worker.alive]) < MOST_WORKERS:
-            self.told.append(f"{crew.add(next(self.names)).name} comes")
+            self.log.append(f"{crew.add(next(self.names)).name} comes")
 
     def kill(self, crew: Crew) -> None:
         victim = self._dispensable(crew)
         if victim is not None:
-            self.told.append(f"{victim.name} is killed")
+            self.log.append(f"{victim.name} is killed")
             crew.kill(victim.name)
 
     def strike(self, crew: Crew) -> None:
@@ -67,21 +67,21 @@ class Life:
         victim = self._dispensable(crew)
         if victim is not None:
             point = self.chance.choice(POINTS)
-            self.told.append(f"{victim.name} dies at {point} from step {crew.allowed + 1} on")
+            self.log.append(f"{victim.name} dies at {point} from step {crew.allowed + 1} on")
             crew.plant(victim.name, crew.allowed + 1, point)
             crew.train_to(crew.allowed + 1)
 
     def drain(self, crew: Crew) -> None:
         victim = self._dispensable(crew)
         if victim is not None:
-            self.told.append(f"{victim.name} is drained")
+            self.log.append(f"{victim.name} is drained")
             crew.wish(DrainWorker(victim.link.worker))
 
     def pause(self, crew: Crew) -> None:
         if self.paused or crew.at_rest():
             crew.wish(Resume() if self.paused else Pause())
             self.paused = not self.paused
-            self.told.append("paused" if self.paused else "resumed")
+            self.log.append("paused" if self.paused else "resumed")
 
     def _dispensable(self, crew: Crew) -> Worker | None:
         """Somebody whose blocks all have another copy; nobody where another one may go too."""
@@ -101,5 +101,5 @@ def test_any_life_ends_with_the_bits_of_an_undisturbed_one(seed: int) -> None:
             assert [world.lost_steps for world in crew.job.durable.history if world.lost_steps] == []
             assert [worker.failure for worker in crew.workers.values() if worker.failure] == []
     except AssertionError as error:
-        error.add_note("\n".join(life.told))
+        error.add_note("\n".join(life.log))
         raise

@@ -71,9 +71,9 @@ def test_the_scripts_own_level_silences_no_line(capsys: pytest.CaptureFixture[st
 def test_what_can_be_written_is(capsys: pytest.CaptureFixture[str]) -> None:
     get_logger("shoal.world").info("world", generation=2)
     say("a sentence")
-    said = capsys.readouterr().err.splitlines()
-    assert said[0].endswith("logger='shoal.world' event='world' generation=2")
-    assert said[1:] == ["shoal: a sentence"]
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].endswith("logger='shoal.world' event='world' generation=2")
+    assert lines[1:] == ["shoal: a sentence"]
 
 
 def test_a_kill_costs_no_survivor_whose_standard_error_is_full() -> None:

@@ -40,10 +40,10 @@ def test_the_table_has_an_answer_to_every_event_in_every_phase() -> None:
 def test_a_job_starts_when_all_wanted_workers_are_ready() -> None:
     job = Driver(wanted=2)
     job.hello("w0")
-    assert job.said("w0") == [Welcome("w0", 1.0, 10.0, 1800.0, run=RUN)]
+    assert job.messages_to("w0") == [Welcome("w0", 1.0, 10.0, 1800.0, run=RUN)]
     assert job.view.reason.startswith("1 of 2 workers ready, 0 more starting")
     job.hello("w1")
-    assert job.said("w1")[-1] == Prepare(1)
+    assert job.messages_to("w1")[-1] == Prepare(1)
     assert isinstance(job.effects[0], Persist), "the number is in the store before anyone hears of it"
     assert job.view.phase is Phase.STARTING
 
@@ -88,7 +88,7 @@ def test_a_world_opens_when_all_are_ready_and_is_stored_before_it_is_said() -> N
         job.stop(worker, NEW)
     plan = job.planned()
     job.beat("w0", state=MemberState.READY, promised=1)
-    assert job.said("w0") == []
+    assert job.messages_to("w0") == []
     job.beat("w1", state=MemberState.READY, promised=1)
     assert isinstance(job.effects[0], Persist)
     opened = [effect.message for effect in job.of(Send)]
@@ -120,14 +120,14 @@ def test_too_few_left_during_the_start_go_back_to_waiting() -> None:
 def test_a_number_exceeds_every_hello_and_the_manifest_of_a_checkpoint() -> None:
     job = Driver(wanted=1)
     job.hello("w0", next_generation=41)
-    assert job.said("w0")[-1] == Prepare(42)
+    assert job.messages_to("w0")[-1] == Prepare(42)
 
 
 def test_a_number_exceeds_all_saves_in_the_folder_but_no_name_there_takes_the_numbers_to_their_end() -> None:
     job = Driver(wanted=2)
     job.hello("w0", status=replace(NEW, highest_saved=41))
     job.hello("w1", status=replace(NEW, highest_saved=10**17))
-    assert job.said("w1")[-1] == Prepare(42)
+    assert job.messages_to("w1")[-1] == Prepare(42)
 
 
 # ---- who may take part
@@ -261,9 +261,9 @@ def test_a_lagging_worker_is_told_again_with_its_heartbeat() -> None:
     job.hello("w1")
     job.now += 2
     job.beat("w0")
-    assert job.said("w0") == [Prepare(1)]
+    assert job.messages_to("w0") == [Prepare(1)]
     job.beat("w0")
-    assert job.said("w0") == [], "but at most once an interval"
+    assert job.messages_to("w0") == [], "but at most once an interval"
 
 
 def test_an_older_status_says_nothing() -> None:
@@ -340,7 +340,7 @@ def test_processes_that_do_not_end_with_their_job_are_killed() -> None:
     job = Driver(wanted=2, launcher="local")
     job.start(2)
     job.feed(Cancel())
-    assert job.said("w0") and isinstance(job.said("w0")[0], Ask)
+    assert job.messages_to("w0") and isinstance(job.messages_to("w0")[0], Ask)
     job.wait(10.5)
     assert job.view.phase is Phase.CANCELLED
     job.exit("w0", 0, "exit status 0")
@@ -361,8 +361,8 @@ def test_the_figures_of_a_change_are_whole_when_all_members_have_told() -> None:
     world = job.job.durable.current
     for number, member in enumerate(world.members):
         phases = {"prepare": 0.1, "first_step": 0.2 + number}
-        told = Change(2, 1, 0.3 + number, phases, 4, 1000)
-        job.beat(member.worker, telemetry=Telemetry(changes=(told,)))
+        change = Change(2, 1, 0.3 + number, phases, 4, 1000)
+        job.beat(member.worker, telemetry=Telemetry(changes=(change,)))
     assert job.counted("shoal_blocks_promoted_total") == 8
     assert job.counted("shoal_repartition_bytes_total", source="peer") == 2000
     assert job.observed("shoal_resize_seconds", phase="first_step") == (1, 1.2)
@@ -376,14 +376,14 @@ def test_the_figures_of_a_change_are_whole_when_all_members_have_told() -> None:
 def test_a_controller_that_starts_again_does_not_tell_the_figures_of_a_change_twice() -> None:
     job = Driver(wanted=2)
     job.start(2)
-    told = Telemetry(changes=(Change(1, 0, 0.3, {"first_step": 0.2}, 0, 0),))
+    telemetry = Telemetry(changes=(Change(1, 0, 0.3, {"first_step": 0.2}, 0, 0),))
     for worker in ("w0", "w1"):
-        job.beat(worker, telemetry=told)
+        job.beat(worker, telemetry=telemetry)
     assert any("paused training" in note for note in job.notes)
     job.restart()
     for worker in ("w0", "w1"):
         job.hello(worker)
-        job.beat(worker, telemetry=told)
+        job.beat(worker, telemetry=telemetry)
         assert not any("paused training" in note for note in job.notes)
 
 

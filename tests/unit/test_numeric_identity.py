@@ -16,24 +16,24 @@ WARMING_UP = Status(sequence=0, generation=0, state=MemberState.WARMING_UP, prom
 
 def hellos(*descriptions: Description):
     """One job hears a hello of each; the answers, the notes, the view."""
-    job, said, notes = new_job(JobSpec("job", 2), 0.0), [], []
+    job, messages, notes = new_job(JobSpec("job", 2), 0.0), [], []
     for number, made_of in enumerate(descriptions):
         worker = f"w{number}"
         hello = Hello(
             PROTOCOL_VERSION, "job", worker, f"process{number}", "127.0.0.1:9", "host", 1, "", made_of, WARMING_UP
         )
         job, effects = step(job, Connected(number, hello), 0.0)
-        said += [effect.message for effect in effects if isinstance(effect, Send)]
+        messages += [effect.message for effect in effects if isinstance(effect, Send)]
         notes += [(effect.kind, effect.message) for effect in effects if isinstance(effect, Note)]
-    return said, notes, view(job, 0.0)
+    return messages, notes, view(job, 0.0)
 
 
 def test_a_worker_with_another_numeric_identity_is_refused_by_its_name():
     for name, value in NUMERICS.items():
         other = replace(MADE_OF, numerics={**NUMERICS, name: "another"})
-        said, _, shown = hellos(MADE_OF, other)
-        assert isinstance(said[0], Welcome) and isinstance(said[1], Refusal)
-        assert said[1].sentence == (
+        messages, _, shown = hellos(MADE_OF, other)
+        assert isinstance(messages[0], Welcome) and isinstance(messages[1], Refusal)
+        assert messages[1].sentence == (
             f"worker w1 joined with another numeric identity: {name} is another, the job's is {value}. "
             "Start it with the job's script and config."
         )
@@ -41,14 +41,14 @@ def test_a_worker_with_another_numeric_identity_is_refused_by_its_name():
 
 
 def test_a_variable_that_only_one_of_them_has_is_a_difference():
-    said, _, _ = hellos(MADE_OF, replace(MADE_OF, numerics={**NUMERICS, "MKL_CBWR": "AVX2"}))
-    assert "MKL_CBWR is AVX2, the job's is not set" in said[1].sentence
+    messages, _, _ = hellos(MADE_OF, replace(MADE_OF, numerics={**NUMERICS, "MKL_CBWR": "AVX2"}))
+    assert "MKL_CBWR is AVX2, the job's is not set" in messages[1].sentence
 
 
 def test_with_mixed_numerics_it_may_take_part_and_the_job_is_shown_as_not_bit_exact():
     mixed = replace(MADE_OF, mixed_numerics=True)
-    said, notes, shown = hellos(mixed, mixed, replace(mixed, numerics={**NUMERICS, "threads": "2"}))
-    assert [type(message) for message in said] == [Welcome] * 3
+    messages, notes, shown = hellos(mixed, mixed, replace(mixed, numerics={**NUMERICS, "threads": "2"}))
+    assert [type(message) for message in messages] == [Welcome] * 3
     assert [message for kind, message in notes if kind == "not_bit_exact"] == [
         "worker w2 joined with another numeric identity: threads is 2, the job's is 1. "
         "mixed_numerics is true: the run is not bit-exact."

@@ -64,7 +64,7 @@ def test_the_last_worker_may_go_when_a_joiner_is_ready() -> None:
     job.start(1)
     job.hello("w1")
     job.feed(DrainWorker("w0", 7.0))
-    assert Drain(7.0, 1) in job.said("w0") or Drain(7.0, 2) in job.said("w0")
+    assert Drain(7.0, 1) in job.messages_to("w0") or Drain(7.0, 2) in job.messages_to("w0")
     assert job.view.workers[0].state is State.DRAINING
 
 
@@ -109,7 +109,7 @@ def test_a_checkpoint_is_asked_of_one_member() -> None:
     job = Driver(wanted=1, made_of=replace(MADE_OF, can_checkpoint=True))
     job.start(1)
     job.feed(Save())
-    assert [type(message) for message in job.said("w0")] == [Ask]
+    assert [type(message) for message in job.messages_to("w0")] == [Ask]
 
 
 def test_a_job_that_is_over_refuses_wishes_and_says_why() -> None:

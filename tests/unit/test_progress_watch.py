@@ -62,8 +62,8 @@ def test_a_straggler_is_named_and_never_evicted_by_it() -> None:
     job.does("w2", 2, VOTE, "w0")
     effects = job.wait(300)
     assert notes(effects, "prepare") == [] and notes(effects, "lost") == []
-    [told] = notes(effects, "straggler")
-    assert "waiting for worker w1 (in user code for " in told
+    [message] = notes(effects, "straggler")
+    assert "waiting for worker w1 (in user code for " in message
     assert job.view.reason == "no vote has passed for 300 s: waiting for worker w1 (in user code for 300 s)"
     waited = {worker.worker: worker.waited_for_seconds for worker in job.view.workers}
     assert waited["w1"] > 299 and waited["w0"] == waited["w2"] == 0
@@ -220,12 +220,12 @@ def test_a_planned_change_whose_joiner_cannot_be_reached_is_void_and_the_joiner_
     job.builds_a_group("w0", plan.generation, "w2")
     job.builds_a_group("w1", plan.generation, "w2")
     job.builds_a_group("w2", plan.generation, "w0")
-    told = []
+    messages = []
     for step in range(2, 32):
         for worker in ("w0", "w1"):
             job.beat(worker, step=step, boundaries=step)
-        told += notes(job.wait(0.5), "kept_out")
-    assert len(told) == 1 and "w2 may join again in 10 s" in told[0]
+        messages += notes(job.wait(0.5), "kept_out")
+    assert len(messages) == 1 and "w2 may join again in 10 s" in messages[0]
     assert [member.worker for member in job.job.durable.planned[-1].members] == ["w0", "w1"]
     assert job.job.attempt is None, "nobody else is disturbed"
 
@@ -268,8 +268,8 @@ def test_ended_workers_are_told_so() -> None:
     for worker in ("w0", "w2"):
         job.does(worker, 2, REDUCTION, "w1")
     effects = job.wait(30)
-    told = [effect.message for effect in effects if hasattr(effect, "message") and isinstance(effect.message, Shutdown)]
-    assert [message.ending for message in told][:1] == [Ending.START_OVER]
+    sent = [effect.message for effect in effects if hasattr(effect, "message") and isinstance(effect.message, Shutdown)]
+    assert [message.ending for message in sent][:1] == [Ending.START_OVER]
     assert any(isinstance(getattr(effect, "message", None), Prepare) for effect in effects)
 
 

@@ -23,7 +23,7 @@ def restarted(job: Driver) -> None:
 
 
 def asks(job: Driver, worker: str) -> list[Ask]:
-    return [message for message in job.said(worker) if isinstance(message, Ask)]
+    return [message for message in job.messages_to(worker) if isinstance(message, Ask)]
 
 
 def training(workers: int = 2, **spec: object) -> Driver:

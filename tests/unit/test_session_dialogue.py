@@ -119,7 +119,7 @@ def member_of(generation: int, workers: str) -> Dialogue:
     return dialogue
 
 
-def said(dialogue: Dialogue) -> list[str]:
+def kinds_sent(dialogue: Dialogue) -> list[str]:
     return [type(message).__name__ for message in dialogue.outgoing()]
 
 
@@ -198,13 +198,13 @@ def test_an_unsound_plan_is_not_carried_out() -> None:
 def test_a_step_alone_waits_for_the_heartbeat_and_any_other_change_does_not() -> None:
     dialogue = member_of(1, "ab")
     dialogue.update_status(replace(NEW, step=1, committed_in=1), Telemetry())
-    assert said(dialogue) == ["Heartbeat"]
+    assert kinds_sent(dialogue) == ["Heartbeat"]
     dialogue.update_status(replace(NEW, step=2, committed_in=1, boundaries=2), Telemetry(loss=1.0))
     assert not dialogue.due
     dialogue.update_status(replace(NEW, step=2, committed_in=1, holds=every(1)), Telemetry())
-    assert said(dialogue) == ["Heartbeat"]
+    assert kinds_sent(dialogue) == ["Heartbeat"]
     dialogue.update_status(replace(NEW, step=3, committed_in=1, holds=every(1), done=True), Telemetry())
-    assert said(dialogue) == ["Heartbeat"]
+    assert kinds_sent(dialogue) == ["Heartbeat"]
 
 
 def test_nothing_is_said_of_a_world_before_the_training_thread_has_said_where_it_stands_in_it() -> None:
@@ -255,7 +255,7 @@ def test_a_new_stream_begins_with_where_the_worker_stands_and_says_again_what_mu
     dialogue = member_of(1, "ab")
     dialogue.request_drain()
     dialogue.report(Result(10, "beef"))
-    assert said(dialogue) == ["Request", "Heartbeat", "Result"]
+    assert kinds_sent(dialogue) == ["Request", "Heartbeat", "Result"]
     hello = dialogue.hello()
     assert (hello.status.generation, hello.status.state, hello.status.drain) == (1, MemberState.TRAINING, True)
     assert dialogue.outgoing() == [Result(10, "beef", generation=1), Request(RequestKind.DRAIN, generation=1)]
@@ -363,10 +363,10 @@ def test_while_a_world_is_made_anew_the_training_thread_is_in_its_group_as_soon_
     dialogue.on_message(Prepare(2))
     dialogue.answer(inventory(2))
     dialogue.on_message(PlanMessage(recovery(2, "ab")))
-    told = []
+    sent = []
     for activity in (Activity(2, waits_for=("b",)), Activity(2, 0, StepPhase.CATCHING_UP, 0, ("b",))):
         dialogue.activities = {2: activity}
         dialogue.beat()
         [heartbeat] = [message for message in dialogue.outgoing() if isinstance(message, Heartbeat)]
-        told.append((heartbeat.activity == activity, heartbeat.builds == (activity,)))
-    assert told == [(False, True), (True, False)]
+        sent.append((heartbeat.activity == activity, heartbeat.builds == (activity,)))
+    assert sent == [(False, True), (True, False)]

@@ -99,7 +99,7 @@ async def test_a_run_has_a_name_of_its_own_that_a_restart_keeps_and_a_new_run_of
 
 @asynchronous
 async def test_a_store_has_an_id_of_its_own_that_every_welcome_and_refusal_tells(tmp_path):
-    told = []
+    clusters = []
     for folder in ("a", "a", "b"):
         machine = SmallMachine({Save: [Send(1, Refusal("no")), Send(1, Welcome("w0", 1.0, 10.0, 1800.0))]})
         async with running(tmp_path / folder, machine) as world:
@@ -108,8 +108,8 @@ async def test_a_store_has_an_id_of_its_own_that_every_welcome_and_refusal_tells
             await world.shell.submit("train", Save())
             refusal, welcome = (message for what, _, message in world.written.log if what == "send")
             assert refusal.cluster == welcome.cluster != ""
-            told.append(welcome.cluster)
-    assert told[0] == told[1] != told[2]
+            clusters.append(welcome.cluster)
+    assert clusters[0] == clusters[1] != clusters[2]
 
 
 @asynchronous
@@ -125,7 +125,7 @@ async def test_jobs_go_on_after_a_restart_where_they_were(tmp_path):
         ]  # fmt: skip
         assert replace(world.shell._runners["train"].spec, run="") == SPEC
         await world.shell.submit("train", Scale(6))
-        assert world.heard() == ("Started", "Scale")
+        assert world.events() == ("Started", "Scale")
         assert [event.message for event in await world.shell.events("train")] == ["scaled to 5", "scaled to 6"]
 
 

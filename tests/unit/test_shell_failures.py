@@ -38,12 +38,12 @@ STATUS = Status(0, 0, MemberState.WAITING, 0, -1, 0)
 
 @asynchronous
 async def test_a_process_that_is_started_comes_back_as_an_event(tmp_path):
-    heard = asyncio.Queue()
-    machine = SmallMachine({Save: [Persist(), Spawn("w0")], Spawned: lambda _, event: heard.put_nowait(event) or ()})
+    events = asyncio.Queue()
+    machine = SmallMachine({Save: [Persist(), Spawn("w0")], Spawned: lambda _, event: events.put_nowait(event) or ()})
     async with running(tmp_path, machine) as world:
         await world.shell.create(SPEC)
         await world.shell.submit("train", Save())
-        assert await asyncio.wait_for(heard.get(), 5) == Spawned("w0", 100, 1.0, "/logs/w0")
+        assert await asyncio.wait_for(events.get(), 5) == Spawned("w0", 100, 1.0, "/logs/w0")
 
 
 @pytest.mark.parametrize(
@@ -55,8 +55,8 @@ async def test_a_process_that_is_started_comes_back_as_an_event(tmp_path):
 )
 @asynchronous
 async def test_a_process_that_cannot_be_started_has_exited(tmp_path, launcher, sentence):
-    heard = asyncio.Queue()
-    machine = SmallMachine({Save: [Spawn("w0")], Exited: lambda _, event: heard.put_nowait(event) or ()})
+    events = asyncio.Queue()
+    machine = SmallMachine({Save: [Spawn("w0")], Exited: lambda _, event: events.put_nowait(event) or ()})
     async with running(tmp_path, machine) as world:
 
         def fail(worker):
@@ -65,7 +65,7 @@ async def test_a_process_that_cannot_be_started_has_exited(tmp_path, launcher, s
         world.written.spawns = fail
         await world.shell.create(JobSpec("train", wanted=1, launcher=launcher))
         await world.shell.submit("train", Save())
-        assert await asyncio.wait_for(heard.get(), 5) == Exited("w0", None, sentence)
+        assert await asyncio.wait_for(events.get(), 5) == Exited("w0", None, sentence)
 
 
 @asynchronous
@@ -86,16 +86,16 @@ async def test_a_process_is_ended_after_it_was_started_never_before(tmp_path):
 
 @asynchronous
 async def test_a_process_that_is_to_end_before_it_was_started_is_never_started(tmp_path):
-    heard = asyncio.Queue()
+    events = asyncio.Queue()
     machine = SmallMachine(
-        {Save: [Spawn("w0"), Kill("w0")], NeverStarted: lambda _, event: heard.put_nowait(event) or ()}
+        {Save: [Spawn("w0"), Kill("w0")], NeverStarted: lambda _, event: events.put_nowait(event) or ()}
     )
     async with running(tmp_path, machine) as world:
         await world.shell.create(SPEC)
         await world.shell.submit("train", Save())
         await world.written.until("kill", "w0", "train")
         assert world.written.log == [("kill", "w0", "train")]
-        assert await asyncio.wait_for(heard.get(), 5) == NeverStarted("w0")
+        assert await asyncio.wait_for(events.get(), 5) == NeverStarted("w0")
 
 
 @asynchronous
@@ -116,13 +116,13 @@ async def test_the_end_of_a_process_does_not_wait_for_the_starts_of_others(tmp_p
 async def test_what_an_earlier_life_started_is_adopted_before_anything_is_started_or_ended(tmp_path):
     async with running(tmp_path) as world:
         await world.shell.create(SPEC)
-    heard = asyncio.Queue()
+    events = asyncio.Queue()
     begin = [Adopt(("w0", "w1", "w2")), Spawn("w3"), Kill("w1")]
     async with running(
-        tmp_path, SmallMachine({Started: begin, Spawned: lambda _, event: heard.put_nowait(event) or ()})
+        tmp_path, SmallMachine({Started: begin, Spawned: lambda _, event: events.put_nowait(event) or ()})
     ) as world:
         world.written.adopted = [Spawned("w1", 7, 2.0, "/logs/w1")]
-        assert await asyncio.wait_for(heard.get(), 5) == Spawned("w1", 7, 2.0, "/logs/w1")
+        assert await asyncio.wait_for(events.get(), 5) == Spawned("w1", 7, 2.0, "/logs/w1")
         await world.written.until("spawn", "w3", "train")
         await world.written.until("kill", "w1", "train")
         assert world.written.log[0] == ("adopt", "w0", "w1", "w2")
@@ -130,14 +130,14 @@ async def test_what_an_earlier_life_started_is_adopted_before_anything_is_starte
 
 @asynchronous
 async def test_a_probe_is_asked_once_and_answered_as_an_event(tmp_path):
-    heard = asyncio.Queue()
+    events = asyncio.Queue()
     probes = [Probe("w0", "i", "host:1"), Probe("w0", "i", "host:1"), Probe("w1", "j", "host:2")]
-    machine = SmallMachine({Save: probes, Probed: lambda _, event: heard.put_nowait(event) or ()})
+    machine = SmallMachine({Save: probes, Probed: lambda _, event: events.put_nowait(event) or ()})
     async with running(tmp_path, machine) as world:
         world.written.seen["host:2"] = True, True
         await world.shell.create(SPEC)
         await world.shell.submit("train", Save())
-        answers = {await asyncio.wait_for(heard.get(), 5) for _ in range(2)}
+        answers = {await asyncio.wait_for(events.get(), 5) for _ in range(2)}
         assert answers == {Probed("w0", "i", refused=False), Probed("w1", "j", refused=True, reached=True)}
         assert world.written.log == [("probe", "host:1", "i"), ("probe", "host:2", "j")]
 
@@ -378,8 +378,8 @@ async def test_a_store_that_fails_for_a_moment_is_asked_again_and_written_once(t
 
 @asynchronous
 async def test_a_store_that_fails_for_long_is_waited_for_while_streams_are_heard(tmp_path):
-    heard = []
-    machine = SmallMachine({MessageReceived: lambda _, event: heard.append(event.message) or ()})
+    events = []
+    machine = SmallMachine({MessageReceived: lambda _, event: events.append(event.message) or ()})
     store = Shaky(await open_store(f"embedded:{tmp_path}"))
     world = World(store, machine)
     await world.shell.start()
@@ -398,11 +398,11 @@ async def test_a_store_that_fails_for_long_is_waited_for_while_streams_are_heard
     assert "nothing is decided until it does" in world.shell.view("train").reason
     with pytest.raises(StoreError, match="it does not answer"):
         await world.shell.check()
-    assert not heard and not world.shell.stopped.done()
+    assert not events and not world.shell.stopped.done()
     store.fail = []
     await scaled
     await world.shell.submit("train", Save())
-    assert [message.status.sequence for message in heard] == [2_999], "of each stream the latest heartbeat"
+    assert [message.status.sequence for message in events] == [2_999], "of each stream the latest heartbeat"
     assert world.shell.view("train").wanted == 4 and not world.shell.trouble
     assert world.shell.view("train").reason == "as it should be"
     await world.shell.check()

@@ -38,19 +38,19 @@ def killed_in_mid_write(directory) -> int:
     writer = subprocess.Popen([sys.executable, "-c", WRITER, str(directory)], stdout=subprocess.PIPE)
     with writer:
         for _ in range(20):
-            said = int(writer.stdout.readline())
+            written = int(writer.stdout.readline())
         writer.send_signal(signal.SIGKILL)
-        return int((writer.stdout.read().split(b"\n")[:-1] or [said])[-1])
+        return int((writer.stdout.read().split(b"\n")[:-1] or [written])[-1])
 
 
 @asynchronous
 async def test_what_was_written_outlives_kill_9_and_what_was_not_leaves_no_half(tmp_path):
     for _ in range(3):
-        said = killed_in_mid_write(tmp_path)
+        written = killed_in_mid_write(tmp_path)
         store = await open_store(f"embedded:{tmp_path}")
         number, twin = await store.get("/number"), await store.get("/twin")
         await store.close()
-        assert said <= int(number.value) <= said + 1
+        assert written <= int(number.value) <= written + 1
         assert number.value == twin.value and number.modified == twin.modified
 
 

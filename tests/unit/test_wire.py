@@ -285,11 +285,11 @@ def test_a_block_beyond_what_the_stream_s_hello_told_is_refused() -> None:
 
 def test_text_for_people_is_made_readable_when_it_is_written() -> None:
     failure = "Boom\x1b[31m \udcff\n" + "x" * 100_000 + "\nValueError: the last line"
-    heard = wire.decode_worker(wire.encode_worker(Result(3, failure=failure)))
-    assert isinstance(heard, Result)
-    assert len(heard.failure) == bounds.TEXT_CHARACTERS
-    assert heard.failure.startswith("Boom\N{REPLACEMENT CHARACTER}[31m ?\n")
-    assert heard.failure.endswith("\nValueError: the last line")
+    decoded = wire.decode_worker(wire.encode_worker(Result(3, failure=failure)))
+    assert isinstance(decoded, Result)
+    assert len(decoded.failure) == bounds.TEXT_CHARACTERS
+    assert decoded.failure.startswith("Boom\N{REPLACEMENT CHARACTER}[31m ?\n")
+    assert decoded.failure.endswith("\nValueError: the last line")
 
 
 def _plan_of_a_thousand(rng: random.Random, workers: int = 1000, blocks: int = 65536) -> Plan:
