@@ -41,7 +41,7 @@ class Worker:
         """On the calling thread: SIGTERM is heard where that is the main thread."""
         self.link.introduce(DESCRIPTION, NEW)
         self.link.end_warm_up()
-        self.hello = self._controller.hears(Hello, by=self.name)
+        self.hello = self._controller.receives(Hello, by=self.name)
         return self.hello
 
     def does(self, what: Callable[[], Any]) -> Future[Any]:
@@ -107,17 +107,17 @@ def begin_a_world(controller: SmallController, them: list[Worker], generation: i
     """PREPARE, PLAN, READY, OPEN."""
     plan = at(recovery(generation, "".join(worker.name for worker in them)), them)
     for worker in them:
-        controller.says(worker.name, Prepare(generation))
+        controller.sends(worker.name, Prepare(generation))
         worker.stops(generation)
-        controller.hears(Inventory, lambda inventory: inventory.answers == generation, by=worker.name)
+        controller.receives(Inventory, lambda inventory: inventory.answers == generation, by=worker.name)
     for worker in them:
-        controller.says(worker.name, PlanMessage(plan))
+        controller.sends(worker.name, PlanMessage(plan))
     for worker in them:
         worker.recovers()
         assert worker.link.report_ready(generation)
-        controller.hears(Ready, by=worker.name)
+        controller.receives(Ready, by=worker.name)
     for worker in them:
-        controller.says(worker.name, Open(generation))
+        controller.sends(worker.name, Open(generation))
         worker.opens()
     return plan
 

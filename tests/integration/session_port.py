@@ -75,11 +75,11 @@ class Worker:
     def __init__(self, call: grpc.aio.StreamStreamCall[bytes, bytes]) -> None:
         self.call = call
 
-    async def say(self, *messages: ToController) -> None:
+    async def send(self, *messages: ToController) -> None:
         for message in messages:
             await self.call.write(encode_worker(message))
 
-    async def hear(self) -> ToWorker | None:
+    async def receive(self) -> ToWorker | None:
         """The next message, None where the stream has ended (`code` says how)."""
         async with asyncio.timeout(SECONDS):
             try:
@@ -119,8 +119,8 @@ class Port:
         while not self.jobs.events.empty():
             self.jobs.events.get_nowait()
         async with self.worker() as worker:
-            await worker.say(HELLO)
-            assert await worker.hear() == WELCOME
+            await worker.send(HELLO)
+            assert await worker.receive() == WELCOME
             assert isinstance(await self.jobs.next(), Connected)
 
 
@@ -142,7 +142,7 @@ def on_port(scene: Callable[[Port], Coroutine[object, object, None]], **settings
     asyncio.run(play())
 
 
-async def hears_only(worker: Worker, refusal: Refusal) -> None:
-    assert await worker.hear() == refusal
+async def receives_only(worker: Worker, refusal: Refusal) -> None:
+    assert await worker.receive() == refusal
     await worker.call.done_writing()
-    assert await worker.hear() is None
+    assert await worker.receive() is None

@@ -1,8 +1,8 @@
 """A controller that does what a test tells it: the real protocol over real gRPC, and no opinion of its own.
 
     with SmallController() as controller:
-        hello = controller.hears(Hello)
-        controller.says(hello.worker, Prepare(1))
+        hello = controller.receives(Hello)
+        controller.sends(hello.worker, Prepare(1))
 
 What workers say waits until the test asks for it. It welcomes every hello, unless told otherwise.
 """
@@ -40,7 +40,7 @@ class SmallController:
         self.refusals: deque[Refusal] = deque()
         """Each answers one hello in place of the welcome."""
         self.metadata: dict[str, Any] = {}
-        self._heard: list[tuple[str, ToController]] = []
+        self._received: list[tuple[str, ToController]] = []
         self._arrived = threading.Condition()
         self._streams: dict[str, Context] = {}
         self._given = 0
@@ -70,20 +70,22 @@ class SmallController:
         self._do(self._server.stop(None))
         self._streams.clear()
 
-    def hears(self, kind: type[Message], matching: Callable[[Message], bool] = lambda _: True, by: str = "") -> Message:
+    def receives(
+        self, kind: type[Message], matching: Callable[[Message], bool] = lambda _: True, by: str = ""
+    ) -> Message:
         """The oldest such message that no test has asked for; what its worker said before is forgotten."""
         with self._arrived:
             assert self._arrived.wait_for(lambda: self._find(kind, matching, by) is not None, PATIENCE_SECONDS), (
-                f"no such {kind.__name__} came, last {[(w, str(m)[:300]) for w, m in self._heard[-3:]]}"
+                f"no such {kind.__name__} came, last {[(w, str(m)[:300]) for w, m in self._received[-3:]]}"
             )
             place = self._find(kind, matching, by)
             assert place is not None
-            worker, message = self._heard[place]
-            self._heard = [entry for at, entry in enumerate(self._heard) if at > place or entry[0] != worker]
+            worker, message = self._received[place]
+            self._received = [entry for at, entry in enumerate(self._received) if at > place or entry[0] != worker]
             assert isinstance(message, kind)
             return message
 
-    def says(self, worker: str, *messages: ToWorker | bytes) -> None:
+    def sends(self, worker: str, *messages: ToWorker | bytes) -> None:
         for message in messages:
             data = message if isinstance(message, bytes) else encode_controller(message)
             self._do(self._streams[worker].write(data))
@@ -91,7 +93,7 @@ class SmallController:
     # ---- the server
 
     def _find(self, kind: type[ToController], matching: Callable[[Any], bool], by: str) -> int | None:
-        for place, (worker, message) in enumerate(self._heard):
+        for place, (worker, message) in enumerate(self._received):
             if isinstance(message, kind) and by in ("", worker) and matching(message):
                 return place
         return None
@@ -128,7 +130,7 @@ class SmallController:
                     encode_controller(Welcome(worker, self.heartbeat_seconds, self.reconnect_seconds, 1800.0))
                 )
             with self._arrived:
-                self._heard.append((worker, message))
+                self._received.append((worker, message))
                 self._arrived.notify_all()
 
     def _name(self) -> str:

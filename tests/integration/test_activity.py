@@ -15,8 +15,8 @@ from worlds import planned
 def beats(controller: SmallController, worker: str, matching: Callable[[Heartbeat], Any]) -> Heartbeat:
     """Asks until it says so."""
     for number in range(1, 10_000):
-        controller.says(worker, Ping(number))
-        beat = controller.hears(Heartbeat, lambda beat, number=number: beat.echo == number, by=worker)
+        controller.sends(worker, Ping(number))
+        beat = controller.receives(Heartbeat, lambda beat, number=number: beat.echo == number, by=worker)
         if matching(beat):
             return beat
     raise AssertionError(f"{worker} said {beat} at last")
@@ -37,11 +37,11 @@ def test_a_heartbeat_says_for_whom_a_group_that_is_being_built_waits() -> None:
     with workers("abc") as (controller, (a, b, c)):
         begin_a_world(controller, [a, b])
         change = at(planned(2, 1, "abC"), [a, b, c])
-        controller.says("a", PlanMessage(change))
+        controller.sends("a", PlanMessage(change))
         beats(controller, "a", lambda beat: [build.waits_for for build in beat.builds] == [("b", "c")])
-        controller.says("b", PlanMessage(change))
+        controller.sends("b", PlanMessage(change))
         beats(controller, "a", lambda beat: [build.waits_for for build in beat.builds] == [("c",)])
-        controller.says("c", PlanMessage(change))
+        controller.sends("c", PlanMessage(change))
         built = beats(controller, "a", lambda beat: [build.phase for build in beat.builds] == [StepPhase.BUILT])
         assert built.builds[0].waits_for == ()
         beats(controller, "c", lambda beat: [build.waits_for for build in beat.builds] == [("a",)])

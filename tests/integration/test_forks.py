@@ -48,7 +48,7 @@ def test_no_child_of_500_that_are_forked_beside_a_talking_session_dies(tmp_path:
         controller.heartbeat_seconds = 0.01
         arguments = {"controller": controller.address, "count": FORKS, "result": str(result)}
         pid = fork("integration.forking:fork_beside_a_session", arguments, {}, tmp_path / "log")
-        controller.hears(Heartbeat)
+        controller.receives(Heartbeat)
         until("the forks to be done", lambda: pid in ended())
     assert json.loads(result.read_text()) == {"0": FORKS}, (tmp_path / "log").read_text()
 

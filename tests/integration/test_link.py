@@ -101,13 +101,13 @@ def test_of_several_addresses_the_one_that_answers_is_found_again_and_again() ->
         addresses = f"{first.address},{second.address}"
         link = ControllerLink(SessionSettings(controller=addresses, job="job", worker="a"))
         link.introduce(DESCRIPTION, NEW)
-        assert first.hears(Hello).worker == "a"
+        assert first.receives(Hello).worker == "a"
         first.stop()
         second.start()
-        assert second.hears(Hello).worker == "a"
+        assert second.receives(Hello).worker == "a"
         second.stop()
         first.start()
-        assert first.hears(Hello).worker == "a"
+        assert first.receives(Hello).worker == "a"
         link.close()
 
 
@@ -116,7 +116,7 @@ def test_a_heart_beats_at_the_pace_that_the_welcome_gives_though_nothing_changes
         controller.heartbeat_seconds = 0.01
         worker = Worker("a", controller)
         worker.introduce()
-        numbers = [controller.hears(Heartbeat).status.sequence for _ in range(5)]
+        numbers = [controller.receives(Heartbeat).status.sequence for _ in range(5)]
         assert numbers == sorted(set(numbers))
         worker.close()
 
@@ -178,7 +178,7 @@ def test_a_world_begins_and_its_members_exchange() -> None:
     with workers("ab") as (controller, them):
         begin_a_world(controller, them)
         assert together(them, Worker.gathers) == [[97, 98], [97, 98]]
-        status = controller.hears(Heartbeat, lambda beat: beat.status.generation == 1, by="b").status
+        status = controller.receives(Heartbeat, lambda beat: beat.status.generation == 1, by="b").status
         assert (status.state, status.step) == (MemberState.TRAINING, 0)
 
 
@@ -186,12 +186,12 @@ def test_prepare_wakes_a_training_thread_that_is_blocked() -> None:
     with workers("ab") as (controller, them):
         begin_a_world(controller, them)
         blocked = them[0].does(them[0].gathers)
-        controller.says("a", Prepare(2))
+        controller.sends("a", Prepare(2))
         with pytest.raises(WorldChanged):
             blocked.result(PATIENCE_SECONDS)
         them[0].stops(2)
-        assert controller.hears(Inventory, by="a").answers == 2
-        controller.says("b", Prepare(2))
+        assert controller.receives(Inventory, by="a").answers == 2
+        controller.sends("b", Prepare(2))
         them[1].stops(2)
         begin_a_world(controller, them, 3)
         assert together(them, Worker.gathers) == [[97, 98], [97, 98]]
@@ -204,7 +204,7 @@ def test_the_group_is_gone_when_the_training_thread_has_heard_of_the_stop() -> N
         group = them[0].group
         assert group is not None
         group.receive(torch.zeros(4), 1, 3)
-        controller.says("a", Prepare(2))
+        controller.sends("a", Prepare(2))
         them[0].stops(2)
         with pytest.raises(WorldChanged, match="the group is closed"):
             group.send(torch.zeros(4), 1, 3)
@@ -214,10 +214,10 @@ def test_prepare_ends_the_building_of_a_group_that_a_dead_member_will_never_join
     with workers("ab") as (controller, them):
         with_a_dead_one = at(recovery(1, "abz"), them)
         for worker in them:
-            controller.says(worker.name, Prepare(1))
+            controller.sends(worker.name, Prepare(1))
             worker.stops(1)
-            controller.says(worker.name, PlanMessage(with_a_dead_one))
-            controller.hears(Heartbeat, lambda beat: beat.status.state is MemberState.BUILDING, by=worker.name)
+            controller.sends(worker.name, PlanMessage(with_a_dead_one))
+            controller.receives(Heartbeat, lambda beat: beat.status.state is MemberState.BUILDING, by=worker.name)
         begin_a_world(controller, them, 2)
         assert together(them, Worker.gathers) == [[97, 98], [97, 98]]
 
@@ -225,10 +225,10 @@ def test_prepare_ends_the_building_of_a_group_that_a_dead_member_will_never_join
 def test_a_builder_out_of_reach_is_reported() -> None:
     with workers("ab") as (controller, them):
         plan = replace(at(recovery(1, "abz"), them), builder=2)
-        controller.says("a", Prepare(1))
+        controller.sends("a", Prepare(1))
         them[0].stops(1)
-        controller.says("a", PlanMessage(plan))
-        controller.hears(Heartbeat, lambda beat: beat.status.broken == ("z",), by="a")
+        controller.sends("a", PlanMessage(plan))
+        controller.receives(Heartbeat, lambda beat: beat.status.broken == ("z",), by="a")
 
 
 def test_a_peer_that_closes_its_connection_is_reported() -> None:
@@ -239,15 +239,15 @@ def test_a_peer_that_closes_its_connection_is_reported() -> None:
         with pytest.raises(WorldChanged):
             blocked.result(PATIENCE_SECONDS)
         assert them[0].link.take(0.0) is None
-        controller.hears(Heartbeat, lambda beat: beat.status.broken == ("b",), by="a")
+        controller.receives(Heartbeat, lambda beat: beat.status.broken == ("b",), by="a")
 
 
 def test_a_ping_is_answered_while_the_training_thread_is_blocked() -> None:
     with workers("ab") as (controller, them):
         begin_a_world(controller, them)
         blocked = them[0].does(them[0].gathers)
-        controller.says("a", Ping(5))
-        assert controller.hears(Heartbeat, lambda beat: beat.echo == 5, by="a").status.generation == 1
+        controller.sends("a", Ping(5))
+        assert controller.receives(Heartbeat, lambda beat: beat.echo == 5, by="a").status.generation == 1
         assert not blocked.done()
         them[1].gathers()
         blocked.result(PATIENCE_SECONDS)
@@ -262,8 +262,8 @@ def test_a_joiner_begins_with_the_first_message_of_its_world() -> None:
         begin_a_world(controller, [a, b])
         plan = at(planned(2, 1, "abC"), them)
         for worker in them:
-            controller.says(worker.name, PlanMessage(plan))
-        controller.hears(Heartbeat, lambda beat: beat.status.state is MemberState.JOINING, by="c")
+            controller.sends(worker.name, PlanMessage(plan))
+        controller.receives(Heartbeat, lambda beat: beat.status.state is MemberState.JOINING, by="c")
         begun = [_until_voted(worker, 2) for worker in (a, b)]
         a.plan, a.group = begun[0].plan, begun[0].group
         b.plan, b.group = begun[1].plan, begun[1].group
@@ -290,10 +290,10 @@ def test_a_joiner_keeps_an_older_plan_that_begins_after_all() -> None:
         begin_a_world(controller, [a, b])
         older, newer = at(planned(2, 1, "abC"), them), at(planned(3, 1, "aC"), them)
         for worker in them:
-            controller.says(worker.name, PlanMessage(older))
+            controller.sends(worker.name, PlanMessage(older))
         begun = [_until_voted(worker, 2) for worker in (a, b)]
-        controller.says("c", PlanMessage(newer), Ping(1))
-        controller.hears(Heartbeat, lambda beat: beat.echo == 1, by="c")
+        controller.sends("c", PlanMessage(newer), Ping(1))
+        controller.receives(Heartbeat, lambda beat: beat.echo == 1, by="c")
         FramedSend(begun[0].group, 2, FIRST_MESSAGE, b"").wait()
         assert c.takes(Begun).plan.generation == 2
 
@@ -303,14 +303,14 @@ def test_a_planned_change_without_new_members_keeps_the_group() -> None:
         begin_a_world(controller, them)
         plan = at(planned(2, 1, "ab"), them)
         for worker in them:
-            controller.says(worker.name, PlanMessage(plan))
+            controller.sends(worker.name, PlanMessage(plan))
             begun = _until_voted(worker, 2)
             assert begun.group is worker.group
             worker.plan = begun.plan
             worker.begins()
         assert together(them, Worker.gathers) == [[97, 98], [97, 98]]
         blocked = them[0].does(them[0].gathers)
-        controller.says("a", Prepare(3))
+        controller.sends("a", Prepare(3))
         with pytest.raises(WorldChanged):
             blocked.result(PATIENCE_SECONDS)
 
@@ -318,12 +318,12 @@ def test_a_planned_change_without_new_members_keeps_the_group() -> None:
 def test_a_worker_that_a_plan_leaves_out_has_no_group() -> None:
     with workers("ab") as (controller, them):
         begin_a_world(controller, them)
-        controller.says("b", PlanMessage(at(planned(2, 1, "a"), them)))
+        controller.sends("b", PlanMessage(at(planned(2, 1, "a"), them)))
         begun = _until_voted(them[1], 2)
         assert begun.group is None
         them[1].link.begin(begun.plan, None)
         them[1].link.publish(replace(NEW, step=3), Telemetry())
-        controller.hears(Heartbeat, lambda beat: beat.status.state is MemberState.LEFT, by="b")
+        controller.receives(Heartbeat, lambda beat: beat.status.state is MemberState.LEFT, by="b")
 
 
 # ---- the controller
@@ -336,23 +336,23 @@ def test_training_goes_on_while_no_controller_is_there_and_the_next_one_hears_wh
         assert together(them, Worker.gathers) == [[97, 98], [97, 98]]
         them[0].link.publish(replace(NEW, step=7), Telemetry())
         controller.start()
-        hello = controller.hears(Hello, by="a")
+        hello = controller.receives(Hello, by="a")
         assert (hello.status.generation, hello.status.state, hello.status.step) == (1, MemberState.TRAINING, 7)
-        controller.hears(Hello, by="b")
+        controller.receives(Hello, by="b")
 
 
 def test_bytes_that_are_no_message_cost_a_stream_and_nothing_else() -> None:
     with workers("a") as (controller, them):
         begin_a_world(controller, them)
-        controller.says("a", b"\xff\xff garbage")
-        assert controller.hears(Hello, by="a").status.generation == 1
+        controller.sends("a", b"\xff\xff garbage")
+        assert controller.receives(Hello, by="a").status.generation == 1
 
 
 def test_an_unsound_plan_ends_the_worker_with_the_reason() -> None:
     with workers("a") as (controller, them):
-        controller.says("a", Prepare(1))
+        controller.sends("a", Prepare(1))
         them[0].stops(1)
-        controller.says("a", PlanMessage(replace(at(recovery(1, "a"), them), steps=True, lanes=3)))
+        controller.sends("a", PlanMessage(replace(at(recovery(1, "a"), them), steps=True, lanes=3)))
         ended = them[0].takes(Ended)
         assert ended.ending is Ending.FAILED and "plan 1 is unsound" in ended.reason
 
@@ -365,9 +365,9 @@ def test_a_defect_in_the_building_of_a_group_ends_the_worker_with_the_reason() -
         worker = Worker("a", controller)
         worker.link = ControllerLink(SessionSettings(controller=controller.address, job="job", worker="a"), broken)
         worker.introduce()
-        controller.says("a", Prepare(1))
+        controller.sends("a", Prepare(1))
         worker.stops(1)
-        controller.says("a", PlanMessage(at(recovery(1, "a"), [worker])))
+        controller.sends("a", PlanMessage(at(recovery(1, "a"), [worker])))
         ended = worker.takes(Ended)
         assert ended.ending is Ending.FAILED and "a defect" in ended.reason
         worker.close()
@@ -375,7 +375,7 @@ def test_a_defect_in_the_building_of_a_group_ends_the_worker_with_the_reason() -
 
 def test_a_request_of_the_controller_reaches_the_training_thread() -> None:
     with workers("a") as (controller, them):
-        controller.says("a", Ask(AskKind.SAVE, 1))
+        controller.sends("a", Ask(AskKind.SAVE, 1))
         them[0].link.pause(PATIENCE_SECONDS)
         assert them[0].link.stopping
         assert them[0].takes(Asked).kind is AskKind.SAVE
@@ -389,7 +389,7 @@ def test_a_failure_is_reported_before_the_worker_ends_though_no_controller_is_th
         controller.stop()
         reporting = them[0].does(lambda: them[0].link.result(Result(3, failure="RuntimeError: boom")))
         controller.start()
-        assert controller.hears(Result).failure == "RuntimeError: boom"
+        assert controller.receives(Result).failure == "RuntimeError: boom"
         reporting.result(PATIENCE_SECONDS)
 
 
@@ -397,7 +397,7 @@ def test_a_shutdown_ends_the_session_and_wakes_the_training_thread() -> None:
     with workers("ab") as (controller, them):
         begin_a_world(controller, them)
         blocked = them[0].does(them[0].gathers)
-        controller.says("a", Shutdown(Ending.FAILED, "the job was cancelled"))
+        controller.sends("a", Shutdown(Ending.FAILED, "the job was cancelled"))
         with pytest.raises(WorldChanged):
             blocked.result(PATIENCE_SECONDS)
         assert them[0].takes(Ended) == Ended(Ending.FAILED, "the job was cancelled")
@@ -407,11 +407,11 @@ def test_who_was_evicted_comes_back_as_a_joiner_with_a_new_id() -> None:
     with workers("ab") as (controller, them):
         begin_a_world(controller, them)
         before = them[0].link.incarnation
-        controller.says("a", Shutdown(Ending.START_OVER, "evicted"))
+        controller.sends("a", Shutdown(Ending.START_OVER, "evicted"))
         them[0].link.publish(replace(NEW, step=9, holds=every(2)), Telemetry())
         them[0].takes(Ended)
-        hello = controller.hears(Hello, lambda hello: hello.worker == "")
+        hello = controller.receives(Hello, lambda hello: hello.worker == "")
         assert (hello.status.step, hello.status.state, hello.status.holds) == (-1, MemberState.WARMING_UP, NO_BLOCKS)
         assert hello.incarnation != before
         them[0].link.end_warm_up()
-        controller.hears(Heartbeat, lambda beat: beat.status.state is MemberState.WAITING, by="given1")
+        controller.receives(Heartbeat, lambda beat: beat.status.state is MemberState.WAITING, by="given1")

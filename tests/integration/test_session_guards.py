@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 import pytest
 from certificates import authority, certificate
-from integration.session_port import HELLO, SECONDS, WELCOME, Port, Worker, hears_only, on_port
+from integration.session_port import HELLO, SECONDS, WELCOME, Port, Worker, on_port, receives_only
 from pydantic import SecretStr, ValidationError
 from shoal_controller.sessions.settings import SessionSettings
 from shoal_controller.tokens import token_of_job
@@ -65,15 +65,15 @@ def test_only_who_shows_the_token_is_heard() -> None:
         for token, found in ((None, "no token"), ("guess", "another token"), ("", "another token"),
                              (forged, "another token")):  # fmt: skip
             async with port.worker(token) as worker:
-                await worker.say(HELLO)
+                await worker.send(HELLO)
                 sentence = f"the worker showed {found}; set SHOAL_TOKEN to what `shoal token JOB` prints there"
-                await hears_only(worker, Refusal(sentence))
+                await receives_only(worker, Refusal(sentence))
                 assert await worker.code() is grpc.StatusCode.PERMISSION_DENIED
         assert port.jobs.events.empty()
         for token in ("secret", token_of_job("secret", "demo")):
             async with port.worker(token) as worker:
-                await worker.say(HELLO)
-                assert await worker.hear() == WELCOME
+                await worker.send(HELLO)
+                assert await worker.receive() == WELCOME
 
     on_port(scene, token=SecretStr("secret"))
 
@@ -81,8 +81,8 @@ def test_only_who_shows_the_token_is_heard() -> None:
 def test_a_token_for_the_workers_of_one_job_opens_no_other() -> None:
     async def scene(port: Port) -> None:
         async with port.worker(token_of_job("secret", "other")) as worker:
-            await worker.say(HELLO)
-            await hears_only(worker, Refusal("the worker shows a token of job other and says hello to job demo"))
+            await worker.send(HELLO)
+            await receives_only(worker, Refusal("the worker shows a token of job other and says hello to job demo"))
         assert port.jobs.events.empty()
 
     on_port(scene, token=SecretStr("secret"))
@@ -110,8 +110,8 @@ def test_with_certificates_only_a_worker_with_one_of_the_house_is_heard(tmp_path
             assert await worker.code() is grpc.StatusCode.UNAVAILABLE
         assert port.jobs.events.empty()
         async with port.worker(credentials=_credentials(tmp_path, "worker")) as worker:
-            await worker.say(HELLO)
-            assert await worker.hear() == WELCOME
+            await worker.send(HELLO)
+            assert await worker.receive() == WELCOME
 
     files = {"certificate": "controller.pem", "key": "controller.key", "client_ca": "house.pem"}
     on_port(scene, **{field: tmp_path / name for field, name in files.items()})

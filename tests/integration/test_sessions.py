@@ -8,7 +8,7 @@ from dataclasses import replace
 import grpc
 import grpc.aio
 import pytest
-from integration.session_port import BEAT, HELLO, WELCOME, Event, Jobs, Port, hears_only, on_port
+from integration.session_port import BEAT, HELLO, WELCOME, Event, Jobs, Port, on_port, receives_only
 from shoal_controller.core.machine.events import Connected, Disconnected, MessageReceived
 from shoal_controller.sessions.service import SessionService
 from shoal_controller.sessions.settings import SessionSettings
@@ -21,13 +21,13 @@ from shoal_protos.runs import every
 def test_a_worker_says_hello_is_welcomed_and_goes() -> None:
     async def scene(port: Port) -> None:
         async with port.worker() as worker:
-            await worker.say(HELLO, BEAT)
-            assert await worker.hear() == WELCOME
+            await worker.send(HELLO, BEAT)
+            assert await worker.receive() == WELCOME
             connected = await port.jobs.next()
             assert isinstance(connected, Connected) and connected.hello == HELLO
             assert await port.jobs.next() == MessageReceived(connected.connection, BEAT)
             await worker.call.done_writing()
-            assert await worker.hear() is None
+            assert await worker.receive() is None
             assert await worker.code() is grpc.StatusCode.OK
         assert await port.jobs.next() == Disconnected(connected.connection, "its stream ended")
 
@@ -39,7 +39,7 @@ def test_every_stream_has_a_number_of_its_own_and_a_killed_client_is_noticed() -
         numbers = []
         for _ in range(3):
             async with port.worker() as worker:
-                await worker.say(HELLO)
+                await worker.send(HELLO)
                 connected = await port.jobs.next()
                 assert isinstance(connected, Connected)
                 numbers.append(connected.connection)
@@ -54,16 +54,16 @@ def test_what_is_sent_before_a_close_arrives_and_the_stream_ends() -> None:
     async def scene(port: Port) -> None:
         last = Shutdown(Ending.DRAINED, "drained", 3)
         async with port.worker() as worker:
-            await worker.say(HELLO)
+            await worker.send(HELLO)
             connected = await port.jobs.next()
             assert isinstance(connected, Connected)
             for message in (Prepare(3), last):
                 port.service.send(connected.connection, message)
             port.service.close(connected.connection)
             port.service.send(connected.connection, Prepare(4))
-            assert [await worker.hear() for _ in range(3)] == [WELCOME, Prepare(3), last]
+            assert [await worker.receive() for _ in range(3)] == [WELCOME, Prepare(3), last]
             await worker.call.done_writing()
-            assert await worker.hear() is None
+            assert await worker.receive() is None
         assert await port.jobs.next() == Disconnected(connected.connection, "the controller closed the stream")
         port.service.send(connected.connection, Prepare(5))
         port.service.close(connected.connection)
@@ -75,14 +75,14 @@ def test_a_worker_in_the_middle_of_speaking_still_hears_the_last_message() -> No
     async def scene(port: Port) -> None:
         last = Shutdown(Ending.DONE, "the job is over")
         async with port.worker() as worker:
-            await worker.say(HELLO)
+            await worker.send(HELLO)
             connected = await port.jobs.next()
             assert isinstance(connected, Connected)
             port.service.send(connected.connection, last)
             port.service.close(connected.connection)
             for _ in range(50):
-                await worker.say(BEAT)
-            assert [await worker.hear(), await worker.hear()] == [WELCOME, last]
+                await worker.send(BEAT)
+            assert [await worker.receive(), await worker.receive()] == [WELCOME, last]
         assert await port.jobs.next() == Disconnected(connected.connection, "the controller closed the stream")
 
     on_port(scene)
@@ -91,11 +91,11 @@ def test_a_worker_in_the_middle_of_speaking_still_hears_the_last_message() -> No
 def test_a_worker_that_does_not_hang_up_is_left() -> None:
     async def scene(port: Port) -> None:
         async with port.worker() as worker:
-            await worker.say(HELLO)
+            await worker.send(HELLO)
             connected = await port.jobs.next()
             assert isinstance(connected, Connected)
             port.service.close(connected.connection)
-            assert [await worker.hear(), await worker.hear()] == [WELCOME, None]
+            assert [await worker.receive(), await worker.receive()] == [WELCOME, None]
             assert await worker.code() is grpc.StatusCode.OK
 
     on_port(scene)
@@ -108,12 +108,12 @@ def test_a_plan_reaches_all_its_members() -> None:
         plan = Plan(5, 4, Reason.JOIN, 2, 4, members, shares, (), 1, 0, True)
         async with port.worker() as first, port.worker() as second:
             for number, worker in enumerate((first, second)):
-                await worker.say(replace(HELLO, worker=f"w{number}"))
+                await worker.send(replace(HELLO, worker=f"w{number}"))
                 connected = await port.jobs.next()
                 assert isinstance(connected, Connected)
                 port.service.send(connected.connection, PlanMessage(plan))
             for worker in (first, second):
-                assert [await worker.hear(), await worker.hear()] == [WELCOME, PlanMessage(plan)]
+                assert [await worker.receive(), await worker.receive()] == [WELCOME, PlanMessage(plan)]
 
     on_port(scene)
 
@@ -121,8 +121,8 @@ def test_a_plan_reaches_all_its_members() -> None:
 def test_an_unknown_job_is_refused_with_the_shell_s_sentence() -> None:
     async def scene(port: Port) -> None:
         async with port.worker() as worker:
-            await worker.say(replace(HELLO, job="other", pid=0))  # what is not read is not complained of
-            await hears_only(
+            await worker.send(replace(HELLO, job="other", pid=0))  # what is not read is not complained of
+            await receives_only(
                 worker,
                 Refusal(
                     "there is no job other; the only one is demo. "
@@ -145,8 +145,8 @@ def test_a_job_that_is_over_refuses_and_a_store_that_is_away_asks_to_come_again(
 
             port.jobs.answer = refuse
             async with port.worker() as worker:
-                await worker.say(HELLO)
-                await hears_only(worker, Refusal(str(error), final=final))
+                await worker.send(HELLO)
+                await receives_only(worker, Refusal(str(error), final=final))
         port.jobs.answer = port.jobs.welcome
         await port.is_unharmed()
 
@@ -157,7 +157,7 @@ def test_a_stream_without_a_hello_is_ended_in_time() -> None:
     async def scene(port: Port) -> None:
         async with port.worker() as worker:
             await worker.call.wait_for_connection()
-            await hears_only(worker, Refusal("no hello came within 0.05 s of opening the stream"))
+            await receives_only(worker, Refusal("no hello came within 0.05 s of opening the stream"))
 
     on_port(scene, hello_seconds=0.05)
 
@@ -165,17 +165,17 @@ def test_a_stream_without_a_hello_is_ended_in_time() -> None:
 def test_a_broken_message_is_refused_with_its_sentence_and_the_jobhears_only_that_the_stream_ended() -> None:
     async def scene(port: Port) -> None:
         async with port.worker() as worker:
-            await worker.say(HELLO)
+            await worker.send(HELLO)
             connected = await port.jobs.next()
-            assert await worker.hear() == WELCOME
+            assert await worker.receive() == WELCOME
             await worker.call.write(b"\xff\xfe nonsense")
             why = "11 bytes are not a worker's message of this version of Shoal"
-            await hears_only(worker, Refusal(why))
+            await receives_only(worker, Refusal(why))
             assert isinstance(connected, Connected)
             assert await port.jobs.next() == Disconnected(connected.connection, f"it was refused: {why}")
         async with port.worker() as worker:
-            await worker.say(replace(HELLO, version=2))
-            refusal = await worker.hear()
+            await worker.send(replace(HELLO, version=2))
+            refusal = await worker.receive()
             assert isinstance(refusal, Refusal)
             assert refusal.sentence.startswith("the worker speaks protocol version 2, this controller speaks 1.")
         await port.is_unharmed()
@@ -187,10 +187,10 @@ def test_a_worker_that_never_reads_is_cut_off_and_the_others_hear_on() -> None:
     async def scene(port: Port) -> None:
         big = Shutdown(Ending.FAILED, "x" * 16_000)
         async with port.worker() as deaf, port.worker() as other:
-            await deaf.say(HELLO)
+            await deaf.send(HELLO)
             connected = await port.jobs.next()
             assert isinstance(connected, Connected)
-            await other.say(replace(HELLO, worker="w1"))
+            await other.send(replace(HELLO, worker="w1"))
             neighbour = await port.jobs.next()
             assert isinstance(neighbour, Connected)
             cut = asyncio.create_task(port.jobs.next())
@@ -200,7 +200,7 @@ def test_a_worker_that_never_reads_is_cut_off_and_the_others_hear_on() -> None:
             why = "it left 64 messages unread and was cut off"
             assert await cut == Disconnected(connected.connection, why)
             port.service.send(neighbour.connection, Ping(1))
-            assert [await other.hear(), await other.hear()] == [WELCOME, Ping(1)]
+            assert [await other.receive(), await other.receive()] == [WELCOME, Ping(1)]
 
     on_port(scene)
 
@@ -219,13 +219,13 @@ def test_a_port_in_use_is_refused_in_one_sentence() -> None:
 def test_stopping_ends_every_stream_and_tells_the_jobs() -> None:
     async def scene(port: Port) -> None:
         async with port.worker() as worker:
-            await worker.say(HELLO)
-            assert await worker.hear() == WELCOME
+            await worker.send(HELLO)
+            assert await worker.receive() == WELCOME
             connected = await port.jobs.next()
             await port.service.stop()
             assert isinstance(connected, Connected)
             assert port.jobs.events.get_nowait() == Disconnected(connected.connection, "its stream ended")
-            assert await worker.hear() is None
+            assert await worker.receive() is None
             assert await worker.code() is not grpc.StatusCode.OK
 
     on_port(scene)
@@ -247,11 +247,11 @@ def test_a_worker_that_comes_before_the_jobs_are_restored_waits() -> None:
         jobs = Jobs()
         port = Port(jobs, jobs.service.bind("localhost:0"))
         async with port.worker() as worker:
-            hello = asyncio.create_task(worker.say(HELLO))
+            hello = asyncio.create_task(worker.send(HELLO))
             done, _ = await asyncio.wait([hello], timeout=0.1)
             assert not done
             await jobs.service.serve()
-            assert await worker.hear() == WELCOME
+            assert await worker.receive() == WELCOME
             await hello
         await jobs.service.stop()
 

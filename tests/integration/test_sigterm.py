@@ -30,11 +30,11 @@ def test_sigterm_asks_for_a_drain_though_the_main_thread_is_blocked() -> None:
 
         def preempt() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
-            assert controller.hears(Request, by="a").grace_seconds == 7.5
-            status = controller.hears(Heartbeat, by="a").status
+            assert controller.receives(Request, by="a").grace_seconds == 7.5
+            status = controller.receives(Heartbeat, by="a").status
             assert (status.drain, status.grace_seconds) == (True, 7.5)
             in_time.set()
-            controller.says("a", Prepare(2))
+            controller.sends("a", Prepare(2))
 
         preemption = threading.Thread(target=preempt)
         preemption.start()
@@ -73,7 +73,7 @@ def test_a_handler_of_the_scripts_own_stays() -> None:
             worker = Worker("a", controller)
             worker.introduce()
             os.kill(os.getpid(), signal.SIGTERM)
-            controller.hears(Request)
+            controller.receives(Request)
             assert received == [signal.SIGTERM]
             worker.close()
     finally:
@@ -91,6 +91,6 @@ def test_a_forked_child_dies_of_sigterm_and_drains_nobody() -> None:
             os._exit(0)
         os.kill(pid, signal.SIGTERM)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
-        controller.says("a", Ping(1))
-        assert not controller.hears(Heartbeat, lambda said: said.echo == 1).status.drain
+        controller.sends("a", Ping(1))
+        assert not controller.receives(Heartbeat, lambda said: said.echo == 1).status.drain
         worker.close()
