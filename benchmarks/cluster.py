@@ -76,13 +76,13 @@ class Events:
                         self.all.append(json.loads(line.removeprefix("data:")))
                         self._news.notify_all()
 
-    def until(self, what: str, seen: Callable[[list[Json]], T], patience: float = PATIENCE_SECONDS) -> T:
+    def until(self, goal: str, seen: Callable[[list[Json]], T], patience: float = PATIENCE_SECONDS) -> T:
         """The first true value of `seen(all events)`."""
         deadline = time.monotonic() + patience
         with self._news:
             while not (value := seen(self.all)):
                 if not self._news.wait(max(0.0, deadline - time.monotonic())):
-                    raise TimeoutError(f"waited {patience:.0f} s for {what}")
+                    raise TimeoutError(f"waited {patience:.0f} s for {goal}")
         return value
 
     def wait(self, kind: str, since: float = 0.0, **fits: Any) -> Json:

@@ -32,12 +32,12 @@ class Step:
     lanes: int
 
 
-def until(what: str, seen: Callable[[], T], patience: float = PATIENCE_SECONDS, pause: float = POLL_SECONDS) -> T:
+def until(goal: str, seen: Callable[[], T], patience: float = PATIENCE_SECONDS, pause: float = POLL_SECONDS) -> T:
     """The first true value of `seen()`. Looks again and again: what other processes do sends no event here."""
     deadline = time.monotonic() + patience
     while not (value := seen()):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"waited {patience:.0f} s for {what}")
+            raise TimeoutError(f"waited {patience:.0f} s for {goal}")
         time.sleep(pause)
     return value
 
@@ -61,9 +61,9 @@ class StepLog:
             self.steps += [Step(**json.loads(line)) for line in whole.splitlines()]
         return self.steps
 
-    def until(self, what: str, seen: Callable[[list[Step]], T], patience: float = PATIENCE_SECONDS) -> T:
+    def until(self, goal: str, seen: Callable[[list[Step]], T], patience: float = PATIENCE_SECONDS) -> T:
         """The first true value of `seen(all lines)`."""
-        return until(what, lambda: seen(self.look()), patience)
+        return until(goal, lambda: seen(self.look()), patience)
 
     def next_of(self, worker: str) -> Step:
         """The worker's next line from now on."""

@@ -286,7 +286,7 @@ class Crew:
         with self.changed:
             self.workers[name].engine.context.faults._planted.append(PlantedFault(name, step, point, action))
 
-    def wish(self, event: Event) -> None:
+    def request(self, event: Event) -> None:
         """An operator's."""
         with self.changed:
             self._feed(event)
@@ -302,11 +302,11 @@ class Crew:
         self.allow(step)
         self.until(f"step {step}", lambda: all(w.engine.global_step >= step for w in self.members()))
 
-    def train_until(self, what: str, seen: Callable[[], bool]) -> None:
+    def train_until(self, goal: str, seen: Callable[[], bool]) -> None:
         """Step by step until then; no more are begun."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not seen():
-            assert time.monotonic() < deadline, f"waited for {what}\n{self.story()}"
+            assert time.monotonic() < deadline, f"waited for {goal}\n{self.story()}"
             self.train_to(self.allowed + 1)
 
     def finish(self) -> str:
@@ -316,14 +316,14 @@ class Crew:
         assert self.job.durable.phase.value == "succeeded", self.story()
         return self.job.durable.fingerprint
 
-    def until(self, what: str, seen: Callable[[], bool]) -> None:
+    def until(self, goal: str, seen: Callable[[], bool]) -> None:
         """Everything goes on until then."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         with self.changed:
             while not seen():
                 if self.broken is not None:
                     raise self.broken
-                assert time.monotonic() < deadline, f"waited for {what}\n{self.story()}"
+                assert time.monotonic() < deadline, f"waited for {goal}\n{self.story()}"
                 did = self._come_round()
                 self.changed.notify_all()
                 if not did and not self.changed.wait(QUIET_SECONDS):
@@ -349,8 +349,8 @@ class Crew:
             return False
         return all(worker.link.own.generation == world.generation for worker in self.members())
 
-    def note(self, what: str) -> None:
-        self.events.append(("crew", what))
+    def note(self, sentence: str) -> None:
+        self.events.append(("crew", sentence))
 
     def story(self) -> str:
         lines = [f"{kind}: {message}" for kind, message in self.events]

@@ -22,14 +22,14 @@ Change = Callable[[Any], object]
 
 def lies(message: Told) -> Iterator[tuple[str, Told]]:
     """What each says, and a copy of the message that says it."""
-    for what, change in _changes(message):
+    for name, change in _changes(message):
         lie = type(message)()
         lie.CopyFrom(message)
         try:
             change(lie)
         except (ValueError, TypeError):
             continue  # protobuf itself has no such value
-        yield what, lie
+        yield name, lie
 
 
 def _changes(message: Message) -> Iterator[tuple[str, Change]]:
@@ -45,8 +45,8 @@ def _changes(message: Message) -> Iterator[tuple[str, Change]]:
             changes = _of_messages(held)
         else:
             changes = _within(held) if message.HasField(name) else iter(())
-        for what, change in changes:
-            yield f"{name} {what}", lambda message, name=name, change=change: change((message, name))
+        for inner, change in changes:
+            yield f"{name} {inner}", lambda message, name=name, change=change: change((message, name))
 
 
 def _of_value(field: Any) -> Iterator[tuple[str, Change]]:
@@ -74,13 +74,13 @@ def _of_messages(held: Any) -> Iterator[tuple[str, Change]]:
     yield "twice", lambda at: getattr(*at).extend(list(getattr(*at)))
     if held:
         yield "without end", lambda at: getattr(*at).extend([held[0]] * MANY)
-        for what, change in _changes(held[0]):
-            yield what, lambda at, change=change: change(getattr(*at)[0])
+        for name, change in _changes(held[0]):
+            yield name, lambda at, change=change: change(getattr(*at)[0])
 
 
 def _within(held: Message) -> Iterator[tuple[str, Change]]:
-    for what, change in _changes(held):
-        yield what, lambda at, change=change: change(getattr(*at))
+    for name, change in _changes(held):
+        yield name, lambda at, change=change: change(getattr(*at))
 
 
 def _values(field: Any) -> tuple[Any, ...]:

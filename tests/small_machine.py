@@ -78,15 +78,15 @@ class Written:
     def outside(self) -> Outside:
         return Outside(self, self.probe, {"local": self})
 
-    def _write(self, *what: object) -> None:
-        self.log.append(what)
+    def _write(self, *entry: object) -> None:
+        self.log.append(entry)
         self._news.set()
         self._news = asyncio.Event()
 
-    async def until(self, *what: object) -> None:
+    async def until(self, *entry: object) -> None:
         """Returns when exactly this has been asked."""
         async with asyncio.timeout(10):
-            while what not in self.log:
+            while entry not in self.log:
                 await self._news.wait()
 
     def send(self, connection: int, message: ToWorker) -> None:

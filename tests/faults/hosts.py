@@ -113,10 +113,10 @@ class Hosts:
     def _arriving(self, source: int, target: int, verdict: str) -> None:
         _run(f"{self._at(target)} nft add rule inet cuts arriving ip saddr {self.address(source)} {verdict}")
 
-    def _queue(self, host: int, act: str, what: str) -> None:
+    def _queue(self, host: int, act: str, discipline: str) -> None:
         """At both ends of the host's cable."""
-        _run(f"{self._at(host)} tc qdisc {act} dev wire root {what}")
-        _run(f"{self._at(0)} tc qdisc {act} dev port{host} root {what}")
+        _run(f"{self._at(host)} tc qdisc {act} dev wire root {discipline}")
+        _run(f"{self._at(0)} tc qdisc {act} dev port{host} root {discipline}")
 
     def _make(self) -> None:
         for host in self._hosts:

@@ -188,10 +188,10 @@ def _listening(pid: int) -> list[int]:
     return [int(local.rpartition(":")[2], 16) for _, local, _, state, *_ in rows if state == LISTENS]
 
 
-def wait(what: str, seen: Callable[[], Any], seconds: float = 60.0) -> Any:
+def wait(goal: str, seen: Callable[[], Any], seconds: float = 60.0) -> Any:
     """The first true value; an AssertionError that says what was waited for when none comes in time."""
     deadline = time.monotonic() + seconds
     while not (value := seen()):
-        assert time.monotonic() < deadline, f"waited {seconds:.0f} s for {what}"
+        assert time.monotonic() < deadline, f"waited {seconds:.0f} s for {goal}"
         PAUSE.wait(0.05)
     return value

@@ -19,13 +19,13 @@ def main() -> None:
     taken = []
     with socket.create_server((host, int(port))) as listener:
         while True:
-            guest, _ = listener.accept()
+            client, _ = listener.accept()
             if manner == "rude":
-                guest.close()
+                client.close()
                 continue
             if manner == "other":
-                guest.sendall(entry(INCARNATION, b"somebody-else"))
-            taken.append(guest)
+                client.sendall(entry(INCARNATION, b"somebody-else"))
+            taken.append(client)
 
 
 if __name__ == "__main__":

@@ -72,11 +72,11 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def until(what: str, seen: Callable[[], Any], patience: float = PATIENCE_SECONDS) -> Any:
+def until(goal: str, seen: Callable[[], Any], patience: float = PATIENCE_SECONDS) -> Any:
     """The first true value of `seen`; an AssertionError that says what was waited for when none comes in time."""
     deadline, pause = time.monotonic() + patience, threading.Event()
     while not (value := seen()):
-        assert time.monotonic() < deadline, f"waited {patience:.0f} s for {what}"
+        assert time.monotonic() < deadline, f"waited {patience:.0f} s for {goal}"
         pause.wait(0.02)
     return value
 
@@ -299,16 +299,16 @@ class Cluster:
 
     # ---- waiting
 
-    def until(self, what: str, seen: Callable[[Json], Any], patience: float = PATIENCE_SECONDS) -> Any:
+    def until(self, goal: str, seen: Callable[[Json], Any], patience: float = PATIENCE_SECONDS) -> Any:
         """Until `seen(job)`; fails at once when the job is over and it was not that."""
 
         def look() -> Any:
             job = self.job()
             value = seen(job)
-            assert value or job["phase"] not in OVER, f"job {job['phase']} before {what}: {job['reason']}"
+            assert value or job["phase"] not in OVER, f"job {job['phase']} before {goal}: {job['reason']}"
             return value
 
-        return until(what, look, patience)
+        return until(goal, look, patience)
 
     def wait_step(self, step: int) -> None:
         self.until(f"step {step}", lambda job: job["step"] >= step)

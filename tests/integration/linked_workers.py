@@ -44,8 +44,8 @@ class Worker:
         self.hello = self._controller.receives(Hello, by=self.name)
         return self.hello
 
-    def does(self, what: Callable[[], Any]) -> Future[Any]:
-        return self._thread.submit(what)
+    def does(self, act: Callable[[], Any]) -> Future[Any]:
+        return self._thread.submit(act)
 
     def takes(self, kind: type[Wanted]) -> Wanted:
         item = self.link.take(PATIENCE_SECONDS)
@@ -122,6 +122,6 @@ def begin_a_world(controller: SmallController, them: list[Worker], generation: i
     return plan
 
 
-def together(them: list[Worker], what: Callable[[Worker], Any]) -> list[Any]:
-    futures = [worker.does(lambda worker=worker: what(worker)) for worker in them]
+def together(them: list[Worker], act: Callable[[Worker], Any]) -> list[Any]:
+    futures = [worker.does(lambda worker=worker: act(worker)) for worker in them]
     return [future.result(PATIENCE_SECONDS) for future in futures]

@@ -113,12 +113,14 @@ def test_a_store_that_another_controller_holds_is_refused_naming_it(tmp_path):
     assert f"is held by another controller (pid {process.pid} on host" in str(refusal.value)
 
 
-@pytest.mark.parametrize(("which", "what"), [("http", "REST"), ("grpc", "workers")])
+@pytest.mark.parametrize(("which", "purpose"), [("http", "REST"), ("grpc", "workers")])
 @asynchronous
-async def test_a_port_in_use_is_refused_and_everything_let_go(tmp_path, free_port, which, what):
+async def test_a_port_in_use_is_refused_and_everything_let_go(tmp_path, free_port, which, purpose):
     async with controller(tmp_path) as (server, _):
         taken = {which: getattr(server, which)}
-        with pytest.raises(UserError, match=f"cannot listen for {what} on {taken[which]}: .*; give another --{which}"):
+        with pytest.raises(
+            UserError, match=f"cannot listen for {purpose} on {taken[which]}: .*; give another --{which}"
+        ):
             async with serve(settings(tmp_path / "other", **taken)):
                 raise AssertionError("it started")
     async with controller(tmp_path / "other"):

@@ -127,7 +127,7 @@ class ControllerHost:
         if self.alive and self.life == stream.life and self.streams.pop(stream.number, None) is not None:
             self.feed(Disconnected(stream.number, "reset"))
 
-    def wish(self, event: Event) -> None:
+    def request(self, event: Event) -> None:
         """An operator's wish; the impossible is refused and changes nothing."""
         self._empty_inbox()
         before, life = self.job, self.life

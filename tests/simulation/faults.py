@@ -42,8 +42,8 @@ class Faults:
         for _ in range(self.flips.choice((0, 0, 0, 1, 1, 2))):
             self.clock.after(self.flips.uniform(0, seconds), self.flip)
         if self.simulation.checkpoints.every:
-            for wish in self.saves.choice(((), (self.save,), (self.leave,), (self.save, self.save, self.leave))):
-                self.clock.after(self.saves.uniform(0, seconds), wish)
+            for act in self.saves.choice(((), (self.save,), (self.leave,), (self.save, self.save, self.leave))):
+                self.clock.after(self.saves.uniform(0, seconds), act)
 
     def _next(self) -> None:
         delay = self.chance.expovariate(1 / self.every)
@@ -60,7 +60,7 @@ class Faults:
         """Everything that lives is well from now on."""
         simulation = self.simulation
         simulation.say("--- the faults are over")
-        simulation.feuds.clear()
+        simulation.link_faults.clear()
         self.links.mend_all()
         simulation.groups.look_again()
         self._wall(False)
@@ -71,7 +71,7 @@ class Faults:
         simulation.host.crash_after = simulation.host.crash_before = None
         simulation.host.start()
         if simulation.host.job.durable.paused:
-            simulation.host.wish(Resume())
+            simulation.host.request(Resume())
 
     # ---- whom
 
@@ -165,25 +165,25 @@ class Faults:
         if len(workers) >= 2:
             self.simulation.break_between(*self.chance.sample(workers, 2))
 
-    def feud(self) -> None:
+    def link_fault(self) -> None:
         """Two living workers cannot reach each other for a while."""
         workers = self.simulation.workers()
         if len(workers) >= 2:
             pair = self.chance.sample(workers, 2)
-            feud = frozenset(worker.pid for worker in pair)
-            self.simulation.feuds.add(feud)
+            link_fault = frozenset(worker.pid for worker in pair)
+            self.simulation.link_faults.add(link_fault)
             self.simulation.break_between(*pair)
-            self._soon(lambda: self._peace(feud), 1.0, 10.0)
+            self._soon(lambda: self._peace(link_fault), 1.0, 10.0)
 
-    def _peace(self, feud: frozenset[int]) -> None:
-        self.simulation.feuds.discard(feud)
+    def _peace(self, link_fault: frozenset[int]) -> None:
+        self.simulation.link_faults.discard(link_fault)
         self.simulation.groups.look_again()
 
     def drain(self) -> None:
         worker = self._any()
         if worker is not None and worker.membership.worker:
             self.simulation.say("an operator drains", worker)
-            self.simulation.host.wish(DrainWorker(worker.membership.worker, 5.0))
+            self.simulation.host.request(DrainWorker(worker.membership.worker, 5.0))
 
     def confirm(self) -> None:
         """An operator says that a worker is dead which is."""
@@ -194,7 +194,7 @@ class Faults:
             if record.incarnation and not self.simulation.processes[record.incarnation].alive
         ]
         if dead:
-            self.simulation.host.wish(ConfirmLost(self.chance.choice(dead)))
+            self.simulation.host.request(ConfirmLost(self.chance.choice(dead)))
 
     def sigterm(self) -> None:
         worker = self._any()
@@ -205,23 +205,23 @@ class Faults:
     def scale(self) -> None:
         workers = self.chance.randint(1, self.simulation.spec.max_workers or 6)
         self.simulation.say("an operator scales to", workers)
-        self.simulation.host.wish(Scale(workers))
+        self.simulation.host.request(Scale(workers))
 
     def pause(self) -> None:
         host = self.simulation.host
-        host.wish(Pause())
-        self._soon(lambda: host.wish(Resume()), 0.2, 4.0)
+        host.request(Pause())
+        self._soon(lambda: host.request(Resume()), 0.2, 4.0)
 
     def save(self) -> None:
         self.simulation.say("an operator asks for a checkpoint")
-        self.simulation.host.wish(Save())
+        self.simulation.host.request(Save())
 
     def leave(self) -> None:
         """All who are here are drained."""
         self.simulation.say("an operator drains everybody")
         for worker in self.simulation.workers():
             if worker.membership.worker:
-                self.simulation.host.wish(DrainWorker(worker.membership.worker, 3.0))
+                self.simulation.host.request(DrainWorker(worker.membership.worker, 3.0))
 
     def flip(self) -> None:
         """A bit of a block's state, in the memory of whoever holds it."""
@@ -254,7 +254,7 @@ KINDS = {
     "firewall": 1,
     "crash": 3,
     "break_between": 1,
-    "feud": 1,
+    "link_fault": 1,
     "drain": 2,
     "confirm": 1,
     "sigterm": 1,

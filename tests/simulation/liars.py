@@ -30,8 +30,8 @@ class Liars:
     def rage(self, seconds: float) -> None:
         if self.chance.random() < SHARE_OF_SEEDS:
             for _ in range(self.chance.randint(1, 4)):
-                what = self.chance.choice((self._come, self.lie, self.lie, self._stand_in))
-                self.simulation.clock.after(self.chance.uniform(0, seconds), what)
+                act = self.chance.choice((self._come, self.lie, self.lie, self._stand_in))
+                self.simulation.clock.after(self.chance.uniform(0, seconds), act)
 
     def _stand_in(self) -> None:
         self.stand_in(self.chance.uniform(0.3, 3.0))

@@ -124,8 +124,8 @@ class Groups:
         if generation not in self._met:
             if len(members) < plan.world_size:
                 return
-            if self.simulation.feud_within(members):
-                self.simulation.report_feud(generation, members)
+            if self.simulation.link_fault_within(members):
+                self.simulation.report_link_fault(generation, members)
                 return
             self._met.add(generation)
         for worker in [worker for worker in arrived if not self.missing(worker, plan)]:

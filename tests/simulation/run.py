@@ -33,7 +33,7 @@ def attempt(task: Task) -> Outcome:
     try:
         simulation = run(seed, **shape)
     except Violation as violation:
-        return seed, violation.what, Counter(seeds=1)
+        return seed, violation.sentence, Counter(seeds=1)
     except Exception as error:
         return seed, f"{type(error).__name__}: {error}", Counter(seeds=1)
     durable = simulation.host.job.durable

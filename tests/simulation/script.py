@@ -74,12 +74,12 @@ class Script:
 
     # ---- waiting
 
-    def _wait(self, what: str, is_so: Callable[[], bool]) -> None:
+    def _wait(self, goal: str, is_so: Callable[[], bool]) -> None:
         clock = self.simulation.clock
         deadline = clock.now + PATIENCE_SECONDS
         while not is_so():
             if clock.now > deadline:
-                raise Impatient(f"waited in vain for {what}")
+                raise Impatient(f"waited in vain for {goal}")
             clock.step()
 
     def _at(self, worker: str, words: tuple[str, ...]) -> SimWorker:
@@ -93,22 +93,22 @@ class Script:
         here = [process for process in self.simulation.workers() if process.membership.worker == worker]
         return any(stage in (process.training.stage, process.membership.point.value) for process in here)
 
-    def do_until(self, what: str, *words: str) -> None:
+    def do_until(self, goal: str, *words: str) -> None:
         simulation = self.simulation
-        if what == "step":
+        if goal == "step":
             self._wait(f"step {words[0]}", lambda: simulation.watch.top >= int(words[0]))
-        elif what == "phase":
+        elif goal == "phase":
             self._wait(f"phase {words[0]}", lambda: self._view().phase.value == words[0])
-        elif what == "generation":
+        elif goal == "generation":
             self._wait(f"generation {words[0]}", lambda: self._view().generation == int(words[0]))
-        elif what == "settled":
+        elif goal == "settled":
             begin = simulation.watch.commits
             self._wait("everyone in one world that trains", lambda: settled(simulation, begin))
         elif words[0] == "promises":
-            process = simulation.by_id(what)
-            self._wait(f"{what} promises {words[1]}", lambda: process.membership.newest_known == int(words[1]))
+            process = simulation.by_id(goal)
+            self._wait(f"{goal} promises {words[1]}", lambda: process.membership.newest_known == int(words[1]))
         else:
-            self._at(what, words)
+            self._at(goal, words)
 
     def do_run(self, seconds: str) -> None:
         self.simulation.clock.run_until(self.simulation.clock.now + float(seconds))
@@ -157,10 +157,10 @@ class Script:
         for worker in self._those(workers):
             worker.set_cut(False)
 
-    def do_firewall(self, what: str, *workers: str) -> None:
+    def do_firewall(self, position: str, *workers: str) -> None:
         """`up` or `down`: the controller's connections to these workers are refused, theirs to it pass."""
         for worker in self._those(workers):
-            worker.walled = what == "up"
+            worker.walled = position == "up"
 
     def _those(self, workers: tuple[str, ...]) -> list[SimWorker]:
         return self.simulation.workers() if workers == ("all",) else [self.simulation.by_id(name) for name in workers]
@@ -194,10 +194,10 @@ class Script:
         worker.awake(worker.training.peer_gone, worker.membership.generation, peer)
         self.simulation.groups.severed.clear()
 
-    def do_feud(self, one: str, other: str) -> None:
+    def do_fault(self, one: str, other: str) -> None:
         """From now on no group that holds both can be built."""
         pair = [self.simulation.by_id(one), self.simulation.by_id(other)]
-        self.simulation.feuds.add(frozenset(worker.pid for worker in pair))
+        self.simulation.link_faults.add(frozenset(worker.pid for worker in pair))
         self.simulation.break_between(*pair)
 
     def do_hang(self, worker: str) -> None:
@@ -206,18 +206,18 @@ class Script:
         assert stream is not None
         stream.break_off()
 
-    def do_controller(self, what: str, *words: str) -> None:
+    def do_controller(self, act: str, *words: str) -> None:
         host = self.simulation.host
-        if what == "dies" and words:  # after N effects
+        if act == "dies" and words:  # after N effects
             host.crash_after = int(words[1])
             self._wait("the controller's death", lambda: not host.alive)
-        elif what == "dies":
+        elif act == "dies":
             host.crash()
-        elif what == "forgets":  # it is started again with an empty store
+        elif act == "forgets":  # it is started again with an empty store
             Liars(self.simulation).stand_in(60.0)
-        elif what == "late":  # by SECONDS with every tick
+        elif act == "late":  # by SECONDS with every tick
             host.late = float(words[0])
-        elif what == "will":  # die before the next effect of a kind
+        elif act == "will":  # die before the next effect of a kind
             host.crash_before = getattr(effects, words[-1])
         else:
             host.start()
@@ -235,28 +235,28 @@ class Script:
     # ---- an operator
 
     def do_drain(self, worker: str) -> None:
-        self.simulation.host.wish(DrainWorker(worker, 5.0))
+        self.simulation.host.request(DrainWorker(worker, 5.0))
 
     def do_lost(self, worker: str) -> None:
-        self.simulation.host.wish(ConfirmLost(worker))
+        self.simulation.host.request(ConfirmLost(worker))
 
     def do_sigterm(self, worker: str) -> None:
         self.simulation.by_id(worker).session.request_drain()
 
     def do_scale(self, workers: str) -> None:
-        self.simulation.host.wish(Scale(int(workers)))
+        self.simulation.host.request(Scale(int(workers)))
 
     def do_pause(self) -> None:
-        self.simulation.host.wish(Pause())
+        self.simulation.host.request(Pause())
 
     def do_resume(self) -> None:
-        self.simulation.host.wish(Resume())
+        self.simulation.host.request(Resume())
 
     def do_save(self) -> None:
-        self.simulation.host.wish(Save())
+        self.simulation.host.request(Save())
 
     def do_cancel(self) -> None:
-        self.simulation.host.wish(Cancel())
+        self.simulation.host.request(Cancel())
 
     def _view(self) -> object:
         return view(self.simulation.host.job, self.simulation.clock.now)

@@ -45,7 +45,7 @@ def _goes_on(simulation: Simulation) -> None:
         if simulation.spec.launcher == "none" and not simulation.host.job.durable.phase.over:
             _keep_enough(simulation)
         if simulation.host.job.durable.paused_because:
-            simulation.host.wish(Resume())
+            simulation.host.request(Resume())
         simulation.clock.run_until(simulation.clock.now + 0.5)
         if settled(simulation, begin):
             return

@@ -72,7 +72,7 @@ class Simulation:
         self.walled = False
         self.kinds = tuple(str(shape.get("kinds", "")).split())
         """Of faults; none: drawn."""
-        self.feuds: set[frozenset[int]] = set()
+        self.link_faults: set[frozenset[int]] = set()
         self.stubborn = not self.still and Random(f"{seed} ends").random() < 0.1
         """Whether some processes do not end when they are told to."""
         self.promises = Promises(self)
@@ -147,14 +147,14 @@ class Simulation:
 
     # ---- connections that break between living workers
 
-    def feud_within(self, members: list[SimWorker]) -> bool:
+    def link_fault_within(self, members: list[SimWorker]) -> bool:
         pids = {worker.pid for worker in members}
-        return any(feud <= pids for feud in self.feuds)
+        return any(link_fault <= pids for link_fault in self.link_faults)
 
-    def report_feud(self, generation: int, members: list[SimWorker]) -> None:
+    def report_link_fault(self, generation: int, members: list[SimWorker]) -> None:
         """Two members that cannot reach each other say so while they build."""
-        for feud in self.feuds:
-            pair = [worker for worker in members if worker.pid in feud]
+        for link_fault in self.link_faults:
+            pair = [worker for worker in members if worker.pid in link_fault]
             if len(pair) == 2:
                 for worker, peer in (pair, reversed(pair)):
                     worker.awake(worker.training.peer_gone, generation, peer)

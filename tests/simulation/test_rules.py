@@ -37,7 +37,7 @@ NOTICED_BY: dict[str, str | int] = {
     "a stale worker is dismissed only after a commit": "thawed_before_the_first_step",
     "a plan is void once another generation is current": 3,
     "the same pair is evicted only after two generations": "broken_connection",
-    "the same pair is evicted after two generations": "feud",
+    "the same pair is evicted after two generations": "link_fault",
     "a generation in which someone was lost blames no pair": "roll_forward",
     "a block is given up only when nobody may hold it": "sole_holder_thaws",
     "a lagging worker gets its message again": "controller_killed_while_training",

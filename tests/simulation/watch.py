@@ -34,9 +34,9 @@ WELL_SECONDS = 3.0
 class Violation(Exception):
     """An invariant is broken: the first word is the invariant, the log tells how."""
 
-    def __init__(self, what: str, log: list[str]) -> None:
-        super().__init__(what)
-        self.what, self.log = what, log
+    def __init__(self, sentence: str, log: list[str]) -> None:
+        super().__init__(sentence)
+        self.sentence, self.log = sentence, log
 
 
 class Watch:
@@ -55,8 +55,8 @@ class Watch:
         self.began_at: dict[int, int] = {}
         self.floor = 0
 
-    def violated(self, what: str, *about: object) -> None:
-        words = " ".join(map(str, (what, *about)))
+    def violated(self, sentence: str, *about: object) -> None:
+        words = " ".join(map(str, (sentence, *about)))
         self.simulation.say("VIOLATION", words)
         raise Violation(words, self.simulation.log)
 
@@ -302,7 +302,7 @@ class Watch:
         long = process.reachable_since < now - WELL_SECONDS - 2 * self.simulation.host.late
         return reachable and long and known is not None and known.connection is not None
 
-    def _gave_up(self, before: Job, after: Job, event: Event, what: str) -> None:
+    def _gave_up(self, before: Job, after: Job, event: Event, loss: str) -> None:
         """Only where no process that lives has the blocks, `stall_seconds` are over, or an operator said so."""
         attempt = before.attempt
         now = self.simulation.clock.now
@@ -327,4 +327,4 @@ class Watch:
             elif t.step == self.top - 1:
                 copies |= t.pending & t.blocks.keys()
         if len(copies) == self.simulation.blocks:
-            self.violated(f"{what} though every block had a living copy", sorted(lost))
+            self.violated(f"{loss} though every block had a living copy", sorted(lost))

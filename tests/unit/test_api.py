@@ -131,9 +131,9 @@ async def test_everything_that_a_spec_can_say_reaches_the_job(tmp_path):
 
 @asynchronous
 async def test_wishes_reach_the_job_with_their_defaults(tmp_path):
-    wishes = []
+    requests = []
     kinds = (Pause, Resume, DrainWorker, ConfirmLost, Save)
-    machine = SmallMachine({kind: lambda _, event: wishes.append(event) or () for kind in kinds})
+    machine = SmallMachine({kind: lambda _, event: requests.append(event) or () for kind in kinds})
     async with serving(tmp_path, machine=machine) as api:
         await api.ask("POST", "/v1/jobs", 202, json=TRAIN)
         for path, body in [
@@ -142,7 +142,7 @@ async def test_wishes_reach_the_job_with_their_defaults(tmp_path):
         ]:  # fmt: skip
             assert (await api.ask("POST", f"/v1/jobs/train/{path}", 202, json=body))["job"] == "train"
         drains = [DrainWorker("w1", 30.0), DrainWorker("w1", 30.0), DrainWorker("w1", 0.0)]
-        assert wishes == [Pause(), Resume(), *drains, ConfirmLost("w1"), Save()]
+        assert requests == [Pause(), Resume(), *drains, ConfirmLost("w1"), Save()]
 
 
 WORKER = WorkerView(

@@ -116,7 +116,7 @@ def test_on_step_is_called_where_rank_0_leaves_by_a_planned_change() -> None:
     seen: list[int] = []
     with Crew("ab", watching(seen, max_steps=12)) as crew:
         crew.train_to(2)
-        crew.wish(DrainWorker("a"))
+        crew.request(DrainWorker("a"))
         assert crew.finish() == undisturbed(Task({"max_steps": 12}))
     assert seen == list(range(1, 13))
 

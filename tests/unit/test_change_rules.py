@@ -177,7 +177,7 @@ def test_a_leaving_worker_keeps_its_blocks_until_a_step_is_committed_without_it(
         crew.train_to(2)
         leaver, heir = crew.workers["a"], crew.add("b")
         crew.train_until("b to be in", lambda: len(current(crew).members) == 2)
-        crew.wish(DrainWorker("a"))
+        crew.request(DrainWorker("a"))
         crew.train_until("a to be left out", lambda: leaver.link.own.point is MemberState.LEFT)
         crew.beat(5)
         assert current(crew).world_size == 1 and heir.engine.context.boundaries == 0, "no step was committed without it"
@@ -194,7 +194,7 @@ def test_a_leaving_worker_keeps_its_blocks_until_a_step_is_committed_without_it(
 def test_pause_and_resume_are_planned_changes_after_which_all_stand_at_the_same_step() -> None:
     with Crew("abc", TASK) as crew:
         crew.train_to(2)
-        crew.wish(Pause())
+        crew.request(Pause())
         crew.allow()
         crew.until("the pause", lambda: not current(crew).steps)
         paused = current(crew)
@@ -203,7 +203,7 @@ def test_pause_and_resume_are_planned_changes_after_which_all_stand_at_the_same_
         steps = {worker.engine.global_step for worker in crew.workers.values()}
         boundaries = [worker.engine.context.boundaries for worker in crew.workers.values()]
         assert len(steps) == 1 and min(boundaries) > 0, "they vote on, without a step"
-        crew.wish(Resume())
+        crew.request(Resume())
         assert crew.finish() == undisturbed(TASK)
         assert [kind for kind, _ in crew.events].count("prepare") == 1, "that of the start"
 

@@ -186,7 +186,7 @@ def test_all_callers_of_one_step_get_one_checkpoint(tmp_path: Path) -> None:
 def test_an_operator_asks_for_one(tmp_path: Path) -> None:
     with Crew("ab", task(tmp_path)) as crew:
         crew.train_to(3)
-        crew.wish(Save())
+        crew.request(Save())
         saved(crew, 4)
         assert messages(crew, "checkpoint_saved")
         assert crew.job.durable.save is None
@@ -196,7 +196,7 @@ def test_a_job_without_a_place_refuses_to_save() -> None:
     with Crew("a", PLAIN) as crew:
         crew.train_to(1)
         with pytest.raises(Conflict, match=r"has no checkpoint folder; set checkpoint\.path in its config\.$"):
-            crew.wish(Save())
+            crew.request(Save())
 
 
 # ---- a save and a change of the world
@@ -390,7 +390,7 @@ def test_a_job_whose_only_checkpoint_cannot_be_read_says_so_and_does_not_begin_a
 def test_the_last_worker_that_is_drained_saves_first_and_the_job_waits(tmp_path: Path) -> None:
     with Crew("a", task(tmp_path)) as crew:
         crew.train_to(4)
-        crew.wish(DrainWorker("a", 4.0))
+        crew.request(DrainWorker("a", 4.0))
         crew.until("half of its grace", lambda: crew.job.durable.final_drain)
         crew.until("a world without steps", lambda: bool(crew.job.durable.planned))
         crew.allow(5)

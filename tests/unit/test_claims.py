@@ -97,7 +97,7 @@ def test_only_another_run_or_a_second_process_ends_a_worker_that_trains() -> Non
     job = Driver(wanted=2)
     job.start(2)
     refusals = {}
-    for what, changed in {
+    for case, changed in {
         "another run": {"run": "run-0"},
         "another process": {"incarnation": "a second one", "run": RUN},
         "another model": {"description": replace(MADE_OF, mirrors=3), "run": RUN},
@@ -106,9 +106,9 @@ def test_only_another_run_or_a_second_process_ends_a_worker_that_trains() -> Non
     }.items():
         connection = job.connections["w0"]
         job.hello("w0", **{"status": replace(OLD, step=1), **changed})
-        (refusals[what],) = job.messages_to("w0")
+        (refusals[case],) = job.messages_to("w0")
         job.connections["w0"] = connection
-    assert [what for what, refusal in refusals.items() if refusal.ends_members] == ["another run", "another process"]
+    assert [case for case, refusal in refusals.items() if refusal.ends_members] == ["another run", "another process"]
 
 
 def test_a_worker_that_is_refused_every_second_is_told_of_once() -> None:

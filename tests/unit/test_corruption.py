@@ -33,18 +33,18 @@ def task(place: Path | None = None, **shoal: Any) -> Task:
     return Task({"max_steps": STEPS, "shoal": {"corruption_steps": SOON, **checkpoint, **shoal}})
 
 
-def memory_of(worker: Worker, what: str, owned: bool) -> tuple[Tensor, int]:
+def memory_of(worker: Worker, tensor: str, owned: bool) -> tuple[Tensor, int]:
     """A tensor of a block that a worker owns, or mirrors, and the block's number."""
     engine = worker.engine
     assert engine.context.world is not None
     share = engine.context.world.plan.shares[engine.context.world.rank]
     block = next(iter(share.owned if owned else share.mirrored))
     state, one = engine.context.state, Runs(((block, block + 1),))
-    if what == "parameters":
+    if tensor == "parameters":
         bucket = state.layout.bucket_of(block)
         first = (block - bucket.first_block) * state.layout.block_elements
         return state.flats[bucket.index][first : first + state.layout.block_elements], block
-    return state.held.states(one)[block, block + 1][what], block
+    return state.held.states(one)[block, block + 1][tensor], block
 
 
 def flip(values: Tensor, bit: int = 12) -> None:
@@ -57,19 +57,19 @@ def seen(crew: Crew, kind: str = "corrupt_block") -> list[str]:
     return [message for one, message in crew.events if one == kind]
 
 
-def strike(crew: Crew, name: str, what: str = "exp_avg", owned: bool = True) -> int:
+def strike(crew: Crew, name: str, tensor: str = "exp_avg", owned: bool = True) -> int:
     """Flips a bit in that worker's memory in the middle of its next step; returns the block."""
     struck: list[int] = []
 
     def watch(worker: Worker, point: str, step: int) -> None:
         if worker.name == name and point == "exchange" and not struck:
-            values, block = memory_of(worker, what, owned)
+            values, block = memory_of(worker, tensor, owned)
             flip(values)
             struck.append(block)
 
     with crew.changed:
         crew.watchers.append(watch)
-        return memory_of(crew.workers[name], what, owned)[1]
+        return memory_of(crew.workers[name], tensor, owned)[1]
 
 
 def save(crew: Crew, step: int) -> None:
@@ -93,8 +93,8 @@ def test_every_block_is_compared_once_in_so_many_steps_and_no_step_does_more_tha
     assert max(map(len, samples)) <= -(-blocks // every)
 
 
-@pytest.mark.parametrize("what", ["exp_avg", "exp_avg_sq", "step", "parameters"])
-def test_a_checksum_changes_with_any_bit_of_its_block_and_with_nothing_else(what: str) -> None:
+@pytest.mark.parametrize("tensor", ["exp_avg", "exp_avg_sq", "step", "parameters"])
+def test_a_checksum_changes_with_any_bit_of_its_block_and_with_nothing_else(tensor: str) -> None:
     with Crew("ab", task()) as crew:
         crew.train_to(2)
         with crew.changed:
@@ -102,7 +102,7 @@ def test_a_checksum_changes_with_any_bit_of_its_block_and_with_nothing_else(what
             held = state.held.runs
             before = block_checksums(state, held)
             assert torch.equal(before, block_checksums(state, held))
-            values, block = memory_of(crew.workers["a"], what, owned=True)
+            values, block = memory_of(crew.workers["a"], tensor, owned=True)
             for bit in (0, 12, 31):
                 flip(values, bit)
                 changed = (block_checksums(state, held) != before).nonzero().flatten().tolist()
@@ -116,13 +116,13 @@ def test_a_checksum_changes_with_any_bit_of_its_block_and_with_nothing_else(what
 # ---- one flipped bit
 
 
-@pytest.mark.parametrize(("what", "owned"), [("exp_avg", True), ("exp_avg", False), ("parameters", False)])
+@pytest.mark.parametrize(("tensor", "owned"), [("exp_avg", True), ("exp_avg", False), ("parameters", False)])
 def test_a_flipped_bit_of_an_owner_or_a_mirror_is_told_with_block_steps_and_both_workers(
-    what: str, owned: bool
+    tensor: str, owned: bool
 ) -> None:
     with Crew("ab", task(on_corruption="continue")) as crew:
         crew.train_to(6)
-        block = strike(crew, "a", what, owned)
+        block = strike(crew, "a", tensor, owned)
         crew.train_to(6 + SOON + 1)
         crew.until("word of it", lambda: bool(seen(crew)))
         assert len(seen(crew)) == 1
@@ -174,15 +174,15 @@ def test_a_world_without_mirrors_spends_nothing_on_comparing() -> None:
 # ---- what follows
 
 
-@pytest.mark.parametrize(("what", "owned"), [("exp_avg", True), ("exp_avg", False), ("parameters", False)])
+@pytest.mark.parametrize(("tensor", "owned"), [("exp_avg", True), ("exp_avg", False), ("parameters", False)])
 def test_after_going_back_to_a_sound_checkpoint_the_job_has_the_undisturbed_bits(
-    what: str, owned: bool, tmp_path: Path
+    tensor: str, owned: bool, tmp_path: Path
 ) -> None:
     with Crew("abc", task(tmp_path)) as crew:
         save(crew, 4)
         assert [one.verified for one in crew.job.durable.checkpoints] == [True]
         crew.train_to(crew.allowed + 1)
-        strike(crew, "b", what, owned)
+        strike(crew, "b", tensor, owned)
         assert crew.finish() == undisturbed(PLAIN)
         assert len(seen(crew)) == 1
         assert seen(crew, "restoring")[0].startswith("all members go back to the checkpoint of step 4: the copies of ")

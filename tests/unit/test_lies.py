@@ -132,19 +132,19 @@ def test_no_field_of_a_workers_message_harms_the_controller(job: Callable[[], Dr
     there = job()
     believed = 0
     for message in said_by_a_worker(there):
-        for what, lie in lies(pb.WorkerMessage.FromString(encode_worker(message))):
+        for name, lie in lies(pb.WorkerMessage.FromString(encode_worker(message))):
             end = copy.deepcopy(there)
             try:
                 hear(end, lie.SerializeToString(), isinstance(message, Hello))
             except UserError as error:
-                assert len(str(error)) < 500, what
+                assert len(str(error)) < 500, name
                 continue
             believed += 1
             try:
                 end.wait(0.5)
                 is_sound(end)
             except Exception as error:
-                raise AssertionError(f"{type(message).__name__}: {what}") from error
+                raise AssertionError(f"{type(message).__name__}: {name}") from error
     assert believed > 100
 
 
@@ -168,15 +168,15 @@ def test_no_field_of_a_controllers_message_ends_a_worker_by_anything_but_a_sente
     dialogue.on_message(WELCOME)
     dialogue.on_message(Prepare(5))
     for message in SAID_BY_A_CONTROLLER:
-        for what, lie in lies(pb.ControllerMessage.FromString(encode_controller(message))):
+        for name, lie in lies(pb.ControllerMessage.FromString(encode_controller(message))):
             copied = copy.deepcopy(dialogue)
             try:
                 copied.on_message(decode_controller(lie.SerializeToString()))
             except (UserError, PeerError) as error:
-                assert len(str(error)) < 500, what
+                assert len(str(error)) < 500, name
                 continue
             except Exception as error:
-                raise AssertionError(f"{type(message).__name__}: {what}") from error
+                raise AssertionError(f"{type(message).__name__}: {name}") from error
             assert decode_worker(encode_worker(copied.hello()))
             copied.beat()
             assert all(decode_worker(encode_worker(message)) for message in copied.outgoing())

@@ -44,7 +44,7 @@ class Life:
             if crew.allowed < self.task.options["max_steps"] - 2 and not crew.job.durable.phase.over:
                 getattr(self, self.chance.choice(("train", "kill", "strike", "strike", "come", "drain", "pause")))(crew)
         if self.paused:
-            crew.wish(Resume())
+            crew.request(Resume())
         return crew.finish()
 
     def train(self, crew: Crew) -> None:
@@ -75,11 +75,11 @@ class Life:
         victim = self._dispensable(crew)
         if victim is not None:
             self.log.append(f"{victim.name} is drained")
-            crew.wish(DrainWorker(victim.link.worker))
+            crew.request(DrainWorker(victim.link.worker))
 
     def pause(self, crew: Crew) -> None:
         if self.paused or crew.at_rest():
-            crew.wish(Resume() if self.paused else Pause())
+            crew.request(Resume() if self.paused else Pause())
             self.paused = not self.paused
             self.log.append("paused" if self.paused else "resumed")
 

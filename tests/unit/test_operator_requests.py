@@ -25,10 +25,10 @@ from shoal_protos.messages import (
 )
 
 
-def refused(job: Driver, wish: Event) -> str:
+def refused(job: Driver, request: Event) -> str:
     before = job.job
     with pytest.raises(UserError) as error:
-        job.feed(wish)
+        job.feed(request)
     assert job.job is before
     return str(error.value)
 

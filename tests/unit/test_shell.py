@@ -106,7 +106,7 @@ async def test_a_store_has_an_id_of_its_own_that_every_welcome_and_refusal_tells
             if not world.shell.jobs():
                 await world.shell.create(SPEC)
             await world.shell.submit("train", Save())
-            refusal, welcome = (message for what, _, message in world.written.log if what == "send")
+            refusal, welcome = (message for kind, _, message in world.written.log if kind == "send")
             assert refusal.cluster == welcome.cluster != ""
             clusters.append(welcome.cluster)
     assert clusters[0] == clusters[1] != clusters[2]

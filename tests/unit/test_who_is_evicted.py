@@ -1,6 +1,6 @@
 """Whom a broken connection or a silence costs its place: the finer points, straight from the machine's functions.
 
-What a whole job makes of it is told by the simulation's scenarios (`feud`, `controller_cut_off`).
+What a whole job makes of it is told by the simulation's scenarios (`link_fault`, `controller_cut_off`).
 """
 
 from dataclasses import replace

@@ -37,7 +37,7 @@ class DisturbedJob:
         self.job = job
         self.tell = tell
 
-    async def until(self, what: str, seen: Seen) -> tuple[Json, dict[str, Json]]:
+    async def until(self, goal: str, seen: Seen) -> tuple[Json, dict[str, Json]]:
         """Look at the job until `seen`."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while time.monotonic() < deadline:
@@ -46,11 +46,11 @@ class DisturbedJob:
             if seen(job, workers):
                 return job, workers
             if job["phase"] in OVER:
-                ended = f"job {self.job} {job['phase']} at step {job['step']} before {what}: {job['reason']}"
+                ended = f"job {self.job} {job['phase']} at step {job['step']} before {goal}: {job['reason']}"
                 raise OutOfSteps(f"{ended} (more steps: --steps)")
             await asyncio.sleep(LOOK_SECONDS)
         raise JobFailed(
-            f"waited {PATIENCE_SECONDS:.0f} s for {what}; job {self.job} is {job['phase']}: {job['reason']}"
+            f"waited {PATIENCE_SECONDS:.0f} s for {goal}; job {self.job} is {job['phase']}: {job['reason']}"
         )
 
     async def members(self, count: int) -> tuple[Json, dict[str, Json]]:

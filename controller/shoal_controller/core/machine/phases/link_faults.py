@@ -71,16 +71,16 @@ def judge(turn: Turn, attempt: Attempt) -> None:
         named.update(peer for reporter, peer in attempt.reports if "|".join(sorted((reporter, peer))) == pair)
         durable[pair] = LinkFault(before.times + 1, dict(named))
     turn.keep(link_faults=durable)
-    for pair, feud in durable.items():
-        if feud.times >= PATIENCE:
-            _quarantine_blamed(turn, pair, feud)
+    for pair, fault in durable.items():
+        if fault.times >= PATIENCE:
+            _quarantine_blamed(turn, pair, fault)
             return
 
 
-def _quarantine_blamed(turn: Turn, pair: str, feud: LinkFault) -> None:
+def _quarantine_blamed(turn: Turn, pair: str, fault: LinkFault) -> None:
     roster = turn.durable.roster
-    blamed = max(pair.split("|"), key=lambda worker: (feud.blame_counts.get(worker, 0), roster[worker].join_order))
-    why = f"its connection to another member broke {feud.times} generations ({pair.replace('|', ' and ')})"
+    blamed = max(pair.split("|"), key=lambda worker: (fault.blame_counts.get(worker, 0), roster[worker].join_order))
+    why = f"its connection to another member broke {fault.times} generations ({pair.replace('|', ' and ')})"
     quarantine(turn, blamed, why)
 
 
@@ -112,8 +112,8 @@ def forget_departed(turn: Turn) -> None:
     """Feuds of workers that are gone."""
     roster = turn.durable.roster
     alive = {
-        name: feud
-        for name, feud in turn.durable.link_faults.items()
+        name: fault
+        for name, fault in turn.durable.link_faults.items()
         if all(worker in roster and roster[worker].serves for worker in name.split("|"))
     }
     if len(alive) != len(turn.durable.link_faults):
