@@ -16,11 +16,11 @@ TEXTS = ("", "w1", "w99", "run-0", "../../etc", "a\x00b", "é", "x" * 129, "x" *
 BYTES = (b"", b"\xff" * 9, bytes((1 << 20) + 1))
 MANY = 20_000
 
-Told = TypeVar("Told", bound=Message)
+Lied = TypeVar("Told", bound=Message)
 Change = Callable[[Any], object]
 
 
-def lies(message: Told) -> Iterator[tuple[str, Told]]:
+def lies(message: Lied) -> Iterator[tuple[str, Lied]]:
     """What each says, and a copy of the message that says it."""
     for name, change in _changes(message):
         lie = type(message)()

@@ -25,7 +25,7 @@ Part = dict[int, int]
 """By block: a member's copy."""
 Brought = tuple[Part, Part]
 """Of the step's sample, and of what is being saved."""
-MOST_TOLD = 32
+MOST_REPORTED = 32
 
 
 class Copies:
@@ -55,7 +55,7 @@ class Copies:
             copies = Counter(block for _, saved in brought.values() for block in saved)
             single = any(copies[block] < 2 for block in range(self.simulation.blocks))
             self.sound, self.saved = bool(every) and not (found or single), None
-        self.reported = (*self.reported, *found)[-MOST_TOLD:]
+        self.reported = (*self.reported, *found)[-MOST_REPORTED:]
 
     def _compare(self, brought: list[tuple[SimWorker, Part]], step: int) -> list[CorruptBlock]:
         found = []

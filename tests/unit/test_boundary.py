@@ -128,7 +128,7 @@ def test_a_checkpoint_that_was_due_at_a_step_whose_world_broke_is_made(point: st
         crew.train_to(1)
         crew.plant("c", 3, point)
         assert crew.finish() == undisturbed(Task({"max_steps": 5}))
-        assert [sighting.step for sighting in crew.job.durable.checkpoints] == [3]
+        assert [reference.step for reference in crew.job.durable.checkpoints] == [3]
 
 
 @pytest.mark.parametrize("point", ["in_vote", "hand_out"])

@@ -266,10 +266,10 @@ def test_a_checkpoint_is_one_of_the_jobs_only_where_its_config_or_resume_says_th
 
 
 @pytest.mark.parametrize(
-    "sighting", [CheckpointRef(1, 10**12, "/checkpoints/x", 1), CheckpointRef(1 << 40, 1, "/checkpoints/x")]
+    "reference", [CheckpointRef(1, 10**12, "/checkpoints/x", 1), CheckpointRef(1 << 40, 1, "/checkpoints/x")]
 )
-def test_a_checkpoint_of_a_step_or_generation_that_cannot_be_is_ignored(sighting: CheckpointRef) -> None:
+def test_a_checkpoint_of_a_step_or_generation_that_cannot_be_is_ignored(reference: CheckpointRef) -> None:
     job = Driver(made_of=replace(MADE_OF, can_checkpoint=True, checkpoint_places=("/checkpoints",)))
     job.start(2)
-    job.beat("w0", checkpoint=sighting)
+    job.beat("w0", checkpoint=reference)
     assert not job.view.checkpoints and job.job.durable.last_generation == 1

@@ -73,7 +73,7 @@ def test_a_group_that_is_closed_with_operations_in_flight_is_aborted_first() -> 
     assert interrupted.waits == [(A_MOMENT,)]
 
 
-class Told:
+class Listener:
     """Hears of a group that is built."""
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class Told:
 
 def test_whoever_asks_for_a_group_does_not_wait_for_it() -> None:
     """The session's thread hears the plan, the training thread trains: the building waits on a thread of its own."""
-    go, builders, listener, lock = threading.Event(), [], Told(), threading.RLock()
+    go, builders, listener, lock = threading.Event(), [], Listener(), threading.RLock()
 
     def transport(spec: GroupSpec, cancellation: Cancellation) -> Group:
         builders.append(threading.current_thread())

@@ -71,12 +71,12 @@ addresses = st.sampled_from(["10.0.0.7:29500", "localhost:1", "[::1]:65535", "w0
 runs = st.sets(st.integers(0, BLOCKS - 1)).map(Runs.of)
 records = st.binary(max_size=50)
 
-sightings = st.builds(CheckpointRef, generation=numbers, step=numbers, path=labels, bytes=numbers)
+references = st.builds(CheckpointRef, generation=numbers, step=numbers, path=labels, bytes=numbers)
 statuses = st.builds(
     Status, sequence=numbers, generation=numbers, state=st.sampled_from(MemberState), promised=numbers, step=steps,
     committed_in=numbers, boundaries=numbers, holds=runs, parameters_current=st.booleans(),
     broken=st.lists(names, max_size=3).map(tuple), done=st.booleans(), ended=st.booleans(), drain=st.booleans(),
-    checkpoint=st.none() | sightings,
+    checkpoint=st.none() | references,
     unreadable_checkpoint=st.none() | st.builds(UnreadableCheckpoint, path=labels, sentence=texts),
 )  # fmt: skip
 parameters = st.builds(

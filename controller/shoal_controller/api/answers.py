@@ -132,8 +132,8 @@ class CheckpointAnswer(Answer):
     bytes: int
 
     @classmethod
-    def of(cls, sighting: CheckpointRef) -> Self:
-        return cls(step=sighting.step, generation=sighting.generation, path=sighting.path, bytes=sighting.bytes)
+    def of(cls, reference: CheckpointRef) -> Self:
+        return cls(step=reference.step, generation=reference.generation, path=reference.path, bytes=reference.bytes)
 
 
 class CheckpointsAnswer(Answer):

@@ -25,17 +25,17 @@ log = get_logger("shoal.checkpoint")
 
 
 class CheckpointLoading:
-    """This worker's knowledge of checkpoints. `sighting` and `damage` are in its status."""
+    """This worker's knowledge of checkpoints. `reference` and `unreadable_checkpoint` are in its status."""
 
     def __init__(self, context: TrainingContext) -> None:
         self._context = context
         self._config = context.config.checkpoint
-        self.sighting: CheckpointRef | None = None
-        self.damage: UnreadableCheckpoint | None = None
+        self.reference: CheckpointRef | None = None
+        self.unreadable_checkpoint: UnreadableCheckpoint | None = None
         self.highest_saved = 0
         """The highest generation of any save in `checkpoint.path` when it was last looked into."""
         self.skipped: list[str] = []
-        """Why what is newer than the sighting is no checkpoint."""
+        """Why what is newer than the reference is no checkpoint."""
         self._unreadable: set[str] = set()
         self._taken = ""
         """The last checkpoint that was begun to be read: the initial state is gone from then on."""
@@ -52,13 +52,13 @@ class CheckpointLoading:
         self.highest_saved = highest_generation(self._config.path) if self._config.path is not None else 0
         own = Own(self._context.link.run, known) if known else None
         found = resolve(self._config.path, resume, self._skip, own, self._unreadable)
-        self.sighting = None
+        self.reference = None
         if found is None:
             return
         same = fits(found.manifest, self._context.state, self._config.allow, found.path)
         step = found.manifest.step if same else 0
         manifest = found.manifest
-        self.sighting = CheckpointRef(
+        self.reference = CheckpointRef(
             manifest.generation, step, found.path, manifest.data_bytes, manifest.run, manifest.verified
         )
         log.info("checkpoint_found", path=found.path, step=found.manifest.step,
@@ -68,9 +68,9 @@ class CheckpointLoading:
         log.warning("checkpoint_skipped", reason=sentence)
         self.skipped.append(sentence)
 
-    def on_saved(self, sighting: CheckpointRef) -> None:
+    def on_saved(self, reference: CheckpointRef) -> None:
         """A save that this worker took part in was completed."""
-        self.sighting = sighting
+        self.reference = reference
 
     # ---- taking one up
 
@@ -139,10 +139,10 @@ class CheckpointLoading:
         log.error("checkpoint_damaged", path=path, reason=str(error))
         asked, _ = self._context.link.resume
         resume = self._config.resume if asked is None else asked
-        if resume != "latest" and self.sighting is not None and self.sighting.path == path:
+        if resume != "latest" and self.reference is not None and self.reference.path == path:
             raise JobFailed(f"{error} It was named by `resume`; name another one.") from error
         self._unreadable.add(path)
-        self.damage = UnreadableCheckpoint(path, str(error))
+        self.unreadable_checkpoint = UnreadableCheckpoint(path, str(error))
         self.look()
 
     def check_initial(self) -> None:
@@ -157,5 +157,5 @@ class CheckpointLoading:
 
     def on_recovery(self, path: str) -> None:
         """A plan is being carried out; what was said of another one's checkpoint is over."""
-        if self.damage is not None and self.damage.path != path:
-            self.damage = None
+        if self.unreadable_checkpoint is not None and self.unreadable_checkpoint.path != path:
+            self.unreadable_checkpoint = None

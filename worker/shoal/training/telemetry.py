@@ -74,7 +74,7 @@ class Meter:
             self._change = None
 
     def telemetry(
-        self, loss: float | None, state: TrainingState, saves: tuple[SaveReport, ...], passed_over: str
+        self, loss: float | None, state: TrainingState, saves: tuple[SaveReport, ...], skipped_folders: str
     ) -> Telemetry:
         record = state.record
         if record is not None and record.not_finite:
@@ -94,7 +94,7 @@ class Meter:
             },
             changes=tuple(self._changes),
             saves=saves,
-            skipped_folders=passed_over,
+            skipped_folders=skipped_folders,
             skipped_micro_batches=record.skipped_micro_batches if record else 0,
             not_finite_steps=record.not_finite_steps if record else 0,
             not_finite=self._not_finite,

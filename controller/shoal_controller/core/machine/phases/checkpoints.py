@@ -33,10 +33,10 @@ def latest(durable: Durable) -> CheckpointRef | None:
     return max(sound or durable.checkpoints, default=None)
 
 
-def _is_given_up(durable: Durable, sighting: CheckpointRef) -> bool:
+def _is_given_up(durable: Durable, reference: CheckpointRef) -> bool:
     """Whether all have gone back behind it."""
     back = durable.restored_from
-    return back is not None and back < sighting and sighting.generation < durable.restored_in
+    return back is not None and back < reference and reference.generation < durable.restored_in
 
 
 def give_up_after(turn: Turn, path: str, generation: int) -> None:
@@ -49,32 +49,32 @@ def give_up_after(turn: Turn, path: str, generation: int) -> None:
 def on_status(turn: Turn, worker: WorkerId, status: Status) -> None:
     """A worker says which one it knows of, and which number the next generation must exceed."""
     _exceed(turn, status.highest_saved)
-    sighting = status.checkpoint
-    if sighting is None or sighting.path in turn.durable.unreadable_checkpoints or _is_given_up(turn.durable, sighting):
+    claimed = status.checkpoint
+    if claimed is None or claimed.path in turn.durable.unreadable_checkpoints or _is_given_up(turn.durable, claimed):
         return
-    known = next((one for one in turn.durable.checkpoints if one.path == sighting.path), None)
+    known = next((one for one in turn.durable.checkpoints if one.path == claimed.path), None)
     if known is not None:
-        better = replace(known, bytes=max(known.bytes, sighting.bytes), verified=known.verified or sighting.verified)
+        better = replace(known, bytes=max(known.bytes, claimed.bytes), verified=known.verified or claimed.verified)
         if (better.bytes, better.verified) != (known.bytes, known.verified):
             others = (one for one in turn.durable.checkpoints if one is not known)
             _keep(turn, (*others, better))
         return
-    if why := claims.false_checkpoint(turn, worker, sighting):
+    if why := claims.false_checkpoint(turn, worker, claimed):
         claims.refuse_claim(turn, worker, why, "checkpoints")
         return
-    _keep(turn, (*turn.durable.checkpoints, sighting))
-    _exceed(turn, sighting.generation)
+    _keep(turn, (*turn.durable.checkpoints, claimed))
+    _exceed(turn, claimed.generation)
     turn.keep_figures(replace(turn.job.figures, last_checkpoint=turn.now))
     verb = "saved" if status.generation else "found"
-    foreign = sighting.run and sighting.run != turn.spec.run
-    whose = f"; run {sighting.run} has saved it, this is run {turn.spec.run}" if foreign else ""
+    foreign = claimed.run and claimed.run != turn.spec.run
+    whose = f"; run {claimed.run} has saved it, this is run {turn.spec.run}" if foreign else ""
     turn.note(
         EventKind.CHECKPOINT_SAVED if status.generation else EventKind.CHECKPOINT_FOUND,
-        f"a checkpoint of step {sighting.step} was {verb} at {sighting.path}{whose}", worker,
-        step=sighting.step, path=sighting.path, run=sighting.run,
+        f"a checkpoint of step {claimed.step} was {verb} at {claimed.path}{whose}", worker,
+        step=claimed.step, path=claimed.path, run=claimed.run,
     )  # fmt: skip
     if status.generation:
-        _close_request(turn, sighting.step)
+        _close_request(turn, claimed.step)
 
 
 def _exceed(turn: Turn, generation: int) -> None:
