@@ -8,7 +8,7 @@ so that the loss of any member loses none. The same block digests are a checkpoi
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from shoal_protos.runs import Runs
 from torch import Tensor
@@ -26,18 +26,26 @@ def block_digests(state: TrainingState, blocks: Runs) -> dict[int, bytes]:
     """Digests by block number: 32 bytes for the parameters and 32 for each state tensor, keys sorted."""
     found: dict[int, bytes] = {}
     size = state.layout.block_elements
-    for (start, stop), tensors in state.held.states(blocks).items():
-        bucket = state.layout.bucket_of(start)
-        first = (start - bucket.first_block) * size
-        parts = [state.flats[bucket.index][first : first + (stop - start) * size]]
-        parts += [without_gaps(tensors[key], first, bucket.gaps) for key in sorted(tensors)]
+    for start, stop, parts in contents(state, blocks):
         for number in range(start, stop):
             at = (number - start) * size
             found[number] = b"".join(_digest(part, at, size) for part in parts)
     return found
 
 
-def without_gaps(value: Tensor, first: int, gaps: list[tuple[int, int]]) -> Tensor:
+def contents(state: TrainingState, blocks: Runs) -> Iterator[tuple[int, int, list[Tensor]]]:
+    """Each run of blocks as (start, stop, parts): its parameters, then each state tensor, keys sorted. Parts have
+    ((stop - start) × block elements,) elements, or () for a number that all blocks share.
+    """
+    size = state.layout.block_elements
+    for (start, stop), tensors in state.held.states(blocks).items():
+        bucket = state.layout.bucket_of(start)
+        first = (start - bucket.first_block) * size
+        parameters = state.flats[bucket.index][first : first + (stop - start) * size]
+        yield start, stop, [parameters, *(_without_gaps(tensors[key], first, bucket.gaps) for key in sorted(tensors))]
+
+
+def _without_gaps(value: Tensor, first: int, gaps: list[tuple[int, int]]) -> Tensor:
     """The state with zeros where no parameter lies (an optimizer may count there: Rprop's step sizes)."""
     if value.dim() == 0:
         return value

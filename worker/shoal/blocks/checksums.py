@@ -11,7 +11,7 @@ import torch
 from shoal_protos.runs import Runs
 from torch import Tensor
 
-from shoal.fingerprint import without_gaps
+from shoal.fingerprint import contents
 from shoal.training.state import TrainingState
 
 ROWS = 64
@@ -23,12 +23,7 @@ WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def block_checksums(state: TrainingState, blocks: Runs) -> Tensor:  # (len(blocks),) int64 on the CPU
     """Checksums in the order of the numbers, never 0. All of `blocks` are held here."""
     found: list[Tensor] = []
-    size = state.layout.block_elements
-    for (start, stop), tensors in state.held.states(blocks).items():
-        bucket = state.layout.bucket_of(start)
-        first = (start - bucket.first_block) * size
-        parts = [state.flats[bucket.index][first : first + (stop - start) * size]]
-        parts += [without_gaps(tensors[key], first, bucket.gaps) for key in sorted(tensors)]
+    for start, stop, parts in contents(state, blocks):
         total = torch.zeros(stop - start, dtype=torch.int64, device=parts[0].device)
         for number, part in enumerate(parts):
             total += _sums(part.detach(), stop - start) * (2 * number + 1)
