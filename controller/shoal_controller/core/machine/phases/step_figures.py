@@ -35,8 +35,7 @@ def count_steps(turn: Turn, step: int) -> None:
             training_began=turn.now - steps * seconds if figures.training_began is None else figures.training_began,
             first_commit=turn.now if figures.first_commit is None else figures.first_commit,
             last_commit=turn.now,
-        ),
-        figures_known=True,
+        )
     )
     _write_ahead(turn, steps)
 
