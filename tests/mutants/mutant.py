@@ -23,14 +23,21 @@ class Mutant:
     """Which tests have to notice, where not all of the row's are meant."""
 
     def broken_text(self) -> str:
-        """The file with the rule broken. Raises `ValueError` where the mutant does not fit the code any more."""
+        """The file with the rule broken. Raises `ValueError` where the mutant does not fit the code any more, or is no
+        Python: what cannot be imported would be noticed by any test.
+        """
         text = (ROOT / self.file).read_text()
         if text.count(self.before) != 1:
             raise ValueError(
                 f"the mutant of {self.rule!r} looks for a text that stands {text.count(self.before)} times in "
                 f"{self.file}, expected once: {self.before!r}"
             )
-        return text.replace(self.before, self.after)
+        broken = text.replace(self.before, self.after)
+        try:
+            compile(broken, self.file, "exec")
+        except SyntaxError as error:
+            raise ValueError(f"the mutant of {self.rule!r} is no Python: {error}") from None
+        return broken
 
     def row(self) -> Rule:
         """The rule that it breaks. Raises `ValueError` where the page has no such row, or several."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -59,3 +61,14 @@ def test_every_file_that_the_page_names_exists() -> None:
 def test_every_rule_is_broken_by_a_mutant_that_fits_the_code() -> None:
     broken = {mutant.row().text for mutant in mutants() if mutant.broken_text()}
     assert [rule.text for rule in rules() if not rule.is_open and rule.text not in broken] == []
+
+
+def test_no_mutant_uses_a_name_that_is_not_there(tmp_path: Path) -> None:
+    """It would fail of itself, and break no rule."""
+    for number, mutant in enumerate(mutants()):
+        (tmp_path / f"{number}_{Path(mutant.file).name}").write_text(mutant.broken_text())
+    ruff = Path(sys.executable).with_name("ruff")
+    found = subprocess.run(
+        [ruff, "check", "--isolated", "--select", "F821,F823", tmp_path], capture_output=True, text=True
+    )
+    assert found.returncode == 0, found.stdout
