@@ -6,6 +6,7 @@ on the same port (a typo, a volume that is not mounted) knows nothing of its job
 
 from __future__ import annotations
 
+import re
 import secrets
 
 from shoal_protos.errors import StoreError
@@ -13,6 +14,7 @@ from shoal_protos.errors import StoreError
 from shoal_controller.store.store import Compare, Put, Store
 
 KEY = "/cluster"
+FORM = re.compile(rb"[0-9a-f]{16}")
 
 
 async def ensure_cluster_id(store: Store) -> str:
@@ -22,4 +24,6 @@ async def ensure_cluster_id(store: Store) -> str:
     found = await store.get(KEY)
     if found is None:
         raise StoreError(f"the store has no {KEY} though it was just written; it loses what it is given")
+    if not FORM.fullmatch(found.value):
+        raise StoreError(f"the store's {KEY} is damaged ({found.value[:30]!r}); restore the store from a backup")
     return found.value.decode()

@@ -21,6 +21,7 @@ from shoal_controller.records import (
     JobEvent,
     Unreadable,
     event_key,
+    event_number,
     head_key,
     packed,
     part_key,
@@ -233,7 +234,7 @@ class JobRepository:
     async def events(self, after: int, limit: int) -> list[JobEvent]:
         """The events beyond number `after`, oldest first."""
         listing = await self._store.list(f"/events/{self._name}/", after=event_key(self._name, after), limit=limit)
-        return [JobEvent.decoded(entry.value) for entry in listing.entries]
+        return [JobEvent.decoded(entry.value, event_number(entry.key)) for entry in listing.entries]
 
     async def more_events(self, after: int) -> None:
         """Returns when there are events beyond number `after`, or when there will be none any more."""
@@ -267,7 +268,7 @@ async def stored_jobs(store: Store, writer: str) -> list[Stored]:
     for entry in (await store.list("/jobs/")).entries:
         job = entry.key.removeprefix("/jobs/")
         try:
-            head = replace(Head.decoded(entry.value), writer=writer)
+            head = replace(Head.decoded(entry.value, job), writer=writer)
             state, leftovers = await _stored_state(store, head), await _leftovers(store, head)
             found.append(Stored(JobRepository(store, head, entry.modified, leftovers), state, ""))
         except Unreadable as error:

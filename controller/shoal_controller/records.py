@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 
 from shoal_protos.errors import StoreError
 
+from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.spec import JobSpec
 
 FORMAT = 2
@@ -24,6 +25,9 @@ FORMAT = 2
 
 MOST_PARTS = 1 << 12
 """Of a state: two gigabytes."""
+
+LATEST = 253_402_300_800.0
+"""The year 10000, in seconds since the epoch."""
 
 MOST_MESSAGE_CHARACTERS = 1 << 16
 """Most characters of an event's sentence; what is longer is cut."""
@@ -54,8 +58,31 @@ class JobEvent:
         return json.dumps(fields).encode()
 
     @classmethod
-    def decoded(cls, value: bytes) -> JobEvent:
-        return cls(**json.loads(value))
+    def decoded(cls, value: bytes, number: int) -> JobEvent:
+        """The event of that number; one that cannot be read is an event that says so, and hides no other."""
+        try:
+            event = cls(**json.loads(value))
+            event._check(number)
+        except (ValueError, TypeError, RecursionError) as error:
+            sentence = f"event {number} cannot be read: its record in the store is damaged ({error})"
+            return cls(0.0, EventKind.UNREADABLE_EVENT, 0, "", sentence, revision=number)
+        return event
+
+    def _check(self, number: int) -> None:
+        """Raises `ValueError` naming a field that REST could not give."""
+        right = {
+            "time": type(self.time) in (int, float) and 0 <= self.time < LATEST,
+            "kind": isinstance(self.kind, str),
+            "generation": type(self.generation) is int and 0 <= self.generation < 1 << 62,
+            "worker": isinstance(self.worker, str),
+            "message": isinstance(self.message, str),
+            "data": isinstance(self.data, dict),
+            "revision": self.revision == number,
+        }
+        for name, is_right in right.items():
+            if not is_right:
+                raise ValueError(f"its {name} is {str(getattr(self, name))[:30]!r}")
+        json.dumps(asdict(self), ensure_ascii=False, allow_nan=False).encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +117,8 @@ class Head:
                 raise ValueError(f"its {name} is {str(number)[:30]}")
 
     @classmethod
-    def decoded(cls, value: bytes) -> Head:
-        """Raises `Unreadable`."""
+    def decoded(cls, value: bytes, job: str) -> Head:
+        """The head of this job. Raises `Unreadable`."""
         try:
             fields = json.loads(value)
             if (found := fields.get("format")) != FORMAT:
@@ -101,6 +128,8 @@ class Head:
                 )
             spec = fields.pop("spec")
             head = cls(spec=JobSpec(**spec | {"command": tuple(spec["command"])}), **fields)
+            if head.spec.job != job:  # it would be written where another job's lies
+                raise ValueError(f"its job is {head.spec.job!r}")
             head.check()
             return head
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -121,6 +150,11 @@ def part_key(job: str, write: int, part: int) -> str:
 
 def event_key(job: str, number: int) -> str:
     return f"/events/{job}/{number:016}"
+
+
+def event_number(key: str) -> int:
+    """The inverse of `event_key`."""
+    return int(key.rpartition("/")[2])
 
 
 def packed(durable: str) -> bytes:

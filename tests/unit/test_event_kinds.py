@@ -13,8 +13,8 @@ NAMES_OF_PHASES = {"SUCCEEDED", "FAILED", "CANCELLED"}
 
 
 def test_every_kind_of_event_is_recorded_somewhere() -> None:
-    core = (CONTROLLER / "shoal_controller/core").rglob("*.py")
-    recorded = {name for file in core for name in re.findall(r"\bEventKind\.([A-Z_]+)", file.read_text())}
+    files = (CONTROLLER / "shoal_controller").rglob("*.py")
+    recorded = {name for file in files for name in re.findall(r"\bEventKind\.([A-Z_]+)", file.read_text())}
     assert {kind.name for kind in EventKind} - recorded - NAMES_OF_PHASES == set()
 
 

@@ -1,16 +1,17 @@
 """The shell: effects in order and durable before said, jobs restored after a restart, another controller noticed."""
 
 import asyncio
+import json
 from collections import Counter
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from asynchronous import asynchronous
 from shoal_controller.core.machine.effects import Close, Note, Persist, Send
 from shoal_controller.core.machine.events import Pause, Resume, Save, Scale, Tick
 from shoal_controller.core.machine.spec import JobSpec, Phase
-from shoal_controller.records import JobEvent
+from shoal_controller.records import JobEvent, event_key
 from shoal_controller.store.store import Put
 from shoal_protos.errors import Conflict, NotFound, StoreError
 from shoal_protos.messages import Ping, Refusal, Welcome
@@ -155,6 +156,35 @@ async def test_events_are_numbered_without_gap_over_restarts_and_runs(tmp_path):
         ]  # fmt: skip
         assert events[0].data == {"workers": 5} and events[0].generation == 1
         assert [event.revision for event in await world.shell.events("train", after=2)] == [3, 4]
+
+
+DAMAGED = [
+    b"", b"[]", b"{}", b"null", b"\xff", b'{"time": 1}', b"[" * 100_000,
+    *(
+        json.dumps({**asdict(NOTHING), "kind": "scale", "revision": 1, name: value}).encode()
+        for name, value in [
+            ("time", None), ("time", "now"), ("time", -1), ("time", 1e300), ("time", float("nan")), ("kind", 3),
+            ("generation", "1"), ("generation", 2**70), ("worker", None), ("message", []), ("message", "\ud800"),
+            ("data", []), ("data", {"x": float("inf")}), ("revision", 7), ("colour", "blue"),
+        ]
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", DAMAGED, ids=range(len(DAMAGED)))
+@asynchronous
+async def test_an_event_that_cannot_be_read_says_so_in_its_place(tmp_path, value):
+    async with running(tmp_path) as world:
+        await world.shell.create(SPEC)
+        for workers in (1, 2):
+            await world.shell.submit("train", Scale(workers))
+        await world.store.transact([], [Put(event_key("train", 1), value)])
+        damaged, right = await world.shell.events("train")
+        assert (damaged.revision, damaged.kind) == (1, "unreadable_event")
+        assert damaged.message.startswith("event 1 cannot be read: its record in the store is damaged (")
+        assert (right.revision, right.message) == (2, "scaled to 2")
+        async with aclosing(world.shell.follow("train", 0, 60)) as events:
+            assert [(await anext(events)).revision for _ in range(2)] == [1, 2]
 
 
 @asynchronous

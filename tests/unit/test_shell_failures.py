@@ -221,6 +221,11 @@ DAMAGES = {
     "a state that is none": ("/durable/train", lambda _: b"no zlib", "its state in the store is damaged"),
     "half a state": ("/durable/train", lambda value: value[:-9], "its state in the store is damaged"),
     "no head": ("/jobs/train", lambda _: b"[]", "its record in the store is damaged, or of another Shoal"),
+    "another job's head": (
+        "/jobs/train",
+        lambda value: value.replace(b'"job": "train"', b'"job": "other"'),
+        "its record in the store is damaged, or of another Shoal (its job is 'other')",
+    ),
     "a newer head": (
         "/jobs/train",
         lambda value: json.dumps(json.loads(value) | {"format": 3}).encode(),
@@ -237,6 +242,19 @@ DAMAGES = {
         "its record in the store is damaged, or of another Shoal",
     ),
 }
+
+
+@pytest.mark.parametrize("value", [b"", b"\xff" * 16, b"null", b"0123456789abcdeg"])
+@asynchronous
+async def test_a_store_whose_own_id_is_damaged_is_refused_in_a_sentence(tmp_path, value):
+    async with running(tmp_path) as world:
+        await world.shell.stop()
+        await world.store.transact([], [Put("/cluster", value)])
+    with pytest.raises(
+        StoreError, match=r"^the store's /cluster is damaged \(b'.*'\); restore the store from a backup$"
+    ):
+        async with running(tmp_path):
+            raise AssertionError("it was opened")
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -268,7 +286,7 @@ async def test_a_job_that_cannot_be_read_is_left_as_it_is_and_the_others_are_ser
 def test_a_head_whose_numbers_are_none_cannot_be_read(name, value):
     head = json.loads(Head(SPEC, "writer").encoded())
     with pytest.raises(Unreadable, match=f"is damaged, or of another Shoal .its {name} is {value}"):
-        Head.decoded(json.dumps(head | {name: value}).encode())
+        Head.decoded(json.dumps(head | {name: value}).encode(), "train")
 
 
 def test_a_field_that_this_version_does_not_know_is_not_dropped():
@@ -307,7 +325,7 @@ async def test_parts_that_a_killed_controller_wrote_without_their_head_are_clear
     monkeypatch.setattr(SmallMachine, "filler", {"filler": "x" * 1_200_000})
     async with running(tmp_path) as world:
         await world.shell.create(SPEC)
-        writes = Head.decoded((await world.store.get(head_key("train"))).value).writes
+        writes = Head.decoded((await world.store.get(head_key("train"))).value, "train").writes
         for write, parts in ((writes - 1, 5), (writes + 1, 30)):  # the latter's number is given again
             for part in range(parts):
                 await world.store.transact([], [Put(part_key("train", write, part), b"half of a state")])

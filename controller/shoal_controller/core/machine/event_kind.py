@@ -69,5 +69,7 @@ class EventKind(StrEnum):
     MICRO_BATCHES_SKIPPED = "micro_batches_skipped", "The script has skipped 1, 10, 100, … micro-batches."
     NOT_FINITE = "not_finite", "1, 10, 100, … steps had a loss or gradient that was not finite."
 
+    UNREADABLE_EVENT = "unreadable_event", "The record of an event is damaged; the message names it."
+
     SUCCEEDED = "succeeded", "The job is done."
     CANCELLED = "cancelled", "The job was cancelled."
