@@ -164,4 +164,9 @@ class BackgroundWork:
         try:
             await self._submit(event)
         except StoreError as error:
-            log.warning("a job did not hear of an errand", job=self._spec.job, errand=str(event), error=str(error))
+            log.warning(
+                "the result of background work was lost",
+                job=self._spec.job,
+                work=str(event),
+                error=str(error),
+            )

@@ -78,7 +78,7 @@ def _parameters_differ(worker: str, theirs: Description, jobs: Description) -> s
     opening = f"worker {worker} joined with another model: "
     for mine, wanted in zip(theirs.parameters, jobs.parameters, strict=False):
         if mine.name != wanted.name:
-            return f'{opening}parameter "{mine.name}" stands where the job\'s has "{wanted.name}". {ANSWER}'
+            return f'{opening}parameter "{mine.name}" is where the job\'s has "{wanted.name}". {ANSWER}'
         for trait in ("shape", "dtype"):
             if getattr(mine, trait) != getattr(wanted, trait):
                 found, expected = getattr(mine, trait), getattr(wanted, trait)

@@ -236,7 +236,7 @@ def test_a_writer_that_did_not_finish_makes_no_checkpoint(tmp_path: Path) -> Non
     storage = LocalStorage(tmp_path)
     draft, folder, files = parts(storage, [Runs(((0, 5),)), Runs(((5, 12),))])
     (tmp_path / folder / part_of(files[1])).unlink()
-    with pytest.raises(CheckpointDamaged, match=r"-w1-x\.safetensors\.json is not there: its writer did not finish"):
+    with pytest.raises(CheckpointDamaged, match=r"-w1-x\.safetensors\.json does not exist: its writer did not finish"):
         commit(storage, folder, draft, files, trained(1).buffers.committed)
 
 

@@ -200,11 +200,11 @@ def test_verify_tells_of_every_checkpoint_and_fails_where_one_is_damaged(
     code, out, _ = run(capsys, "verify", place)
     lines = out.splitlines()
     assert code == 0 and [" step 3, " in lines[0], " step 2, " in lines[1], len(lines)] == [True, True, 2]
-    assert lines[0].startswith(f"{place / later.folder}: step 3, ") and lines[0].endswith(" bytes in 2 files, whole")
+    assert lines[0].startswith(f"{place / later.folder}: step 3, ") and lines[0].endswith(" bytes in 2 files, valid")
     file = next((place / later.folder).glob("*-w0-*"))
     file.write_bytes(file.read_bytes()[:-1] + b"?")
     code, out, _ = run(capsys, "verify", place)
-    assert code == 1 and "differs" in out.splitlines()[0] and "whole" in out.splitlines()[1]
+    assert code == 1 and "differs" in out.splitlines()[0] and "valid" in out.splitlines()[1]
     assert run(capsys, "verify", place / later.folder)[0] == 1
     (place / later.folder / MANIFEST).unlink()
     code, out, _ = run(capsys, "verify", place)
@@ -227,4 +227,4 @@ def test_an_export_does_not_write_into_a_directory_that_holds_something(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, _, err = run(capsys, "export", place, place, "--format", "dcp")
-    assert (code, err) == (2, f"shoal: {place} is there already; choose a new directory for the export.\n")
+    assert (code, err) == (2, f"shoal: {place} already exists; choose a new directory for the export.\n")

@@ -66,9 +66,9 @@ class Shorter(Model):
     [
         (
             lambda: state_of(Larger()),
-            'parameter "extra.weight" of the model stands where the checkpoint has "up.weight".',
+            'parameter "extra.weight" of the model is where the checkpoint has "up.weight".',
         ),
-        (lambda: state_of(Renamed()), 'parameter "wider" of the model stands where the checkpoint has "wide".'),
+        (lambda: state_of(Renamed()), 'parameter "wider" of the model is where the checkpoint has "wide".'),
         (lambda: fresh(width=97), 'parameter "up.weight" has shape (200, 97), the checkpoint\'s (200, 96).'),
         (
             lambda: state_of(Doubled()),

@@ -141,7 +141,7 @@ def test_a_worker_in_two_differences_is_evicted(launcher: str, ending: Ending) -
     assert driver.job.durable.phase is Phase.RUNNING, "two blocks that one vote has found are one difference"
     driver.beat("w0", corrupt=(differ(6, "w1", "w2", step=33),))
     record = driver.job.durable.roster["w1"]
-    assert record.ending is ending and "it was in 2 differences between copies of blocks" in record.why
+    assert record.ending is ending and "it was part of 2 differences between copies of blocks" in record.why
     assert [name for name, one in driver.job.durable.roster.items() if one.ending is not None] == ["w1"]
     assert driver.job.attempt is not None
     assert driver.job.durable.corruption.implicated == {}

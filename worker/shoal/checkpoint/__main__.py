@@ -77,7 +77,7 @@ def _verify(given: argparse.Namespace) -> int:
         try:
             found = look_into(storage, name)
             count = verify(found.reader())
-            _print(f"{found.path}: step {name.step}, {count:,} bytes in {len(found.manifest.files)} files, whole")
+            _print(f"{found.path}: step {name.step}, {count:,} bytes in {len(found.manifest.files)} files, valid")
         except CheckpointDamaged as error:
             damaged += bool(one) or MANIFEST in storage.list(name.folder)
             _print(str(error))

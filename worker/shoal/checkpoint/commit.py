@@ -62,7 +62,7 @@ def _entry(storage: Storage, folder: str, file: str) -> FileEntry:
     try:
         content = storage.read(f"{folder}/{part_of(file)}", LARGEST_PART)
     except FileNotFoundError:
-        raise CheckpointDamaged(f"{where} is not there: its writer did not finish.") from None
+        raise CheckpointDamaged(f"{where} does not exist: its writer did not finish.") from None
     entry = parse_part(content, where)
     if entry.name != file:
         raise CheckpointDamaged(f"{where} speaks of {entry.name}.")

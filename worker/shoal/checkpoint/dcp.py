@@ -25,7 +25,7 @@ from shoal.checkpoint.reader import Reader
 def export_dcp(reader: Reader, folder: Path, dtype: torch.dtype | None) -> None:
     """Writes the directory, which must not hold anything yet. `dtype`: of the model's floating tensors."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} is there already; choose a new directory for the export.")
+        raise UserError(f"{folder} already exists; choose a new directory for the export.")
     content: dict[str, Any] = {"model": _model(reader, dtype)}
     if reader.manifest.kind == "training":
         content["optimizer"] = {

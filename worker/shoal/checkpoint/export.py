@@ -54,5 +54,5 @@ def _converted(known: Known, dtype: torch.dtype | None) -> torch.dtype:
 def _stream(regions: Sequence[Region], head: bytes, reader: Reader) -> Iterator[memoryview]:
     yield memoryview(head)
     for region, (name, tensor) in zip(regions, tensors(reader), strict=True):
-        assert region.name == name, f"{name} stands where {region.name} was announced"
+        assert region.name == name, f"{name} is where {region.name} was expected"
         yield tensor_bytes(tensor.to(region.dtype))

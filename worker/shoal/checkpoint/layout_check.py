@@ -73,7 +73,7 @@ def _parameters_differ(found: Slot | None, wanted: Slot | None) -> str | None:
         return f'only {whose} has parameter "{only.parameter.name}".'
     mine, theirs = wanted.parameter, found.parameter
     if mine.name != theirs.name:
-        return f'parameter "{mine.name}" of the model stands where the checkpoint has "{theirs.name}".'
+        return f'parameter "{mine.name}" of the model is where the checkpoint has "{theirs.name}".'
     for kind in ("shape", "dtype"):
         if getattr(mine, kind) != getattr(theirs, kind):
             return (

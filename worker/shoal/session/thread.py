@@ -33,7 +33,7 @@ LONGEST_PAUSE_SECONDS = 1.0
 STEADY_SECONDS = 1.0
 """A stream that ends sooner was no good: the next attempt waits longer."""
 WELCOME_SECONDS = 10.0
-"""A stream on which nothing was heard for so long after the hello is given up."""
+"""A stream on which nothing was received for so long after the hello is given up."""
 FAREWELL_SECONDS = 5.0
 """Time for the controller to read what was sent before the stream ended."""
 
@@ -157,7 +157,7 @@ class SessionThread:
             except grpc.aio.AioRpcError as error:
                 self._complain(error.details() or error.code().name)
             except TimeoutError:
-                self._complain(f"nothing was heard for {WELCOME_SECONDS:g} s")
+                self._complain(f"nothing was received for {WELCOME_SECONDS:g} s")
             except UserError as error:
                 log.error("message_not_understood", controller=self._address, why=str(error))
             finally:

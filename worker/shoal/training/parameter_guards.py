@@ -109,7 +109,7 @@ class ModuleGuard:
         for name, parameter, place in zip(self._names, self._trained, self._places, strict=True):
             if parameter.data_ptr() != place:
                 raise UserError(
-                    f'parameter "{name}" got other memory after shoal.initialize (module.to, .double, .half, '
+                    f'parameter "{name}" got new memory after shoal.initialize (module.to, .double, .half, '
                     f"vector_to_parameters, or an assignment to .data), and would not be trained. {BEFORE}"
                 )
 

@@ -44,12 +44,12 @@ def run_mismatch(spec: JobSpec, hello: Hello) -> str:
     if hello.run:
         return (
             f"worker {name} on {hello.host} belongs to run {hello.run} of job {spec.job}, which is over or was "
-            f"replaced; this is run {spec.run}. Start it anew."
+            f"replaced; this is run {spec.run}. Start it again."
         )
     if hello.status.generation:
         return (
             f"worker {name} on {hello.host} says that it is in generation {hello.status.generation} of job {spec.job} "
-            "and names no run; expected the run that it was welcomed to. Start it anew."
+            "and names no run; expected the run that it was welcomed to. Start it again."
         )
     return ""
 

@@ -90,7 +90,7 @@ def _blame(turn: Turn, found: list[CorruptBlock]) -> None:
 
 def _quarantine(turn: Turn, worker: WorkerId, times: int) -> None:
     how = Ending.REPLACED if turn.record(worker).launched else Ending.FAILED
-    why = f"worker {worker} is evicted: it was in {times} differences between copies of blocks; check its machine"
+    why = f"worker {worker} is evicted: it was part of {times} differences between copies of blocks; check its machine"
     scaling.dismiss(turn, worker, how, why)
     send_if_due(turn, worker)
 

@@ -24,7 +24,7 @@ def settle(turn: Turn, world: Plan, members: list[WorkerId]) -> None:
             turn.change(failed_save_step=-1)
             turn.note(
                 EventKind.PARTING,
-                f"no worker has come to take over from {', '.join(members)}: their state is being saved",
+                f"no worker came to take over from {', '.join(members)}: their state is being saved",
             )
         return
     if world.steps or not _all_in(turn, world):

@@ -164,7 +164,7 @@ def _last_ones_grace(turn: Turn, world: Plan) -> None:
     if all(turn.now >= turn.record(worker).leaves_at for worker in members):
         turn.note(
             EventKind.LOST,
-            f"no worker has come to take over from the last ones ({', '.join(members)}): their state is lost",
+            f"no worker came to take over from the last ones ({', '.join(members)}): their state is lost",
         )
         for worker in members:
             scaling.dismiss_last(turn, worker)

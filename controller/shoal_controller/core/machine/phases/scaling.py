@@ -180,6 +180,6 @@ def give_up(turn: Turn, worker: WorkerId, why: str) -> None:
 
 def dismiss_last(turn: Turn, worker: WorkerId, addition: str = "") -> None:
     """Let a worker go whose state nobody else has."""
-    why = f"worker {worker} was drained, and no worker was there to take its blocks{addition}"
+    why = f"worker {worker} was drained, and there was no worker to take its blocks{addition}"
     dismiss(turn, worker, Ending.DRAINED, why)
     send_if_due(turn, worker)
