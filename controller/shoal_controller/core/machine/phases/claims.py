@@ -8,7 +8,7 @@ Called with everything that workers say; changes nothing of the job but what was
 from __future__ import annotations
 
 from shoal_protos.checkpoint import CheckpointRef
-from shoal_protos.messages import Hello, Inventory, Refusal, Result, Status
+from shoal_protos.messages import Heartbeat, Hello, Inventory, Ready, Refusal, Request, Result, Status
 from shoal_protos.plan import WorkerId
 
 from shoal_controller.core.machine.effects import Close, Send
@@ -66,16 +66,22 @@ def false_hello(turn: Turn, hello: Hello) -> str:
     return _false_status(turn, hello.status, highest)
 
 
-def false_claim(turn: Turn, worker: WorkerId, message: Status | Inventory | Result) -> str:
+def false_claim(turn: Turn, worker: WorkerId, message: Heartbeat | Ready | Inventory | Request | Result) -> str:
     """● Why a message of an accepted worker cannot be true; empty where it can."""
-    if isinstance(message, Result):
-        return _false_step(turn, message.step)
-    if isinstance(message, Inventory):
-        return _false_inventory(turn, message)
-    leap = turn.job.processes[worker].status.sequence + MOST_MESSAGES
-    if message.sequence > leap:
-        return f"has sent {message.sequence} messages; expected at most {leap}"
-    return _false_status(turn, message, turn.durable.last_generation)
+    match message:
+        case Heartbeat(status) | Ready(status=status):
+            return _false_sequence(turn, worker, status) or _false_status(turn, status, turn.durable.last_generation)
+        case Inventory():
+            return _false_inventory(turn, message)
+        case Result():
+            return _false_step(turn, message.step)
+        case Request():
+            return ""
+
+
+def _false_sequence(turn: Turn, worker: WorkerId, status: Status) -> str:
+    highest = turn.job.processes[worker].status.sequence + MOST_MESSAGES
+    return f"has sent {status.sequence} messages; expected at most {highest}" if status.sequence > highest else ""
 
 
 def refuse_claim(turn: Turn, worker: WorkerId, why: str, ignored: str = "messages") -> None:

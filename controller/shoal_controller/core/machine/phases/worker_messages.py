@@ -34,17 +34,19 @@ from shoal_controller.core.machine.turn import Turn
 def on_message(turn: Turn, event: MessageReceived) -> bool:
     """Handle a message; returns whether it may matter for the job, so that a plain heartbeat costs next to nothing."""
     worker = turn.job.connections.get(event.connection)
-    return worker is not None and MESSAGES[type(event.message)](turn, worker, event.message)
+    if worker is None:
+        return False
+    if why := claims.false_claim(turn, worker, event.message):
+        note_alive(turn, worker)
+        claims.refuse_claim(turn, worker, why)
+        return False
+    return MESSAGES[type(event.message)](turn, worker, event.message)
 
 
 def on_heartbeat(turn: Turn, worker: WorkerId, heartbeat: Heartbeat) -> bool:
     """Where a worker stands, its figures, and what its training thread does."""
     known = turn.job.processes[worker]
     before = known.status
-    if why := claims.false_claim(turn, worker, heartbeat.status):
-        claims.refuse_claim(turn, worker, why)
-        note_alive(turn, worker)
-        return False
     in_steps = known.telemetry.training_seconds
     turn.see(worker, pace_before=(before.step, in_steps) if in_steps else None)
     if heartbeat.status.sequence >= before.sequence:
@@ -61,9 +63,6 @@ def on_heartbeat(turn: Turn, worker: WorkerId, heartbeat: Heartbeat) -> bool:
 def on_ready(turn: Turn, worker: WorkerId, ready: Ready) -> bool:
     """The group of a plan is built, and the state is in place."""
     note_alive(turn, worker)
-    if why := claims.false_claim(turn, worker, ready.status):
-        claims.refuse_claim(turn, worker, why)
-        return False
     on_status(turn, worker, ready.status)
     return True
 
@@ -71,9 +70,6 @@ def on_ready(turn: Turn, worker: WorkerId, ready: Ready) -> bool:
 def on_inventory(turn: Turn, worker: WorkerId, inventory: Inventory) -> bool:
     """What a worker that has stopped holds. One that answers another PREPARE says nothing."""
     note_alive(turn, worker)
-    if why := claims.false_claim(turn, worker, inventory):
-        claims.refuse_claim(turn, worker, why)
-        return False
     attempt = turn.job.attempt
     if attempt is not None and inventory.answers == attempt.generation:
         turn.see(worker, inventory=inventory)
@@ -91,9 +87,6 @@ def on_request(turn: Turn, worker: WorkerId, request: Request) -> bool:
 def on_result(turn: Turn, worker: WorkerId, result: Result) -> bool:
     """Digests, or why the script failed; ignored if the worker was told to end, or the result is of a life given up."""
     note_alive(turn, worker)
-    if why := claims.false_claim(turn, worker, result):
-        claims.refuse_claim(turn, worker, why)
-        return False
     generation = turn.job.processes[worker].status.generation
     if turn.record(worker).ending is None and not 0 < generation < turn.durable.first_valid_generation:
         _take_result(turn, worker, result)
