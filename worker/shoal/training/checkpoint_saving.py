@@ -102,18 +102,15 @@ class CheckpointSaving:
 
     # ---- in the vote
 
-    def ballot_status(self) -> str:
-        """What the ballot gives. What has ended is taken in first, so that the same ballot has it in `saved`."""
-        if self._saver is None:
-            return ""
-        status = self._saver.status
-        self._on_outcome(self._saver.take_outcome())
-        return str(status)
+    @property
+    def status(self) -> SaveStatus:
+        """This member's part in the save at hand."""
+        return self._saver.status if self._saver is not None else SaveStatus.IDLE
 
     @property
     def busy(self) -> bool:
         """Whether a save is under way here."""
-        return self._saver is not None and self._saver.status in BUSY
+        return self.status in BUSY
 
     def scheduled_requests(self) -> tuple[Request, ...]:
         """Rank 0's clock, in the ballot of a step."""
@@ -130,7 +127,7 @@ class CheckpointSaving:
             return
         statuses = {m.incarnation: status for m, status in zip(world.plan.members, record.saving, strict=True)}
         self._saver.on_vote(statuses, world.plan.recovery is None, self._corruption.saved_is_sound)
-        self._on_outcome(self._saver.take_outcome())
+        self.take_in_outcome()
         asked = any(request.kind == "save" and record.saved < request.step for request in record.requests)
         due = stepped and self._is_due(record)
         if due:
@@ -223,7 +220,9 @@ class CheckpointSaving:
 
     # ---- a save is over
 
-    def _on_outcome(self, outcome: SaveResult | None) -> None:
+    def take_in_outcome(self) -> None:
+        """Learn how the save at hand went, once it is over."""
+        outcome = self._saver.take_outcome() if self._saver is not None else None
         if outcome is None:
             return
         if not outcome.failure:

@@ -36,7 +36,9 @@ class Voting:
         none. `norms`: `(subtrees owned,)` float64, where the step needs the norm. Raises `WorldChanged`.
         """
         context, group = self._context, world.group
-        ballot = self._ballot(step, bad_gradient)
+        saving = self._saving.status
+        self._saving.take_in_outcome()  # after the status: who is idle in a ballot says there what was saved
+        ballot = self._ballot(step, bad_gradient, saving)
         group.progress.reach(StepPhase.VOTE)
         gather = gather_of(context.faults, group, ballot, world.plan.generation)
         record = cast(gather, world.traffic, ballot, norms, self._corruption.comparisons(step))
@@ -44,11 +46,10 @@ class Voting:
         context.begins = context.link.leave_vote(list(record.generations))
         return record
 
-    def _ballot(self, step: int, bad_gradient: str) -> Ballot:
+    def _ballot(self, step: int, bad_gradient: str, saving: str) -> Ballot:
         context = self._context
         state, numbers = context.state, context.loop.numbers
         trained, before = step > state.step, state.record
-        save_status = self._saving.ballot_status()
         return Ballot(
             step=step,
             generation=context.link.enter_vote(state.pending if trained else state.held.runs),
@@ -63,6 +64,6 @@ class Voting:
             not_finite_before=before.not_finite_steps if before else 0,
             evaluations=self._evaluation.take_to_vote(),
             requests=self._requests.pending + (self._saving.scheduled_requests() if trained else ()),
-            saving=save_status,
+            saving=saving,
             saved=self._saving.saved,
         )
