@@ -17,7 +17,7 @@ from shoal.exchange.framing import receive_framed
 from shoal.exchange.traffic import FIRST_MESSAGE
 from shoal.group.group import Group
 from shoal.session.dialogue import Abort, Build, Deliver, Dialogue, Effect, ProcessInfo
-from shoal.session.link import Begun, Ended, Item, JobProgress, Prepared, Recover, Resume
+from shoal.session.link import Begun, Ended, Item, JobInfo, Prepared, Recover
 from shoal_protos.description import Description
 from shoal_protos.errors import UserError
 from shoal_protos.messages import Ending, Inventory, Result, Status, Telemetry, ToWorker
@@ -54,20 +54,8 @@ class CrewLink:
     # ---- on the training thread
 
     @property
-    def job(self) -> str:
-        return "job"
-
-    @property
-    def run(self) -> str:
-        return self.dialogue.run
-
-    @property
-    def resume(self) -> Resume:
-        return self.dialogue.resume
-
-    @property
-    def progress(self) -> JobProgress:
-        return self.dialogue.progress
+    def job(self) -> JobInfo:
+        return self.dialogue.job
 
     @property
     def worker(self) -> str:

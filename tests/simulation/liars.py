@@ -5,6 +5,7 @@ Drawn apart from the other faults, so that a seed without liars goes as it did b
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -62,7 +63,8 @@ class Liars:
         simulation = self.simulation
         generation = max(1, simulation.host.job.durable.last_generation + ahead)
         worker = simulation.start_process(claimed)
-        worker.session.dialogue.run = OLD_RUN
+        dialogue = worker.session.dialogue
+        dialogue.job = replace(dialogue.job, run=OLD_RUN)
         worker.session.claims = Status(
             0, generation, MemberState.TRAINING, generation, 5000, generation, 5000, every(simulation.blocks), True,
         )  # fmt: skip

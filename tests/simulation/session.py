@@ -203,7 +203,7 @@ class Session:
     def _on_welcome(self) -> None:
         saving = self.worker.training.saving
         if self.membership.is_joiner:
-            saving.generations = self.dialogue.resume[1]
+            saving.generations = self.dialogue.job.opened_generations
             saving.look()
             self.publish()
         if not self.welcomed:

@@ -26,8 +26,6 @@ MOST_PARAMETERS = 6
 MOST_METHODS = 25
 
 MANY_METHODS = {
-    "ControllerLink": "one side of a session, for the training thread, the session's thread and the builders",
-    "Dialogue": "one method for each message that a worker sends or gets",
     "Runner": "a job's life in the shell",
 }
 """Classes that have more."""

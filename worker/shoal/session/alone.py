@@ -20,7 +20,7 @@ from shoal.core.membership import Membership
 from shoal.group.group import Group
 from shoal.group.solo import SoloGroup
 from shoal.session.inbox import Inbox
-from shoal.session.link import Item, JobProgress, Opened, Prepared, Recover, Resume, Stopped
+from shoal.session.link import Item, JobInfo, Opened, Prepared, Recover, Stopped
 
 
 def _nothing() -> None:
@@ -31,13 +31,11 @@ class AloneLink:
     """A `Link`."""
 
     alone = True
-    job = ""
-    resume: Resume = (None, NO_BLOCKS)
-    progress: JobProgress = (0, None)
     worker = "w0"
 
     def __init__(self) -> None:
-        self.incarnation = self.run = secrets.token_hex(8)
+        self.incarnation = secrets.token_hex(8)
+        self.job = JobInfo(name="", run=self.incarnation)
         self._checkpoint: CheckpointRef | None = None
         self._highest_saved = 0
         self._number = 0

@@ -30,7 +30,7 @@ from shoal.group.group import Group
 from shoal.group.rendezvous_server import RendezvousServer
 from shoal.session.dialogue import Dialogue, ProcessInfo
 from shoal.session.driver import REPORT_SECONDS, SessionDriver
-from shoal.session.link import Ended, Item, JobProgress, Prepared, Resume, Stopped
+from shoal.session.link import Ended, Item, JobInfo, Prepared, Stopped
 from shoal.session.settings import SessionSettings
 from shoal.session.shared import SharedSession
 from shoal.session.signals import TermSignal, install, uninstall
@@ -57,20 +57,8 @@ class ControllerLink:
         self._term: TermSignal | None = None
 
     @property
-    def job(self) -> str:
-        return self._settings.job
-
-    @property
-    def run(self) -> str:
-        return self.dialogue.run
-
-    @property
-    def resume(self) -> Resume:
-        return self.dialogue.resume
-
-    @property
-    def progress(self) -> JobProgress:
-        return self.dialogue.progress
+    def job(self) -> JobInfo:
+        return self.dialogue.job
 
     @property
     def worker(self) -> str:

@@ -42,10 +42,9 @@ from shoal_protos.messages import (
     Welcome,
 )
 from shoal_protos.plan import Plan, check_plan
-from shoal_protos.runs import NO_BLOCKS
 
 from shoal.core.membership import Membership
-from shoal.session.link import Asked, Ended, Item, JobProgress, Opened, Resume, Stopped
+from shoal.session.link import Asked, Ended, Item, JobInfo, Opened, Stopped
 
 REMEMBERED_ASKS = 64
 HEARTBEAT_SECONDS, RECONNECT_SECONDS = 1.0, 10.0
@@ -101,10 +100,8 @@ class Dialogue:
         self.process, self.description = process, description
         self.heartbeat_seconds = HEARTBEAT_SECONDS
         self.reconnect_seconds = RECONNECT_SECONDS
-        self.resume: Resume = (None, NO_BLOCKS)
-        self.progress: JobProgress = (0, None)
-        self.run = process.run
-        """The run of the job that this process belongs to, once a launcher or the controller has named it."""
+        self.job = JobInfo(process.job, process.run)
+        """Its run is empty until a launcher or the controller has named it."""
         self.cluster = ""
         """The id of the store that has welcomed this process."""
         self.welcomed = False
@@ -142,7 +139,7 @@ class Dialogue:
             self._due[Request] = None
         return Hello(
             version=PROTOCOL_VERSION,
-            job=self.process.job,
+            job=self.job.name,
             worker=self.membership.worker,
             incarnation=self.membership.incarnation,
             address=self.process.address,
@@ -152,7 +149,7 @@ class Dialogue:
             description=self.description,
             status=self._next_status(),
             next_generation=self._status.checkpoint.generation if self._status.checkpoint is not None else 0,
-            run=self.run,
+            run=self.job.run,
         )
 
     @property
@@ -307,10 +304,9 @@ class Dialogue:
     def _on_welcome(self, welcome: Welcome) -> None:
         self.membership.worker = welcome.worker
         self.heartbeat_seconds, self.reconnect_seconds = welcome.heartbeat_seconds, welcome.reconnect_seconds
-        self.resume = (json.loads(welcome.resume) if welcome.resume else None, welcome.opened_generations)
-        self.run, self.cluster = welcome.run, welcome.cluster
-        self.progress = (welcome.step, welcome.loss)
-        self.welcomed = True
+        resume = json.loads(welcome.resume) if welcome.resume else None
+        self.job = JobInfo(self.job.name, welcome.run, resume, welcome.opened_generations, welcome.step, welcome.loss)
+        self.cluster, self.welcomed = welcome.cluster, True
 
     def _on_prepare(self, generation: int) -> list[Effect]:
         if self.membership.on_prepare(generation):

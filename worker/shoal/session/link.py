@@ -14,16 +14,28 @@ from typing import Protocol
 from shoal_protos.description import Description
 from shoal_protos.messages import AskKind, Ending, Inventory, Result, Status, Telemetry
 from shoal_protos.plan import Plan
-from shoal_protos.runs import Runs
+from shoal_protos.runs import NO_BLOCKS, Runs
 
 from shoal.core.membership import Membership
 from shoal.group.group import Group
 
-Resume = tuple[int | str | bool | None, Runs]
-"""What the job is to go on from (None: the config says it), and the generations that its store knows (none: any)."""
 
-JobProgress = tuple[int, float | None]
-"""A job's committed steps, and its last loss where there is one."""
+@dataclass(frozen=True, slots=True)
+class JobInfo:
+    """What a worker knows of its job: all of it once it is welcomed."""
+
+    name: str
+    """Empty where there is no controller."""
+    run: str
+    """The uid of the job's run; without a controller this process is a run of its own."""
+    resume: int | str | bool | None = None
+    """What the job is to go on from; None: the config says it."""
+    opened_generations: Runs = NO_BLOCKS
+    """The generations that its store knows; none: any."""
+    step: int = 0
+    """How many steps were committed when this worker was welcomed."""
+    loss: float | None = None
+    """Loss of the last of them, where there is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,20 +110,8 @@ class Link(Protocol):
     """Called on a builder's thread before this process begins to build a group. Tests strike there."""
 
     @property
-    def job(self) -> str:
-        """The job's name; empty where there is no controller."""
-
-    @property
-    def run(self) -> str:
-        """The uid of the job's run, once welcomed; without a controller this process is a run of its own."""
-
-    @property
-    def resume(self) -> Resume:
-        """What the job says, once welcomed."""
-
-    @property
-    def progress(self) -> JobProgress:
-        """How far the job was when this worker was welcomed."""
+    def job(self) -> JobInfo:
+        """The job, once introduced."""
 
     @property
     def worker(self) -> str:

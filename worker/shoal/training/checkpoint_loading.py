@@ -42,15 +42,20 @@ class CheckpointLoading:
 
     # ---- what is there
 
+    @property
+    def _resume(self) -> int | str | bool:
+        """What to go on from: the job's word goes before the config's."""
+        asked = self._context.link.job.resume
+        return self._config.resume if asked is None else asked
+
     def look(self) -> None:
         """Finds what to go on from. Raises `UserError` where a checkpoint is of another model, or was named and is not
         there; `StorageFailed` where the place cannot be read.
         """
-        asked, known = self._context.link.resume
-        resume = self._config.resume if asked is None else asked
+        job, resume = self._context.link.job, self._resume
         self.skipped = []
         self.highest_saved = highest_generation(self._config.path) if self._config.path is not None else 0
-        own = Own(self._context.link.run, known) if known else None
+        own = Own(job.run, job.opened_generations) if job.opened_generations else None
         found = resolve(self._config.path, resume, self._skip, own, self._unreadable)
         self.reference = None
         if found is None:
@@ -113,7 +118,7 @@ class CheckpointLoading:
     def _lineage(self, found: Found, began: int) -> Lineage:
         """Another job's saves are never this one's to delete, though it goes on from one of them."""
         manifest = found.manifest
-        if manifest.job != self._context.link.job:
+        if manifest.job != self._context.link.job.name:
             return ()
         return gone_on(manifest.run, manifest.generation, manifest.step, manifest.lineage, began)
 
@@ -137,9 +142,7 @@ class CheckpointLoading:
         none to be taken instead.
         """
         log.error("checkpoint_damaged", path=path, reason=str(error))
-        asked, _ = self._context.link.resume
-        resume = self._config.resume if asked is None else asked
-        if resume != "latest" and self.reference is not None and self.reference.path == path:
+        if self._resume != "latest" and self.reference is not None and self.reference.path == path:
             raise JobFailed(f"{error} It was named by `resume`; name another one.") from error
         self._unreadable.add(path)
         self.unreadable_checkpoint = UnreadableCheckpoint(path, str(error))

@@ -165,7 +165,7 @@ class CheckpointSaving:
         """Copies what this member owns; writing goes on beside training."""
         context, plan = self._context, world.plan
         began = self._clock = time.monotonic()
-        leader, run = plan.members[0].incarnation, context.link.run
+        leader, run = plan.members[0].incarnation, context.link.job.run
         name = SaveName.of(context.state.step, plan.generation, context.boundaries, leader, run)
         self._generation = plan.generation
         authors = {
@@ -199,7 +199,7 @@ class CheckpointSaving:
             context = self._context
             layout = LayoutEntry.of(context.state.layout, tied_names(context.state.module))
             link, position = context.link, context.data_position
-            self._origin = Origin(link.job, link.run, layout, position, agreement(context.config), identity())
+            self._origin = Origin(link.job.name, link.job.run, layout, position, agreement(context.config), identity())
         return self._origin
 
     def on_world(self, world: World) -> None:
@@ -227,7 +227,7 @@ class CheckpointSaving:
             return
         if not outcome.failure:
             self.saved = outcome.name.step
-            name, run = outcome.name, self._context.link.run
+            name, run = outcome.name, self._context.link.job.run
             size = outcome.manifest.data_bytes if outcome.manifest is not None else 0
             ref = CheckpointRef(name.generation, name.step, outcome.path, size, run, outcome.verified)
             self._loading.on_saved(ref)

@@ -81,7 +81,7 @@ class Engine:
     def global_step(self) -> int:
         """Committed steps of the job."""
         state = self.context.state
-        return state.step if state.step > NO_STEP else self.context.link.progress[0]
+        return state.step if state.step > NO_STEP else self.context.link.job.step
 
     @property
     def lanes(self) -> list[int]:
@@ -92,7 +92,7 @@ class Engine:
     def loss(self) -> float:
         """The last step's canonical loss: the mean over all lanes; nan before the first step."""
         state = self.context.state
-        loss = state.loss if state.step > NO_STEP else self.context.link.progress[1]
+        loss = state.loss if state.step > NO_STEP else self.context.link.job.loss
         return loss if loss is not None else math.nan
 
     @property
