@@ -2,7 +2,7 @@
 
 A minimum-cost flow by phases: label the nodes with their distance from all demands that still want a pair, then push
 along shortest paths until none is left, until nobody wants anything. The graph is never written down (there may be a
-million pairs): `_arcs` says where one can go from a node, as things stand. Called by placement.py. Pure.
+million pairs): `_arcs` says where one can go from a node, as things stand. Called by owners.py and mirrors.py. Pure.
 
     demand -> pair                     its holders own and mirror: free
     demand -> site -> pair             the same where a block must not have two copies at a site
@@ -17,15 +17,11 @@ million pairs): `_arcs` says where one can go from a node, as things stand. Call
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from enum import Enum
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from shoal_controller.core.planning.block_groups import NOBODY
-
-if TYPE_CHECKING:
-    from shoal_controller.core.planning.placement import Pair, Placement
+from shoal_controller.core.planning.placement import Capacity, Demand, Pair, Placement, Reach
 
 Node = tuple[int, int]
 """A pair `(owner, mirror)`, or one of these:"""
@@ -43,16 +39,23 @@ _TRANSFER = 1 << 32
 _ENDLESS = 1 << 62
 
 
-class Reach(Enum):
-    """Which pairs a demand may seek."""
-
-    STAY = 0
-    """The owner before, and a holder as mirror."""
-    SHARE = 1
-    """Two holders; nobody gets more than a fair share of one demand (see `Capacity.parts`)."""
-    FREE = 2
-    """Two holders."""
-    ANY = 3
+def place_evenly(demands: Sequence[Demand], room: Capacity) -> list[dict[Pair, int]]:
+    """Blocks of each demand by pair. What can stay stays, then what can be free is free, then the rest, the cheapest
+    first.
+    """
+    placing = Placement(demands, room)
+    order = sorted(range(len(demands)), key=lambda index: demands[index].previous_owner == NOBODY)
+    for reach in Reach:
+        if reach is Reach.SHARE and room.parts == 1:
+            continue
+        placing.reach = reach
+        for index in order:
+            if placing.wanted[index]:
+                placing.fill(index)
+        Flow(placing).run()
+    for index in order:
+        placing.force(index)
+    return placing.placed
 
 
 class Flow:

@@ -14,7 +14,8 @@ from functools import cache
 from math import floor
 
 from shoal_controller.core.planning.block_groups import BlockGroup, cut, lay
-from shoal_controller.core.planning.placement import Capacity, Demand, Pair, Placement
+from shoal_controller.core.planning.flow import place_evenly
+from shoal_controller.core.planning.placement import Capacity, Demand, Pair
 
 
 def share_mirrors(
@@ -71,7 +72,7 @@ def _more(groups: Sequence[BlockGroup], spread: Spread, sites: Sequence[int]) ->
         for group in groups
     ]
     shared: list[BlockGroup] = []
-    for group, placed in zip(groups, Placement(demands, _capacity(groups, spread, sites)).run(), strict=True):
+    for group, placed in zip(groups, place_evenly(demands, _capacity(groups, spread, sites)), strict=True):
         order = sorted(placed, key=lambda pair: (sites[pair[1]], pair))
         pieces = lay(len(group.blocks), [(pair[1], placed[pair]) for pair in order])
         for (_, mirrors), blocks in zip(pieces, cut(group.blocks, [count for count, _ in pieces]), strict=True):

@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from shoal_controller.core.planning.block_groups import NOBODY, BlockGroup, cut
-from shoal_controller.core.planning.placement import Capacity, Demand, Placement
+from shoal_controller.core.planning.flow import place_evenly
+from shoal_controller.core.planning.placement import Capacity, Demand
 
 
 def share_owners(
@@ -39,7 +40,7 @@ def share_owners(
         else _capacity_of_owners(blocks, keepers, mirrors, sites)
     )
     shared: list[BlockGroup] = []
-    for group, placed in zip(groups, Placement(demands, room).run(), strict=True):
+    for group, placed in zip(groups, place_evenly(demands, room), strict=True):
         pairs = sorted(placed, key=lambda pair: (pair[0] != group.previous_owner, pair))
         for (owner, mirror), piece in zip(pairs, cut(group.blocks, [placed[pair] for pair in pairs]), strict=True):
             shared.append(group.decided(owner, () if mirror == NOBODY else (mirror,), piece))

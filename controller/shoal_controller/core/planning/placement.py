@@ -2,8 +2,8 @@
 
 A *demand* is a number of alike blocks; each of them wants a *pair* of an owner and a mirror, which costs one transfer
 for each of the two that does not hold the block. `Capacity` says what is even. That is a minimum-cost flow: here are
-its state and the simple part, flow.py has the rest. owners.py places all blocks so, and mirrors.py further mirrors of
-blocks whose owner is given. Knows nothing of plans. Pure.
+its state and the simple part; flow.py has the rest, and the whole in `place_evenly`. owners.py places all blocks so,
+and mirrors.py further mirrors of blocks whose owner is given. Knows nothing of plans. Pure.
 """
 
 from __future__ import annotations
@@ -11,14 +11,26 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from heapq import heappop, heappush
 from typing import TypeVar
 
 from shoal_controller.core.planning.block_groups import NOBODY
-from shoal_controller.core.planning.flow import Flow, Reach
 
 Pair = tuple[int, int]
 """An owner and a mirror."""
+
+
+class Reach(Enum):
+    """Which pairs a demand may seek."""
+
+    STAY = 0
+    """The owner before, and a holder as mirror."""
+    SHARE = 1
+    """Two holders; nobody gets more than a fair share of one demand (see `Capacity.parts`)."""
+    FREE = 2
+    """Two holders."""
+    ANY = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +88,7 @@ class Capacity:
 
 
 class Placement:
-    """One division of all demands. `placed[demand][pair]` is the outcome of `run`."""
+    """One division of all demands, as far as it has come: `placed[demand][pair]` blocks."""
 
     def __init__(self, demands: Sequence[Demand], room: Capacity) -> None:
         self.demands = demands
@@ -99,21 +111,6 @@ class Placement:
         self._mirrored = [0] * (len(room.site) + 1)
         self._emptiest_first = [(0, mirror) for mirror in room.mirrors]
 
-    def run(self) -> list[dict[Pair, int]]:
-        """What can stay stays, then what can be free is free, then the rest, the cheapest first."""
-        order = sorted(range(len(self.demands)), key=lambda index: self.demands[index].previous_owner == NOBODY)
-        for reach in Reach:
-            if reach is Reach.SHARE and self.room.parts == 1:
-                continue
-            self.reach = reach
-            for index in order:
-                if self.wanted[index]:
-                    self._fill(index)
-            Flow(self).run()
-        for index in order:
-            self._force(index)
-        return self.placed
-
     def place(self, index: int, pair: Pair, count: int) -> None:
         """Gives (or, with a negative count, takes back) blocks of a demand to a pair."""
         owner, mirror = pair
@@ -135,7 +132,7 @@ class Placement:
 
     # ---- without displacing anybody
 
-    def _fill(self, index: int) -> None:
+    def fill(self, index: int) -> None:
         """Places as much of a demand as fits within the present reach, one transfer away at most."""
         demand = self.demands[index]
         if self.reach is not Reach.ANY:
@@ -192,7 +189,7 @@ class Placement:
     def is_open(self, owner: int) -> bool:
         return self._short[owner] > 0 or self.room_extra(owner) > 0 or self.room_more(owner) > 0
 
-    def _force(self, index: int) -> None:
+    def force(self, index: int) -> None:
         """Where sites leave no even way, further mirrors go to those who mirror least."""
         owner = self.demands[index].owner
         assert owner != NOBODY or not self.wanted[index], f"{self.wanted[index]} blocks of demand {index} have no owner"
