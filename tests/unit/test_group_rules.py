@@ -7,6 +7,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import shoal
@@ -16,7 +17,7 @@ from shoal.group.gloo import A_MOMENT, GlooGroup, build_gloo
 from shoal.group.group import Group
 from shoal.group.group_progress import GroupProgress
 from shoal.group.rendezvous_server import RendezvousServer
-from shoal.session.groups import Building, Groups
+from shoal.session.groups import Built, Groups
 from worlds import recovery
 
 
@@ -73,40 +74,21 @@ def test_a_group_that_is_closed_with_operations_in_flight_is_aborted_first() -> 
     assert interrupted.waits == [(A_MOMENT,)]
 
 
-class Listener:
-    """Hears of a group that is built."""
-
-    def __init__(self) -> None:
-        self.done = threading.Event()
-
-    def on_built(self, building: Building) -> None:
-        self.done.set()
-
-    def on_begun(self, building: Building, state: bytes) -> None:
-        raise AssertionError("nobody is a joiner")
-
-    def on_peers_unreachable(self, building: Building, ranks: list[int]) -> None:
-        raise AssertionError("everybody is here")
-
-    def on_failure(self, error: Exception) -> None:
-        raise error
-
-
 def test_whoever_asks_for_a_group_does_not_wait_for_it() -> None:
     """The session's thread hears the plan, the training thread trains: the building waits on a thread of its own."""
-    go, builders, listener, lock = threading.Event(), [], Listener(), threading.RLock()
+    go, builders, outcomes, lock = threading.Event(), [], SimpleQueue(), threading.RLock()
 
     def transport(spec: GroupSpec, cancellation: Cancellation) -> Group:
         builders.append(threading.current_thread())
         go.wait(5)
         return GlooGroup(Recorded(), spec.rank, spec.size, spec.progress)
 
-    groups = Groups(transport, lock, listener)
+    groups = Groups(transport, lock, outcomes.put, outcomes.put)
     with lock:
         groups.build(recovery(1, "ab"), 0, joiner=False)
-    assert not listener.done.is_set()
+    assert outcomes.empty()
     go.set()
-    assert listener.done.wait(20)
+    assert isinstance(outcomes.get(timeout=20), Built)
     assert builders[0] is not threading.current_thread()
     groups.close()
 

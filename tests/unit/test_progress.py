@@ -10,12 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from shoal.group import gloo, group_progress, reach
+from shoal.group import group_progress, reach
 from shoal.group.build import Cancellation, GroupSpec
 from shoal.group.gloo import PIECE_BYTES, GlooGroup
 from shoal.group.group_progress import GroupProgress
 from shoal.group.rendezvous_client import RendezvousClient
 from shoal.group.rendezvous_server import RendezvousServer
+from shoal.group.wait_threads import LONGEST_LOOK_SECONDS
 from shoal_protos.activity import MOST_NAMED, StepPhase
 
 
@@ -145,11 +146,11 @@ def test_of_all_looks_at_a_peer_only_the_last_is_kept_and_they_become_rarer() ->
     pauses = []
     for _ in range(9):
         connection = group._connection(1)
-        pauses.append(connection.pause())
+        pauses.append(connection.pause_seconds)
         assert connection.look() is None
     gc.collect()
     assert len([one for one in posted.kept if one() is not None]) == 1
-    assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, gloo.LONGEST_LOOK_SECONDS, 60.0, 60.0]
+    assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, LONGEST_LOOK_SECONDS, 60.0, 60.0]
     group.close()
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import socket
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol, cast
 
@@ -29,7 +29,7 @@ from shoal.group.group_progress import GroupProgress
 from shoal.group.reach import watch_reach
 from shoal.group.rendezvous_client import RendezvousClient
 from shoal.group.solo import SoloGroup
-from shoal.group.wait_threads import WaitThreads
+from shoal.group.wait_threads import Connection, WaitThreads
 
 ABORT_TAG = RESERVED_TAGS
 FOREVER = timedelta(days=1)
@@ -40,19 +40,13 @@ OWN_CLOSURE = "Application timeout"
 """What gloo says of pairs that this process itself has closed."""
 PIECE_BYTES = 4 << 20
 """A longer message travels in pieces of this size, so that a slow connection is seen to be alive."""
-FIRST_LOOK_SECONDS, LONGEST_LOOK_SECONDS = 1.0, 60.0
-"""How long a peer is waited for before its connection is looked at, and between two looks."""
-
-
-class _GlooWork(Protocol):
-    def wait(self, timeout: timedelta = ...) -> bool: ...
 
 
 class _Gloo(Protocol):
     """What we use of `ProcessGroupGloo`, which has no types."""
 
-    def send(self, tensors: list[Tensor], to: int, tag: int) -> _GlooWork: ...
-    def recv(self, tensors: list[Tensor], source: int, tag: int) -> _GlooWork: ...
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> dist.Work: ...
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> dist.Work: ...
 
 
 def build_gloo(spec: GroupSpec, cancellation: Cancellation) -> Group:
@@ -101,7 +95,7 @@ class _Posted:
 
     __slots__ = ("_group", "_tensor", "peer", "works")
 
-    def __init__(self, group: GlooGroup, works: Sequence[_GlooWork], tensor: Tensor, peer: int) -> None:
+    def __init__(self, group: GlooGroup, works: Sequence[dist.Work], tensor: Tensor, peer: int) -> None:
         self._group, self.peer = group, peer
         self.works = works
         self._tensor: Tensor | None = tensor
@@ -115,30 +109,6 @@ class _Posted:
         self.works, self._tensor = (), None
 
 
-class _Connection:
-    """A connection to one peer. A look posts a receive that nobody sends to, so each takes the place of the one before,
-    and they become ever rarer in the life of a group: what gloo remembers of each is never given back before its end.
-    """
-
-    def __init__(self, receive: Callable[[Tensor], _GlooWork | None]) -> None:
-        self._receive = receive
-        self._pause = FIRST_LOOK_SECONDS
-        self._look: object = None
-
-    def pause(self) -> float:
-        return self._pause
-
-    def look(self) -> str | None:
-        """gloo refuses to post on a closed connection."""
-        self._pause = min(2 * self._pause, LONGEST_LOOK_SECONDS)
-        never_sent = torch.zeros(1)
-        try:
-            self._look = self._receive(never_sent), never_sent
-        except RuntimeError as error:
-            return str(error)
-        return None
-
-
 class GlooGroup:
     """A `Group` of two or more over gloo."""
 
@@ -149,7 +119,7 @@ class GlooGroup:
         self._order = [(rank + distance) % size for distance in range(1, size)]
         self._closing = threading.Lock()
         self._wait_threads = WaitThreads(progress.on_piece)
-        self._looks: dict[int, _Connection] = {}
+        self._looks: dict[int, Connection] = {}
         self._aborted = False
         self._broken: set[int] = set()
 
@@ -202,12 +172,12 @@ class GlooGroup:
         self.progress.go_on()
         self.in_flight.discard(posted)
 
-    def _connection(self, peer: int) -> _Connection:
+    def _connection(self, peer: int) -> Connection:
         if peer not in self._looks:
-            self._looks[peer] = _Connection(lambda tensor: self._never_receive(tensor, peer))
+            self._looks[peer] = Connection(lambda tensor: self._never_receive(tensor, peer))
         return self._looks[peer]
 
-    def _never_receive(self, tensor: Tensor, peer: int) -> _GlooWork | None:
+    def _never_receive(self, tensor: Tensor, peer: int) -> dist.Work | None:
         return self._gloo.recv([tensor], peer, ABORT_TAG) if self._gloo is not None else None
 
     def on_failure(self, peer: int, failure: str) -> WorldChanged:

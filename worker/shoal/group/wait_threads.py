@@ -12,29 +12,41 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
-from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+FIRST_LOOK_SECONDS, LONGEST_LOOK_SECONDS = 1.0, 60.0
+"""How long a peer is waited for before its connection is looked at, and between two looks."""
 
 
-class Waitable(Protocol):
-    """What gloo gives for a posted operation."""
+class Connection:
+    """A connection to one peer. A look posts a receive that nobody sends to, so each takes the place of the one before,
+    and they become ever rarer in the life of a group: what gloo remembers of each is never given back before its end.
+    """
 
-    def wait(self) -> bool: ...
-
-
-class Connection(Protocol):
-    """A connection to the peer that is waited for."""
-
-    def pause(self) -> float:
-        """Seconds to wait before it is looked at."""
+    def __init__(self, receive: Callable[[Tensor], dist.Work | None]) -> None:
+        self._receive = receive
+        self._look: object = None
+        self.pause_seconds = FIRST_LOOK_SECONDS
+        """How long to wait before it is looked at."""
 
     def look(self) -> str | None:
-        """What is wrong with it, if anything is."""
+        """What is wrong with it, if anything is: gloo refuses to post on a closed connection."""
+        self.pause_seconds = min(2 * self.pause_seconds, LONGEST_LOOK_SECONDS)
+        never_sent = torch.zeros(1)
+        try:
+            self._look = self._receive(never_sent), never_sent
+        except RuntimeError as error:
+            return str(error)
+        return None
 
 
 Answers = SimpleQueue[str | None]
 """What became of the operations: None when all are done, else why one failed. The first answer counts."""
 
-_Tasks = SimpleQueue[tuple[Sequence[Waitable], Answers] | None]
+_Tasks = SimpleQueue[tuple[Sequence[dist.Work], Answers] | None]
 
 
 class WaitThreads:
@@ -47,7 +59,7 @@ class WaitThreads:
         self._over: str | None = None
         """Why no wait is worth while any more."""
 
-    def wait(self, works: Sequence[Waitable], connection: Connection) -> str | None:
+    def wait(self, works: Sequence[dist.Work], connection: Connection) -> str | None:
         """None when all are done, else why not."""
         answers: Answers = SimpleQueue()
         self._waiting.add(answers)
@@ -95,14 +107,14 @@ class WaitThreads:
 def _first(answers: Answers, connection: Connection) -> str | None:
     while True:
         try:
-            return answers.get(timeout=connection.pause())
+            return answers.get(timeout=connection.pause_seconds)
         except Empty:
             wrong = connection.look()
             if wrong is not None:
                 return wrong
 
 
-def _outcome(works: Sequence[Waitable], done: Callable[[], None]) -> str | None:
+def _outcome(works: Sequence[dist.Work], done: Callable[[], None]) -> str | None:
     """In a frame of its own: what an exception's traceback keeps alive keeps gloo's sockets alive."""
     try:
         for work in works:

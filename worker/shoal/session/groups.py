@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from shoal_protos.activity import Activity, StepPhase
 from shoal_protos.plan import Plan
@@ -67,21 +66,47 @@ class Building:
             self.group.close()
 
 
-class BuildListener(Protocol):
-    """Who learns what became of a building. Called under the lock, and only while the building is wanted."""
+@dataclass(frozen=True, slots=True)
+class Built:
+    """The group is there."""
 
-    def on_built(self, building: Building) -> None: ...
-    def on_begun(self, building: Building, state: bytes) -> None: ...
-    def on_peers_unreachable(self, building: Building, ranks: list[int]) -> None: ...
-    def on_failure(self, error: Exception) -> None:
-        """A defect: the thread cannot go on. Not under the lock."""
+    building: Building
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A joiner has got the first message in its group: the generation has begun."""
+
+    building: Building
+    state: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class NotBuilt:
+    """It could not be built. `ranks`: who cannot be reached from here."""
+
+    building: Building
+    ranks: tuple[int, ...]
+
+
+BuildOutcome = Built | Joined | NotBuilt
 
 
 class Groups:
-    """All of this process's groups by generation."""
+    """All of this process's groups by generation.
 
-    def __init__(self, transport: Transport, lock: threading.RLock, listener: BuildListener) -> None:
-        self._transport, self._lock, self._listener = transport, lock, listener
+    `report` is called with each outcome, under the lock and only while the building is wanted; `alarm` without it, when
+    a builder's thread fails by a bug.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        lock: threading.RLock,
+        report: Callable[[BuildOutcome], None],
+        alarm: Callable[[Exception], None],
+    ) -> None:
+        self._transport, self._lock, self._report, self._alarm = transport, lock, report, alarm
         self._wanted: dict[int, Building] = {}
         self._over: list[Building] = []
         self._threads: list[threading.Thread] = []
@@ -97,7 +122,7 @@ class Groups:
     # ---- under the lock
 
     def build(self, plan: Plan, rank: int, joiner: bool) -> None:
-        """Start building; `BuildListener` hears the rest."""
+        """Start building; its outcome is reported."""
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         if len(self._threads) >= MOST_BUILDERS:
             log.error("group_not_built", generation=plan.generation, why=f"{MOST_BUILDERS} groups are being built")
@@ -166,7 +191,7 @@ class Groups:
             self._build_and_join(building)
         except Exception as error:
             log.exception("building_failed", generation=building.plan.generation)
-            self._listener.on_failure(error)
+            self._alarm(error)
 
     def _build_and_join(self, building: Building) -> None:
         began = time.monotonic()
@@ -181,7 +206,7 @@ class Groups:
             if wanted:
                 building.progress.reach(StepPhase.BUILT)
                 building.group, building.seconds = group, time.monotonic() - began
-                self._listener.on_built(building)
+                self._report(Built(building))
         if not wanted:
             group.abort()
             group.close()
@@ -196,7 +221,7 @@ class Groups:
             return
         with self._lock:
             if not building.cancellation.is_cancelled:
-                self._listener.on_begun(building, state)
+                self._report(Joined(building, state))
 
     def _look_around(self, building: Building, why: str) -> None:
         """Looks who is out of reach from here."""
@@ -205,10 +230,10 @@ class Groups:
         log.warning("group_not_built", generation=building.plan.generation, why=why)
         members = building.plan.members
         others = [(rank, member) for rank, member in enumerate(members) if rank != building.rank]
-        ranks = [rank for rank, member in others if not reachable(member.address, member.incarnation)]
+        ranks = tuple(rank for rank, member in others if not reachable(member.address, member.incarnation))
         with self._lock:
             if not building.cancellation.is_cancelled:
-                self._listener.on_peers_unreachable(building, ranks)
+                self._report(NotBuilt(building, ranks))
 
 
 def _close_all(over: list[Building], abort: bool) -> None:

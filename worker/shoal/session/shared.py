@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from shoal_protos.description import Description
@@ -17,7 +17,7 @@ from shoal_protos.messages import Ending, Shutdown, Status
 from shoal.core.membership import Membership
 from shoal.group.build import Transport
 from shoal.session.dialogue import Abort, Build, Deliver, Dialogue, Effect, ProcessInfo
-from shoal.session.groups import Building, Groups
+from shoal.session.groups import Building, BuildOutcome, Built, Groups, Joined, NotBuilt
 from shoal.session.inbox import Inbox
 from shoal.session.link import Begun, Recover
 from shoal.session.settings import SessionSettings
@@ -28,7 +28,7 @@ def _nobody() -> None:
 
 
 class SharedSession:
-    """A `BuildListener`. `transport` builds the groups."""
+    """The session's one state. `transport` builds the groups."""
 
     def __init__(self, settings: SessionSettings, transport: Transport) -> None:
         self.settings = settings
@@ -37,7 +37,7 @@ class SharedSession:
         """Notified when the controller has welcomed us, refused us, or got our last word."""
         self.membership = Membership(settings.worker, secrets.token_hex(8))
         self.inbox = Inbox()
-        self.groups = Groups(transport, self.lock, self)
+        self.groups = Groups(transport, self.lock, self._on_outcome, self.on_failure)
         self.wake: Callable[[], None] = _nobody
         """Tells the session's thread that something is due."""
         self.last_word_arrived = False
@@ -106,7 +106,16 @@ class SharedSession:
 
     # ---- on a builder's thread, under the lock
 
-    def on_built(self, building: Building) -> None:
+    def _on_outcome(self, outcome: BuildOutcome) -> None:
+        match outcome:
+            case Built(building):
+                self._on_built(building)
+            case Joined(building, state):
+                self._on_joined(building, state)
+            case NotBuilt(building, ranks):
+                self._on_not_built(building, ranks)
+
+    def _on_built(self, building: Building) -> None:
         plan = building.plan
         if plan.recovery is not None:
             assert building.group is not None
@@ -116,13 +125,13 @@ class SharedSession:
             self.dialogue.notice()
             self.wake_if_due()
 
-    def on_begun(self, building: Building, state: bytes) -> None:
+    def _on_joined(self, building: Building, state: bytes) -> None:
         assert building.group is not None
         self.inbox.put(Begun(building.plan, building.group, state))
         others = self.groups.cancel({building.plan.generation})
         self.groups.retire(others, abort=True)
 
-    def on_peers_unreachable(self, building: Building, ranks: list[int]) -> None:
+    def _on_not_built(self, building: Building, ranks: Sequence[int]) -> None:
         """Nobody of this world may be to blame: a joiner that died on its way in is the controller's affair."""
         plan = building.plan
         if not ranks:
