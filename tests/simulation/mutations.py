@@ -173,6 +173,13 @@ def _forgets(**fields: Any) -> Any:
     return restarted
 
 
+def _waits_for_no_end(turn: Turn) -> None:
+    """A life of the controller that knows of nobody who was told to end."""
+    for worker in turn.durable.roster:
+        turn.mark(worker, ending_since=None)
+    POPULATION_RESTARTED(turn)
+
+
 def _gives_no_grace(turn: Turn) -> None:
     """A drain's grace is over when a controller is started again."""
     POPULATION_RESTARTED(turn)
@@ -281,7 +288,7 @@ MUTATIONS: dict[str, list[Patch]] = {
     "a drain's grace goes on over a controller's restart": [(scaling, "on_restart", _gives_no_grace)],
     "a save that was accepted is made over a controller's restart": [(scaling, "on_restart", _forgets(save=None))],
     "a process that was told to end is killed over a controller's restart": [
-        (scaling, "on_restart", _forgets(ending_since={}))
+        (scaling, "on_restart", _waits_for_no_end)
     ],
     "a worker that no controller has started is started by the next": [
         (machine.TABLE, (Phase.WAITING, NeverStarted), lambda turn, event: None),

@@ -12,6 +12,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import count
 
 from shoal_protos.checkpoint import CheckpointRef
 from shoal_protos.description import Description
@@ -25,6 +26,9 @@ from shoal_controller.core.machine.spec import JobSpec, Phase
 
 HISTORY = 200
 """How many resizes are remembered."""
+
+REMEMBERED = 256
+"""How many workers that are gone stay in the roster."""
 
 
 class Standing(StrEnum):
@@ -70,6 +74,8 @@ class WorkerRecord:
     """When the grace of a leaving worker is over."""
     ending: Ending | None = None
     """It was told to end in this way: it changes nothing any more."""
+    ending_since: float | None = None
+    """When a launcher's process was told to end that has not ended yet."""
     quarantined: bool = False
     """Evicted though it lives: its connection to another member keeps breaking."""
     why: str = ""
@@ -227,12 +233,33 @@ class Durable:
     """The last request, until it is answered."""
     final_drain: bool = False
     """Only leaving members are left, and nobody has come: no steps run any more, and their state is to be saved."""
-    ending_since: Mapping[WorkerId, float] = field(default_factory=dict)
-    """When processes of the launcher's were told to end that have not ended yet."""
     spawn_after: float = 0.0
     """No process is started before this time: the back-off after failures."""
     ended_at: float | None = None
     """When the job was over, or its workers were asked to stop."""
+
+    @property
+    def unused_number(self) -> int:
+        """The number of an id that no process of this job has ever had."""
+        return next(number for number in count(self.next_id) if f"w{number}" not in self.roster)
+
+    @property
+    def ending_since(self) -> dict[WorkerId, float]:
+        """When processes of the launcher's were told to end that have not ended yet."""
+        roster = self.roster.values()
+        return {record.worker: record.ending_since for record in roster if record.ending_since is not None}
+
+    @property
+    def surplus(self) -> list[WorkerId]:
+        """Whom the roster need not remember: of those that are gone for good, and in no world, the oldest."""
+        worlds = [plan for plan in (self.current, *self.planned) if plan is not None]
+        members = {member.worker for plan in worlds for member in plan.members}
+        gone = [
+            record.worker
+            for record in self.roster.values()
+            if (record.ending is not None or record.standing is Standing.DEAD) and record.worker not in members
+        ]
+        return gone[:-REMEMBERED]
 
 
 def to_json(durable: Durable) -> str:

@@ -91,6 +91,30 @@ class Turn:
         if any(getattr(record, name) != value for name, value in fields.items()):
             self.enlist(replace(record, **fields))
 
+    def enlist_new(self, worker: WorkerId, launched: bool = False) -> WorkerRecord:
+        """The record of the youngest worker. For each new one the oldest that is gone is forgotten, beyond a bound."""
+        record = WorkerRecord(worker, self.durable.next_join_order, launched)
+        self.keep(next_join_order=record.join_order + 1)
+        self.enlist(record)
+        if gone := self.durable.surplus:
+            self.keep(roster={name: record for name, record in self.durable.roster.items() if name not in gone})
+            self.change(
+                processes={name: one for name, one in self.job.processes.items() if name not in gone},
+                probed_at={name: at for name, at in self.job.probed_at.items() if name not in gone},
+            )
+        return record
+
+    def take_id(self) -> WorkerId:
+        """An id for a new process: none is ever used twice."""
+        number = self.durable.unused_number
+        self.keep(next_id=number + 1)
+        return f"w{number}"
+
+    def expect_end(self, worker: WorkerId) -> None:
+        """A process of the launcher's is to end by itself, or it is killed; other processes are not ours to end."""
+        if self.record(worker).launched:
+            self.mark(worker, ending_since=self.now)
+
     def see(self, worker: WorkerId, **fields: Any) -> None:
         """Volatile fields of one process. All of them are copied once a turn."""
         if self.job.processes is not self._own_processes:

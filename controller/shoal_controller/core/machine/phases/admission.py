@@ -22,8 +22,10 @@ from shoal_controller.core.machine.job import Process
 from shoal_controller.core.machine.phases import claims, ending, failure_detector, worker_messages
 from shoal_controller.core.machine.phases.next_message import send_if_due
 from shoal_controller.core.machine.phases.progress import shown_loss
-from shoal_controller.core.machine.phases.roster import REMEMBERED, forget_the_oldest, unused_id
 from shoal_controller.core.machine.turn import Turn
+
+REFUSALS = 256
+"""How many refusals are remembered, so that each is noted once."""
 
 
 def on_connected(turn: Turn, event: Connected) -> None:
@@ -105,7 +107,7 @@ def _refuse(turn: Turn, event: Connected, refusal: Refusal) -> None:
     turn.do(Send(event.connection, refusal))
     turn.do(Close(event.connection))
     if turn.job.refusals.get(hello.incarnation) != refusal.sentence:
-        latest = dict(list(turn.job.refusals.items())[1 - REMEMBERED :])
+        latest = dict(list(turn.job.refusals.items())[1 - REFUSALS :])
         turn.change(refusals={**latest, hello.incarnation: refusal.sentence})
         turn.note(EventKind.REFUSED, refusal.sentence, hello.worker, host=hello.host, pid=hello.pid)
     turn.keep(last_refusal=refusal.sentence)
@@ -131,10 +133,10 @@ def _identity(turn: Turn, hello: Hello) -> WorkerId | None:
         return given  # which it has not heard yet
     if record is None:
         is_free = hello.worker and not _was_given_away(durable, hello.worker)
-        return hello.worker if is_free else unused_id(turn)
+        return hello.worker if is_free else turn.take_id()
     process = turn.process(hello.worker)
     gone = record.standing is not Standing.HERE or record.ending is not None
-    return unused_id(turn) if gone and (process is None or process.connection is None) else None
+    return turn.take_id() if gone and (process is None or process.connection is None) else None
 
 
 def _was_given_away(durable: Durable, worker: WorkerId) -> bool:
@@ -209,9 +211,7 @@ def _note_other_numerics(turn: Turn, worker: WorkerId, theirs: Description) -> N
 def _record(turn: Turn, worker: WorkerId, hello: Hello, known: WorkerRecord | None) -> WorkerRecord:
     """The roster's entry of a process that has said hello."""
     if known is None:
-        known = WorkerRecord(worker, turn.durable.next_join_order)
-        turn.keep(next_join_order=known.join_order + 1)
-        forget_the_oldest(turn)
+        known = turn.enlist_new(worker)
     revived = known.ending is None and known.standing is not Standing.HERE
     return replace(
         known,

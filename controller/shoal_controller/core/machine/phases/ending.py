@@ -62,7 +62,7 @@ def stop_seconds(turn: Turn) -> float:
 def on_restart(turn: Turn, _: Started) -> None:
     """A controller's life begins: workers that have not ended get the full time again to learn that the job is over."""
     turn.change(reaped_at=turn.now)
-    lingering = tuple(record.worker for record in turn.durable.roster.values() if _lingers(turn, record))
+    lingering = tuple(record.worker for record in turn.durable.roster.values() if _lingers(record))
     if lingering:
         turn.do(Adopt(lingering))
 
@@ -102,18 +102,17 @@ def on_never_started(turn: Turn, event: NeverStarted) -> None:
 
 def _mark_dead(turn: Turn, worker: WorkerId) -> None:
     if worker in turn.durable.roster:
-        turn.mark(worker, standing=Standing.DEAD)
-        turn.keep(ending_since={name: at for name, at in turn.durable.ending_since.items() if name != worker})
+        turn.mark(worker, standing=Standing.DEAD, ending_since=None)
 
 
 def reap(turn: Turn) -> None:
     """Kill what has not ended by itself."""
     if turn.now - turn.job.reaped_at >= LINGER_SECONDS:
         for record in turn.durable.roster.values():
-            if _lingers(turn, record):
+            if _lingers(record):
                 turn.do(Kill(record.worker))
         turn.change(reaped_at=turn.now)
 
 
-def _lingers(turn: Turn, record: WorkerRecord) -> bool:
-    return record.launched and (record.standing is not Standing.DEAD or record.worker in turn.durable.ending_since)
+def _lingers(record: WorkerRecord) -> bool:
+    return record.launched and (record.standing is not Standing.DEAD or record.ending_since is not None)

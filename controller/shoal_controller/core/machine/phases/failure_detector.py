@@ -19,7 +19,6 @@ from shoal_controller.core.machine.events import Disconnected, Exited, Probed, S
 from shoal_controller.core.machine.job import PingSent, Process
 from shoal_controller.core.machine.phases import failures, silence
 from shoal_controller.core.machine.phases.next_message import is_member
-from shoal_controller.core.machine.phases.roster import forget_ending
 from shoal_controller.core.machine.turn import Turn
 
 PING_SECONDS = 0.5
@@ -149,11 +148,9 @@ def on_exited(turn: Turn, event: Exited) -> None:
     if record is None:
         return None
     if record.ending is not None or turn.durable.phase.over:
-        turn.mark(event.worker, standing=Standing.DEAD)
-        return forget_ending(turn, event.worker)
+        return turn.mark(event.worker, standing=Standing.DEAD, ending_since=None)
     if _has_died(record, event.code):
-        confirm_death(turn, event.worker, event.why, event.code)
-        return forget_ending(turn, event.worker)
+        return confirm_death(turn, event.worker, event.why, event.code)
     if event.code == NO_CONTROLLER:
         return confirm_death(turn, event.worker, f"{event.why}: it was in no world and found no controller", event.code)
     if event.code == WRONG_USE and record.launched and failures.on_wrong_use(turn, event.worker, event.log_tail):
@@ -163,7 +160,7 @@ def on_exited(turn: Turn, event: Exited) -> None:
     tail = f"\n{event.log_tail.strip()}" if event.log_tail.strip() else ""
     where = f" (log: {record.log})" if record.log else ""
     failures.on_failure(turn, event.worker, f"{record.why or event.why}{where}{tail}", step=_step(turn, event.worker))
-    return forget_ending(turn, event.worker)
+    return turn.mark(event.worker, ending_since=None)
 
 
 def _has_died(record: WorkerRecord, code: int | None) -> bool:
@@ -187,8 +184,7 @@ def confirm_death(
     if record.standing is Standing.DEAD:
         return
     failures.on_death(turn, worker, code, why)
-    turn.mark(worker, standing=Standing.DEAD, why=why)
-    forget_ending(turn, worker)
+    turn.mark(worker, standing=Standing.DEAD, why=why, ending_since=None)
     if record.ending is None:
         turn.note(EventKind.LOST, f"worker {worker} on {record.host} is dead: {why}", worker, noticed_by=noticed_by)
 

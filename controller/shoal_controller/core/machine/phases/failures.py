@@ -19,7 +19,6 @@ from shoal_controller.core.machine.durable import Failures, Standing, WorkerReco
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.phases import ending
 from shoal_controller.core.machine.phases.progress import known_step
-from shoal_controller.core.machine.phases.roster import expect_end
 from shoal_controller.core.machine.turn import Turn
 
 LONGEST_BACKOFF = 30.0
@@ -36,8 +35,7 @@ def on_failure(turn: Turn, worker: WorkerId, why: str, fault: Fault | None = Non
         return
     turn.mark(worker, standing=Standing.DEAD, ending=Ending.FAILED, why=why, fault=_signature(fault, step))
     turn.note(EventKind.FAILED, f"worker {worker} failed: {why}", worker)
-    if record.launched:
-        expect_end(turn, worker)
+    turn.expect_end(worker)
     turn.change(spawned_at={name: at for name, at in turn.job.spawned_at.items() if name != worker})
     if _is_new(turn, record):
         _count(turn, _generation(turn, worker), step, script=1)

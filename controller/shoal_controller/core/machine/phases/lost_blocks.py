@@ -19,7 +19,6 @@ from shoal_controller.core.machine.job import Attempt
 from shoal_controller.core.machine.phases import checkpoints, corruption, ending, failures, history, step_figures
 from shoal_controller.core.machine.phases.next_message import send_if_due
 from shoal_controller.core.machine.phases.progress import known_step
-from shoal_controller.core.machine.phases.roster import expect_end
 from shoal_controller.core.machine.spec import Phase
 from shoal_controller.core.machine.turn import Turn
 
@@ -135,5 +134,5 @@ def start_anew(turn: Turn, why: str) -> None:
         turn.mark(record.worker, ending=how, why=why)
         send_if_due(turn, record.worker)
         if record.launched and record.standing is not Standing.DEAD:
-            expect_end(turn, record.worker)
+            turn.expect_end(record.worker)
             turn.do(Kill(record.worker))

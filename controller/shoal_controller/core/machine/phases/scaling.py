@@ -16,7 +16,6 @@ from shoal_controller.core.machine.events import NeverStarted
 from shoal_controller.core.machine.phases import failures
 from shoal_controller.core.machine.phases.failures import LONGEST_BACKOFF
 from shoal_controller.core.machine.phases.next_message import is_member, send_if_due
-from shoal_controller.core.machine.phases.roster import expect_end, forget_ending, forget_the_oldest, unused_id
 from shoal_controller.core.machine.turn import Turn
 
 LINGER_SECONDS = 60.0
@@ -50,21 +49,18 @@ def settle(turn: Turn) -> None:
 
 def _kill_the_lingering(turn: Turn) -> None:
     """Whoever was told to end, or has said that it failed, and is still there."""
-    for worker, at in turn.durable.ending_since.items():
-        if turn.now - max(at, turn.job.started_at) > LINGER_SECONDS:
+    for worker, since in turn.durable.ending_since.items():
+        if turn.now - max(since, turn.job.started_at) > LINGER_SECONDS:
             turn.note(
                 EventKind.KILLED, f"worker {worker} did not end within {LINGER_SECONDS:g} s and is killed", worker
             )
-            expect_end(turn, worker)
+            turn.expect_end(worker)
             turn.do(Kill(worker))
 
 
 def _spawn(turn: Turn) -> None:
-    worker = unused_id(turn)
-    record = WorkerRecord(worker, turn.durable.next_join_order, launched=True)
-    turn.keep(next_join_order=record.join_order + 1)
-    turn.enlist(record)
-    forget_the_oldest(turn)
+    worker = turn.take_id()
+    turn.enlist_new(worker, launched=True)
     turn.change(spawned_at={**turn.job.spawned_at, worker: turn.now})
     turn.note(EventKind.STARTING, f"worker {worker} is being started", worker)
     turn.do(Spawn(worker))
@@ -95,13 +91,15 @@ def on_restart(turn: Turn) -> None:
 def on_never_started(turn: Turn, event: NeverStarted) -> None:
     """An earlier controller died before it started this worker: start it now, under the id that it was given."""
     record = turn.durable.roster.get(event.worker)
-    if record is None or record.incarnation or not record.serves:
-        return forget_ending(turn, event.worker)
+    if record is None:
+        return
+    if record.incarnation or not record.serves:
+        turn.mark(event.worker, ending_since=None)
+        return
     turn.change(spawned_at={**turn.job.spawned_at, event.worker: turn.now})
     sentence = f"worker {event.worker} is being started again: the controller ended before starting it"
     turn.note(EventKind.STARTING, sentence, event.worker)
     turn.do(Spawn(event.worker))
-    return None
 
 
 # ---- leaving
@@ -161,8 +159,7 @@ def dismiss(turn: Turn, worker: WorkerId, how: Ending, why: str) -> None:
     turn.note(EventKind.LEFT if how is Ending.DRAINED else EventKind.DISMISSED, why, worker)
     process = turn.process(worker)
     record = turn.record(worker)
-    if record.launched:
-        expect_end(turn, worker)
+    turn.expect_end(worker)
     if record.launched and (process is None or not record.incarnation):
         turn.do(Kill(worker))
         turn.change(spawned_at={name: at for name, at in turn.job.spawned_at.items() if name != worker})
@@ -173,8 +170,7 @@ def give_up(turn: Turn, worker: WorkerId, why: str) -> None:
     record = turn.record(worker)
     how = Ending.REPLACED if record.launched else Ending.START_OVER
     turn.mark(worker, standing=Standing.DEAD, ending=how, why=why)
-    if record.launched:
-        expect_end(turn, worker)
+    turn.expect_end(worker)
     turn.note(EventKind.LOST, f"worker {worker} is given up: {why}", worker)
 
 
