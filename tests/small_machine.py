@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from shoal_controller import logs
 from shoal_controller.core.machine.effects import Effect, Note, Persist
-from shoal_controller.core.machine.events import Cancel, Event, Scale, Spawned, Tick
+from shoal_controller.core.machine.events import Cancel, Event, Scale, Tick
 from shoal_controller.core.machine.job import Job
+from shoal_controller.core.machine.place import Place
 from shoal_controller.core.machine.spec import JobSpec, JobView, Phase
 from shoal_controller.ports import Outside
+from shoal_controller.probes import ProbeResult
 from shoal_controller.shell import Shell
 from shoal_controller.store.open import open_store
 from shoal_protos.errors import Conflict
@@ -63,20 +65,20 @@ def _kept(job: Job, **fields: object) -> Job:
 
 
 class Written:
-    """Senders, prober and launcher in one: `log` has what they were asked, in order."""
+    """Streams, probe and launcher in one: `log` has what they were asked, in order."""
 
     def __init__(self) -> None:
         self.log: list[tuple[object, ...]] = []
-        self.seen: dict[str, tuple[bool, bool]] = {}
-        """By address: whether a probe reaches it, and is refused."""
-        self.adopted: list[Event] = []
-        self.spawns: Callable[[str], Spawned] = lambda worker: Spawned(worker, 100, 1.0, f"/logs/{worker}")
+        self.met: dict[str, ProbeResult] = {}
+        """By address: what a probe meets there."""
+        self.adopted: dict[str, Place | None] = {}
+        self.spawns: Callable[[str], Place] = lambda worker: Place.of_process(100, f"/logs/{worker}")
         self.slow: asyncio.Event | None = None
         """What every start waits for."""
         self._news = asyncio.Event()
 
     def outside(self) -> Outside:
-        return Outside(self, self.probe, {"local": self})
+        return Outside(self, {"local": self}, self.probe)
 
     def _write(self, *entry: object) -> None:
         self.log.append(entry)
@@ -95,11 +97,11 @@ class Written:
     def close(self, connection: int | None = None) -> None:
         self._write("close", connection)
 
-    async def probe(self, address: str, incarnation: str) -> tuple[bool, bool]:
+    async def probe(self, address: str, incarnation: str) -> ProbeResult:
         self._write("probe", address, incarnation)
-        return self.seen.get(address, (False, False))
+        return self.met.get(address, ProbeResult())
 
-    async def spawn(self, worker: str, spec: JobSpec) -> Spawned:
+    async def spawn(self, worker: str, spec: JobSpec) -> Place:
         self._write("spawn", worker, spec.job)
         if self.slow is not None:
             await self.slow.wait()
@@ -111,7 +113,7 @@ class Written:
     async def forget(self, job: str) -> None:
         self._write("forget", job)
 
-    async def adopt(self, workers: Sequence[str], spec: JobSpec) -> Sequence[Event]:
+    async def adopt(self, workers: Sequence[str], spec: JobSpec) -> Mapping[str, Place | None]:
         self._write("adopt", *workers)
         return self.adopted
 

@@ -8,7 +8,7 @@ Probes run beside each other, one per process. What comes of it goes back as an 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,9 +17,11 @@ from shoal_protos.errors import StoreError
 from shoal_protos.plan import WorkerId
 
 from shoal_controller.core.machine.effects import Adopt, Kill, Probe, Spawn
-from shoal_controller.core.machine.events import Event, Exited, NeverStarted, Probed
+from shoal_controller.core.machine.events import Event, Exited, NeverStarted, Probed, Spawned
+from shoal_controller.core.machine.place import Place
 from shoal_controller.core.machine.spec import JobSpec
-from shoal_controller.ports import Launcher, Outside
+from shoal_controller.launchers.launcher import Launcher
+from shoal_controller.ports import Outside
 from shoal_controller.tasks import end_task, guarded
 
 LAUNCHES = 4096
@@ -93,8 +95,8 @@ class BackgroundWork:
             tasks[who].add_done_callback(lambda _: tasks.pop(who, None))
 
     async def _probe(self, probe: Probe) -> None:
-        reached, refused = await self._outside.prober(probe.address, probe.incarnation)
-        await self._report(Probed(probe.worker, probe.incarnation, refused, reached))
+        met = await self._outside.probe(probe.address, probe.incarnation)
+        await self._report(Probed(probe.worker, probe.incarnation, met.refused, met.reached))
 
     async def _launch(self) -> None:
         while True:
@@ -110,12 +112,12 @@ class BackgroundWork:
 
     async def _adopt(self, adopt: Adopt) -> None:
         if self._launcher is not None:
-            for event in await self._found(self._launcher, adopt):
-                await self._report(event)
+            for worker, place in (await self._found(self._launcher, adopt)).items():
+                await self._report(Spawned(worker, place) if place is not None else NeverStarted(worker))
         self._adopted.set()
 
-    async def _found(self, launcher: Launcher, adopt: Adopt) -> Sequence[Event]:
-        """What became of an earlier life's processes; where that cannot be told, their streams will."""
+    async def _found(self, launcher: Launcher, adopt: Adopt) -> Mapping[WorkerId, Place | None]:
+        """Where an earlier life's workers are; where that cannot be told, their streams will."""
         for pause in (*[ADOPT_PAUSE_SECONDS] * (ADOPT_TIMES - 1), 0.0):
             try:
                 async with asyncio.timeout(LAUNCH_SECONDS):
@@ -123,7 +125,7 @@ class BackgroundWork:
             except Exception as error:
                 log.error("workers could not be adopted", job=self._spec.job, error=str(error), exc_info=error)
             await asyncio.sleep(pause)
-        return ()
+        return {}
 
     async def _start(self, worker: WorkerId) -> None:
         if worker in self._unwanted:
@@ -139,7 +141,7 @@ class BackgroundWork:
             return Exited(worker, None, f"this controller has no launcher {self._spec.launcher!r}")
         try:
             async with asyncio.timeout(LAUNCH_SECONDS):
-                return await launcher.spawn(worker, self._spec)
+                return Spawned(worker, await launcher.spawn(worker, self._spec))
         except TimeoutError:
             return Exited(worker, None, f"its launcher had not started it after {LAUNCH_SECONDS:g} s")
         except Exception as error:

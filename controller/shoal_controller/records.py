@@ -20,7 +20,7 @@ from shoal_protos.errors import StoreError
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.spec import JobSpec
 
-FORMAT = 2
+FORMAT = 3
 """Format of the records that this code reads and writes."""
 
 MOST_PARTS = 1 << 12

@@ -189,7 +189,7 @@ class Runner:
     def leave(self) -> None:
         """Let go of the streams of a job that another run replaces."""
         for connection in sorted(self._connections):
-            self._life.outside.senders.close(connection)
+            self._life.outside.streams.close(connection)
 
     async def submit(self, event: Event) -> None:
         """Returns when its effects are carried out, or, while the store fails, when it was heard. Raises the
@@ -318,11 +318,11 @@ class Runner:
     def _act(self, effect: Send | Close | Probe | Adopt | Spawn | Kill) -> None:
         match effect:
             case Send(connection, Welcome() | Refusal() as message):
-                self._life.outside.senders.send(connection, replace(message, cluster=self._life.cluster))
+                self._life.outside.streams.send(connection, replace(message, cluster=self._life.cluster))
             case Send(connection, message):
-                self._life.outside.senders.send(connection, message)
+                self._life.outside.streams.send(connection, message)
             case Close(connection):
-                self._life.outside.senders.close(connection)
+                self._life.outside.streams.close(connection)
             case Probe() | Adopt() | Spawn() | Kill():
                 self._background.run(effect)
 
@@ -351,8 +351,7 @@ class Runner:
         for connection in sorted(self._connections):
             self._shut_down(connection)
         for worker in self._shown.workers:
-            if worker.pid is not None:
-                self._background.run(Kill(worker.worker))
+            self._background.run(Kill(worker.worker))
 
     def _note_break(self, error: Exception) -> None:
         cause = str(error) if isinstance(error, ShoalError) else f"{type(error).__name__}: {error}"
@@ -362,16 +361,16 @@ class Runner:
     def _answer_broken(self, event: Event) -> None:
         """Workers that come are sent home, or to wait where another version may serve them; wishes are refused."""
         if isinstance(event, Connected) and self._unserved:
-            self._life.outside.senders.send(event.connection, Refusal(self._unserved, final=False))
-            self._life.outside.senders.close(event.connection)
+            self._life.outside.streams.send(event.connection, Refusal(self._unserved, final=False))
+            self._life.outside.streams.close(event.connection)
         elif isinstance(event, Connected):
             self._shut_down(event.connection)
         elif isinstance(event, OPERATOR_REQUESTS) and not (self._broken and isinstance(event, Cancel)):
             raise Conflict(self._broken or self._unserved)
 
     def _shut_down(self, connection: int) -> None:
-        self._life.outside.senders.send(connection, Shutdown(Ending.FAILED, self._broken))
-        self._life.outside.senders.close(connection)
+        self._life.outside.streams.send(connection, Shutdown(Ending.FAILED, self._broken))
+        self._life.outside.streams.close(connection)
 
 
 def _gone(spec: JobSpec) -> StoreError:

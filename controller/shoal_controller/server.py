@@ -21,9 +21,9 @@ from shoal_controller.api.web import Web
 from shoal_controller.launchers.local import LocalLauncher, WorkerEnvironment
 from shoal_controller.metrics import Metrics, Sources
 from shoal_controller.ports import Outside
-from shoal_controller.probes import probe
 from shoal_controller.sessions.service import SessionService
 from shoal_controller.sessions.settings import SessionSettings
+from shoal_controller.sessions.streams import Streams
 from shoal_controller.settings import Settings, inherited_environment
 from shoal_controller.shell import Shell
 from shoal_controller.store.open import open_store
@@ -53,14 +53,15 @@ async def serve(settings: Settings) -> AsyncIterator[Server]:
         http_host, http_port = split_address(settings.http)
         web = Web(http_host, http_port)
         ends.push_async_callback(web.stop)
-        sessions = SessionService(shell, _session_settings(settings))
+        streams = Streams()
+        sessions = SessionService(shell, streams, _session_settings(settings))
         ends.push_async_callback(sessions.stop)
         grpc = join_address(split_address(settings.grpc)[0], sessions.bind(settings.grpc))
         launcher = LocalLauncher(settings.folder, _worker_environment(settings, grpc), shell.submit)
         ends.push_async_callback(launcher.close)
         launchers = {"local": launcher} if "local" in settings.allowed_launchers else {}
-        shell.connect(Outside(sessions, probe, launchers))
-        metrics.show(Sources(shell.jobs, lambda: not shell.stopped.done(), sessions.states))
+        shell.connect(Outside(streams, launchers))
+        metrics.show(Sources(shell.jobs, lambda: not shell.stopped.done(), streams.states))
         ends.push_async_callback(shell.stop)
         await shell.start()
         app = build_app(shell, metrics.scrape, _api_settings(settings))

@@ -12,6 +12,7 @@ import grpc.aio
 from shoal_controller.core.machine.events import Connected, Disconnected, MessageReceived
 from shoal_controller.sessions.service import SessionService
 from shoal_controller.sessions.settings import SessionSettings
+from shoal_controller.sessions.streams import Streams
 from shoal_protos.channel import CHANNEL_OPTIONS, METHOD
 from shoal_protos.description import Description
 from shoal_protos.errors import NotFound
@@ -46,8 +47,9 @@ Event = Connected | MessageReceived | Disconnected
 class Jobs:
     """A shell that knows one job, `demo`, welcomes everybody and writes down what it hears."""
 
-    def __init__(self) -> None:
-        self.service = SessionService(self, SessionSettings())
+    def __init__(self, **settings: object) -> None:
+        self.streams = Streams()
+        self.service = SessionService(self, self.streams, SessionSettings.model_validate(settings))
         self.events: asyncio.Queue[Event] = asyncio.Queue()
         self.answer: Callable[[Event], Awaitable[None]] = self.welcome
 
@@ -62,7 +64,7 @@ class Jobs:
 
     async def welcome(self, event: Event) -> None:
         if isinstance(event, Connected):
-            self.service.send(event.connection, WELCOME)
+            self.streams.send(event.connection, WELCOME)
 
     async def next(self) -> Event:
         async with asyncio.timeout(SECONDS):
@@ -98,7 +100,7 @@ class Port:
 
     def __init__(self, jobs: Jobs, port: int) -> None:
         self.jobs = jobs
-        self.service = jobs.service
+        self.streams, self.service = jobs.streams, jobs.service
         self.number = port
 
     @asynccontextmanager
@@ -128,8 +130,7 @@ def on_port(scene: Callable[[Port], Coroutine[object, object, None]], **settings
     """Play a scene with a service that listens, and see that nothing is left of it."""
 
     async def play() -> None:
-        jobs = Jobs()
-        jobs.service = SessionService(jobs, SessionSettings.model_validate(settings))
+        jobs = Jobs(**settings)
         port = Port(jobs, jobs.service.bind("localhost:0"))
         try:
             await jobs.service.serve()

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from shoal_controller.core.machine.events import Exited, NeverStarted, Spawned
+from shoal_controller.core.machine.events import Exited
+from shoal_controller.core.machine.place import Place
 from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.launchers.local import LocalLauncher, WorkerEnvironment
 from shoal_controller.tokens import token_of_job
@@ -199,7 +200,7 @@ def test_a_page_lives_from_the_start_until_the_job_has_heard_of_the_end(tmp_path
         await controller.launcher.close()
         assert controller.pages() == ["w0.json"]
         later = Controller(tmp_path)
-        assert await later.launcher.adopt((), spec(SLEEPER)) == []
+        assert await later.launcher.adopt((), spec(SLEEPER)) == {}
         assert await later.end() == Exited("w0", -15, f"its process {spawned.pid} was killed by SIGTERM", "began")
         await later.launcher.close()
         assert controller.pages() == []
@@ -238,12 +239,13 @@ def test_a_later_controller_adopts_what_lives_and_tells_what_has_died(tmp_path: 
         spawned_by_a_controller_that_died(tmp_path, SLEEPER, "echo boom; exit 7", SLEEPER)
         pages = {name: json.loads((tmp_path / "jobs/demo" / name).read_text()) for name in controller.pages()}
         await until(partial(ended, pages["w1.json"]["pid"]))
-        first, third = await controller.launcher.adopt((), spec(SLEEPER))
+        found = await controller.launcher.adopt((), spec(SLEEPER))
         unknown = "ended while no controller watched it, or as an earlier one's; its exit status is not known"
         assert await controller.end() == Exited("w1", None, f"its process {pages['w1.json']['pid']} {unknown}", "boom")
-        for page, event in ((pages["w0.json"], first), (pages["w2.json"], third)):
-            log = str(tmp_path / f"jobs/demo/{page['worker']}.log")
-            assert event == Spawned(page["worker"], page["pid"], page["started_at"], log)
+        assert found == {
+            worker: Place.of_process(pages[f"{worker}.json"]["pid"], str(tmp_path / f"jobs/demo/{worker}.log"))
+            for worker in ("w0", "w2")
+        }
         await controller.launcher.kill("w0", spec(SLEEPER))
         os.kill(pages["w2.json"]["pid"], signal.SIGTERM)
         assert {(end.worker, end.code) for end in (await controller.end(), await controller.end())} == {
@@ -262,10 +264,10 @@ def test_a_pid_that_was_given_to_another_process_is_not_adopted(tmp_path: Path) 
         await until(partial(written, bystander.log))
         page = tmp_path / "jobs/demo/w0.json"
         right = json.loads(page.read_text())
-        for wrong in ({"started_at": bystander.started_at - 1}, {"boot": "another"}, {"pid": 1 << 22}):
+        for wrong in ({"started_at": right["started_at"] - 1}, {"boot": "another"}, {"pid": 1 << 22}):
             page.write_text(json.dumps(right | wrong))
             later = Controller(tmp_path)
-            assert await later.launcher.adopt((), spec(SLEEPER)) == []
+            assert await later.launcher.adopt((), spec(SLEEPER)) == {}
             assert (await later.end()).worker == "w0"
             await later.launcher.kill("w0", spec(SLEEPER))
             assert not ended(bystander.pid)
@@ -282,7 +284,7 @@ def test_a_worker_without_a_page_is_found_by_its_log_or_was_never_started(tmp_pa
         await controller.launcher.close()
         (tmp_path / "jobs/demo/w0.json").unlink()  # as if its controller had died before it wrote one
         later = Controller(tmp_path)
-        assert await later.launcher.adopt(("w0", "w1"), spec("")) == [spawned, NeverStarted("w1")]
+        assert await later.launcher.adopt(("w0", "w1"), spec("")) == {"w0": spawned, "w1": None}
         assert later.pages() == ["w0.json"]
         await later.launcher.kill("w0", spec(""))
         assert (await later.end()).code == -9
@@ -298,7 +300,7 @@ def test_a_page_that_cannot_be_read_is_dropped(tmp_path: Path) -> None:
         (folder / "w0.json").write_text("{")
         (folder / "w1.json").write_text('{"worker": "w1"}')
         (folder / "w2.json").write_text("[]")
-        assert await controller.launcher.adopt((), spec("")) == []
+        assert await controller.launcher.adopt((), spec("")) == {}
         assert controller.pages() == []
 
     with_controller(tmp_path, scene)
@@ -306,9 +308,9 @@ def test_a_page_that_cannot_be_read_is_dropped(tmp_path: Path) -> None:
 
 def test_a_new_run_of_a_job_ends_what_the_run_before_left(tmp_path: Path) -> None:
     async def scene(controller: Controller) -> None:
-        assert await controller.launcher.adopt((), spec(SLEEPER)) == []
+        assert await controller.launcher.adopt((), spec(SLEEPER)) == {}
         old = await controller.launcher.spawn("w0", spec(SLEEPER))
-        assert await controller.launcher.adopt((), spec(SLEEPER)) == ()
+        assert await controller.launcher.adopt((), spec(SLEEPER)) == {}
         assert not psutil.pid_exists(old.pid)
         new = await controller.launcher.spawn("w0", spec("echo new"))
         assert await controller.end() == Exited("w0", 0, f"its process {new.pid} ended with status 0", "new")
@@ -411,7 +413,7 @@ def test_closing_lets_workers_live(tmp_path: Path) -> None:
         await controller.launcher.close()
         assert psutil.Process(spawned.pid).is_running()
         later = Controller(tmp_path)
-        assert await later.launcher.adopt((), spec(SLEEPER)) == [spawned]
+        assert await later.launcher.adopt((), spec(SLEEPER)) == {"w0": spawned}
         await later.launcher.kill("w0", spec(SLEEPER))
         assert (await later.end()).code == -9
         await later.launcher.close()

@@ -58,15 +58,15 @@ def test_what_is_sent_before_a_close_arrives_and_the_stream_ends() -> None:
             connected = await port.jobs.next()
             assert isinstance(connected, Connected)
             for message in (Prepare(3), last):
-                port.service.send(connected.connection, message)
-            port.service.close(connected.connection)
-            port.service.send(connected.connection, Prepare(4))
+                port.streams.send(connected.connection, message)
+            port.streams.close(connected.connection)
+            port.streams.send(connected.connection, Prepare(4))
             assert [await worker.receive() for _ in range(3)] == [WELCOME, Prepare(3), last]
             await worker.call.done_writing()
             assert await worker.receive() is None
         assert await port.jobs.next() == Disconnected(connected.connection, "the controller closed the stream")
-        port.service.send(connected.connection, Prepare(5))
-        port.service.close(connected.connection)
+        port.streams.send(connected.connection, Prepare(5))
+        port.streams.close(connected.connection)
 
     on_port(scene)
 
@@ -78,8 +78,8 @@ def test_a_worker_in_the_middle_of_speaking_still_hears_the_last_message() -> No
             await worker.send(HELLO)
             connected = await port.jobs.next()
             assert isinstance(connected, Connected)
-            port.service.send(connected.connection, last)
-            port.service.close(connected.connection)
+            port.streams.send(connected.connection, last)
+            port.streams.close(connected.connection)
             for _ in range(50):
                 await worker.send(BEAT)
             assert [await worker.receive(), await worker.receive()] == [WELCOME, last]
@@ -94,7 +94,7 @@ def test_a_worker_that_does_not_hang_up_is_left() -> None:
             await worker.send(HELLO)
             connected = await port.jobs.next()
             assert isinstance(connected, Connected)
-            port.service.close(connected.connection)
+            port.streams.close(connected.connection)
             assert [await worker.receive(), await worker.receive()] == [WELCOME, None]
             assert await worker.code() is grpc.StatusCode.OK
 
@@ -111,7 +111,7 @@ def test_a_plan_reaches_all_its_members() -> None:
                 await worker.send(replace(HELLO, worker=f"w{number}"))
                 connected = await port.jobs.next()
                 assert isinstance(connected, Connected)
-                port.service.send(connected.connection, PlanMessage(plan))
+                port.streams.send(connected.connection, PlanMessage(plan))
             for worker in (first, second):
                 assert [await worker.receive(), await worker.receive()] == [WELCOME, PlanMessage(plan)]
 
@@ -195,11 +195,11 @@ def test_a_worker_that_never_reads_is_cut_off_and_the_others_hear_on() -> None:
             assert isinstance(neighbour, Connected)
             cut = asyncio.create_task(port.jobs.next())
             while not cut.done():
-                port.service.send(connected.connection, big)
+                port.streams.send(connected.connection, big)
                 await asyncio.sleep(0)
             why = "it left 64 messages unread and was cut off"
             assert await cut == Disconnected(connected.connection, why)
-            port.service.send(neighbour.connection, Ping(1))
+            port.streams.send(neighbour.connection, Ping(1))
             assert [await other.receive(), await other.receive()] == [WELCOME, Ping(1)]
 
     on_port(scene)
@@ -207,7 +207,7 @@ def test_a_worker_that_never_reads_is_cut_off_and_the_others_hear_on() -> None:
 
 def test_a_port_in_use_is_refused_in_one_sentence() -> None:
     async def scene(port: Port) -> None:
-        second = SessionService(port.jobs, SessionSettings())
+        second = SessionService(port.jobs, port.streams, SessionSettings())
         with pytest.raises(UserError, match=rf"^cannot listen for workers on localhost:{port.number}: it is in use"):
             second.bind(f"localhost:{port.number}")
         await second.stop()
@@ -233,7 +233,7 @@ def test_stopping_ends_every_stream_and_tells_the_jobs() -> None:
 
 def test_a_port_that_was_taken_and_never_served_is_given_back() -> None:
     async def play() -> None:
-        service = SessionService(Jobs(), SessionSettings())
+        service = Jobs().service
         port = service.bind("localhost:0")
         await service.stop()
         assert service.bind(f"localhost:{port}") == port

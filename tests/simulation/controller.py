@@ -36,6 +36,7 @@ from shoal_controller.core.machine.events import (
 )
 from shoal_controller.core.machine.job import Job
 from shoal_controller.core.machine.machine import new_job, restore, step
+from shoal_controller.core.machine.place import Place
 from shoal_protos.errors import UserError
 from shoal_protos.messages import Refusal, Welcome
 
@@ -239,7 +240,7 @@ class Launcher:
         if life == self._life:
             process = self.simulation.start_process(worker, launched=True)
             self.started[worker] = process
-            self._tell(Spawned(worker, process.pid, self.clock.now, f"{worker}.log"))
+            self._tell(Spawned(worker, Place.of_process(process.pid, f"{worker}.log")))
 
     def kill(self, worker: str) -> None:
         self.clock.after(0.01, self._kill, worker, self._life)
@@ -263,7 +264,7 @@ class Launcher:
         roster = self.simulation.host.stored.roster
         for worker, process in self.started.items():
             if worker in roster:
-                lives = Spawned(worker, process.pid, 0.0, f"{worker}.log")
+                lives = Spawned(worker, Place.of_process(process.pid, f"{worker}.log"))
                 self._tell(lives if process.alive else self._exit(worker, process))
         for worker in workers:
             if worker not in self.started:

@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 from machine_driver import MADE_OF, Driver
 from shoal_controller.core.machine.events import DrainWorker, Exited, Spawned
+from shoal_controller.core.machine.place import Place
 from shoal_controller.core.machine.spec import Phase
 from shoal_protos.checkpoint import CheckpointRef
 from shoal_protos.messages import NO_CONTROLLER, WRONG_USE, Fault, MemberState, Result
@@ -128,7 +129,7 @@ def test_joiners_that_die_of_a_signal_before_any_world_are_given_up_too_with_a_b
     died = []
     while not job.view.phase.over:
         (worker,) = (r.worker for r in job.job.durable.roster.values() if r.serves)
-        job.feed(Spawned(worker, 7, 1.0, "log"))
+        job.feed(Spawned(worker, Place.of_process(7, "log")))
         died.append(job.now)
         job.exit(worker, -11, "its process 7 was killed by SIGSEGV")
         while not job.view.phase.over and not any(r.serves for r in job.job.durable.roster.values()):
@@ -239,7 +240,7 @@ def test_an_exit_status_that_comes_after_the_end_of_the_stream_turns_a_death_int
 
 def test_a_mistake_that_a_script_tells_at_its_start_fails_the_job_at_once_with_its_sentence() -> None:
     job = job_of(2)
-    job.feed(Spawned("w0", 12, 1.0, "/logs/w0.log"))
+    job.feed(Spawned("w0", Place.of_process(12, "/logs/w0.log")))
     job.exit("w0", WRONG_USE, "exit status 2", "warming up\nshoal: optimizer.lr is -1;\nexpected 0 or more")
     assert job.view.phase is Phase.FAILED
     assert job.view.reason == (

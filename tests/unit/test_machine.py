@@ -8,8 +8,9 @@ from typing import get_args
 import pytest
 from machine_driver import MADE_OF, NEW, RUN, Driver
 from shoal_controller.core.machine.effects import Close, Persist, Send
-from shoal_controller.core.machine.events import Cancel, Disconnected, Event, Exited, Scale
+from shoal_controller.core.machine.events import Cancel, Disconnected, Event, Exited, Scale, Spawned
 from shoal_controller.core.machine.machine import SETTLE, TABLE
+from shoal_controller.core.machine.place import Place
 from shoal_controller.core.machine.spec import Phase, State
 from shoal_protos.checkpoint import CheckpointRef
 from shoal_protos.messages import (
@@ -207,6 +208,18 @@ def test_a_second_process_with_a_living_workers_id_is_refused() -> None:
     job.start(2)
     job.hello("w1", incarnation="another", pid=99)
     assert "worker w1 is in job job already, as process 7 on host; a second process (pid 99" in refusal(job)
+
+
+def test_a_worker_is_where_its_launcher_says_whatever_its_own_system_calls_its_process() -> None:
+    job = Driver(wanted=1, launcher="kubernetes")
+    job.feed(Spawned("w0", Place("pod demo-w0")))
+    job.hello("w0")
+    job.restart()
+    job.feed(Spawned("w0", Place("pod demo-w0")))
+    job.hello("w0", incarnation="another")
+    assert "worker w0 is in job job already, as pod demo-w0 on host" in refusal(job)
+    [worker] = job.view.workers
+    assert (worker.host, worker.pid, worker.log) == ("host", None, "")
 
 
 def test_a_process_that_says_hello_twice_with_a_dead_workers_id_has_one_new_id() -> None:

@@ -6,6 +6,7 @@ from machine_driver import Driver
 from shoal_controller.core.machine.durable import Standing
 from shoal_controller.core.machine.effects import Probe
 from shoal_controller.core.machine.events import Disconnected, Probed, Spawned, Tick
+from shoal_controller.core.machine.place import Place
 
 
 def training(workers: int = 5, **spec: object) -> Driver:
@@ -164,7 +165,7 @@ def test_who_refuses_one_after_the_other_counts_towards_most() -> None:
 def test_where_the_launcher_sees_the_process_no_refusal_proves_anything() -> None:
     job = Driver(wanted=3, launcher="local", command=("python", "train.py"))
     for worker in ("w0", "w1", "w2"):
-        job.feed(Spawned(worker, 7, 1.0, f"{worker}.log"))
+        job.feed(Spawned(worker, Place.of_process(7, f"{worker}.log")))
     job.start(3)
     for worker in job.connections:
         job.feed(Probed(worker, f"inc-{worker}", refused=False, reached=True))

@@ -8,6 +8,7 @@ from machine_driver import MADE_OF, Driver
 from shoal_controller.core.machine.durable import Leaving, Standing
 from shoal_controller.core.machine.effects import Kill, Note, Persist, Send
 from shoal_controller.core.machine.events import DrainWorker, Scale, Spawned
+from shoal_controller.core.machine.place import Place
 from shoal_controller.core.machine.spec import Phase, State
 from shoal_protos.messages import (
     NO_CONTROLLER,
@@ -45,7 +46,7 @@ def test_workers_that_fail_again_and_again_are_replaced_later_and_later_up_to_ha
 
 def test_after_max_restarts_the_job_fails_with_the_workers_reason_and_log() -> None:
     job = Driver(wanted=1, launcher="local", max_restarts=0)
-    job.feed(Spawned("w0", 12, 1.0, "/logs/w0.log"))
+    job.feed(Spawned("w0", Place.of_process(12, "/logs/w0.log")))
     job.exit("w0", 1, "exit status 1", "Traceback…\nValueError: no such file")
     assert job.view.phase is Phase.FAILED
     assert job.view.reason == (
@@ -106,7 +107,7 @@ def test_a_process_that_has_not_said_hello_is_killed_as_soon_as_its_job_is_over(
     job = Driver(wanted=2, launcher="local")
     job.start(2)
     job.feed(Scale(3))
-    job.feed(Spawned("w2", 14, 1.0, "/logs/w2.log"))
+    job.feed(Spawned("w2", Place.of_process(14, "/logs/w2.log")))
     job.say("w0", Result(3, failure="lr of group 0 differs", everyone=True))
     assert job.view.phase is Phase.FAILED
     assert [effect for effect in job.effects if isinstance(effect, Kill)] == [Kill("w2")]

@@ -23,7 +23,9 @@ from shoal_controller.core.machine.events import (
     Started,
     Tick,
 )
+from shoal_controller.core.machine.place import Place
 from shoal_controller.core.machine.spec import JobSpec, Phase, State, WorkerView
+from shoal_controller.probes import ProbeResult
 from shoal_controller.records import Head, Unreadable, head_key, part_key
 from shoal_controller.store.open import open_store
 from shoal_controller.store.store import Put
@@ -43,7 +45,7 @@ async def test_a_process_that_is_started_comes_back_as_an_event(tmp_path):
     async with running(tmp_path, machine) as world:
         await world.shell.create(SPEC)
         await world.shell.submit("train", Save())
-        assert await asyncio.wait_for(events.get(), 5) == Spawned("w0", 100, 1.0, "/logs/w0")
+        assert await asyncio.wait_for(events.get(), 5) == Spawned("w0", Place.of_process(100, "/logs/w0"))
 
 
 @pytest.mark.parametrize(
@@ -121,8 +123,8 @@ async def test_what_an_earlier_life_started_is_adopted_before_anything_is_starte
     async with running(
         tmp_path, SmallMachine({Started: begin, Spawned: lambda _, event: events.put_nowait(event) or ()})
     ) as world:
-        world.written.adopted = [Spawned("w1", 7, 2.0, "/logs/w1")]
-        assert await asyncio.wait_for(events.get(), 5) == Spawned("w1", 7, 2.0, "/logs/w1")
+        world.written.adopted = {"w1": Place.of_process(7, "/logs/w1")}
+        assert await asyncio.wait_for(events.get(), 5) == Spawned("w1", Place.of_process(7, "/logs/w1"))
         await world.written.until("spawn", "w3", "train")
         await world.written.until("kill", "w1", "train")
         assert world.written.log[0] == ("adopt", "w0", "w1", "w2")
@@ -134,7 +136,7 @@ async def test_a_probe_is_asked_once_and_answered_as_an_event(tmp_path):
     probes = [Probe("w0", "i", "host:1"), Probe("w0", "i", "host:1"), Probe("w1", "j", "host:2")]
     machine = SmallMachine({Save: probes, Probed: lambda _, event: events.put_nowait(event) or ()})
     async with running(tmp_path, machine) as world:
-        world.written.seen["host:2"] = True, True
+        world.written.met["host:2"] = ProbeResult(reached=True, refused=True)
         await world.shell.create(SPEC)
         await world.shell.submit("train", Save())
         answers = {await asyncio.wait_for(events.get(), 5) for _ in range(2)}
@@ -153,7 +155,7 @@ def failing(*_):
 
 
 WORKER = WorkerView(
-    worker="w0", host="h", pid=1, state=State.ACTIVE, rank=0, lanes=(0,), blocks=1, mirrored_blocks=0, step=3,
+    worker="w0", host="h", pid=None, state=State.ACTIVE, rank=0, lanes=(0,), blocks=1, mirrored_blocks=0, step=3,
     step_seconds=0.1, memory_bytes={}, log="",
 )  # fmt: skip
 
@@ -213,7 +215,7 @@ async def test_a_machine_that_refuses_what_nobody_wished_has_failed(tmp_path, ev
 
 
 OTHER = (
-    "its record in the store has format {}, written by another version of Shoal; this one reads 2. "
+    "its record in the store has format {}, written by another version of Shoal; this one reads 3. "
     "Install that version again"
 )
 DAMAGES = {
@@ -228,13 +230,13 @@ DAMAGES = {
     ),
     "a newer head": (
         "/jobs/train",
-        lambda value: json.dumps(json.loads(value) | {"format": 3}).encode(),
-        OTHER.format(3),
+        lambda value: json.dumps(json.loads(value) | {"format": 4}).encode(),
+        OTHER.format(4),
     ),
     "an older head": (
         "/jobs/train",
-        lambda value: json.dumps(json.loads(value) | {"format": 1}).encode(),
-        OTHER.format(1),
+        lambda value: json.dumps(json.loads(value) | {"format": 2}).encode(),
+        OTHER.format(2),
     ),
     "a field of a newer version": (
         "/jobs/train",

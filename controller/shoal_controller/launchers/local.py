@@ -22,7 +22,8 @@ from shoal_protos.channel import FORK_SAFE
 from shoal_protos.errors import ShoalError, StoreError, UserError
 from shoal_protos.plan import WorkerId
 
-from shoal_controller.core.machine.events import Exited, NeverStarted, Spawned
+from shoal_controller.core.machine.events import Exited
+from shoal_controller.core.machine.place import Place
 from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.launchers.process import Process, reap_orphans
 from shoal_controller.launchers.process_record import ProcessRecord, ProcessRecords, boot_id
@@ -73,7 +74,7 @@ class WorkerEnvironment:
 
 
 class LocalLauncher:
-    """Starts and watches processes on this machine. All calls come from one event loop."""
+    """A `Launcher`. Starts and watches processes on this machine. All calls come from one event loop."""
 
     def __init__(self, folder: Path, environment: WorkerEnvironment, submit: Submit) -> None:
         self._folder = folder
@@ -89,8 +90,8 @@ class LocalLauncher:
 
     # ---- what the shell asks
 
-    async def spawn(self, worker: WorkerId, spec: JobSpec) -> Spawned:
-        """Start a process for this worker. A `ShoalError` says why it could not be started."""
+    async def spawn(self, worker: WorkerId, spec: JobSpec) -> Place:
+        """Start a process for this worker; returns which. A `ShoalError` says why it could not be started."""
         records = self._records(spec.job)
         if not spec.command:
             raise UserError(f"job {spec.job} has launcher local and no command; give it one to start workers with")
@@ -99,7 +100,7 @@ class LocalLauncher:
         except (OSError, ValueError) as error:
             raise UserError(f"worker {worker} could not be started with {spec.command[0]!r}: {error}") from error
         self._watch(spec.job, process, record)
-        return Spawned(worker, process.pid, process.started_at, str(records.log(worker)))
+        return _place(records, record)
 
     async def kill(self, worker: WorkerId, spec: JobSpec) -> None:
         """End the worker's process and its group at once; one that is already gone is no error."""
@@ -125,21 +126,21 @@ class LocalLauncher:
             await asyncio.sleep(LOOK_SECONDS)
         return not left
 
-    async def adopt(self, workers: Sequence[WorkerId], spec: JobSpec) -> Sequence[Spawned | NeverStarted]:
-        """What became of the processes that an earlier controller started for this job, and of `workers` in any case.
-
-        One event for each that lives or never was; what has ended is reported as every end is. Asked again in one
-        controller's life, the job is a new run of that name: what the old run left is ended.
+    async def adopt(self, workers: Sequence[WorkerId], spec: JobSpec) -> Mapping[WorkerId, Place | None]:
+        """The processes that an earlier controller has started for this job and that live; None: one of `workers` that
+        it has not started. What has ended is reported as every end is. Asked again in one controller's life, the job is
+        a new run of that name: what the old run left is ended.
         """
         records = self._records(spec.job)
         if spec.job in self._adopted:
             await self._clear(spec.job, records)
-            return ()
+            return {}
         self._adopted.add(spec.job)
-        found = list(records)
-        events = [self._found(spec.job, records, record) for record in found]
-        unrecorded = [worker for worker in workers if worker not in {record.worker for record in found}]
-        return [*filter(None, events), *(self._unrecorded(spec.job, records, worker) for worker in unrecorded)]
+        recorded = {record.worker: self._found(spec.job, records, record) for record in list(records)}
+        unrecorded = {
+            worker: self._unrecorded(spec.job, records, worker) for worker in workers if worker not in recorded
+        }
+        return {worker: place for worker, place in recorded.items() if place is not None} | unrecorded
 
     async def forget(self, job: str) -> None:
         """End what is left of a job that is over, and delete its folder: logs and records."""
@@ -178,24 +179,24 @@ class LocalLauncher:
             raise
         return process, record
 
-    def _found(self, job: str, records: ProcessRecords, record: ProcessRecord) -> Spawned | None:
+    def _found(self, job: str, records: ProcessRecords, record: ProcessRecord) -> Place | None:
         """One process of an earlier life: watched from now on, or what is known of its end is reported."""
         alive = None if record.ended or record.boot != self._boot else Process.find(record.pid, record.started_at)
         if alive is None:
             self._report_later(job, record.end(record.code))
             return None
         self._watch(job, alive, record)
-        return Spawned(record.worker, record.pid, record.started_at, str(records.log(record.worker)))
+        return _place(records, record)
 
-    def _unrecorded(self, job: str, records: ProcessRecords, worker: WorkerId) -> Spawned | NeverStarted:
+    def _unrecorded(self, job: str, records: ProcessRecords, worker: WorkerId) -> Place | None:
         """A worker without a record: the controller died before it wrote one, or before there was a process at all."""
         process = Process.writing_to(records.log(worker))
         if process is None:
-            return NeverStarted(worker)
+            return None
         record = ProcessRecord(worker, process.pid, process.started_at, self._boot, 0)
         records.write(record)
         self._watch(job, process, record)
-        return Spawned(worker, process.pid, process.started_at, str(records.log(worker)))
+        return _place(records, record)
 
     async def _clear(self, job: str, records: ProcessRecords) -> None:
         """End what an earlier run of this name left, and report none of it. The others' work goes on meanwhile."""
@@ -280,6 +281,10 @@ async def _ended(process: Process) -> None:
         process.end()
     else:
         process.release()
+
+
+def _place(records: ProcessRecords, record: ProcessRecord) -> Place:
+    return Place.of_process(record.pid, str(records.log(record.worker)))
 
 
 def _why(record: ProcessRecord) -> str:

@@ -1,30 +1,27 @@
-"""The gRPC side of the controller: one stream per worker, each with a number that is never used again.
+"""The gRPC side of the controller: one stream per worker.
 
 A thin driver of `Dialogue`: it moves bytes between streams and dialogues and hands events to the shell, which answers
-by `send` and `close`. It knows no job and decides nothing. gRPC carries bytes; the wire reads them, so that a message
-that cannot be read is answered by a sentence. See docs/decisions/0011-how-a-plan-travels.md.
+on the streams (`streams.py`). It knows no job and decides nothing. gRPC carries bytes; the wire reads them, so that a
+message that cannot be read is answered by a sentence. See docs/decisions/0011-how-a-plan-travels.md.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Protocol
 
 import grpc
 import grpc.aio
 import structlog
 from shoal_protos.channel import CHANNEL_OPTIONS, KEEPALIVE_SECONDS, METHOD
 from shoal_protos.errors import NotFound, ShoalError, UserError
-from shoal_protos.messages import PlanMessage, ToWorker
-from shoal_protos.plan import Plan
-from shoal_protos.wire import encode_controller
 
 from shoal_controller.core.machine.events import Connected, Disconnected, MessageReceived
 from shoal_controller.sessions.dialogue import Dialogue
 from shoal_controller.sessions.settings import SessionSettings
+from shoal_controller.sessions.streams import Context, Stream, Streams
+from shoal_controller.shell import Shell
 from shoal_controller.tasks import guarded
 
 MOST_STREAMS = 1 << 14
@@ -46,58 +43,18 @@ SERVER_OPTIONS = (
 
 log = structlog.get_logger("shoal.sessions")
 
-Context = grpc.aio.ServicerContext[bytes, bytes]
-
-
-class Jobs(Protocol):
-    """Where events go: the shell. Raises `ShoalError` where the job is unknown or over, or the store fails."""
-
-    def expect(self, job: str) -> None:
-        """Raises `NotFound` for a job that there is not."""
-
-    async def submit(self, job: str, event: Connected | MessageReceived | Disconnected) -> object:
-        """Hand an event to a job."""
-
-
-class Stream:
-    """One open stream: the dialogue, gRPC's end of it, and what wakes its writer."""
-
-    def __init__(self, connection: int, context: Context) -> None:
-        self.dialogue = Dialogue(connection)
-        self.context = context
-        self.stirred = asyncio.Event()
-        self.cut = asyncio.get_running_loop().create_future()
-
-    def stir(self) -> None:
-        """Look at the dialogue again: it has something to say, is closing, or is cut off."""
-        self.stirred.set()
-        if self.dialogue.overflowed and not self.cut.done():
-            self.cut.set_result(None)
-
-    async def write(self) -> None:
-        """Carry out what is said until the dialogue closes."""
-        while True:
-            self.stirred.clear()
-            while self.dialogue.outbox:
-                await self.context.write(self.dialogue.outbox.popleft())
-            if self.dialogue.over:
-                return
-            await self.stirred.wait()
-
 
 class SessionService:
-    """Opens the port, serves the streams, and is the shell's `Senders`."""
+    """Opens the port and serves the streams."""
 
-    def __init__(self, jobs: Jobs, settings: SessionSettings) -> None:
-        self._jobs = jobs
+    def __init__(self, shell: Shell, streams: Streams, settings: SessionSettings) -> None:
+        self._shell = shell
+        self._streams = streams
         self._settings = settings
-        self._numbers = itertools.count(1)
-        self._streams: dict[int, Stream] = {}
         self._ending: set[asyncio.Task[None]] = set()
         """What `stop` waits for: the streams' tasks and their farewells."""
         self._server: grpc.aio.Server | None = None
         self._serving = False
-        self._last_plan: tuple[Plan, bytes] | None = None
 
     # ---- life
 
@@ -142,48 +99,16 @@ class SessionService:
             late = sorted(task.get_name() for task in self._ending)
             log.error("streams did not end in time", seconds=STOP_SECONDS, tasks=late)
 
-    def states(self) -> dict[str, int]:
-        """How many streams there are, by state."""
-        streams = [stream.dialogue for stream in self._streams.values()]
-        greeting = sum(dialogue.hello is None and not dialogue.over for dialogue in streams)
-        ending = sum(dialogue.over for dialogue in streams)
-        return {"greeting": greeting, "open": len(streams) - greeting - ending, "ending": ending}
-
-    # ---- what the shell asks
-
-    def send(self, connection: int, message: ToWorker) -> None:
-        """Put a message on a stream; dropped where the stream is gone."""
-        stream = self._streams.get(connection)
-        if stream is not None:
-            stream.dialogue.say(self._encoded(message))
-            stream.stir()
-
-    def close(self, connection: int) -> None:
-        """End a stream after what was sent on it."""
-        stream = self._streams.get(connection)
-        if stream is not None:
-            stream.dialogue.close()
-            stream.stir()
-
-    def _encoded(self, message: ToWorker) -> bytes:
-        """One plan goes to all its members: it is written once."""
-        if not isinstance(message, PlanMessage):
-            return encode_controller(message)
-        if self._last_plan is None or self._last_plan[0] is not message.plan:
-            self._last_plan = (message.plan, encode_controller(message))
-        return self._last_plan[1]
-
     # ---- one stream
 
     async def _serve(self, _: object, context: Context) -> None:
-        connection = next(self._numbers)
         self._stop_waits_for(asyncio.current_task())
-        stream = self._streams[connection] = Stream(connection, context)
+        stream = self._streams.open(context)
         try:
             await self._converse(stream)
             _set_status(stream)
         finally:
-            del self._streams[connection]
+            self._streams.forget(stream)
             self._say_farewell(stream.dialogue)
 
     async def _converse(self, stream: Stream) -> None:
@@ -220,7 +145,7 @@ class SessionService:
         if dialogue.hello is None:
             dialogue.only_job = self._settings.opened_by(_metadata(stream.context).get("authorization"))
             with _hint():
-                self._jobs.expect(dialogue.job_named(data))
+                self._shell.expect(dialogue.job_named(data))
         event = dialogue.hear(data)
         assert dialogue.hello is not None
         await self._submit(dialogue.hello.job, event)
@@ -237,7 +162,7 @@ class SessionService:
 
     async def _submit(self, job: str, event: Connected | MessageReceived) -> None:
         with _hint():
-            await self._jobs.submit(job, event)
+            await self._shell.submit(job, event)
 
     def _say_farewell(self, dialogue: Dialogue) -> None:
         """Tell the job that the stream ended, in a task of its own: gRPC may have cancelled the stream's."""
@@ -255,7 +180,7 @@ class SessionService:
 
     async def _submit_farewell(self, job: str, event: Disconnected) -> None:
         try:
-            await self._jobs.submit(job, event)
+            await self._shell.submit(job, event)
         except ShoalError as error:
             log.info("a stream ended that its job does not know", job=job, connection=event.connection, why=str(error))
 

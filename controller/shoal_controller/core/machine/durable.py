@@ -22,6 +22,7 @@ from shoal_protos.runs import NO_BLOCKS, Runs
 
 from shoal_controller.core.machine.codec import plain, restored
 from shoal_controller.core.machine.figures import Figures
+from shoal_controller.core.machine.place import Place
 from shoal_controller.core.machine.spec import JobSpec, Phase
 
 HISTORY = 200
@@ -64,9 +65,8 @@ class WorkerRecord:
     address: str = ""
     host: str = ""
     domain: str = ""
-    pid: int | None = None
-    started_at: float | None = None
-    log: str = ""
+    place: Place | None = None
+    """Where it runs, as its launcher says, else as it says itself; None: it has not been started yet."""
     standing: Standing = Standing.HERE
     leaving: Leaving = Leaving.NO
     grace_seconds: float = 30.0
@@ -87,6 +87,11 @@ class WorkerRecord:
     def serves(self) -> bool:
         """Whether it is alive as far as is known, and wanted."""
         return self.standing is Standing.HERE and self.ending is None
+
+    @property
+    def log(self) -> str:
+        """Path of its log; empty where none is known."""
+        return self.place.log if self.place is not None else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from shoal_protos.messages import Heartbeat, Hello, Inventory, Ready, Request, Result
 from shoal_protos.plan import WorkerId
 
+from shoal_controller.core.machine.place import Place
+
 
 @dataclass(frozen=True, slots=True)
 class Started:
@@ -59,14 +61,10 @@ class Probed:
 
 @dataclass(frozen=True, slots=True)
 class Spawned:
-    """The launcher has started (or, after a restart of the controller, adopted) a process for this worker."""
+    """The launcher has started this worker, or has found it alive after a restart of the controller."""
 
     worker: WorkerId
-    pid: int
-    started_at: float
-    """The process's start time as the system tells it: with the pid it names the process for good."""
-    log: str
-    """Path of its log."""
+    place: Place
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,7 +161,7 @@ def _worker(job: Job, record: WorkerRecord, now: float, waited_for_seconds: floa
     return WorkerView(
         worker=record.worker,
         host=record.host,
-        pid=record.pid,
+        pid=record.place.pid if record.place is not None else None,
         state=state(job, record, rank),
         rank=rank,
         lanes=share.lanes if share is not None else (),

@@ -22,6 +22,7 @@ from shoal_controller.core.machine.job import Process
 from shoal_controller.core.machine.phases import claims, ending, failure_detector, worker_messages
 from shoal_controller.core.machine.phases.next_message import send_if_due
 from shoal_controller.core.machine.phases.progress import shown_loss
+from shoal_controller.core.machine.place import Place
 from shoal_controller.core.machine.turn import Turn
 
 REFUSALS = 256
@@ -150,8 +151,9 @@ def _second_process(turn: Turn, hello: Hello) -> Refusal:
         turn.do(Probe(record.worker, record.incarnation, record.address))
     process = turn.process(hello.worker)
     connected_now = process is not None and process.connection is not None
+    assert record.place is not None, "whoever has said hello has said where it runs"
     sentence = (
-        f"worker {hello.worker} is in job {turn.spec.job} already, as process {record.pid} on {record.host}; a second "
+        f"worker {hello.worker} is in job {turn.spec.job} already, as {record.place.name} on {record.host}; a second "
         f"process (pid {hello.pid} on {hello.host}) cannot have its id. Start it without SHOAL_WORKER_ID."
     )
     return Refusal(sentence, final=connected_now, ends_members=connected_now)
@@ -219,7 +221,7 @@ def _record(turn: Turn, worker: WorkerId, hello: Hello, known: WorkerRecord | No
         address=hello.address,
         host=hello.host,
         domain=hello.domain or hello.host,
-        pid=known.pid if known.pid is not None else hello.pid,
+        place=known.place or Place.of_process(hello.pid),
         standing=Standing.HERE if revived else known.standing,
         why="" if revived else known.why,
     )

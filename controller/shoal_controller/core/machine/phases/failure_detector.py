@@ -135,10 +135,10 @@ def _is_gone(turn: Turn, worker: WorkerId) -> bool:
 
 
 def on_spawned(turn: Turn, event: Spawned) -> None:
-    """The launcher has started or adopted a process."""
+    """The launcher has started or adopted a worker."""
     if event.worker in turn.durable.roster:
         turn.change(live_processes=turn.job.live_processes | {event.worker})
-        turn.mark(event.worker, pid=event.pid, started_at=event.started_at, log=event.log)
+        turn.mark(event.worker, place=event.place)
 
 
 def on_exited(turn: Turn, event: Exited) -> None:
@@ -167,7 +167,7 @@ def _has_died(record: WorkerRecord, code: int | None) -> bool:
     """Whether it died by a signal, or nobody knows how, because an earlier controller was its parent: that is no
     failure of the script. Without a status one that was never started has failed.
     """
-    was_started = bool(record.incarnation) or record.pid is not None
+    was_started = bool(record.incarnation) or record.place is not None
     return was_started if code is None else code < 0
 
 

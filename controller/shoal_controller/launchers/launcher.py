@@ -1,0 +1,38 @@
+"""A launcher: what starts and ends workers. The shell has it do so (`background.py`), `server.py` says which there are.
+
+Each kind has a module of its own beside this one. Only this one is known to the shell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from shoal_protos.plan import WorkerId
+
+from shoal_controller.core.machine.place import Place
+from shoal_controller.core.machine.spec import JobSpec
+
+
+class Launcher(Protocol):
+    """Starts and ends workers. Ends that it sees it reports by `shell.submit(job, Exited(…))`.
+
+    The shell calls it in the order of the effects, one call per job at a time, and gives each call a deadline.
+    """
+
+    async def spawn(self, worker: WorkerId, spec: JobSpec) -> Place:
+        """Start this worker; returns where. A `ShoalError` says why it could not be started."""
+
+    async def kill(self, worker: WorkerId, spec: JobSpec) -> None:
+        """End the worker at once; one that is already gone is no error."""
+
+    async def adopt(self, workers: Sequence[WorkerId], spec: JobSpec) -> Mapping[WorkerId, Place | None]:
+        """Where they live whom an earlier controller has started for this job; None: one of `workers` that it has not
+        started. Whoever has ended is reported as all ends are.
+        """
+
+    async def forget(self, job: str) -> None:
+        """End what is left of a job that is over, and delete its logs. Raises `OSError`."""
+
+    async def close(self) -> None:
+        """Let go of everything of this controller's; the workers live on."""

@@ -1,0 +1,92 @@
+"""The open streams of the workers, each with a number that is never used again: what the shell sends on.
+
+`service.py` opens and serves them. No call here waits or raises: what is for a stream that is gone is dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+import grpc.aio
+from shoal_protos.messages import PlanMessage, ToWorker
+from shoal_protos.plan import Plan
+from shoal_protos.wire import encode_controller
+
+from shoal_controller.sessions.dialogue import Dialogue
+
+Context = grpc.aio.ServicerContext[bytes, bytes]
+
+
+class Stream:
+    """One open stream: the dialogue, gRPC's end of it, and what wakes its writer."""
+
+    def __init__(self, connection: int, context: Context) -> None:
+        self.dialogue = Dialogue(connection)
+        self.context = context
+        self.stirred = asyncio.Event()
+        self.cut = asyncio.get_running_loop().create_future()
+
+    def stir(self) -> None:
+        """Look at the dialogue again: it has something to say, is closing, or is cut off."""
+        self.stirred.set()
+        if self.dialogue.overflowed and not self.cut.done():
+            self.cut.set_result(None)
+
+    async def write(self) -> None:
+        """Carry out what is said until the dialogue closes."""
+        while True:
+            self.stirred.clear()
+            while self.dialogue.outbox:
+                await self.context.write(self.dialogue.outbox.popleft())
+            if self.dialogue.over:
+                return
+            await self.stirred.wait()
+
+
+class Streams:
+    """All open streams by number."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self._open: dict[int, Stream] = {}
+        self._last_plan: tuple[Plan, bytes] | None = None
+
+    def open(self, context: Context) -> Stream:
+        """A new stream."""
+        stream = Stream(next(self._numbers), context)
+        self._open[stream.dialogue.connection] = stream
+        return stream
+
+    def forget(self, stream: Stream) -> None:
+        """The stream has ended."""
+        del self._open[stream.dialogue.connection]
+
+    def send(self, connection: int, message: ToWorker) -> None:
+        """Put a message on a stream; one whose bounded outbox is full is ended."""
+        stream = self._open.get(connection)
+        if stream is not None:
+            stream.dialogue.say(self._encoded(message))
+            stream.stir()
+
+    def close(self, connection: int) -> None:
+        """End a stream after what was sent on it."""
+        stream = self._open.get(connection)
+        if stream is not None:
+            stream.dialogue.close()
+            stream.stir()
+
+    def states(self) -> dict[str, int]:
+        """How many streams there are, by state."""
+        dialogues = [stream.dialogue for stream in self._open.values()]
+        greeting = sum(dialogue.hello is None and not dialogue.over for dialogue in dialogues)
+        ending = sum(dialogue.over for dialogue in dialogues)
+        return {"greeting": greeting, "open": len(dialogues) - greeting - ending, "ending": ending}
+
+    def _encoded(self, message: ToWorker) -> bytes:
+        """One plan goes to all its members: it is written once."""
+        if not isinstance(message, PlanMessage):
+            return encode_controller(message)
+        if self._last_plan is None or self._last_plan[0] is not message.plan:
+            self._last_plan = (message.plan, encode_controller(message))
+        return self._last_plan[1]
