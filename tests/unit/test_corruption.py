@@ -5,6 +5,7 @@ Real engines and the real job machine in one process (crew.py); a bit is flipped
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from shoal.blocks.checksums import block_checksums
 from shoal.checkpoint.catalogue import checkpoints
 from shoal.checkpoint.storage import LocalStorage
 from shoal.core.sampled_blocks import sampled
-from shoal.training.corruption_watch import CorruptionWatch
+from shoal.training import corruption_watch
+from shoal.training.corruption_watch import MOST_REPORTED, CorruptionWatch
+from shoal_protos.corruption import CorruptBlock
 from shoal_protos.runs import NO_BLOCKS, Runs
 from torch import Tensor
 
@@ -171,6 +174,21 @@ def test_a_world_without_mirrors_spends_nothing_on_comparing() -> None:
             ] * SOON
 
 
+def test_a_vote_without_a_step_compares_nothing_and_only_the_latest_differences_are_told_on() -> None:
+    with Crew("ab", task()) as crew:
+        crew.train_to(3)
+        with crew.changed:
+            engine = crew.workers["a"].engine
+            watch = engine.parts.corruption
+            assert watch.comparisons(engine.global_step) == ()
+            assert any(watch.comparisons(engine.global_step + n) for n in range(1, SOON + 1))
+            passed = engine.context.state.record
+            assert passed is not None
+            for block in range(2 * MOST_REPORTED):
+                watch.on_record(replace(passed, corrupt=(CorruptBlock(block, 0, 3, ("a", "b")),)))
+            assert [one.block for one in watch.corrupt] == list(range(MOST_REPORTED, 2 * MOST_REPORTED))
+
+
 # ---- what follows
 
 
@@ -197,9 +215,21 @@ def test_a_checkpoint_saved_while_copies_differ_is_not_verified_and_not_gone_bac
             crew.workers["a"].engine.save_checkpoint()
         assert crew.finish() == undisturbed(PLAIN)
         assert len(seen(crew)) == 1, "the save's own comparison has found it"
+        assert "changed between steps 0 and " in seen(crew)[0]
         manifests = [one.manifest for one in checkpoints(LocalStorage(tmp_path), print)]
         assert [manifest.step for manifest in manifests if manifest.verified] == [4]
         assert seen(crew, "restoring")[0].startswith("all members go back to the checkpoint of step 4: ")
+
+
+def test_a_checkpoint_of_which_a_block_differs_is_not_verified_though_all_that_is_compared_after_it_agrees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corruption_watch, "SLICE", 6)
+    with Crew("ab", task(tmp_path, corruption_steps=1000, on_corruption="continue")) as crew:
+        crew.train_to(2)
+        assert strike(crew, "a") < corruption_watch.SLICE
+        save(crew, 5)
+        assert [one.verified for one in crew.job.durable.checkpoints] == [False]
 
 
 def test_a_checkpoint_of_which_a_block_has_one_valid_copy_only_is_not_verified(
