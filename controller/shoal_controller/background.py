@@ -72,21 +72,21 @@ class BackgroundWork:
         tasks = [*self._probes.values(), *self._kills.values(), *([self._launching] if self._launching else [])]
         await asyncio.gather(*(end_task(task) for task in tasks))
 
-    def run(self, errand: Probe | Adopt | Spawn | Kill) -> None:
+    def run(self, effect: Probe | Adopt | Spawn | Kill) -> None:
         """Have it done; never waits."""
-        match errand:
+        match effect:
             case Probe(worker, incarnation):
-                self._beside(self._probes, (worker, incarnation), f"probe of {worker}", partial(self._probe, errand))
+                self._beside(self._probes, (worker, incarnation), f"probe of {worker}", partial(self._probe, effect))
             case Kill(worker):
                 if worker in self._starting:
                     self._unwanted.add(worker)
                 self._beside(self._kills, worker, f"end of {worker}", partial(self._kill, worker))
             case Spawn(worker):
                 self._starting[worker] = asyncio.Event()
-                self._launches.put_nowait(errand)
+                self._launches.put_nowait(effect)
             case Adopt():
                 self._adopted.clear()
-                self._launches.put_nowait(errand)
+                self._launches.put_nowait(effect)
 
     def _beside(self, tasks: Tasks, who: object, purpose: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run in a task of its own, unless the same is under way."""
@@ -100,11 +100,11 @@ class BackgroundWork:
 
     async def _launch(self) -> None:
         while True:
-            errand = await self._launches.get()
-            if isinstance(errand, Spawn):
-                await self._start(errand.worker)
+            effect = await self._launches.get()
+            if isinstance(effect, Spawn):
+                await self._start(effect.worker)
             else:
-                await self._adopt(errand)
+                await self._adopt(effect)
 
     @property
     def _launcher(self) -> Launcher | None:

@@ -1,4 +1,4 @@
-"""A job's pages in the store (`records.py`). Only the shell reads and writes them.
+"""A job's records in the store (`records.py`). Only the shell reads and writes them.
 
 Every transaction is guarded by the revision at which this controller wrote the head last. If another one has written
 since, this one has lost its job: `Fenced`, and the shell stops. A transaction is bounded in bytes: events go first,
@@ -34,7 +34,7 @@ EVENTS_KEPT = 10_000
 """Per job; the oldest go first."""
 
 EVENTS_PER_TRANSACTION = 50
-"""With as many deletions and two pages it stays below a transaction's limit."""
+"""With as many deletions and two records it stays below a transaction's limit."""
 
 EVENT_BYTES = 256 << 10
 """Most bytes of one transaction's events."""
@@ -69,7 +69,7 @@ class Trouble:
 
 
 class JobRepository:
-    """One job's pages. One task writes; anyone may read."""
+    """One job's records. One task writes; anyone may read."""
 
     def __init__(self, store: Store, head: Head, modified: int, leftovers: Collection[str] = ()) -> None:
         self._store = store
@@ -156,8 +156,8 @@ class JobRepository:
         operations += [Delete(event_key(self._name, number)) for number in range(head.first_event, first)]
         head = replace(head, writes=head.writes + 1, first_event=first, last_event=last)
         if durable is not None:
-            head, pages = await self._state(replace(head, step=None), packed(durable))
-            operations += pages
+            head, entries = await self._state(replace(head, step=None), packed(durable))
+            operations += entries
         operations += self._swept(head)
         self.modified = await self._commit(head, operations)
         self._head = head
@@ -172,8 +172,8 @@ class JobRepository:
             return replace(head, state=0, parts=0), [Put(state_key(self._name), state), *before]
         parts = [state[begin : begin + PART_BYTES] for begin in range(0, len(state), PART_BYTES)]
         for number, part in enumerate(parts):
-            page = Put(part_key(self._name, head.writes, number), part)
-            await self._insist(lambda page=page: self._guarded([page]))  # type: ignore[misc]
+            entry = Put(part_key(self._name, head.writes, number), part)
+            await self._insist(lambda entry=entry: self._guarded([entry]))  # type: ignore[misc]
         return replace(head, state=head.writes, parts=len(parts)), [Delete(state_key(self._name)), *before]
 
     def _swept(self, head: Head) -> list[Operation]:
@@ -258,7 +258,7 @@ class Stored:
 
 
 def new_repository(store: Store, spec: JobSpec, writer: str) -> JobRepository:
-    """The pages of a job that the store does not have yet; `renew` writes them."""
+    """The records of a job that the store does not have yet; `renew` writes them."""
     return JobRepository(store, Head(spec, writer), 0)
 
 
@@ -278,8 +278,8 @@ async def stored_jobs(store: Store, writer: str) -> list[Stored]:
 
 
 async def _stored_state(store: Store, head: Head) -> str:
-    pages = [await store.get(key) for key in _state_keys(head)]
-    return unpacked(b"".join(page.value for page in pages if page is not None))
+    entries = [await store.get(key) for key in _state_keys(head)]
+    return unpacked(b"".join(entry.value for entry in entries if entry is not None))
 
 
 def _state_keys(head: Head) -> list[str]:

@@ -87,7 +87,7 @@ class JobEvent:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The page that every transaction writes."""
+    """The record that every transaction writes."""
 
     spec: JobSpec
     writer: str

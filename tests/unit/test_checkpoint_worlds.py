@@ -274,7 +274,7 @@ def test_a_worker_that_dies_while_all_go_back_does_not_stop_them(tmp_path: Path)
 # ---- damage
 
 
-def spoil(place: Path, step: int, name: str = "*.safetensors") -> None:
+def corrupt(place: Path, step: int, name: str = "*.safetensors") -> None:
     """Changes the last byte of the first file of that step's checkpoint."""
     file = sorted(next(place.glob(f"step-{step:012d}-*")).glob(name))[0]
     content = bytearray(file.read_bytes())
@@ -287,7 +287,7 @@ def test_a_checkpoint_with_a_changed_bit_is_named_and_the_one_before_is_used(tmp
         for step in (3, 6):
             crew.train_to(step)
             saved(crew, step)
-    spoil(tmp_path, 6)
+    corrupt(tmp_path, 6)
     with Crew("abc", task(tmp_path)) as crew:
         assert crew.finish() == undisturbed(PLAIN)
         assert any(
@@ -334,7 +334,7 @@ def remove(place: Path, step: int) -> None:
     shutil.rmtree(next(place.glob(f"step-{step:012d}-*")))
 
 
-@pytest.mark.parametrize("harm", [spoil, remove])
+@pytest.mark.parametrize("harm", [corrupt, remove])
 def test_one_that_is_damaged_or_gone_is_skipped_too_when_blocks_are_lost(
     harm: Callable[[Path, int], None], tmp_path: Path
 ) -> None:
@@ -376,7 +376,7 @@ def test_a_job_whose_only_checkpoint_cannot_be_read_says_so_and_does_not_begin_a
     with Crew("a", task(tmp_path, every_steps=5)) as crew:
         crew.train_to(5)
         saved(crew, 5)
-    spoil(tmp_path, 5)
+    corrupt(tmp_path, 5)
     with Crew("ab", task(tmp_path)) as crew:
         crew.allow()
         crew.until("the end", lambda: crew.job.durable.phase.over)

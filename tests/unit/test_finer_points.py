@@ -101,7 +101,7 @@ def test_of_a_broken_link_whose_one_end_has_died_meanwhile_the_other_stays() -> 
 
 
 def parted() -> Driver:
-    """w1 was counted out for a while, and a world trains without it."""
+    """w1 was evicted for a while, and a world trains without it."""
     job = training()
     cut(job, "w0", "w1")
     while job.job.attempt is None:

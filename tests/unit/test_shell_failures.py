@@ -35,7 +35,7 @@ from small_machine import SPEC, SmallMachine, World, running
 
 STATUS = Status(0, 0, MemberState.WAITING, 0, -1, 0)
 
-# ---- errands
+# ---- background work
 
 
 @asynchronous

@@ -1,6 +1,6 @@
-"""The seam between the training thread and whoever speaks for it to a controller.
+"""The interface between the training thread and what speaks for it to a controller.
 
-The engine knows only this: `Link` is what it asks, `Item`s are what it is told. `session/controller_link.py` is the
+The engine knows only this: `Link` is what it asks, `Item`s are what it receives. `session/controller_link.py` is the
 link to a controller, `session/alone.py` the link of a script that has none. Nothing else is shared by the two threads
 but the groups, whose `abort()` the link calls.
 """

@@ -109,7 +109,7 @@ def _backoff_seconds(times: int) -> float:
 
 
 def forget_departed(turn: Turn) -> None:
-    """Feuds of workers that are gone."""
+    """Link faults of workers that are gone."""
     roster = turn.durable.roster
     alive = {
         name: fault
