@@ -10,6 +10,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+import pytest
 import shoal
 import torch
 from shoal.group.build import Cancellation, GroupSpec
@@ -17,6 +18,7 @@ from shoal.group.gloo import A_MOMENT, GlooGroup, build_gloo
 from shoal.group.group import Group
 from shoal.group.group_progress import GroupProgress
 from shoal.group.rendezvous_server import RendezvousServer
+from shoal.session import groups as groups_module
 from shoal.session.groups import Built, Groups
 from worlds import recovery
 
@@ -91,6 +93,28 @@ def test_whoever_asks_for_a_group_does_not_wait_for_it() -> None:
     assert isinstance(outcomes.get(timeout=20), Built)
     assert builders[0] is not threading.current_thread()
     groups.close()
+
+
+def test_only_so_many_groups_are_built_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan whose group is not built here does not begin; another one comes."""
+    monkeypatch.setattr(groups_module, "MOST_BUILDERS", 2)
+    go, asked, outcomes, lock = threading.Event(), SimpleQueue[int](), SimpleQueue[Any](), threading.RLock()
+
+    def transport(spec: GroupSpec, cancellation: Cancellation) -> Group:
+        asked.put(spec.generation)
+        go.wait(20)
+        return GlooGroup(Recorded(), spec.rank, spec.size, spec.progress)
+
+    groups = Groups(transport, lock, outcomes.put, outcomes.put)
+    with lock:
+        for generation in (1, 2, 3):
+            groups.build(recovery(generation, "ab"), 0, joiner=False)
+        assert [generation for generation in (1, 2, 3) if groups.of(generation) is not None] == [1, 2]
+    assert {asked.get(timeout=20) for _ in range(2)} == {1, 2}
+    go.set()
+    assert all(isinstance(outcomes.get(timeout=20), Built) for _ in range(2))
+    groups.close()
+    assert asked.empty()
 
 
 def test_nobody_waits_in_a_store_that_cannot_be_cancelled() -> None:

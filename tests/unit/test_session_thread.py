@@ -1,0 +1,84 @@
+"""How a worker's session looks for its controller, and for how long who has nothing to lose waits for one."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from shoal.session import thread
+from shoal.session.driver import REPORT_SECONDS, SessionDriver
+from shoal.session.thread import LONGEST_PAUSE_SECONDS, STEADY_SECONDS, SessionThread
+from shoal_protos.messages import NO_CONTROLLER, Ending
+
+
+class Streams(SessionThread):
+    """A session without a thread and without a socket. `streams`: for how long each one lasts after its welcome; None:
+    it is not welcomed.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *streams: float | None) -> None:
+        self._left, self.now = list(streams), 0.0
+        self.pauses: list[float] = []
+        self.tried: list[str] = []
+        self.unreachable: list[float] = []
+        monkeypatch.setattr(thread.time, "monotonic", lambda: self.now)
+        self._driver: Any = SimpleNamespace(silent=False, on_controller_unreachable=self.unreachable.append)
+        self._addresses = itertools.cycle(["one", "two"])
+        self._address = next(self._addresses)
+        self._term, self._closing, self._welcomed = None, False, False
+        self._running = threading.Event()
+        asyncio.run(self._live())
+
+    async def _converse(self) -> None:
+        lasts = self._left.pop(0)
+        self.tried.append(self._address)
+        self._welcomed = lasts is not None
+        self.now += lasts or 0.0
+        self._closing = not self._left
+
+    async def _rest(self, seconds: float | None) -> None:
+        assert seconds is not None
+        self.pauses.append(seconds)
+        self.now += seconds
+
+
+def test_attempts_to_reach_a_controller_become_rarer_until_a_stream_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = Streams(monkeypatch, *[None] * 6, 0.1, STEADY_SECONDS + 0.1, None, None)
+    assert streams.pauses == [0.1, 0.2, 0.4, 0.8, *[LONGEST_PAUSE_SECONDS] * 3, 0.05, 0.1]
+
+
+def test_only_where_nobody_welcomes_it_a_worker_tries_the_next_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = Streams(monkeypatch, None, 5.0, 5.0, None, None)
+    assert streams.tried == ["one", "two", "two", "two", "one"]
+
+
+def test_a_controller_is_away_since_it_was_last_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = Streams(monkeypatch, None, None, 5.0, None, None)
+    assert streams.unreachable == pytest.approx([0.0, 0.1, 0.05, 0.15])
+
+
+@pytest.mark.parametrize(
+    ("script_has_ended", "launcher", "in_a_world", "ends_after"),
+    [(True, "", True, 60.0), (False, "local", False, 70.0), (False, "local", True, None), (False, "", False, None)],
+)
+def test_who_has_nothing_to_lose_waits_only_so_long_for_a_controller(
+    script_has_ended: bool, launcher: str, in_a_world: bool, ends_after: float | None
+) -> None:
+    ends: list[tuple[Any, ...]] = []
+    shared: Any = SimpleNamespace(
+        dialogue=SimpleNamespace(script_has_ended=script_has_ended, reconnect_seconds=10.0),
+        lock=nullcontext(), membership=SimpleNamespace(live={3} if in_a_world else {0}),
+        settings=SimpleNamespace(launcher=launcher), end=lambda *how: ends.append(how),
+    )  # fmt: skip
+    driver = SessionDriver(shared)
+    driver.on_controller_unreachable((ends_after or 10 * REPORT_SECONDS) - 0.1)
+    assert ends == []
+    driver.on_controller_unreachable((ends_after or 10 * REPORT_SECONDS) + 0.1)
+    assert [(how[0], *how[2:]) for how in ends] == (
+        [] if ends_after is None else [(Ending.DONE,)] if script_has_ended else [(Ending.REPLACED, NO_CONTROLLER)]
+    )
