@@ -97,7 +97,7 @@ def _says_before_it_stores(self: Turn) -> list[Any]:
 
 
 def _gives_ids_twice(turn: Turn, hello: Any) -> str:
-    return hello.worker or IDENTITY(turn, hello)
+    return hello.worker or IDENTIFY(turn, hello)
 
 
 def _dismisses_early(turn: Turn, world: Plan) -> None:
@@ -203,7 +203,7 @@ BROKEN_LINKS = progress_watch.broken_links
 ENTER_VOTE = Membership.enter_vote
 COUNT = silence.count_tick
 EFFECTS_IN_ORDER = Turn.effects_in_order
-IDENTITY = admission._identity
+IDENTIFY = admission._identify
 BEGUN_IN = planned_changes.on_generation_seen
 
 
@@ -248,7 +248,7 @@ MUTATIONS: dict[str, list[Patch]] = {
     "only blocks whose gradient has arrived roll forward": [(planner_inputs, "usable_blocks", _worth_without_gradient)],
     "a member that is one step behind rolls forward": [(planner_inputs, "usable_blocks", _worth_one_behind_is_nothing)],
     "what must be durable is stored before anyone is told": [(Turn, "effects_in_order", _says_before_it_stores)],
-    "a second process with a living member's id is refused": [(admission, "_identity", _gives_ids_twice)],
+    "a second process with a living member's id is refused": [(admission, "_identify", _gives_ids_twice)],
     "silence of most evicts nobody": [(silence, "is_cut_off", lambda job: False)],
     "within reconnect_seconds nobody is evicted": [(silence, "may_be_reconnecting", lambda turn: False)],
     "silence is counted in the controller's own running time": [(silence, "count_tick", _counts_by_the_clock)],

@@ -39,9 +39,9 @@ def on_connected(turn: Turn, event: Connected) -> None:
         return _refuse(turn, event, Refusal(sentence))
     if turn.durable.description is None:
         _describe_job(turn, hello)
-    worker = _identity(turn, hello)
+    worker = _identify(turn, hello)
     if worker is None:
-        return _refuse(turn, event, _second_process(turn, hello))
+        return _refuse_second_process(turn, event)
     _take_in(turn, worker, event)
     spec = turn.spec
     welcome = Welcome(
@@ -122,8 +122,8 @@ def _refuse(turn: Turn, event: Connected, refusal: Refusal) -> None:
 # ---- who is it?
 
 
-def _identity(turn: Turn, hello: Hello) -> WorkerId | None:
-    """The id of the process that says hello; None where it claims the id of another living one."""
+def _identify(turn: Turn, hello: Hello) -> WorkerId | None:
+    """Find the id of the process that says hello, or give it one; None where it claims the id of another living one."""
     durable = turn.durable
     record = durable.roster.get(hello.worker)
     if record is not None and record.incarnation in ("", hello.incarnation):
@@ -145,8 +145,9 @@ def _was_given_away(durable: Durable, worker: WorkerId) -> bool:
     return worker[:1] == "w" and worker[1:].isdecimal() and int(worker[1:]) < durable.next_id
 
 
-def _second_process(turn: Turn, hello: Hello) -> Refusal:
-    record = turn.record(hello.worker)
+def _refuse_second_process(turn: Turn, event: Connected) -> None:
+    """Refuse it, and look whether the first one is still there."""
+    hello, record = event.hello, turn.record(event.hello.worker)
     if record.address:
         turn.do(Probe(record.worker, record.incarnation, record.address))
     process = turn.process(hello.worker)
@@ -156,7 +157,7 @@ def _second_process(turn: Turn, hello: Hello) -> Refusal:
         f"worker {hello.worker} is in job {turn.spec.job} already, as {record.place.name} on {record.host}; a second "
         f"process (pid {hello.pid} on {hello.host}) cannot have its id. Start it without SHOAL_WORKER_ID."
     )
-    return Refusal(sentence, final=connected_now, ends_members=connected_now)
+    _refuse(turn, event, Refusal(sentence, final=connected_now, ends_members=connected_now))
 
 
 # ---- taking it in
