@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 
 from shoal_protos.errors import StoreError
 
+from shoal_controller.core.machine.codec import restored
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.spec import JobSpec
 
@@ -127,7 +128,7 @@ class Head:
                     f"{FORMAT}. Install that version again"
                 )
             spec = fields.pop("spec")
-            head = cls(spec=JobSpec(**spec | {"command": tuple(spec["command"])}), **fields)
+            head = cls(spec=restored(JobSpec, spec), **fields)
             if head.spec.job != job:  # it would be written where another job's lies
                 raise ValueError(f"its job is {head.spec.job!r}")
             head.check()

@@ -26,7 +26,7 @@ from shoal_controller.core.machine.events import (
 from shoal_controller.core.machine.place import Place
 from shoal_controller.core.machine.spec import JobSpec, Phase, State, WorkerView
 from shoal_controller.probes import ProbeResult
-from shoal_controller.records import Head, Unreadable, head_key, part_key
+from shoal_controller.records import Head, Unreadable, head_key, packed, part_key, unpacked
 from shoal_controller.store.open import open_store
 from shoal_controller.store.store import Put
 from shoal_protos.errors import Conflict, StoreError
@@ -222,6 +222,31 @@ DAMAGES = {
     "an empty state": ("/durable/train", lambda _: b"", "its state in the store is damaged"),
     "a state that is none": ("/durable/train", lambda _: b"no zlib", "its state in the store is damaged"),
     "half a state": ("/durable/train", lambda value: value[:-9], "its state in the store is damaged"),
+    **{
+        f"a state with {value!r} as {name}": (
+            "/durable/train",
+            lambda state, name=name, value=value: packed(json.dumps(json.loads(unpacked(state)) | {name: value})),
+            f"{name}: {value!s:.30}" if value == 2**70 else f"{name}: {str(value)!r} is ",
+        )
+        for name, value in [
+            ("wanted", None),
+            ("wanted", "three"),
+            ("wanted", 1.5),
+            ("wanted", True),
+            ("wanted", 2**70),
+            ("paused", 1),
+            ("reason", 0),
+            ("planned", {}),
+            ("roster", []),
+            ("step_seconds_median", "fast"),
+            ("failures", None),
+        ]
+    },
+    "a head with a number that is none": (
+        "/jobs/train",
+        lambda value: value.replace(b'"wanted": 3', b'"wanted": "3"'),
+        "its record in the store is damaged, or of another Shoal (wanted: '3' is str; expected int)",
+    ),
     "no head": ("/jobs/train", lambda _: b"[]", "its record in the store is damaged, or of another Shoal"),
     "another job's head": (
         "/jobs/train",

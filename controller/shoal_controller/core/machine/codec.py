@@ -15,8 +15,14 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from shoal_protos.runs import Runs
 
+MOST = 1 << 62
+"""Beyond any number that is written here."""
 LIMIT = 1 << 40
 """Beyond any block number: what was written here was checked before."""
+
+
+class OfAnotherType(ValueError):
+    """A value that no field of that type has; the sentence begins with the field's place."""
 
 
 def plain(value: Any) -> Any:
@@ -36,7 +42,8 @@ def plain(value: Any) -> Any:
 
 def restored(kind: Any, value: Any) -> Any:
     """The inverse of `plain` for a value of that type. A field that the text lacks keeps its default; one that the type
-    lacks is a `ValueError`, for whoever wrote it meant something by it.
+    lacks is a `ValueError`, for whoever wrote it meant something by it. So is a value of another type: what the machine
+    takes over unseen, the page that shows it cannot show, nor any other job's beside it.
     """
     return _reader(kind)(value)
 
@@ -45,14 +52,16 @@ def restored(kind: Any, value: Any) -> Any:
 def _reader(kind: Any) -> Callable[[Any], Any]:
     origin, parts = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
-        inner = [_reader(part) for part in parts if part is not type(None)]
-        return inner[0] if len(inner) == 1 and type(None) not in parts else _optional(inner)
+        return _any_of([_reader(part) for part in parts])
+    if origin is tuple and parts[1:] != (Ellipsis,):
+        items = [_reader(part) for part in parts]
+        return lambda value: tuple(item(part) for item, part in zip(items, _checked(value, list), strict=True))
     if origin is tuple:
         item = _reader(parts[0])
-        return lambda value: tuple(item(part) for part in value)
+        return lambda value: tuple(item(part) for part in _checked(value, list))
     if origin is not None and issubclass(origin, Mapping):
         entry = _reader(parts[1])
-        return lambda value: {key: entry(part) for key, part in value.items()}
+        return lambda value: {key: entry(part) for key, part in _checked(value, dict).items()}
     if kind is Runs:
         return lambda value: Runs.decode(value, LIMIT)
     if isinstance(kind, type) and is_dataclass(kind):
@@ -61,14 +70,37 @@ def _reader(kind: Any) -> Callable[[Any], Any]:
         return kind
     if kind is bytes:
         return bytes.fromhex
-    return lambda value: value
+    if kind is int:
+        return _whole_number
+    if kind is float:
+        return lambda value: _checked(value, int, float)
+    return lambda value: _checked(value, kind)
 
 
-def _optional(inner: list[Callable[[Any], Any]]) -> Callable[[Any], Any]:
-    """Decoder of `X | None`; a union of several plain types is kept as it is."""
-    if len(inner) > 1:
-        return lambda value: value
-    return lambda value: None if value is None else inner[0](value)
+def _checked(value: Any, *kinds: type) -> Any:
+    if type(value) not in kinds:
+        raise OfAnotherType(f"{str(value)[:30]!r} is {type(value).__name__}; expected {kinds[-1].__name__}")
+    return value
+
+
+def _whole_number(value: Any) -> Any:
+    if abs(_checked(value, int)) > MOST:
+        raise OfAnotherType(f"{str(value)[:30]} is no number of Shoal's")
+    return value
+
+
+def _any_of(readers: list[Callable[[Any], Any]]) -> Callable[[Any], Any]:
+    """The first that takes the value; else the last one's refusal."""
+
+    def read(value: Any) -> Any:
+        for reader in readers[:-1]:
+            try:
+                return reader(value)
+            except (ValueError, TypeError, AttributeError):
+                continue
+        return readers[-1](value)
+
+    return read
 
 
 def _dataclass_reader(kind: type) -> Callable[[Any], Any]:
@@ -78,8 +110,15 @@ def _dataclass_reader(kind: type) -> Callable[[Any], Any]:
     def read(value: Mapping[str, Any]) -> Any:
         if not readers:
             readers.update({field.name: _reader(hints[field.name]) for field in fields(kind)})
-        if unknown := [name for name in value if name not in readers]:
+        if unknown := [name for name in _checked(value, dict) if name not in readers]:
             raise ValueError(f"{kind.__name__} has no field {', '.join(unknown)}; a newer Shoal may have written it")
-        return kind(**{name: readers[name](part) for name, part in value.items()})
+        return kind(**{name: _read_field(name, readers[name], part) for name, part in value.items()})
 
     return read
+
+
+def _read_field(name: str, reader: Callable[[Any], Any], value: Any) -> Any:
+    try:
+        return reader(value)
+    except OfAnotherType as error:
+        raise OfAnotherType(f"{name}: {error}") from None
