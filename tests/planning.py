@@ -49,7 +49,7 @@ class World:
         self.asked: list[list[Candidate]] = []
         """Of every plan: the candidates."""
         joiners = list(self.here.values())
-        plan = plan_start(self._wish(Reason.START), joiners)
+        plan = plan_start(self._request(Reason.START), joiners)
         self._take(plan, [replace(known, holds=every(terms.blocks)) for known in joiners])
 
     @property
@@ -59,7 +59,7 @@ class World:
     def _joiner(self, worker: str) -> Candidate:
         return candidate(worker, domain=self.domains.get(worker, ""))
 
-    def _wish(self, reason: Reason) -> PlanRequest:
+    def _request(self, reason: Reason) -> PlanRequest:
         return PlanRequest(self.terms, len(self.plans) + 1, reason)
 
     # ---- acts
@@ -86,7 +86,7 @@ class World:
             replace(known, can_train=True, current=every(self.terms.blocks), lane=(lanes or {}).get(worker, -1))
             for worker, known in left.items()
         ]
-        plan = plan_recovery(self._wish(Reason.KILL), stopped, self.plan, step=7, record=b"")
+        plan = plan_recovery(self._request(Reason.KILL), stopped, self.plan, step=7, record=b"")
         self.here = {worker: replace(known, can_train=True) for worker, known in left.items()}
         return self._take(plan, stopped)
 
@@ -114,7 +114,7 @@ class World:
 
     def _change(self, reason: Reason) -> Plan:
         candidates = list(self.here.values())
-        return self._take(plan_change(self._wish(reason), candidates, self.plan), candidates)
+        return self._take(plan_change(self._request(reason), candidates, self.plan), candidates)
 
     def _take(self, plan: Plan, asked: list[Candidate]) -> Plan:
         """Checks a plan against what was known when it was made; then it is in force."""

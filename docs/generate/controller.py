@@ -78,7 +78,7 @@ def settings() -> Iterator[str]:
     yield from header("variable", "default", "meaning")
     for name, field in Settings.model_fields.items():
         variable = field.validation_alias if isinstance(field.validation_alias, str) else f"SHOAL_{name.upper()}"
-        yield row(f"`{variable}`", default(field), said(field))
+        yield row(f"`{variable}`", default(field), meaning(field))
 
 
 def job() -> Iterator[str]:
@@ -92,7 +92,7 @@ def fields(model: type[BaseModel], above: str) -> Iterator[str]:
         if field.annotation is WorkersBody:
             yield from fields(WorkersBody, f"{above}{name}.")
         else:
-            yield row(f"`{above}{name}`", default(field), said(field))
+            yield row(f"`{above}{name}`", default(field), meaning(field))
 
 
 def routes() -> Iterator[str]:
@@ -125,7 +125,7 @@ def row(*cells: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def said(field: FieldInfo) -> str:
+def meaning(field: FieldInfo) -> str:
     return " ".join((field.description or "").split())
 
 

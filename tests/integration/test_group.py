@@ -37,7 +37,7 @@ class Process:
     def __init__(self, listener: socket.socket, log: Path) -> None:
         self.pid = fork("integration.group_member:serve", {"port": listener.getsockname()[1]}, {}, log)
         connection, _ = listener.accept()
-        self._commands, self._said = connection.makefile("w"), connection.makefile("r")
+        self._commands, self._replies = connection.makefile("w"), connection.makefile("r")
         connection.close()
         self._numbers = itertools.count()
         self._answers: dict[int, Future[Any]] = {}
@@ -68,13 +68,13 @@ class Process:
         if self.pid not in ended():
             self.kill()
         self._reader.join(PATIENCE_SECONDS)
-        self._said.close()
+        self._replies.close()
         with contextlib.suppress(OSError):  # nobody is there to take what was left
             self._commands.close()
 
     def _read(self) -> None:
         try:
-            for line in self._said:
+            for line in self._replies:
                 answer = json.loads(line)
                 future = self._answers.pop(answer["number"])
                 if "error" in answer:

@@ -92,5 +92,5 @@ def test_a_forked_child_dies_of_sigterm_and_drains_nobody() -> None:
         os.kill(pid, signal.SIGTERM)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
         controller.sends("a", Ping(1))
-        assert not controller.receives(Heartbeat, lambda said: said.echo == 1).status.drain
+        assert not controller.receives(Heartbeat, lambda beat: beat.echo == 1).status.drain
         worker.close()

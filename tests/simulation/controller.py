@@ -121,7 +121,7 @@ class ControllerHost:
     def connected(self, stream: Stream, hello: object) -> None:
         self.feed(Connected(stream.number, hello))  # type: ignore[arg-type]
 
-    def said(self, stream: Stream, message: object) -> None:
+    def receive(self, stream: Stream, message: object) -> None:
         self.feed(MessageReceived(stream.number, message))  # type: ignore[arg-type]
 
     def stream_ended(self, stream: Stream) -> None:

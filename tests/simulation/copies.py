@@ -122,10 +122,10 @@ class FlippedBits:
                 flip.generation = 0 if flip.generation == generation else flip.generation
             elif flip.generation != generation:
                 flip.generation, flip.since = generation, step
-            elif step > flip.since + self.simulation.corruption_steps + 1 and not self._told(worker, flip.block):
+            elif step > flip.since + self.simulation.corruption_steps + 1 and not self._is_reported(worker, flip.block):
                 self.simulation.watch.violated("a flipped bit was not noticed", flip.worker, flip.block, step)
 
-    def _told(self, worker: SimWorker, block: int) -> bool:
+    def _is_reported(self, worker: SimWorker, block: int) -> bool:
         return any(one.block == block for one in worker.training.copies.reported)
 
     def _could_be_seen(self, flip: Flip, generation: int, step: int) -> bool:
@@ -165,8 +165,8 @@ class FlippedBits:
             flip.after_restore = False
         self.restored.clear()
 
-    def heard(self) -> bool:
-        """Whether the controller knows what its world's members have told."""
+    def are_known(self) -> bool:
+        """Whether the controller knows of what its world's members have reported."""
         durable = self.simulation.host.job.durable
         world = durable.current
         members = [self.simulation.process_of(member) for member in world.members] if world is not None else []

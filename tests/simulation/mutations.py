@@ -55,16 +55,16 @@ def _minimum_begins(self: Membership, voted: list[int]) -> Plan | None:
     return self.begins
 
 
-def _hears_in_a_vote(self: Membership, plan: Plan) -> bool:
+def _takes_a_plan_in_a_vote(self: Membership, plan: Plan) -> bool:
     """A member gives up what it has voted when a newer plan comes."""
     voting, self.voting = self.voting, False
-    answers = HEAR_PLANNED(self, plan)
+    answers = ON_PLANNED(self, plan)
     self.voting = voting
     return answers
 
 
 def _keeps_only_the_newest(self: Membership, plan: Plan) -> bool:
-    answers = HEAR_PLANNED(self, plan)
+    answers = ON_PLANNED(self, plan)
     self.kept.clear()
     return answers
 
@@ -91,7 +91,7 @@ def _worth_one_behind_is_nothing(inventory: Any, step: int) -> tuple[Runs, Runs]
     return (inventory.holds, inventory.current) if inventory.step == step else None
 
 
-def _says_before_it_stores(self: Turn) -> list[Any]:
+def _sends_before_it_stores(self: Turn) -> list[Any]:
     effects = EFFECTS_IN_ORDER(self)
     return [*effects[1:], effects[0]] if len(effects) > 1 and self.job.durable is not self.before.durable else effects
 
@@ -128,7 +128,7 @@ def _blames_in_any_case(turn: Turn, attempt: Any) -> None:
         turn.note("blamed", f"{reporter} and {peer}")
 
 
-def _hears_of_the_new_world_only(plan: Plan, status: Any) -> list[str]:
+def _counts_the_new_world_only(plan: Plan, status: Any) -> list[str]:
     speaks = status.state is MemberState.TRAINING and status.generation == plan.generation
     return [peer for peer in status.broken if speaks and is_member(plan, peer)]
 
@@ -198,7 +198,7 @@ def _heeds_no_age(activities: Any, limit_seconds: float) -> Any:
     return BROKEN_LINKS(activities, -1.0)
 
 
-HEAR_PLANNED = Membership.on_planned
+ON_PLANNED = Membership.on_planned
 BROKEN_LINKS = progress_watch.broken_links
 ENTER_VOTE = Membership.enter_vote
 COUNT = silence.count_tick
@@ -231,7 +231,7 @@ MUTATIONS: dict[str, list[Patch]] = {
     "a claim is checked before it is believed": [(claims, "false_claim", lambda turn, worker, message: "")],
     "a worker of another run is turned away": [(claims, "run_mismatch", lambda spec, hello: "")],
     "a planned generation begins when all votes name it": [(Membership, "leave_vote", _minimum_begins)],
-    "a member keeps what it voted for until that vote is over": [(Membership, "on_planned", _hears_in_a_vote)],
+    "a member keeps what it voted for until that vote is over": [(Membership, "on_planned", _takes_a_plan_in_a_vote)],
     "a joiner keeps every planned generation": [(Membership, "on_planned", _keeps_only_the_newest)],
     "a worker does not get ready for a plan that needs a block it lacks": [
         (Membership, "enter_vote", _votes_without_holding),
@@ -247,7 +247,7 @@ MUTATIONS: dict[str, list[Patch]] = {
     ],
     "only blocks whose gradient has arrived roll forward": [(planner_inputs, "usable_blocks", _worth_without_gradient)],
     "a member that is one step behind rolls forward": [(planner_inputs, "usable_blocks", _worth_one_behind_is_nothing)],
-    "what must be durable is stored before anyone is told": [(Turn, "effects_in_order", _says_before_it_stores)],
+    "what must be durable is stored before anyone is told": [(Turn, "effects_in_order", _sends_before_it_stores)],
     "a second process with a living member's id is refused": [(admission, "_identify", _gives_ids_twice)],
     "silence of most evicts nobody": [(silence, "is_cut_off", lambda job: False)],
     "within reconnect_seconds nobody is evicted": [(silence, "may_be_reconnecting", lambda turn: False)],
@@ -265,7 +265,7 @@ MUTATIONS: dict[str, list[Patch]] = {
     "a generation in which someone was lost blames no pair": [(link_faults, "judge", _blames_in_any_case)],
     "a joiner is not waited for in a recovery": [(fencing, "_holds_nothing", lambda turn, worker: False)],
     "a member that is stuck in the previous world is heard": [
-        (link_faults, "_broken_in_training", _hears_of_the_new_world_only)
+        (link_faults, "_broken_in_training", _counts_the_new_world_only)
     ],
     "whether steps run is part of the plan": [(planner_inputs, "steps_run", lambda turn, members: True)],
     "silence for stall_seconds evicts though most are silent": [(failure_detector, "_gone_for_good", lambda turn: [])],

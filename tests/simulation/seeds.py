@@ -79,7 +79,7 @@ def settled(simulation: Simulation, begin: int) -> bool:
     trainers = sum(bool(world.shares[rank].lanes) for rank in staying)
     busy = trainers == min(len(staying), world.lanes)
     still = not durable.planned and not world.fills and durable.save is None
-    return in_it and enough and gone and busy and still and simulation.promises.kept() and simulation.bits.heard()
+    return in_it and enough and gone and busy and still and simulation.promises.kept() and simulation.bits.are_known()
 
 
 def over_for_a_reason(simulation: Simulation, phase: Phase, reason: str) -> bool:

@@ -119,7 +119,7 @@ class Session:
             return
         self.dialogue.activities = self._activities()
         for message in self.dialogue.outgoing():
-            stream.up(stream.host.said, stream, self._claimed(message))
+            stream.up(stream.host.receive, stream, self._claimed(message))
 
     def _claimed(self, message: ToController) -> ToController:
         """As a liar says it."""

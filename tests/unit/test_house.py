@@ -76,6 +76,9 @@ SHARED_MODULE_NAMES = {
 NAMED_AFTER_OTHERS = ("cli", "wire")
 """Rooms whose modules are named after the command, or the vocabulary, that each of them serves."""
 
+EMPTY_NAMES = {"heard", "said", "things", "told", "what"}
+"""Names of variables, parameters and functions that say nothing of what they stand for."""
+
 AGAINST_FOREIGN_CODE = {"tests/integration/test_right_bits.py"}
 """Test files that compare Shoal with code that is not ours, where equal bits cannot be asked for."""
 
@@ -189,6 +192,13 @@ def test_no_two_modules_of_the_product_have_one_name() -> None:
         if not set(NAMED_AFTER_OTHERS) & set(rooms) and last != "__main__":
             found.setdefault(last, []).append(name)
     assert {name: where for name, where in found.items() if len(where) > 1 and name not in SHARED_MODULE_NAMES} == {}
+
+
+def test_no_name_of_the_product_leaves_open_what_it_names() -> None:
+    fields = {ast.arg: "arg", ast.Name: "id", ast.FunctionDef: "name", ast.AsyncFunctionDef: "name"}
+    named = ((file, node) for file in modules().values() for node in ast.walk(sources()[file]) if type(node) in fields)
+    empty = [(str(file), node.lineno) for file, node in named if getattr(node, fields[type(node)]) in EMPTY_NAMES]
+    assert empty == []
 
 
 def test_the_import_contracts_hold() -> None:

@@ -239,14 +239,14 @@ def test_a_joiner_is_kept_out_once_while_its_back_off_lasts_though_no_other_plan
     assert (len(first.members), len(second.members)) == (2, 3)
     for worker, peer in (("w0", "w2"), ("w1", "w2"), ("w2", "w0")):
         job.builds_a_group(worker, second.generation, peer)
-    told = notes(job.wait(19), "kept_out")
-    assert len(told) == 1 and "w2 may join again in 10 s" in told[0]
+    messages = notes(job.wait(19), "kept_out")
+    assert len(messages) == 1 and "w2 may join again in 10 s" in messages[0]
 
 
 def test_a_joiner_that_again_cannot_be_reached_backs_off_for_twice_as_long() -> None:
     job = training(workers=2)
     job.hello("w2")
-    told: list[str] = []
+    messages: list[str] = []
     for vote in range(200):
         plan = job.job.durable.planned[-1] if job.job.durable.planned else None
         if plan is not None and len(plan.members) == 2:
@@ -257,8 +257,8 @@ def test_a_joiner_that_again_cannot_be_reached_backs_off_for_twice_as_long() -> 
                 job.builds_a_group(worker, plan.generation, peer)
         for worker in ("w0", "w1"):
             job.beat(worker, boundaries=vote)
-        told += notes(job.wait(0.5), "kept_out")
-    assert [message.rpartition("; ")[2] for message in told] == [
+        messages += notes(job.wait(0.5), "kept_out")
+    assert [message.rpartition("; ")[2] for message in messages] == [
         f"w2 may join again in {seconds} s" for seconds in (10, 20, 40)
     ]
 
@@ -319,14 +319,14 @@ def test_no_worker_switches_the_watch_off_by_what_it_tells_of_its_pace() -> None
 
 
 def test_steps_that_are_said_to_take_for_ever_do_not_switch_the_watch_off_either() -> None:
-    job, told = training(stall_seconds=40), []
+    job, messages = training(stall_seconds=40), []
     cut(job, "w0", "w1")
     for _ in range(44):
         job.now += 1.0
         for worker in job.connections:
-            told += notes(job.beat(worker, telemetry=Telemetry(step_seconds_median=1e300)), "prepare")
-        told += notes(job.tick(), "prepare")
-    [why] = told
+            messages += notes(job.beat(worker, telemetry=Telemetry(step_seconds_median=1e300)), "prepare")
+        messages += notes(job.tick(), "prepare")
+    [why] = messages
     assert "cannot reach each other" in why
 
 
