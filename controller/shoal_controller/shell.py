@@ -139,6 +139,10 @@ class Shell:
     def view(self, job: str) -> JobView:
         return self._of(job).view()
 
+    def command(self, job: str) -> tuple[str, ...]:
+        """What each worker of it runs."""
+        return self._of(job).spec.command
+
     async def create(self, spec: JobSpec) -> JobView:
         """A new run of a job, durable when this returns. One of that name that is over is replaced; its events stay."""
         spec = replace(spec, run=secrets.token_hex(8))

@@ -24,7 +24,7 @@ from shoal_controller.cli import endings, main
 from shoal_controller.cli.client import Client
 from shoal_controller.cli.endings import ending
 from shoal_controller.cli.progress import Rate
-from shoal_controller.cli.run import name_of, own
+from shoal_controller.cli.run import keeps_another, name_of, own
 from shoal_controller.cli.submit import read_spec
 from shoal_controller.cli.tables import amount, jobs_table, seconds
 from shoal_controller.tokens import made_token, token_of_job
@@ -451,3 +451,12 @@ def test_figures_are_written_for_people() -> None:
         "0 B", "999 B", "1.0 kB", "1.2 MB", "1.0 TB", "1000.0 TB",
     ]  # fmt: skip
     assert [seconds(value) for value in (None, 0.0034, 0.25, 1.5)] == ["–", "3 ms", "250 ms", "1.50 s"]
+
+
+def test_a_job_that_goes_on_with_other_arguments_than_were_given_says_so() -> None:
+    given = ["python", "train.py", "--lr", "0.5"]
+    assert keeps_another("train", tuple(given), given) == ""
+    assert keeps_another("train", ("python", "train.py", "--note", "a b"), given) == (
+        "job train keeps the command that it was created with, `python train.py --note 'a b'`, not "
+        "`python train.py --lr 0.5`. To run this one, end that job first (Ctrl-C), or name another with --job"
+    )

@@ -226,7 +226,7 @@ DAMAGES = {
         f"a state with {value!r} as {name}": (
             "/durable/train",
             lambda state, name=name, value=value: packed(json.dumps(json.loads(unpacked(state)) | {name: value})),
-            f"{name}: {value!s:.30}" if value == 2**70 else f"{name}: {str(value)!r} is ",
+            f"{name}: {value!s:.30}" if value == 2**70 else f"{name}: {str(value)!r} is {type(value).__name__}; exp",
         )
         for name, value in [
             ("wanted", None),

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -56,11 +58,12 @@ async def run(
     check_machine()
     name = job or name_of(script)
     wanted = {"wanted": workers, "min": min_workers, "max": max_workers}
+    command = [sys.executable, str(script.resolve()), *own(arguments or [])]
     spec = {
         "job": name,
         "workers": {key: value for key, value in wanted.items() if value is not None},
         "launcher": "local",
-        "command": [sys.executable, str(script.resolve()), *own(arguments or [])],
+        "command": command,
     }
     from shoal_controller.cli.attend import attend
     from shoal_controller.cli.printed import Printed, lengths
@@ -71,6 +74,8 @@ async def run(
     with interrupts() as signals:
         async with serving(Places(http, grpc, store, data), own=True) as here:
             revision = await take_up(here.client, spec)
+            if said := keeps_another(name, here.server.shell.command(name), command):
+                typer.echo(said, err=True)
             return await attend(here, name, revision, signals, report, printed)
 
 
@@ -90,6 +95,16 @@ def name_of(script: Path) -> str:
 def own(arguments: list[str]) -> list[str]:
     """The script's arguments without the `--` that may stand before them."""
     return arguments[1:] if arguments[:1] == ["--"] else arguments
+
+
+def keeps_another(job: str, kept: Sequence[str], given: Sequence[str]) -> str:
+    """That an unfinished job goes on with what it was created with, one sentence; empty where that was given."""
+    if list(kept) == list(given):
+        return ""
+    return (
+        f"job {job} keeps the command that it was created with, `{shlex.join(kept)}`, not `{shlex.join(given)}`. To "
+        "run this one, end that job first (Ctrl-C), or name another with --job"
+    )
 
 
 async def take_up(client: Client, spec: dict[str, Any]) -> int:

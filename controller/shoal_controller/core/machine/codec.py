@@ -90,15 +90,16 @@ def _whole_number(value: Any) -> Any:
 
 
 def _any_of(readers: list[Callable[[Any], Any]]) -> Callable[[Any], Any]:
-    """The first that takes the value; else the last one's refusal."""
+    """The first that takes the value; else the first one's refusal."""
 
     def read(value: Any) -> Any:
-        for reader in readers[:-1]:
+        refusals: list[Exception] = []
+        for reader in readers:
             try:
                 return reader(value)
-            except (ValueError, TypeError, AttributeError):
-                continue
-        return readers[-1](value)
+            except (ValueError, TypeError, AttributeError) as error:
+                refusals.append(error)
+        raise refusals[0]
 
     return read
 
