@@ -74,8 +74,8 @@ async def run(
     with interrupts() as signals:
         async with serving(Places(http, grpc, store, data), own=True) as here:
             revision = await take_up(here.client, spec)
-            if said := keeps_another(name, here.server.shell.command(name), command):
-                typer.echo(said, err=True)
+            if warning := keeps_another(name, here.server.shell.command(name), command):
+                typer.echo(warning, err=True)
             return await attend(here, name, revision, signals, report, printed)
 
 
