@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -34,6 +34,14 @@ class Gate(LocalStorage):
         super().__init__(root)
         self.open, self.fails = threading.Event(), fails
         self.room: int | None = None
+        self.looked = threading.Event()
+        """Somebody has looked into a folder."""
+
+    def list(self, folder: str = "") -> dict[str, int | None]:
+        found = super().list(folder)
+        if folder:
+            self.looked.set()
+        return found
 
     def write(self, name: str, chunks: Iterable[memoryview]) -> int:
         if name.endswith(".safetensors"):
@@ -72,10 +80,17 @@ class World:
             if number and thread:
                 thread.join(10)
 
-    def vote(self, *present: int, sound: bool = False) -> list[SaveStatus]:
+    def until_the_leader_looks(self, call: Callable[[], object]) -> None:
+        """Until it has looked, because of `call`, into the folder of the save."""
+        looked = self.gates[0].looked
+        looked.clear()
+        call()
+        assert looked.wait(10)
+
+    def vote(self, *present: int, sound: bool = False, planned: bool = True) -> list[SaveStatus]:
         ballots = {AUTHORS[number].incarnation: str(self.savers[number].status) for number in present or range(3)}
         for number in present or range(3):
-            self.savers[number].on_vote(ballots, sound=sound)
+            self.savers[number].on_vote(ballots, planned, sound)
         return [saver.status for saver in self.savers]
 
     def finish(self) -> None:
@@ -186,6 +201,52 @@ def test_a_member_that_has_left_with_its_part_written_is_not_missed(tmp_path: Pa
         three.finish()
         assert three.vote(0, 2)[::2] == [FREE, FREE]
         assert whole(tmp_path) == [2]
+
+
+def test_the_part_of_a_member_that_left_by_a_planned_change_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process writes on until it is done."""
+    monkeypatch.setattr(module, "PATIENCE_SECONDS", 20)
+    with world(tmp_path) as three:
+        three.begin()
+        three.write(0, 2)
+        three.until_the_leader_looks(lambda: three.vote(0, 2))
+        three.write(1)
+        three.finish()
+        assert whole(tmp_path) == [2]
+
+
+def test_the_part_of_a_member_that_died_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PATIENCE_SECONDS", 30)
+    with world(tmp_path) as three:
+        three.begin()
+        three.write(0, 2)
+        three.vote(0, 2, planned=False)
+        three.finish()
+        assert whole(tmp_path) == []
+
+
+def test_at_the_end_of_a_job_the_leader_waits_for_those_who_still_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PATIENCE_SECONDS", 20)
+    with world(tmp_path) as three:
+        three.begin()
+        three.write(0, 2)
+        closing = threading.Thread(target=three.savers[0].close)
+        three.until_the_leader_looks(closing.start)
+        three.write(1)
+        closing.join(10)
+        assert whole(tmp_path) == [2]
+
+
+def test_memory_for_the_next_save_is_not_taken_while_one_is_being_written(tmp_path: Path) -> None:
+    with world(tmp_path) as three:
+        three.begin()
+        writing = three.savers[0]._thread
+        three.savers[0].reserve(100)
+        assert three.savers[0]._thread is writing
 
 
 def test_a_member_that_died_while_it_wrote_makes_it_a_failed_save(tmp_path: Path) -> None:
