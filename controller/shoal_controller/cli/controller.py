@@ -20,7 +20,7 @@ async def controller(
 ) -> int:
     """Serve jobs and their workers.
 
-    Started again with the same store it goes on where the last one stopped; workers train on meanwhile.
+    With the same store, a controller continues where the last one stopped; workers keep training in between.
     """
     from shoal_controller.cli.endings import DONE, INTERRUPTED
     from shoal_controller.cli.serve import Places, interrupts, serving

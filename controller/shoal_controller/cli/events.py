@@ -18,7 +18,10 @@ async def events(
     url: Url = DEFAULT_URL,
     output: Output = Form.TABLE,
 ) -> None:
-    """Print a job's events; with --follow and another form than a table, each as a document of its own."""
+    """Print a job's events.
+
+    With --follow and --output json or yaml, each event is a document of its own.
+    """
     from shoal_controller.cli.client import Client
     from shoal_controller.cli.tables import event_line, written
 

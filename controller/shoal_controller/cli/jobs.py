@@ -37,7 +37,7 @@ async def scale(
 ) -> None:
     """Change how many workers are wanted.
 
-    A launcher starts joiners; where there are too many, the youngest are drained.
+    A launcher starts missing workers; if there are too many, the youngest are drained.
     """
     from shoal_controller.cli.client import Client
     from shoal_controller.cli.tables import changed

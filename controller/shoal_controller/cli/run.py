@@ -52,8 +52,8 @@ async def run(
 ) -> int:
     """Train a script on this machine.
 
-    Started again in the same place it goes on with an unfinished job of that name and replaces a finished one. The
-    first Ctrl-C saves where checkpoint.path is set, ends the job and reports; the second kills its workers.
+    Run it again in the same folder to continue an unfinished job of that name, or to replace a finished one. The first
+    Ctrl-C saves a checkpoint if checkpoint.path is set, ends the job and reports; the second kills its workers.
     """
     check_machine()
     name = job or name_of(script)

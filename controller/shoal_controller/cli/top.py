@@ -26,7 +26,7 @@ EVERY_SECONDS = 1.0
 async def top(url: Url = DEFAULT_URL) -> None:
     """Watch all jobs and their workers.
 
-    Until `q` or Ctrl-C; where standard output is no terminal, they are shown once.
+    Press `q` or Ctrl-C to leave. If standard output is not a terminal, they are shown once.
     """
     import asyncio
 

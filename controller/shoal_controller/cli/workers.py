@@ -23,7 +23,7 @@ async def workers(job: Job, url: Url = DEFAULT_URL, output: Output = Form.TABLE)
 async def drain(job: Job, worker: Worker, url: Url = DEFAULT_URL) -> None:
     """Let one worker go.
 
-    Nothing of what it holds is lost. A launcher puts another one in its place: to have fewer, scale.
+    Nothing that it holds is lost. A launcher replaces it; to have fewer workers, use scale.
     """
     from shoal_controller.cli.client import Client
     from shoal_controller.cli.tables import changed
@@ -33,9 +33,10 @@ async def drain(job: Job, worker: Worker, url: Url = DEFAULT_URL) -> None:
 
 
 async def lost(job: Job, worker: Worker, url: Url = DEFAULT_URL) -> None:
-    """Confirm that a silent worker is dead, so that the job goes on without it.
+    """Confirm that a silent worker is dead.
 
-    Only for a process that is certainly gone: where all workers of a world are said to be, another world may begin.
+    The job then continues without it. Use this only if the process is certainly gone: once all workers of a world are
+    confirmed dead, another world may begin.
     """
     from shoal_controller.cli.client import Client
     from shoal_controller.cli.tables import changed
