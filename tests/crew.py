@@ -193,12 +193,10 @@ class Worker:
                 self.crew.changed.notify_all()
 
     def _stop_saving(self) -> None:
-        """A killed process writes nothing more; its thread here would wait for the others for ever."""
+        """A killed process leaves its file as it is."""
         saver = self.engine.parts.saving._saver if hasattr(self, "engine") else None
         if saver is not None and self.killed:
-            saver._give_up = "its process is no more"
-            saver._verdict.set()
-            saver.close()
+            saver.join()
 
     def _live(self) -> None:
         """As the interpreter runs a script to its end and past it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from crew import Crew, Worker
-from shoal.checkpoint.saver import SaveStatus
 
 MOST_STEPS = 20
 """After the save, until the controller knows of it."""
@@ -22,7 +21,5 @@ def rests(worker: Worker) -> bool:
     """Whether its step is done, and nothing is being written for it, as far as that does not wait for a vote."""
     saver = worker.engine.parts.saving._saver
     assert saver is not None
-    if worker.engine.global_step < worker.crew.allowed or worker.seen[-1] != "forward":
-        return False
-    part = saver.outcome is not None and "write" in saver.outcome.seconds
-    return saver.status is not SaveStatus.WRITING or (saver.leads and part and not saver._verdict.is_set())
+    is_through = worker.engine.global_step >= worker.crew.allowed and worker.seen[-1] == "forward"
+    return is_through and not saver.is_working

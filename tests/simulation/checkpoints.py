@@ -1,7 +1,8 @@
 """The place where simulated workers save: parts, whole checkpoints with the bits that were written, and damage.
 
-What each worker does about a save is in saving.py. A checkpoint that is whole is looked at once: it has the bits of the
-undisturbed run. Whether it can be read is drawn then; like a flipped bit, nobody knows before it is read.
+What a worker does about a save is in saving.py, what it knows of checkpoints in loading.py. A checkpoint that is whole
+is looked at once: it has the bits of the undisturbed run. Whether it can be read is drawn then; like a flipped bit,
+nobody knows before it is read.
 """
 
 from __future__ import annotations
@@ -57,6 +58,13 @@ class Checkpoints:
         self.simulation.say("checkpoint", sighting.path, "is whole")
         self._prune(in_use)
         return True
+
+    def withdraw(self, path: str, writer: str | None) -> None:
+        """Deletes what one writer has written of a save that failed; None: all that is there. What is whole stays."""
+        parts = self.parts.get(path, {})
+        if not any(one.path == path for one in self.there):
+            for one in [writer] if writer is not None else [*parts]:
+                parts.pop(one, None)
 
     def _prune(self, in_use: str) -> None:
         newest = sorted(self.there, reverse=True)

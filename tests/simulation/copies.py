@@ -68,6 +68,11 @@ class Copies:
                 found.append(CorruptBlock(block, max(0, step - self.simulation.corruption_steps), step, workers))
         return found
 
+    @property
+    def saved_is_sound(self) -> bool | None:
+        """Whether all copies of what is saved agreed; None: not known yet."""
+        return None if self.saved is not None else self.sound
+
     def save_begins(self) -> None:
         self.saved, self.saved_step, self.sound = dict(self.training.blocks), self.training.step, False
 

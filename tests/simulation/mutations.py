@@ -6,11 +6,12 @@ not tested. docs/rules.md lists these rules; code marks them with ●.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from shoal.core.membership import Membership
+from shoal.core.save_part import SaveAct, SavePart, SaveStatus
 from shoal_controller.core.machine import machine
 from shoal_controller.core.machine.durable import Durable, Failures, LinkFault, SaveRequest, Standing
 from shoal_controller.core.machine.effects import PersistStep
@@ -152,6 +153,13 @@ def _asks_by_the_number_of_a_ping(turn: Turn) -> None:
     turn.keep(save=SaveRequest(number, 0))
 
 
+def _gives_up_at_once(self: SavePart, statuses: Mapping[str, str], planned: bool, sound: bool | None) -> SaveAct | None:
+    """A save as soon as one could not write, though others still do."""
+    if SaveStatus.FAILED in statuses.values():
+        statuses = {who: status for who, status in statuses.items() if status != SaveStatus.WRITING}
+    return LEAD(self, statuses, planned, sound)
+
+
 def _forgives_by_any_step(turn: Turn, status: Any) -> None:
     """Also by one that an earlier life has committed before."""
     if turn.durable.failures.times and status.committed_in == status.generation > 0:
@@ -201,6 +209,7 @@ def _heeds_no_age(activities: Any, limit_seconds: float) -> Any:
 ON_PLANNED = Membership.on_planned
 BROKEN_LINKS = progress_watch.broken_links
 ENTER_VOTE = Membership.enter_vote
+LEAD = SavePart._lead
 COUNT = silence.count_tick
 EFFECTS_IN_ORDER = Turn.effects_in_order
 IDENTIFY = admission._identify
@@ -285,6 +294,7 @@ MUTATIONS: dict[str, list[Patch]] = {
         (recovery, "_goes_back", lambda turn, plan, step: False)
     ],
     "no two requests to save have the same number": [(checkpoints, "request_save", _asks_by_the_number_of_a_ping)],
+    "a save is given up only when no member is writing": [(SavePart, "_lead", _gives_up_at_once)],
     "a drain's grace goes on over a controller's restart": [(scaling, "on_restart", _gives_no_grace)],
     "a save that was accepted is made over a controller's restart": [(scaling, "on_restart", _forgets(save=None))],
     "a process that was told to end is killed over a controller's restart": [

@@ -1,19 +1,19 @@
-"""Saving and taking up, as one simulated worker does it: worker/shoal/training/checkpoint_saving.py,
-checkpoint_loading.py and checkpoint/saver.py.
+"""Saves of a simulated worker: a driver of the real `Saving` and `SavePart`, as training/checkpoint_saving.py and
+checkpoint/saver.py are one.
 
-All decide alike by what the votes say: who asks, whose save is under way, which step is saved. The leader completes a
-save once nobody in the vote is writing any more; the others hear of it in a later vote. Writing goes on beside steps.
+What follows from a vote is theirs. Here are the disk and its time: a file is written, or cannot be; a checkpoint is
+made; what was written is deleted. That goes on beside steps, and ends with the process.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from shoal_protos.checkpoint import CheckpointRef, SaveOutcome, SaveReport, UnreadableCheckpoint
-from shoal_protos.plan import Plan
-from shoal_protos.runs import NO_BLOCKS, Runs
+from shoal.core.save_part import CompleteSave, SaveAct, SavePart, SaveStatus, SharedSave, WithdrawSave, WriteSave
+from shoal.core.saving import SaveChoice, SaveVote, Saving
+from shoal_protos.checkpoint import CheckpointRef, SaveReport
 
 if TYPE_CHECKING:
     from .checkpoints import Part
@@ -21,239 +21,173 @@ if TYPE_CHECKING:
     from .world import World
 
 WRITE_SECONDS = 0.6
-COMMIT_SECONDS = 0.1
+COMMIT_SECONDS = WITHDRAW_SECONDS = 0.1
 PATIENCE_SECONDS = 2.0
 LOOK_SECONDS = 0.1
-
-
-class Word(StrEnum):
-    """What a ballot says of its member's part in a save."""
-
-    IDLE = ""
-    WRITING = "writing"
-    WRITTEN = "written"
-    FAILED = "failed"
-
-
-BUSY = Word.WRITING, Word.WRITTEN
 
 
 @dataclass(frozen=True, slots=True)
 class Ballot:
     """What a member's vote says of saves."""
 
-    asks: int
-    """The first step at which a checkpoint is what it asks for; -1: it asks for none."""
-    word: Word
+    asks: int | None
+    """The first step at which a checkpoint is what it asks for."""
+    status: SaveStatus
     saved: int
 
 
 @dataclass(eq=False, slots=True)
-class Save:
-    """One save as one member sees it. `writers[0]` leads."""
+class Task:
+    """What this member writes of one save."""
 
-    sighting: CheckpointRef
-    writers: tuple[str, ...]
-    part: Part
-    leads: bool
+    part: SavePart
+    path: str
+    content: Part
     in_use: str
-    written: bool = False
-    verdict: bool = False
-    gone: frozenset[str] = frozenset()
-    leader_heard: bool = False
-    failure: str = ""
-    sound: bool = False
-    """Whether all copies of what is saved agreed."""
+
+    @property
+    def ref(self) -> CheckpointRef:
+        save = self.part.save
+        return CheckpointRef(save.generation, save.step, self.path, verified=self.part.verified)
 
 
-class Saving:
+class Saves:
     """See the module's text."""
 
     def __init__(self, worker: SimWorker) -> None:
         self.worker, self.place = worker, worker.simulation.checkpoints
-        self.word = Word.IDLE
-        self.saved = -1
-        self._asked_at = -1
-        self.told: tuple[SaveReport, ...] = ()
-        self._save: Save | None = None
-        self._over: Save | None = None
-        """Over, and not heard of yet."""
-        # what it knows of checkpoints
-        self.knows: CheckpointRef | None = None
-        self.damage: UnreadableCheckpoint | None = None
-        self.generations: Runs = NO_BLOCKS
-        self._unreadable: set[str] = set()
-        self.taken = ""
-        """The last checkpoint that it began to read: the initial state is gone from then on."""
+        self.saving = Saving(self.place.every or None)
+        self._task: Task | None = None
+        self._unheard: Task | None = None
+        """Whose outcome `saving` has not heard yet."""
+        self._acts = 0
+        """Being carried out."""
+        self._then: Callable[[], None] | None = None
+        """Once none is."""
 
     @property
-    def taken_is_unreadable(self) -> bool:
-        return self.taken in self._unreadable
-
-    def look(self) -> None:
-        """For the latest, at the start or after one that could not be read."""
-        self.knows = self.place.newest(self._unreadable, self.generations)
+    def reported(self) -> tuple[SaveReport, ...]:
+        return self.saving.recent
 
     def ask(self) -> None:
-        training = self.worker.training
-        self._asked_at = training.step + (0 if training.done else 1)
-
-    def restored(self, step: int) -> None:
-        """All have gone back to a checkpoint, or to the start: what was saved after it counts no more."""
-        self.saved, self._asked_at = step, min(self._asked_at, step + 1)
+        self.saving.ask(self.worker.training.step, self.worker.training.done)
 
     # ---- in the vote
 
     def ballot(self) -> Ballot:
-        word = self.word
+        status = self._task.part.status if self._task is not None else SaveStatus.IDLE
         self._hear()
-        return Ballot(self._asked_at, word, self.saved)
+        return Ballot(self.saving.asked_at, status, self.saving.saved)
 
-    def voted(self, ballots: dict[SimWorker, Ballot], world: World, stepped: bool) -> None:
+    def on_vote(self, ballots: dict[SimWorker, Ballot], world: World, stepped: bool) -> None:
         """At the boundary after a vote; all have the same ballots."""
         if not self.place.every:
             return
-        step, said = self.worker.training.step, {peer.incarnation: ballot.word for peer, ballot in ballots.items()}
-        self._heed(said, world.plan.recovery is None)
+        training = self.worker.training
+        statuses = {peer.incarnation: ballot.status for peer, ballot in ballots.items()}
+        if self._task is not None:
+            planned, sound = world.plan.recovery is None, training.copies.saved_is_sound
+            act = self._task.part.on_vote(statuses, planned, sound)
+            self._check(self._task, act, [peer.training.saves for peer in ballots])
+            self._start(self._task, act)
         self._hear()
-        saved = max(ballot.saved for ballot in ballots.values())
-        due = stepped and step % self.place.every == 0
-        asked = any(ballot.asks > saved for ballot in ballots.values())
-        if saved != step and (asked or due) and not any(word in BUSY for word in said.values()):
-            self.worker.training.copies.save_begins()
+        choice = self.saving.on_vote(
+            SaveVote(
+                training.rank, training.step, max(ballot.saved for ballot in ballots.values()), statuses,
+                asked=[ballot.asks for ballot in ballots.values() if ballot.asks is not None],
+                stepped=stepped, over=training.done,
+            )
+        )  # fmt: skip
+        if choice is SaveChoice.BEGIN:
+            training.copies.save_begins()
             self._begin(world)
-        if saved >= self._asked_at or saved == step:
-            self._asked_at = -1
 
-    def _heed(self, said: dict[str, Word], planned: bool) -> None:
-        save = self._save
-        if save is None or self.word is Word.IDLE:
-            return
-        leader = said.get(save.writers[0])
-        if save.leads:
-            self._decide(save, said, planned)
-        elif leader is Word.WRITING:
-            save.leader_heard = True
-        elif self.word is not Word.WRITING:
-            if leader is None or leader is Word.FAILED or not save.leader_heard:
-                save.failure = save.failure or "its leader is gone, or says that it failed"
-            save.sighting = replace(save.sighting, verified=self.worker.training.copies.sound)
-            self._save, self._over, self.word = None, save, Word.IDLE
-
-    def _decide(self, save: Save, said: dict[str, Word], planned: bool) -> None:
-        """The leader: complete it, give it up, or wait for another vote."""
-        if save.verdict:
-            return
-        others = {writer: said[writer] for writer in save.writers[1:] if writer in said}
-        if Word.FAILED in others.values():
-            save.failure = "another one could not write"
-        elif Word.WRITING in others.values():
-            return
-        copies = self.worker.training.copies
-        if copies.saved is not None:
-            return
-        save.sound = copies.sound
-        save.gone = frozenset(save.writers[1:]) - others.keys() if planned else frozenset()
-        save.verdict = True
-        self._complete(save, PATIENCE_SECONDS)
-
-    # ---- a save begins, and is written
+    def _check(self, task: Task, act: SaveAct | None, members: list[Saves]) -> None:
+        """What is written of a save that was given up before would be left behind."""
+        writing = [one.worker for one in members if one._task is not None and one._task.path == task.path
+                   and one._task.part.status is SaveStatus.WRITING and one is not self]  # fmt: skip
+        if isinstance(act, WithdrawSave) and act.everything and writing:
+            self.worker.simulation.watch.violated("a save is given up while others write it", *writing)
 
     def _begin(self, world: World) -> None:
         plan, training = world.plan, self.worker.training
-        writers = tuple(plan.members[rank].incarnation for rank in sorted({0, *world.owners}))
-        if self.worker.incarnation not in writers:
-            return
-        path = f"{training.step}-{plan.generation}-{training.boundary}"
-        part = {block: training.blocks[block] for block in world.owned[training.rank]}
-        in_use = plan.recovery.checkpoint if plan.recovery is not None else ""
-        sighting = CheckpointRef(plan.generation, training.step, path)
-        self._save = save = Save(sighting, writers, part, training.rank == 0, in_use)
-        self.word, self._over = Word.WRITING, None
-        self.worker.after(WRITE_SECONDS * self.place.chance.random(), self._written, save)
-
-    def _written(self, save: Save) -> None:
-        if self.place.chance.random() < self.place.failing:
-            return self._fails(save, "the disk is full")
-        self.place.parts.setdefault(save.sighting.path, {})[self.worker.incarnation] = save.part
-        save.written = True
-        if save.leads:
-            self._complete(save, PATIENCE_SECONDS)
-        elif save is self._save:
-            self.word = Word.WRITTEN
-        return None
-
-    def _complete(self, save: Save, patience: float) -> None:
-        """The leader, once its part is written and the votes have decided: those who have left may still write."""
-        if not (save.written and save.verdict) or save is not self._save or self.word is Word.FAILED:
-            return
-        there = self.place.parts[save.sighting.path].keys()
-        if save.failure:
-            self._fails(save, save.failure)
-        elif save.gone <= there or patience <= 0:
-            self.worker.after(COMMIT_SECONDS * self.place.chance.random(), self._commit, save)
-        else:
-            self.worker.after(LOOK_SECONDS, self._complete, save, patience - LOOK_SECONDS)
-
-    def _commit(self, save: Save) -> None:
-        if save is self._save and self.word is Word.WRITING:
-            save.sighting = replace(save.sighting, verified=save.sound)
-            if self.place.publish(save.sighting, save.writers, save.in_use):
-                self.word, self._save, self._over = Word.IDLE, None, save
-            else:
-                self._fails(save, "a part is not there")
-
-    def _fails(self, save: Save, why: str) -> None:
-        save.failure = why
-        if save is self._save:
-            self.word = Word.FAILED
-            if save.leads:
-                self._save, self._over = None, save
-                self.place.failed += 1
-                self.worker.simulation.promises.saved(save.sighting.step)
-
-    def closes_in(self) -> float:
-        """How long a process that is to end still writes."""
-        save = self._save
-        if save is None or self.word not in BUSY:
-            return 0.0
-        if save.leads and not save.verdict:
-            save.gone, save.verdict = frozenset(save.writers[1:]), True
-            self._complete(save, PATIENCE_SECONDS)
-        return WRITE_SECONDS + COMMIT_SECONDS
-
-    # ---- a save is over
+        save, member = SharedSave.of(training.step, plan), plan.members[training.rank]
+        if member in save.writers:
+            content = {block: training.blocks[block] for block in world.owned[training.rank]}
+            in_use = plan.recovery.checkpoint if plan.recovery is not None else ""
+            path = f"{save.step}-{save.generation}-{training.boundary}"
+            self._task = self._unheard = Task(SavePart(save, member), path, content, in_use)
+            self._start(self._task, WriteSave())
 
     def _hear(self) -> None:
-        save, self._over = self._over, None
-        if save is None:
+        task = self._unheard
+        if task is None or not task.part.is_over:
             return
-        if not save.failure:
-            self.saved, self.knows = save.sighting.step, save.sighting
-        elif save.sighting.generation == self.worker.training.generation:
-            self._asked_at = -1
-        if save.leads:
-            outcome = SaveOutcome.FAILED if save.failure else SaveOutcome.DONE
-            number = self.told[-1].number + 1 if self.told else 1
-            self.told = (*self.told[-7:], SaveReport(number, save.sighting.step, outcome, why=save.failure))
+        self._unheard = None
+        training, part, before = self.worker.training, task.part, self.reported
+        if not part.failure:
+            training.loading.knows = task.ref
+        self.saving.on_over(part, part.report, training.rank, training.generation)
+        if part.failure and self.reported != before:
+            self.place.failed += 1
+            self.worker.simulation.promises.saved(part.save.step)
 
-    # ---- taking up
+    # ---- the disk
 
-    def begins(self, plan: Plan) -> None:
-        """A plan is being carried out; what was said of another one's checkpoint is over."""
-        path = plan.recovery.checkpoint if plan.recovery is not None else ""
-        if self.damage is not None and self.damage.path != path:
-            self.damage = None
+    def _start(self, task: Task, act: SaveAct | None) -> None:
+        """Whatever it is, it takes its time."""
+        after, chance = self.worker.after, self.place.chance
+        match act:
+            case WriteSave():
+                after(WRITE_SECONDS * chance.random(), self._write, task)
+            case CompleteSave():
+                self._wait_for_parts(task, act, PATIENCE_SECONDS)
+            case WithdrawSave():
+                after(WITHDRAW_SECONDS * chance.random(), self._withdraw, task, act)
+        self._acts += act is not None
 
-    def take_up(self, path: str) -> Part | None:
-        """What is in a checkpoint, or None where it cannot be read: that is said, and another one is looked for."""
-        content = self.place.read(path)
-        if content is not None:
-            self.taken = path
-        meets_it = self.worker.training.rank == 0 or self.place.chance.random() < 0.5  # the blocks with the flipped bit
-        if content is None or (path in self.place.damaged and meets_it):
-            self._unreadable.add(path)
-            self.damage = UnreadableCheckpoint(path, f"{path} {'is damaged' if content else 'is not there'}.")
-            self.look()
-            return None
-        return content
+    def _follow(self, task: Task, act: SaveAct | None) -> None:
+        """One is carried out."""
+        self._acts -= 1
+        self._start(task, act)
+        self._end()
+
+    def _end(self) -> None:
+        then = self._then
+        if then is not None and not self._acts:
+            self._then = None
+            then()
+
+    def _write(self, task: Task) -> None:
+        if self.place.chance.random() < self.place.failing:
+            self._follow(task, task.part.on_failure("the disk is full"))
+        else:
+            self.place.parts.setdefault(task.path, {})[task.part.member.incarnation] = task.content
+            self._follow(task, task.part.on_written())
+
+    def _wait_for_parts(self, task: Task, act: CompleteSave, patience: float) -> None:
+        """Those who have left may still write."""
+        if act.gone <= self.place.parts[task.path].keys() or patience <= 0:
+            self.worker.after(COMMIT_SECONDS * self.place.chance.random(), self._complete, task, act)
+        else:
+            self.worker.after(LOOK_SECONDS, self._wait_for_parts, task, act, patience - LOOK_SECONDS)
+
+    def _complete(self, task: Task, act: CompleteSave) -> None:
+        writers = [writer.incarnation for writer in task.part.save.writers]
+        if self.place.publish(replace(task.ref, verified=act.verified), writers, task.in_use):
+            task.part.on_completed()
+            self._follow(task, None)
+        else:
+            self._follow(task, task.part.on_failure("a part is not there"))
+
+    def _withdraw(self, task: Task, act: WithdrawSave) -> None:
+        self.place.withdraw(task.path, None if act.everything else task.part.member.incarnation)
+        task.part.on_withdrawn()
+        self._follow(task, None)
+
+    def close(self, then: Callable[[], None]) -> None:
+        """The process is to end: what has begun comes to its end, then that."""
+        self._then = then
+        if self._task is not None:
+            self._start(self._task, self._task.part.close())
+        self._end()

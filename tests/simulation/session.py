@@ -140,17 +140,18 @@ class Session:
         telemetry = Telemetry(
             step_seconds=self.worker.simulation.step_seconds,
             step_seconds_median=self.worker.simulation.step_seconds if training.step > 0 else 0.0,
-            saves=training.saving.told,
+            saves=training.saves.reported,
         )
         self.dialogue.update_status(self._status(), telemetry)
         self._send()
 
     def _status(self) -> Status:
         """The dialogue fills in what it and the membership know."""
-        m, t, s = self.membership, self.worker.training, self.worker.training.saving
+        m, t, knows = self.membership, self.worker.training, self.worker.training.loading
         return Status(
             0, 0, m.point, 0, t.step, t.committed_in, t.boundary, t.holds(), t.current,
-            done=t.done, ended=t.ended, checkpoint=s.knows, unreadable_checkpoint=s.damage, corrupt=t.copies.reported,
+            done=t.done, ended=t.ended, checkpoint=knows.knows, unreadable_checkpoint=knows.damage,
+            corrupt=t.copies.reported,
         )  # fmt: skip
 
     def notice(self) -> None:
@@ -201,10 +202,10 @@ class Session:
             self._send()
 
     def _on_welcome(self) -> None:
-        saving = self.worker.training.saving
+        loading = self.worker.training.loading
         if self.membership.is_joiner:
-            saving.generations = self.dialogue.job.opened_generations
-            saving.look()
+            loading.generations = self.dialogue.job.opened_generations
+            loading.look()
             self.publish()
         if not self.welcomed:
             self.welcomed = True
@@ -235,7 +236,7 @@ class Session:
             case Asked(kind, _) if kind is AskKind.STOP:
                 training.stop_asked = True
             case Asked():
-                training.saving.ask()
+                training.saves.ask()
             case Ended():
                 self._on_ended(item)
 
@@ -251,8 +252,6 @@ class Session:
             worker.start_over()
         elif ended.ending is Ending.FAILED:
             worker.end(1, ended.ending.value)
-        elif seconds := worker.training.saving.closes_in():
-            worker.training.over = True
-            worker.after(seconds, worker.end, 0, ended.ending.value)
         else:
-            worker.end(0, ended.ending.value)
+            worker.training.over = True
+            worker.training.saves.close(lambda: worker.end(0, ended.ending.value))

@@ -14,7 +14,8 @@ from shoal_protos.runs import NO_BLOCKS, Runs
 
 from .copies import Copies
 from .links import UserCode
-from .saving import Ballot, Saving
+from .loading import Loading
+from .saving import Ballot, Saves
 from .symbols import initial, right, updated
 from .world import World, runs_of
 
@@ -31,7 +32,7 @@ class Training:
         self.worker, self.simulation = worker, worker.simulation
         self.watch = worker.simulation.watch
         self.groups = worker.simulation.groups
-        self.saving = Saving(worker)
+        self.saves, self.loading = Saves(worker), Loading(worker)
         self.code = UserCode(worker)
         self.forget()
 
@@ -94,7 +95,7 @@ class Training:
         self.code.run(self.simulation.warm_up_seconds(), self._warmed_up)
 
     def _warmed_up(self) -> None:
-        self.saving.look()
+        self.loading.look()
         self.worker.session.publish()
         self.membership.end_warm_up()
         self.worker.session.notice()
@@ -193,7 +194,7 @@ class Training:
             self.pending = replays
         holds = world.plan.replays(self.rank, self.boundary) & self.holds() if self.membership.next else NO_BLOCKS
         number = self.membership.enter_vote(holds)
-        ballot = self.saving.ballot()
+        ballot = self.saves.ballot()
         for rank in range(world.size):
             self.send(rank, "v", (number, self.stop_asked, ballot, self.copies.brings()))
         self.stage = "vote"
@@ -212,7 +213,7 @@ class Training:
         self.worker.session.leave_vote([number for number, _, _, _ in votes.values()])
         if self.idle:
             self.boundary += 1
-            self.saving.voted(self.ballots, world, stepped=False)
+            self.saves.on_vote(self.ballots, world, stepped=False)
             self.worker.session.publish()
             return self._switch()
         self._commit(world)
@@ -252,7 +253,7 @@ class Training:
         self.boundary += 1
         now = self.generation, "", self.boundary
         self.box = {key: value for key, value in self.box.items() if (key[0], "", key[2]) >= now}
-        self.saving.voted(self.ballots, world, stepped=True)
+        self.saves.on_vote(self.ballots, world, stepped=True)
         self.worker.session.publish()
         return self._switch()
 
@@ -398,15 +399,17 @@ class Training:
         self.world, self.rank, self.boundary = self.simulation.worlds.of(plan), rank, 0
         recovery, world = plan.recovery, self.world
         self.building.pop(plan.generation, None)
-        self.saving.begins(plan)
+        self.loading.begins(plan)
         if recovery.checkpoint:
             if not self._take_up(plan):
                 return
         elif plan.reason is Reason.START:
-            if self.saving.taken:
-                self.worker.fail(f"{self.saving.taken} cannot be read whole", everyone=self.saving.taken_is_unreadable)
+            if self.loading.taken:
+                self.worker.fail(
+                    f"{self.loading.taken} cannot be read whole", everyone=self.loading.taken_is_unreadable
+                )
                 return
-            self.saving.restored(-1)
+            self.saves.saving.on_return_to(-1)
             self.copies.restored()
             self.blocks = {block: initial(block) for block in world.keeps[rank]}
             self.parameters = {block: initial(block) for block in range(plan.blocks)}
@@ -434,7 +437,7 @@ class Training:
         if self.ended and recovery.step < self.simulation.max_steps:
             self.worker.fail(f"the job goes back to step {recovery.step}, and this script has ended")
             return False
-        content = self.saving.take_up(recovery.checkpoint)
+        content = self.loading.take_up(recovery.checkpoint)
         if content is None:
             self.stage = ""
             self.worker.session.publish()
@@ -444,7 +447,7 @@ class Training:
         self.blocks = {block: content[block] for block in world.keeps[self.rank]}
         self.parameters = {block: content[block] for block in world.owned[self.rank]}
         self.committed_in, self.done, self.current = 0, False, False
-        self.saving.restored(recovery.step)
+        self.saves.saving.on_return_to(recovery.step)
         self.copies.restored()
         return True
 

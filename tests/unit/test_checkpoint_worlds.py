@@ -117,9 +117,7 @@ def test_what_is_saved_after_going_back_is_newer_than_all_that_was_saved_before(
 
 def test_two_runs_in_one_place_delete_only_their_own(tmp_path: Path) -> None:
     def wait_for_the_disk(engine: Any) -> None:
-        saver = engine.parts.saving._saver
-        if saver._verdict.is_set():
-            saver._join()
+        engine.parts.saving._saver.join()
 
     alone = replace(task(tmp_path, every_steps=7, keep=1, resume=False), in_loop=wait_for_the_disk)
     for runs in (1, 2):

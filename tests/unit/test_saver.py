@@ -15,16 +15,17 @@ from shoal.checkpoint.draft import draft_of
 from shoal.checkpoint.errors import StorageFailed, StorageFull
 from shoal.checkpoint.manifest import MANIFEST
 from shoal.checkpoint.retention import Keep
-from shoal.checkpoint.saver import Lead, Saver, SaveStatus, SaveTask
+from shoal.checkpoint.saver import Lead, Saver, SaveTask
 from shoal.checkpoint.snapshot import take_snapshot
 from shoal.checkpoint.storage import LocalStorage
 from shoal.checkpoint.verify import verify
-from shoal.checkpoint.writer import Author
+from shoal.core.save_part import SavePart, SaveStatus, SharedSave
 from shoal.training.state import TrainingState, frozen_parameters
+from shoal_protos.plan import Member
 from shoal_protos.runs import Runs
 
 OWNERS = [Runs(((0, 5),)), Runs(((5, 6), (8, 12))), Runs(((6, 8),))]
-AUTHORS = tuple(Author(f"w{number}", f"i{number}") for number in range(3))
+WRITERS = tuple(Member(f"w{number}", f"i{number}", f"host{number}:1") for number in range(3))
 
 
 class Gate(LocalStorage):
@@ -63,22 +64,21 @@ class World:
 
     def begin(self) -> SaveName:
         state = self.state
-        name = SaveName.of(state.step, 1, state.step, AUTHORS[0].incarnation)
+        name = SaveName.of(state.step, 1, state.step, WRITERS[0].incarnation)
         draft, beside = draft_of(state, origin(state), 1, {})
         lead = Lead(draft, state.buffers.committed, frozen_parameters(state.module), in_use="")
         for number, saver in enumerate(self.savers):
             tensors = {} if number else beside
             snapshot = take_snapshot(state.layout, state.flats, state.held, OWNERS[number], tensors, saver.arena)
-            saver.begin(SaveTask(name, AUTHORS[number], AUTHORS, snapshot, None if number else lead), copy_seconds=0.0)
+            part = SavePart(SharedSave(state.step, 1, WRITERS), WRITERS[number])
+            saver.begin(SaveTask(part, name, snapshot, None if number else lead), copy_seconds=0.0)
         return name
 
     def write(self, *numbers: int) -> None:
         """Lets these members write, and waits until they have."""
         for number in numbers:
             self.gates[number].open.set()
-            thread = self.savers[number]._thread
-            if number and thread:
-                thread.join(10)
+            self.savers[number].join()
 
     def until_the_leader_looks(self, call: Callable[[], object]) -> None:
         """Until it has looked, because of `call`, into the folder of the save."""
@@ -88,17 +88,19 @@ class World:
         assert looked.wait(10)
 
     def vote(self, *present: int, sound: bool = False, planned: bool = True) -> list[SaveStatus]:
-        ballots = {AUTHORS[number].incarnation: str(self.savers[number].status) for number in present or range(3)}
-        for number in present or range(3):
+        """Returns what all say then; the leader, before it carries out what it decides."""
+        leader, here = self.savers[0].status, present or range(3)
+        ballots = {WRITERS[number].incarnation: str(self.savers[number].status) for number in here}
+        for number in here:
             self.savers[number].on_vote(ballots, planned, sound)
-        return [saver.status for saver in self.savers]
+        return [leader, *(saver.status for saver in self.savers[1:])]
 
     def finish(self) -> None:
-        """Until the leader's thread has ended."""
+        """Until the leader has done what it can."""
         thread = self.savers[0]._thread
-        assert thread is not None
-        thread.join(10)
-        assert not thread.is_alive()
+        if thread is not None:
+            thread.join(10)
+            assert not thread.is_alive()
 
 
 @contextmanager
@@ -157,7 +159,7 @@ def test_a_member_that_cannot_write_makes_it_a_failed_save_for_all(tmp_path: Pat
         three.finish()
         assert three.savers[0].status is F
         three.vote()
-        assert [saver.outcome and saver.outcome.failure for saver in three.savers] == [
+        assert [saver.outcome and saver.outcome.part.failure for saver in three.savers] == [
             "the save was given up: w1 could not write.",
             "the disk is full",
             "w0, which led it, says that it failed",
@@ -257,7 +259,7 @@ def test_a_member_that_died_while_it_wrote_makes_it_a_failed_save(tmp_path: Path
         three.finish()
         assert three.vote(0, 2)[::2] == [F, FREE]
         outcome = three.savers[0].outcome
-        assert outcome and "its writer did not finish" in outcome.failure
+        assert outcome and "its writer did not finish" in outcome.part.failure
         assert whole(tmp_path) == []
 
 
@@ -269,7 +271,7 @@ def test_a_leader_that_died_leaves_no_checkpoint_and_the_others_free(tmp_path: P
         assert three.vote(1, 2)[1:] == [FREE, W]  # who still writes is not free yet
         three.write(2)
         assert three.vote(1, 2)[1:] == [FREE, FREE]
-        assert [saver.outcome and saver.outcome.failure for saver in three.savers[1:]] == 2 * [
+        assert [saver.outcome and saver.outcome.part.failure for saver in three.savers[1:]] == 2 * [
             "w0, which led it, is gone"
         ]
 
@@ -281,7 +283,7 @@ def test_a_leader_that_did_not_begin_leaves_no_checkpoint(tmp_path: Path) -> Non
         for saver in three.savers[1:]:  # w0 rolled forward past the boundary at which the others began
             saver.on_vote({"i0": "", "i1": str(three.savers[1].status), "i2": str(three.savers[2].status)})
         assert [saver.status for saver in three.savers[1:]] == [FREE, FREE]
-        assert three.savers[1].outcome and "did not begin" in three.savers[1].outcome.failure
+        assert three.savers[1].outcome and "did not begin" in three.savers[1].outcome.part.failure
 
 
 def test_at_the_end_of_a_job_what_has_begun_is_completed(tmp_path: Path) -> None:
@@ -314,14 +316,14 @@ def failed_save(three: World, *writers: int) -> None:
     three.finish()
     three.vote()
     for saver in three.savers:
-        saver._join()
+        saver.join()
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_a_failed_save_leaves_nothing_on_the_disk(tmp_path: Path, failing: int) -> None:
     with world(tmp_path, failing) as three:
         failed_save(three, 0, 1, 2)
-        assert three.savers[0].outcome and three.savers[0].outcome.failure
+        assert three.savers[0].outcome and three.savers[0].outcome.part.failure
         assert files(tmp_path) == []
         assert saves(LocalStorage(tmp_path)) == []
 
@@ -330,7 +332,7 @@ def test_a_save_whose_manifest_finds_no_room_leaves_nothing_on_the_disk(tmp_path
     with world(tmp_path) as three:
         three.gates[0].room = 6  # three data files and what their writers say of them
         failed_save(three, 0, 1, 2)
-        assert three.savers[0].outcome and "no room for" in three.savers[0].outcome.failure
+        assert three.savers[0].outcome and "no room for" in three.savers[0].outcome.part.failure
         assert files(tmp_path) == []
 
 
@@ -373,7 +375,7 @@ def test_what_a_leader_that_is_gone_has_completed_stays_whole(tmp_path: Path) ->
         three.finish()
         for saver in three.savers[1:]:  # it died after its manifest was there
             saver.on_vote({"i1": str(three.savers[1].status), "i2": str(three.savers[2].status)})
-            saver._join()
+            saver.join()
         assert whole(tmp_path) == [2]
 
 
@@ -385,4 +387,4 @@ def test_all_members_of_a_save_know_whether_its_copies_agreed(tmp_path: Path) ->
         three.vote(sound=True)
         three.finish()
         assert three.vote(sound=True) == [FREE, FREE, FREE]
-        assert [saver.outcome and saver.outcome.verified for saver in three.savers] == [True, True, True]
+        assert [saver.outcome and saver.outcome.part.verified for saver in three.savers] == [True, True, True]

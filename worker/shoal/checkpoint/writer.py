@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from shoal_protos.plan import Member
 from torch import Tensor
 
 from shoal.checkpoint.container import CODES, Region, header
@@ -29,6 +30,10 @@ class Author:
 
     worker: str
     incarnation: str
+
+    @classmethod
+    def of(cls, member: Member) -> Author:
+        return cls(member.worker, member.incarnation)
 
     def file(self, step: int) -> str:
         """The data file's name."""

@@ -80,7 +80,7 @@ class Ballot:
     """Evaluations by name: sum over the lanes that it evaluated, and their number."""
     requests: tuple[Request, ...] = ()
     saving: str = ""
-    """How far it is with the save at hand (checkpoint/saver.py)."""
+    """How far it is with the save at hand (core/save_part.py)."""
     saved: int = -1
     """The step of the newest whole checkpoint of this life of the job that it knows of."""
 

@@ -1,8 +1,7 @@
 """Saving, as one member sees it: when a save falls due, beginning it at a boundary, learning how it went.
 
-All members decide alike, because they decide by the vote's record alone: it says who asks, whose save is still being
-written, and which step is saved already. The copy is made here, on the training thread; the rest is the saver's, on its
-own (checkpoint/saver.py).
+What follows from a vote's record is decided in core/saving.py, on all members alike. The copy is made here, on the
+training thread; the rest is the saver's, on its own (checkpoint/saver.py).
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from shoal_protos.checkpoint import CheckpointRef, SaveOutcome, SaveReport
+from shoal_protos.checkpoint import CheckpointRef, SaveReport
 from shoal_protos.errors import UserError
 from torch import Tensor
 
@@ -23,11 +22,12 @@ from shoal.checkpoint.layout_entry import LayoutEntry
 from shoal.checkpoint.named import tied_names
 from shoal.checkpoint.plain import encode
 from shoal.checkpoint.retention import Keep, Ours
-from shoal.checkpoint.saver import Lead, Saver, SaveResult, SaveStatus, SaveTask
+from shoal.checkpoint.saver import Lead, Saver, SaveResult, SaveTask
 from shoal.checkpoint.snapshot import take_snapshot
 from shoal.checkpoint.storage import open_storage
-from shoal.checkpoint.writer import Author
 from shoal.config.training import agreement
+from shoal.core.save_part import BUSY, SavePart, SaveStatus, SharedSave
+from shoal.core.saving import SaveChoice, SaveVote, Saving
 from shoal.exchange.vote import Record, Request
 from shoal.logs import get_logger
 from shoal.numerics import identity
@@ -39,8 +39,6 @@ from shoal.world import World
 
 SAVE = Request("save")
 SCHEDULED = Request("scheduled")
-RECENT_SAVES = 8
-BUSY = (SaveStatus.WRITING, SaveStatus.WRITTEN)
 
 log = get_logger("shoal.checkpoint")
 
@@ -57,18 +55,10 @@ class CheckpointSaving:
             storage.prepare()
             self._saver = Saver(storage, Keep(self._config.keep, self._config.keep_every))
         self._origin: Origin | None = None
-        self.saved = -1
-        """The step of the newest whole checkpoint of this life of the job."""
-        self._asked_at: int | None = None
-        """From this step on a save fulfils what this worker asks for; None: it asks for nothing."""
+        self._saving = Saving(self._config.every_steps)
         self._clock = time.monotonic()
-        self._generation = 0
-        """The generation in which the current save began."""
         self.failure: StorageFailed | None = None
         """Why the last save that this worker asked for failed, until raised."""
-        self.recent: tuple[SaveReport, ...] = ()
-        """The last few saves that this worker led, for the controller."""
-        self._number = 0
 
     # ---- what the script and the controller ask
 
@@ -79,12 +69,22 @@ class CheckpointSaving:
 
     def remember_request(self) -> None:
         """This worker brings the request into its votes from now on."""
-        self._asked_at = self._context.state.step + (0 if self._context.over else 1)
+        self._saving.ask(self._context.state.step, self._context.over)
 
     @property
     def pending(self) -> Request | None:
         """What this worker asks for and is still to be done, as its ballot says it."""
-        return replace(SAVE, step=self._asked_at) if self._asked_at is not None else None
+        return replace(SAVE, step=self._saving.asked_at) if self._saving.asked_at is not None else None
+
+    @property
+    def saved(self) -> int:
+        """The step of the newest whole checkpoint of this life of the job; -1: none."""
+        return self._saving.saved
+
+    @property
+    def recent(self) -> tuple[SaveReport, ...]:
+        """The last few saves that this worker has to tell of, for the controller."""
+        return self._saving.recent
 
     def register(self, name: str, of: Any) -> None:
         """An object of the user's whose state is saved with the job's, and given to joiners."""
@@ -128,68 +128,46 @@ class CheckpointSaving:
         statuses = {m.incarnation: status for m, status in zip(world.plan.members, record.saving, strict=True)}
         self._saver.on_vote(statuses, world.plan.recovery is None, self._corruption.saved_is_sound)
         self.take_in_outcome()
-        asked = any(request.kind == "save" and record.saved < request.step for request in record.requests)
-        due = stepped and self._is_due(record)
-        if due:
+        choice = self._saving.on_vote(
+            SaveVote(
+                world.rank, record.step, record.saved, statuses,
+                asked=[request.step for request in record.requests if request.kind == "save"],
+                stepped=stepped, scheduled=SCHEDULED in record.requests, owed=owed, over=self._context.over,
+            )
+        )  # fmt: skip
+        if choice is not SaveChoice.NOTHING:
             self._clock = time.monotonic()
-        if record.saved != record.step and (asked or due):
-            if not any(status in BUSY for status in record.saving):
-                self._corruption.on_save()
-                self._begin(self._saver, world)
-            elif due and owed:
-                self._ask_for_the_owed()
-            elif due:
-                self._skip(record.step)
-        if self._asked_at is not None and (record.saved >= self._asked_at or record.saved == record.step):
-            self._asked_at = None
-
-    def _is_due(self, record: Record) -> bool:
-        steps = self._config.every_steps
-        return (steps is not None and record.step % steps == 0) or SCHEDULED in record.requests
-
-    def _ask_for_the_owed(self) -> None:
-        """The one before is still being written and is most likely lost with a member: as soon as it is over."""
-        if self._context.rank == 0:
-            self.remember_request()
-
-    def _skip(self, step: int) -> None:
-        """All skip it; rank 0 reports it."""
-        if self._context.rank == 0:
-            why = "the checkpoint before is still being written"
-            log.warning("save_skipped", step=step, reason=why)
-            self._remember(SaveReport(0, step, SaveOutcome.SKIPPED, why=why))
+        if choice is SaveChoice.BEGIN:
+            self._corruption.on_save()
+            self._begin(self._saver, world)
+        if choice is SaveChoice.SKIP and world.rank == 0:
+            log.warning("save_skipped", step=record.step, reason=self.recent[-1].why)
 
     # ---- a save begins
 
     def _begin(self, saver: Saver, world: World) -> None:
         """Copies what this member owns; writing goes on beside training."""
-        context, plan = self._context, world.plan
-        began = self._clock = time.monotonic()
-        leader, run = plan.members[0].incarnation, context.link.job.run
-        name = SaveName.of(context.state.step, plan.generation, context.boundaries, leader, run)
-        self._generation = plan.generation
-        authors = {
-            rank: Author(member.worker, member.incarnation)
-            for rank, (member, share) in enumerate(zip(plan.members, plan.shares, strict=True))
-            if rank == 0 or share.owned
-        }
-        if world.rank not in authors:
+        context, plan, state = self._context, world.plan, self._context.state
+        began = time.monotonic()
+        save, member = SharedSave.of(state.step, plan), plan.members[world.rank]
+        if member not in save.writers:
             return None
-        context.faults.at("save", context.state.step)
+        leader, run = save.writers[0].incarnation, context.link.job.run
+        name, part = SaveName.of(save.step, save.generation, context.boundaries, leader, run), SavePart(save, member)
+        context.faults.at("save", state.step)
         lead: Lead | None = None
         beside: dict[str, Tensor] = {}
-        if world.rank == 0:
+        if part.leads:
             try:
-                draft, beside = draft_of(context.state, self.origin, plan.generation, context.state.registered)
+                draft, beside = draft_of(state, self.origin, plan.generation, state.registered)
             except UserError as error:
                 log.error("save_failed", step=name.step, reason=str(error))
-                return saver.refuse(name, str(error))
-            buffers, frozen = context.state.buffers.committed.copy(), frozen_parameters(context.state.module)
-            lead = Lead(draft, buffers, frozen, _in_use(world))
-        owned, state = plan.shares[world.rank].owned, context.state
+                return saver.refuse(part, name, str(error))
+            lead = Lead(draft, state.buffers.committed.copy(), frozen_parameters(state.module), _in_use(world))
+        owned = plan.shares[world.rank].owned
         snapshot = take_snapshot(state.layout, state.flats, state.held, owned, beside, saver.ready())
-        save = SaveTask(name, authors[world.rank], tuple(authors.values()), snapshot, lead, Ours(run, state.lineage))
-        saver.begin(save, copy_seconds=time.monotonic() - began)
+        task = SaveTask(part, name, snapshot, lead, Ours(run, state.lineage))
+        saver.begin(task, copy_seconds=time.monotonic() - began)
         return None
 
     @property
@@ -214,9 +192,7 @@ class CheckpointSaving:
 
     def on_return_to(self, step: int) -> None:
         """All have gone back to a checkpoint, or to the start: what was saved after it counts no more."""
-        self.saved = step
-        if self._asked_at is not None:
-            self._asked_at = min(self._asked_at, step + 1)
+        self._saving.on_return_to(step)
 
     # ---- a save is over
 
@@ -225,21 +201,13 @@ class CheckpointSaving:
         outcome = self._saver.take_outcome() if self._saver is not None else None
         if outcome is None:
             return
-        if not outcome.failure:
-            self.saved = outcome.name.step
-            name, run = outcome.name, self._context.link.job.run
+        part, name = outcome.part, outcome.name
+        if not part.failure:
             size = outcome.manifest.data_bytes if outcome.manifest is not None else 0
-            ref = CheckpointRef(name.generation, name.step, outcome.path, size, run, outcome.verified)
-            self._loading.on_saved(ref)
-        elif self.pending and self._generation == self._context.generation:
-            self._asked_at = None
-            self.failure = StorageFailed(f"the checkpoint of step {outcome.name.step} failed: {outcome.failure}")
-        if outcome.manifest is not None or (outcome.failure and self._context.rank == 0):
-            self._remember(_as_message(outcome))
-
-    def _remember(self, saved: SaveReport) -> None:
-        self._number += 1
-        self.recent = (*self.recent[1 - RECENT_SAVES :], replace(saved, number=self._number))
+            run = self._context.link.job.run
+            self._loading.on_saved(CheckpointRef(name.generation, name.step, outcome.path, size, run, part.verified))
+        if self._saving.on_over(part, _report(outcome), self._context.rank, self._context.generation):
+            self.failure = StorageFailed(f"the checkpoint of step {name.step} failed: {part.failure}")
 
     @property
     def saver_end(self) -> Callable[[], None]:
@@ -262,16 +230,13 @@ def _in_use(world: World) -> str:
     return recovery.checkpoint.rstrip("/").rpartition("/")[2] if recovery is not None else ""
 
 
-def _as_message(outcome: SaveResult) -> SaveReport:
+def _report(outcome: SaveResult) -> SaveReport:
     seconds = outcome.seconds
-    return SaveReport(
-        number=0,
-        step=outcome.name.step,
-        outcome=SaveOutcome.FAILED if outcome.failure else SaveOutcome.DONE,
+    return replace(
+        outcome.part.report,
         path=outcome.path,
         bytes=outcome.manifest.data_bytes if outcome.manifest is not None else 0,
         copy_seconds=seconds.get("copy", 0.0),
         write_seconds=seconds.get("write", 0.0),
         commit_seconds=seconds.get("commit", 0.0),
-        why=outcome.failure,
     )

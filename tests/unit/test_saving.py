@@ -1,0 +1,265 @@
+"""What members decide about saves: each one's part in a save, by hypothesis in any order; and when the next one begins.
+
+With real threads and files: test_saver.py. In whole jobs: tests/simulation/saving.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from shoal.core.save_part import (
+    BUSY,
+    CompleteSave,
+    SaveAct,
+    SavePart,
+    SaveStatus,
+    SharedSave,
+    WithdrawSave,
+    WriteSave,
+)
+from shoal.core.saving import RECENT_SAVES, SaveChoice, SaveVote, Saving
+from shoal_protos.checkpoint import SaveOutcome
+from shoal_protos.plan import Member, Plan, Reason, Share
+from shoal_protos.runs import Runs
+
+STEP = 12
+WRITERS = tuple(Member(f"w{number}", f"i{number}", f"host{number}:1") for number in range(4))
+IDLE, WRITING, WRITTEN, FAILED = SaveStatus
+
+
+class Members:
+    """The writers of one save and their disk; member 0 leads. Acts are carried out when the test says so."""
+
+    def __init__(self, count: int = 3) -> None:
+        save = SharedSave(STEP, 1, WRITERS[:count])
+        self.parts = [SavePart(save, member) for member in save.writers]
+        self.acts: dict[int, SaveAct] = dict.fromkeys(range(count), WriteSave())
+        self.disk: set[int] = set()
+        self.whole = False
+        self.present = set(range(count))
+
+    def carry_out(self, *numbers: int, works: bool = True) -> None:
+        for number in numbers:
+            part, act = self.parts[number], self.acts.pop(number, None)
+            following: SaveAct | None = None
+            match act:
+                case WriteSave() if works:
+                    self.disk.add(number)
+                    following = part.on_written()
+                case CompleteSave() if works and len(self.disk) == len(self.parts):
+                    self.whole = True
+                    part.on_completed()
+                case WithdrawSave(everything):
+                    self.disk -= set() if self.whole else set(range(len(self.parts))) if everything else {number}
+                    part.on_withdrawn()
+                case WriteSave() | CompleteSave():
+                    following = part.on_failure("the disk is full")
+            self._then(number, following)
+
+    def _then(self, number: int, act: SaveAct | None) -> None:
+        if act is not None:
+            assert number not in self.acts, "two acts at a time"
+            self.acts[number] = act
+
+    def vote(self, planned: bool = False, sound: bool | None = True) -> list[SaveStatus]:
+        """Of those who are present."""
+        statuses = {f"i{number}": str(self.parts[number].status) for number in self.present}
+        for number in self.present:
+            act = self.parts[number].on_vote(statuses, planned, sound)
+            if isinstance(act, WithdrawSave) and act.everything:
+                assert WRITING not in [self.parts[other].status for other in self.present if other]
+            self._then(number, act)
+        return [part.status for part in self.parts]
+
+    def come_to_an_end(self) -> None:
+        """Whatever can be written is, and a few votes pass."""
+        for _ in range(3):
+            while self.acts:
+                self.carry_out(*self.present & self.acts.keys())
+                self.acts = {number: act for number, act in self.acts.items() if number in self.present}
+            self.vote()
+
+
+def events(count: int) -> st.SearchStrategy[list[tuple[str, int]]]:
+    numbers = st.integers(0, count - 1)
+    return st.lists(st.tuples(st.sampled_from(["works", "fails", "vote", "dies"]), numbers), max_size=12)
+
+
+@given(st.integers(1, 4).flatmap(lambda count: st.tuples(st.just(count), events(count))))
+def test_whatever_happens_a_save_comes_to_one_end_for_all_that_live(given: tuple[int, list[tuple[str, int]]]) -> None:
+    count, happened = given
+    members = Members(count)
+    for what, number in happened:
+        if what == "vote":
+            members.vote()
+        elif what == "dies":
+            members.present.discard(number)
+        elif number in members.present:
+            members.carry_out(number, works=what == "works")
+    members.come_to_an_end()
+    living = [members.parts[number] for number in members.present]
+    assert all(part.is_over and part.status not in BUSY for part in living)
+    if 0 in members.present:
+        assert {bool(part.failure) for part in living} == {not members.whole}
+    if members.whole:
+        assert len(members.disk) == count, "nothing of a whole checkpoint is deleted"
+    elif len(living) == count:
+        assert members.disk == set(), "nothing is left of a save that failed"
+
+
+def test_the_leader_waits_for_those_who_have_left_by_a_planned_change_and_for_no_dead() -> None:
+    for planned, gone in ((True, {"i1"}), (False, set())):
+        members = Members()
+        members.carry_out(0, 2)
+        members.present = {0, 2}
+        members.vote(planned)
+        assert members.acts[0] == CompleteSave(frozenset(gone), verified=True)
+
+
+def test_nothing_is_decided_while_copies_are_compared() -> None:
+    members = Members()
+    members.carry_out(0, 1, 2)
+    members.vote(sound=None)
+    assert 0 not in members.acts
+    members.vote(sound=False)
+    assert members.acts[0] == CompleteSave(frozenset(), verified=False)
+
+
+def test_what_is_decided_before_the_leader_has_written_waits_for_its_file() -> None:
+    members = Members()
+    members.carry_out(1, 2)
+    assert members.vote() == [WRITING, WRITTEN, WRITTEN]
+    assert members.acts == {0: WriteSave()}
+    members.carry_out(0)
+    assert members.acts == {0: CompleteSave(frozenset(), verified=True)}
+
+
+def test_at_the_end_of_a_process_its_leader_completes_what_the_others_still_write() -> None:
+    members = Members()
+    assert members.parts[0].close() is None, "its own file is not there"
+    members.carry_out(0)
+    assert members.acts[0] == CompleteSave(frozenset({"i1", "i2"}), verified=False)
+    assert members.parts[1].close() is None
+    assert members.parts[0].close() is None, "once"
+
+
+def test_a_save_that_the_leader_cannot_begin_fails_for_all_and_leaves_nothing() -> None:
+    members = Members()
+    del members.acts[0]
+    members.parts[0].refuse("a state cannot be encoded")
+    members.carry_out(1, 2)
+    members.vote()
+    assert [part.failure for part in members.parts] == [
+        "a state cannot be encoded",
+        "w0, which was to lead it, did not begin",
+        "w0, which was to lead it, did not begin",
+    ]
+    members.carry_out(1, 2)
+    assert members.disk == set()
+    assert [part.status for part in members.parts] == [FAILED, IDLE, IDLE]
+
+
+def test_rank_0_writes_whatever_it_owns_and_every_owner() -> None:
+    shares = (Share(), Share(owned=Runs(((0, 4),))), Share(mirrored=Runs(((0, 4),))))
+    plan = Plan(3, 0, Reason.START, 4, 4, WRITERS[:3], shares, (), fill_blocks_per_step=1, builder=0, steps=True)
+    assert SharedSave.of(STEP, plan).writers == WRITERS[:2]
+
+
+# ---- when one begins
+
+
+def vote(**fields: object) -> SaveVote:
+    """By default one that commits step 12, at which nothing is saved and nobody writes."""
+    return replace(SaveVote(0, STEP, -1, {"i0": "", "i1": ""}, asked=(), stepped=True), **fields)  # type: ignore[arg-type]
+
+
+WRITES = {"i0": "", "i1": str(WRITTEN)}
+
+
+@pytest.mark.parametrize(
+    "said, choice",
+    [
+        (vote(), SaveChoice.BEGIN),
+        (vote(step=13), SaveChoice.NOTHING),
+        (vote(step=13, scheduled=True), SaveChoice.BEGIN),
+        (vote(step=13, asked=(12, 13)), SaveChoice.BEGIN),
+        (vote(step=13, asked=(10,), saved=11), SaveChoice.NOTHING),
+        (vote(stepped=False), SaveChoice.NOTHING),
+        (vote(stepped=False, asked=(12,)), SaveChoice.BEGIN),
+        (vote(saved=12), SaveChoice.SAVED),
+        (vote(step=13, saved=13, asked=(14,)), SaveChoice.NOTHING),
+        (vote(statuses={"i0": str(FAILED), "i1": ""}), SaveChoice.BEGIN),
+        (vote(statuses=WRITES), SaveChoice.SKIP),
+        (vote(statuses=WRITES, owed=True), SaveChoice.POSTPONE),
+        (vote(step=13, statuses=WRITES, asked=(13,)), SaveChoice.NOTHING),
+    ],
+)
+def test_a_save_begins_where_it_is_due_or_asked_for_and_none_is_under_way(said: SaveVote, choice: SaveChoice) -> None:
+    for rank in range(2):
+        assert Saving(every_steps=4).on_vote(replace(said, rank=rank)) is choice
+
+
+def test_a_request_stays_until_a_save_of_its_step_or_a_later_one_is_there() -> None:
+    saving = Saving(every_steps=None)
+    saving.ask(STEP, over=False)
+    for said in (vote(), vote(step=13, statuses=WRITES), vote(step=14, saved=12)):
+        saving.on_vote(said)
+        assert saving.asked_at == 13
+    saving.on_vote(vote(step=15, saved=13))
+    assert saving.asked_at is None
+
+
+def test_after_the_last_step_a_request_is_fulfilled_by_a_save_of_it() -> None:
+    saving = Saving(every_steps=None)
+    saving.ask(STEP, over=True)
+    saving.on_vote(vote(stepped=False, saved=STEP))
+    assert saving.asked_at is None
+
+
+def test_after_going_back_a_request_is_fulfilled_by_the_step_after() -> None:
+    saving = Saving(every_steps=None)
+    saving.ask(STEP, over=False)
+    saving.on_return_to(5)
+    assert (saving.saved, saving.asked_at) == (5, 6)
+
+
+def test_a_save_that_is_skipped_is_told_by_rank_0_and_one_that_is_owed_is_asked_for_by_it() -> None:
+    first, second = Saving(every_steps=4), Saving(every_steps=4)
+    for rank, saving in enumerate((first, second)):
+        saving.on_vote(vote(rank=rank, statuses=WRITES))
+        saving.on_vote(vote(rank=rank, statuses=WRITES, owed=True))
+    assert [(one.step, one.outcome) for one in first.recent] == [(STEP, SaveOutcome.SKIPPED)]
+    assert (first.asked_at, second.asked_at, second.recent) == (13, None, ())
+
+
+def over(number: int, failure: str = "") -> SavePart:
+    """Member `number`'s part in a save of generation 1 that is over."""
+    part = SavePart(SharedSave(STEP, 1, WRITERS[:2]), WRITERS[number])
+    part.status, part.failure, part.is_over = IDLE, failure, True
+    return part
+
+
+def test_a_save_is_told_by_who_completed_it_and_a_failed_one_by_whoever_is_rank_0_then() -> None:
+    for number, failure, rank, told in ((0, "", 1, True), (1, "", 0, False), (0, "x", 1, False), (1, "x", 0, True)):
+        saving, part = Saving(every_steps=None), over(number, failure)
+        saving.on_over(part, part.report, rank, generation=2)
+        assert [one.why for one in saving.recent] == ([failure] if told else [])
+        assert saving.saved == (-1 if failure else STEP)
+
+
+def test_a_request_fails_with_a_save_of_this_world_and_outlives_one_of_the_world_before() -> None:
+    for generation, fails in ((1, True), (2, False)):
+        saving, part = Saving(every_steps=None), over(1, "the disk is full")
+        saving.ask(STEP, over=False)
+        assert saving.on_over(part, part.report, rank=1, generation=generation) is fails
+        assert (saving.asked_at is None) is fails
+
+
+def test_the_last_few_saves_are_told_each_with_a_number_of_its_own() -> None:
+    saving = Saving(every_steps=None)
+    for _ in range(RECENT_SAVES + 2):
+        saving.on_over(over(0), over(0).report, rank=0, generation=1)
+    assert [one.number for one in saving.recent] == list(range(3, RECENT_SAVES + 3))

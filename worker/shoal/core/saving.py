@@ -1,0 +1,123 @@
+"""Saves as one member sees them, one after another: when one begins, and what those that are over have come to.
+
+All members conclude alike, by what a vote says: who asks, whose save is under way, which step is saved already. Each
+save by itself is save_part.py. Called by the training side (training/checkpoint_saving.py) and the simulator, from one
+thread. Pure: it holds no file, no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from shoal_protos.checkpoint import SaveOutcome, SaveReport
+
+from shoal.core.save_part import BUSY, SavePart
+
+RECENT_SAVES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class SaveVote:
+    """What a passed vote says of saves."""
+
+    rank: int
+    """This member's."""
+    step: int
+    """The last committed one."""
+    saved: int
+    """The step of the newest whole checkpoint that any member knows of; -1: none."""
+    statuses: Mapping[str, str]
+    """How far each member is with the save at hand, by incarnation."""
+    asked: Sequence[int]
+    """For each request: the first step whose checkpoint fulfils it."""
+    stepped: bool
+    """It committed a step."""
+    scheduled: bool = False
+    """Rank 0's clock says that a save is due."""
+    owed: bool = False
+    """It settles a boundary that the world before did not come to."""
+    over: bool = False
+    """The step is the last one."""
+
+
+class SaveChoice(StrEnum):
+    """What follows from a vote, on all members alike."""
+
+    NOTHING = "nothing"
+    BEGIN = "begin"
+    SAVED = "saved"
+    """Due, and there is a checkpoint of this step."""
+    SKIP = "skip"
+    """Due, and the one before is still being written."""
+    POSTPONE = "postpone"
+    """The same at a boundary that is owed. The one before is most likely lost with a member: as soon as it is over."""
+
+
+class Saving:
+    """See the module's text. `every_steps`: None where steps make none due."""
+
+    def __init__(self, every_steps: int | None) -> None:
+        self._every_steps = every_steps
+        self.saved = -1
+        """The step of the newest whole checkpoint of this life of the job."""
+        self.asked_at: int | None = None
+        """From this step on a save fulfils what this member asks for; None: it asks for nothing."""
+        self.recent: tuple[SaveReport, ...] = ()
+        """The last few saves that this member has to tell of, for the controller."""
+        self._number = 0
+
+    def ask(self, step: int, over: bool) -> None:
+        """This member brings the request into its votes from now on. `over`: no step comes after this one."""
+        self.asked_at = step + (0 if over else 1)
+
+    def on_return_to(self, step: int) -> None:
+        """All have gone back to a checkpoint, or to the start: what was saved after it counts no more."""
+        self.saved = step
+        if self.asked_at is not None:
+            self.asked_at = min(self.asked_at, step + 1)
+
+    def on_vote(self, vote: SaveVote) -> SaveChoice:
+        """After every vote, once it was told of a save that is over."""
+        choice = self._choice(vote)
+        if self.asked_at is not None and (vote.saved >= self.asked_at or vote.saved == vote.step):
+            self.asked_at = None
+        if vote.rank == 0 and choice is SaveChoice.POSTPONE:
+            self.ask(vote.step, vote.over)
+        if vote.rank == 0 and choice is SaveChoice.SKIP:
+            why = "the checkpoint before is still being written"
+            self._remember(SaveReport(0, vote.step, SaveOutcome.SKIPPED, why=why))
+        return choice
+
+    def _choice(self, vote: SaveVote) -> SaveChoice:
+        due = vote.stepped and (self._is_nth(vote.step) or vote.scheduled)
+        if not due and not any(vote.saved < step for step in vote.asked):
+            return SaveChoice.NOTHING
+        if vote.saved == vote.step:
+            return SaveChoice.SAVED if due else SaveChoice.NOTHING
+        if not any(status in BUSY for status in vote.statuses.values()):
+            return SaveChoice.BEGIN
+        if not due:
+            return SaveChoice.NOTHING
+        return SaveChoice.POSTPONE if vote.owed else SaveChoice.SKIP
+
+    def _is_nth(self, step: int) -> bool:
+        return self._every_steps is not None and step % self._every_steps == 0
+
+    def on_over(self, part: SavePart, report: SaveReport, rank: int, generation: int) -> bool:
+        """A save is over; `report` is the part's, with the figures of the disk. Returns whether what this member asks
+        for has failed with it.
+        """
+        if part.leads if not part.failure else rank == 0:
+            self._remember(report)
+        if not part.failure:
+            self.saved = part.save.step
+        elif self.asked_at is not None and part.save.generation == generation:
+            self.asked_at = None
+            return True
+        return False
+
+    def _remember(self, report: SaveReport) -> None:
+        self._number += 1
+        self.recent = (*self.recent[1 - RECENT_SAVES :], replace(report, number=self._number))
