@@ -163,6 +163,22 @@ def _received(stranger: socket.socket) -> bytes:
         return b""
 
 
+def test_a_stranger_that_enters_a_room_by_its_generation_with_another_size_keeps_nobody_from_meeting(
+    away: Callable[..., Future[object]],
+) -> None:
+    with contextlib.closing(RendezvousServer("127.0.0.1", lambda: "one")) as server:
+        specs = [GroupSpec(5, rank, (server.address,) * 2, 0, ("one", "two")) for rank in range(2)]
+        with socket.create_connection(split_address(server.address)) as stranger:
+            for size in (b"9", b"-1", b"1"):
+                stranger.sendall(entry("g5", size))
+            assert _received(stranger)  # its greeting: it is being served
+            clients = [RendezvousClient(spec, Cancellation()) for spec in specs]
+            for waiting in [away(client.wait_for_all) for client in clients]:
+                waiting.result(PATIENCE_SECONDS)
+            for client in clients:
+                client.close()
+
+
 @pytest.mark.parametrize("says", [b"HTTP/1.1 400 Bad Request\r\n\r\n", entry(INCARNATION, b"another"), b"\xff" * 9])
 def test_who_has_got_the_port_of_a_dead_member_is_not_taken_for_it(
     away: Callable[..., Future[object]], says: bytes

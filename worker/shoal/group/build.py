@@ -6,6 +6,7 @@ waits there, and nobody waits there for a process that may be dead: `Cancellatio
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -40,6 +41,14 @@ class GroupSpec:
     @property
     def size(self) -> int:
         return len(self.addresses)
+
+    @property
+    def room(self) -> str:
+        """Its name on the builder's server. Who does not know all members cannot guess it, and so cannot enter it, with
+        another size for instance, before they do.
+        """
+        members = "/".join(self.incarnations).encode()
+        return f"g{self.generation}-{hashlib.blake2b(members, digest_size=16).hexdigest()}"
 
     def incarnation(self, rank: int) -> str:
         """Empty where servers say nothing of themselves."""

@@ -54,7 +54,7 @@ class RendezvousClient(Store):
             self.close()
             raise self._lost("")
         self._check_server()
-        self._post(f"g{spec.generation}", str(spec.size).encode())
+        self._post(spec.room, str(spec.size).encode())
         self._post(f"{HERE}{spec.rank}", b"")
 
     def _check_server(self) -> None:
