@@ -226,6 +226,19 @@ def test_after_going_back_a_request_is_fulfilled_by_the_step_after() -> None:
     assert (saving.saved, saving.asked_at) == (5, 6)
 
 
+def test_a_save_that_began_before_all_went_back_fulfils_no_request_that_came_after() -> None:
+    saving = Saving(every_steps=4)
+    assert saving.on_vote(vote()) is SaveChoice.BEGIN
+    saving.on_return_to(5)
+    saving.ask(7, over=False)
+    saving.on_over(over(0), over(0).report, rank=0, generation=2)
+    assert saving.saved == 5
+    assert saving.on_vote(vote(step=8, saved=saving.saved, asked=(8,))) is SaveChoice.BEGIN
+    assert saving.asked_at == 8
+    saving.on_over(over(0), over(0).report, rank=0, generation=2)
+    assert saving.saved == STEP
+
+
 def test_a_save_that_is_skipped_is_told_by_rank_0_and_one_that_is_owed_is_asked_for_by_it() -> None:
     first, second = Saving(every_steps=4), Saving(every_steps=4)
     for rank, saving in enumerate((first, second)):
