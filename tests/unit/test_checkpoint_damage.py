@@ -79,6 +79,7 @@ def test_a_file_that_is_cut_short_or_gone_is_seen_before_any_is_read(one: Found,
 
 def test_a_block_with_a_changed_bit_is_named_when_it_is_read(one: Found) -> None:
     piece = one.manifest.files[1].pieces[0]
+    number = one.manifest.blocks.numbers_of(piece.stretch)[1]
     file = Path(one.path) / one.manifest.files[1].name
     right = file.read_bytes()
     changed = bytearray(right)
@@ -86,12 +87,25 @@ def test_a_block_with_a_changed_bit_is_named_when_it_is_read(one: Found) -> None
     file.write_bytes(changed)
     try:
         with pytest.raises(
-            CheckpointDamaged, match=r"is damaged: the checksum of state exp_avg of block 4 in \S+ differs"
+            CheckpointDamaged, match=rf"is damaged: the checksum of state exp_avg of block {number} in \S+ differs"
         ):
             load_blocks(one.reader(), fresh(), every(12))
-        load_blocks(one.reader(), fresh(), every(12) - Runs(((4, 5),)))
+        load_blocks(one.reader(), fresh(), every(12) - Runs(((number, number + 1),)))
     finally:
         file.write_bytes(right)
+
+
+def test_a_number_that_all_blocks_of_a_piece_share_is_verified_in_every_piece(one: Found) -> None:
+    for file in one.manifest.files:
+        path = Path(one.path) / file.name
+        right = path.read_bytes()
+        for piece in file.pieces:
+            changed = bytearray(right)
+            changed[piece.state["step"].at] ^= 1
+            path.write_bytes(changed)
+            with pytest.raises(CheckpointDamaged, match=r"the checksum of state step of block \d+ in \S+ differs"):
+                verify(one.reader())
+        path.write_bytes(right)
 
 
 @pytest.fixture

@@ -46,7 +46,7 @@ def restored(storage: Storage, save_name: object, keeps: Runs, into: TrainingSta
     assert fits(found.manifest, into, (), found.path)
     load_small_state(found.reader(), into, {})
     load_blocks(found.reader(), into, keeps)
-    found.reader().parameters(into.everything, into.flats)  # a hand-out's part
+    found.reader().parameters(into.layout.stretches(into.everything), into.flats)  # a hand-out's part
     into.current = into.everything
     return into
 
@@ -100,7 +100,7 @@ def test_a_checkpoint_of_step_0_has_no_optimizer_state_and_is_one_all_the_same(t
 def test_the_checksums_are_the_digests_of_the_fingerprint(tmp_path: Path) -> None:
     state = trained(2)
     _, manifest = save(state, LocalStorage(tmp_path))
-    assert digests_of(manifest.files) == block_digests(state, every(BLOCKS))
+    assert digests_of(manifest.files, state.layout) == block_digests(state, every(BLOCKS))
 
 
 def test_the_small_state_comes_back_too(tmp_path: Path) -> None:
@@ -123,8 +123,7 @@ def test_a_reader_reads_no_more_than_its_blocks(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
     name, manifest = save(trained(2), storage)
     reader = look_into(storage, name).reader()
-    wanted = Runs(((2, 3), (5, 6)))
-    reader.states(wanted)
+    reader.states(manifest.blocks.stretches(Runs(((2, 3), (5, 6)))))
     sizes = {bucket.dtype.itemsize * 4096 * 2 + 4 for bucket in manifest.blocks.buckets}
     assert reader.bytes_read in {a + b for a in sizes for b in sizes}
 
@@ -132,7 +131,9 @@ def test_a_reader_reads_no_more_than_its_blocks(tmp_path: Path) -> None:
 def test_what_was_many_pieces_becomes_one_run_for_each_bucket(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
     name, manifest = save(trained(2), storage, [Runs.of(range(n, BLOCKS, 4)) for n in range(4)])
-    states = look_into(storage, name).reader().states(every(BLOCKS))
+    states = (
+        look_into(storage, name).reader().states([manifest.blocks.whole(bucket) for bucket in manifest.blocks.buckets])
+    )
     assert len(states) == len(manifest.blocks.buckets)
 
 
@@ -144,9 +145,10 @@ def test_the_files_are_safetensors_for_everybody(tmp_path: Path) -> None:
         with safe_open(tmp_path / name.folder / file.name, framework="pt") as opened:
             seen |= set(opened.keys())
             for key in opened.keys():  # noqa: SIM118 (it is no mapping)
-                if key.startswith("parameters/0:"):
-                    stop = int(key.rpartition(":")[2])
-                    assert torch.equal(opened.get_tensor(key), state.flats[0][: stop * 4096])
+                kind, _, text = key.partition("/")
+                if kind == "parameters":
+                    bucket, start, stop = map(int, text.split(":"))
+                    assert torch.equal(opened.get_tensor(key), state.flats[bucket][start * 4096 : stop * 4096])
     assert {"buffer/norm.running_mean", "buffer/norm.num_batches_tracked"} <= seen
 
 

@@ -44,10 +44,10 @@ def memory_of(worker: Worker, tensor: str, owned: bool) -> tuple[Tensor, int]:
     block = next(iter(share.owned if owned else share.mirrored))
     state, one = engine.context.state, Runs(((block, block + 1),))
     if tensor == "parameters":
-        bucket = state.layout.bucket_of(block)
-        first = (block - bucket.first_block) * state.layout.block_elements
-        return state.flats[bucket.index][first : first + state.layout.block_elements], block
-    return state.held.states(one)[block, block + 1][tensor], block
+        (stretch,) = state.layout.stretches(one)
+        return state.flats[stretch.bucket][slice(*state.layout.elements(stretch))], block
+    (values,) = state.held.states(one).values()
+    return values[tensor], block
 
 
 def flip(values: Tensor, bit: int = 12) -> None:

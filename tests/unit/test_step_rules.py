@@ -66,7 +66,7 @@ def threads(count: int) -> Iterator[None]:
 @pytest.mark.parametrize("block", [1 << 16, 1 << 18])
 def test_the_norm_has_the_same_bits_at_1_2_and_4_threads_however_large_a_block_is(block: int) -> None:
     blocks = 32
-    layout = Layout(block, (Bucket(0, 0, torch.float32, (), 0, blocks, block * blocks),))
+    layout = Layout(block, (Bucket(0, 0, torch.float32, (), blocks, block * blocks),))
     gradients = [torch.randn(block * blocks, generator=torch.Generator().manual_seed(0))]
     found = []
     for count in (1, 2, 4):
@@ -80,7 +80,7 @@ def test_the_norm_has_the_same_bits_at_1_2_and_4_threads_however_large_a_block_i
 def test_the_norm_sums_rows_of_4096_elements_and_then_pairs() -> None:
     """Rows of another length give other bits, and so another fingerprint of every run that clips."""
     blocks, block = 4, 16_384
-    layout = Layout(block, (Bucket(0, 0, torch.float32, (), 0, blocks, block * blocks),))
+    layout = Layout(block, (Bucket(0, 0, torch.float32, (), blocks, block * blocks),))
     gradient = torch.randn(block * blocks, generator=torch.Generator().manual_seed(0))
 
     def summed(row: int) -> float:

@@ -14,7 +14,7 @@ from shoal_protos.runs import Runs
 from torch import Tensor
 
 from shoal.blocks.host_memory import tensor_bytes
-from shoal.core.layout import Layout
+from shoal.core.layout import Layout, Stretch
 from shoal.exchange.framing import FramedSend, receive_framed
 from shoal.exchange.traffic import DIGESTS
 from shoal.group.group import Group
@@ -26,23 +26,21 @@ def block_digests(state: TrainingState, blocks: Runs) -> dict[int, bytes]:
     """Digests by block number: 32 bytes for the parameters and 32 for each state tensor, keys sorted."""
     found: dict[int, bytes] = {}
     size = state.layout.block_elements
-    for start, stop, parts in contents(state, blocks):
-        for number in range(start, stop):
-            at = (number - start) * size
-            found[number] = b"".join(_digest(part, at, size) for part in parts)
+    for stretch, parts in contents(state, blocks):
+        for index, number in enumerate(state.layout.numbers_of(stretch)):
+            found[number] = b"".join(_digest(part, index * size, size) for part in parts)
     return found
 
 
-def contents(state: TrainingState, blocks: Runs) -> Iterator[tuple[int, int, list[Tensor]]]:
-    """Each run of blocks as (start, stop, parts): its parameters, then each state tensor, keys sorted. Parts have
-    ((stop - start) × block elements,) elements, or () for a number that all blocks share.
+def contents(state: TrainingState, blocks: Runs) -> Iterator[tuple[Stretch, list[Tensor]]]:
+    """Each stretch of blocks with its parameters, then each state tensor, keys sorted: (blocks × block elements,)
+    elements, or () for a number that all blocks share.
     """
-    size = state.layout.block_elements
-    for (start, stop), tensors in state.held.states(blocks).items():
-        bucket = state.layout.bucket_of(start)
-        first = (start - bucket.first_block) * size
-        parameters = state.flats[bucket.index][first : first + (stop - start) * size]
-        yield start, stop, [parameters, *(_without_gaps(tensors[key], first, bucket.gaps) for key in sorted(tensors))]
+    for stretch, tensors in state.held.states(blocks).items():
+        first, last = state.layout.elements(stretch)
+        gaps = state.layout.buckets[stretch.bucket].gaps
+        parameters = state.flats[stretch.bucket][first:last]
+        yield stretch, [parameters, *(_without_gaps(tensors[key], first, gaps) for key in sorted(tensors))]
 
 
 def _without_gaps(value: Tensor, first: int, gaps: list[tuple[int, int]]) -> Tensor:

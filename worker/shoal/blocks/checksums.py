@@ -11,6 +11,8 @@ import torch
 from shoal_protos.runs import Runs
 from torch import Tensor
 
+from shoal.blocks.flat import in_order
+from shoal.core.layout import Stretch
 from shoal.fingerprint import contents
 from shoal.training.state import TrainingState
 
@@ -23,12 +25,16 @@ WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def block_checksums(state: TrainingState, blocks: Runs) -> Tensor:  # (len(blocks),) int64 on the CPU
     """Checksums in the order of the numbers, never 0. All of `blocks` are held here."""
     found: list[Tensor] = []
-    for start, stop, parts in contents(state, blocks):
-        total = torch.zeros(stop - start, dtype=torch.int64, device=parts[0].device)
+    stretches: list[Stretch] = []
+    for stretch, parts in contents(state, blocks):
+        stretches.append(stretch)
+        total = torch.zeros(stretch.blocks, dtype=torch.int64, device=parts[0].device)
         for number, part in enumerate(parts):
-            total += _sums(part.detach(), stop - start) * (2 * number + 1)
+            total += _sums(part.detach(), stretch.blocks) * (2 * number + 1)
         found.append(total)
-    sums = torch.cat(found).cpu() if found else torch.zeros(0, dtype=torch.int64)
+    if not found:
+        return torch.zeros(0, dtype=torch.int64)
+    sums = torch.cat(found).cpu()[in_order(state.layout, stretches)]
     return torch.where(sums == 0, 1, sums)
 
 

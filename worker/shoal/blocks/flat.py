@@ -6,7 +6,7 @@ zero.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import pairwise
 
 import torch
@@ -14,20 +14,24 @@ from shoal_protos.errors import UserError
 from torch import Tensor, nn
 
 from shoal.blocks.host_memory import host_memory
-from shoal.core.layout import Bucket, Layout, Trainable, lay_out
+from shoal.core.layout import Bucket, Layout, Stretch, Trainable, lay_out
 from shoal.core.module_names import named_parameters
+from shoal.core.units import unit_numbers
 
 Flats = list[Tensor]  # each (elements,) of its bucket's dtype
 """One flat tensor per bucket, in bucket order."""
 
 
-def trainable(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[Trainable, nn.Parameter]]:
+def trainable(
+    model: nn.Module, optimizer: torch.optim.Optimizer, units: Collection[str] = ()
+) -> list[tuple[Trainable, nn.Parameter]]:
     """The parameters that get gradients, in registration order, each once (tied ones under their first name).
 
-    Raises `UserError` for one that requires a gradient but is in no optimizer group, for a dtype without an exact
-    optimizer state, and for separate parameters that share storage.
+    `units`: the classes that `shoal.units` names. Raises `UserError` for one that requires a gradient but is in no
+    optimizer group, for a dtype without an exact optimizer state, and for separate parameters that share storage.
     """
     group_of = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    unit_of = unit_numbers(model, units)
     found: list[tuple[Trainable, nn.Parameter]] = []
     for name, parameter in named_parameters(model):
         if not parameter.requires_grad:
@@ -44,7 +48,8 @@ def trainable(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[
             )
         if parameter.device.type != "cpu":
             raise UserError(f'parameter "{name}" lies on {parameter.device}, which is not supported yet; expected cpu.')
-        found.append((Trainable(name, tuple(parameter.shape), parameter.dtype, group_of[id(parameter)]), parameter))
+        group, unit = group_of[id(parameter)], unit_of[id(parameter)]
+        found.append((Trainable(name, tuple(parameter.shape), parameter.dtype, group, unit), parameter))
     if not found:
         raise UserError("the model has no parameter that requires a gradient; there is nothing to train.")
     _refuse_shared_storage(found)
@@ -94,6 +99,12 @@ def adopt(layout: Layout, parameters: Sequence[nn.Parameter]) -> Flats:
             view.copy_(parameter)
             parameter.data = view
     return flats
+
+
+def in_order(layout: Layout, stretches: Iterable[Stretch]) -> Tensor:  # (blocks in them,) int64
+    """Where the blocks of stretches, one after the other, have their numbers ascending: an index of values by block."""
+    numbers = [torch.frombuffer(layout.numbers_of(stretch), dtype=torch.int64) for stretch in stretches]
+    return torch.cat(numbers).argsort()
 
 
 def drop_gradients(parameters: Sequence[nn.Parameter]) -> None:

@@ -15,23 +15,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from shoal_protos.runs import Runs, Span
+from shoal_protos.runs import NO_BLOCKS, Runs, Span
 from torch import Tensor
 
 from shoal.blocks.flat import Flats
-from shoal.core.layout import Bucket, Layout
+from shoal.core.layout import Bucket, Layout, Stretch, overlaps
 
 State = dict[str, Tensor]  # each (elements,), or () where all its blocks share one number
-"""Optimizer state of a run of blocks, by the optimizer's own keys."""
+"""Optimizer state of a stretch of blocks, by the optimizer's own keys."""
 
 
 @dataclass(slots=True)
 class Segment:
-    """A run of blocks within one bucket with its state; `parameter` is a view of the bucket's flat."""
+    """A stretch of blocks that are updated as one; their state is the twin's of `parameter`, a view of the flat."""
 
-    blocks: Span
-    bucket: int
-    elements: Span
+    stretch: Stretch
     parameter: Tensor  # (elements,) of the bucket's dtype
 
 
@@ -63,10 +61,8 @@ class HeldBlocks:
         self._twin = twin_of(optimizer)
         self._parameters = parameters
         self._segments: list[Segment] = []
-
-    @property
-    def runs(self) -> Runs:
-        return Runs(segment.blocks for segment in self._segments)
+        self.runs = NO_BLOCKS
+        """The blocks that are held."""
 
     def state_bytes(self) -> int:
         """Bytes of all state held, counted over tensors."""
@@ -85,35 +81,26 @@ class HeldBlocks:
         state: dict[str, Any] = self._twin.state[segment.parameter]
         return state
 
-    def _pieces(self, runs: Runs) -> list[tuple[int, Span, Span]]:
-        """(bucket, blocks, elements) of every run, cut at bucket boundaries."""
-        size = self._layout.block_elements
-        return [
-            (bucket.index, (bucket.first_block + start // size, bucket.first_block + stop // size), (start, stop))
-            for bucket, spans in zip(self._layout.buckets, self._layout.cut(runs), strict=True)
-            for start, stop in spans
-        ]
-
     def hold(self, runs: Runs) -> None:
         """Begins to hold blocks in the state of step 0."""
-        for bucket, blocks, elements in self._pieces(runs):
-            self._add(bucket, blocks, elements, self._initial(bucket, elements))
-        self._regroup()
+        for stretch in self._layout.stretches(runs):
+            self._add(stretch, self._initial(stretch.bucket, self._layout.elements(stretch)))
+        self._regroup(self.runs | runs)
 
-    def take(self, states: Mapping[Span, State]) -> None:
-        """Begins to hold blocks in the state that another holder had: each span within one bucket.
+    def take(self, states: Mapping[Stretch, State]) -> None:
+        """Begins to hold blocks in the state that another holder had.
 
         What is held already is replaced: a plan may fill again what the one before had filled and it releases.
         """
-        self.keep_only(self.runs - Runs(states))
-        for span, state in states.items():
-            for bucket, blocks, elements in self._pieces(Runs((span,))):
-                self._add(bucket, blocks, elements, state)
-        self._regroup()
+        taken = self._layout.runs(states)
+        self.keep_only(self.runs - taken)
+        for stretch, state in states.items():
+            self._add(stretch, state)
+        self._regroup(self.runs | taken)
 
-    def _add(self, bucket: int, blocks: Span, elements: Span, state: State) -> None:
-        parameter = self._parameters[bucket][slice(*elements)]
-        self._segments.append(Segment(blocks, bucket, elements, parameter))
+    def _add(self, stretch: Stretch, state: State) -> None:
+        parameter = self._parameters[stretch.bucket][slice(*self._layout.elements(stretch))]
+        self._segments.append(Segment(stretch, parameter))
         if state:
             self._twin.state[parameter].update(state)
 
@@ -143,40 +130,81 @@ class HeldBlocks:
         if self.runs <= runs:
             return
         kept: list[Segment] = []
+        wanted = self._layout.stretches(runs)
         for segment in self._segments:
-            whole = Runs((segment.blocks,))
-            stays = whole & runs
-            if stays == whole:
+            stays = overlaps(wanted, segment.stretch)
+            if stays == [segment.stretch]:
                 kept.append(segment)
                 continue
-            kept += [self._part(segment, blocks) for blocks in stays.spans]
+            kept += [self._part(segment, stretch) for stretch in stays]
             self._twin.state.pop(segment.parameter, None)  # nothing there before the first step
         self._segments = kept
-        self._regroup()
+        self._regroup(self.runs & runs)
 
-    def _part(self, segment: Segment, blocks: Span) -> Segment:
-        size = self._layout.block_elements
-        first, last = (blocks[0] - segment.blocks[0]) * size, (blocks[1] - segment.blocks[0]) * size
-        start = segment.elements[0]
-        part = Segment(blocks, segment.bucket, (start + first, start + last), segment.parameter[first:last])
+    def _part(self, segment: Segment, stretch: Stretch) -> Segment:
+        first, last = self._within(segment, stretch)
+        part = Segment(stretch, segment.parameter[first:last])
         self._twin.state[part.parameter].update(
             {key: _cut(value, first, last).clone() for key, value in self._state(segment).items() if value is not None}
         )
         return part
 
-    def _regroup(self) -> None:
-        self._segments.sort(key=lambda segment: segment.blocks)
-        for index, group in enumerate(self._twin.param_groups):
-            group["params"] = [s.parameter for s in self._segments if self._layout.buckets[s.bucket].group == index]
+    def _within(self, segment: Segment, stretch: Stretch) -> Span:
+        """The elements of a segment that are a stretch of it."""
+        size, start = self._layout.block_elements, segment.stretch.start
+        return (stretch.start - start) * size, (stretch.stop - start) * size
 
-    def states(self, runs: Runs) -> dict[Span, State]:
-        """The state of held blocks, piece by piece, as views: what a fill sends and a digest reads."""
-        found: dict[Span, State] = {}
-        size = self._layout.block_elements
+    def join(self) -> None:
+        """Makes neighbours of one bucket one segment: what slices of fills have brought is updated as one again."""
+        runs: list[list[Segment]] = []
         for segment in self._segments:
-            for blocks in (Runs((segment.blocks,)) & runs).spans:
-                first, last = (blocks[0] - segment.blocks[0]) * size, (blocks[1] - segment.blocks[0]) * size
-                found[blocks] = {
+            if runs and self._continues(runs[-1][-1], segment):
+                runs[-1].append(segment)
+            else:
+                runs.append([segment])
+        self._segments = [self._joined(run) if len(run) > 1 else run[0] for run in runs]
+        self._regroup(self.runs)
+
+    def _continues(self, segment: Segment, other: Segment) -> bool:
+        """Whether `other` is the next stretch of the bucket, and the numbers that all its blocks share are equal."""
+        if (segment.stretch.bucket, segment.stretch.stop) != (other.stretch.bucket, other.stretch.start):
+            return False
+        mine, theirs = self._state(segment), self._state(other)
+        return mine.keys() == theirs.keys() and all(
+            value is theirs[key] or (value.dim() == theirs[key].dim() and (value.dim() or value.equal(theirs[key])))
+            for key, value in mine.items()
+        )
+
+    def _joined(self, segments: list[Segment]) -> Segment:
+        states = [self._twin.state.pop(segment.parameter, {}) for segment in segments]
+        first, last = segments[0].stretch, segments[-1].stretch
+        self._add(
+            Stretch(first.bucket, first.start, last.stop),
+            {
+                key: value if value.dim() == 0 else torch.cat([state[key] for state in states])
+                for key, value in states[0].items()
+                if value is not None
+            },
+        )
+        return self._segments.pop()
+
+    def _regroup(self, runs: Runs) -> None:
+        self.runs = runs
+        self._segments.sort(key=lambda segment: segment.stretch)
+        groups: list[list[Tensor]] = [[] for _ in self._twin.param_groups]
+        for segment in self._segments:
+            groups[self._layout.buckets[segment.stretch.bucket].group].append(segment.parameter)
+        for group, parameters in zip(self._twin.param_groups, groups, strict=True):
+            group["params"] = parameters
+
+    def states(self, runs: Runs) -> dict[Stretch, State]:
+        """The state of held blocks, stretch by stretch, as views: what a fill sends and a digest reads."""
+        found: dict[Stretch, State] = {}
+        wanted = self._layout.stretches(runs)
+        for segment in self._segments:
+            for stretch in overlaps(wanted, segment.stretch):
+                first, last = self._within(segment, stretch)
+                found[stretch] = {
                     key: _cut(value, first, last) for key, value in self._state(segment).items() if value is not None
                 }
         return found
@@ -188,8 +216,8 @@ class HeldBlocks:
     ) -> None:
         """One update of all held blocks with the reduced gradients, times `scale` (clipping) first."""
         for segment in self._segments:
-            start, stop = segment.elements
-            segment.parameter.grad = gradients[segment.bucket][start:stop]
+            start, stop = self._layout.elements(segment.stretch)
+            segment.parameter.grad = gradients[segment.stretch.bucket][start:stop]
         if scale != 1.0 and self._segments:
             torch._foreach_mul_([s.parameter.grad for s in self._segments if s.parameter.grad is not None], scale)
         for mine, theirs in zip(self._twin.param_groups, self._user.param_groups, strict=True):

@@ -7,6 +7,7 @@ file exactly once, and every file must lie there in its full size.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from shoal.checkpoint.manifest import (
 )
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.writer import part_of
+from shoal.core.layout import Layout
 from shoal.fingerprint import total_of
 
 LARGEST_PART = 64 << 20
@@ -42,19 +44,16 @@ def commit(
                 f"{where} cannot be completed: {entry.name} has {sizes.get(entry.name, 0)} bytes, "
                 f"its writer wrote {entry.bytes}."
             )
-    for broken in [*(b for entry in entries for b in broken_file(entry, draft.blocks)), *_cover(entries, draft)]:
+    of_files = (broken for entry in entries for broken in broken_file(entry, draft.blocks))
+    for broken in chain(of_files, broken_cover(entries, draft.blocks)):
         raise CheckpointDamaged(f"{where} cannot be completed: {broken}.")
-    digests = digests_of(entries)
+    digests = digests_of(entries, draft.blocks)
     fingerprint = total_of(draft.step, draft.blocks, digests, buffers)
     manifest = draft.model_copy(update={"files": entries, "fingerprint": fingerprint})
     storage.publish(f"{folder}/{MANIFEST}", manifest.to_bytes())
     for name in files:
         storage.remove(f"{folder}/{part_of(name)}")
     return manifest
-
-
-def _cover(entries: tuple[FileEntry, ...], draft: Manifest) -> list[str]:
-    return list(broken_cover(entries, draft.blocks))
 
 
 def _entry(storage: Storage, folder: str, file: str) -> FileEntry:
@@ -69,11 +68,11 @@ def _entry(storage: Storage, folder: str, file: str) -> FileEntry:
     return entry
 
 
-def digests_of(files: Sequence[FileEntry]) -> dict[int, bytes]:
+def digests_of(files: Sequence[FileEntry], layout: Layout) -> dict[int, bytes]:
     """Digests by block number, as `block_digests` of the fingerprint gives them."""
     return {
         number: digest
         for file in files
         for piece in file.pieces
-        for number, digest in zip(range(*piece.blocks), piece.digests, strict=True)
+        for number, digest in zip(layout.numbers_of(piece.stretch), piece.digests, strict=True)
     }

@@ -55,7 +55,7 @@ def difference(manifest: Manifest, layout: Layout, optimizer: str) -> str | None
         if sentence:
             return sentence
     if manifest.blocks.text() != layout.text():
-        return "its parameters lie in other blocks: it was written by another version of Shoal."
+        return _blocks_differ(manifest.blocks, layout)
     if manifest.optimizer != optimizer:
         return f"its optimizer is {manifest.optimizer}, this job's is {optimizer}."
     return None
@@ -63,6 +63,17 @@ def difference(manifest: Manifest, layout: Layout, optimizer: str) -> str | None
 
 def _slots(layout: Layout) -> list[Slot]:
     return [slot for bucket in layout.buckets for slot in bucket.slots]
+
+
+def _blocks_differ(theirs: Layout, ours: Layout) -> str:
+    mine, other = ({bucket.slots[0].parameter.name for bucket in one.buckets if bucket.slots} for one in (ours, theirs))
+    for whose, only in (("the checkpoint", other - mine), ("the model", mine - other)):
+        if only:
+            return (
+                f'it was written with other units: only in {whose} a bucket begins with parameter "{min(only)}". '
+                "Give `shoal.units` as it was."
+            )
+    return "its parameters lie in other blocks: it was written by another version of Shoal."
 
 
 def _parameters_differ(found: Slot | None, wanted: Slot | None) -> str | None:

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from shoal.checkpoint.container import CODES, DTYPES
-from shoal.core.layout import MOST_BLOCKS, SMALLEST_BLOCK, Bucket, Layout, Slot, Trainable
+from shoal.core.layout import MOST_BLOCKS, SMALLEST_BLOCK, VERSION, Bucket, Layout, Slot, Trainable
 
 
 class Entry(BaseModel):
@@ -48,6 +48,7 @@ class BucketEntry(Entry):
 
 
 class LayoutEntry(Entry):
+    version: Literal[2] = VERSION
     block_elements: Count
     buckets: tuple[BucketEntry, ...]
     tied: dict[Name, Name]
@@ -73,13 +74,11 @@ class LayoutEntry(Entry):
     def layout(self) -> Layout:
         """The layout as it is used."""
         buckets: list[Bucket] = []
-        first = 0
         for index, entry in enumerate(self.buckets):
             dtype = DTYPES[entry.dtype]
             slots = tuple(Slot(Trainable(s.name, s.shape, dtype, entry.group), s.start) for s in entry.slots)
             elements = entry.blocks * self.block_elements
-            buckets.append(Bucket(index, entry.group, dtype, slots, first, entry.blocks, elements))
-            first += entry.blocks
+            buckets.append(Bucket(index, entry.group, dtype, slots, entry.blocks, elements))
         return Layout(self.block_elements, tuple(buckets))
 
     def broken(self) -> Iterator[str]:

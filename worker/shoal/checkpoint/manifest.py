@@ -13,12 +13,13 @@ import hashlib
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
-from shoal_protos.runs import Span
+from shoal_protos.runs import Runs
 from shoal_protos.validation import first_sentence
 
 from shoal.checkpoint.container import DTYPES
@@ -26,7 +27,8 @@ from shoal.checkpoint.errors import CheckpointDamaged
 from shoal.checkpoint.layout_entry import Code, Count, Entry, LayoutEntry, Name, RunName, Shape
 from shoal.checkpoint.lineage import MOST_BRANCHES, Branch
 from shoal.checkpoint.plain import Json
-from shoal.core.layout import Layout
+from shoal.core.layout import VERSION as LAYOUT_VERSION
+from shoal.core.layout import Layout, Stretch
 
 FORMAT = "shoal checkpoint"
 VERSION = 1
@@ -51,15 +53,21 @@ class StateEntry(Entry):
 
 
 class PieceEntry(Entry):
-    """A run of blocks within one bucket: its parameters and each state tensor lie in one range of the file."""
+    """A stretch of blocks: its parameters and each state tensor lie in one range of the file."""
 
+    bucket: Count
     blocks: tuple[Count, Count]
+    """Their positions in the bucket: from the first to before the second."""
     at: Count
     """The parameters' first byte in the file."""
     state: dict[Name, StateEntry]
     checksums: str
     """Base64. Per block the SHA-256 of the parameters and of each state tensor, keys sorted: what the fingerprint is
     made of."""
+
+    @property
+    def stretch(self) -> Stretch:
+        return Stretch(self.bucket, *self.blocks)
 
     @cached_property
     def digests(self) -> list[bytes]:
@@ -227,6 +235,13 @@ def _refusal(content: bytes, error: ValidationError, where: str) -> str:
     version = head.get("version")
     if type(version) is int and version > VERSION:
         return f"{where} has format version {version}; this Shoal reads {VERSION}. Use the version that wrote it."
+    layout = head.get("layout")
+    blocks = layout.get("version", 1) if isinstance(layout, dict) else LAYOUT_VERSION
+    if type(blocks) is int and blocks != LAYOUT_VERSION:
+        return (
+            f"{where} has layout version {blocks}; this Shoal reads {LAYOUT_VERSION}. Use the version that wrote it, "
+            "or export its model there and import it here."
+        )
     return f"{where} is damaged: {first_sentence(error.errors(), 'it')}."
 
 
@@ -268,11 +283,11 @@ def _broken_ranges(file: FileEntry | FrozenEntry, name: str) -> Iterator[str]:
 
 def _broken_piece(file: FileEntry, piece: PieceEntry, layout: Layout) -> Iterator[str]:
     start, stop = piece.blocks
-    name = f"the piece of blocks {start} to {stop - 1}"
-    bucket = layout.bucket_of(start)
-    if not bucket.first_block <= start < stop <= bucket.first_block + bucket.blocks:
+    name = f"the piece of blocks {start} to {stop - 1} of bucket {piece.bucket}"
+    if piece.bucket >= len(layout.buckets) or not start < stop <= layout.buckets[piece.bucket].blocks:
         yield f"{name} lies in no bucket"
         return
+    bucket = layout.buckets[piece.bucket]
     for at, size in piece_ranges(piece, bucket.dtype.itemsize, layout.block_elements):
         if at + size > file.bytes:
             yield f"{name} lies beyond the {file.bytes} bytes of {file.name}"
@@ -295,16 +310,11 @@ def piece_ranges(piece: PieceEntry, itemsize: int, block_elements: int) -> Itera
 
 def broken_cover(files: tuple[FileEntry, ...], layout: Layout) -> Iterator[str]:
     """Every block is there exactly once, or which is not."""
-    spans: list[Span] = sorted(piece.blocks for file in files for piece in file.pieces)
-    at = 0
-    for start, stop in spans:
-        if start > at:
-            yield f"{_named(at, start)} in none of its files"
-        if start < at:
-            yield f"{_named(start, min(at, stop))} in it twice"
-        at = max(at, stop)
-    if at < layout.blocks:
-        yield f"{_named(at, layout.blocks)} in none of its files"
+    copies = Counter(number for file in files for piece in file.pieces for number in layout.numbers_of(piece.stretch))
+    for start, stop in Runs.of(number for number, count in copies.items() if count > 1).spans:
+        yield f"{_named(start, stop)} in it twice"
+    for start, stop in Runs.of(number for number in range(layout.blocks) if not copies[number]).spans:
+        yield f"{_named(start, stop)} in none of its files"
 
 
 def _named(start: int, stop: int) -> str:

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from shoal_protos.runs import Runs
 from torch import Tensor, nn
 
 from shoal.blocks.flat import views
@@ -18,7 +17,6 @@ from shoal.checkpoint.container import DTYPES
 from shoal.checkpoint.layout_check import Match, match
 from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.reader import Reader
-from shoal.core.layout import Bucket
 from shoal.core.module_names import named_parameters, named_state
 from shoal.exchange.module_buffers import persistent_buffers
 
@@ -48,7 +46,7 @@ def tensors(reader: Reader) -> Iterator[tuple[str, Tensor]]:
     for bucket in reader.manifest.blocks.buckets:
         flat = torch.empty(bucket.elements, dtype=bucket.dtype)
         flats = [flat if other is bucket else _NOTHING for other in reader.manifest.blocks.buckets]
-        reader.parameters(_blocks(bucket), flats)
+        reader.parameters([reader.manifest.blocks.whole(bucket)], flats)
         yield from zip((slot.parameter.name for slot in bucket.slots), views(bucket, flat), strict=True)
     yield from reader.frozen().items()
     yield from reader.buffers().items()
@@ -56,17 +54,15 @@ def tensors(reader: Reader) -> Iterator[tuple[str, Tensor]]:
 
 def states(reader: Reader) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Optimizer states by parameter: its state in its own shape; numbers that all elements share as they are."""
-    size = reader.manifest.blocks.block_elements
     for bucket in reader.manifest.blocks.buckets:
         flats: dict[str, Tensor] = {}
-        for (start, _), state in reader.states(_blocks(bucket)).items():
+        for stretch, state in reader.states([reader.manifest.blocks.whole(bucket)]).items():
             for key, value in state.items():
                 if value.dim() == 0:
                     flats[key] = value
                     continue
                 flat = flats.setdefault(key, torch.zeros(bucket.elements, dtype=value.dtype))
-                at = (start - bucket.first_block) * size
-                flat[at : at + value.numel()] = value
+                flat[slice(*reader.manifest.blocks.elements(stretch))] = value
         for slot in bucket.slots:
             first, stop = slot.start, slot.start + slot.parameter.elements
             yield (
@@ -103,10 +99,6 @@ def load_by_name(reader: Reader, module: nn.Module, allow: Sequence[str]) -> Mat
         if tied.get(name, name) in wanted:
             ours[tied.get(name, name)].copy_(tensor)
     return matched
-
-
-def _blocks(bucket: Bucket) -> Runs:
-    return Runs(((bucket.first_block, bucket.first_block + bucket.blocks),))
 
 
 _NOTHING = torch.empty(0)

@@ -8,12 +8,13 @@ differs is named and nothing of the checkpoint may be used then.
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import torch
-from shoal_protos.runs import Runs, Span
 from torch import Tensor
 
 from shoal.blocks.flat import Flats
@@ -24,7 +25,7 @@ from shoal.checkpoint.errors import CheckpointDamaged
 from shoal.checkpoint.manifest import DIGEST_BYTES, Manifest, PieceEntry, TensorEntry
 from shoal.checkpoint.snapshot import PARAMETERS
 from shoal.checkpoint.storage import Storage, Target
-from shoal.core.layout import Bucket
+from shoal.core.layout import Stretch
 
 READERS = 4
 """Threads that read and verify: hashing is what takes the time, and it lets others run."""
@@ -43,15 +44,15 @@ class _Range:
     digests: Sequence[bytes]
     """One for each equal part of the target."""
     label: str
-    first_block: int | None
+    place: tuple[int, int] | None
+    """Bucket, and position there of the first block."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
     """Blocks of one piece that are wanted."""
 
-    blocks: Span
-    bucket: Bucket
+    stretch: Stretch
     file: str
     piece: PieceEntry
 
@@ -61,12 +62,13 @@ class _Part:
         column = 0 if key == PARAMETERS else 1 + sorted(piece.state).index(key)
         at = piece.at if key == PARAMETERS else piece.state[key].at
         label = "the parameters" if key == PARAMETERS else f"state {key}"
-        first, stop = self.blocks[0] - piece.blocks[0], self.blocks[1] - piece.blocks[0]
+        first, stop = self.stretch.start - piece.blocks[0], self.stretch.stop - piece.blocks[0]
+        place = self.stretch.bucket, self.stretch.start
         if target.dim() == 0:
-            return _Range(self.file, at, view, [_column(piece.digests[first], column)], label, self.blocks[0])
+            return _Range(self.file, at, view, [_column(piece.digests[first], column)], label, place)
         digests = [_column(digest, column) for digest in piece.digests[first:stop]]
         at += first * (view.nbytes // (stop - first))
-        return _Range(self.file, at, view, digests, label, self.blocks[0])
+        return _Range(self.file, at, view, digests, label, place)
 
 
 class Reader:
@@ -75,13 +77,9 @@ class Reader:
     def __init__(self, storage: Storage, folder: str, manifest: Manifest) -> None:
         self._storage, self._folder, self.manifest = storage, folder, manifest
         self._pieces = sorted(
-            (
-                (piece.blocks, manifest.blocks.bucket_of(piece.blocks[0]), file, piece)
-                for file in manifest.files
-                for piece in file.pieces
-            ),
-            key=lambda one: one[0],
+            ((piece.stretch, file, piece) for file in manifest.files for piece in file.pieces), key=lambda one: one[0]
         )
+        self._places = [stretch for stretch, _, _ in self._pieces]
         self.bytes_read = 0
 
     @property
@@ -90,53 +88,64 @@ class Reader:
 
     # ---- blocks
 
-    def parameters(self, blocks: Runs, into: Flats) -> None:
+    def parameters(self, stretches: Sequence[Stretch], into: Flats) -> None:
         """Fills the parameters of blocks into flats of the manifest's layout."""
-        size = self.manifest.blocks.block_elements
-        ranges = []
-        for part in self._parts(blocks):
-            first, stop = ((block - part.bucket.first_block) * size for block in part.blocks)
-            ranges.append(part.range_of(PARAMETERS, into[part.bucket.index][first:stop]))
-        self._read(ranges)
+        layout = self.manifest.blocks
+        self._read(
+            [
+                part.range_of(PARAMETERS, into[part.stretch.bucket][slice(*layout.elements(part.stretch))])
+                for part in self._parts(stretches)
+            ]
+        )
 
-    def states(self, blocks: Runs) -> dict[Span, State]:
-        """The optimizer states of blocks, by runs within one bucket: for `HeldBlocks.take`."""
-        states: dict[Span, State] = {}
+    def states(self, stretches: Sequence[Stretch]) -> dict[Stretch, State]:
+        """The optimizer states of blocks, in as few stretches as may be: for `HeldBlocks.take`."""
+        states: dict[Stretch, State] = {}
         ranges: list[_Range] = []
-        for run in _runs(self._parts(blocks)):
-            span = (run[0].blocks[0], run[-1].blocks[1])
-            states[span] = self._blank(span, run)
-            ranges += self._ranges(states[span], span, run)
+        for run in _runs(self._parts(stretches)):
+            whole = Stretch(run[0].stretch.bucket, run[0].stretch.start, run[-1].stretch.stop)
+            states[whole] = self._blank(whole, run)
+            ranges += self._ranges(states[whole], whole, run)
         self._read(ranges)
         return states
 
-    def _parts(self, blocks: Runs) -> Iterator[_Part]:
-        """What of which piece is wanted, in the order of blocks. Both are sorted, so one walk is enough."""
-        spans = list(blocks.spans)
-        for (start, stop), bucket, file, piece in self._pieces:
-            while spans and spans[0][1] <= start:
-                spans.pop(0)
-            for first, last in spans:
-                if first >= stop:
+    def _parts(self, stretches: Iterable[Stretch]) -> Iterator[_Part]:
+        """What of which piece is wanted, in the order of the stretches."""
+        for wanted in stretches:
+            first = max(0, bisect_right(self._places, wanted) - 1)
+            for stretch, file, piece in islice(self._pieces, first, None):
+                if (stretch.bucket, stretch.start) >= (wanted.bucket, wanted.stop):
                     break
-                yield _Part((max(first, start), min(last, stop)), bucket, f"{self._folder}/{file.name}", piece)
+                start, stop = max(stretch.start, wanted.start), min(stretch.stop, wanted.stop)
+                if stretch.bucket == wanted.bucket and start < stop:
+                    yield _Part(Stretch(wanted.bucket, start, stop), f"{self._folder}/{file.name}", piece)
 
-    def _blank(self, span: Span, run: list[_Part]) -> State:
+    def _blank(self, whole: Stretch, run: list[_Part]) -> State:
         """Empty tensors for a run."""
-        elements = (span[1] - span[0]) * self.manifest.blocks.block_elements
+        elements = whole.blocks * self.manifest.blocks.block_elements
         return {
             key: torch.empty((), dtype=dtype) if entry.scalar else host_memory(elements, dtype)
             for key, entry in run[0].piece.state.items()
             for dtype in (DTYPES[entry.dtype],)
         }
 
-    def _ranges(self, state: State, span: Span, run: list[_Part]) -> Iterator[_Range]:
+    def _ranges(self, state: State, whole: Stretch, run: list[_Part]) -> Iterator[_Range]:
         """What fills them; a number that all blocks share is read once."""
         size = self.manifest.blocks.block_elements
         for key, target in state.items():
             for part in run if target.dim() else run[:1]:
-                first, stop = ((block - span[0]) * size for block in part.blocks)
+                first, stop = ((at - whole.start) * size for at in (part.stretch.start, part.stretch.stop))
                 yield part.range_of(key, target[first:stop] if target.dim() else target)
+
+    def check_shared_numbers(self) -> None:
+        """The numbers that all blocks of a piece share, of every piece: `states` reads one for many that are alike."""
+        ranges = []
+        for stretch, file, piece in self._pieces:
+            part = _Part(stretch, f"{self._folder}/{file.name}", piece)
+            for key, entry in piece.state.items():
+                if entry.scalar:
+                    ranges.append(part.range_of(key, torch.empty((), dtype=DTYPES[entry.dtype])))
+        self._read(ranges)
 
     # ---- tensors beside the blocks
 
@@ -205,10 +214,14 @@ class Reader:
             size = one.target.nbytes // len(one.digests)
             for index, digest in enumerate(one.digests):
                 if hashlib.sha256(one.target[index * size : (index + 1) * size]).digest() != digest:
-                    block = "" if one.first_block is None else f" of block {one.first_block + index}"
+                    block = "" if one.place is None else f" of block {self._number(one.place, index)}"
                     raise CheckpointDamaged(
                         f"{self.where} is damaged: the checksum of {one.label}{block} in {file} differs."
                     )
+
+    def _number(self, place: tuple[int, int], index: int) -> int:
+        bucket, position = place
+        return self.manifest.blocks.numbers[bucket][position + index]
 
 
 def _runs(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
@@ -216,8 +229,7 @@ def _runs(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
     run: list[_Part] = []
     for part in parts:
         if run and not (
-            run[-1].blocks[1] == part.blocks[0]
-            and run[-1].bucket is part.bucket
+            (run[-1].stretch.bucket, run[-1].stretch.stop) == (part.stretch.bucket, part.stretch.start)
             and (run[-1].piece is part.piece or _alike(run[-1].piece, part.piece))
         ):
             yield run
@@ -256,8 +268,8 @@ def _split(one: _Range) -> Iterator[_Range]:
     for first in range(0, len(one.digests), step):
         digests = one.digests[first : first + step]
         target = one.target[first * size : (first + len(digests)) * size]
-        block = None if one.first_block is None else one.first_block + first
-        yield replace(one, at=one.at + first * size, target=target, digests=digests, first_block=block)
+        place = None if one.place is None else (one.place[0], one.place[1] + first)
+        yield replace(one, at=one.at + first * size, target=target, digests=digests, place=place)
 
 
 def _batches(ranges: list[_Range]) -> Iterator[list[_Range]]:

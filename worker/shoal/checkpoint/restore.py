@@ -146,8 +146,9 @@ def _load_frozen(reader: Reader, state: TrainingState) -> None:
 def load_blocks(reader: Reader, state: TrainingState, blocks: Runs) -> None:
     """Holds these blocks as the checkpoint has them, and nothing else."""
     state.held.keep_only(NO_BLOCKS)
-    state.held.take(reader.states(blocks))
-    reader.parameters(blocks, state.flats)
+    stretches = state.layout.stretches(blocks)
+    state.held.take(reader.states(stretches))
+    reader.parameters(stretches, state.flats)
     state.current = blocks
 
 

@@ -11,14 +11,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-from shoal_protos.runs import Runs, Span
+from shoal_protos.runs import Runs
 from torch import Tensor
 
 from shoal.blocks.flat import Flats
 from shoal.blocks.held import HeldBlocks, State
 from shoal.blocks.host_memory import host_memory
 from shoal.checkpoint.container import Region
-from shoal.core.layout import Bucket, Layout
+from shoal.core.layout import Bucket, Layout, Stretch
 
 PARAMETERS = ""
 """The section of the parameters; optimizer states have their own keys."""
@@ -53,9 +53,9 @@ class Arena:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A run of blocks within one bucket whose tensors lie in one range each. `regions`: by key, `PARAMETERS` too."""
+    """A stretch of blocks whose tensors lie in one range each. `regions`: by key, `PARAMETERS` too."""
 
-    blocks: Span
+    stretch: Stretch
     bucket: Bucket
     regions: Mapping[str, Region]
 
@@ -92,7 +92,11 @@ def take_snapshot(
         torch.cuda.synchronize()
     by_name = {region.name: region for region in regions}
     pieces = tuple(
-        Piece(draft.blocks, draft.bucket, {key: by_name[_name(key, draft.blocks)] for key in draft.views})
+        Piece(
+            draft.stretch,
+            layout.buckets[draft.stretch.bucket],
+            {key: by_name[_name(key, draft.stretch)] for key in draft.views},
+        )
         for draft in drafts
     )
     return Snapshot(layout.block_elements, pieces, {name: by_name[name] for name in beside}, tuple(regions), data)
@@ -100,36 +104,33 @@ def take_snapshot(
 
 @dataclass(slots=True)
 class _Draft:
-    blocks: Span
-    bucket: Bucket
+    stretch: Stretch
     views: dict[str, list[Tensor]]
     """Views by key: those that follow each other in the piece; one for a number that all blocks share."""
 
 
-def _pieces(layout: Layout, flats: Flats, states: Mapping[Span, State]) -> Iterator[_Draft]:
-    """What is held in many segments as few runs."""
-    size = layout.block_elements
+def _pieces(layout: Layout, flats: Flats, states: Mapping[Stretch, State]) -> Iterator[_Draft]:
+    """What is held in many segments as few stretches."""
     draft: _Draft | None = None
-    for (start, stop), state in sorted(states.items(), key=lambda item: item[0]):
-        bucket = layout.bucket_of(start)
-        first = (start - bucket.first_block) * size
-        views = {PARAMETERS: flats[bucket.index][first : first + (stop - start) * size], **state}
-        if draft is not None and _continues(draft, (start, stop), bucket, views):
-            draft.blocks = (draft.blocks[0], stop)
+    for stretch, state in sorted(states.items(), key=lambda item: item[0]):
+        views = {PARAMETERS: flats[stretch.bucket][slice(*layout.elements(stretch))], **state}
+        if draft is not None and _continues(draft, stretch, views):
+            draft.stretch = Stretch(stretch.bucket, draft.stretch.start, stretch.stop)
             for key, view in views.items():
                 if view.dim():
                     draft.views[key].append(view)
             continue
         if draft is not None:
             yield draft
-        draft = _Draft((start, stop), bucket, {key: [view] for key, view in views.items()})
+        draft = _Draft(stretch, {key: [view] for key, view in views.items()})
     if draft is not None:
         yield draft
 
 
-def _continues(draft: _Draft, blocks: Span, bucket: Bucket, views: Mapping[str, Tensor]) -> bool:
+def _continues(draft: _Draft, stretch: Stretch, views: Mapping[str, Tensor]) -> bool:
     """Whether the blocks are the next ones of the draft's piece, and their tensors of the same kind."""
-    if draft.blocks[1] != blocks[0] or draft.bucket is not bucket or draft.views.keys() != views.keys():
+    end = draft.stretch.bucket, draft.stretch.stop
+    if end != (stretch.bucket, stretch.start) or draft.views.keys() != views.keys():
         return False
     return all(
         before[0].dtype == view.dtype and before[0].dim() == view.dim() and (view.dim() or torch.equal(before[0], view))
@@ -147,15 +148,15 @@ def _in_file_order(
             head = views[0]
             shape = (sum(view.numel() for view in views),) if head.dim() else ()
             order = (-head.element_size(), not head.dim(), key)
-            found.append((order, _name(key, draft.blocks), views, shape))
+            found.append((order, _name(key, draft.stretch), views, shape))
     for name, tensor in beside.items():
         found.append(((-tensor.element_size(), True, f"~{name}"), name, [tensor], tuple(tensor.shape)))
     found.sort(key=lambda one: one[0])  # stable: within a section the pieces keep their order
     return {name: (views, shape) for _, name, views, shape in found}
 
 
-def _name(key: str, blocks: Span) -> str:
-    return f"{'state/' + key if key else 'parameters'}/{blocks[0]}:{blocks[1]}"
+def _name(key: str, stretch: Stretch) -> str:
+    return f"{'state/' + key if key else 'parameters'}/{stretch.bucket}:{stretch.start}:{stretch.stop}"
 
 
 def _copy(views: list[Tensor], data: Tensor, at: int) -> None:

@@ -72,8 +72,8 @@ def head_entry(head: bytes) -> HeadEntry:
 def _clear_gaps(snapshot: Snapshot) -> None:
     """Zeros where no parameter lies; an optimizer may count there, and digests are of zeros."""
     for piece in snapshot.pieces:
-        first = (piece.blocks[0] - piece.bucket.first_block) * snapshot.block_elements
-        stop = (piece.blocks[1] - piece.bucket.first_block) * snapshot.block_elements
+        first = piece.stretch.start * snapshot.block_elements
+        stop = piece.stretch.stop * snapshot.block_elements
         gaps = [(max(a, first) - first, min(b, stop) - first) for a, b in piece.bucket.gaps if a < stop and b > first]
         for region in piece.regions.values():
             if region.shape and gaps:
@@ -107,13 +107,14 @@ def _stream(head: bytes, snapshot: Snapshot, digests: dict[str, list[bytes]]) ->
 
 
 def _piece_entry(piece: Piece, shift: int, digests: dict[str, list[bytes]]) -> PieceEntry:
-    count = piece.blocks[1] - piece.blocks[0]
+    count = piece.stretch.blocks
     columns = []
     for key in sorted(piece.regions):
         found = digests[piece.regions[key].name]
         columns.append(found if len(found) == count else found * count)
     return PieceEntry(
-        blocks=piece.blocks,
+        bucket=piece.stretch.bucket,
+        blocks=(piece.stretch.start, piece.stretch.stop),
         at=piece.regions[PARAMETERS].at + shift,
         state={
             key: StateEntry(dtype=CODES[region.dtype], at=region.at + shift, scalar=not region.shape)  # type: ignore[arg-type]

@@ -127,6 +127,10 @@ class Shoal(Section):
     tenth of a step."""
     elementwise: Switch = False
     """True: declares that an optimizer class unknown to Shoal is elementwise."""
+    units: Annotated[tuple[Name, ...], Field(strict=False), Allowed("a list of class names")] = ()
+    """Classes of the modules that are units: parts of the model whose parameters lie together and are never in one
+    bucket with others. Other units are another layout, whose checkpoints do not fit. Not given: the model's
+    `_no_split_modules`, else the children of its outermost `nn.ModuleList`s and `nn.Sequential`s."""
     stop_on_nan: Switch = True
     """True: the job fails before the update of a step whose loss or gradient is not finite, and names step, parameter
     and lane. False: the step is made; the 1st, 10th, 100th, … such step is an event."""

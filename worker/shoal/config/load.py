@@ -171,6 +171,7 @@ def _resolve(document: Document, faults: list[str]) -> TrainingConfig | None:
         torch_threads=shoal.torch_threads or 1,
         fill_bytes_per_step=shoal.fill_bytes_per_step,
         elementwise=shoal.elementwise,
+        units=shoal.units,
         stop_on_nan=shoal.stop_on_nan,
         mixed_numerics=shoal.mixed_numerics,
         exact=shoal.exact,

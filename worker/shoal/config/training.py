@@ -32,6 +32,7 @@ class TrainingConfig:
     fill_bytes_per_step: int
     """0: the planner decides."""
     elementwise: bool
+    units: tuple[str, ...]
     stop_on_nan: bool
     mixed_numerics: bool
     exact: bool
@@ -64,6 +65,7 @@ def agreement(config: TrainingConfig) -> dict[str, str]:
         "shoal.seed": config.seed,
         "shoal.max_steps": config.max_steps,
         "shoal.epochs": config.epochs,
+        "shoal.units": sorted(set(config.units)),
         "shoal.exact": config.exact,
         "shoal.corruption_steps": config.corruption_steps,
         "shoal.on_corruption": config.on_corruption,

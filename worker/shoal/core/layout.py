@@ -1,22 +1,29 @@
 """The layout: parameters → buckets → blocks. The same in every stage, in every world, on every worker.
 
-A bucket holds parameters of one optimizer group and one dtype: groups in the optimizer's order, parameters in reverse
-registration order (the order in which backward finishes them), each at a 64-byte multiple; it is padded with zeros to
-whole blocks. Block numbers run through all buckets. Pure: shapes and dtypes only, no tensor is touched.
+A bucket holds parameters of one unit, one optimizer group and one dtype: groups in the optimizer's order, parameters in
+reverse registration order (the order in which backward finishes them), each at a 64-byte multiple; it is padded with
+zeros to whole blocks. Pure: shapes and dtypes only, no tensor is touched.
+
+Block numbers are striped: blocks are numbered across the buckets, by their relative place in their bucket. So a run of
+numbers is one slice of every bucket, and any owner of long runs has its share of every bucket's traffic.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from bisect import bisect_right
-from collections.abc import Sequence
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import torch
 from shoal_protos.runs import Runs, Span
 
+VERSION: Literal[2] = 2
+"""Of the rules on this page: other ones put the same parameters into other blocks."""
 SMALLEST_BLOCK = 4_096
 MOST_BLOCKS = 65_536
 BUCKET_BYTES = 8 << 20
@@ -31,6 +38,8 @@ class Trainable:
     shape: tuple[int, ...]
     dtype: torch.dtype
     group: int
+    unit: int = 0
+    """The wrapped module that it belongs to (units.py)."""
 
     @property
     def elements(self) -> int:
@@ -51,7 +60,6 @@ class Bucket:
     group: int
     dtype: torch.dtype
     slots: tuple[Slot, ...]
-    first_block: int
     blocks: int
     elements: int
     """Elements with padding: blocks × block elements."""
@@ -69,6 +77,19 @@ class Bucket:
         return found
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Stretch:
+    """Blocks that follow each other in one bucket, by their positions there: `[start, stop)`."""
+
+    bucket: int
+    start: int
+    stop: int
+
+    @property
+    def blocks(self) -> int:
+        return self.stop - self.start
+
+
 @dataclass(frozen=True)
 class Layout:
     block_elements: int
@@ -78,24 +99,62 @@ class Layout:
     def blocks(self) -> int:
         return sum(bucket.blocks for bucket in self.buckets)
 
-    def bucket_of(self, block: int) -> Bucket:
-        """The bucket that a block lies in."""
-        return self.buckets[bisect_right(self.buckets, block, key=lambda bucket: bucket.first_block) - 1]
+    @cached_property
+    def places(self) -> list[tuple[int, int]]:
+        """(bucket, position in it) of every block, by number."""
+        order = sorted(
+            ((position + 0.5) / bucket.blocks, bucket.index, position)  # equal fractions are equal floats
+            for bucket in self.buckets
+            for position in range(bucket.blocks)
+        )
+        return [(bucket, position) for _, bucket, position in order]
+
+    @cached_property
+    def numbers(self) -> tuple[array[int], ...]:
+        """Block numbers by bucket and position; within a bucket they ascend."""
+        found = tuple(array("q") for _ in self.buckets)
+        for number, (bucket, _) in enumerate(self.places):
+            found[bucket].append(number)
+        return found
+
+    def stretches(self, runs: Runs) -> list[Stretch]:
+        """A set of blocks as the longest stretches, in order."""
+        found: list[list[Span]] = [[] for _ in self.buckets]
+        for start, stop in runs.spans:
+            if stop - start < len(self.buckets):
+                for bucket, position in self.places[start:stop]:
+                    _append(found[bucket], position, position + 1)
+                continue
+            for bucket, numbers in enumerate(self.numbers):
+                _append(found[bucket], bisect_left(numbers, start), bisect_left(numbers, stop))
+        return [Stretch(bucket, start, stop) for bucket, spans in enumerate(found) for start, stop in spans]
+
+    def numbers_of(self, stretch: Stretch) -> array[int]:
+        """The blocks of a stretch, in its order."""
+        return self.numbers[stretch.bucket][stretch.start : stretch.stop]
+
+    def runs(self, stretches: Iterable[Stretch]) -> Runs:
+        """The inverse of `stretches`."""
+        return Runs.of(number for stretch in stretches for number in self.numbers_of(stretch))
+
+    def whole(self, bucket: Bucket) -> Stretch:
+        """All blocks of a bucket."""
+        return Stretch(bucket.index, 0, bucket.blocks)
+
+    def elements(self, stretch: Stretch) -> Span:
+        """Where a stretch lies in its bucket."""
+        return stretch.start * self.block_elements, stretch.stop * self.block_elements
 
     def cut(self, runs: Runs) -> tuple[tuple[Span, ...], ...]:
         """Element ranges of a set of blocks, by bucket."""
-        size = self.block_elements
-        return tuple(
-            tuple(
-                ((start - bucket.first_block) * size, (stop - bucket.first_block) * size)
-                for start, stop in runs.within(bucket.first_block, bucket.first_block + bucket.blocks).spans
-            )
-            for bucket in self.buckets
-        )
+        found: list[list[Span]] = [[] for _ in self.buckets]
+        for stretch in self.stretches(runs):
+            found[stretch.bucket].append(self.elements(stretch))
+        return tuple(map(tuple, found))
 
     def text(self) -> str:
         """The layout as it enters the fingerprint: one line a bucket and one a parameter."""
-        lines = [f"block_elements {self.block_elements}"]
+        lines = [f"layout {VERSION}", f"block_elements {self.block_elements}"]
         for bucket in self.buckets:
             lines.append(f"bucket {bucket.index} group {bucket.group} {bucket.dtype} blocks {bucket.blocks}")
             lines += [f"{slot.start} {slot.parameter.name} {slot.parameter.shape}" for slot in bucket.slots]
@@ -106,37 +165,55 @@ class Layout:
         return hashlib.sha256(self.text().encode()).digest()
 
 
+def overlaps(stretches: Sequence[Stretch], held: Stretch) -> list[Stretch]:
+    """What of one stretch is in a set of them, which ascend."""
+    found = []
+    for other in stretches[max(0, bisect_right(stretches, held) - 1) :]:
+        if (other.bucket, other.start) >= (held.bucket, held.stop):
+            break
+        start, stop = max(held.start, other.start), min(held.stop, other.stop)
+        if other.bucket == held.bucket and start < stop:
+            found.append(Stretch(held.bucket, start, stop))
+    return found
+
+
+def _append(spans: list[Span], start: int, stop: int) -> None:
+    """To spans that ascend; one that touches the last makes it longer."""
+    if start == stop:
+        return
+    if spans and spans[-1][1] == start:
+        start, _ = spans.pop()
+    spans.append((start, stop))
+
+
 def lay_out(parameters: Sequence[Trainable], bucket_bytes: int = BUCKET_BYTES) -> Layout:
     """The layout of parameters given in registration order; a bucket is closed once it holds `bucket_bytes`."""
     drafts = list(_drafts(parameters, bucket_bytes))
     block = SMALLEST_BLOCK
-    while sum(-(-elements // block) for _, elements in drafts) > MOST_BLOCKS:
+    while sum(-(-elements // block) for _, elements in drafts) > MOST_BLOCKS and block < max(e for _, e in drafts):
         block *= 2
-    buckets, first = [], 0
+    buckets = []
     for index, (slots, elements) in enumerate(drafts):
-        blocks = -(-elements // block)
+        blocks = max(1, -(-elements // block))
         head = slots[0].parameter
-        buckets.append(Bucket(index, head.group, head.dtype, tuple(slots), first, blocks, blocks * block))
-        first += blocks
+        buckets.append(Bucket(index, head.group, head.dtype, tuple(slots), blocks, blocks * block))
     return Layout(block, tuple(buckets))
 
 
 def _drafts(parameters: Sequence[Trainable], bucket_bytes: int) -> list[tuple[list[Slot], int]]:
+    """Slots and elements of every bucket."""
     drafts: list[tuple[list[Slot], int]] = []
+    latest: dict[tuple[int, torch.dtype, int], int] = {}
     backwards = parameters[::-1]
     for parameter in sorted(backwards, key=lambda p: p.group):
+        kind = (parameter.group, parameter.dtype, parameter.unit)
         align = max(1, ALIGNMENT_BYTES // parameter.dtype.itemsize)
-        of_kind = [d for d in drafts if (d[0][0].parameter.group, d[0][0].parameter.dtype) == _kind(parameter)]
-        slots, elements = of_kind[-1] if of_kind else ([], bucket_bytes)
+        slots, elements = drafts[latest[kind]] if kind in latest else ([], 0)
         start = -(-elements // align) * align
-        if (start + parameter.elements) * parameter.dtype.itemsize > bucket_bytes:
+        if not slots or (start + parameter.elements) * parameter.dtype.itemsize > bucket_bytes:
             slots, start = [], 0
+            latest[kind] = len(drafts)
             drafts.append((slots, 0))
         slots.append(Slot(parameter, start))
-        place = next(i for i, draft in enumerate(drafts) if draft[0] is slots)
-        drafts[place] = (slots, start + parameter.elements)
+        drafts[latest[kind]] = (slots, start + parameter.elements)
     return drafts
-
-
-def _kind(parameter: Trainable) -> tuple[int, torch.dtype]:
-    return parameter.group, parameter.dtype

@@ -7,12 +7,14 @@ is self-describing (safetensors), because an optimizer makes its state when it f
 
 from __future__ import annotations
 
+import json
+
 from safetensors.torch import load, save
 from shoal_protos.activity import StepPhase
 from shoal_protos.plan import Fill
-from shoal_protos.runs import Span
 
 from shoal.blocks.held import HeldBlocks, State
+from shoal.core.layout import Stretch
 from shoal.exchange.framing import FramedSend, receive_framed
 from shoal.exchange.traffic import FILLED
 from shoal.group.group import Group
@@ -46,25 +48,35 @@ def wait_for(sends: list[FramedSend], group: Group) -> None:
         send.wait()
 
 
-def write_states(states: dict[Span, State]) -> bytes:
-    """The state of some runs of blocks as a message's content."""
-    # cloned: runs that were split or joined share what is one number for all of them, which the format refuses
-    tensors = {f"{a}:{b}/{key}": value.clone() for (a, b), state in states.items() for key, value in state.items()}
-    spans = ",".join(f"{a}:{b}" for a, b in states)
-    return bytes(save(tensors, {"spans": spans}) if tensors else spans.encode())
+def write_states(states: dict[Stretch, State]) -> bytes:
+    """The state of some stretches of blocks as a message's content."""
+    # cloned: stretches that were split or joined share what is one number for all of them, which the format refuses
+    tensors = {
+        f"{_text(where)}/{key}": value.clone() for where, state in states.items() for key, value in state.items()
+    }
+    stretches = ",".join(map(_text, states))
+    return bytes(save(tensors, {"stretches": stretches}) if tensors else stretches.encode())
 
 
-def read_states(content: bytes) -> dict[Span, State]:
+def read_states(content: bytes) -> dict[Stretch, State]:
     """The inverse of `write_states`."""
     if not content.startswith(b"{", 8):
-        return {_span(text): {} for text in content.decode().split(",")}
-    states: dict[Span, State] = {}
+        return {stretch: {} for stretch in _stretches(content.decode())}
+    head = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    states: dict[Stretch, State] = {stretch: {} for stretch in _stretches(head["__metadata__"]["stretches"])}
     for name, value in load(content).items():
         text, _, key = name.partition("/")
-        states.setdefault(_span(text), {})[key] = value.clone()
+        states[_stretch(text)][key] = value.clone()
     return states
 
 
-def _span(text: str) -> Span:
-    start, _, stop = text.partition(":")
-    return int(start), int(stop)
+def _stretches(text: str) -> list[Stretch]:
+    return [_stretch(one) for one in text.split(",")]
+
+
+def _text(stretch: Stretch) -> str:
+    return f"{stretch.bucket}:{stretch.start}:{stretch.stop}"
+
+
+def _stretch(text: str) -> Stretch:
+    return Stretch(*map(int, text.split(":")))

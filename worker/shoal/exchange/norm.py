@@ -10,7 +10,7 @@ import torch
 from shoal_protos.runs import Runs
 from torch import Tensor
 
-from shoal.blocks.flat import Flats
+from shoal.blocks.flat import Flats, in_order
 from shoal.core.layout import Layout
 from shoal.core.tree import subtrees
 
@@ -23,17 +23,17 @@ def subtree_sums(
     layout: Layout,
 ) -> Tensor:  # (subtrees of owned,) float64
     """Sums of squares of the reduced gradient."""
-    pieces = [  # each (rows,) float64
-        gradients[bucket][start:stop].view(-1, ROW).pow(2).sum(1).double()
-        for bucket, ranges in enumerate(layout.cut(owned))
-        for start, stop in ranges
-    ]
-    if not pieces:
+    if not owned:
         return torch.empty(0, dtype=torch.float64)
+    stretches = layout.stretches(owned)
+    pieces = [  # each (rows,) float64
+        gradients[stretch.bucket][slice(*layout.elements(stretch))].view(-1, ROW).pow(2).sum(1).double()
+        for stretch in stretches
+    ]
     rows = torch.cat(pieces).view(-1, layout.block_elements // ROW)  # (blocks owned, rows of a block)
     while rows.shape[1] > 1:
         rows = rows[:, 0::2] + rows[:, 1::2]
-    blocks, place, at = rows[:, 0], {}, 0
+    blocks, place, at = rows[:, 0][in_order(layout, stretches)], dict[int, int](), 0
     for start, stop in owned.spans:
         place[start] = at - start
         at += stop - start

@@ -46,6 +46,8 @@ class Limits:
     clipping: float
     """The greatest norm of a step's gradient; 0: none."""
     last_step: int
+    units: tuple[str, ...] = ()
+    """Classes of the modules that are units of the layout; none: by rule (core/units.py)."""
 
 
 class TrainingState:
@@ -58,7 +60,7 @@ class TrainingState:
         scheduler: LRScheduler | None,
         limits: Limits,
     ) -> None:
-        pairs = trainable(module, optimizer)
+        pairs = trainable(module, optimizer, limits.units)
         self.module, self.optimizer, self.scheduler, self.clipping = module, optimizer, scheduler, limits.clipping
         self.layout: Layout
         self.layout, self.parameters = lay_out_model(pairs)

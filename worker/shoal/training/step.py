@@ -116,8 +116,16 @@ class Step:
 
     def _receive_fills(self, fills: tuple[Fill, ...]) -> None:
         began = time.monotonic()
-        taken = receive_slice(self._world.group, self._context.state.held, fills)
+        taken = self._receive_slice(fills)
         self._context.meter.on_fill(taken, time.monotonic() - began)
+
+    def _receive_slice(self, fills: tuple[Fill, ...]) -> int:
+        """Returns its bytes; after the plan's last slice, all that slices have brought becomes few segments."""
+        world, held = self._world, self._context.state.held
+        taken = receive_slice(world.group, held, fills)
+        if fills and self._context.boundaries + 1 == world.plan.boundaries:
+            held.join()
+        return taken
 
     def _exchange_buffers(self) -> None:
         self._world.group.progress.reach(StepPhase.BUFFERS)
@@ -169,7 +177,7 @@ class Step:
             self._on_end()
         fills = self._slice()
         sends = send_slice(group, held, fills)
-        context.meter.on_fill(receive_slice(group, held, fills), 0.0)
+        context.meter.on_fill(self._receive_slice(fills), 0.0)
         wait_for(sends, group)
         record = self._vote()
         self._evaluation.on_vote(record.evaluations)
