@@ -30,6 +30,9 @@ import httpx
 from steps import PATIENCE_SECONDS, POLL_SECONDS, StepLog, until
 
 HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE.parent / "tests"))
+from faults.hosts import Hosts, Loopback  # noqa: E402 (namespaces are the tests')
+
 Json = dict[str, Any]
 T = TypeVar("T")
 
@@ -98,8 +101,9 @@ class Events:
 class Cluster:
     """One controller, one job, its workers."""
 
-    def __init__(self, job: Job) -> None:
-        self.job = job
+    def __init__(self, job: Job, hosts: Hosts | None = None) -> None:
+        """`hosts`: a network namespace for each worker; none: all on this machine."""
+        self.job, self._hosts = job, hosts or Loopback()
         self.folder = Path(tempfile.mkdtemp(prefix="shoal-bench-"))
         self.steps = StepLog(self.folder / "steps.jsonl")
         self.own: dict[str, subprocess.Popen[bytes]] = {}
@@ -126,15 +130,10 @@ class Cluster:
         shutil.rmtree(self.folder)
 
     def _start(self) -> None:
-        command = [str(Path(sys.executable).parent / "shoal"), "controller", "--http", "127.0.0.1:0"]
-        command += [
-            "--grpc",
-            "127.0.0.1:0",
-            "--store",
-            f"embedded:{self.folder / 'store'}",
-            "--data",
-            str(self.folder / "store"),
-        ]
+        here = f"{self._hosts.address(0)}:0"
+        command = [str(Path(sys.executable).parent / "shoal"), "controller", "--http", here, "--grpc", here]
+        command += ["--store", f"embedded:{self.folder / 'store'}", "--data", str(self.folder / "store")]
+        command += ["--open"] if self._hosts.has_links else []
         with (self.folder / "controller.log").open("wb") as log:
             self._controller = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, env=self._environment())
         assert self._controller.stdout is not None
@@ -151,7 +150,8 @@ class Cluster:
             self.add(self.job.workers)
 
     def _environment(self) -> dict[str, str]:
-        return {**os.environ, "BENCH_STEPS": str(self.steps.path), "OMP_NUM_THREADS": "1"}
+        links = {"GLOO_SOCKET_IFNAME": "wire"} if self._hosts.has_links else {}  # of DDP's own group
+        return {**os.environ, **links, "BENCH_STEPS": str(self.steps.path), "OMP_NUM_THREADS": "1"}
 
     def _tell(self) -> None:
         """What happened, for a benchmark that could not end."""
@@ -187,11 +187,13 @@ class Cluster:
 
     def add(self, count: int = 1) -> None:
         """Start more workers (launcher `none`)."""
-        for worker in [f"w{len(self.own) + index}" for index in range(count)]:
+        for host in range(len(self.own) + 1, len(self.own) + 1 + count):
+            worker = f"w{host - 1}"
             identity = {"SHOAL_CONTROLLER": self._grpc, "SHOAL_JOB": "bench", "SHOAL_WORKER_ID": worker}
             with (self.folder / f"{worker}.log").open("wb") as log:
-                env = {**self._environment(), **identity}
-                self.own[worker] = subprocess.Popen(self.job.command, stdout=log, stderr=log, env=env)
+                env = {**self._environment(), **identity, "SHOAL_HOST": self._hosts.address(host)}
+                command = [*self._hosts.command(host), *self.job.command]
+                self.own[worker] = subprocess.Popen(command, stdout=log, stderr=log, env=env)
 
     def signal(self, worker: str, number: signal.Signals) -> float:
         """Send a signal to a worker's process; returns when."""

@@ -2,7 +2,8 @@
 
 Counted over storages, each once, of every tensor that Python can see; the data set's text is the user's and left out.
 `rest` is between two steps, `most` what a thread saw that looked all the time (activations that a line of Python holds
-are in it). One JSON file per worker beside the step log.
+are in it), `most_in_step` what it saw within `engine.step`, where the buffers of the exchange are. One JSON file per
+worker beside the step log.
 """
 
 from __future__ import annotations
@@ -34,22 +35,26 @@ def tensor_bytes() -> int:
 
 
 class Looker:
-    """Remembers the most that was ever held while it looks."""
+    """Remembers the most that was ever held while it looks, and within `engine.step` alone: while `stepping`."""
 
     def __init__(self) -> None:
-        self.most = 0
+        self.most = self.most_in_step = 0
+        self.stepping = False
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True)
         self._thread.start()
 
     def _look(self) -> None:
         while not self._over.wait(LOOK_SECONDS):
-            self.most = max(self.most, tensor_bytes())
+            before = self.stepping
+            held = tensor_bytes()
+            self.most = max(self.most, held)
+            if before and self.stepping:
+                self.most_in_step = max(self.most_in_step, held)
 
-    def end(self) -> int:
+    def end(self) -> None:
         self._over.set()
         self._thread.join()
-        return self.most
 
 
 def main() -> None:
@@ -60,7 +65,11 @@ def main() -> None:
     for batch in engine:
         engine.backward(engine.module(**batch))
         before = engine.global_step
+        if looker is not None:
+            looker.stepping = True
         engine.step()
+        if looker is not None:
+            looker.stepping = False
         if engine.global_step == before or engine.world_size < int(os.environ["BENCH_WORKERS"]):
             continue
         note(file, engine)
@@ -69,9 +78,11 @@ def main() -> None:
             del batch
             at_rest, looker = tensor_bytes(), Looker()
         elif looker is not None and engine.global_step == goal + STEPS:
+            looker.end()
             result = {
                 "rest": at_rest,
-                "most": looker.end(),
+                "most": looker.most,
+                "most_in_step": looker.most_in_step,
                 "parameters": sum(p.numel() * p.element_size() for p in engine.module.parameters()),
                 "lanes": len(engine.lanes),
             }

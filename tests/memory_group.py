@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from shoal.group.group import GATHER_TAG, WorldChanged
@@ -89,6 +89,10 @@ class MemoryGroup:
         self.wire.awaited[way].append(posted)
         self.wire.match(way)
         return posted
+
+    def wait(self, works: Sequence[Posted]) -> None:
+        for work in works:
+            work.wait()
 
     def all_gather(self, row: Tensor) -> Tensor:
         rows = torch.empty(self.size, row.numel(), dtype=row.dtype)

@@ -98,10 +98,10 @@ class Hosts:
         """So many of a hundred packets from one host to another are dropped, by chance."""
         self._arriving(source, target, f"numgen random mod 100 < {percent} drop")
 
-    def shape(self, host: int, kbit: int) -> None:
+    def shape(self, host: int, kbit: int, queue: str = QUEUE) -> None:
         """All that a host sends, and all that is sent to it, has so many kbit/s."""
         self._shaped.add(host)
-        self._queue(host, "replace", f"tbf rate {kbit}kbit {QUEUE}")
+        self._queue(host, "replace", f"tbf rate {kbit}kbit {queue}")
 
     def heal(self) -> None:
         """All links are whole."""

@@ -13,6 +13,7 @@ import torch
 from shoal.group import group_progress, reach
 from shoal.group.build import Cancellation, GroupSpec
 from shoal.group.gloo import PIECE_BYTES, GlooGroup
+from shoal.group.group import WorldChanged
 from shoal.group.group_progress import GroupProgress
 from shoal.group.rendezvous_client import RendezvousClient
 from shoal.group.rendezvous_server import RendezvousServer
@@ -138,6 +139,34 @@ def test_a_long_message_travels_in_pieces_so_that_a_slow_connection_is_seen_to_b
     assert posted.posts == [
         ("send", PIECE_BYTES), ("send", PIECE_BYTES), ("send", 4), ("recv", PIECE_BYTES), ("recv", PIECE_BYTES // 2),
     ]  # fmt: skip
+
+
+class Looked(Posted):
+    """Notes for whom the group says that it waits whenever one of its works is waited for."""
+
+    def __init__(self, progress: GroupProgress) -> None:
+        super().__init__()
+        self._progress = progress
+        self.named: list[tuple[str, ...]] = []
+
+    def wait(self, *limit: object) -> bool:
+        self.named.append(self._progress.activity(name).waits_for)
+        return True
+
+
+def test_of_messages_that_are_waited_for_together_only_the_peer_whose_turn_it_is_is_named() -> None:
+    """What the others sent may have come: a wait for them would accuse links that are whole."""
+    progress = GroupProgress()
+    looked = Looked(progress)
+    group = GlooGroup(looked, 0, 4, progress)
+    works = [group.receive(torch.zeros(4), peer, 0) for peer in (2, 1, 3)]
+    group.wait(works)
+    assert looked.named == [(name(2),), (name(1),), (name(3),)]
+    assert not group.in_flight
+    assert progress.activity(name).waits_for == ()
+    with pytest.raises(WorldChanged, match="the operation is over"):
+        group.wait(works)
+    group.close()
 
 
 def test_of_all_looks_at_a_peer_only_the_last_is_kept_and_they_become_rarer() -> None:

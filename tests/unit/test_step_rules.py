@@ -206,9 +206,8 @@ def handed(worker: Worker) -> int:
     """Messages of one hand-out that this member sends and receives."""
     world = worker.engine.context.world
     assert world is not None
-    peers = [rank for rank in range(world.plan.world_size) if rank != world.rank]
-    ways = [(world.rank, peer) for peer in peers] + [(peer, world.rank) for peer in peers]
-    return sum(1 for way in ways for ranges in world.traffic.handed(0, *way) if ranges)
+    flow = world.traffic.handed(0)
+    return sum(map(len, (*flow.sends, *flow.receives)))
 
 
 # ---- numbers

@@ -8,17 +8,18 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from shoal.core.layout import Trainable, lay_out
+from shoal.exchange.ballot import Ballot, Request
 from shoal.exchange.finite import describe_gradient
 from shoal.exchange.traffic import Traffic
 from shoal.exchange.vote import (
+    BALLOT_BYTES,
     MOST_NAMES,
     NAMES_BYTES,
     REQUESTS_BYTES,
-    TEXT_BYTES,
-    Ballot,
     Record,
-    Request,
     cast,
     check_names,
     check_requests,
@@ -55,7 +56,7 @@ def test_a_row_has_the_same_length_whatever_is_in_it() -> None:
     reports = {f"metric{number}": [float(number)] for number in range(16)}
     cast(gather, TRAFFIC, Ballot(1, 1, "00", (1.0,)), None)
     cast(gather, TRAFFIC, Ballot(1, 1, "00", (1.0,), reports, requests=(Request("save"),)), None)
-    assert lengths == [TEXT_BYTES] * 2
+    assert lengths == [BALLOT_BYTES] * 2
 
 
 @pytest.mark.parametrize("lanes", [(0,), (0, 2), tuple(range(0, 64, 2))])
@@ -126,3 +127,25 @@ def test_the_record_survives_its_bytes() -> None:
         lambda row: row.reshape(1, -1), TRAFFIC, Ballot(1, 1, "00", (0.1,), requests=(Request("stop"),)), None
     )
     assert Record.from_bytes(record.to_bytes()) == record
+
+
+numbers = st.floats(allow_nan=False)
+texts = st.text(max_size=20)
+lists = st.dictionaries(texts, st.lists(numbers, max_size=4), max_size=4)
+ballots = st.builds(
+    Ballot,
+    step=st.integers(-1, 2**53), generation=st.integers(0, 2**53), hyper=texts, losses=st.lists(numbers), reports=lists,
+    skipped=st.integers(0, 2**31), saved=st.integers(-1, 2**53), bad_loss=texts, bad_gradient=texts, saving=texts,
+    evaluations=lists,
+    requests=st.lists(st.builds(Request, texts, texts, st.integers(-1, 9), st.integers(-1, 2**53))).map(tuple),
+)  # fmt: skip
+
+
+@given(ballots, st.binary(max_size=9))
+def test_a_ballot_survives_its_bytes_exactly_whatever_stands_behind_it(ballot: Ballot, behind: bytes) -> None:
+    assert repr(Ballot.from_bytes(memoryview(ballot.to_bytes() + behind))) == repr(ballot)
+
+
+def test_a_loss_that_is_not_a_number_survives_its_bytes() -> None:
+    ballot = Ballot(1, 1, "00", (math.nan, -math.inf, -0.0))
+    assert repr(Ballot.from_bytes(memoryview(ballot.to_bytes())).losses) == "[nan, -inf, -0.0]"

@@ -10,15 +10,14 @@ from __future__ import annotations
 from itertools import pairwise
 
 from shoal_protos.runs import Span
-from torch import Tensor
 
-from shoal.blocks.flat import Gradients
+from shoal.blocks.flat import Flats, Gradients
 from shoal.core.layout import Layout
 from shoal.core.tree import push
 
 
 class LaneSums:
-    """`live` is the copy that backward accumulates into; `partials` are the finished ones, ascending, after `push`."""
+    """`live` is the copy that backward accumulates into; `finished` are the others, ascending, after `push`."""
 
     def __init__(self, layout: Layout, lanes: int) -> None:
         self._layout = layout
@@ -69,9 +68,10 @@ class LaneSums:
         """The finished subtrees, ascending."""
         return [span for span, _ in self._stack]
 
-    def partials(self, bucket: int) -> list[Tensor]:  # each (bucket.elements,) of the bucket's dtype
-        """The finished sums of one bucket, in the order of `spans`."""
-        return [kept.flats[bucket] for _, kept in self._stack]
+    @property
+    def finished(self) -> list[Flats]:
+        """The finished sums, in the order of `spans`."""
+        return [kept.flats for _, kept in self._stack]
 
     def clear(self) -> None:
         """Forget the step's sums; the live copy keeps its values until the next lane begins."""

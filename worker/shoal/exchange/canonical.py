@@ -1,10 +1,10 @@
 """The canonical reduction: every block's mean gradient at its owner, then at its mirrors, with the same bits anywhere.
 
-Bucket by bucket, in one fixed order: what a peer owns of this worker's subtree sums goes to it as one message; the
-owner finishes the one fixed tree over lanes, divides by their number and sends the result to whoever replays the
-block. The reduced gradient lies in place, in the live copy: owners' and mirrors' ranges of it are the step's pending
-gradient until the next lane begins. A few buckets are in flight at once, which bounds the buffers. With one aligned
-run of lanes per worker this is an all-to-all of the size of a reduce-scatter.
+Piece by piece, in one fixed order: what a peer owns of this worker's subtree sums goes to it as one message; the owner
+finishes the one fixed tree over lanes, divides by their number and sends the result to whoever replays the block. The
+reduced gradient lies in place, in the live copy: owners' and mirrors' ranges of it are the step's pending gradient
+until the next lane begins. The bytes in flight are bounded, and with them the buffers. With one aligned run of lanes
+per worker this is an all-to-all of the size of a reduce-scatter.
 """
 
 from __future__ import annotations
@@ -14,27 +14,26 @@ from dataclasses import dataclass, field
 
 import torch
 from shoal_protos.activity import StepPhase
-from shoal_protos.runs import Span
 from torch import Tensor
 
 from shoal.blocks.lane_sums import LaneSums
 from shoal.core.tree import fold
 from shoal.exchange.finite import culprit, describe_gradient, is_finite
-from shoal.exchange.packing import PackedReceive, pack, size_of
+from shoal.exchange.packing import PackedReceive, pack
+from shoal.exchange.pieces import Extent, elements_in
 from shoal.exchange.traffic import MIRRORED, PARTIALS, Traffic
 from shoal.group.group import Group, Work, WorldChanged
-
-AHEAD = 2
-"""Buckets for which receives are posted beyond the one that is being finished."""
 
 
 @dataclass(slots=True)
 class _InFlight:
-    """One bucket's messages."""
+    """One piece's messages; a send keeps its message: (subtrees × elements in its extents,)."""
 
-    sends: dict[int, Work] = field(default_factory=dict)
-    packed: list[Tensor] = field(default_factory=list)  # each (own subtrees × elements that the peer owns,)
-    arrivals: dict[int, tuple[Work, Tensor]] = field(default_factory=dict)  # (its subtrees × elements owned here,)
+    sends: list[tuple[Work, Tensor]] = field(default_factory=list)
+    arrivals: dict[int, tuple[Work, Tensor]] = field(default_factory=dict)
+    """By rank, (its subtrees × elements owned here,)."""
+    mirror_sends: list[tuple[Work, Tensor]] = field(default_factory=list)
+    mirror_arrivals: list[PackedReceive] = field(default_factory=list)
 
 
 class CanonicalReduction:
@@ -44,138 +43,139 @@ class CanonicalReduction:
     """
 
     def __init__(self, group: Group, traffic: Traffic, sums: LaneSums, boundaries: int) -> None:
-        self._group, self._traffic, self._sums, self._boundaries = group, traffic, sums, boundaries
-        self._rank = traffic.rank
-        self._flight = [_InFlight() for _ in traffic.layout.buckets]
+        self._group, self._traffic, self._sums = group, traffic, sums
+        self._rank, self._pieces, self._windows = traffic.rank, traffic.pieces, traffic.windows
+        self._partials, self._mirrored = traffic.partials, traffic.mirrored(boundaries)
+        self._flight = [_InFlight() for _ in self._pieces]
         self._spans = [(span, rank) for rank in range(group.size) for span in traffic.lane_spans[rank]]
         mine = [index for index, (_, rank) in enumerate(self._spans) if rank == self._rank]
         self._fold = fold([span for span, _ in self._spans], traffic.plan.lanes, mine)
         self._root = self._fold[-1][0] if self._fold else 0
-        self._sent = 0
-        self._posted = 0
-        self._mirror_sends: list[list[tuple[Work, Tensor]]] = []
-        self._mirror_arrivals: list[list[PackedReceive]] = []
+        self._sent = self._posted = self._settled = 0
         self._broken = False
         self.bad_gradient = ""
         """The first parameter in this worker's blocks whose gradient is not finite, and where that comes from."""
-        self._post_up_to(AHEAD)
+        self._post_up_to(self._windows[0])
 
     def on_filled(self, bucket: int) -> None:
-        """The last backward has filled this bucket: its sums leave for their owners. Never raises: `finish` will."""
+        """The last backward has filled this bucket: its sums leave for their owners. Never raises: `finish` will.
+
+        No more of them than owners have posted receives for.
+        """
         self._sums.merge(bucket)
-        if not self._broken:
-            try:
-                self._send(bucket)
-            except WorldChanged:
-                self._broken = True
+        try:
+            while not self._broken and self._is_filled(self._sent, bucket):
+                self._send_up_to(self._sent + 1)
+        except WorldChanged:
+            self._broken = True
 
-    def _send(self, bucket: int) -> None:
-        self._sent += 1
-        if not self._traffic.lane_spans[self._rank]:
-            return
-        flight = self._flight[bucket]
-        for peer in self._traffic.others:
-            ranges = self._traffic.owned[peer][bucket]
-            if ranges:
-                message = pack(self._sums.partials(bucket), ranges)
-                flight.packed.append(message)
-                flight.sends[peer] = self._group.send(message, peer, PARTIALS)
+    def _is_filled(self, piece: int, bucket: int) -> bool:
+        return piece < self._windows[0] and self._pieces[piece].last_bucket <= bucket
 
-    def _post_up_to(self, bucket: int) -> None:
-        while self._posted < min(len(self._flight), bucket):
-            self._post(self._posted)
+    def _send_up_to(self, stop: int) -> None:
+        while self._sent < stop:
+            flight, messages = self._flight[self._sent], self._partials.sends[self._sent]
+            self._sent += 1
+            for peer, extents in messages:
+                message = pack(self._sums.finished, extents)
+                flight.sends.append((self._group.send(message, peer, PARTIALS), message))
+
+    def _post_up_to(self, stop: int) -> None:
+        while self._posted < stop:
+            flight, messages = self._flight[self._posted], self._partials.receives[self._posted]
             self._posted += 1
-
-    def _post(self, bucket: int) -> None:
-        ranges = self._traffic.owned[self._rank][bucket]
-        for peer in self._traffic.others if ranges else ():
-            count = len(self._traffic.lane_spans[peer])
-            if count:
-                message = self._sums.live.flats[bucket].new_empty(count * size_of(ranges))
-                work = self._group.receive(message, peer, PARTIALS)
-                self._flight[bucket].arrivals[peer] = (work, message)
+            for peer, extents in messages:
+                count = len(self._traffic.lane_spans[peer]) * elements_in(extents)
+                message = self._sums.live.flats[extents[0].bucket].new_empty(count)
+                flight.arrivals[peer] = (self._group.receive(message, peer, PARTIALS), message)
 
     def finish(self, on_reduced: Callable[[], None]) -> None:
         """Everything that is left, until every owned and mirrored range holds its reduced gradient.
 
-        `on_reduced` is called for each bucket before it is mirrored. Raises `WorldChanged`; the sums are void then.
+        `on_reduced` is called for each piece before it is mirrored. Raises `WorldChanged`; the sums are void then.
         """
         if self._broken:
             raise WorldChanged("the group broke while the last backward ran")
-        buckets, progress = len(self._flight), self._group.progress
-        for bucket in range(buckets):
-            self._post_up_to(bucket + 1 + AHEAD)
-            while self._sent < min(buckets, bucket + 1 + AHEAD):
-                self._send(self._sent)
-            progress.reach(StepPhase.REDUCTION, 2 * bucket)
-            self._reduce(bucket)
+        pieces, progress = len(self._pieces), self._group.progress
+        for piece, until in enumerate(self._windows):
+            self._post_up_to(until)
+            self._send_up_to(until)
+            progress.reach(StepPhase.REDUCTION, 2 * piece)
+            self._reduce(piece)
             on_reduced()
-            progress.reach(StepPhase.REDUCTION, 2 * bucket + 1)
-            self._mirror(bucket)
-            self._flight[bucket].packed.clear()
-            if len(self._mirror_arrivals) > AHEAD:
-                self._settle(1)
-        progress.reach(StepPhase.REDUCTION, 2 * buckets)
-        self._settle(len(self._mirror_arrivals))
+            self._mirror(piece)
+            progress.reach(StepPhase.REDUCTION, 2 * piece + 1)
+            self._receive_mirrored(piece - 1)
+            self._settle(piece)
+        progress.reach(StepPhase.REDUCTION, 2 * pieces)
+        self._receive_mirrored(pieces - 1)
+        progress.reach(StepPhase.REDUCTION, 2 * pieces + 1)
+        self._settle(pieces)
 
-    def _settle(self, buckets: int) -> None:
-        for _ in range(buckets):
-            for arrival in self._mirror_arrivals.pop(0):
-                arrival.wait()
-            for work, _ in self._mirror_sends.pop(0):
-                work.wait()
-
-    def _reduce(self, bucket: int) -> None:
-        flight, at = self._flight[bucket], 0
-        for work, _ in flight.arrivals.values():
-            work.wait()
-        ranges = self._traffic.owned[self._rank][bucket]
-        length = size_of(ranges)
-        live = self._sums.live.flats[bucket]
-        for start, stop in ranges:
-            parts = self._parts(bucket, (start, stop), at, length)
+    def _reduce(self, piece: int) -> None:
+        arrivals = self._flight[piece].arrivals
+        self._group.wait([work for work, _ in arrivals.values()])
+        extents, at = self._pieces[piece].owned[self._rank], 0
+        length = elements_in(extents)
+        for extent in extents:
+            parts = self._parts(piece, extent, at, length)
             # Whoever holds which subtree, the same pairs are added in the order of the one tree over lanes, so the
             # sum has the same bits in every world. In place: a message's memory is this reduction's own.
             for into, other in self._fold:
                 parts[into].add_(parts[other])
-            root = parts[self._root]
-            mean = torch.div(root, self._traffic.plan.lanes, out=live[start:stop])
+            live = self._sums.live.flats[extent.bucket][extent.start : extent.stop]
+            mean = torch.div(parts[self._root], self._traffic.plan.lanes, out=live)
             if not self.bad_gradient and not is_finite(mean):
                 span, _ = self._spans[culprit(parts, self._fold, self._root)]
-                self.bad_gradient = describe_gradient(self._traffic.layout.buckets[bucket], start, mean, span)
-            at += stop - start
-        flight.arrivals.clear()
+                bucket = self._traffic.layout.buckets[extent.bucket]
+                self.bad_gradient = describe_gradient(bucket, extent.start, mean, span)
+            at += extent.stop - extent.start
+        arrivals.clear()
 
-    def _parts(self, bucket: int, owned: Span, at: int, length: int) -> list[Tensor]:  # each (elements of `owned`,)
-        """The partial sums of one owned range, in the order of `_spans`. `at`: where it begins in a subtree's part of a
-        message, which is `length` long.
+    def _parts(self, piece: int, extent: Extent, at: int, length: int) -> list[Tensor]:  # each (elements of `extent`,)
+        """The partial sums of one owned extent, in the order of `_spans`. `at`: where it begins in a subtree's part of
+        a message, which is `length` long.
         """
-        own = iter(self._sums.partials(bucket))
+        bucket, start, stop = extent
+        own = iter(self._sums.finished)
         seen = dict.fromkeys(range(self._group.size), 0)
         parts = []
         for _, rank in self._spans:
             if rank == self._rank:
-                parts.append(next(own)[slice(*owned)])
+                parts.append(next(own)[bucket][start:stop])
             else:
-                _, message = self._flight[bucket].arrivals[rank]
+                _, message = self._flight[piece].arrivals[rank]
                 first = seen[rank] * length + at
-                parts.append(message[first : first + owned[1] - owned[0]])
+                parts.append(message[first : first + stop - start])
                 seen[rank] += 1
         return parts
 
-    def _mirror(self, bucket: int) -> None:
-        """Posts the reduced ranges to their mirrors, and the receives of those that this worker mirrors."""
-        live, sends = self._sums.live.flats[bucket], self._flight[bucket].sends
-        self._mirror_sends.append([])
-        self._mirror_arrivals.append([])
-        for peer in self._traffic.others:
-            ranges = self._traffic.mirrored(self._boundaries, self._rank, peer)[bucket]
-            if ranges:
-                message = pack([live], ranges)
-                self._mirror_sends[-1].append((self._group.send(message, peer, MIRRORED), message))
-        for peer in self._traffic.others:
-            if peer in sends:
-                sends[peer].wait()  # what is mirrored lands where the sum lay that went to the owner
-            ranges = self._traffic.mirrored(self._boundaries, peer, self._rank)[bucket]
-            if ranges:
-                self._mirror_arrivals[-1].append(PackedReceive(self._group, peer, MIRRORED, live, ranges))
+    def _mirror(self, piece: int) -> None:
+        """Posts the reduced ranges to their mirrors."""
+        for peer, extents in self._mirrored.sends[piece]:
+            message = pack([self._sums.live.flats], extents)
+            self._flight[piece].mirror_sends.append((self._group.send(message, peer, MIRRORED), message))
+
+    def _receive_mirrored(self, piece: int) -> None:
+        """Posts the receives of what this worker mirrors: it lands where the sum lay that went to the owner, so that
+        must have left. It has, as a rule, when the next piece is reduced.
+        """
+        if piece < 0:
+            return
+        flight = self._flight[piece]
+        self._group.wait([work for work, _ in flight.sends])
+        flight.sends.clear()
+        for peer, extents in self._mirrored.receives[piece]:
+            flight.mirror_arrivals.append(PackedReceive(self._group, peer, MIRRORED, self._sums.live.flats, extents))
+
+    def _settle(self, piece: int) -> None:
+        """Waits for what is mirrored of the pieces whose window ends at this one."""
+        while self._settled < piece and self._windows[self._settled] <= piece:
+            flight = self._flight[self._settled]
+            self._settled += 1
+            arrivals = flight.mirror_arrivals
+            self._group.wait([one.work for one in arrivals] + [work for work, _ in flight.mirror_sends])
+            for one in arrivals:
+                one.unpack()
+            arrivals.clear()
+            flight.mirror_sends.clear()

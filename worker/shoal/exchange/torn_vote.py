@@ -12,7 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from shoal.exchange.vote import Ballot, Gather, read_ballots
+from shoal.exchange.ballot import Ballot
+from shoal.exchange.vote import Gather, read_ballots
 from shoal.faults import Faults
 from shoal.group.group import GATHER_TAG, Group
 
@@ -31,7 +32,7 @@ def _strike_if_it_begins(
     rows: Tensor,  # (members, bytes of a row) uint8
     mine: Ballot,
 ) -> None:
-    if all(ballot["generation"] == mine.generation for ballot in read_ballots(rows)):
+    if all(ballot.generation == mine.generation for ballot in read_ballots(rows)):
         faults.at("in_vote_to_begin", mine.step)
 
 

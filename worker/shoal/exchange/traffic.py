@@ -1,10 +1,13 @@
-"""The traffic of a world: who sends which element ranges to whom, derived once from its plan and the layout.
+"""The traffic of a world: who sends which elements to whom, derived once from its plan and the layout.
 
-Pure bookkeeping; no tensor, no group. `ranges[bucket]` are element ranges within that bucket's flat.
+Pure bookkeeping; no tensor, no group. Everything is by piece (pieces.py), peers in the order in which a member turns to
+them: each begins with the one after itself, so that no two begin with the same.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from shoal_protos.plan import Plan
@@ -12,12 +15,21 @@ from shoal_protos.runs import Runs, Span
 
 from shoal.core.layout import Layout
 from shoal.core.tree import subtrees
-
-Ranges = tuple[tuple[Span, ...], ...]
-"""Element ranges by bucket."""
+from shoal.exchange.pieces import ExchangePiece, Extents, cut_into_pieces, piece_bytes, split, windows
 
 FIRST_MESSAGE, PARTIALS, MIRRORED, HANDED, FILLED, BUFFERS, DIGESTS, STARTED, HYPER = range(9)
-"""Tags. Messages of one tag between two members keep their order, so a tag need not name bucket or step."""
+"""Tags. Messages of one tag between two members keep their order, so a tag need not name piece or step."""
+
+Messages = tuple[tuple[int, Extents], ...]
+"""Peers with what goes to them, or comes from them."""
+
+
+@dataclass(frozen=True, slots=True)
+class PieceTraffic:
+    """What a member sends and receives, by piece."""
+
+    sends: tuple[Messages, ...]
+    receives: tuple[Messages, ...]
 
 
 class Traffic:
@@ -25,11 +37,19 @@ class Traffic:
 
     def __init__(self, plan: Plan, rank: int, layout: Layout) -> None:
         self.plan, self.rank, self.layout = plan, rank, layout
-        self.others = tuple(r for r in range(plan.world_size) if r != rank)
-        self._cut = lru_cache(maxsize=4_096)(layout.cut)
+        self.others = tuple((rank + distance) % plan.world_size for distance in range(1, plan.world_size))
         self._replays = lru_cache(maxsize=4)(
             lambda boundaries: tuple(plan.replays(r, boundaries) for r in range(plan.world_size))
         )
+        self._mirrored = lru_cache(maxsize=2)(
+            lambda boundaries: self._flow(lambda owner, mirror: self._owned(owner) & self.replays(boundaries)[mirror])
+        )
+        self._handed = lru_cache(maxsize=2)(
+            lambda boundaries: self._flow(lambda owner, peer: self._owned(owner) - self.replays(boundaries)[peer])
+        )
+
+    def _owned(self, rank: int) -> Runs:
+        return self.plan.shares[rank].owned
 
     @cached_property
     def lane_spans(self) -> tuple[tuple[Span, ...], ...]:
@@ -42,23 +62,68 @@ class Traffic:
         return tuple(tuple(subtrees(share.owned, self.plan.blocks)) for share in self.plan.shares)
 
     @cached_property
-    def owned(self) -> tuple[Ranges, ...]:
-        """Ranges of the blocks that each rank owns."""
-        return tuple(self._cut(share.owned) for share in self.plan.shares)
+    def pieces(self) -> tuple[ExchangePiece, ...]:
+        """What is exchanged at one time; the same on all members."""
+        owned = [self.layout.cut(share.owned) for share in self.plan.shares]
+        counts = [len(spans) for spans in self.lane_spans]
+        return cut_into_pieces(self.layout, owned, counts, piece_bytes(self.plan.world_size))
+
+    @cached_property
+    def windows(self) -> tuple[int, ...]:
+        """For each piece, before which one messages are posted while it is waited for."""
+        return windows(self.pieces)
+
+    @cached_property
+    def partials(self) -> PieceTraffic:
+        """The partial sums. Of what comes in, the extents are this member's own, once for each subtree of the peer."""
+        trains = bool(self.lane_spans[self.rank])
+        trainers = [peer for peer in self.others if self.lane_spans[peer]]
+        return PieceTraffic(
+            tuple(
+                tuple((peer, piece.owned[peer]) for peer in self.others if piece.owned[peer]) if trains else ()
+                for piece in self.pieces
+            ),
+            tuple(
+                tuple((peer, piece.owned[self.rank]) for peer in trainers) if piece.owned[self.rank] else ()
+                for piece in self.pieces
+            ),
+        )
 
     def replays(self, boundaries: int) -> tuple[Runs, ...]:
         """Blocks that each rank updates itself at the vote that follows `boundaries` passed ones."""
-        return self._replays(min(boundaries, self.plan.boundaries))
+        return self._replays(min(boundaries, self._fills_end))
 
-    def mirrored(self, boundaries: int, owner: int, mirror: int) -> Ranges:
-        """The ranges whose reduced gradient `owner` sends to `mirror`."""
-        return self._cut(self.plan.shares[owner].owned & self.replays(boundaries)[mirror])
+    def mirrored(self, boundaries: int) -> PieceTraffic:
+        """The reduced gradients that owners send to whoever replays their blocks."""
+        return self._mirrored(min(boundaries, self._fills_end))
 
-    def handed(self, boundaries: int, owner: int, receiver: int) -> Ranges:
-        """The ranges whose updated parameters `owner` hands out to `receiver`."""
-        return self._cut(self.plan.shares[owner].owned - self.replays(boundaries)[receiver])
+    def handed(self, boundaries: int) -> PieceTraffic:
+        """The updated parameters that owners hand out to whoever does not."""
+        return self._handed(min(boundaries, self._fills_end))
 
-    def stale(self, owner: int, receiver: int) -> Ranges:
-        """The ranges that `owner` hands out to `receiver` before a recovered world opens."""
-        assert self.plan.recovery is not None
-        return self._cut(self.plan.shares[owner].owned & self.plan.recovery.stale[receiver])
+    @cached_property
+    def stale(self) -> PieceTraffic:
+        """What owners hand out before a recovered world opens."""
+        recovery = self.plan.recovery
+        assert recovery is not None
+        return self._flow(lambda owner, peer: self._owned(owner) & recovery.stale[peer])
+
+    @cached_property
+    def _fills_end(self) -> int:
+        return self.plan.boundaries
+
+    def _flow(self, wanted: Callable[[int, int], Runs]) -> PieceTraffic:
+        """`wanted(owner, peer)`: blocks of the owner's that go from one to the other."""
+        sends = {peer: self._by_piece(self.rank, wanted(self.rank, peer)) for peer in self.others}
+        receives = {peer: self._by_piece(peer, wanted(peer, self.rank)) for peer in self.others}
+        return PieceTraffic(self._messages(sends), self._messages(receives))
+
+    def _by_piece(self, owner: int, blocks: Runs) -> dict[int, Extents]:
+        return split(self.pieces, owner, self.layout.cut(blocks)) if blocks else {}
+
+    def _messages(self, by_peer: dict[int, dict[int, Extents]]) -> tuple[Messages, ...]:
+        found: list[list[tuple[int, Extents]]] = [[] for _ in self.pieces]
+        for peer, by_piece in by_peer.items():
+            for piece, extents in by_piece.items():
+                found[piece].append((peer, extents))
+        return tuple(map(tuple, found))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import socket
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Protocol, cast
 
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from shoal.group.build import Cancellation, GroupSpec
 from shoal.group.forks import let_go_in_children
-from shoal.group.group import GATHER_TAG, RESERVED_TAGS, Group, WorldChanged
+from shoal.group.group import GATHER_TAG, RESERVED_TAGS, Group, Work, WorldChanged
 from shoal.group.group_progress import GroupProgress
 from shoal.group.reach import watch_reach
 from shoal.group.rendezvous_client import RendezvousClient
@@ -101,12 +101,31 @@ class _Posted:
         self._tensor: Tensor | None = tensor
 
     def wait(self) -> None:
-        self._group.settle(self)
-        self.forget()
+        self._group.wait([self])
 
     def forget(self) -> None:
         """Let go of gloo's works and of the tensor."""
         self.works, self._tensor = (), None
+
+
+class _Together:
+    """Messages that are waited for in one go: by one thread, one after the other."""
+
+    def __init__(self, posted: Sequence[_Posted], progress: GroupProgress) -> None:
+        self._posted, self._progress = posted, progress
+        self._at = 0
+
+    def __iter__(self) -> Iterator[dist.Work]:
+        """On the thread that waits. Only one peer is told of: what the later ones sent may have come long ago."""
+        for at, one in enumerate(self._posted):
+            self._at = at
+            self._progress.wait_for(one.peer)
+            yield from one.works
+
+    @property
+    def peer(self) -> int:
+        """Who is waited for at the moment."""
+        return self._posted[self._at].peer
 
 
 class GlooGroup:
@@ -141,8 +160,7 @@ class GlooGroup:
         works = [self.send(row, peer, GATHER_TAG) for peer in self._order]
         works += [self.receive(rows[peer], peer, GATHER_TAG) for peer in reversed(self._order)]
         rows[self.rank] = row
-        for work in works:
-            work.wait()
+        self.wait(works)
         return rows
 
     def _post(self, kind: str, tensor: Tensor, peer: int, tag: int) -> _Posted:
@@ -160,17 +178,22 @@ class GlooGroup:
             return posted
         raise self.on_failure(peer, failure)
 
-    def settle(self, posted: _Posted) -> None:
-        """Returns when it is done. Raises `WorldChanged`."""
-        peer = posted.peer
-        self.progress.wait_for(peer)
-        failure = (
-            self._wait_threads.wait(posted.works, self._connection(peer)) if posted.works else "the operation is over"
-        )
+    def wait(self, works: Sequence[Work]) -> None:
+        posted = cast(Sequence[_Posted], works)
+        if not posted:
+            return
+        over = next((one for one in posted if not one.works), None)
+        if over is not None:
+            raise self.on_failure(over.peer, "the operation is over")
+        self.progress.wait_for(posted[0].peer)
+        together = _Together(posted, self.progress)
+        failure = self._wait_threads.wait(together, lambda: self._connection(together.peer))
         if failure is not None:
-            raise self.on_failure(peer, failure)
+            raise self.on_failure(together.peer, failure)
         self.progress.go_on()
-        self.in_flight.discard(posted)
+        for one in posted:
+            self.in_flight.discard(one)
+            one.forget()
 
     def _connection(self, peer: int) -> Connection:
         if peer not in self._looks:

@@ -7,6 +7,7 @@ operation of the group fail at once on the training thread. Knows nothing of pla
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -43,6 +44,9 @@ class Group(Protocol):
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> Work:
         """Posts a receive into a contiguous CPU tensor."""
+
+    def wait(self, works: Sequence[Work]) -> None:
+        """Blocks until all of them are done, in any order. Raises `WorldChanged` as their own `wait` does."""
 
     def all_gather(self, row: Tensor) -> Tensor:
         """Every member's row, by rank: `(n,)` uint8 → `(size, n)` uint8. Blocks; raises `WorldChanged`."""

@@ -6,6 +6,8 @@ there is no gloo.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from shoal.group.group import Work, WorldChanged
@@ -28,6 +30,9 @@ class SoloGroup:
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> Work:
         raise AssertionError(f"{tensor.nbytes} bytes with tag {tag} are awaited from rank {source} in a world of one")
+
+    def wait(self, works: Sequence[Work]) -> None:
+        assert not works, "there is nobody to wait for in a world of one"
 
     def all_gather(self, row: Tensor) -> Tensor:
         if self._over:

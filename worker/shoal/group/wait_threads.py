@@ -10,7 +10,7 @@ Called by gloo.py; knows no group.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from queue import Empty, SimpleQueue
 
 import torch
@@ -46,7 +46,7 @@ class Connection:
 Answers = SimpleQueue[str | None]
 """What became of the operations: None when all are done, else why one failed. The first answer counts."""
 
-_Tasks = SimpleQueue[tuple[Sequence[dist.Work], Answers] | None]
+_Tasks = SimpleQueue[tuple[Iterable[dist.Work], Answers] | None]
 
 
 class WaitThreads:
@@ -59,8 +59,8 @@ class WaitThreads:
         self._over: str | None = None
         """Why no wait is worth while any more."""
 
-    def wait(self, works: Sequence[dist.Work], connection: Connection) -> str | None:
-        """None when all are done, else why not."""
+    def wait(self, works: Iterable[dist.Work], connection: Callable[[], Connection]) -> str | None:
+        """None when all are done, else why not. `connection()`: to the peer that is waited for at the moment."""
         answers: Answers = SimpleQueue()
         self._waiting.add(answers)
         try:
@@ -104,17 +104,17 @@ class WaitThreads:
                 return
 
 
-def _first(answers: Answers, connection: Connection) -> str | None:
+def _first(answers: Answers, connection: Callable[[], Connection]) -> str | None:
     while True:
         try:
-            return answers.get(timeout=connection.pause_seconds)
+            return answers.get(timeout=connection().pause_seconds)
         except Empty:
-            wrong = connection.look()
+            wrong = connection().look()
             if wrong is not None:
                 return wrong
 
 
-def _outcome(works: Sequence[dist.Work], done: Callable[[], None]) -> str | None:
+def _outcome(works: Iterable[dist.Work], done: Callable[[], None]) -> str | None:
     """In a frame of its own: what an exception's traceback keeps alive keeps gloo's sockets alive."""
     try:
         for work in works:

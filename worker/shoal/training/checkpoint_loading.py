@@ -110,7 +110,7 @@ class CheckpointLoading:
         state.lineage = self._lineage(found, world.plan.generation)
         load_blocks(reader, state, owned)
         self._context.faults.at("restore", state.step)
-        hand_out(world.group, state.flats, world.traffic.stale)
+        hand_out(world.group, state.flats, world.traffic, world.traffic.stale)
         state.current = every(state.layout.blocks)
         log.info("restored", path=found.path, step=state.step, bytes=reader.bytes_read)
         return reader.bytes_read

@@ -28,7 +28,8 @@ from shoal.checkpoint.storage import open_storage
 from shoal.config.training import agreement
 from shoal.core.save_part import BUSY, SavePart, SaveStatus, SharedSave
 from shoal.core.saving import SaveChoice, SaveVote, Saving
-from shoal.exchange.vote import Record, Request
+from shoal.exchange.ballot import Request
+from shoal.exchange.vote import Record
 from shoal.logs import get_logger
 from shoal.numerics import identity
 from shoal.training.checkpoint_loading import CheckpointLoading

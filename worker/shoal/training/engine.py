@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from shoal.config.training import TrainingConfig
 from shoal.data.fetch import Fetcher
-from shoal.exchange.vote import Request
+from shoal.exchange.ballot import Request
 from shoal.faults import Faults
 from shoal.session.link import Link
 from shoal.training.checkpoint_saving import SAVE

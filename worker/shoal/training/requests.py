@@ -11,7 +11,8 @@ from pathlib import Path
 from shoal_protos.errors import UserError
 from shoal_protos.messages import Result
 
-from shoal.exchange.vote import Request, check_requests
+from shoal.exchange.ballot import Request
+from shoal.exchange.vote import check_requests
 from shoal.fingerprint import fingerprint
 from shoal.logs import get_logger
 from shoal.model_export import export

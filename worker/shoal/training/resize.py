@@ -14,10 +14,11 @@ from shoal_protos.plan import Plan, Reason
 from shoal_protos.runs import NO_BLOCKS, Runs
 
 from shoal.checkpoint.errors import CheckpointDamaged
+from shoal.exchange.ballot import Request
 from shoal.exchange.framing import FramedSend, receive_framed
 from shoal.exchange.hand_out import hand_out
 from shoal.exchange.traffic import FIRST_MESSAGE, STARTED, Traffic
-from shoal.exchange.vote import Record, Request
+from shoal.exchange.vote import Record
 from shoal.group.group import Group, WorldChanged
 from shoal.logs import get_logger
 from shoal.session.link import Asked, Begun, Ended, Opened, Recover, Stopped
@@ -131,7 +132,7 @@ class Resize:
             self._roll_forward(recovery.record)
         self._context.faults.at("promote", state.step)
         self._clock.note_promoted(len(plan.shares[world.rank].owned - self._owned_before()))
-        self._clock.note_bytes(hand_out(world.group, state.flats, world.traffic.stale))
+        self._clock.note_bytes(hand_out(world.group, state.flats, world.traffic, world.traffic.stale))
         state.current = state.everything
 
     def _roll_forward(self, record: bytes) -> None:

@@ -112,7 +112,7 @@ class Step:
 
     @fault_point("mirror")
     def _on_reduced(self) -> None:
-        """A bucket's reduced gradient is here, and not yet with its mirrors."""
+        """A piece's reduced gradient is here, and not yet with its mirrors."""
 
     def _receive_fills(self, fills: tuple[Fill, ...]) -> None:
         began = time.monotonic()
@@ -163,7 +163,7 @@ class Step:
     def _hand_out_parameters(self) -> None:
         """Hand out parameters to workers that have not updated them: then everybody has all."""
         world, state, boundaries = self._world, self._context.state, self._context.boundaries
-        hand_out(world.group, state.flats, lambda owner, receiver: world.traffic.handed(boundaries, owner, receiver))
+        hand_out(world.group, state.flats, world.traffic, world.traffic.handed(boundaries))
         if state.frozen_in_place:
             state.current = state.everything
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shoal.exchange.vote import Request
+from shoal.exchange.ballot import Request
 from shoal.group.group import WorldChanged
 from shoal.numerics import check_threads
 from shoal.training.context import TrainingContext

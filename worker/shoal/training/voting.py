@@ -5,8 +5,9 @@ from __future__ import annotations
 from shoal_protos.activity import StepPhase
 from torch import Tensor
 
+from shoal.exchange.ballot import Ballot
 from shoal.exchange.torn_vote import gather_of
-from shoal.exchange.vote import Ballot, Record, cast
+from shoal.exchange.vote import Record, cast
 from shoal.optim.hyper import digest
 from shoal.training.agreed_hyper import agreed_values, refuse_others
 from shoal.training.checkpoint_saving import CheckpointSaving

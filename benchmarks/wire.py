@@ -1,0 +1,76 @@
+"""A step on real links beside DDP: `python benchmarks/wire.py`. Needs root, `ip`, `tc` and `nft`.
+
+Each worker has a network namespace of its own, whose link is shaped in both directions; the model hardly computes
+(wire_rounds.py), and rounds of DDP and of Shoal take turns in the same processes. So what is compared is how well the
+links are used. Targets: 1.10 of DDP with mirrors off, 1.15 with one mirror. A worker sends 2 (n − 1) / n of the
+parameters in each way: DDP's ring, and Shoal's partial sums, mirrored gradients and hand-out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from statistics import median
+
+from cluster import Cluster, Hosts, Job, end_cleanly
+from tables import show, spread, verdict
+
+TARGETS = {0: 1.10, 1: 1.15}
+PATIENCE_SECONDS = 600.0
+QUEUE = "burst 128kb latency 100ms"
+CASES = {"4": (4, 20, 400), "8": (8, 24, 1_000), "2": (2, 20, 400)}
+"""Workers, million parameters, Mbit/s."""
+BYTES_PER_LAYER = 4 * 1_000_000
+MB = 1_000_000
+
+Rounds = dict[str, list[tuple[float, float, float]]]
+"""By way: (wall seconds, CPU seconds, bytes sent by rank 0) per step of each round."""
+
+
+def measure(case: str, mirrors: int, shaped: bool) -> Rounds:
+    """One cluster's rounds."""
+    workers, layers, megabit = CASES[case]
+    with Hosts(workers) as hosts:
+        if shaped:
+            for host in range(1, workers + 1):
+                hosts.shape(host, 1_000 * megabit, QUEUE)
+        job = Job(
+            workers=workers, lanes=workers, mirrors=mirrors, script="wire_rounds.py",
+            arguments=("--layers", str(layers)),
+        )  # fmt: skip
+        with Cluster(job, hosts) as cluster:
+            return dict(*cluster.results(".json", patience=PATIENCE_SECONDS))
+
+
+def row(case: str, mirrors: int, rounds: Rounds, way: str) -> list[str]:
+    workers, layers, megabit = CASES[case]
+    wall, processor, sent = ([one[i] for one in rounds[way]] for i in (0, 1, 2))
+    beside = [one[0] for one in rounds["ddp"]]
+    formula = 2 * (workers - 1) / workers * layers * BYTES_PER_LAYER
+    ratio = median(wall) / median(beside)
+    name = f"{way}, {workers} workers, {megabit} Mbit/s, mirrors {mirrors}"
+    bytes_of_formula = f"{median(sent) / MB:.0f} ({median(sent) / formula:.3f})"
+    judged = verdict(ratio, TARGETS[mirrors]) if way == "shoal" else ""
+    return [name, spread(wall), f"{ratio:.3f}", f"{median(processor):.3f}", bytes_of_formula, judged]
+
+
+def main() -> None:
+    end_cleanly()
+    parser = argparse.ArgumentParser(description="A step on shaped links beside DDP.")
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--mirrors", nargs="+", type=int, choices=list(TARGETS), default=list(TARGETS))
+    parser.add_argument("--unshaped", action="store_true", help="leave the links as fast as they are")
+    given = parser.parse_args()
+    if not Hosts.can_be_had():
+        sys.exit("wire.py needs network namespaces: root, and the commands ip, tc and nft.")
+    rows = []
+    for case in given.cases:
+        for mirrors in given.mirrors:
+            rounds = measure(case, mirrors, not given.unshaped)
+            rows += [row(case, mirrors, rounds, way) for way in rounds]
+    head = ["", "step, s", "of DDP", "CPU, s", "MB sent (of the formula)", "target"]
+    show("A step on shaped links", head, rows)
+
+
+if __name__ == "__main__":
+    main()

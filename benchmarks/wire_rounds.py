@@ -1,0 +1,126 @@
+"""The worker's script of wire.py: rounds of DDP and of Shoal in turn, whose time is the network's.
+
+A chain of square layers with one sample a step: hardly any arithmetic for many bytes. Each member takes part in both;
+rank 0 writes what every round took and what its network interface sent, as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import shoal
+import torch
+import torch.distributed as dist
+from interleaved import STEPS as STEPS_OF_A_ROUND
+from interleaved import measured
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from train import STEPS
+
+WIDTH = 1_000
+ROUNDS = 5
+SENT = Path("/sys/class/net/wire/statistics/tx_bytes")
+"""What this worker's host has sent; on loopback there is none."""
+
+
+class Chain(nn.Module):
+    """A million parameters a layer."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, WIDTH) → the mean of squares
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+class Rows(torch.utils.data.Dataset[Tensor]):
+    def __len__(self) -> int:
+        return 10_000
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.full((WIDTH,), float(index % 7))
+
+
+def chain(layers: int) -> tuple[Chain, torch.optim.Optimizer]:
+    """The same weights everywhere."""
+    torch.manual_seed(0)
+    model = Chain(layers)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+
+def initialize(layers: int, lanes: int, mirrors: int) -> shoal.Engine:
+    model, optimizer = chain(layers)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 1},
+        "shoal": {"lanes": lanes, "mirrors": mirrors, "max_steps": STEPS},
+    }
+    return shoal.initialize(model=model, config=config, dataset=Rows(), optimizer=optimizer)
+
+
+def baseline(layers: int) -> Callable[[], None]:
+    """One step of DDP with the same model and optimizer."""
+    model, optimizer = chain(layers)
+    module = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    row = torch.ones(1, WIDTH)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        module(row).backward()
+        optimizer.step()
+
+    return step
+
+
+def sent() -> int:
+    return int(SENT.read_text()) if SENT.exists() else 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="A worker of wire.py.")
+    for name in ("--layers", "--lanes", "--mirrors"):
+        parser.add_argument(name, type=int, required=True)
+    parser.add_argument("--size", help="of other benchmarks: ignored")
+    given = parser.parse_args()
+    engine = initialize(given.layers, given.lanes, given.mirrors)
+    batches = iter(engine)
+
+    def train() -> None:
+        before = after = 0
+        while after == before:
+            batch = next(batches)
+            before = engine.global_step
+            engine.backward(engine.module(batch))
+            engine.step()
+            after = engine.global_step
+
+    train()
+    while engine.world_size < given.lanes:
+        train()
+    place = os.environ["BENCH_STEPS"]
+    dist.init_process_group("gloo", init_method=f"file://{place}.group", rank=engine.rank, world_size=given.lanes)
+    ways = {"ddp": baseline(given.layers), "shoal": train}
+    took: dict[str, list[tuple[float, float, float]]] = {name: [] for name in ways}
+    for number in range(ROUNDS + 1):
+        for name, step in ways.items():
+            before = sent()
+            wall, processor = measured(step)
+            if number:
+                took[name].append((wall, processor, (sent() - before) / STEPS_OF_A_ROUND))
+    if engine.rank == 0:
+        beside = Path(f"{place}.new")
+        beside.write_text(json.dumps(took))
+        beside.replace(f"{place}.json")
+    while True:  # until the benchmark ends the cluster
+        train()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""The exchange over real groups, a thread for each member: the bits of a world of one, in however many pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from planning import World
+from shoal.blocks.flat import Flats
+from shoal.blocks.lane_sums import LaneSums
+from shoal.core.layout import Layout, Trainable, lay_out
+from shoal.exchange.canonical import CanonicalReduction
+from shoal.exchange.hand_out import hand_out
+from shoal.exchange.pieces import windows
+from shoal.exchange.traffic import Traffic
+from shoal.group.build import Cancellation, GroupSpec
+from shoal.group.gloo import build_gloo
+from shoal.group.group import Group
+from shoal.group.rendezvous_server import RendezvousServer
+from shoal.group.solo import SoloGroup
+from shoal_controller.core.planning.planner import Terms
+from shoal_protos.plan import Plan
+
+BLOCK = 4_096
+LANES = 5
+LAYOUT = lay_out(
+    [
+        Trainable(f"p{n}", (blocks, BLOCK - 7), torch.float64 if n == 2 else torch.float32, 0, n)
+        for n, blocks in enumerate((1, 60, 2, 9, 1))
+    ]
+)
+
+
+def gradient(layout: Layout, lane: int) -> Flats:
+    random = torch.Generator().manual_seed(lane)
+    return [torch.randn(bucket.elements, dtype=bucket.dtype, generator=random) for bucket in layout.buckets]
+
+
+def reduced(group: Group, traffic: Traffic, boundaries: int) -> LaneSums:
+    """As a step does it: the last lane's buckets leave as they are filled."""
+    sums, lanes = LaneSums(LAYOUT, LANES), traffic.plan.shares[traffic.rank].lanes
+    reduction = None
+    for lane in lanes:
+        sums.begin_lane()
+        for flat, values in zip(sums.live.flats, gradient(LAYOUT, lane), strict=True):
+            flat.copy_(values)
+        if lane != lanes[-1]:
+            sums.push(lane)
+            continue
+        reduction = CanonicalReduction(group, traffic, sums, boundaries)
+        sums.begin_push(lane)
+        for bucket in LAYOUT.buckets[:-1]:
+            reduction.on_filled(bucket.index)  # the last one has a parameter without a gradient
+        sums.end_push()
+    (reduction or CanonicalReduction(group, traffic, sums, boundaries)).finish(lambda: None)
+    return sums
+
+
+def over_gloo(size: int, act: Callable[[Group], object]) -> None:
+    """Each member of a group of so many, in a thread of its own."""
+    servers = [RendezvousServer("127.0.0.1") for _ in range(size)]
+    addresses = tuple(server.address for server in servers)
+
+    def member(rank: int) -> None:
+        group = build_gloo(GroupSpec(1, rank, addresses, builder=0), Cancellation())
+        try:
+            act(group)
+            group.all_gather(torch.zeros(1, dtype=torch.uint8))
+        finally:
+            group.close()
+
+    with ThreadPoolExecutor(size) as threads:
+        list(threads.map(member, range(size)))
+    for server in servers:
+        server.close()
+
+
+def plans() -> list[Plan]:
+    """A start; a loss, after which fills run; a joiner without lanes."""
+    world = World(Terms(lanes=LANES, blocks=LAYOUT.blocks, mirrors=1, fill_blocks_per_step=20), "abcd")
+    world.kill("b")
+    world.join("e", trains=False)
+    return world.plans
+
+
+@pytest.mark.parametrize("piece", [8 << 20, 100_000])
+@pytest.mark.parametrize("number", range(3))
+def test_owners_and_mirrors_have_the_bits_of_a_world_of_one(
+    number: int, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.exchange.traffic.piece_bytes", lambda _: piece)
+    monkeypatch.setattr("shoal.exchange.traffic.windows", lambda pieces: windows(pieces, 2 * piece))
+    alone = World(Terms(lanes=LANES, blocks=LAYOUT.blocks, mirrors=0, fill_blocks_per_step=9), "a").plan
+    right = reduced(SoloGroup(), Traffic(alone, 0, LAYOUT), 0).live.flats
+    plan = plans()[number]
+
+    def member(group: Group) -> None:
+        traffic = Traffic(plan, group.rank, LAYOUT)
+        assert len(traffic.pieces) >= (3 if piece > 1 << 20 else 12)
+        for boundaries in range(2):
+            flats = reduced(group, traffic, boundaries).live.flats
+            for flat, wanted, ranges in zip(
+                flats, right, LAYOUT.cut(plan.replays(group.rank, boundaries)), strict=True
+            ):
+                for start, stop in ranges:
+                    assert torch.equal(flat[start:stop], wanted[start:stop])
+            assert hand_out(group, flats, traffic, traffic.handed(boundaries)) > 0
+            assert all(torch.equal(flat, wanted) for flat, wanted in zip(flats, right, strict=True))
+
+    over_gloo(plan.world_size, member)

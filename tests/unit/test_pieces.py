@@ -1,0 +1,306 @@
+"""Pieces and traffic: every element goes where the plan says, once, and no member holds more than a piece at a time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planning import World
+from shoal.blocks.flat import empty_flats
+from shoal.blocks.lane_sums import LaneSums
+from shoal.core.layout import Layout, Trainable, lay_out
+from shoal.exchange.canonical import CanonicalReduction
+from shoal.exchange.hand_out import hand_out
+from shoal.exchange.pieces import Extent, Extents, cut_into_pieces, elements_in, piece_bytes, split, windows
+from shoal.exchange.traffic import MIRRORED, PARTIALS, PieceTraffic, Traffic
+from shoal.group.group import Work
+from shoal.group.solo import SoloGroup
+from shoal_controller.core.planning.planner import Terms
+from shoal_protos.plan import Plan
+from shoal_protos.runs import Runs
+from torch import Tensor
+
+BLOCK = 4_096
+MOST = 20 * BLOCK * 4
+
+layouts = st.lists(st.tuples(st.integers(1, 60), st.booleans()), min_size=1, max_size=6).map(
+    lambda buckets: lay_out(
+        [
+            Trainable(f"p{n}", (blocks, BLOCK), torch.float64 if wide else torch.float32, 0, n)
+            for n, (blocks, wide) in enumerate(buckets)
+        ]
+    )
+)
+
+
+@st.composite
+def owners(draw: st.DrawFn) -> tuple[Layout, list[Runs], list[int]]:
+    """A layout, who owns which blocks, and how many partial sums each sends."""
+    layout = draw(layouts)
+    world = draw(st.integers(1, 4))
+    cuts = sorted(draw(st.lists(st.integers(0, layout.blocks), max_size=6)))
+    edges = [0, *cuts, layout.blocks]
+    of = draw(st.lists(st.integers(0, world - 1), min_size=len(edges), max_size=len(edges)))
+    runs = [Runs((edges[n], edges[n + 1]) for n in range(len(edges) - 1) if of[n] == rank) for rank in range(world)]
+    return layout, runs, draw(st.lists(st.integers(0, 3), min_size=world, max_size=world))
+
+
+def covered(places: list[Extent]) -> Counter[tuple[int, int]]:
+    """Blocks, as (bucket, position), with how often each is covered."""
+    return Counter((bucket, at) for bucket, start, stop in places for at in range(start // BLOCK, stop // BLOCK))
+
+
+@given(owners())
+@settings(max_examples=60)
+def test_pieces_have_every_owned_element_once_and_in_order(
+    given_: tuple[Layout, list[Runs], list[int]],
+) -> None:
+    layout, runs, subtrees = given_
+    pieces = cut_into_pieces(layout, [layout.cut(owned) for owned in runs], subtrees, MOST)
+    for rank, owned in enumerate(runs):
+        places = [place for piece in pieces for place in piece.owned[rank]]
+        assert places == sorted(places)
+        blocks = covered(places)
+        assert set(blocks.values()) <= {1}
+        assert blocks.keys() == {layout.places[block] for block in owned}
+    for piece in pieces:
+        assert max((p.bucket for places in piece.owned for p in places), default=0) <= piece.last_bucket
+
+
+@given(owners())
+@settings(max_examples=60)
+def test_no_member_holds_more_for_a_piece_than_its_limit(given_: tuple[Layout, list[Runs], list[int]]) -> None:
+    """But for the rounding to rows: one for each partial sum and owner."""
+    layout, runs, subtrees = given_
+    pieces = cut_into_pieces(layout, [layout.cut(owned) for owned in runs], subtrees, MOST)
+    for piece in pieces:
+        width = layout.buckets[piece.last_bucket].dtype.itemsize
+        for rank, places in enumerate(piece.owned):
+            received = elements_in(places) * (sum(subtrees) - subtrees[rank])
+            packed = sum(
+                subtrees[rank] * elements_in(theirs)
+                for peer, theirs in enumerate(piece.owned)
+                if peer != rank and (subtrees[rank] > 1 or len(theirs) > 1)
+            )
+            rows = sum(subtrees) * len(runs)
+            assert (received + packed) * width <= MOST + rows * BLOCK * width
+            assert received * width <= piece.bytes + rows * BLOCK * width
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=20), st.integers(0, 60))
+def test_messages_are_posted_for_so_many_bytes_beyond_the_piece_that_is_waited_for(
+    sizes: list[int], in_flight: int
+) -> None:
+    layout = lay_out([Trainable("p", (1,), torch.float32, 0)])
+    (one,) = cut_into_pieces(layout, [layout.cut(Runs([(0, 1)]))], [1], MOST)
+    pieces = [type(one)(0, size, ()) for size in sizes]
+    until = windows(pieces, in_flight)
+    assert list(until) == sorted(until)
+    for index, stop in enumerate(until):
+        assert stop >= min(index + 2, len(sizes)), "the next piece always is on its way"
+        assert sum(sizes[index + 1 : stop]) <= in_flight or stop == index + 2
+        assert stop == len(sizes) or sum(sizes[index + 1 : stop + 1]) > in_flight
+
+
+@given(owners(), st.data())
+@settings(max_examples=60)
+def test_a_split_is_what_is_wanted_of_each_piece(
+    given_: tuple[Layout, list[Runs], list[int]], data: st.DataObject
+) -> None:
+    layout, runs, subtrees = given_
+    pieces = cut_into_pieces(layout, [layout.cut(owned) for owned in runs], subtrees, MOST)
+    for rank, owned in enumerate(runs):
+        wanted = Runs.of(data.draw(st.sets(st.sampled_from(list(owned))))) if owned else owned
+        parts = split(pieces, rank, layout.cut(wanted))
+        assert covered([place for places in parts.values() for place in places]) == Counter(
+            layout.places[block] for block in wanted
+        )
+        for index, places in parts.items():
+            assert covered(list(places)) <= covered(list(pieces[index].owned[rank]))
+
+
+# ---- traffic of real plans
+
+
+def plans() -> list[Plan]:
+    """Of a world's life: a start, fills, a promotion, a loss, a joiner that has no lanes."""
+    world = World(Terms(lanes=5, blocks=LAYOUT.blocks, mirrors=1, fill_blocks_per_step=7), "abcd")
+    world.kill("b")
+    world.join("e", trains=False)
+    world.train()
+    world.fill()
+    world.promote()
+    return world.plans
+
+
+LAYOUT = lay_out([Trainable(f"p{n}", (k, BLOCK), torch.float32, 0, n) for n, k in enumerate((3, 50, 1, 1, 12, 40))])
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_what_one_sends_the_other_receives_in_the_same_order(number: int) -> None:
+    plan = plans()[number]
+    traffics = [Traffic(plan, rank, LAYOUT) for rank in range(plan.world_size)]
+    assert len({traffic.pieces for traffic in traffics}) == 1
+    for boundaries in range(plan.boundaries + 2):
+        flows = [
+            [traffic.partials for traffic in traffics],
+            [traffic.mirrored(boundaries) for traffic in traffics],
+            [traffic.handed(boundaries) for traffic in traffics],
+        ]
+        for of_ranks in flows:
+            for piece in range(len(traffics[0].pieces)):
+                sent = {(rank, to): what for rank, flow in enumerate(of_ranks) for to, what in flow.sends[piece]}
+                got = {
+                    (source, rank): what for rank, flow in enumerate(of_ranks) for source, what in flow.receives[piece]
+                }
+                assert sent == got
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_after_mirroring_and_hand_out_everybody_has_every_block(number: int) -> None:
+    plan = plans()[number]
+    for boundaries in range(plan.boundaries + 2):
+        for rank in range(plan.world_size):
+            traffic = Traffic(plan, rank, LAYOUT)
+            replays = plan.replays(rank, boundaries)
+            mirrored = blocks_of(received(traffic.mirrored(boundaries)))
+            handed = blocks_of(received(traffic.handed(boundaries)))
+            assert mirrored == replays - plan.shares[rank].owned
+            assert handed == Runs(((0, plan.blocks),)) - replays - plan.shares[rank].owned
+
+
+def received(flow: PieceTraffic) -> list[Extents]:
+    return [places for messages in flow.receives for _, places in messages]
+
+
+def blocks_of(messages: list[Extents]) -> Runs:
+    blocks = covered([place for places in messages for place in places])
+    assert set(blocks.values()) <= {1}
+    return Runs.of(LAYOUT.numbers[bucket][position] for bucket, position in blocks)
+
+
+def test_each_member_begins_with_the_peer_after_itself() -> None:
+    plan = plans()[0]
+    firsts = [Traffic(plan, rank, LAYOUT).partials.sends[-1][0][0] for rank in range(plan.world_size)]
+    assert firsts == [1, 2, 3, 0]
+
+
+def test_routes_are_computed_once_for_a_world_and_for_each_boundary_of_its_fills() -> None:
+    plan = plans()[3]
+    traffic = Traffic(plan, 0, LAYOUT)
+    assert plan.boundaries > 1
+    assert traffic.mirrored(0) is traffic.mirrored(0)
+    assert traffic.handed(plan.boundaries) is traffic.handed(plan.boundaries + 5)
+    assert traffic.partials is traffic.partials
+
+
+def test_a_piece_grows_with_the_world_so_that_messages_are_worth_sending() -> None:
+    assert piece_bytes(2) == piece_bytes(16) == 8 << 20
+    assert piece_bytes(64) == 32 << 20
+
+
+# ---- what is in flight
+
+
+class Counted:
+    """A work that counts its bytes until it is waited for."""
+
+    def __init__(self, group: CountingGroup, tensor: Tensor) -> None:
+        self._group, self._bytes = group, tensor.nbytes
+        group.in_flight += tensor.nbytes
+        group.most = max(group.most, group.in_flight)
+
+    def wait(self) -> None:
+        self._group.in_flight -= self._bytes
+        self._group.waits += 1
+
+
+class CountingGroup(SoloGroup):
+    """Peers that send zeros, and take everything; remembers the most that was on its way to this member."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size, self.in_flight, self.most, self.sends, self.waits = size, 0, 0, 0, 0
+
+    def send(self, tensor: Tensor, to: int, tag: int) -> Work:
+        self.sends += 1
+        return Counted(self, tensor[:0])
+
+    def receive(self, tensor: Tensor, source: int, tag: int) -> Work:
+        return Counted(self, tensor.zero_())
+
+    def wait(self, works: Sequence[Work]) -> None:
+        for work in works:
+            work.wait()
+
+
+def test_what_an_exchange_has_in_flight_is_bounded_whatever_the_size_of_a_parameter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    piece, in_flight = 1 << 18, 1 << 19
+    monkeypatch.setattr("shoal.exchange.traffic.piece_bytes", lambda _: piece)
+    monkeypatch.setattr("shoal.exchange.traffic.windows", lambda pieces: windows(pieces, in_flight))
+    layout = lay_out([Trainable("embedding", (1_000, BLOCK), torch.float32, 0), Trainable("b", (9,), torch.float32, 0)])
+    plan = World(Terms(lanes=4, blocks=layout.blocks, mirrors=0, fill_blocks_per_step=7), "abcd").plan
+    traffic = Traffic(plan, 0, layout)
+    sums = LaneSums(layout, 4)
+    group = CountingGroup(4)
+    sums.begin_lane()
+    sums.begin_push(0)
+    reduction = CanonicalReduction(group, traffic, sums, boundaries=0)
+    for bucket in layout.buckets:
+        reduction.on_filled(bucket.index)
+    sums.end_push()
+    reduction.finish(lambda: None)
+    rows = 3 * BLOCK * 4
+    assert group.in_flight == 0
+    assert group.most <= in_flight + piece + rows * (in_flight // piece + 1)
+    assert len(traffic.pieces) == 1 + -(-3 * 251 * BLOCK * 4 // piece), "the largest share is 251 blocks"
+    assert group.sends == 1 + 3 * (len(traffic.pieces) - 1), "one message to each owner for each piece"
+    group.most = 0
+    assert hand_out(group, empty_flats(layout), traffic, traffic.handed(0)) > 0
+    assert group.most <= in_flight + piece + rows * (in_flight // piece + 1)
+
+
+class Overlooker(CountingGroup):
+    """Raises where a receive of a mirrored gradient is posted over a sum that has not left."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.leaving: dict[Counted, Tensor] = {}
+        self.mirrored = 0
+
+    def send(self, tensor: Tensor, to: int, tag: int) -> Work:
+        work = super().send(tensor, to, tag)
+        assert isinstance(work, Counted)
+        if tag == PARTIALS:
+            self.leaving[work] = tensor
+        return work
+
+    def receive(self, tensor: Tensor, source: int, tag: int) -> Work:
+        if tag == MIRRORED:
+            self.mirrored += 1
+            first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+            assert not any(
+                first < one.data_ptr() + one.nbytes and one.data_ptr() < last for one in self.leaving.values()
+            )
+        return super().receive(tensor, source, tag)
+
+    def wait(self, works: Sequence[Work]) -> None:
+        super().wait(works)
+        for work in works:
+            self.leaving = {kept: tensor for kept, tensor in self.leaving.items() if kept is not work}
+
+
+def test_what_is_mirrored_is_received_where_a_sum_lay_that_has_left() -> None:
+    plan = World(Terms(lanes=4, blocks=LAYOUT.blocks, mirrors=1, fill_blocks_per_step=7), "abcd").plan
+    sums, group = LaneSums(LAYOUT, 4), Overlooker(4)
+    sums.begin_lane()
+    sums.push(0)
+    CanonicalReduction(group, Traffic(plan, 0, LAYOUT), sums, boundaries=0).finish(lambda: None)
+    assert group.mirrored > 2
+    assert not group.leaving

@@ -1,0 +1,127 @@
+"""A ballot: what one member brings into a vote, and its bytes.
+
+Numbers as they lie in memory, texts and lists behind their lengths: exact, and quick to read, because every member
+reads one of every member's at each step. Bounded: names and requests are limited where they are given.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request that the vote carries and all carry out."""
+
+    kind: str
+    """fingerprint | export | save | scheduled (a save by the clock of rank 0) | stop | frozen"""
+    detail: str = ""
+    """A path for an export; for `frozen` the joiner's digest of its frozen parameters."""
+    rank: int = -1
+    """Whose request it is, where that matters."""
+    step: int = -1
+    """For a `save` in a vote: the first step at which a checkpoint fulfils it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ballot:
+    """One member's row."""
+
+    step: int
+    """The step that the vote would commit; in a vote without a step, the last committed one."""
+    generation: int
+    """The generation that it is ready for."""
+    hyper: str
+    """Digest of the step's hyper-parameters."""
+    losses: Sequence[float] = ()
+    """One per whole subtree of lanes that it trained."""
+    reports: dict[str, list[float]] = field(default_factory=dict)
+    """Reported numbers likewise."""
+    skipped: int = 0
+    """Micro-batches of this step that it was told to skip."""
+    micro_batches: int = 1
+    """Micro-batches of a lane."""
+    skipped_before: int = 0
+    """Micro-batches that the job has skipped before this step."""
+    bad_loss: str = ""
+    """Which of its lanes has a loss that is not finite."""
+    bad_gradient: str = ""
+    """Which parameter has a gradient that is not finite, in its blocks."""
+    not_finite_before: int = 0
+    """Steps before this one that had either."""
+    evaluations: dict[str, list[float]] = field(default_factory=dict)
+    """Evaluations by name: sum over the lanes that it evaluated, and their number."""
+    requests: tuple[Request, ...] = ()
+    saving: str = ""
+    """How far it is with the save at hand (core/save_part.py)."""
+    saved: int = -1
+    """The step of the newest whole checkpoint of this life of the job that it knows of."""
+
+    def to_bytes(self) -> bytes:
+        parts = [_NUMBERS.pack(*(getattr(self, name) for name in _NUMBERS_OF))]
+        parts += [_text(getattr(self, name)) for name in _TEXTS_OF]
+        parts += [_floats(self.losses), _lists(self.reports), _lists(self.evaluations), _COUNT.pack(len(self.requests))]
+        for request in self.requests:
+            parts += [_text(request.kind), _text(request.detail), _PLACE.pack(request.rank, request.step)]
+        return b"".join(parts)
+
+    @classmethod
+    def from_bytes(cls, content: memoryview) -> Ballot:
+        """The inverse of `to_bytes`; what stands behind it is not read."""
+        reader = _Reader(content)
+        fields: dict[str, Any] = dict(zip(_NUMBERS_OF, reader.unpack(_NUMBERS), strict=True))
+        fields |= {name: reader.text() for name in _TEXTS_OF}
+        fields |= {"losses": reader.floats(), "reports": reader.lists(), "evaluations": reader.lists()}
+        requests = [Request(reader.text(), reader.text(), *reader.unpack(_PLACE)) for _ in range(reader.count())]
+        return cls(**fields, requests=tuple(requests))
+
+
+_NUMBERS_OF = (
+    "step", "generation", "skipped", "micro_batches", "skipped_before", "not_finite_before", "saved",
+)  # fmt: skip
+_TEXTS_OF = ("hyper", "bad_loss", "bad_gradient", "saving")
+_NUMBERS = struct.Struct(f"<{len(_NUMBERS_OF)}q")
+_COUNT, _PLACE = struct.Struct("<I"), struct.Struct("<qq")
+
+
+def _text(text: str) -> bytes:
+    content = text.encode()
+    return _COUNT.pack(len(content)) + content
+
+
+def _floats(values: Sequence[float]) -> bytes:
+    return struct.pack(f"<I{len(values)}d", len(values), *values)
+
+
+def _lists(lists: Mapping[str, Sequence[float]]) -> bytes:
+    return _COUNT.pack(len(lists)) + b"".join(_text(name) + _floats(values) for name, values in lists.items())
+
+
+class _Reader:
+    """Reads one thing after the other."""
+
+    def __init__(self, content: memoryview) -> None:
+        self._content, self._at = content, 0
+
+    def unpack(self, form: struct.Struct) -> tuple[int, ...]:
+        self._at += form.size
+        return form.unpack_from(self._content, self._at - form.size)
+
+    def count(self) -> int:
+        return self.unpack(_COUNT)[0]
+
+    def text(self) -> str:
+        start = self._at + _COUNT.size
+        self._at = start + self.count()
+        return str(self._content[start : self._at], "utf-8")
+
+    def floats(self) -> list[float]:
+        count = self.count()
+        self._at += 8 * count
+        return list(struct.unpack_from(f"<{count}d", self._content, self._at - 8 * count))
+
+    def lists(self) -> dict[str, list[float]]:
+        return {self.text(): self.floats() for _ in range(self.count())}

@@ -1,0 +1,142 @@
+"""Pieces: what is exchanged at one time. Every owner has its part of each, so all links are busy at once.
+
+A bucket is a piece; small ones of one dtype that follow each other are one together, and a large one is several, in
+each of which an owner has a part of what it owns there. So what a member holds for one piece is bounded, whatever the
+size of a parameter, and so is the number of messages. Pure: element ranges only; all members come to the same pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shoal_protos.runs import Span
+
+from shoal.core.layout import Bucket, Layout
+
+PIECE_BYTES = 8 << 20
+"""What the partial sums of a piece may take on one member, in a world of up to 16; beyond it grows with the world."""
+MESSAGE_BYTES = 512 << 10
+"""A smaller message to each peer costs more to send than to have sent."""
+IN_FLIGHT_BYTES = 16 << 20
+"""What may be on its way beyond the piece that is waited for: enough for 10 Gbit/s × 13 ms."""
+SMALL = 4
+"""Buckets are joined up to this part of a piece: larger ranges are better sent from where they lie."""
+ROW = 4_096
+"""Elements; ranges are cut at multiples of it, as kernels like them."""
+
+
+class Extent(NamedTuple):
+    """Elements `[start, stop)` of a bucket."""
+
+    bucket: int
+    start: int
+    stop: int
+
+
+Extents = tuple[Extent, ...]
+
+
+def elements_in(extents: Sequence[Extent]) -> int:
+    return sum(stop - start for _, start, stop in extents)
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangePiece:
+    """`owned`: by rank, in ascending order. It can leave once `last_bucket` is filled."""
+
+    last_bucket: int
+    bytes: int
+    """What its messages take on the member that holds most of them."""
+    owned: tuple[Extents, ...]
+
+
+def piece_bytes(members: int) -> int:
+    """The limit of a piece in a world of so many members."""
+    return max(PIECE_BYTES, MESSAGE_BYTES * members)
+
+
+def cut_into_pieces(
+    layout: Layout, owned: Sequence[Sequence[Sequence[Span]]], subtrees: Sequence[int], most: int
+) -> tuple[ExchangePiece, ...]:
+    """`owned`: element ranges by rank and bucket. `subtrees`: how many partial sums each rank sends.
+
+    `most`: bytes that a piece may take on any member.
+    """
+    pieces: list[ExchangePiece] = []
+    for bucket in layout.buckets:
+        ranges = [of_rank[bucket.index] for of_rank in owned]
+        size = _most_bytes(bucket, ranges, subtrees)
+        if pieces and pieces[-1].bytes + size <= most // SMALL and _dtype(layout, pieces[-1]) == bucket.dtype:
+            extents = (_extents(bucket, one, 0, 1) for one in ranges)
+            joined = tuple(before + more for before, more in zip(pieces[-1].owned, extents, strict=True))
+            pieces[-1] = ExchangePiece(bucket.index, pieces[-1].bytes + size, joined)
+            continue
+        parts = max(1, -(-size // most))
+        for part in range(parts):
+            extents_of = tuple(_extents(bucket, one, part, parts) for one in ranges)
+            pieces.append(ExchangePiece(bucket.index, -(-size // parts), extents_of))
+    return tuple(pieces)
+
+
+def _most_bytes(bucket: Bucket, ranges: Sequence[Sequence[Span]], subtrees: Sequence[int]) -> int:
+    """Bytes of messages on the member that holds most: what it gets as an owner, and what it packs to send."""
+    sizes = [sum(stop - start for start, stop in spans) for spans in ranges]
+    apart = [size if len(spans) > 1 else 0 for size, spans in zip(sizes, ranges, strict=True)]
+    all_sizes, all_apart, all_subtrees = sum(sizes), sum(apart), sum(subtrees)
+    return bucket.dtype.itemsize * max(
+        size * (all_subtrees - count) + (count * (all_sizes - size) if count > 1 else count * (all_apart - scattered))
+        for size, scattered, count in zip(sizes, apart, subtrees, strict=True)
+    )
+
+
+def _dtype(layout: Layout, piece: ExchangePiece) -> object:
+    return layout.buckets[piece.last_bucket].dtype
+
+
+def _extents(bucket: Bucket, spans: Sequence[Span], part: int, parts: int) -> Extents:
+    """The part of an owner's ranges of a bucket that is in one of its pieces."""
+    rows = sum(stop - start for start, stop in spans) // ROW
+    first, last = rows * part // parts * ROW, rows * (part + 1) // parts * ROW
+    found, at = [], 0
+    for start, stop in spans:
+        low, high = max(first, at), min(last, at + stop - start)
+        if low < high:
+            found.append(Extent(bucket.index, start + low - at, start + high - at))
+        at += stop - start
+    return tuple(found)
+
+
+def windows(pieces: Sequence[ExchangePiece], in_flight: int = IN_FLIGHT_BYTES) -> tuple[int, ...]:
+    """For each piece, before which one messages are posted while it is waited for: at least the next is."""
+    until, stop, ahead = [], 1, 0
+    for index, piece in enumerate(pieces):
+        ahead -= piece.bytes if index else 0
+        while stop < len(pieces) and (stop <= index + 1 or ahead + pieces[stop].bytes <= in_flight):
+            ahead += pieces[stop].bytes
+            stop += 1
+        until.append(stop)
+    return tuple(until)
+
+
+def split(pieces: Sequence[ExchangePiece], owner: int, wanted: Sequence[Sequence[Span]]) -> dict[int, Extents]:
+    """By piece, what of an owner's elements is wanted. `wanted`: element ranges by bucket, all of them the owner's."""
+    found: dict[int, list[Extent]] = {}
+    ranges = (Extent(bucket, *span) for bucket, spans in enumerate(wanted) for span in spans)
+    rest = next(ranges, None)
+    for index, extent in _in_order(pieces, owner):
+        while rest is not None and rest < (extent.bucket, extent.stop):
+            found.setdefault(index, []).append(Extent(extent.bucket, rest.start, min(rest.stop, extent.stop)))
+            if rest.stop > extent.stop:
+                rest = Extent(rest.bucket, extent.stop, rest.stop)
+                break
+            rest = next(ranges, None)
+    assert rest is None, f"{rest} is not rank {owner}'s"
+    return {index: tuple(extents) for index, extents in found.items()}
+
+
+def _in_order(pieces: Sequence[ExchangePiece], owner: int) -> Iterator[tuple[int, Extent]]:
+    for index, piece in enumerate(pieces):
+        for extent in piece.owned[owner]:
+            yield index, extent
