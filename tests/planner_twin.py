@@ -1,7 +1,7 @@
 """The planner's twins: the fewest transfers that any plan can do with, found without any of the planner's ideas.
 
 What the wishes above "few bytes" demand is written down here once more, plainly (`sound`): full copies, in as many
-domains as there are, owners even to one block, the copies of one owner even to one block over all who may have them.
+domains as there are, owners even to one block, the copies of one owner even to one block over its partners.
 `fewest_transfers` tries everything; `cheapest_flow` is another's network simplex, for one mirror and larger worlds.
 """
 
@@ -82,12 +82,14 @@ def fewest_transfers(held: Holders, domains: list[str], mirrors: int) -> int:
 FORCED = 1 << 20
 
 
-def _edges(held: Holders, domains: list[str]) -> Iterator[tuple[object, object, dict[str, int]]]:
+def _edges(
+    held: Holders, domains: list[str], partners: Sequence[Sequence[int]]
+) -> Iterator[tuple[object, object, dict[str, int]]]:
     """Blocks flow from those with equal holders to pairs, to owners, to the end. What must be full pays to be so."""
     workers = range(len(domains))
     least = len(held) // len(domains)
     for owner in workers:
-        mirrors = [other for other in workers if _may_mirror(owner, other, domains)]
+        mirrors = [other for other in partners[owner] if _may_mirror(owner, other, domains)]
         share = least // len(mirrors)
         for mirror in mirrors:
             for holders in set(held):
@@ -102,11 +104,12 @@ def _edges(held: Holders, domains: list[str]) -> Iterator[tuple[object, object, 
         yield ("owner", owner), "end", {"capacity": 1, "weight": 0}
 
 
-def cheapest_flow(held: Holders, domains: list[str]) -> int:
+def cheapest_flow(held: Holders, domains: list[str], partners: Sequence[Sequence[int]]) -> int:
+    """`partners`: who may mirror the blocks of each worker."""
     graph = networkx.DiGraph()
     graph.add_node("end", demand=len(held))
     for holders, count in Counter(held).items():
         graph.add_node(("alike", holders), demand=-count)
-    graph.add_edges_from(_edges(held, domains))
+    graph.add_edges_from(_edges(held, domains, partners))
     cost: int = networkx.min_cost_flow_cost(graph)
     return cost % FORCED

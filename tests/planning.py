@@ -1,6 +1,6 @@
 """A world as the planner's tests see it: acts upon it one after another, each answered by a plan that is checked.
 
-    world = World(Terms(lanes=8, blocks=24, mirrors=1, fill_blocks_per_step=4), "abc")
+    world = World(Terms(lanes=8, blocks=24, mirrors=1, mirror_partners=4, fill_blocks_per_step=4), "abc")
     world.join("d"); world.fill(); world.kill("a")
 
 A letter is a worker, the alphabet is the order of joining, and a worker's failure domain is its own unless told
@@ -36,6 +36,11 @@ def candidate(worker: str, holds: Runs = NO_BLOCKS, domain: str = "") -> Candida
 def transfers(plan: Plan) -> int:
     """Blocks that its fills move."""
     return sum(len(fill.blocks) for fill in plan.fills)
+
+
+def partners_of(plan: Plan, rank: int) -> tuple[int, ...]:
+    """Who may mirror an owner's blocks in the end."""
+    return plan.shares[rank].partners or tuple(other for other in range(plan.world_size) if other != rank)
 
 
 class World:
@@ -159,6 +164,10 @@ class World:
             assert len(copies) == self.mirrors + 1, f"block {block} has {len(copies) - 1} mirrors"
             assert len({domains[rank] for rank in copies}) == wanted, f"block {block} is in too few domains"
 
+            for owner, share in enumerate(plan.shares):
+                if block in share.owned:
+                    assert set(copies) <= {owner, *partners_of(plan, owner)}, f"block {block} has a mirror elsewhere"
+
     def unevenness(self) -> int:
         """By how many blocks the copies of one owner are spread unevenly over those who may mirror them, at worst."""
         plan = self.plan
@@ -167,9 +176,9 @@ class World:
         worst = 0
         for owner, share in enumerate(plan.shares):
             spread = [
-                len(share.owned & other.mirrored)
-                for mirror, other in enumerate(plan.shares)
-                if mirror != owner and (one_domain or domains[mirror] != domains[owner])
+                len(share.owned & plan.shares[mirror].mirrored)
+                for mirror in partners_of(plan, owner)
+                if one_domain or domains[mirror] != domains[owner]
             ]
             worst = max([worst, *(count - min(spread) for count in spread)])
         return worst

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shoal_protos.corruption import OnCorruption
+from shoal_protos.plan import DEFAULT_MIRROR_PARTNERS
 
 ANSWER = "Start it with the job's script and config."
 
@@ -54,6 +55,8 @@ class Description:
     """Checkpoints of every so many steps stay; 0: none for that."""
     samples_per_step: int = 0
     """The global batch."""
+    mirror_partners: int = DEFAULT_MIRROR_PARTNERS
+    """Among how many others the mirrors of one owner's blocks are spread."""
     on_corruption: OnCorruption = OnCorruption.RESTORE
     checkpoint_places: tuple[str, ...] = ()
     """Where the job's checkpoints lie: the URL of `checkpoint.path`, and of a path that the config's `resume` names."""

@@ -8,9 +8,10 @@ every event of a simulation. Ranks index every per-member tuple.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 
 from shoal_protos.errors import PeerError
 from shoal_protos.runs import NO_BLOCKS, Runs, every, union
@@ -20,6 +21,9 @@ WorkerId = str
 
 EVERYONE = 1 << 30
 """`mirrors` of stage 0: every member mirrors every block that it does not own."""
+
+DEFAULT_MIRROR_PARTNERS = 4
+"""Among how many others the mirrors of one owner's blocks are spread where the job's config says nothing."""
 
 
 class Reason(StrEnum):
@@ -54,6 +58,9 @@ class Share:
     """Ascending. A member without lanes is a standby."""
     owned: Runs = NO_BLOCKS
     mirrored: Runs = NO_BLOCKS
+    partners: tuple[int, ...] = ()
+    """Ranks of the members who are to mirror its blocks in the end; empty: all others. Only the planner asks: so that
+    the next plan keeps them."""
 
     @property
     def keeps(self) -> Runs:
@@ -86,7 +93,7 @@ class Recovery:
     """Where the state comes from when blocks had no live copy; empty where it comes from the members."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
     """A world. See the module's text; `base` and `recovery` exclude each other."""
 
@@ -115,10 +122,11 @@ class Plan:
 
     def rank_of(self, worker: WorkerId, incarnation: str) -> int | None:
         """The rank of this very process, None where the plan leaves it out."""
-        for rank, member in enumerate(self.members):
-            if member.worker == worker and member.incarnation == incarnation:
-                return rank
-        return None
+        return self._ranks.get((worker, incarnation))
+
+    @cached_property
+    def _ranks(self) -> Mapping[tuple[WorkerId, str], int]:
+        return {(member.worker, member.incarnation): rank for rank, member in enumerate(self.members)}
 
     def fill_slice(self, index: int) -> tuple[Fill, ...]:
         """What is sent at boundary `index` (0 is the first one of the generation): each source's next blocks.

@@ -23,7 +23,8 @@ class Runs:
 
     def __init__(self, spans: Iterable[Span] = ()) -> None:
         """Any spans: unsorted, touching and overlapping ones are joined, empty ones dropped."""
-        given = sorted(span for span in spans if span[0] < span[1])
+        given = [span for span in spans if span[0] < span[1]]
+        given.sort()
         joined = given[:1]
         for start, stop in given[1:]:
             if start <= joined[-1][1]:
@@ -33,6 +34,13 @@ class Runs:
         if joined and joined[0][0] < 0:
             raise ValueError(f"a block number is {joined[0][0]}; block numbers start at 0")
         self._spans = tuple(joined)
+
+    @classmethod
+    def _of_canonical(cls, spans: Iterable[Span]) -> Runs:
+        """What is sorted, disjoint and apart already: such as any part of canonical runs."""
+        made = cls.__new__(cls)
+        made._spans = tuple(spans)
+        return made
 
     @classmethod
     def of(cls, blocks: Iterable[int]) -> Runs:
@@ -58,7 +66,7 @@ class Runs:
                 break
             taken.append((start, min(stop, start + count)))
             count -= stop - start
-        return Runs(taken)
+        return Runs._of_canonical(taken)
 
     def within(self, start: int, stop: int) -> Runs:
         """The blocks in `[start, stop)`."""
@@ -78,7 +86,7 @@ class Runs:
                 i += 1
             else:
                 j += 1
-        return Runs(common)
+        return Runs._of_canonical(common)
 
     def __sub__(self, other: Runs) -> Runs:
         left: list[Span] = []
@@ -94,7 +102,7 @@ class Runs:
                 k += 1
             if start < stop:
                 left.append((start, stop))
-        return Runs(left)
+        return Runs._of_canonical(left)
 
     def __contains__(self, block: object) -> bool:
         if not isinstance(block, int):
@@ -154,7 +162,7 @@ class Runs:
             if at > limit:
                 raise UserError(f"block runs reach block {at - 1}; the job has {limit} blocks (0 to {limit - 1})")
             spans.append((start, at))
-        return cls(spans)
+        return cls._of_canonical(spans)
 
 
 NO_BLOCKS = Runs()

@@ -908,6 +908,7 @@ class Description(_message.Message):
     SAMPLES_PER_STEP_FIELD_NUMBER: _builtins.int
     ON_CORRUPTION_FIELD_NUMBER: _builtins.int
     CHECKPOINT_PLACES_FIELD_NUMBER: _builtins.int
+    MIRROR_PARTNERS_FIELD_NUMBER: _builtins.int
     lanes: _builtins.int
     blocks: _builtins.int
     block_elements: _builtins.int
@@ -922,6 +923,7 @@ class Description(_message.Message):
     keep_every: _builtins.int
     samples_per_step: _builtins.int
     on_corruption: Global___OnCorruption.ValueType
+    mirror_partners: _builtins.int
     @_builtins.property
     def parameters(self) -> _containers.RepeatedCompositeFieldContainer[Global___Parameter]: ...
     @_builtins.property
@@ -951,10 +953,11 @@ class Description(_message.Message):
         samples_per_step: _builtins.int = ...,
         on_corruption: Global___OnCorruption.ValueType = ...,
         checkpoint_places: _abc.Iterable[_builtins.str] | None = ...,
+        mirror_partners: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_elements", b"block_elements", "blocks", b"blocks", "can_checkpoint", b"can_checkpoint", "checkpoint_places", b"checkpoint_places", "config", b"config", "fill_bytes_per_step", b"fill_bytes_per_step", "keep", b"keep", "keep_every", b"keep_every", "lanes", b"lanes", "max_steps", b"max_steps", "mirrors", b"mirrors", "mixed_numerics", b"mixed_numerics", "numerics", b"numerics", "on_corruption", b"on_corruption", "optimizer", b"optimizer", "parameters", b"parameters", "samples_per_step", b"samples_per_step", "state_bytes", b"state_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_elements", b"block_elements", "blocks", b"blocks", "can_checkpoint", b"can_checkpoint", "checkpoint_places", b"checkpoint_places", "config", b"config", "fill_bytes_per_step", b"fill_bytes_per_step", "keep", b"keep", "keep_every", b"keep_every", "lanes", b"lanes", "max_steps", b"max_steps", "mirror_partners", b"mirror_partners", "mirrors", b"mirrors", "mixed_numerics", b"mixed_numerics", "numerics", b"numerics", "on_corruption", b"on_corruption", "optimizer", b"optimizer", "parameters", b"parameters", "samples_per_step", b"samples_per_step", "state_bytes", b"state_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1350,22 +1353,26 @@ class Share(_message.Message):
     LANES_FIELD_NUMBER: _builtins.int
     OWNED_FIELD_NUMBER: _builtins.int
     MIRRORED_FIELD_NUMBER: _builtins.int
+    PARTNERS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def lanes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def owned(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def mirrored(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def partners(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
         lanes: _abc.Iterable[_builtins.int] | None = ...,
         owned: _abc.Iterable[_builtins.int] | None = ...,
         mirrored: _abc.Iterable[_builtins.int] | None = ...,
+        partners: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lanes", b"lanes", "mirrored", b"mirrored", "owned", b"owned"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lanes", b"lanes", "mirrored", b"mirrored", "owned", b"owned", "partners", b"partners"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -57,6 +57,7 @@ class Simulation:
         self.description = Description(
             lanes, self.blocks, 4096, 1 << 16, mirrors, (1 << 16) * max(1, self.blocks // 8),  # type: ignore[arg-type]
             self.max_steps, (), "AdamW", {}, {}, False, bool(every), keep=3,
+            mirror_partners=self._shape(shape, "mirror_partners", 4, (1, 2, 4)),
             on_corruption=OnCorruption(self._shape(shape, "on_corruption", "restore", POLICIES)),
         )  # fmt: skip
         self.checkpoints = Checkpoints(self, every)

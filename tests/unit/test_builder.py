@@ -6,7 +6,7 @@ from shoal_controller.core.planning.planner import Candidate, PlanRequest, Terms
 from shoal_protos.plan import Member, Plan, Reason
 from shoal_protos.runs import every
 
-TERMS = Terms(lanes=2, blocks=4, mirrors=1, fill_blocks_per_step=4)
+TERMS = Terms(lanes=2, blocks=4, mirrors=1, mirror_partners=4, fill_blocks_per_step=4)
 
 
 def candidate(worker: str, *, member: bool, leaving: bool = False) -> Candidate:

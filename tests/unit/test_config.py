@@ -156,7 +156,13 @@ def test_workers_agree_on_what_changes_bits_and_on_nothing_else() -> None:
     one = agreement(load_config({**SMALLEST, "optimizer": optimizer}))
     assert one["optimizer.params.betas"] == "[0.9, 0.99]"
     assert (one["zero_optimization.stage"], one["shoal.lanes"], one["scheduler.type"]) == ("0", "8", "null")
-    paced = {"max_steps": 10, "torch_threads": 2, "fill_bytes_per_step": 5, "checkpoint": {"keep": 9}}
+    paced = {
+        "max_steps": 10,
+        "torch_threads": 2,
+        "fill_bytes_per_step": 5,
+        "mirror_partners": 7,
+        "checkpoint": {"keep": 9},
+    }
     assert agreement(load_config({**SMALLEST, "optimizer": optimizer, "shoal": paced})) == one
     other = agreement(load_config({**SMALLEST, "optimizer": optimizer, "shoal": {"max_steps": 10, "seed": 1}}))
     assert {key for key in one if one[key] != other[key]} == {"shoal.seed"}

@@ -18,7 +18,7 @@ from shoal_controller.core.planning.planner import (
 from shoal_protos.plan import EVERYONE, Plan, Reason, Share
 from shoal_protos.runs import NO_BLOCKS, Runs, every, union
 
-TERMS = Terms(lanes=8, blocks=24, mirrors=1, fill_blocks_per_step=2)
+TERMS = Terms(lanes=8, blocks=24, mirrors=1, mirror_partners=4, fill_blocks_per_step=2)
 
 
 def world(workers: str, mirrors: int = 1, blocks: int = 24, **domains: str) -> World:

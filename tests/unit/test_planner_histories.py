@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner_twin import cheapest_flow
-from planning import World, transfers
+from planning import World, partners_of, transfers
 from shoal_controller.core.planning.planner import BlocksLost, Candidate, Terms
-from shoal_protos.plan import EVERYONE
+from shoal_protos.plan import EVERYONE, Plan
 
 Act = tuple[str, int]
 """What happens, and a number that says to whom or how far."""
@@ -77,7 +77,13 @@ class Life:
 @st.composite
 def lives(draw: st.DrawFn, mirrors: st.SearchStrategy[int], shared_domains: bool) -> Life:
     workers = "abcdef"[: draw(st.integers(1, 6))]
-    terms = Terms(draw(st.integers(1, 16)), draw(st.integers(1, 80)), draw(mirrors), draw(st.integers(1, 9)))
+    terms = Terms(
+        draw(st.integers(1, 16)),
+        draw(st.integers(1, 80)),
+        draw(mirrors),
+        draw(st.sampled_from((1, 2, 3, 4, 4, 16))),
+        draw(st.integers(1, 9)),
+    )
     domains = {worker: draw(st.sampled_from("xyz")) for worker in workers} if shared_domains else {}
     life = Life(World(terms, workers, domains))
     life.live(draw(ACTS))
@@ -110,7 +116,7 @@ def test_no_plan_of_any_life_moves_more_than_the_cheapest_flow(life: Life) -> No
     for plan, asked in zip(life.world.plans, life.world.asked, strict=True):
         held, domains = _held_by_those_who_stay(asked, plan.blocks)
         if len(domains) > 2:
-            assert transfers(plan) == cheapest_flow(held, domains)
+            assert transfers(plan) == cheapest_flow(held, domains, _partners_of_those_who_stay(asked, plan))
         else:
             assert transfers(plan) == sum(len(domains) - len(holders) for holders in held)
 
@@ -126,12 +132,14 @@ def missing_copies(asked: Sequence[Candidate], terms: Terms) -> int:
 
 
 def missing_shares(asked: Sequence[Candidate], terms: Terms) -> int:
-    """How many blocks lack, of all who stay, to what each must keep at least where each is its own domain."""
+    """How many blocks lack, of all who stay, to what each must keep at least where each is its own domain: what it
+    owns, and mirrors for all others where all mirror for all."""
     held, domains = _held_by_those_who_stay(asked, terms.blocks)
     workers = len(domains)
     mirrors = min(terms.mirrors, workers - 1)
     owned = terms.blocks // workers
-    least = owned + (workers - 1) * (mirrors * owned // (workers - 1)) if workers > 1 else terms.blocks
+    mirrored = (workers - 1) * (mirrors * owned // (workers - 1)) if 0 < workers - 1 <= terms.mirror_partners else 0
+    least = owned + mirrored if workers > 1 else terms.blocks
     return sum(max(0, least - sum(worker in holders for holders in held)) for worker in range(workers))
 
 
@@ -151,7 +159,7 @@ def test_from_rest_a_loss_or_a_drain_moves_exactly_the_missing_copies(
     workers: int, more: int, act: str, number: int
 ) -> None:
     """Where there are blocks enough for every worker to mirror one of each other's."""
-    world = World(Terms(8, workers * (workers - 1) + more, 1, 4), "abcdefgh"[:workers])
+    world = World(Terms(8, workers * (workers - 1) + more, 1, 16, 4), "abcdefgh"[:workers])
     plan = getattr(world, act)("abcdefgh"[number % workers])
     assert transfers(plan) == missing_copies(world.asked[-1], world.terms)
 
@@ -161,15 +169,24 @@ def test_from_rest_a_loss_or_a_drain_moves_exactly_the_missing_copies(
 def test_from_rest_a_join_moves_the_joiners_share_and_one_block_for_each_other_at_most(
     workers: int, blocks: int, mirrors: int
 ) -> None:
-    world = World(Terms(8, blocks, mirrors, 4), "abcdefgh"[:workers])
+    world = World(Terms(8, blocks, mirrors, 16, 4), "abcdefgh"[:workers])
     moved = transfers(world.join("z")) - missing_shares(world.asked[-1], world.terms)
     assert 0 <= moved <= workers * mirrors
     if mirrors == 1 and blocks % (workers * (workers + 1)) == 0:
         assert moved == 0
 
 
-def _held_by_those_who_stay(asked: Sequence[Candidate], blocks: int) -> tuple[list[frozenset[int]], list[str]]:
+def _stay(asked: Sequence[Candidate]) -> list[Candidate]:
     able = [candidate for candidate in asked if candidate.can_train]
-    staying = [candidate for candidate in able if not candidate.leaving] or able[:1]
+    return [candidate for candidate in able if not candidate.leaving] or able[:1]
+
+
+def _partners_of_those_who_stay(asked: Sequence[Candidate], plan: Plan) -> list[list[int]]:
+    ranks = [plan.members.index(candidate.member) for candidate in _stay(asked)]
+    return [[ranks.index(partner) for partner in partners_of(plan, rank) if partner in ranks] for rank in ranks]
+
+
+def _held_by_those_who_stay(asked: Sequence[Candidate], blocks: int) -> tuple[list[frozenset[int]], list[str]]:
+    staying = _stay(asked)
     held = [frozenset(i for i, known in enumerate(staying) if block in known.holds) for block in range(blocks)]
     return held, [candidate.domain for candidate in staying]

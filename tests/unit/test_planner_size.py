@@ -1,6 +1,6 @@
-"""A thousand workers and as many blocks as a job can have: planned in seconds of one core, and small on the wire.
+"""A thousand workers, and as many blocks as a job can have: planned quickly, and small on the wire.
 
-The bounds are for a machine that does other things meanwhile: an idle one takes a fifth of them.
+The bounds are for a machine that does other things meanwhile: an idle one takes a fortieth of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shoal_protos.wire import plan_to_bytes
 
 WORKERS, BLOCKS, RACK = 1000, 65536, 100
 MOST_SECONDS = 20.0
-TERMS = Terms(lanes=WORKERS, blocks=BLOCKS, mirrors=1, fill_blocks_per_step=4)
+TERMS = Terms(lanes=WORKERS, blocks=BLOCKS, mirrors=1, mirror_partners=4, fill_blocks_per_step=4)
 
 
 def candidates(first: int, count: int) -> list[Candidate]:
@@ -54,8 +54,8 @@ def test_a_whole_rack_is_lost_and_its_share_promoted_and_filled_again(start: Pla
     survivors = [replace(known, current=every(BLOCKS)) for known in here if known.domain != "rack 3"]
     plan = plan_recovery(PlanRequest(TERMS, 2, Reason.KILL), survivors, start, step=7, record=b"")
     lost = sum(len(share.keeps) for share, known in zip(start.shares, here, strict=True) if known.domain == "rack 3")
-    assert transfers(plan) == lost
-    assert len(plan_to_bytes(plan)) < 1 << 20
+    assert lost <= transfers(plan) <= 1.5 * lost
+    assert len(plan_to_bytes(plan)) < 1 << 18
     again = plan_change(PlanRequest(TERMS, 3, Reason.BALANCE), filled(plan, survivors), plan)
     assert again.fills == ()
     owned = [len(share.owned) for share in again.shares]
@@ -65,5 +65,6 @@ def test_a_whole_rack_is_lost_and_its_share_promoted_and_filled_again(start: Pla
 def test_one_joins_and_gets_its_share(start: Plan, clock: object) -> None:
     here = filled(start, candidates(0, WORKERS)) + candidates(WORKERS, 1)
     plan = plan_change(PlanRequest(TERMS, 2, Reason.JOIN), here, start)
-    assert transfers(plan) == BLOCKS // (WORKERS + 1)
-    assert {plan.members[fill.target].worker for fill in plan.fills} == {"w1000"}
+    assert BLOCKS // (WORKERS + 1) <= transfers(plan) <= 2 * BLOCKS // WORKERS
+    joiner = plan.world_size - 1
+    assert {fill.target for fill in plan.fills} <= {joiner, *plan.shares[joiner].partners}

@@ -84,7 +84,8 @@ parameters = st.builds(
 )
 descriptions = st.builds(
     Description, lanes=st.integers(1, bounds.MAX_LANES), blocks=st.just(BLOCKS), block_elements=numbers,
-    state_bytes=numbers, mirrors=st.integers(0, 1 << 30), fill_bytes_per_step=numbers, max_steps=numbers,
+    state_bytes=numbers, mirrors=st.integers(0, 1 << 30),
+    mirror_partners=st.integers(1, bounds.MAX_PARTNERS), fill_bytes_per_step=numbers, max_steps=numbers,
     parameters=st.lists(parameters, max_size=3).map(tuple), optimizer=labels,
     config=st.dictionaries(labels, texts, max_size=3), numerics=st.dictionaries(labels, texts, max_size=3),
     mixed_numerics=st.booleans(), can_checkpoint=st.booleans(), keep=numbers, keep_every=numbers,
@@ -136,7 +137,8 @@ def plans(draw: st.DrawFn) -> Plan:
         return st.lists(strategy, min_size=size, max_size=size).map(tuple)
 
     lane_sets = st.sets(st.integers(0, lanes - 1)).map(sorted).map(tuple)
-    shares = st.builds(Share, lanes=lane_sets, owned=runs, mirrored=runs)
+    partners = st.lists(st.integers(0, size - 1), max_size=size - 1).map(tuple)
+    shares = st.builds(Share, lanes=lane_sets, owned=runs, mirrored=runs, partners=partners)
     recoveries = st.builds(
         Recovery, step=numbers, record=records, counted=each(st.booleans()), stale=each(runs), checkpoint=labels
     )

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from shoal_protos import session_pb2 as pb
 from shoal_protos.corruption import OnCorruption
 from shoal_protos.description import Description, Parameter
-from shoal_protos.plan import EVERYONE
+from shoal_protos.plan import DEFAULT_MIRROR_PARTNERS, EVERYONE
 from shoal_protos.wire import bounds
 
 ON_CORRUPTION = {
@@ -25,6 +25,7 @@ def write_description(description: Description) -> pb.Description:
         block_elements=description.block_elements,
         state_bytes=description.state_bytes,
         mirrors=description.mirrors,
+        mirror_partners=description.mirror_partners,
         fill_bytes_per_step=description.fill_bytes_per_step,
         max_steps=description.max_steps,
         parameters=[
@@ -53,6 +54,8 @@ def read_description(message: pb.Description) -> Description:
         block_elements=bounds.whole("description.block_elements", message.block_elements),
         state_bytes=bounds.whole("description.state_bytes", message.state_bytes),
         mirrors=bounds.whole("description.mirrors", message.mirrors, most=EVERYONE),
+        mirror_partners=bounds.whole("description.mirror_partners", message.mirror_partners, most=bounds.MAX_PARTNERS)
+        or DEFAULT_MIRROR_PARTNERS,
         fill_bytes_per_step=bounds.whole("description.fill_bytes_per_step", message.fill_bytes_per_step),
         max_steps=bounds.whole("description.max_steps", message.max_steps),
         parameters=tuple(map(_read_parameter, parameters)),

@@ -1,7 +1,7 @@
 """A plan on the wire and in the store.
 
 Block maps are run-length encoded, which keeps a plan for 1,000 workers and 65,536 blocks below 1 MiB even where the
-copies of every owner are spread over all others. Reading holds every list to its bounds and every rank to the world;
+owners are half broken up. Reading holds every list to its bounds and every rank to the world;
 whether the plan is sound as a whole is `check_plan`'s affair.
 """
 
@@ -49,7 +49,12 @@ def write_plan(plan: Plan) -> pb.Plan:
         blocks=plan.blocks,
         members=[pb.Member(worker=m.worker, incarnation=m.incarnation, address=m.address) for m in plan.members],
         shares=[
-            pb.Share(lanes=share.lanes, owned=share.owned.encode(), mirrored=share.mirrored.encode())
+            pb.Share(
+                lanes=share.lanes,
+                owned=share.owned.encode(),
+                mirrored=share.mirrored.encode(),
+                partners=share.partners,
+            )
             for share in plan.shares
         ],
         fills=[pb.Fill(source=fill.source, target=fill.target, blocks=fill.blocks.encode()) for fill in plan.fills],
@@ -83,7 +88,9 @@ def read_plan(message: pb.Plan) -> Plan:
         lanes=lanes,
         blocks=blocks,
         members=tuple(map(_read_member, message.members)),
-        shares=tuple(_read_share(share, lanes, blocks) for share in bounds.few("plan.shares", message.shares, size)),
+        shares=tuple(
+            _read_share(share, lanes, blocks, last) for share in bounds.few("plan.shares", message.shares, size)
+        ),
         fills=tuple(
             _read_fill(fill, last, blocks) for fill in bounds.few("plan.fills", message.fills, bounds.MAX_FILLS)
         ),
@@ -102,12 +109,14 @@ def _read_member(message: pb.Member) -> Member:
     )
 
 
-def _read_share(message: pb.Share, lanes: int, blocks: int) -> Share:
+def _read_share(message: pb.Share, lanes: int, blocks: int, last: int) -> Share:
     bounds.few("plan.shares.lanes", message.lanes, lanes)
+    bounds.few("plan.shares.partners", message.partners, last)
     return Share(
         lanes=tuple(bounds.whole("plan.shares.lanes", lane, most=max(0, lanes - 1)) for lane in message.lanes),
         owned=bounds.runs("plan.shares.owned", message.owned, blocks),
         mirrored=bounds.runs("plan.shares.mirrored", message.mirrored, blocks),
+        partners=tuple(bounds.whole("plan.shares.partners", partner, most=last) for partner in message.partners),
     )
 
 

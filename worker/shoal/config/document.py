@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+from shoal_protos.plan import DEFAULT_MIRROR_PARTNERS
 from shoal_protos.validation import Allowed
 
 Auto = Literal["auto"]
@@ -17,6 +18,7 @@ MOST = 10**15
 """Counts and byte sizes stay far within 64 bits, whatever they are multiplied by on the way."""
 MOST_LANES = 65_536
 MOST_MIRRORS = 1_000
+MOST_PARTNERS = 64
 MOST_THREADS = 1_024
 MOST_PATH = 512
 
@@ -111,6 +113,12 @@ class Shoal(Section):
     mirrors: Annotated[int, Field(ge=0, le=MOST_MIRRORS), Allowed(f"a whole number from 0 to {MOST_MIRRORS}")] = 1
     """Copies of every block's optimizer state besides the owner's: the number of workers that may die at once without
     losing a step. At most the number of other workers; stage 0 mirrors everything everywhere."""
+    mirror_partners: Annotated[
+        int, Field(ge=1, le=MOST_PARTNERS), Allowed(f"a whole number from 1 to {MOST_PARTNERS}")
+    ] = DEFAULT_MIRROR_PARTNERS
+    """Workers among whom the mirrors of one worker's blocks are spread; at least `mirrors`, all others where there are
+    no more. Few: two workers that die at once seldom lose a block, and after a loss few take over, who own more until
+    the next fills are done. Many: the loss is spread evenly at once, and any two that die at once lose some blocks."""
     seed: Annotated[int, Field(ge=0, lt=2**64), Allowed("a whole number from 0 to 2^64 - 1")] = 0
     """Seed of the data order and of every lane's random numbers. The script initializes the weights."""
     max_steps: Count = None

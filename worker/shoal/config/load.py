@@ -165,6 +165,7 @@ def _resolve(document: Document, faults: list[str]) -> TrainingConfig | None:
         micro_batch_size=sizes.micro_batch_size,
         micro_batches_per_lane=sizes.micro_batches_per_lane,
         mirrors=shoal.mirrors,
+        mirror_partners=shoal.mirror_partners,
         seed=shoal.seed,
         max_steps=shoal.max_steps,
         epochs=shoal.epochs,

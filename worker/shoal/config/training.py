@@ -23,6 +23,7 @@ class TrainingConfig:
     """Samples of one forward pass (`train_micro_batch_size_per_gpu`)."""
     micro_batches_per_lane: int
     mirrors: int
+    mirror_partners: int
     """Mirrors as given: not yet limited by the world nor raised by stage 0."""
     seed: int
     max_steps: int | None
@@ -54,7 +55,8 @@ class TrainingConfig:
 
 def agreement(config: TrainingConfig) -> dict[str, str]:
     """Dotted keys with values as JSON: all that changes bits, data order, length or what a vote carries. Not what only
-    guards (elementwise), paces (fill_bytes_per_step) or is compared elsewhere (threads: in the numeric identity)."""
+    guards (elementwise), paces (fill_bytes_per_step), spreads (mirror_partners) or is compared elsewhere (threads: in
+    the numeric identity)."""
     values: dict[str, object] = {
         "train_micro_batch_size_per_gpu": config.micro_batch_size,
         "gradient_clipping": config.gradient_clipping,

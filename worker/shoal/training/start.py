@@ -116,6 +116,7 @@ def _description(
         block_elements=state.layout.block_elements,
         state_bytes=probe_state_bytes(state.layout, optimizer),
         mirrors=EVERYONE if config.stage == 0 else config.mirrors,
+        mirror_partners=config.mirror_partners,
         fill_bytes_per_step=config.fill_bytes_per_step,
         max_steps=state.last_step,
         parameters=parameters,

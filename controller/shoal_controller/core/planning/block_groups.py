@@ -91,6 +91,10 @@ def _stretches(
 
 def cut(blocks: Runs, counts: Iterable[int]) -> Iterator[Runs]:
     """Pieces of so many blocks each, in order, together all of them."""
+    counts = list(counts)
+    if len(counts) == 1:
+        yield blocks
+        return
     spans = iter(blocks.spans)
     start, stop = 0, 0
     for count in counts:

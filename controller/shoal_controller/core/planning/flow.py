@@ -3,6 +3,7 @@
 A minimum-cost flow by phases: label the nodes with their distance from all demands that still want a pair, then push
 along shortest paths until none is left, until nobody wants anything. The graph is never written down (there may be a
 million pairs): `_arcs` says where one can go from a node, as things stand. Called by owners.py and mirrors.py. Pure.
+Where there are too many pairs for it (`placement.EXACT_PAIRS`) blocks take what is free when their turn comes.
 
     demand -> pair                     its holders own and mirror: free
     demand -> site -> pair             the same where a block must not have two copies at a site
@@ -52,9 +53,10 @@ def place_evenly(demands: Sequence[Demand], room: Capacity) -> list[dict[Pair, i
         for index in order:
             if placing.wanted[index]:
                 placing.fill(index)
-        Flow(placing).run()
+        if placing.is_exact:
+            Flow(placing).run()
     for index in order:
-        placing.force(index)
+        placing.finish(index)
     return placing.placed
 
 
@@ -214,11 +216,11 @@ class Flow:
         yield from ((pair, self._transfers(index, pair)) for pair in pairs)
         demand = self._placing.demands[index]
         if self._anywhere and demand.owner == NOBODY:
-            if self._placing.room.mirrors[0] == NOBODY:
-                yield _ANY, 1
-            else:
+            if self._placing.room.has_mirrors:
                 yield from (((_WITH, holder), 1) for holder in demand.holders)
                 yield _ANY, 2
+            else:
+                yield _ANY, 1
 
     def _from_site(self, which: int) -> Iterator[tuple[Node, int]]:
         index, site = divmod(which, self._sites)
@@ -230,23 +232,22 @@ class Flow:
 
     def _pairs_in_reach(self, index: int) -> Iterator[Pair]:
         """The pairs that a demand may seek by itself."""
-        demand, mirrors = self._placing.demands[index], self._placing.room.mirrors
-        everyone = mirrors[0] == NOBODY or (demand.owner != NOBODY and self._anywhere)
-        for owner in self._placing.owners_in_reach(index):
-            for mirror in mirrors if everyone else demand.holders:
+        demand, placing = self._placing.demands[index], self._placing
+        anyone = demand.owner != NOBODY and self._anywhere
+        for owner in placing.owners_in_reach(index):
+            for mirror in placing.room.partners[owner] if anyone else placing.mirrors_among_holders(index, owner):
                 yield owner, mirror
 
     def _pairs_of_hub(self, hub: Node) -> Iterator[Pair]:
         room = self._placing.room
         if hub == _ANY:
-            pairs = ((owner, mirror) for owner in room.workers for mirror in room.mirrors)
+            pairs = ((owner, mirror) for owner in room.workers for mirror in room.partners[owner])
             yield from (pair for pair in pairs if pair[1] == NOBODY or room.site[pair[0]] != room.site[pair[1]])
             return
         worker = hub[1]
-        for other in room.workers:
-            if room.site[other] != room.site[worker]:
-                yield worker, other
-                yield other, worker
+        site = room.site[worker]
+        yield from ((worker, partner) for partner in room.partners[worker] if room.site[partner] != site)
+        yield from ((owner, worker) for owner in self._placing.owners_by_partner[worker] if room.site[owner] != site)
 
     def _transfers(self, index: int, pair: Pair) -> int:
         owner, mirror = pair

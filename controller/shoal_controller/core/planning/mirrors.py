@@ -1,7 +1,7 @@
 """Mirrors: who is to mirror which block in the end.
 
-Copies lie in as many failure domains as there are; those of one owner are spread over all others, even to one block, so
-that after its loss each survivor promotes its share. Within that, copies stay where they are. Called by planner.py
+Copies lie in as many failure domains as there are; those of one owner are spread over its partners, even to one block,
+so that after its loss each of them promotes its share. Within that, copies stay where they are. Called by planner.py
 after owners.py, which has placed the mirror already where there is to be only one.
 """
 
@@ -15,44 +15,48 @@ from math import floor
 
 from shoal_controller.core.planning.block_groups import BlockGroup, cut, lay
 from shoal_controller.core.planning.flow import place_evenly
+from shoal_controller.core.planning.partners import Partners
 from shoal_controller.core.planning.placement import Capacity, Demand, Pair
 
 
 def share_mirrors(
-    groups: Sequence[BlockGroup], keepers: Sequence[int], mirrors: int, domains: Sequence[int]
+    groups: Sequence[BlockGroup], partners: Partners, mirrors: int, domains: Sequence[int]
 ) -> list[BlockGroup]:
     """The owned groups, divided where needed, each with so many mirrors. `domains` is by candidate."""
-    if mirrors >= len(keepers) - 1:
-        return [
-            group.decided(group.owner, tuple(keeper for keeper in keepers if keeper != group.owner), group.blocks)
-            for group in groups
-        ]
     shared = list(groups)
-    members = Counter(domains[keeper] for keeper in keepers)
+    members = Counter(domains[keeper] for keeper in partners)
     apart = min(mirrors, len(members) - 1)
     if apart and max(members.values()) > 1:
-        shared = _more(shared, Spread(keepers, domains, apart, apart), domains)
-    return _more(shared, Spread(keepers, domains, apart, mirrors), range(len(domains)))
+        shared = _more(shared, Spread(partners, domains, apart, apart), domains)
+    return _more(shared, Spread(partners, domains, apart, mirrors), range(len(domains)))
 
 
-def leave_mirrors(groups: Sequence[BlockGroup], keepers: Sequence[int], domains: Sequence[int]) -> list[BlockGroup]:
-    """The groups with holders in place of mirrors that would have to be filled, where there are enough holders."""
-    among = frozenset(keepers)
+def mirror_everywhere(groups: Sequence[BlockGroup], keepers: Sequence[int]) -> list[BlockGroup]:
+    """The owned groups, each mirrored by all others."""
     return [
-        group
-        if group.holders.issuperset(group.mirrors) or len(group.holders & among) < len(group.keepers)
-        else group.decided(group.owner, _holders_instead(group, among, domains), group.blocks)
+        group.decided(group.owner, tuple(keeper for keeper in keepers if keeper != group.owner), group.blocks)
         for group in groups
     ]
 
 
-def _holders_instead(group: BlockGroup, among: frozenset[int], domains: Sequence[int]) -> tuple[int, ...]:
+def leave_mirrors(groups: Sequence[BlockGroup], partners: Partners, domains: Sequence[int]) -> list[BlockGroup]:
+    """The groups with partners that hold them in place of mirrors to be filled, where there are enough of those."""
+    return [
+        group.decided(group.owner, _holders_instead(group, partners[group.owner], domains), group.blocks)
+        for group in groups
+    ]
+
+
+def _holders_instead(group: BlockGroup, partners: Sequence[int], domains: Sequence[int]) -> tuple[int, ...]:
     held = [mirror for mirror in group.mirrors if mirror in group.holders]
+    if len(held) == len(group.mirrors):
+        return group.mirrors
     seen = {domains[worker] for worker in (group.owner, *held)}
     others = sorted(
-        (group.holders & among).difference(held, (group.owner,)), key=lambda worker: (domains[worker] in seen, worker)
+        group.holders.intersection(partners).difference(held), key=lambda worker: (domains[worker] in seen, worker)
     )
-    return (*held, *others)[: len(group.mirrors)]
+    instead = (*held, *others)[: len(group.mirrors)]
+    return instead if len(instead) == len(group.mirrors) else group.mirrors
 
 
 def _more(groups: Sequence[BlockGroup], spread: Spread, sites: Sequence[int]) -> list[BlockGroup]:
@@ -60,7 +64,7 @@ def _more(groups: Sequence[BlockGroup], spread: Spread, sites: Sequence[int]) ->
     missing = [spread.copies - len(group.mirrors) for group in groups]
     if not any(missing):
         return list(groups)
-    among = frozenset(spread.keepers)
+    among = frozenset(spread.partners)
     demands = [
         Demand(
             count=len(group.blocks),
@@ -87,28 +91,22 @@ def _capacity(groups: Sequence[BlockGroup], spread: Spread, sites: Sequence[int]
         owned[group.owner] += len(group.blocks)
         for mirror in group.mirrors:
             mirrored[group.owner, mirror] += len(group.blocks)
-
-    def share(owner: int, mirror: int) -> int:
-        return spread.whole_blocks(owned[owner], owner, mirror)
-
-    def least(owner: int, mirror: int) -> int:
-        return max(0, share(owner, mirror) - mirrored[owner, mirror])
-
-    def most(owner: int, mirror: int) -> int:
-        return least(owner, mirror) + (mirrored[owner, mirror] <= share(owner, mirror))
-
+    least, most = dict[Pair, int](), dict[Pair, int]()
     below = [0] * len(sites)
-    for owner in spread.keepers:
-        if not spread.is_thin(owned[owner], owner):
-            below[owner] = sum(least(owner, mirror) for mirror in spread.keepers if sites[mirror] != sites[owner])
+    for owner, partners in spread.partners.items():
+        for mirror, part in spread.parts(owner).items():
+            share, pair = floor(owned[owner] * part), (owner, mirror)
+            least[pair] = max(0, share - mirrored[pair])
+            most[pair] = least[pair] + (mirrored[pair] <= share)
+        below[owner] = sum(least[owner, mirror] for mirror in partners if sites[mirror] != sites[owner])
     copies = spread.copies - len(groups[0].mirrors)
     extra = [copies * owned[owner] - count for owner, count in enumerate(below)]
     return Capacity(
-        workers=spread.keepers,
-        mirrors=spread.keepers,
+        workers=tuple(spread.partners),
+        partners=[spread.partners.get(worker, ()) for worker in range(len(sites))],
         site=sites,
-        least=least,
-        most=most,
+        least=lambda owner, mirror: least[owner, mirror],
+        most=lambda owner, mirror: most[owner, mirror],
         below=below,
         extra=extra,
         more=0,
@@ -118,41 +116,28 @@ def _capacity(groups: Sequence[BlockGroup], spread: Spread, sites: Sequence[int]
 
 
 class Spread:
-    """What part of an owner's blocks each other worker should mirror: even, and as the failure domains demand.
+    """What part of an owner's blocks each of its partners should mirror: even, and as the failure domains demand.
 
-    `copies` of each block are placed, `apart` of them in domains of their own. A worker's part depends only on the
-    sizes of the two domains: it is the same level for all, within the bounds of each.
+    `copies` of each block are placed, `apart` of them in domains of their own. The part is the same level for all
+    partners, within the bounds that the number of them in a domain sets.
     """
 
-    def __init__(self, keepers: Sequence[int], domains: Sequence[int], apart: int, copies: int) -> None:
-        self.keepers = keepers
+    def __init__(self, partners: Partners, domains: Sequence[int], apart: int, copies: int) -> None:
+        self.partners = partners
+        self.copies = copies
         self._domains = domains
         self._apart = apart
-        self.copies = copies
-        members = Counter(domains[keeper] for keeper in keepers)
-        self._size = [members[domain] for domain in domains]
-        self._domains_of_size = Counter(members.values())
         self._level = cache(self._level_of)
-        self._whole = cache(self._whole_of)
 
-    def whole_blocks(self, blocks: int, owner: int, mirror: int) -> int:
-        """How many of so many blocks of an owner a worker should mirror, rounded down."""
-        if owner == mirror:
-            return 0
-        same = self._domains[owner] == self._domains[mirror]
-        return self._whole(blocks, self._size[owner], self._size[mirror], same)
-
-    def is_thin(self, blocks: int, owner: int) -> bool:
-        """Whether no worker should mirror even one whole block of this owner's: there are more workers than that."""
-        sizes = self._domains_of_size
-        return not any(self._whole(blocks, self._size[owner], size, same) for size in sizes for same in (False, True))
-
-    def _whole_of(self, blocks: int, owner_size: int, size: int, same: bool) -> int:
-        return floor(blocks * self._part_of(owner_size, size, same))
-
-    def _part_of(self, owner_size: int, size: int, same: bool) -> Fraction:
-        low, high = self._bounds(size, same)
-        return min(max(self._level(owner_size), low), high)
+    def parts(self, owner: int) -> dict[int, Fraction]:
+        """The part of each partner."""
+        own = self._domains[owner]
+        members = Counter(self._domains[partner] for partner in self.partners[owner])
+        crowds = {partner: (members[self._domains[partner]], self._domains[partner] == own)
+                  for partner in self.partners[owner]}  # fmt: skip
+        level = self._level(tuple(sorted(crowds.values())))
+        bounds = {crowd: self._bounds(*crowd) for crowd in set(crowds.values())}
+        return {partner: min(max(level, bounds[crowd][0]), bounds[crowd][1]) for partner, crowd in crowds.items()}
 
     def _bounds(self, size: int, same: bool) -> tuple[Fraction, Fraction]:
         """At most one copy in each other domain while there are enough domains, else at least one in each."""
@@ -160,12 +145,12 @@ class Spread:
             return Fraction(0), Fraction(0) if same else Fraction(1, size)
         return Fraction(0) if same or not self._apart else Fraction(1, size), Fraction(1)
 
-    def _level_of(self, owner_size: int) -> Fraction:
-        """Where the level must be for all parts together to make the copies."""
-        counts = {(owner_size, True): owner_size - 1}
-        for size, domains in self._domains_of_size.items():
-            counts[size, False] = size * (domains - (size == owner_size))
-        bounds = [(*self._bounds(*which), count) for which, count in counts.items()]
+    def _level_of(self, crowds: tuple[tuple[int, bool], ...]) -> Fraction:
+        """Where the level must be for all parts together to make the copies.
+
+        `crowds` has one entry per partner: how many partners are in its domain, and whether that is the owner's.
+        """
+        bounds = [(*self._bounds(*crowd), count) for crowd, count in Counter(crowds).items()]
 
         def copies(level: Fraction) -> Fraction:
             return sum((min(max(level, low), high) * count for low, high, count in bounds), Fraction(0))

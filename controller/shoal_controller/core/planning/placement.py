@@ -8,17 +8,22 @@ and mirrors.py further mirrors of blocks whose owner is given. Knows nothing of 
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from heapq import heappop, heappush
 from typing import TypeVar
 
 from shoal_controller.core.planning.block_groups import NOBODY
 
 Pair = tuple[int, int]
 """An owner and a mirror."""
+
+EXACT_PAIRS = 256
+"""With so many pairs or fewer the placement is the cheapest that there is; beyond, blocks only take what is free."""
+
+ALONE = (NOBODY,)
+"""The partners of all where only owners are placed."""
 
 
 class Reach(Enum):
@@ -67,8 +72,8 @@ class Capacity:
 
     workers: Sequence[int]
     """Who takes blocks."""
-    mirrors: Sequence[int]
-    """Who mirrors: the workers, or nobody."""
+    partners: Sequence[Sequence[int]]
+    """Who may mirror the blocks of each worker; where no mirrors are placed, `ALONE`."""
     site: Sequence[int]
     """Site of each worker: owner and mirror of a block are never at one site."""
     least: Callable[[int, int], int]
@@ -85,6 +90,16 @@ class Capacity:
     """Whether a block must not have two of them at one site (where sites are workers that goes without saying)."""
     parts: int = 1
     """How many copies a block has in all: its owner should have this part of all that it holds."""
+
+    @property
+    def has_mirrors(self) -> bool:
+        """Whether mirrors are placed at all."""
+        return self.partners[self.workers[0]] != ALONE
+
+
+def is_small(partners: Iterable[Sequence[int]]) -> bool:
+    """Whether there are so few pairs that the cheapest placement is looked for."""
+    return sum(map(len, partners)) <= EXACT_PAIRS
 
 
 class Placement:
@@ -106,10 +121,16 @@ class Placement:
         self.at_site: Counter[tuple[int, int]] = Counter()
         """Copies by demand and site, where copies must lie apart."""
         self._short = list(room.below)
-        self._open = list(room.workers)
+        self._open = deque(room.workers)
         """Among them all owners that can take more, once nothing is taken back from any."""
         self._mirrored = [0] * (len(room.site) + 1)
-        self._emptiest_first = [(0, mirror) for mirror in room.mirrors]
+        self.is_exact = not room.has_mirrors or is_small(room.partners)
+        self._held = [frozenset(demand.holders) for demand in demands]
+        self.owners_by_partner: list[list[int]] = [[] for _ in (*room.site, NOBODY)]
+        """Of each worker: who may have blocks mirrored by it."""
+        for owner in room.workers:
+            for partner in room.partners[owner]:
+                self.owners_by_partner[partner].append(owner)
 
     def place(self, index: int, pair: Pair, count: int) -> None:
         """Gives (or, with a negative count, takes back) blocks of a demand to a pair."""
@@ -137,14 +158,35 @@ class Placement:
         demand = self.demands[index]
         if self.reach is not Reach.ANY:
             for owner in self.owners_in_reach(index):
-                self._fill_pairs_of(index, owner, demand.holders)
+                self._fill_pairs_of(index, owner, self.mirrors_among_holders(index, owner))
             return
         for owner in demand.owners:
-            self._fill_pairs_of(index, owner, self.room.mirrors)
-        if demand.owner == NOBODY and self.wanted[index]:
-            self._open = [owner for owner in self._open if self.is_open(owner)]
-            for owner in self._open:
-                self._fill_pairs_of(index, owner, demand.holders)
+            self._fill_pairs_of(index, owner, self.room.partners[owner])
+        if demand.owner == NOBODY:
+            self._fill_beside_holders(index)
+
+    def _fill_beside_holders(self, index: int) -> None:
+        """Places what is left of a demand with owners for whom a holder may mirror it."""
+        if self.room.has_mirrors:
+            for holder in self.demands[index].holders:
+                for owner in self.owners_by_partner[holder]:
+                    if not self.wanted[index]:
+                        return
+                    self._fill_pairs_of(index, owner, (holder,))
+        else:
+            self._fill_anywhere(index)
+
+    def _fill_anywhere(self, index: int) -> None:
+        """Places what is left of a demand wherever there is room."""
+        passed: list[int] = []
+        while self.wanted[index] and self._open:
+            owner = self._open[0]
+            self._fill_pairs_of(index, owner, self.room.partners[owner])
+            if self.wanted[index]:
+                self._open.popleft()
+                if self.is_open(owner):
+                    passed.append(owner)
+        self._open.extendleft(reversed(passed))
 
     def owners_in_reach(self, index: int) -> tuple[int, ...]:
         """Who may own this demand without a transfer."""
@@ -160,26 +202,14 @@ class Placement:
                 continue
             if not self.wanted[index] or not self.is_open(owner):
                 return
-            if self.room.mirrors[0] == NOBODY:
-                self._fill_pair(index, (owner, NOBODY), room)
-            elif len(mirrors) == len(self.room.mirrors):
-                self._fill_from_emptiest(index, owner, room)
-            else:
-                for mirror in sorted(mirrors, key=self._mirrored.__getitem__):
-                    self._fill_pair(index, (owner, mirror), room)
+            for mirror in sorted(mirrors, key=self._mirrored.__getitem__):
+                self._fill_pair(index, (owner, mirror), room)
 
-    def _fill_from_emptiest(self, index: int, owner: int, room: Callable[[Pair], int]) -> None:
-        """Fill from the emptiest, alike for all mirrors: a heap spares sorting a thousand workers for every block."""
-        heap, seen = self._emptiest_first, []
-        while heap and self.wanted[index] and self.is_open(owner):
-            mirrored, mirror = heappop(heap)
-            if mirrored < self._mirrored[mirror]:
-                heappush(heap, (self._mirrored[mirror], mirror))
-                continue
-            self._fill_pair(index, (owner, mirror), room)
-            seen.append(mirror)
-        for mirror in seen:
-            heappush(heap, (self._mirrored[mirror], mirror))
+    def mirrors_among_holders(self, index: int, owner: int) -> Sequence[int]:
+        """Those partners of the owner who hold a demand; nobody where no mirrors are placed."""
+        if not self.room.has_mirrors:
+            return ALONE
+        return [partner for partner in self.room.partners[owner] if partner in self._held[index]]
 
     def _fill_pair(self, index: int, pair: Pair, room: Callable[[Pair], int]) -> None:
         count = min(self.wanted[index], room(pair))
@@ -189,12 +219,19 @@ class Placement:
     def is_open(self, owner: int) -> bool:
         return self._short[owner] > 0 or self.room_extra(owner) > 0 or self.room_more(owner) > 0
 
-    def force(self, index: int) -> None:
+    def finish(self, index: int) -> None:
+        """Places what no flow has placed: anywhere, and if that must be unevenly."""
+        if self.demands[index].owner == NOBODY:
+            self._fill_anywhere(index)
+        self._force(index)
+
+    def _force(self, index: int) -> None:
         """Where sites leave no even way, further mirrors go to those who mirror least."""
         owner = self.demands[index].owner
         assert owner != NOBODY or not self.wanted[index], f"{self.wanted[index]} blocks of demand {index} have no owner"
         while self.wanted[index]:
-            mirrors = [mirror for mirror in self.room.mirrors if self.room_of_parcel(index, (owner, mirror)) > 0]
+            partners = self.room.partners[owner]
+            mirrors = [mirror for mirror in partners if self.room_of_parcel(index, (owner, mirror)) > 0]
             self.place(index, (owner, min(mirrors, key=self._mirrored.__getitem__)), 1)
 
     # ---- room

@@ -17,8 +17,10 @@ from shoal_protos.runs import NO_BLOCKS, Runs, Span, every, union
 from shoal_controller.core.planning.block_groups import BlockGroup, gather
 from shoal_controller.core.planning.fills import KeptBlocks, name_fills
 from shoal_controller.core.planning.lanes import Lanes, share_lanes
-from shoal_controller.core.planning.mirrors import leave_mirrors, share_mirrors
-from shoal_controller.core.planning.owners import share_owners
+from shoal_controller.core.planning.mirrors import leave_mirrors, mirror_everywhere, share_mirrors
+from shoal_controller.core.planning.owners import share_owners, share_pairs
+from shoal_controller.core.planning.partners import Partners, PartnerTerms, choose_partners
+from shoal_controller.core.planning.placement import is_small
 
 
 class BlocksLost(ShoalError):
@@ -61,6 +63,8 @@ class Terms:
     blocks: int
     mirrors: int
     """`EVERYONE` in stage 0."""
+    mirror_partners: int
+    """Among how many others the mirrors of one owner's blocks are spread."""
     fill_blocks_per_step: int
     steps: bool = True
     """Whether optimizer steps run."""
@@ -140,31 +144,75 @@ def _compose(terms: Terms, here: Sequence[Candidate], before: Plan | None) -> _W
     if lost := union(group.blocks for group in groups if not group.holders):
         raise BlocksLost(lost, terms.blocks)
     keepers = _keepers(here)
+    target = _target(terms, here, keepers, before, groups)
+    kept = _promote(target.groups, keepers, min(terms.mirrors, len(keepers) - 1))
+    lanes = dict(zip(keepers, share_lanes(terms.lanes, [here[keeper].lane for keeper in keepers]), strict=True))
+    return _without_the_needless(_World(here, _shares(len(here), kept, lanes), name_fills(kept)), target.partners)
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """Who is to own and mirror what in the end."""
+
+    groups: Sequence[BlockGroup]
+    partners: Partners
+    """From among whom an owner's mirrors come; empty where all others mirror everything, or nobody anything."""
+
+
+def _target(
+    terms: Terms, here: Sequence[Candidate], keepers: Sequence[int], before: Plan | None, groups: Sequence[BlockGroup]
+) -> _Target:
     mirrors = min(terms.mirrors, len(keepers) - 1)
     domains = _domains(here)
-    apart = len({domains[keeper] for keeper in keepers}) > 1
-    groups = share_owners(groups, keepers, mirrors, domains if apart else range(len(here)))
-    groups = share_mirrors(groups, keepers, mirrors, domains)
-    if mirrors > 1 and _at_rest(before, here, keepers):
-        groups = leave_mirrors(groups, keepers, domains)
-    kept = _promote(groups, keepers, mirrors)
-    lanes = dict(zip(keepers, share_lanes(terms.lanes, [here[keeper].lane for keeper in keepers]), strict=True))
-    return _without_the_needless(_World(here, _shares(len(here), kept, lanes), name_fills(kept)))
+    sites = domains if len({domains[keeper] for keeper in keepers}) > 1 else range(len(here))
+    if mirrors != 1 and mirrors in (0, len(keepers) - 1):
+        owned = share_owners(groups, keepers, {}, mirrors, sites)
+        return _Target(mirror_everywhere(owned, keepers) if mirrors else owned, {})
+    wanted = PartnerTerms(max(terms.mirror_partners, mirrors), mirrors)
+    partners = choose_partners(_partners_before(before, here, wanted.count), keepers, sites, wanted)
+    one = mirrors == 1
+    settled = not (one and is_small(partners.values())) and _at_rest(before, here, keepers)
+    if one and not settled:
+        owned = share_pairs(groups, keepers, partners, sites)
+    else:
+        owned = share_owners(groups, keepers, partners, mirrors, sites)
+    mirrored = share_mirrors(owned, partners, mirrors, domains)
+    return _Target(leave_mirrors(mirrored, partners, domains) if settled else mirrored, partners)
+
+
+def _partners_before(before: Plan | None, here: Sequence[Candidate], count: int) -> Partners:
+    """Those of the plan before who are still here. Where it names none, all were each other's if they were so few."""
+    if before is None:
+        return {}
+    now = {(known.member.worker, known.member.incarnation): worker for worker, known in enumerate(here)}
+    at = [now.get((member.worker, member.incarnation)) for member in before.members]
+    everyone = range(before.world_size) if before.world_size - 1 <= count else ()
+    partners: dict[int, tuple[int, ...]] = {}
+    for rank, (worker, share) in enumerate(zip(at, before.shares, strict=True)):
+        if worker is not None:
+            chosen = (at[partner] for partner in share.partners or everyone if partner != rank)
+            partners[worker] = tuple(partner for partner in chosen if partner is not None)
+    return partners
 
 
 def _at_rest(before: Plan | None, here: Sequence[Candidate], keepers: Sequence[int]) -> bool:
     """Whether those who keep blocks are the same as before and have all that they were to get.
 
-    Then nothing is moved any more for an even spread of several mirrors, so that planning comes to an end.
+    Then nothing is moved any more for an even spread of mirrors where the cheapest one was not looked for (several
+    mirrors, a large world), so that planning comes to an end.
     """
     if before is None:
         return False
-    given: dict[tuple[WorkerId, str], Runs] = {}
-    for rank, (member, share) in enumerate(zip(before.members, before.shares, strict=True)):
-        if blocks := share.keeps | before.filled(rank, before.boundaries):
-            given[member.worker, member.incarnation] = blocks
+    given = [share.keeps for share in before.shares]
+    for fill in before.fills:
+        given[fill.target] |= fill.blocks
+    keeping = {
+        (member.worker, member.incarnation): blocks
+        for member, blocks in zip(before.members, given, strict=True)
+        if blocks
+    }
     now = {(here[keeper].member.worker, here[keeper].member.incarnation): here[keeper].holds for keeper in keepers}
-    return given.keys() == now.keys() and all(blocks <= now[process] for process, blocks in given.items())
+    return keeping.keys() == now.keys() and all(blocks <= now[process] for process, blocks in keeping.items())
 
 
 def _by_age(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -235,14 +283,21 @@ def _shares(size: int, kept: Sequence[KeptBlocks], lanes: Mapping[int, Lanes]) -
     return [Share(lanes.get(worker, ()), Runs(owned[worker]), Runs(mirrored[worker])) for worker in range(size)]
 
 
-def _without_the_needless(world: _World) -> _World:
-    """Lets those go who are leaving and keep nothing any more; the last one trains and stays."""
+def _without_the_needless(world: _World, partners: Partners) -> _World:
+    """Lets those go who are leaving and keep nothing any more; the last one trains and stays. Ranks from here on."""
     rank: dict[int, int] = {}
     for worker, (candidate, share) in enumerate(zip(world.here, world.shares, strict=True)):
         if not candidate.leaving or share.keeps or share.lanes:
             rank[worker] = len(rank)
     fills = [Fill(rank[fill.source], rank[fill.target], fill.blocks) for fill in world.fills]
-    return _World([world.here[worker] for worker in rank], [world.shares[worker] for worker in rank], fills)
+    few = any(len(chosen) < len(partners) - 1 for chosen in partners.values())
+    shares = [
+        replace(world.shares[worker], partners=tuple(rank[partner] for partner in partners.get(worker, ())))
+        if few
+        else world.shares[worker]
+        for worker in rank
+    ]
+    return _World([world.here[worker] for worker in rank], shares, fills)
 
 
 def _plan(request: PlanRequest, world: _World, begins: Plan | Recovery) -> Plan:

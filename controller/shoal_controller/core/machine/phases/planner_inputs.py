@@ -170,6 +170,7 @@ def _request(
         description.lanes,
         description.blocks,
         description.mirrors,
+        description.mirror_partners,
         fill_rate(turn, description, candidates),
         steps_run(turn, len(candidates)),
     )
