@@ -327,8 +327,8 @@ class Runner:
                 self._background.run(effect)
 
     def _events(self, notes: Sequence[Note]) -> list[JobEvent]:
-        now = self._life.clock()
-        generation = self._life.view(self._job, now).generation
+        now, world = self._life.clock(), self._job.durable.current
+        generation = world.generation if world is not None else 0
         for note in notes:
             log.info(
                 note.message, job=self.spec.job, kind=str(note.kind), generation=generation, worker=note.worker or None

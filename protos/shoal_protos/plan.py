@@ -125,6 +125,11 @@ class Plan:
         return self._ranks.get((worker, incarnation))
 
     @cached_property
+    def workers(self) -> frozenset[WorkerId]:
+        """Ids of the members."""
+        return frozenset(member.worker for member in self.members)
+
+    @cached_property
     def _ranks(self) -> Mapping[tuple[WorkerId, str], int]:
         return {(member.worker, member.incarnation): rank for rank, member in enumerate(self.members)}
 

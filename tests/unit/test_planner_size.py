@@ -68,3 +68,13 @@ def test_one_joins_and_gets_its_share(start: Plan, clock: object) -> None:
     assert BLOCKS // (WORKERS + 1) <= transfers(plan) <= 2 * BLOCKS // WORKERS
     joiner = plan.world_size - 1
     assert {fill.target for fill in plan.fills} <= {joiner, *plan.shares[joiner].partners}
+
+
+def test_members_are_found_without_going_through_them(start: Plan) -> None:
+    """Of each of a thousand members it is asked at every event who is a member, and at which rank."""
+    begun = time.process_time()
+    for member in start.members:
+        for _ in range(100):
+            assert member.worker in start.workers
+            assert start.rank_of(member.worker, member.incarnation) is not None
+    assert time.process_time() - begun < 2.0

@@ -154,7 +154,7 @@ async def test_events_are_numbered_without_gap_over_restarts_and_runs(tmp_path):
         assert [(event.revision, event.kind) for event in events] == [
             (1, "scale"), (2, "cancelled"), (3, "scale"), (4, "scale"),
         ]  # fmt: skip
-        assert events[0].data == {"workers": 5} and events[0].generation == 1
+        assert events[0].data == {"workers": 5} and events[0].generation == 0
         assert [event.revision for event in await world.shell.events("train", after=2)] == [3, 4]
 
 
@@ -215,6 +215,17 @@ async def test_a_follower_of_a_quiet_job_is_told_that_it_is_quiet(tmp_path):
             assert await anext(events) is None
             await world.shell.submit("train", Scale(2))
             assert "scaled to 2" in [(await anext(events) or NOTHING).message for _ in range(2)]
+
+
+@asynchronous
+async def test_a_note_carries_the_generation_of_the_durable_state_and_asks_for_no_view(tmp_path):
+    """A view of a thousand workers for each of a thousand notes took seconds."""
+    async with running(tmp_path) as world:
+        await world.shell.create(SPEC)
+        world.machine.answers[Save] = [Note("one", "first")]
+        world.machine.shown["generation"] = 7
+        await world.shell.submit("train", Save())
+        assert (await world.shell.events("train"))[-1].generation == 0, "no world is stored"
 
 
 @asynchronous

@@ -258,7 +258,7 @@ class Durable:
     def surplus(self) -> list[WorkerId]:
         """Whom the roster need not remember: of those that are gone for good, and in no world, the oldest."""
         worlds = [plan for plan in (self.current, *self.planned) if plan is not None]
-        members = {member.worker for plan in worlds for member in plan.members}
+        members = frozenset[WorkerId]().union(*(plan.workers for plan in worlds))
         gone = [
             record.worker
             for record in self.roster.values()

@@ -84,7 +84,7 @@ def _number(message: ToWorker) -> int:
 
 
 def is_member(plan: Plan | None, worker: WorkerId) -> bool:
-    return plan is not None and any(member.worker == worker for member in plan.members)
+    return plan is not None and worker in plan.workers
 
 
 def inventory_for(process: Process | None, number: int) -> Inventory | None:

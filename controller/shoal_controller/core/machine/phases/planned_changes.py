@@ -64,9 +64,8 @@ def on_opened(turn: Turn, plan: Plan) -> None:
 
 def _set_goal(turn: Turn, wished: Goal | None, plan: Plan) -> None:
     """What the plan was asked for is fulfilled, as far as it took part in it: only what is new asks for another one."""
-    members = {member.worker for member in plan.members}
     if wished is not None:
-        pool = tuple(traits for traits in wished.pool if traits.worker in members)
+        pool = tuple(traits for traits in wished.pool if traits.worker in plan.workers)
         wished = Goal(pool, plan.steps, promote=False)
     turn.change(goal=wished, goals={})
 
@@ -133,10 +132,9 @@ def _give_up_on_joiners(turn: Turn, world: Plan) -> None:
     plans = turn.durable.planned
     if not plans or turn.now - _planned_at(turn.job) <= turn.spec.stall_seconds:
         return
-    members = {member.worker for member in world.members}
     why = f"generation {plans[-1].generation} did not begin within {turn.spec.stall_seconds:g} s (stall_seconds)"
     for member in plans[-1].members:
-        if member.worker not in members and turn.record(member.worker).serves:
+        if member.worker not in world.workers and turn.record(member.worker).serves:
             how = Ending.REPLACED if turn.record(member.worker).launched else Ending.START_OVER
             scaling.dismiss(turn, member.worker, how, why)
             send_if_due(turn, member.worker)
@@ -154,10 +152,10 @@ def _all_in(turn: Turn, world: Plan) -> bool:
 
 def waiting_joiners(turn: Turn, world: Plan) -> list[WorkerId]:
     """Who may become a member, oldest first, as many as there is room for."""
-    members = {member.worker for member in world.members}
+    members = world.workers
     if any(process.status.done for process in turn.serving() if process.worker in members):
         return []  # after the last step nobody joins any more
-    expected = {member.worker for plan in turn.durable.planned[-1:] for member in plan.members}
+    expected = turn.durable.planned[-1].workers if turn.durable.planned else frozenset()
     staying = sum(not turn.record(worker).leaving for worker in members)
     ready = [
         process
@@ -218,6 +216,6 @@ def _reason(turn: Turn, world: Plan, joiners: list[WorkerId]) -> Reason:
     leaving = {turn.record(member.worker).leaving for member in world.members} - {Leaving.NO}
     if leaving:
         return Reason.DRAIN if Leaving.DRAIN in leaving else Reason.SCALE_DOWN
-    if set(joiners) - {member.worker for member in before.members}:
+    if set(joiners) - before.workers:
         return Reason.SCALE_UP if turn.durable.scaled_up else Reason.JOIN
     return Reason.BALANCE
