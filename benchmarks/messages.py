@@ -44,7 +44,12 @@ def layout_of(model: str) -> Layout:
 def row(model: str, workers: int) -> list[str]:
     layout = layout_of(model)
     candidates = [Candidate(Member(f"w{n}", f"i{n}", f"10.0.0.{n}:1"), f"host{n}", n) for n in range(workers)]
-    plan = plan_start(PlanRequest(Terms(workers, layout.blocks, 1, 64), 1, Reason.START), candidates)
+    plan = plan_start(
+        PlanRequest(
+            Terms(workers, layout.blocks, mirrors=1, mirror_partners=4, fill_blocks_per_step=64), 1, Reason.START
+        ),
+        candidates,
+    )
     begun = time.process_time()
     traffic = Traffic(plan, 0, layout)
     flows = [traffic.partials, traffic.mirrored(0), traffic.handed(0)]

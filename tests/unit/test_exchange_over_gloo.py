@@ -79,7 +79,9 @@ def over_gloo(size: int, act: Callable[[Group], object]) -> None:
 
 def plans() -> list[Plan]:
     """A start; a loss, after which fills run; a joiner without lanes."""
-    world = World(Terms(lanes=LANES, blocks=LAYOUT.blocks, mirrors=1, fill_blocks_per_step=20), "abcd")
+    world = World(
+        Terms(lanes=LANES, blocks=LAYOUT.blocks, mirrors=1, mirror_partners=4, fill_blocks_per_step=20), "abcd"
+    )
     world.kill("b")
     world.join("e", trains=False)
     return world.plans
@@ -92,7 +94,9 @@ def test_owners_and_mirrors_have_the_bits_of_a_world_of_one(
 ) -> None:
     monkeypatch.setattr("shoal.exchange.traffic.piece_bytes", lambda _: piece)
     monkeypatch.setattr("shoal.exchange.traffic.windows", lambda pieces: windows(pieces, 2 * piece))
-    alone = World(Terms(lanes=LANES, blocks=LAYOUT.blocks, mirrors=0, fill_blocks_per_step=9), "a").plan
+    alone = World(
+        Terms(lanes=LANES, blocks=LAYOUT.blocks, mirrors=0, mirror_partners=4, fill_blocks_per_step=9), "a"
+    ).plan
     right = reduced(SoloGroup(), Traffic(alone, 0, LAYOUT), 0).live.flats
     plan = plans()[number]
 

@@ -95,7 +95,12 @@ MODELS = {
 
 def start_of(layout: Layout, workers: int) -> Plan:
     candidates = [Candidate(Member(f"w{n}", f"i{n}", f"10.0.0.{n}:1"), f"host{n}", n) for n in range(workers)]
-    return plan_start(PlanRequest(Terms(workers, layout.blocks, 1, 64), 1, Reason.START), candidates)
+    return plan_start(
+        PlanRequest(
+            Terms(workers, layout.blocks, mirrors=1, mirror_partners=4, fill_blocks_per_step=64), 1, Reason.START
+        ),
+        candidates,
+    )
 
 
 @pytest.mark.parametrize("workers", [3, 4, 7, 8, 16, 64])
@@ -123,7 +128,9 @@ def test_a_run_has_its_share_of_every_bucket_to_within_a_block_and_a_tie(layout:
 def test_after_losses_and_joins_owners_still_have_their_share_of_every_bucket() -> None:
     """To within a block, and a tie, for each run that they have got in the meantime."""
     layout = gpt(*MODELS["10M"])
-    world = World(Terms(8, layout.blocks, 1, 4_096), string.ascii_lowercase[:8])
+    world = World(
+        Terms(8, layout.blocks, mirrors=1, mirror_partners=4, fill_blocks_per_step=4_096), string.ascii_lowercase[:8]
+    )
     for act in (lambda: world.kill("c"), lambda: world.join("x"), lambda: world.kill("a"), lambda: world.join("y")):
         act()
         world.settle()

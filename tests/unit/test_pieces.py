@@ -128,7 +128,7 @@ def test_a_split_is_what_is_wanted_of_each_piece(
 
 def plans() -> list[Plan]:
     """Of a world's life: a start, fills, a promotion, a loss, a joiner that has no lanes."""
-    world = World(Terms(lanes=5, blocks=LAYOUT.blocks, mirrors=1, fill_blocks_per_step=7), "abcd")
+    world = World(Terms(lanes=5, blocks=LAYOUT.blocks, mirrors=1, mirror_partners=4, fill_blocks_per_step=7), "abcd")
     world.kill("b")
     world.join("e", trains=False)
     world.train()
@@ -245,7 +245,9 @@ def test_what_an_exchange_has_in_flight_is_bounded_whatever_the_size_of_a_parame
     monkeypatch.setattr("shoal.exchange.traffic.piece_bytes", lambda _: piece)
     monkeypatch.setattr("shoal.exchange.traffic.windows", lambda pieces: windows(pieces, in_flight))
     layout = lay_out([Trainable("embedding", (1_000, BLOCK), torch.float32, 0), Trainable("b", (9,), torch.float32, 0)])
-    plan = World(Terms(lanes=4, blocks=layout.blocks, mirrors=0, fill_blocks_per_step=7), "abcd").plan
+    plan = World(
+        Terms(lanes=4, blocks=layout.blocks, mirrors=0, mirror_partners=4, fill_blocks_per_step=7), "abcd"
+    ).plan
     traffic = Traffic(plan, 0, layout)
     sums = LaneSums(layout, 4)
     group = CountingGroup(4)
@@ -297,7 +299,9 @@ class Overlooker(CountingGroup):
 
 
 def test_what_is_mirrored_is_received_where_a_sum_lay_that_has_left() -> None:
-    plan = World(Terms(lanes=4, blocks=LAYOUT.blocks, mirrors=1, fill_blocks_per_step=7), "abcd").plan
+    plan = World(
+        Terms(lanes=4, blocks=LAYOUT.blocks, mirrors=1, mirror_partners=4, fill_blocks_per_step=7), "abcd"
+    ).plan
     sums, group = LaneSums(LAYOUT, 4), Overlooker(4)
     sums.begin_lane()
     sums.push(0)
