@@ -80,8 +80,8 @@ def clamp_data(engine: Engine) -> None:
 
 STRUCTURE = [
     (load_by_assignment, r'parameter ".*" was replaced after shoal\.initialize .*would not be trained'),
-    (to_double_and_back, r'parameter ".*" got other memory after shoal\.initialize .*would not be trained'),
-    (from_a_vector, r'parameter ".*" got other memory after shoal\.initialize'),
+    (to_double_and_back, r'parameter ".*" got new memory after shoal\.initialize .*would not be trained'),
+    (from_a_vector, r'parameter ".*" got new memory after shoal\.initialize'),
     (replace_a_layer, r'parameter "up\.bias" was replaced after shoal\.initialize'),
     (add_a_parameter, r'parameter "extra" was added after shoal\.initialize'),
     (remove_a_layer, r'parameter "unused" was removed after shoal\.initialize'),
