@@ -210,7 +210,7 @@ async def test_events_are_listed_from_any_revision_on(tmp_path):
         events = (await api.ask("GET", "/v1/jobs/train/events?after=1"))["events"]
         assert [event.pop("time") > 1.7e9 for event in events] == [True, True]
         assert events[0] == {
-            "revision": 2, "kind": "scale", "generation": 1, "worker": "", "message": "scaled to 3",
+            "revision": 2, "kind": "scale", "generation": 0, "worker": "", "message": "scaled to 3",
             "data": {"workers": 3},
         }  # fmt: skip
 
