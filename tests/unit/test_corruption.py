@@ -217,10 +217,10 @@ def test_a_checkpoint_saved_while_copies_differ_is_not_verified_and_not_gone_bac
         assert len(seen(crew)) == 1, "the save's own comparison has found it"
         assert "changed between steps 0 and " in seen(crew)[0]
         manifests = [one.manifest for one in checkpoints(LocalStorage(tmp_path), print)]
-        assert [manifest.generation for manifest in manifests if not manifest.verified] == [1]
-        first, *after = sorted((manifest.generation, manifest.step) for manifest in manifests if manifest.verified)
-        assert first == (1, 4)
-        assert all(generation > 1 for generation, _ in after), "what was asked for is saved after all have gone back"
+        sound = {(one.generation, one.step) for one in manifests if one.verified}
+        doubtful = {(one.generation, one.step) for one in manifests if not one.verified}
+        assert (1, 4) in sound and any(generation == 1 for generation, _ in doubtful)
+        assert all(generation > 1 for generation, _ in sound - {(1, 4)}), "the one that was asked for is doubtful"
         assert seen(crew, "restoring")[0].startswith("all members go back to the checkpoint of step 4: ")
 
 
