@@ -108,6 +108,8 @@ class FlippedBits:
         self.hopeless = False
         self.undone = 0
         """Returns to a sound checkpoint."""
+        self.drawn = 0
+        """Bits flipped so far."""
 
     @property
     def outstanding(self) -> bool:
@@ -115,7 +117,8 @@ class FlippedBits:
         return bool(self.flips) or self.hopeless
 
     def flip(self, worker: SimWorker, block: int) -> None:
-        worker.training.blocks[block] ^= 1 << 7
+        worker.training.blocks[block] ^= 1 << 7 + self.drawn  # another bit each time: copies that flip alike agree
+        self.drawn += 1
         self.flips.append(Flip(worker, block, after_restore=worker in self.restored))
         worker.say("has a bit flipped in block", block)
 

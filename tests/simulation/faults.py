@@ -200,7 +200,7 @@ class Faults:
         worker = self._any()
         if worker is not None and len(self.simulation.workers()) > 1:
             self.simulation.say("SIGTERM to", worker)
-            worker.session.request_drain()
+            worker.awake(worker.session.request_drain)
 
     def scale(self) -> None:
         workers = self.chance.randint(1, self.simulation.spec.max_workers or 6)

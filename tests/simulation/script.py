@@ -241,7 +241,8 @@ class Script:
         self.simulation.host.request(ConfirmLost(worker))
 
     def do_sigterm(self, worker: str) -> None:
-        self.simulation.by_id(worker).session.request_drain()
+        process = self.simulation.by_id(worker)
+        process.awake(process.session.request_drain)
 
     def do_scale(self, workers: str) -> None:
         self.simulation.host.request(Scale(int(workers)))

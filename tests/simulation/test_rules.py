@@ -18,7 +18,7 @@ NOTICED_BY: dict[str, str | int] = {
     "only a step above the one of a failure forgives it": "fails_at_the_same_step",
     "all failures within one generation count once": "fails_at_the_same_step",
     "a planned generation begins when all votes name it": 0,
-    "a member keeps what it voted for until that vote is over": 333,
+    "a member keeps what it voted for until that vote is over": 1082,
     "a joiner keeps every planned generation": 47,
     "a worker does not get ready for a plan that needs a block it lacks": 17,
     "a planned change relies only on what its base keeps or has filled": 152,
