@@ -125,13 +125,19 @@ def test_a_process_that_failed_and_does_not_end_is_killed_by_the_next_controller
     assert Kill("w0") in job.wait(2, beating=False)
 
 
-def test_the_back_off_after_failures_goes_on() -> None:
+def failed_six_times() -> Driver:
+    """Its seventh process is waited for."""
     job = Driver(wanted=1, launcher="local", command=("train",), max_restarts=9)
     for number in range(5):
         job.feed(Exited(f"w{number}", 1, "boom"))
         job.now = max(job.now, job.job.durable.spawn_after)
         job.feed(Tick())
     job.feed(Exited("w5", 1, "boom"))
+    return job
+
+
+def test_the_back_off_after_failures_goes_on() -> None:
+    job = failed_six_times()
     seconds = job.job.durable.spawn_after - job.now
     assert seconds > 4
     job.restart()
@@ -140,12 +146,7 @@ def test_the_back_off_after_failures_goes_on() -> None:
 
 
 def test_a_clock_that_was_set_back_makes_the_back_off_after_failures_no_longer_than_half_a_minute() -> None:
-    job = Driver(wanted=1, launcher="local", command=("train",), max_restarts=9)
-    for number in range(5):
-        job.feed(Exited(f"w{number}", 1, "boom"))
-        job.now = max(job.now, job.job.durable.spawn_after)
-        job.feed(Tick())
-    job.feed(Exited("w5", 1, "boom"))
+    job = failed_six_times()
     job.now -= 1000.0
     job.restart()
     assert Spawn("w6") in job.wait(31)
