@@ -19,7 +19,7 @@ from torch import Tensor
 from shoal.blocks.lane_sums import LaneSums
 from shoal.core.tree import fold
 from shoal.exchange.finite import culprit, describe_gradient, is_finite
-from shoal.exchange.packing import PackedReceive, pack
+from shoal.exchange.packing import PackedReceive, send_packed
 from shoal.exchange.pieces import Extent, elements_in
 from shoal.exchange.traffic import MIRRORED, PARTIALS, Traffic
 from shoal.group.group import Group, Work, WorldChanged
@@ -77,8 +77,7 @@ class CanonicalReduction:
             flight, messages = self._flight[self._sent], self._partials.sends[self._sent]
             self._sent += 1
             for peer, extents in messages:
-                message = pack(self._sums.finished, extents)
-                flight.sends.append((self._group.send(message, peer, PARTIALS), message))
+                flight.sends.append(send_packed(self._group, peer, PARTIALS, self._sums.finished, extents))
 
     def _post_up_to(self, stop: int) -> None:
         while self._posted < stop:
@@ -152,9 +151,9 @@ class CanonicalReduction:
 
     def _mirror(self, piece: int) -> None:
         """Posts the reduced ranges to their mirrors."""
+        copies = [self._sums.live.flats]
         for peer, extents in self._mirrored.sends[piece]:
-            message = pack([self._sums.live.flats], extents)
-            self._flight[piece].mirror_sends.append((self._group.send(message, peer, MIRRORED), message))
+            self._flight[piece].mirror_sends.append(send_packed(self._group, peer, MIRRORED, copies, extents))
 
     def _receive_mirrored(self, piece: int) -> None:
         """Posts the receives of what this worker mirrors: it lands where the sum lay that went to the owner, so that

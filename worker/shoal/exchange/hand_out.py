@@ -9,7 +9,7 @@ from shoal_protos.activity import StepPhase
 from torch import Tensor
 
 from shoal.blocks.flat import Flats
-from shoal.exchange.packing import PackedReceive, pack
+from shoal.exchange.packing import PackedReceive, send_packed
 from shoal.exchange.traffic import HANDED, PieceTraffic, Traffic
 from shoal.group.group import Group, Work
 
@@ -31,8 +31,8 @@ def hand_out(
         while len(sends) < until:
             messages = flow.receives[len(sends)]
             receives.append([PackedReceive(group, peer, HANDED, parameters, extents) for peer, extents in messages])
-            packed = [(peer, pack([parameters], extents)) for peer, extents in flow.sends[len(sends)]]
-            sends.append([(group.send(message, peer, HANDED), message) for peer, message in packed])
+            messages = flow.sends[len(sends)]
+            sends.append([send_packed(group, peer, HANDED, [parameters], extents) for peer, extents in messages])
         group.progress.reach(StepPhase.HAND_OUT, piece)
         group.wait([one.work for one in receives[piece]] + [work for work, _ in sends[piece]])
         for one in receives[piece]:

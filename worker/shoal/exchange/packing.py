@@ -25,6 +25,18 @@ def pack(
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
+def send_packed(
+    group: Group,
+    peer: int,
+    tag: int,
+    copies: Sequence[Flats],  # each per bucket (elements,); the extents are of one dtype
+    extents: Sequence[Extent],
+) -> tuple[Work, Tensor]:  # (copies × elements in the extents,)
+    """Posts one message. The caller keeps it until the work is done."""
+    message = pack(copies, extents)
+    return group.send(message, peer, tag), message
+
+
 class PackedReceive:
     """A posted receive into extents of flats: once `work` is done, `unpack` leaves the values there."""
 
