@@ -110,4 +110,4 @@ def save(
         snapshot = take_snapshot(state.layout, state.flats, state.held, owned, tensors, Arena())
         files.append(write_snapshot(storage, name.folder, state.step, author, snapshot).name)
     draft = draft.model_copy(update={"frozen": write_frozen(storage, frozen_parameters(state.module), "f")})
-    return name, commit(storage, name.folder, draft, files, state.buffers.committed)
+    return name, commit(storage, name.folder, draft, files)

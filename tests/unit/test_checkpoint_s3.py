@@ -33,14 +33,14 @@ def test_a_checkpoint_goes_to_the_object_store_and_comes_back(bucket: object) ->
     storage.prepare()
     name, manifest = save(state, storage)
     found = resolve(URL, "latest", print)
-    assert found and found.name == name and found.manifest.fingerprint == manifest.fingerprint
+    assert found and found.name == name and found.manifest.files == manifest.files
     other = fresh(seed=1)
     assert fits(found.manifest, other, (), found.path)
     load_small_state(found.reader(), other, {})
     load_blocks(found.reader(), other, every(12))
     assert block_digests(other, every(12)) == block_digests(state, every(12))
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(other.flats, state.flats, strict=True))
-    assert verify(found.reader()) > 0
+    assert verify(found.reader()).bytes_read > 0
 
 
 def test_a_file_of_many_parts_is_uploaded_in_parts_and_read_by_ranges(bucket: object) -> None:

@@ -2,13 +2,13 @@
 
 SHA-256 over the step, the layout, per block in order the SHA-256 of its parameters and of each optimizer state tensor
 (keys sorted, padding zero), and the persistent buffers by name. Owners digest their blocks; everyone gets all digests,
-so that the loss of any member loses none. The same block digests are a checkpoint's checksums.
+so that the loss of any member loses none. `shoal verify` computes it of a checkpoint alike.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from shoal_protos.runs import Runs
 from torch import Tensor
@@ -25,11 +25,20 @@ from shoal.world import World
 def block_digests(state: TrainingState, blocks: Runs) -> dict[int, bytes]:
     """Digests by block number: 32 bytes for the parameters and 32 for each state tensor, keys sorted."""
     found: dict[int, bytes] = {}
-    size = state.layout.block_elements
     for stretch, parts in contents(state, blocks):
-        for index, number in enumerate(state.layout.numbers_of(stretch)):
-            found[number] = b"".join(_digest(part, index * size, size) for part in parts)
+        found.update(digests_of(state.layout, stretch, parts))
     return found
+
+
+def digests_of(
+    layout: Layout,
+    stretch: Stretch,
+    parts: Sequence[Tensor],  # each (blocks × block elements,), or () for a number that all blocks share
+) -> Iterator[tuple[int, bytes]]:
+    """Number and digests of each block of a stretch. `parts`: parameters, then state tensors, keys sorted."""
+    size = layout.block_elements
+    for index, number in enumerate(layout.numbers_of(stretch)):
+        yield number, b"".join(_digest(part, index * size, size) for part in parts)
 
 
 def contents(state: TrainingState, blocks: Runs) -> Iterator[tuple[Stretch, list[Tensor]]]:

@@ -17,7 +17,7 @@ EXTRAS = {
     "shoal[controller]": {
         "fastapi", "prometheus_client", "psutil", "pydantic_settings", "uvicorn", "yaml",
     },
-    "shoal[worker]": {"fsspec", "numpy", "safetensors", "torch"},
+    "shoal[worker]": {"fsspec", "numpy", "safetensors", "torch", "xxhash"},
 }  # fmt: skip
 """Which extra brings a missing module."""
 

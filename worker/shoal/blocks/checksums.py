@@ -1,8 +1,8 @@
 """Checksums by which the copies of a block are compared: one 64-bit number over parameters and optimizer state.
 
 Cheap, because they are made beside steps: sums of machine words at the speed of memory, where any changed bit changes
-the number. They stand for nothing but "equal or not" between copies of one step; checkpoints and fingerprints have
-SHA-256. Knows no group.
+the number. They stand for nothing but "equal or not" between copies of one step; checkpoints have XXH3,
+fingerprints SHA-256. Knows no group.
 """
 
 from __future__ import annotations

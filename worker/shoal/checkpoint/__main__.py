@@ -76,8 +76,11 @@ def _verify(given: argparse.Namespace) -> int:
     for name in names:
         try:
             found = look_into(storage, name)
-            count = verify(found.reader())
-            _print(f"{found.path}: step {name.step}, {count:,} bytes in {len(found.manifest.files)} files, valid")
+            seen = verify(found.reader())
+            _print(
+                f"{found.path}: step {name.step}, {seen.bytes_read:,} bytes in {len(found.manifest.files)} files, "
+                f"valid, fingerprint {seen.fingerprint}"
+            )
         except CheckpointDamaged as error:
             damaged += bool(one) or MANIFEST in storage.list(name.folder)
             _print(str(error))

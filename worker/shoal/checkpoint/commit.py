@@ -6,10 +6,8 @@ file exactly once, and every file must lie there in its full size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import chain
-
-from torch import Tensor
 
 from shoal.checkpoint.errors import CheckpointDamaged
 from shoal.checkpoint.manifest import (
@@ -22,16 +20,12 @@ from shoal.checkpoint.manifest import (
 )
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.writer import part_of
-from shoal.core.layout import Layout
-from shoal.fingerprint import total_of
 
 LARGEST_PART = 64 << 20
 
 
-def commit(
-    storage: Storage, folder: str, draft: Manifest, files: Sequence[str], buffers: Mapping[str, Tensor]
-) -> Manifest:
-    """Writes the manifest. `draft`: all of it but files and fingerprint; `files`: the names that the writers use.
+def commit(storage: Storage, folder: str, draft: Manifest, files: Sequence[str]) -> Manifest:
+    """Writes the manifest. `draft`: all of it but files; `files`: the names that the writers use.
 
     Raises `CheckpointDamaged` where the files do not make a checkpoint, `StorageFailed` where the place fails.
     """
@@ -47,9 +41,7 @@ def commit(
     of_files = (broken for entry in entries for broken in broken_file(entry, draft.blocks))
     for broken in chain(of_files, broken_cover(entries, draft.blocks)):
         raise CheckpointDamaged(f"{where} cannot be completed: {broken}.")
-    digests = digests_of(entries, draft.blocks)
-    fingerprint = total_of(draft.step, draft.blocks, digests, buffers)
-    manifest = draft.model_copy(update={"files": entries, "fingerprint": fingerprint})
+    manifest = draft.model_copy(update={"files": entries})
     storage.publish(f"{folder}/{MANIFEST}", manifest.to_bytes())
     for name in files:
         storage.remove(f"{folder}/{part_of(name)}")
@@ -66,13 +58,3 @@ def _entry(storage: Storage, folder: str, file: str) -> FileEntry:
     if entry.name != file:
         raise CheckpointDamaged(f"{where} speaks of {entry.name}.")
     return entry
-
-
-def digests_of(files: Sequence[FileEntry], layout: Layout) -> dict[int, bytes]:
-    """Digests by block number, as `block_digests` of the fingerprint gives them."""
-    return {
-        number: digest
-        for file in files
-        for piece in file.pieces
-        for number, digest in zip(layout.numbers_of(piece.stretch), piece.digests, strict=True)
-    }

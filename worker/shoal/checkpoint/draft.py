@@ -38,7 +38,7 @@ class Origin:
 def draft_of(
     state: TrainingState, origin: Origin, generation: int, registered: States
 ) -> tuple[Manifest, dict[str, Tensor]]:
-    """The manifest without files and fingerprint, and the tensors that its author's file has beside blocks.
+    """The manifest without files, and the tensors that its author's file has beside blocks.
 
     Raises `UserError` naming a state that cannot be kept.
     """
@@ -73,6 +73,5 @@ def draft_of(
         config=dict(origin.config),
         numerics=dict(origin.numerics),
         files=(),
-        fingerprint="",
     )
     return manifest, tensors

@@ -6,12 +6,12 @@ digest; a manifest names the file, so that a checkpoint is whole without the scr
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
 from shoal.blocks.host_memory import tensor_bytes
+from shoal.checkpoint.checksum import checksum
 from shoal.checkpoint.container import CODES, Region, header
 from shoal.checkpoint.manifest import FrozenEntry, TensorEntry, safe_name
 from shoal.checkpoint.retention import FROZEN
@@ -40,7 +40,7 @@ def write_frozen(storage: Storage, named: Mapping[str, Tensor], incarnation: str
             dtype=CODES[region.dtype],  # type: ignore[arg-type]
             shape=region.shape,
             at=region.at + len(head),
-            sha256=hashlib.sha256(tensor_bytes(named[region.name])).hexdigest(),
+            checksum=checksum(tensor_bytes(named[region.name])).hex(),
         )
         for region in regions
     }

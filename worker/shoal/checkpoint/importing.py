@@ -49,14 +49,14 @@ def import_model(file: Path, storage: Storage) -> SaveName:
     draft = Manifest(
         kind="model", job="", step=0, generation=0, last_step=0, layout=LayoutEntry.of(layout, tied), optimizer="",
         groups=[], data=None, scheduler=None, scaler=None, states={}, record="", buffers=(), frozen=None, config={},
-        numerics={}, files=(), fingerprint="",
+        numerics={}, files=(),
     )  # fmt: skip
     storage.prepare()
     held = HeldBlocks(layout, torch.optim.SGD([torch.zeros(1)]), flats, {})
     held.hold(every(layout.blocks))
     snapshot = take_snapshot(layout, flats, held, every(layout.blocks), {}, Arena())
     entry = write_snapshot(storage, name.folder, 0, author, snapshot)
-    commit(storage, name.folder, draft, [entry.name], {})
+    commit(storage, name.folder, draft, [entry.name])
     return name
 
 

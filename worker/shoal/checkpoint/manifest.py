@@ -22,6 +22,7 @@ from pydantic import Field, ValidationError
 from shoal_protos.runs import Runs
 from shoal_protos.validation import first_sentence
 
+from shoal.checkpoint.checksum import CHECKSUM_BYTES
 from shoal.checkpoint.container import DTYPES
 from shoal.checkpoint.errors import CheckpointDamaged
 from shoal.checkpoint.layout_entry import Code, Count, Entry, LayoutEntry, Name, RunName, Shape
@@ -31,15 +32,15 @@ from shoal.core.layout import VERSION as LAYOUT_VERSION
 from shoal.core.layout import Layout, Stretch
 
 FORMAT = "shoal checkpoint"
-VERSION = 1
+VERSION = 2
 MANIFEST = "manifest.json"
 LARGEST_MANIFEST = 256 << 20
 """Bytes: 65,536 blocks with a dozen state tensors each take a fifth of it."""
-DIGEST_BYTES = 32
-NO_CHECKSUM = "0" * 2 * DIGEST_BYTES
+NO_SEAL = "0" * 64
 
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}$")]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Checksum = Annotated[str, Field(pattern=rf"^[0-9a-f]{{{2 * CHECKSUM_BYTES}}}$")]
 
 
 class StateEntry(Entry):
@@ -62,18 +63,17 @@ class PieceEntry(Entry):
     """The parameters' first byte in the file."""
     state: dict[Name, StateEntry]
     checksums: str
-    """Base64. Per block the SHA-256 of the parameters and of each state tensor, keys sorted: what the fingerprint is
-    made of."""
+    """Base64. Per block the checksum of the parameters and of each state tensor, keys sorted."""
 
     @property
     def stretch(self) -> Stretch:
         return Stretch(self.bucket, *self.blocks)
 
     @cached_property
-    def digests(self) -> list[bytes]:
-        """Digests by block."""
+    def by_block(self) -> list[bytes]:
+        """The checksums of each block."""
         table = base64.b64decode(self.checksums, validate=True)
-        width = DIGEST_BYTES * (1 + len(self.state))
+        width = CHECKSUM_BYTES * (1 + len(self.state))
         return [table[at : at + width] for at in range(0, len(table), width)]
 
 
@@ -83,7 +83,7 @@ class TensorEntry(Entry):
     dtype: Code
     shape: Shape
     at: Count
-    sha256: Digest
+    checksum: Checksum
 
     @property
     def bytes(self) -> int:
@@ -94,7 +94,7 @@ class HeadEntry(Entry):
     """What stands in a data file before the data; Shoal needs none of it, other readers do."""
 
     bytes: Count
-    sha256: Digest
+    checksum: Checksum
 
 
 class FileEntry(Entry):
@@ -116,7 +116,7 @@ class FrozenEntry(Entry):
     bytes: Count
     head: HeadEntry
     digest: Digest
-    """Over names, dtypes, shapes and bytes."""
+    """SHA-256 over names, dtypes, shapes and bytes."""
     tensors: dict[Name, TensorEntry]
 
 
@@ -133,7 +133,7 @@ class DataPosition(Entry):
 
 class Manifest(Entry):
     format: Literal["shoal checkpoint"] = "shoal checkpoint"
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     kind: Literal["training", "model"]
     """`model`: parameters only, imported from elsewhere; training begins with them at step 0."""
     job: Name
@@ -168,8 +168,7 @@ class Manifest(Entry):
     files: tuple[FileEntry, ...]
     verified: bool = False
     """Whether every block had two copies at least when it was saved, and all of them agreed."""
-    fingerprint: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")]
-    checksum: Digest = NO_CHECKSUM
+    checksum: Digest = NO_SEAL
     """SHA-256 of all that stands in the file before this last key."""
 
     @cached_property
@@ -233,15 +232,14 @@ def _refusal(content: bytes, error: ValidationError, where: str) -> str:
     if not isinstance(head, dict) or head.get("format") != FORMAT:
         return f'{where} is not the manifest of a checkpoint: its format is not "{FORMAT}".'
     version = head.get("version")
-    if type(version) is int and version > VERSION:
-        return f"{where} has format version {version}; this Shoal reads {VERSION}. Use the version that wrote it."
     layout = head.get("layout")
     blocks = layout.get("version", 1) if isinstance(layout, dict) else LAYOUT_VERSION
-    if type(blocks) is int and blocks != LAYOUT_VERSION:
-        return (
-            f"{where} has layout version {blocks}; this Shoal reads {LAYOUT_VERSION}. Use the version that wrote it, "
-            "or export its model there and import it here."
-        )
+    for kind, found, read in (("format", version, VERSION), ("layout", blocks, LAYOUT_VERSION)):
+        if type(found) is int and found != read:
+            return (
+                f"{where} has {kind} version {found}; this Shoal reads {read}. Use the version that wrote it, or "
+                "export its model there and import it here."
+            )
     return f"{where} is damaged: {first_sentence(error.errors(), 'it')}."
 
 
@@ -262,8 +260,6 @@ def _broken(manifest: Manifest) -> Iterator[str]:
     groups = {bucket.group for bucket in manifest.blocks.buckets}
     if manifest.kind == "training" and groups and max(groups) >= len(manifest.groups):
         yield f"it has {len(manifest.groups)} optimizer groups, its layout {max(groups) + 1}"
-    if not manifest.fingerprint:
-        yield "it has no fingerprint"
 
 
 def broken_file(file: FileEntry, layout: Layout) -> Iterator[str]:
@@ -293,7 +289,7 @@ def _broken_piece(file: FileEntry, piece: PieceEntry, layout: Layout) -> Iterato
             yield f"{name} lies beyond the {file.bytes} bytes of {file.name}"
             return
     try:
-        complete = len(piece.digests) == stop - start and len(set(map(len, piece.digests))) == 1
+        complete = len(piece.by_block) == stop - start and len(set(map(len, piece.by_block))) == 1
     except (binascii.Error, ValueError):
         complete = False
     if not complete:

@@ -7,7 +7,6 @@ differs is named and nothing of the checkpoint may be used then.
 
 from __future__ import annotations
 
-import hashlib
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,9 +19,10 @@ from torch import Tensor
 from shoal.blocks.flat import Flats
 from shoal.blocks.held import State
 from shoal.blocks.host_memory import host_memory, tensor_bytes
+from shoal.checkpoint.checksum import CHECKSUM_BYTES, checksum
 from shoal.checkpoint.container import DTYPES
 from shoal.checkpoint.errors import CheckpointDamaged
-from shoal.checkpoint.manifest import DIGEST_BYTES, Manifest, PieceEntry, TensorEntry
+from shoal.checkpoint.manifest import Manifest, PieceEntry, TensorEntry
 from shoal.checkpoint.snapshot import PARAMETERS
 from shoal.checkpoint.storage import Storage, Target
 from shoal.core.layout import Stretch
@@ -41,7 +41,7 @@ class _Range:
     file: str
     at: int
     target: memoryview
-    digests: Sequence[bytes]
+    checksums: Sequence[bytes]
     """One for each equal part of the target."""
     label: str
     place: tuple[int, int] | None
@@ -65,10 +65,10 @@ class _Part:
         first, stop = self.stretch.start - piece.blocks[0], self.stretch.stop - piece.blocks[0]
         place = self.stretch.bucket, self.stretch.start
         if target.dim() == 0:
-            return _Range(self.file, at, view, [_column(piece.digests[first], column)], label, place)
-        digests = [_column(digest, column) for digest in piece.digests[first:stop]]
+            return _Range(self.file, at, view, [_column(piece.by_block[first], column)], label, place)
+        checksums = [_column(block, column) for block in piece.by_block[first:stop]]
         at += first * (view.nbytes // (stop - first))
-        return _Range(self.file, at, view, digests, label, place)
+        return _Range(self.file, at, view, checksums, label, place)
 
 
 class Reader:
@@ -182,7 +182,7 @@ class Reader:
             heads.append((self.manifest.frozen.file, self.manifest.frozen.head))
         self._read(
             [
-                _Range(file, 0, memoryview(bytearray(head.bytes)), [bytes.fromhex(head.sha256)], "the header", None)
+                _Range(file, 0, memoryview(bytearray(head.bytes)), [bytes.fromhex(head.checksum)], "the header", None)
                 for file, head in heads
             ]
         )
@@ -211,9 +211,9 @@ class Reader:
         except EOFError:
             raise CheckpointDamaged(f"{self.where} is damaged: {file} is cut short.") from None
         for one in batch:
-            size = one.target.nbytes // len(one.digests)
-            for index, digest in enumerate(one.digests):
-                if hashlib.sha256(one.target[index * size : (index + 1) * size]).digest() != digest:
+            size = one.target.nbytes // len(one.checksums)
+            for index, expected in enumerate(one.checksums):
+                if checksum(one.target[index * size : (index + 1) * size]) != expected:
                     block = "" if one.place is None else f" of block {self._number(one.place, index)}"
                     raise CheckpointDamaged(
                         f"{self.where} is damaged: the checksum of {one.label}{block} in {file} differs."
@@ -248,28 +248,28 @@ def _alike(left: PieceEntry, right: PieceEntry) -> bool:
         a, b = left.state[key], right.state[key]
         if (a.dtype, a.scalar) != (b.dtype, b.scalar):
             return False
-        if a.scalar and _column(left.digests[0], column) != _column(right.digests[0], column):
+        if a.scalar and _column(left.by_block[0], column) != _column(right.by_block[0], column):
             return False
     return True
 
 
-def _column(digests: bytes, column: int) -> bytes:
-    return digests[column * DIGEST_BYTES : (column + 1) * DIGEST_BYTES]
+def _column(block: bytes, column: int) -> bytes:
+    return block[column * CHECKSUM_BYTES : (column + 1) * CHECKSUM_BYTES]
 
 
 def _range_of_tensor(file: str, name: str, entry: TensorEntry, target: Tensor) -> _Range:
-    return _Range(file, entry.at, tensor_bytes(target), [bytes.fromhex(entry.sha256)], f'tensor "{name}"', None)
+    return _Range(file, entry.at, tensor_bytes(target), [bytes.fromhex(entry.checksum)], f'tensor "{name}"', None)
 
 
 def _split(one: _Range) -> Iterator[_Range]:
     """A long range as several, cut between blocks, for several threads."""
-    size = max(1, one.target.nbytes // len(one.digests))
+    size = max(1, one.target.nbytes // len(one.checksums))
     step = max(1, BATCH_BYTES // size)
-    for first in range(0, len(one.digests), step):
-        digests = one.digests[first : first + step]
-        target = one.target[first * size : (first + len(digests)) * size]
+    for first in range(0, len(one.checksums), step):
+        checksums = one.checksums[first : first + step]
+        target = one.target[first * size : (first + len(checksums)) * size]
         place = None if one.place is None else (one.place[0], one.place[1] + first)
-        yield replace(one, at=one.at + first * size, target=target, digests=digests, place=place)
+        yield replace(one, at=one.at + first * size, target=target, checksums=checksums, place=place)
 
 
 def _batches(ranges: list[_Range]) -> Iterator[list[_Range]]:

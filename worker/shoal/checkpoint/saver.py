@@ -46,7 +46,6 @@ class Lead:
     """What the leader of a save has beside its own part."""
 
     draft: Manifest
-    buffers: Mapping[str, Tensor]
     frozen: Mapping[str, Tensor]
     in_use: str
     """Folder of the checkpoint that training came from, which retention leaves alone; or empty."""
@@ -254,7 +253,7 @@ class Saver:
         self._wait_for_parts(save, act.gone)
         draft = lead.draft.model_copy(update={"frozen": self._frozen, "verified": act.verified})
         files = [Author.of(writer).file(save.name.step) for writer in save.part.save.writers]
-        manifest = self._making_room(save, lambda: commit(self.storage, save.name.folder, draft, files, lead.buffers))
+        manifest = self._making_room(save, lambda: commit(self.storage, save.name.folder, draft, files))
         outcome.seconds["commit"] = time.monotonic() - began
         log.info("saved", checkpoint=outcome.path, step=manifest.step, bytes=manifest.data_bytes)
         self._prune(save.name, save.ours, lead.in_use)

@@ -1,34 +1,48 @@
-"""Reads a whole checkpoint and compares every checksum and the fingerprint; keeps nothing of it.
+"""Reads a whole checkpoint, compares every checksum, and computes the fingerprint; keeps nothing of it.
 
 Bucket by bucket, so that memory holds one bucket. `shoal verify` calls it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import torch
 
-from shoal.checkpoint.commit import digests_of
-from shoal.checkpoint.errors import CheckpointDamaged
 from shoal.checkpoint.reader import Reader
-from shoal.fingerprint import total_of
+from shoal.core.layout import Bucket
+from shoal.fingerprint import digests_of, total_of
 
 _NOTHING = torch.empty(0)
 
 
-def verify(reader: Reader) -> int:
-    """Returns how many bytes were read. Raises `CheckpointDamaged` naming the first thing that is wrong."""
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """A checkpoint that is whole. `fingerprint`: hexadecimal, as `engine.fingerprint()` gave it at that step."""
+
+    bytes_read: int
+    fingerprint: str
+
+
+def verify(reader: Reader) -> Verified:
+    """Raises `CheckpointDamaged` naming the first thing that is wrong."""
     manifest = reader.manifest
-    for bucket in manifest.blocks.buckets:
-        whole = [manifest.blocks.whole(bucket)]
-        flat = torch.empty(bucket.elements, dtype=bucket.dtype)
-        reader.parameters(whole, [flat if other is bucket else _NOTHING for other in manifest.blocks.buckets])
-        reader.states(whole)
+    digests = dict(one for bucket in manifest.blocks.buckets for one in _digests(reader, bucket))
     reader.check_shared_numbers()
     reader.check_heads()
     reader.tensors()
     reader.frozen()
-    digests = digests_of(manifest.files, manifest.blocks)
     fingerprint = total_of(manifest.step, manifest.blocks, digests, reader.buffers())
-    if fingerprint != manifest.fingerprint:
-        raise CheckpointDamaged(f"{reader.where} is damaged: its fingerprint is not that of what it holds.")
-    return reader.bytes_read
+    return Verified(reader.bytes_read, fingerprint)
+
+
+def _digests(reader: Reader, bucket: Bucket) -> Iterator[tuple[int, bytes]]:
+    """Number and digests of each block of a bucket."""
+    layout = reader.manifest.blocks
+    whole = layout.whole(bucket)
+    flat = torch.empty(bucket.elements, dtype=bucket.dtype)
+    reader.parameters([whole], [flat if other is bucket else _NOTHING for other in layout.buckets])
+    for stretch, state in reader.states([whole]).items():
+        parameters = flat[slice(*layout.elements(stretch))]
+        yield from digests_of(layout, stretch, [parameters, *(state[key] for key in sorted(state))])

@@ -1,6 +1,6 @@
 """Writes one worker's data file and what it says of it; the second half of a save, on a thread of its own.
 
-The file is streamed from the snapshot: each chunk is digested and written while it is in the cache, so nothing is
+The file is streamed from the snapshot: each chunk is checked and written while it is in the cache, so nothing is
 copied and memory stays bounded to the snapshot. The file's entry for the manifest lies beside it as JSON until the
 manifest is there (`commit.py`). Files carry step, worker and incarnation, and are never overwritten.
 """
@@ -8,20 +8,20 @@ manifest is there (`commit.py`). Files carry step, worker and incarnation, and a
 from __future__ import annotations
 
 import base64
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shoal_protos.plan import Member
 from torch import Tensor
 
+from shoal.checkpoint.checksum import checksum
 from shoal.checkpoint.container import CODES, Region, header
 from shoal.checkpoint.manifest import FileEntry, HeadEntry, PieceEntry, StateEntry, TensorEntry, safe_name
 from shoal.checkpoint.snapshot import PARAMETERS, Piece, Snapshot
 from shoal.checkpoint.storage import Storage
 
 CHUNK_BYTES = 1 << 20
-"""Small enough to be in the cache still when it is written after it was digested."""
+"""Small enough to be in the cache still when it is written after its checksums were made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,28 +49,28 @@ def write_snapshot(storage: Storage, folder: str, step: int, author: Author, sna
     """Writes the file, then its entry. Raises `StorageFailed`."""
     _clear_gaps(snapshot)
     head = header(snapshot.regions, {"format": "pt", "shoal": f"step {step}, a part; see manifest.json"})
-    digests: dict[str, list[bytes]] = {}
+    checksums: dict[str, list[bytes]] = {}
     name = author.file(step)
-    size = storage.write(f"{folder}/{name}", _stream(head, snapshot, digests))
+    size = storage.write(f"{folder}/{name}", _stream(head, snapshot, checksums))
     entry = FileEntry(
         name=name,
         bytes=size,
         head=head_entry(head),
         worker=author.worker,
         incarnation=author.incarnation,
-        pieces=tuple(_piece_entry(piece, len(head), digests) for piece in snapshot.pieces),
-        tensors={name: _tensor_entry(region, len(head), digests) for name, region in snapshot.tensors.items()},
+        pieces=tuple(_piece_entry(piece, len(head), checksums) for piece in snapshot.pieces),
+        tensors={name: _tensor_entry(region, len(head), checksums) for name, region in snapshot.tensors.items()},
     )
     storage.publish(f"{folder}/{part_of(name)}", entry.model_dump_json().encode())
     return entry
 
 
 def head_entry(head: bytes) -> HeadEntry:
-    return HeadEntry(bytes=len(head), sha256=hashlib.sha256(head).hexdigest())
+    return HeadEntry(bytes=len(head), checksum=checksum(head).hex())
 
 
 def _clear_gaps(snapshot: Snapshot) -> None:
-    """Zeros where no parameter lies; an optimizer may count there, and digests are of zeros."""
+    """Zeros where no parameter lies; an optimizer may count there, and checksums are of zeros."""
     for piece in snapshot.pieces:
         first = piece.stretch.start * snapshot.block_elements
         stop = piece.stretch.stop * snapshot.block_elements
@@ -82,8 +82,8 @@ def _clear_gaps(snapshot: Snapshot) -> None:
                     values[start:end] = 0
 
 
-def _stream(head: bytes, snapshot: Snapshot, digests: dict[str, list[bytes]]) -> Iterator[memoryview]:
-    """The file's bytes; leaves the digests of every region's blocks behind."""
+def _stream(head: bytes, snapshot: Snapshot, checksums: dict[str, list[bytes]]) -> Iterator[memoryview]:
+    """The file's bytes; leaves the checksums of every region's blocks behind."""
     yield memoryview(head)
     block_bytes = {
         region.name: snapshot.block_elements * region.dtype.itemsize
@@ -94,23 +94,23 @@ def _stream(head: bytes, snapshot: Snapshot, digests: dict[str, list[bytes]]) ->
     for region in snapshot.regions:
         view = snapshot.view(region)
         if region.name not in block_bytes:
-            digests[region.name] = [hashlib.sha256(view).digest()]
+            checksums[region.name] = [checksum(view)]
             yield view
             continue
         size, found = block_bytes[region.name], list[bytes]()
-        digests[region.name] = found
+        checksums[region.name] = found
         chunk = max(1, CHUNK_BYTES // size) * size
         for at in range(0, region.bytes, chunk):
             part = view[at : at + chunk]
-            found += [hashlib.sha256(part[b : b + size]).digest() for b in range(0, part.nbytes, size)]
+            found += [checksum(part[b : b + size]) for b in range(0, part.nbytes, size)]
             yield part
 
 
-def _piece_entry(piece: Piece, shift: int, digests: dict[str, list[bytes]]) -> PieceEntry:
+def _piece_entry(piece: Piece, shift: int, checksums: dict[str, list[bytes]]) -> PieceEntry:
     count = piece.stretch.blocks
     columns = []
     for key in sorted(piece.regions):
-        found = digests[piece.regions[key].name]
+        found = checksums[piece.regions[key].name]
         columns.append(found if len(found) == count else found * count)
     return PieceEntry(
         bucket=piece.stretch.bucket,
@@ -125,10 +125,10 @@ def _piece_entry(piece: Piece, shift: int, digests: dict[str, list[bytes]]) -> P
     )
 
 
-def _tensor_entry(region: Region, shift: int, digests: dict[str, list[bytes]]) -> TensorEntry:
+def _tensor_entry(region: Region, shift: int, checksums: dict[str, list[bytes]]) -> TensorEntry:
     return TensorEntry(
         dtype=CODES[region.dtype],  # type: ignore[arg-type]
         shape=region.shape,
         at=region.at + shift,
-        sha256=digests[region.name][0].hex(),
+        checksum=checksums[region.name][0].hex(),
     )

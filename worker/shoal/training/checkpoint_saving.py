@@ -164,7 +164,7 @@ class CheckpointSaving:
             except UserError as error:
                 log.error("save_failed", step=name.step, reason=str(error))
                 return saver.refuse(part, name, str(error))
-            lead = Lead(draft, state.buffers.committed.copy(), frozen_parameters(state.module), _in_use(world))
+            lead = Lead(draft, frozen_parameters(state.module), _in_use(world))
         owned = plan.shares[world.rank].owned
         snapshot = take_snapshot(state.layout, state.flats, state.held, owned, beside, saver.ready())
         task = SaveTask(part, name, snapshot, lead, Ours(run, state.lineage))
