@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 import pytest
@@ -15,7 +15,17 @@ from shoal.blocks.lane_sums import LaneSums
 from shoal.core.layout import Layout, Trainable, lay_out
 from shoal.exchange.canonical import CanonicalReduction
 from shoal.exchange.hand_out import hand_out
-from shoal.exchange.pieces import Extent, Extents, cut_into_pieces, elements_in, piece_bytes, split, windows
+from shoal.exchange.pieces import (
+    ALONE_BYTES,
+    Extent,
+    Extents,
+    cut_into_pieces,
+    elements_in,
+    in_messages,
+    piece_bytes,
+    split,
+    windows,
+)
 from shoal.exchange.traffic import MIRRORED, PARTIALS, PieceTraffic, Traffic
 from shoal.group.group import Work
 from shoal.group.solo import SoloGroup
@@ -123,6 +133,22 @@ def test_a_split_is_what_is_wanted_of_each_piece(
             assert covered(list(places)) <= covered(list(pieces[index].owned[rank]))
 
 
+@given(owners())
+@settings(max_examples=60)
+def test_a_large_extent_is_a_message_of_its_own_and_the_small_ones_of_a_piece_are_one_together(
+    given_: tuple[Layout, list[Runs], list[int]],
+) -> None:
+    layout, runs, subtrees = given_
+    for piece in cut_into_pieces(layout, [layout.cut(owned) for owned in runs], subtrees, MOST):
+        width = layout.buckets[piece.last_bucket].dtype.itemsize
+        for extents in piece.owned:
+            messages = in_messages(extents, width)
+            assert sorted(one for message in messages for one in message) == list(extents)
+            large = [one for one in extents if (one.stop - one.start) * width >= ALONE_BYTES]
+            assert [message for message in messages if message[0] in large] == [(one,) for one in large]
+            assert len(messages) == len(large) + (len(extents) > len(large))
+
+
 # ---- traffic of real plans
 
 
@@ -153,10 +179,12 @@ def test_what_one_sends_the_other_receives_in_the_same_order(number: int) -> Non
         ]
         for of_ranks in flows:
             for piece in range(len(traffics[0].pieces)):
-                sent = {(rank, to): what for rank, flow in enumerate(of_ranks) for to, what in flow.sends[piece]}
-                got = {
-                    (source, rank): what for rank, flow in enumerate(of_ranks) for source, what in flow.receives[piece]
-                }
+                sent, got = defaultdict(list), defaultdict(list)
+                for rank, flow in enumerate(of_ranks):
+                    for to, what in flow.sends[piece]:
+                        sent[rank, to].append(what)
+                    for source, what in flow.receives[piece]:
+                        got[source, rank].append(what)
                 assert sent == got
 
 

@@ -9,7 +9,7 @@ per worker this is an all-to-all of the size of a reduce-scatter.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,20 +19,21 @@ from torch import Tensor
 from shoal.blocks.lane_sums import LaneSums
 from shoal.core.tree import fold
 from shoal.exchange.finite import culprit, describe_gradient, is_finite
-from shoal.exchange.packing import PackedReceive, send_packed
-from shoal.exchange.pieces import Extent, elements_in
+from shoal.exchange.packing import PackedReceive, Posted, receive_sums, send_packed, send_sums
+from shoal.exchange.pieces import Extent, Extents
 from shoal.exchange.traffic import MIRRORED, PARTIALS, Traffic
 from shoal.group.group import Group, Work, WorldChanged
 
 
 @dataclass(slots=True)
 class _InFlight:
-    """One piece's messages; a send keeps its message: (subtrees × elements in its extents,)."""
+    """One piece's messages."""
 
-    sends: list[tuple[Work, Tensor]] = field(default_factory=list)
-    arrivals: dict[int, tuple[Work, Tensor]] = field(default_factory=dict)
-    """By rank, (its subtrees × elements owned here,)."""
-    mirror_sends: list[tuple[Work, Tensor]] = field(default_factory=list)
+    sends: list[Posted] = field(default_factory=list)
+    receives: list[Work] = field(default_factory=list)
+    arrivals: dict[tuple[int, Extents], Tensor] = field(default_factory=dict)
+    """By rank and extents owned here, (the rank's subtrees, elements in the extents)."""
+    mirror_sends: list[Posted] = field(default_factory=list)
     mirror_arrivals: list[PackedReceive] = field(default_factory=list)
 
 
@@ -77,16 +78,18 @@ class CanonicalReduction:
             flight, messages = self._flight[self._sent], self._partials.sends[self._sent]
             self._sent += 1
             for peer, extents in messages:
-                flight.sends.append(send_packed(self._group, peer, PARTIALS, self._sums.finished, extents))
+                flight.sends += send_sums(self._group, peer, PARTIALS, self._sums.finished, extents)
 
     def _post_up_to(self, stop: int) -> None:
         while self._posted < stop:
             flight, messages = self._flight[self._posted], self._partials.receives[self._posted]
             self._posted += 1
             for peer, extents in messages:
-                count = len(self._traffic.lane_spans[peer]) * elements_in(extents)
-                message = self._sums.live.flats[extents[0].bucket].new_empty(count)
-                flight.arrivals[peer] = (self._group.receive(message, peer, PARTIALS), message)
+                subtrees = len(self._traffic.lane_spans[peer])
+                live = self._sums.live.flats
+                works, sums = receive_sums(self._group, peer, PARTIALS, subtrees, extents, live)
+                flight.receives += works
+                flight.arrivals[peer, extents] = sums
 
     def finish(self, on_reduced: Callable[[], None]) -> None:
         """Everything that is left, until every owned and mirrored range holds its reduced gradient.
@@ -99,82 +102,91 @@ class CanonicalReduction:
         for piece, until in enumerate(self._windows):
             self._post_up_to(until)
             self._send_up_to(until)
-            progress.reach(StepPhase.REDUCTION, 2 * piece)
+            progress.reach(StepPhase.REDUCTION, piece)
+            self._wait_for(piece)
+            self._receive_mirrored(piece - 1)
             self._reduce(piece)
             on_reduced()
             self._mirror(piece)
-            progress.reach(StepPhase.REDUCTION, 2 * piece + 1)
-            self._receive_mirrored(piece - 1)
-            self._settle(piece)
-        progress.reach(StepPhase.REDUCTION, 2 * pieces)
-        self._receive_mirrored(pieces - 1)
-        progress.reach(StepPhase.REDUCTION, 2 * pieces + 1)
-        self._settle(pieces)
+        for last in (pieces, pieces + 1):
+            progress.reach(StepPhase.REDUCTION, last)
+            self._wait_for(last)
+            self._receive_mirrored(last - 1)
+
+    def _wait_for(self, piece: int) -> None:
+        """In one go, as each wait has its price: what this piece needs, and what earlier ones have in flight for long
+        enough: the sums of the piece before, and what is mirrored of those whose window has ended.
+        """
+        works: list[Work] = []
+        settled: list[_InFlight] = []
+        if piece < len(self._pieces):
+            works += self._flight[piece].receives
+        if 0 < piece <= len(self._pieces):
+            works += [work for work, _ in self._flight[piece - 1].sends]
+        while self._settled < piece - 1 and self._windows[self._settled] < piece:
+            settled.append(self._flight[self._settled])
+            self._settled += 1
+        works += [one.work for flight in settled for one in flight.mirror_arrivals]
+        works += [work for flight in settled for work, _ in flight.mirror_sends]
+        self._group.wait(works)
+        for flight in settled:
+            for one in flight.mirror_arrivals:
+                one.unpack()
+            flight.mirror_arrivals.clear()
+            flight.mirror_sends.clear()
 
     def _reduce(self, piece: int) -> None:
-        arrivals = self._flight[piece].arrivals
-        self._group.wait([work for work, _ in arrivals.values()])
-        extents, at = self._pieces[piece].owned[self._rank], 0
-        length = elements_in(extents)
-        for extent in extents:
-            parts = self._parts(piece, extent, at, length)
-            # Whoever holds which subtree, the same pairs are added in the order of the one tree over lanes, so the
-            # sum has the same bits in every world. In place: a message's memory is this reduction's own.
-            for into, other in self._fold:
-                parts[into].add_(parts[other])
-            live = self._sums.live.flats[extent.bucket][extent.start : extent.stop]
-            mean = torch.div(parts[self._root], self._traffic.plan.lanes, out=live)
-            if not self.bad_gradient and not is_finite(mean):
-                span, _ = self._spans[culprit(parts, self._fold, self._root)]
-                bucket = self._traffic.layout.buckets[extent.bucket]
-                self.bad_gradient = describe_gradient(bucket, extent.start, mean, span)
-            at += extent.stop - extent.start
-        arrivals.clear()
+        flight = self._flight[piece]
+        for extents in self._traffic.own_messages[piece]:
+            at = 0
+            for extent in extents:
+                self._reduce_extent(extent, self._parts(flight, extents, extent, at))
+                at += extent.stop - extent.start
+        flight.arrivals.clear()
+        flight.receives.clear()
 
-    def _parts(self, piece: int, extent: Extent, at: int, length: int) -> list[Tensor]:  # each (elements of `extent`,)
-        """The partial sums of one owned extent, in the order of `_spans`. `at`: where it begins in a subtree's part of
-        a message, which is `length` long.
+    def _reduce_extent(
+        self,
+        extent: Extent,
+        parts: Sequence[Tensor],  # each (elements of `extent`,), in the order of `_spans`
+    ) -> None:
+        """Whoever holds which subtree, the same pairs are added in the order of the one tree over lanes, so the sum has
+        the same bits in every world. In place: a message's memory is this reduction's own.
         """
+        for into, other in self._fold:
+            parts[into].add_(parts[other])
+        live = self._sums.live.flats[extent.bucket][extent.start : extent.stop]
+        mean = torch.div(parts[self._root], self._traffic.plan.lanes, out=live)
+        if not self.bad_gradient and not is_finite(mean):
+            span, _ = self._spans[culprit(parts, self._fold, self._root)]
+            bucket = self._traffic.layout.buckets[extent.bucket]
+            self.bad_gradient = describe_gradient(bucket, extent.start, mean, span)
+
+    def _parts(
+        self, flight: _InFlight, extents: Extents, extent: Extent, at: int
+    ) -> list[Tensor]:  # each (elements of `extent`,)
+        """The partial sums of one owned extent, in the order of `_spans`. `at`: where it begins in its message."""
         bucket, start, stop = extent
+        sums = {rank: iter(flight.arrivals[rank, extents]) for _, rank in self._spans if rank != self._rank}
         own = iter(self._sums.finished)
-        seen = dict.fromkeys(range(self._group.size), 0)
-        parts = []
-        for _, rank in self._spans:
-            if rank == self._rank:
-                parts.append(next(own)[bucket][start:stop])
-            else:
-                _, message = self._flight[piece].arrivals[rank]
-                first = seen[rank] * length + at
-                parts.append(message[first : first + stop - start])
-                seen[rank] += 1
-        return parts
+        return [
+            next(own)[bucket][start:stop] if rank == self._rank else next(sums[rank])[at : at + stop - start]
+            for _, rank in self._spans
+        ]
 
     def _mirror(self, piece: int) -> None:
         """Posts the reduced ranges to their mirrors."""
-        copies = [self._sums.live.flats]
+        live = self._sums.live.flats
         for peer, extents in self._mirrored.sends[piece]:
-            self._flight[piece].mirror_sends.append(send_packed(self._group, peer, MIRRORED, copies, extents))
+            self._flight[piece].mirror_sends.append(send_packed(self._group, peer, MIRRORED, live, extents))
 
     def _receive_mirrored(self, piece: int) -> None:
-        """Posts the receives of what this worker mirrors: it lands where the sum lay that went to the owner, so that
+        """Posts the receives of what this worker mirrors: it lands where the sum lay that went to its owner, so that
         must have left. It has, as a rule, when the next piece is reduced.
         """
-        if piece < 0:
+        if not 0 <= piece < len(self._pieces):
             return
         flight = self._flight[piece]
-        self._group.wait([work for work, _ in flight.sends])
         flight.sends.clear()
         for peer, extents in self._mirrored.receives[piece]:
             flight.mirror_arrivals.append(PackedReceive(self._group, peer, MIRRORED, self._sums.live.flats, extents))
-
-    def _settle(self, piece: int) -> None:
-        """Waits for what is mirrored of the pieces whose window ends at this one."""
-        while self._settled < piece and self._windows[self._settled] <= piece:
-            flight = self._flight[self._settled]
-            self._settled += 1
-            arrivals = flight.mirror_arrivals
-            self._group.wait([one.work for one in arrivals] + [work for work, _ in flight.mirror_sends])
-            for one in arrivals:
-                one.unpack()
-            arrivals.clear()
-            flight.mirror_sends.clear()

@@ -6,12 +6,11 @@ Posted only after the vote has passed: a hand-out received early would tear the 
 from __future__ import annotations
 
 from shoal_protos.activity import StepPhase
-from torch import Tensor
 
 from shoal.blocks.flat import Flats
-from shoal.exchange.packing import PackedReceive, send_packed
+from shoal.exchange.packing import PackedReceive, Posted, send_packed
 from shoal.exchange.traffic import HANDED, PieceTraffic, Traffic
-from shoal.group.group import Group, Work
+from shoal.group.group import Group
 
 
 def hand_out(
@@ -25,14 +24,14 @@ def hand_out(
     `flow`: what is handed out, of this traffic.
     """
     receives: list[list[PackedReceive]] = []
-    sends: list[list[tuple[Work, Tensor]]] = []  # a send keeps its message: (elements in the extents,)
+    sends: list[list[Posted]] = []
     received = 0
     for piece, until in enumerate(traffic.windows):
         while len(sends) < until:
             messages = flow.receives[len(sends)]
             receives.append([PackedReceive(group, peer, HANDED, parameters, extents) for peer, extents in messages])
             messages = flow.sends[len(sends)]
-            sends.append([send_packed(group, peer, HANDED, [parameters], extents) for peer, extents in messages])
+            sends.append([send_packed(group, peer, HANDED, parameters, extents) for peer, extents in messages])
         group.progress.reach(StepPhase.HAND_OUT, piece)
         group.wait([one.work for one in receives[piece]] + [work for work, _ in sends[piece]])
         for one in receives[piece]:

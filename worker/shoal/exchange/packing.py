@@ -1,7 +1,7 @@
 """Packing: several extents travel as one message.
 
-A message of one extent is a view and costs nothing; several are packed into a buffer of their own. Only this file knows
-how a message maps to the extents.
+A message of one extent is a view and costs nothing; several are packed into a buffer of their own, so they are small
+(pieces.py). Only this file knows how a message maps to the extents.
 """
 
 from __future__ import annotations
@@ -12,28 +12,67 @@ import torch
 from torch import Tensor
 
 from shoal.blocks.flat import Flats
-from shoal.exchange.pieces import Extent, elements_in
+from shoal.exchange.pieces import Extent, elements_in, is_alone
 from shoal.group.group import Group, Work
 
-
-def pack(
-    copies: Sequence[Flats],  # each per bucket (elements,); the extents are of one dtype
-    extents: Sequence[Extent],
-) -> Tensor:  # (copies × elements in the extents,)
-    """One message: the extents of the first copy, then those of the next."""
-    parts = [flats[bucket][start:stop] for flats in copies for bucket, start, stop in extents]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+Posted = tuple[Work, Tensor]
+"""A send, and its message `(elements,)`, which is kept until the work is done."""
 
 
 def send_packed(
     group: Group,
     peer: int,
     tag: int,
+    flats: Flats,  # per bucket (elements,); the extents are of one dtype
+    extents: Sequence[Extent],
+) -> Posted:  # the message: (elements in the extents,)
+    """Posts one message."""
+    return _send(group, peer, tag, _parts(flats, extents))
+
+
+def send_sums(
+    group: Group,
+    peer: int,
+    tag: int,
     copies: Sequence[Flats],  # each per bucket (elements,); the extents are of one dtype
     extents: Sequence[Extent],
-) -> tuple[Work, Tensor]:  # (copies × elements in the extents,)
-    """Posts one message. The caller keeps it until the work is done."""
-    message = pack(copies, extents)
+) -> list[Posted]:  # messages: (elements in the extents,) each, or one for all: (copies × elements in the extents,)
+    """Posts the extents of every copy, as `receive_sums` takes them."""
+    each = [_parts(flats, extents) for flats in copies]
+    if _is_together(len(copies), extents, copies[0]):
+        return [_send(group, peer, tag, [part for parts in each for part in parts])]
+    return [_send(group, peer, tag, parts) for parts in each]
+
+
+def receive_sums(
+    group: Group,
+    source: int,
+    tag: int,
+    copies: int,
+    extents: Sequence[Extent],
+    like: Flats,  # per bucket (elements,): whose dtype is received
+) -> tuple[list[Work], Tensor]:  # (copies, elements in the extents)
+    """Posts the receives of what a peer sends by `send_sums`."""
+    sums = like[extents[0].bucket].new_empty(copies, elements_in(extents))
+    apart = [sums.view(-1)] if _is_together(copies, extents, like) else list(sums)
+    return [group.receive(message, source, tag) for message in apart], sums
+
+
+def _is_together(copies: int, extents: Sequence[Extent], flats: Flats) -> bool:
+    return copies == 1 or not is_alone(elements_in(extents), flats[extents[0].bucket].itemsize)
+
+
+def _parts(flats: Flats, extents: Sequence[Extent]) -> list[Tensor]:  # each (elements of its extent,)
+    return [flats[bucket][start:stop] for bucket, start, stop in extents]
+
+
+def _send(
+    group: Group,
+    peer: int,
+    tag: int,
+    parts: Sequence[Tensor],  # each (elements,)
+) -> Posted:
+    message = parts[0] if len(parts) == 1 else torch.cat(list(parts))
     return group.send(message, peer, tag), message
 
 

@@ -21,6 +21,8 @@ MESSAGE_BYTES = 512 << 10
 """A smaller message to each peer costs more to send than to have sent."""
 IN_FLIGHT_BYTES = 16 << 20
 """What may be on its way beyond the piece that is waited for: enough for 10 Gbit/s × 13 ms."""
+ALONE_BYTES = 256 << 10
+"""An extent of this size is a message of its own: to copy it, here and there, costs more than one message more."""
 SMALL = 4
 """Buckets are joined up to this part of a piece: larger ranges are better sent from where they lie."""
 ROW = 4_096
@@ -40,6 +42,20 @@ Extents = tuple[Extent, ...]
 
 def elements_in(extents: Sequence[Extent]) -> int:
     return sum(stop - start for _, start, stop in extents)
+
+
+def in_messages(extents: Extents, itemsize: int) -> tuple[Extents, ...]:
+    """What goes to one peer for a piece, by message: large extents alone, all small ones together at the end.
+
+    `itemsize`: bytes of an element; the extents are of one dtype.
+    """
+    large = [(one,) for one in extents if is_alone(one.stop - one.start, itemsize)]
+    small = tuple(one for one in extents if not is_alone(one.stop - one.start, itemsize))
+    return (*large, small) if small else tuple(large)
+
+
+def is_alone(elements: int, itemsize: int) -> bool:
+    return elements * itemsize >= ALONE_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,13 +15,13 @@ from shoal_protos.runs import Runs, Span
 
 from shoal.core.layout import Layout
 from shoal.core.tree import subtrees
-from shoal.exchange.pieces import ExchangePiece, Extents, cut_into_pieces, piece_bytes, split, windows
+from shoal.exchange.pieces import ExchangePiece, Extents, cut_into_pieces, in_messages, piece_bytes, split, windows
 
 FIRST_MESSAGE, PARTIALS, MIRRORED, HANDED, FILLED, BUFFERS, DIGESTS, STARTED, HYPER = range(9)
 """Tags. Messages of one tag between two members keep their order, so a tag need not name piece or step."""
 
 Messages = tuple[tuple[int, Extents], ...]
-"""Peers with what goes to them, or comes from them."""
+"""Message by message, the peer and what goes to it, or comes from it: several to a peer follow each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,18 +76,22 @@ class Traffic:
     @cached_property
     def partials(self) -> PieceTraffic:
         """The partial sums. Of what comes in, the extents are this member's own, once for each subtree of the peer."""
-        trains = bool(self.lane_spans[self.rank])
+        sent_to = self.others if self.lane_spans[self.rank] else ()
         trainers = [peer for peer in self.others if self.lane_spans[peer]]
-        return PieceTraffic(
-            tuple(
-                tuple((peer, piece.owned[peer]) for peer in self.others if piece.owned[peer]) if trains else ()
-                for piece in self.pieces
-            ),
-            tuple(
-                tuple((peer, piece.owned[self.rank]) for peer in trainers) if piece.owned[self.rank] else ()
-                for piece in self.pieces
-            ),
+        sends = (
+            {peer: self._in_messages(index, piece.owned[peer]) for peer in sent_to}
+            for index, piece in enumerate(self.pieces)
         )
+        receives = (dict.fromkeys(trainers, mine) for mine in self.own_messages)
+        return PieceTraffic(tuple(map(_in_order, sends)), tuple(map(_in_order, receives)))
+
+    @cached_property
+    def own_messages(self) -> tuple[tuple[Extents, ...], ...]:
+        """By piece, what this member owns of it, as the partial sums of it travel."""
+        return tuple(self._in_messages(index, piece.owned[self.rank]) for index, piece in enumerate(self.pieces))
+
+    def _in_messages(self, piece: int, extents: Extents) -> tuple[Extents, ...]:
+        return in_messages(extents, self.layout.buckets[self.pieces[piece].last_bucket].dtype.itemsize)
 
     def replays(self, boundaries: int) -> tuple[Runs, ...]:
         """Blocks that each rank updates itself at the vote that follows `boundaries` passed ones."""
@@ -122,8 +126,12 @@ class Traffic:
         return split(self.pieces, owner, self.layout.cut(blocks)) if blocks else {}
 
     def _messages(self, by_peer: dict[int, dict[int, Extents]]) -> tuple[Messages, ...]:
-        found: list[list[tuple[int, Extents]]] = [[] for _ in self.pieces]
+        found: list[dict[int, tuple[Extents, ...]]] = [{} for _ in self.pieces]
         for peer, by_piece in by_peer.items():
             for piece, extents in by_piece.items():
-                found[piece].append((peer, extents))
-        return tuple(map(tuple, found))
+                found[piece][peer] = self._in_messages(piece, extents)
+        return tuple(map(_in_order, found))
+
+
+def _in_order(by_peer: dict[int, tuple[Extents, ...]]) -> Messages:
+    return tuple((peer, extents) for peer, messages in by_peer.items() for extents in messages)
