@@ -59,10 +59,13 @@ class Checkpoints:
         self._prune(in_use)
         return True
 
+    def is_whole(self, path: str) -> bool:
+        return any(one.path == path for one in self.there)
+
     def withdraw(self, path: str, writer: str | None) -> None:
         """Deletes what one writer has written of a save that failed; None: all that is there. What is whole stays."""
         parts = self.parts.get(path, {})
-        if not any(one.path == path for one in self.there):
+        if not self.is_whole(path):
             for one in [writer] if writer is not None else [*parts]:
                 parts.pop(one, None)
 

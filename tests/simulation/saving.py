@@ -11,7 +11,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from shoal.core.save_part import CompleteSave, SaveAct, SavePart, SaveStatus, SharedSave, WithdrawSave, WriteSave
+from shoal.core.save_part import (
+    CompleteSave,
+    SaveAct,
+    SavePart,
+    SavePartVote,
+    SaveStatus,
+    SharedSave,
+    WithdrawSave,
+    WriteSave,
+)
 from shoal.core.saving import SaveChoice, SaveVote, Saving
 from shoal_protos.checkpoint import CheckpointRef, SaveReport
 
@@ -85,15 +94,16 @@ class Saves:
             return
         training = self.worker.training
         statuses = {peer.incarnation: ballot.status for peer, ballot in ballots.items()}
+        saved = max(ballot.saved for ballot in ballots.values())
         if self._task is not None:
             planned, sound = world.plan.recovery is None, training.copies.saved_is_sound
-            act = self._task.part.on_vote(statuses, planned, sound)
+            act = self._task.part.on_vote(SavePartVote(statuses, planned, sound, saved))
             self._check(self._task, act, [peer.training.saves for peer in ballots])
             self._start(self._task, act)
         self._hear()
         choice = self.saving.on_vote(
             SaveVote(
-                training.rank, training.step, max(ballot.saved for ballot in ballots.values()), statuses,
+                training.rank, training.step, saved, statuses,
                 asked=[ballot.asks for ballot in ballots.values() if ballot.asks is not None],
                 stepped=stepped, over=training.done,
             )
@@ -137,6 +147,8 @@ class Saves:
     def _start(self, task: Task, act: SaveAct | None) -> None:
         """Whatever it is, it takes its time."""
         after, chance = self.worker.after, self.place.chance
+        if isinstance(act, WithdrawSave) and self.place.is_whole(task.path):
+            self.worker.simulation.watch.violated("a whole checkpoint is withdrawn", self.worker, task.path)
         match act:
             case WriteSave():
                 after(WRITE_SECONDS * chance.random(), self._write, task)

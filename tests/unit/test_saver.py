@@ -19,7 +19,7 @@ from shoal.checkpoint.saver import Lead, Saver, SaveTask
 from shoal.checkpoint.snapshot import take_snapshot
 from shoal.checkpoint.storage import LocalStorage
 from shoal.checkpoint.verify import verify
-from shoal.core.save_part import SavePart, SaveStatus, SharedSave
+from shoal.core.save_part import SavePart, SavePartVote, SaveStatus, SharedSave
 from shoal.training.state import TrainingState, frozen_parameters
 from shoal_protos.plan import Member
 from shoal_protos.runs import Runs
@@ -92,7 +92,7 @@ class World:
         leader, here = self.savers[0].status, present or range(3)
         ballots = {WRITERS[number].incarnation: str(self.savers[number].status) for number in here}
         for number in here:
-            self.savers[number].on_vote(ballots, planned, sound)
+            self.savers[number].on_vote(SavePartVote(ballots, planned, sound))
         return [leader, *(saver.status for saver in self.savers[1:])]
 
     def finish(self) -> None:
@@ -281,7 +281,8 @@ def test_a_leader_that_did_not_begin_leaves_no_checkpoint(tmp_path: Path) -> Non
         three.begin()
         three.write(1, 2)
         for saver in three.savers[1:]:  # w0 rolled forward past the boundary at which the others began
-            saver.on_vote({"i0": "", "i1": str(three.savers[1].status), "i2": str(three.savers[2].status)})
+            statuses = {"i0": "", "i1": str(three.savers[1].status), "i2": str(three.savers[2].status)}
+            saver.on_vote(SavePartVote(statuses))
         assert [saver.status for saver in three.savers[1:]] == [FREE, FREE]
         assert three.savers[1].outcome and "did not begin" in three.savers[1].outcome.part.failure
 
@@ -374,7 +375,8 @@ def test_what_a_leader_that_is_gone_has_completed_stays_whole(tmp_path: Path) ->
         three.vote()
         three.finish()
         for saver in three.savers[1:]:  # it died after its manifest was there
-            saver.on_vote({"i1": str(three.savers[1].status), "i2": str(three.savers[2].status)})
+            statuses = {"i1": str(three.savers[1].status), "i2": str(three.savers[2].status)}
+            saver.on_vote(SavePartVote(statuses))
             saver.join()
         assert whole(tmp_path) == [2]
 

@@ -15,6 +15,7 @@ from shoal.core.save_part import (
     CompleteSave,
     SaveAct,
     SavePart,
+    SavePartVote,
     SaveStatus,
     SharedSave,
     WithdrawSave,
@@ -64,11 +65,13 @@ class Members:
             assert number not in self.acts, "two acts at a time"
             self.acts[number] = act
 
-    def vote(self, planned: bool = False, sound: bool | None = True) -> list[SaveStatus]:
-        """Of those who are present."""
+    def vote(self, planned: bool = False, sound: bool | None = True, torn: int | None = None) -> list[SaveStatus]:
+        """Of those who are present. `torn`: only this one passes it."""
         statuses = {f"i{number}": str(self.parts[number].status) for number in self.present}
-        for number in self.present:
-            act = self.parts[number].on_vote(statuses, planned, sound)
+        knows = any(self.parts[number].is_over and not self.parts[number].failure for number in self.present)
+        vote = SavePartVote(statuses, planned, sound, saved=STEP if knows else -1)
+        for number in self.present if torn is None else {torn}:
+            act = self.parts[number].on_vote(vote)
             if isinstance(act, WithdrawSave) and act.everything:
                 assert WRITING not in [self.parts[other].status for other in self.present if other]
             self._then(number, act)
@@ -85,7 +88,7 @@ class Members:
 
 def events(count: int) -> st.SearchStrategy[list[tuple[str, int]]]:
     numbers = st.integers(0, count - 1)
-    return st.lists(st.tuples(st.sampled_from(["works", "fails", "vote", "dies"]), numbers), max_size=12)
+    return st.lists(st.tuples(st.sampled_from(["works", "fails", "vote", "torn", "dies"]), numbers), max_size=12)
 
 
 @given(st.integers(1, 4).flatmap(lambda count: st.tuples(st.just(count), events(count))))
@@ -97,6 +100,8 @@ def test_whatever_happens_a_save_comes_to_one_end_for_all_that_live(given: tuple
             members.vote()
         elif what == "dies":
             members.present.discard(number)
+        elif what == "torn" and number in members.present:
+            members.vote(torn=number)
         elif number in members.present:
             members.carry_out(number, works=what == "works")
     members.come_to_an_end()
@@ -160,6 +165,17 @@ def test_a_save_that_the_leader_cannot_begin_fails_for_all_and_leaves_nothing() 
     members.carry_out(1, 2)
     assert members.disk == set()
     assert [part.status for part in members.parts] == [FAILED, IDLE, IDLE]
+
+
+def test_a_member_that_missed_the_vote_in_which_the_leader_wrote_learns_of_the_save_by_its_step() -> None:
+    members = Members()
+    members.carry_out(0, 1, 2)
+    members.vote(torn=0)
+    members.carry_out(0)
+    assert members.vote() == [IDLE, IDLE, IDLE]
+    assert members.whole
+    assert [part.failure for part in members.parts] == ["", "", ""]
+    assert members.acts == {}, "nothing of it is withdrawn"
 
 
 def test_rank_0_writes_whatever_it_owns_and_every_owner() -> None:

@@ -26,7 +26,7 @@ from shoal.checkpoint.retention import Keep, Ours, delete, delete_rests, prune, 
 from shoal.checkpoint.snapshot import Arena, Snapshot
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.writer import Author, part_of, write_snapshot
-from shoal.core.save_part import CompleteSave, SaveAct, SavePart, SaveStatus, WithdrawSave, WriteSave
+from shoal.core.save_part import CompleteSave, SaveAct, SavePart, SavePartVote, SaveStatus, WithdrawSave, WriteSave
 from shoal.logs import get_logger
 
 PATIENCE_SECONDS = 30.0
@@ -135,11 +135,11 @@ class Saver:
         self.outcome = self._fresh = SaveResult(part, name, f"{self.storage.url}/{name.folder}")
         return self.outcome
 
-    def on_vote(self, statuses: Mapping[str, str], planned: bool = True, sound: bool | None = False) -> None:
+    def on_vote(self, vote: SavePartVote) -> None:
         """After a vote: see `SavePart.on_vote`."""
         if self._save is not None:
             with self._lock:
-                act = self._save.part.on_vote(statuses, planned, sound)
+                act = self._save.part.on_vote(vote)
             self._start(act)
 
     def take_outcome(self) -> SaveResult | None:

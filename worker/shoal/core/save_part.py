@@ -46,6 +46,20 @@ class SharedSave:
 
 
 @dataclass(frozen=True, slots=True)
+class SavePartVote:
+    """What a vote says of the save at hand."""
+
+    statuses: Mapping[str, str]
+    """Of each present member, by incarnation."""
+    planned: bool = True
+    """Whoever is not present has left by a planned change, and its process writes on; otherwise it is dead."""
+    sound: bool | None = False
+    """Whether all copies of what is saved agree; None: they are still being compared."""
+    saved: int = -1
+    """The step of the newest whole checkpoint that any member knows of; -1: none."""
+
+
+@dataclass(frozen=True, slots=True)
 class WriteSave:
     """Write the own file: how every save begins."""
 
@@ -129,20 +143,17 @@ class SavePart:
 
     # ---- in the vote
 
-    def on_vote(self, statuses: Mapping[str, str], planned: bool, sound: bool | None) -> SaveAct | None:
-        """After a vote: the status of each present member, by incarnation. `planned`: who is not present has left by a
-        planned change, and its process writes on; otherwise it is dead. `sound`: whether all copies of what is saved
-        agree; None: they are still being compared.
-        """
+    def on_vote(self, vote: SavePartVote) -> SaveAct | None:
+        """After a vote. One that was torn some members do not hear."""
         if self.is_over:
             return None
         if self.leads:
-            return self._lead(statuses, planned, sound)
-        leader = statuses.get(self.save.writers[0].incarnation)
+            return self._lead(vote.statuses, vote.planned, vote.sound)
+        leader = vote.statuses.get(self.save.writers[0].incarnation)
         if leader == SaveStatus.WRITING:
             self._leader_has_begun = True
         elif self.status is not SaveStatus.WRITING:
-            return self._settle(leader, bool(sound))
+            return self._settle(leader, vote)
         return None
 
     def _lead(self, statuses: Mapping[str, str], planned: bool, sound: bool | None) -> SaveAct | None:
@@ -162,10 +173,12 @@ class SavePart:
         self._decision = decision
         return decision if self._written else None
 
-    def _settle(self, leader: str | None, sound: bool) -> SaveAct | None:
+    def _settle(self, leader: str | None, vote: SavePartVote) -> SaveAct | None:
         """The leader is through, or gone. One that is gone may have completed it all the same."""
-        self.status, self.is_over, self.verified = SaveStatus.IDLE, True, sound
+        self.status, self.is_over, self.verified = SaveStatus.IDLE, True, bool(vote.sound)
         worker = self.save.writers[0].worker
+        if vote.saved >= self.save.step:
+            return None
         if leader is None:
             self.failure = f"{worker}, which led it, is gone"
         elif not self.failure and not (self._leader_has_begun and leader != SaveStatus.FAILED):

@@ -26,7 +26,7 @@ from shoal.checkpoint.saver import Lead, Saver, SaveResult, SaveTask
 from shoal.checkpoint.snapshot import take_snapshot
 from shoal.checkpoint.storage import open_storage
 from shoal.config.training import agreement
-from shoal.core.save_part import BUSY, SavePart, SaveStatus, SharedSave
+from shoal.core.save_part import BUSY, SavePart, SavePartVote, SaveStatus, SharedSave
 from shoal.core.saving import SaveChoice, SaveVote, Saving
 from shoal.exchange.ballot import Request
 from shoal.exchange.vote import Record
@@ -127,7 +127,8 @@ class CheckpointSaving:
         if self._saver is None:
             return
         statuses = {m.incarnation: status for m, status in zip(world.plan.members, record.saving, strict=True)}
-        self._saver.on_vote(statuses, world.plan.recovery is None, self._corruption.saved_is_sound)
+        planned, sound = world.plan.recovery is None, self._corruption.saved_is_sound
+        self._saver.on_vote(SavePartVote(statuses, planned, sound, record.saved))
         self.take_in_outcome()
         choice = self._saving.on_vote(
             SaveVote(
