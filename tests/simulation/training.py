@@ -207,7 +207,7 @@ class Training:
         votes = self.got("v")
         if len(votes) < world.size:
             return False
-        self.stops = self.stops or any(stop for _, stop, _, _ in votes.values())
+        self.stops = self.stops or (not self.idle and any(stop for _, stop, _, _ in votes.values()))
         self.ballots = {peer: ballot for peer, (_, _, ballot, _) in votes.items()}
         self.copies.voted({peer: brought for peer, (_, _, _, brought) in votes.items()})
         self.worker.session.leave_vote([number for number, _, _, _ in votes.values()])

@@ -6,6 +6,7 @@ Each test fails when its rule is broken: it was tried.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 from crew import Crew, Task, Worker, undisturbed
@@ -206,6 +207,27 @@ def test_pause_and_resume_are_planned_changes_after_which_all_stand_at_the_same_
         crew.request(Resume())
         assert crew.finish() == undisturbed(TASK)
         assert [kind for kind, _ in crew.events].count("prepare") == 1, "that of the start"
+
+
+def test_a_stop_that_is_asked_for_between_steps_ends_the_job_after_the_next_one() -> None:
+    """Rank 0 asks in the callback of the very step after which the job pauses: votes without a step carry it then."""
+    asked: list[int] = []
+
+    def ask(engine: Engine) -> None:
+        if engine.context.begins is not None and not engine.context.begins.plan.steps:
+            engine.stop()
+            asked.append(engine.global_step)
+
+    with Crew("ab", replace(TASK, prepare=lambda engine: engine.on_step(ask))) as crew:
+        crew.train_to(2)
+        crew.request(Pause())
+        crew.allow()
+        crew.until("the pause", lambda: not current(crew).steps)
+        crew.beat(3)
+        assert asked and {worker.engine.global_step for worker in crew.workers.values()} == set(asked)
+        crew.request(Resume())
+        crew.finish()
+    assert crew.job.durable.step == asked[0] + 1
 
 
 def test_how_much_a_fill_moves_is_the_plans_number_whatever_a_member_measures() -> None:

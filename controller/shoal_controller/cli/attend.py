@@ -23,11 +23,11 @@ from shoal_controller.cli.serve import Here, Interrupts
 from shoal_controller.cli.tables import number, resizes_table, show
 from shoal_controller.core.machine.event_kind import EventKind
 
+KILLED_SECONDS = 5.0
+"""How long a job may take to learn that its workers were killed, and to be over."""
+
 SAVE_SECONDS = 60.0
 """How long the checkpoint of an interrupted job may take; it ends without it then."""
-
-NOT_SAVED = (EventKind.CHECKPOINT_FAILED, EventKind.CHECKPOINT_SKIPPED)
-"""Events that say so."""
 
 
 async def attend(
@@ -74,6 +74,7 @@ async def leave(here: Here, job: str, watching: asyncio.Task[Any], signals: Inte
         await here.client.stop(job)
     if killed or await interrupted_before(watching, signals.second):
         await here.kill_workers(job)
+        await asyncio.wait({watching}, timeout=KILLED_SECONDS)
 
 
 async def saved(client: Client, job: str) -> str:
@@ -89,7 +90,7 @@ async def saved(client: Client, job: str) -> str:
         if view["last_checkpoint_step"] is not None and view["last_checkpoint_step"] >= asked["step"]:
             return f"saved at step {view['last_checkpoint_step']}"
         for event in await client.events(job, after=revision):
-            if event["kind"] in NOT_SAVED:
+            if event["kind"] == EventKind.CHECKPOINT_FAILED and event["data"]["step"] >= asked["step"]:
                 return str(event["message"])
         if view["phase"] in OVER:
             return f"not saved: the job is {view['phase']}"
@@ -111,7 +112,7 @@ def how_to_go_on(ended: Json) -> str:
     """What the same command would do now."""
     command = shlex.join(["shoal", *sys.argv[1:]])
     if ended["last_checkpoint_step"] is None:
-        return f"nothing is saved (set checkpoint.path in the config); to start again from step 0: {command}"
+        return f"nothing was saved; to start again from step 0: {command}"
     return f"saved at step {ended['last_checkpoint_step']}; to continue from there: {command}"
 
 

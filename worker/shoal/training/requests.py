@@ -93,7 +93,10 @@ class Requests:
             self._mine = [request for request in self._mine if request.kind != "frozen"]
 
     def carry_out(self, requests: tuple[Request, ...]) -> None:
-        """Every member calls it with the same requests at the same boundary. Raises `WorldChanged`; then they stay."""
+        """Every member calls it with the same requests at the same boundary. Raises `WorldChanged`; then they stay.
+
+        A stop is carried out by the commit of a step: where the vote committed none, it stays as well.
+        """
         for request in requests:
             match request.kind:
                 case "fingerprint":
@@ -102,7 +105,7 @@ class Requests:
                     self._export(Path(request.detail))
                 case "frozen":
                     self._frozen(request)
-            if request in self._mine:
+            if request in self._mine and (request.kind != "stop" or self._context.over):
                 self._mine.remove(request)
 
     def _fingerprint(self) -> None:

@@ -21,6 +21,8 @@ from shoal.training.parts import Parts
 
 IDLE_SECONDS = 0.1
 """Pause between two votes without a step."""
+WAITING = ("save", "stop")
+"""Kinds of requests that may stay for many votes: for a disk, for a step."""
 
 
 class TrainingLoop:
@@ -149,7 +151,7 @@ class TrainingLoop:
     def _vote_and_idle(self) -> None:
         """Where no step runs (paused, below `min`, the end), members vote all the same, some times a second."""
         record = self._parts.step.vote_alone()
-        if all(request.kind == "save" for request in record.requests) and self._context.begins is None:
+        if all(request.kind in WAITING for request in record.requests) and self._context.begins is None:
             self._context.link.pause(IDLE_SECONDS)
 
     def _guarded(self, action: Callable[[], object]) -> None:

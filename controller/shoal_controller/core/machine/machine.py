@@ -68,8 +68,6 @@ def on_tick(turn: Turn, _: Tick) -> None:
     link_faults.forget_old_backoffs(turn)
     progress.update(turn)
     progress_watch.update(turn)
-    if turn.durable.stopping:
-        operator_requests.finish_overdue_stop(turn)
 
 
 def ignore(turn: Turn, _: Event) -> None:
@@ -138,6 +136,8 @@ def step(job: Job, event: Event, now: float) -> tuple[Job, list[Effect]]:
     matters = TABLE[job.durable.phase, type(event)](turn, event)
     if matters is not False:
         SETTLE[turn.durable.phase](turn)
+        if turn.durable.stopping:
+            operator_requests.settle_cancelled(turn)
         if not turn.durable.phase.over:
             scaling.settle(turn)
     return turn.job, turn.effects_in_order()

@@ -187,8 +187,10 @@ def _figures(turn: Turn, worker: WorkerId, saved: SaveReport) -> None:
                 turn.observe("shoal_checkpoint_seconds", getattr(saved, f"{phase}_seconds"), phase=phase)
         case SaveOutcome.FAILED:
             turn.count("shoal_checkpoint_failures_total")
-            turn.note(EventKind.CHECKPOINT_FAILED, f"the checkpoint of step {saved.step} failed: {saved.why}", worker)
+            sentence = f"the checkpoint of step {saved.step} failed: {saved.why}"
+            turn.note(EventKind.CHECKPOINT_FAILED, sentence, worker, step=saved.step)
             turn.change(failed_save_step=saved.step)
         case SaveOutcome.SKIPPED:
             turn.count("shoal_checkpoints_skipped_total")
-            turn.note(EventKind.CHECKPOINT_SKIPPED, f"no checkpoint of step {saved.step}: {saved.why}", worker)
+            sentence = f"no checkpoint of step {saved.step}: {saved.why}"
+            turn.note(EventKind.CHECKPOINT_SKIPPED, sentence, worker, step=saved.step)

@@ -14,6 +14,7 @@ from shoal_controller.core.machine.phases import (
     ending,
     failure_detector,
     planned_changes,
+    progress,
     scaling,
     silence,
 )
@@ -115,23 +116,21 @@ def on_resume(turn: Turn, _: Resume) -> None:
 
 
 def on_cancel(turn: Turn, _: Cancel) -> None:
-    """Ask a world that trains to stop after its step; without one the job is over at once."""
+    """Ask a world that trains to stop after its step."""
     if turn.durable.stopping:
-        return None
+        return
     turn.note(EventKind.CANCELLING, "the job is being cancelled")
-    if turn.world is None or turn.durable.phase is not Phase.RUNNING:
-        return ending.finish(turn, Phase.CANCELLED, "cancelled while no world was training")
     turn.keep(stopping=True, ended_at=turn.now)
-    for member in turn.world.members:
-        send_if_due(turn, member.worker)
-    return None
+    if turn.world is not None and _trains(turn):
+        for member in turn.world.members:
+            send_if_due(turn, member.worker)
 
 
 def on_save(turn: Turn, _: Save) -> None:
     """Ask for a checkpoint after the next step."""
-    if not _can_checkpoint(turn):
-        raise Conflict(f"job {turn.spec.job} has no checkpoint folder; set checkpoint.path in its config.")
     world = turn.world
+    if world is not None and not _can_checkpoint(turn):
+        raise Conflict(f"job {turn.spec.job} has no checkpoint folder; set checkpoint.path in its config.")
     members = [turn.process(member.worker) for member in world.members] if world is not None else []
     connected = [process for process in members if process is not None and process.connection is not None]
     if not connected or world is None:
@@ -146,11 +145,21 @@ def refuse(turn: Turn, _: OperatorRequest) -> None:
     raise Conflict(f"job {turn.spec.job} is over ({turn.durable.phase.value}): {turn.durable.reason}.")
 
 
-def finish_overdue_stop(turn: Turn) -> None:
-    """A cancelled job whose workers do not stop by themselves."""
+def settle_cancelled(turn: Turn) -> None:
+    """A cancelled job is over where no world trains (any more): no step is made after which it could stop; and where
+    workers do not stop by themselves.
+    """
     since = max(
         turn.durable.ended_at or 0.0, turn.job.started_at
     )  # nobody could be asked while no controller was there
     seconds = ending.stop_seconds(turn)
-    if turn.now - since > seconds:
+    if not _trains(turn):
+        progress.update(turn)
+        turn.keep(step=max(turn.durable.step, turn.job.figures.step))
+        ending.finish(turn, Phase.CANCELLED, f"cancelled at step {turn.durable.step}, while no world was training")
+    elif turn.now - since > seconds:
         ending.finish(turn, Phase.CANCELLED, f"cancelled; workers did not stop within {seconds:g} s")
+
+
+def _trains(turn: Turn) -> bool:
+    return turn.durable.phase is Phase.RUNNING and turn.world is not None and turn.world.steps

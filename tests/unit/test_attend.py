@@ -1,0 +1,52 @@
+"""What an interrupted `shoal run` waits for before it ends its job, against a job that is only pretended."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from shoal_controller.cli import attend
+from shoal_controller.cli.client import Json
+
+Event = tuple[str, int]
+"""Its kind, and the step of the save that it speaks of."""
+
+
+class Pretended:
+    """A client of a controller that is asked for a save of step 21 or later; each look brings another event."""
+
+    def __init__(self, *rounds: Event) -> None:
+        self._rounds = list(rounds)
+        self._seen: list[Json] = [{"revision": 1, "kind": "checkpoint_failed", "message": "", "data": {"step": 99}}]
+        self._saved: int | None = None
+
+    async def checkpoint(self, _: str) -> Json:
+        return {"step": 21}
+
+    async def job(self, _: str) -> Json:
+        if self._rounds:
+            kind, step = self._rounds.pop(0)
+            self._saved = step if kind == "checkpoint_saved" else self._saved
+            event = {"revision": 2 + len(self._seen), "kind": kind, "message": f"{kind} {step}", "data": {"step": step}}
+            self._seen.append(event)
+        return {"phase": "running", "last_checkpoint_step": self._saved}
+
+    async def events(self, _: str, after: int = 0) -> list[Json]:
+        return [event for event in self._seen if event["revision"] > after]
+
+
+@pytest.mark.parametrize(
+    "rounds, outcome",
+    [
+        ([("checkpoint_skipped", 40), ("checkpoint_saved", 20), ("checkpoint_saved", 47)], "saved at step 47"),
+        ([("checkpoint_failed", 20), ("checkpoint_saved", 22)], "saved at step 22"),
+        ([("checkpoint_saved", 20), ("checkpoint_failed", 22)], "checkpoint_failed 22"),
+    ],
+)
+def test_another_save_that_is_skipped_or_fails_is_not_the_end_of_the_one_that_is_waited_for(
+    rounds: list[Event], outcome: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attend, "POLL_SECONDS", 0.0)
+    client: Any = Pretended(*rounds)
+    assert asyncio.run(attend.saved(client, "train")) == outcome
