@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
+from shoal_controller.core.machine.durable import Durable
 from shoal_controller.core.machine.effects import Effect, Kill, Note, Persist, Send, Spawn
 from shoal_controller.core.machine.events import (
     Connected,
@@ -17,8 +19,9 @@ from shoal_controller.core.machine.events import (
     Tick,
 )
 from shoal_controller.core.machine.figures import series_key
-from shoal_controller.core.machine.machine import from_json, new_job, restore, step, to_json, view
+from shoal_controller.core.machine.machine import new_job, restore, step, view
 from shoal_controller.core.machine.spec import JobSpec, JobView
+from shoal_controller.core.machine.stored_form import changed_records, durable_from, state_of
 from shoal_protos.activity import Activity, StepPhase
 from shoal_protos.description import Description
 from shoal_protos.messages import (
@@ -38,6 +41,18 @@ from shoal_protos.runs import NO_BLOCKS, every
 MADE_OF = Description(8, 8, 4096, 1 << 15, 1, 0, 100, (), "AdamW", {}, {}, False, False)
 NEW = Status(0, 0, MemberState.WAITING, 0, -1, 0)
 RUN = "run-1"
+
+
+def stored(durable: Durable) -> tuple[str, dict[str, str]]:
+    """The state and the records that the store has of it."""
+    records = {name: text for name, text in changed_records(None, durable).items() if text is not None}
+    return json.dumps(state_of(durable)), records
+
+
+def through_the_store(durable: Durable) -> Durable:
+    """What another controller finds."""
+    state, records = stored(durable)
+    return durable_from(json.loads(state), records)
 
 
 class Driver:
@@ -81,7 +96,7 @@ class Driver:
 
     def restart(self) -> None:
         """Another controller, with what is in the store."""
-        self.job = restore(from_json(to_json(self.job.durable)), self.now)
+        self.job = restore(through_the_store(self.job.durable), self.now)
         self.connections = {}
         self.feed(Started())
 

@@ -1,21 +1,25 @@
-"""A job's records in the store (`records.py`). Only the shell reads and writes them.
+"""A job's keys in the store (`records.py`, `record_set.py`). Only the shell reads and writes them.
 
 Every transaction is guarded by the revision at which this controller wrote the head last. If another one has written
-since, this one has lost its job: `Fenced`, and the shell stops. A transaction is bounded in bytes: events go first,
-each batch with a head that counts them, then a large state's parts, which nothing names yet, then the head that does.
-A store that fails is asked again until it answers; `trouble` says since when and why.
+since, this one has lost its job: `Fenced`, and the shell stops. A transaction is bounded in bytes and operations:
+events go first, each batch with a head that counts them, then records, which no head counts yet, then the head that
+does. A store that fails is asked again until it answers; `trouble` says since when and why.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import structlog
-from shoal_protos.errors import StoreError
+from shoal_protos.errors import ShoalError, StoreError
 
+from shoal_controller.core.machine.durable import Durable
 from shoal_controller.core.machine.spec import JobSpec
+from shoal_controller.core.machine.stored_form import changed_records, durable_from, state_of
+from shoal_controller.record_set import RecordSet, records_of
 from shoal_controller.records import (
     Head,
     JobEvent,
@@ -24,11 +28,10 @@ from shoal_controller.records import (
     event_number,
     head_key,
     packed,
-    part_key,
-    state_key,
+    record_prefix,
     unpacked,
 )
-from shoal_controller.store.store import Compare, Delete, Operation, Put, Store, Unfit
+from shoal_controller.store.store import MAX_OPERATIONS, Compare, Delete, Entry, Operation, Put, Store, Unfit
 
 EVENTS_KEPT = 10_000
 """Per job; the oldest go first."""
@@ -39,13 +42,8 @@ EVENTS_PER_TRANSACTION = 50
 EVENT_BYTES = 256 << 10
 """Most bytes of one transaction's events."""
 
-PART_BYTES = 512 << 10
-"""Most bytes of a state in one transaction; what is larger is written in parts."""
-
-LEFTOVERS_PER_TRANSACTION = 16
-
-LISTED_PARTS = 4
-"""Read at a time: a part is half a megabyte."""
+LISTED_RECORDS = 64
+"""Read at a time: most are small, a few have half a megabyte."""
 
 BEGIN_SECONDS = 8.0
 """How long the store may take for a new job, for somebody waits for the answer."""
@@ -69,15 +67,16 @@ class Trouble:
 
 
 class JobRepository:
-    """One job's records. One task writes; anyone may read."""
+    """One job's keys. One task writes; anyone may read."""
 
-    def __init__(self, store: Store, head: Head, modified: int, leftovers: Collection[str] = ()) -> None:
+    def __init__(self, store: Store, head: Head, modified: int, records: RecordSet, durable: Durable) -> None:
         self._store = store
         self._head = head
         self.modified = modified
         """The store's revision of its last write."""
-        self._leftovers = set(leftovers)
-        """Keys of parts that no head names: an earlier life was killed between them and their head."""
+        self._records = records
+        self._durable = durable
+        """As it is in the store."""
         self._doubtful: set[bytes] = set()
         """Heads whose writing failed: nobody knows yet whether it was carried out all the same."""
         self._news = asyncio.Event()
@@ -88,65 +87,75 @@ class JobRepository:
 
     @property
     def spec(self) -> JobSpec:
-        return self._head.spec
+        return self._durable.spec
 
     @property
     def broken(self) -> str:
         return self._head.broken
 
     @property
-    def step(self) -> int | None:
-        """The step that was written since the durable state was."""
-        return self._head.step
-
-    @property
     def _name(self) -> str:
-        return self._head.spec.job
+        return self._head.job
 
     # ---- writing
 
-    async def renew(self, spec: JobSpec, durable: str) -> None:
+    async def renew(self, durable: Durable) -> None:
         """Begin the job, for the first time or again; an earlier run's events stay. A `StoreError` after
         `BEGIN_SECONDS`: then it is not known whether it has begun, and it may be begun again.
         """
+        self._records = self._records.renewed()
         try:
             async with asyncio.timeout(BEGIN_SECONDS):
-                await self._write(replace(self._head, spec=spec, broken=""), (), durable)
+                head = replace(self._head, since=self._records.number + 1, broken="", state=state_of(durable))
+                await self._write(head, (), changed_records(None, durable))
         except TimeoutError as error:
             why = self.trouble.why if self.trouble is not None else "it does not answer"
             raise StoreError(
-                f"job {spec.job} could not be written within {BEGIN_SECONDS:g} s: {why}. Submit it again later"
+                f"job {self._name} could not be written within {BEGIN_SECONDS:g} s: {why}. Submit it again later"
             ) from error
+        self._durable = durable
 
-    async def write(self, events: Sequence[JobEvent], durable: str | None = None, broken: str = "") -> None:
+    async def write(self, events: Sequence[JobEvent], durable: Durable | None = None, broken: str = "") -> None:
         """Make events, and the state where given, durable: all before it returns, in this order."""
         *first, last = _batches(events)
         for batch in first:
-            await self._write(self._head, batch, None)
-        await self._write(replace(self._head, broken=broken or self.broken), last, durable)
+            await self._write(self._head, batch)
+        head = replace(self._head, broken=broken or self.broken)
+        if durable is None:
+            return await self._write(head, last)
+        await self._write(replace(head, state=state_of(durable)), last, changed_records(self._durable, durable))
+        self._durable = durable
+        return None
 
     async def write_step(self, step: int) -> None:
         """Make the step that people are shown durable: with the head, which every transaction writes."""
-        await self._write(replace(self._head, step=step), (), None)
+        durable = replace(self._durable, step=step)
+        await self._write(replace(self._head, state=state_of(durable)), ())
+        self._durable = durable
 
     async def forget(self) -> None:
-        """Remove the job and all that is kept of it, its head last, so that it can be forgotten after a kill, too."""
-        for prefix in (f"/events/{self._name}/", f"{state_key(self._name)}/"):
+        """Remove the job and all that is kept of it. First the head says so, then everything goes, and the head last:
+        whoever is killed on the way leaves what the next one can go on with.
+        """
+        await self._write(replace(self._head, forgotten=True), ())
+        for prefix in (f"/events/{self._name}/", record_prefix(self._name)):
             while entries := (await self._store.list(prefix, limit=EVENTS_PER_TRANSACTION)).entries:
                 await self._guarded([Delete(entry.key) for entry in entries])
-        await self._guarded([Delete(head_key(self._name)), Delete(state_key(self._name))])
+        await self._guarded([Delete(head_key(self._name))])
         self.close()
 
     async def _guarded(self, operations: Sequence[Operation]) -> None:
         """A transaction that leaves the head as it is."""
-        if not (await self._store.transact([self._guard], operations)).succeeded:
-            raise _fenced(self._name)
+        while not (await self._store.transact([self._guard], operations)).succeeded:
+            await self._found()
 
     @property
     def _guard(self) -> Compare:
         return Compare(head_key(self._name), self.modified)
 
-    async def _write(self, head: Head, events: Sequence[JobEvent], durable: str | None) -> None:
+    async def _write(
+        self, head: Head, events: Sequence[JobEvent], changed: Mapping[str, str | None] | None = None
+    ) -> None:
         last = head.last_event + len(events)
         first = min(max(head.first_event, last - EVENTS_KEPT + 1), head.first_event + EVENTS_PER_TRANSACTION)
         numbered = [replace(event, revision=head.last_event + 1 + index) for index, event in enumerate(events)]
@@ -154,34 +163,17 @@ class JobRepository:
             Put(event_key(self._name, event.revision), event.encoded()) for event in numbered
         ]
         operations += [Delete(event_key(self._name, number)) for number in range(head.first_event, first)]
-        head = replace(head, writes=head.writes + 1, first_event=first, last_event=last)
-        if durable is not None:
-            head, entries = await self._state(replace(head, step=None), packed(durable))
-            operations += entries
-        operations += self._swept(head)
-        self.modified = await self._commit(head, operations)
-        self._head = head
+        values = {name: None if text is None else packed(text) for name, text in (changed or {}).items()}
+        write = self._records.write(values, MAX_OPERATIONS - 1 - len(operations))
+        self._records = write.begun
+        for transaction in write.ahead:
+            await self._insist(partial(self._guarded, transaction))
+        head = replace(head, number=write.number, records=len(write.done.keys), first_event=first, last_event=last)
+        self.modified = await self._commit(head, [*operations, *write.last])
+        self._head, self._records = head, write.done
         if events:
             self._news.set()
             self._news = asyncio.Event()
-
-    async def _state(self, head: Head, state: bytes) -> tuple[Head, list[Operation]]:
-        """The head that names the state, and what is to be written with it; parts are written before."""
-        before = [Delete(part_key(self._name, self._head.state, part)) for part in range(self._head.parts)]
-        if len(state) <= PART_BYTES:
-            return replace(head, state=0, parts=0), [Put(state_key(self._name), state), *before]
-        parts = [state[begin : begin + PART_BYTES] for begin in range(0, len(state), PART_BYTES)]
-        for number, part in enumerate(parts):
-            entry = Put(part_key(self._name, head.writes, number), part)
-            await self._insist(lambda entry=entry: self._guarded([entry]))  # type: ignore[misc]
-        return replace(head, state=head.writes, parts=len(parts)), [Delete(state_key(self._name)), *before]
-
-    def _swept(self, head: Head) -> list[Operation]:
-        """Some of what an earlier life left behind; not what `head` names, for writes are numbered on from there."""
-        self._leftovers -= set(_state_keys(head))
-        swept = sorted(self._leftovers)[:LEFTOVERS_PER_TRANSACTION]
-        self._leftovers -= set(swept)
-        return [Delete(key) for key in swept]
 
     async def _commit(self, head: Head, operations: Sequence[Operation]) -> int:
         """The revision of the transaction."""
@@ -191,7 +183,7 @@ class JobRepository:
         async def attempt() -> None:
             nonlocal revision
             outcome = await self._store.transact([self._guard], [Put(key, value), *operations])
-            revision = outcome.revision if outcome.succeeded else await self._found(key, value)
+            revision = outcome.revision if outcome.succeeded else await self._found(value)
 
         while not revision:
             self._doubtful.add(value)
@@ -199,11 +191,11 @@ class JobRepository:
         self._doubtful.clear()
         return revision
 
-    async def _found(self, key: str, value: bytes) -> int:
+    async def _found(self, value: bytes = b"") -> int:
         """Somebody has written the head. An attempt of our own that seemed to fail had been carried out: its revision,
-        or 0 where it was an earlier write's, over which this one is made once more.
+        or 0 where it was another than that of `value`: then it is written over.
         """
-        found = await self._store.get(key)
+        found = await self._store.get(head_key(self._name))
         if found is None or found.value not in self._doubtful:
             raise _fenced(self._name)
         self.modified = found.modified
@@ -252,50 +244,59 @@ class Stored:
     """One job of the store."""
 
     repository: JobRepository
-    state: str
+    durable: Durable
     unreadable: str
-    """Why there is no state: a sentence. Then the repository's spec is but a name, and nothing is to be written."""
+    """Why there is no state: a sentence. Then what is durable has but a name, and nothing is to be written."""
 
 
 def new_repository(store: Store, spec: JobSpec, writer: str) -> JobRepository:
     """The records of a job that the store does not have yet; `renew` writes them."""
-    return JobRepository(store, Head(spec, writer), 0)
+    return JobRepository(store, Head(spec.job, writer), 0, RecordSet(spec.job), Durable(spec, wanted=spec.wanted))
 
 
 async def stored_jobs(store: Store, writer: str) -> list[Stored]:
-    """Every job in the store. What their ledgers write from now on is written by `writer`."""
-    found = []
-    for entry in (await store.list("/jobs/")).entries:
-        job = entry.key.removeprefix("/jobs/")
-        try:
-            head = replace(Head.decoded(entry.value, job), writer=writer)
-            state, leftovers = await _stored_state(store, head), await _leftovers(store, head)
-            found.append(Stored(JobRepository(store, head, entry.modified, leftovers), state, ""))
-        except Unreadable as error:
-            repository = JobRepository(store, Head(JobSpec(job, wanted=1), writer), entry.modified)
-            found.append(Stored(repository, "", str(error)))
-    return found
+    """Every job in the store. What their repositories write from now on is written by `writer`. What an earlier life
+    has not forgotten whole is forgotten.
+    """
+    stored = [await _stored(store, entry, writer) for entry in (await store.list("/jobs/")).entries]
+    return [job for job in stored if job is not None]
 
 
-async def _stored_state(store: Store, head: Head) -> str:
-    entries = [await store.get(key) for key in _state_keys(head)]
-    return unpacked(b"".join(entry.value for entry in entries if entry is not None))
+async def _stored(store: Store, entry: Entry, writer: str) -> Stored | None:
+    job = entry.key.removeprefix("/jobs/")
+    head, records = Head(job, writer), RecordSet(job)
+    durable, why = Durable(JobSpec(job, wanted=1), wanted=1), ""
+    try:
+        head = replace(Head.decoded(entry.value, job), writer=writer)
+        if not head.forgotten:
+            records, durable = await _stored_records(store, head)
+    except Unreadable as error:
+        why = str(error)
+    repository = JobRepository(store, head, entry.modified, records, durable)
+    if head.forgotten:
+        await repository.forget()
+        return None
+    return Stored(repository, durable, why)
 
 
-def _state_keys(head: Head) -> list[str]:
-    """Where the state lies that a head names."""
-    job = head.spec.job
-    return [part_key(job, head.state, part) for part in range(head.parts)] if head.parts else [state_key(job)]
-
-
-async def _leftovers(store: Store, head: Head) -> set[str]:
-    """The keys of parts that the head does not name."""
-    found: set[str] = set()
-    prefix, last = f"{state_key(head.spec.job)}/", ""
-    while entries := (await store.list(prefix, after=last, limit=LISTED_PARTS)).entries:
-        found.update(entry.key for entry in entries)
+async def _stored_records(store: Store, head: Head) -> tuple[RecordSet, Durable]:
+    """Raises `Unreadable`."""
+    prefix, last = record_prefix(head.job), ""
+    values: dict[str, bytes] = {}
+    while entries := (await store.list(prefix, after=last, limit=LISTED_RECORDS)).entries:
+        values |= {entry.key: entry.value for entry in entries}
         last = entries[-1].key
-    return found - set(_state_keys(head))
+    records, packed_texts = records_of(head.job, values, head.number, head.since)
+    if len(packed_texts) != head.records:
+        raise Unreadable(f"its state in the store is damaged ({len(packed_texts)} of {head.records} records are there)")
+    texts = {name: unpacked(name, value) for name, value in packed_texts.items()}
+    try:
+        durable = durable_from(head.state, texts)
+        if durable.spec.job != head.job:
+            raise ValueError(f"its spec is that of job {durable.spec.job!r}")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, ShoalError) as error:
+        raise Unreadable(f"its state in the store is damaged, or of another Shoal ({error})") from error
+    return records, durable
 
 
 def _batches(events: Sequence[JobEvent]) -> Iterator[list[JobEvent]]:

@@ -1,11 +1,13 @@
-"""What a job's records in the store are made of: its head, its packed state, its events; and which of them can be read.
+"""What a job's keys in the store are, and which of their values can be read.
 
-    /jobs/NAME                   head: the spec, which events are kept, who wrote it last; in every transaction
-    /durable/NAME                what the machine must remember
-    /durable/NAME/WRITE/PART     the same in parts, where it is larger than one transaction; the head names the write
+    /jobs/NAME                            the head: the small state, which events are kept; in every transaction
+    /records/NAME/workers/w7/NUMBER/PART  a record (`stored_form.py`), as the change of that number wrote it
     /events/NAME/0000000000000042
 
-A record that this version cannot read is left as it is: nothing of it is guessed, dropped or written again.
+[Note: the state is last] The head has the number of the last change, and that alone makes a change true: a record with
+a higher number was never written as far as anyone knows, and of those that count the highest is the record
+(`record_set.py`). A record that this version cannot read is left as it is: nothing of it is guessed, dropped or written
+again.
 """
 
 from __future__ import annotations
@@ -13,25 +15,24 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
 
 from shoal_protos.errors import StoreError
 
-from shoal_controller.core.machine.codec import restored
 from shoal_controller.core.machine.event_kind import EventKind
-from shoal_controller.core.machine.spec import JobSpec
 
-FORMAT = 3
+FORMAT = 4
 """Format of the records that this code reads and writes."""
-
-MOST_PARTS = 1 << 12
-"""Of a state: two gigabytes."""
 
 LATEST = 253_402_300_800.0
 """The year 10000, in seconds since the epoch."""
 
 MOST_MESSAGE_CHARACTERS = 1 << 16
 """Most characters of an event's sentence; what is longer is cut."""
+
+MOST_REASON_CHARACTERS = 2000
+"""Most characters of why a job cannot go on: that is in every write from then on."""
 
 
 class Unreadable(StoreError):
@@ -88,52 +89,57 @@ class JobEvent:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The record that every transaction writes."""
+    """The key that every transaction writes which makes something true. See [Note: the state is last]."""
 
-    spec: JobSpec
+    job: str
     writer: str
     """The controller's life that wrote it."""
-    writes: int = 0
-    """Number of the write; with `writer` it tells one write from any other."""
+    number: int = 0
+    """Number of the last change; no other attempt at a change has it."""
+    since: int = 0
+    """Number of the change that began this run of the job: records of earlier ones are no part of it."""
+    records: int = 0
+    """How many records there are."""
     first_event: int = 1
     last_event: int = 0
     broken: str = ""
     """Why the job cannot go on, where the machine itself failed."""
-    step: int | None = None
-    """The step that people are shown, where it is newer than the durable state's."""
-    state: int = 0
-    """The write that the durable state's parts belong to."""
-    parts: int = 0
-    """How many there are; 0: the state is in one piece."""
+    forgotten: bool = False
+    """The job is over and all that is kept of it is being removed."""
+    state: Mapping[str, Any] = field(default_factory=dict)
+    """What `stored_form.state_of` gave."""
     format: int = FORMAT
 
     def encoded(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
+        head = {one.name: getattr(self, one.name) for one in fields(self)}
+        return json.dumps(head | {"broken": self.broken[:MOST_REASON_CHARACTERS]}).encode()
 
-    def check(self) -> None:
-        """Raises `ValueError` for a number that is none: one damaged record must not keep a controller from serving."""
-        numbers = {name: getattr(self, name) for name in ("writes", "first_event", "last_event", "state", "parts")}
-        for name, number in {**numbers, "step": self.step or 0}.items():
-            if type(number) is not int or not 0 <= number < (MOST_PARTS if name == "parts" else 1 << 62):
+    def check(self, job: str) -> None:
+        """Raises `ValueError` for a field that is none: one damaged record must not keep a controller from serving."""
+        if self.job != job:  # it would be written where another job's lies
+            raise ValueError(f"its job is {self.job!r}")
+        for name in ("number", "since", "records", "first_event", "last_event"):
+            number = getattr(self, name)
+            if type(number) is not int or not 0 <= number < 1 << 62:
                 raise ValueError(f"its {name} is {str(number)[:30]}")
+        for name, kind in (("broken", str), ("forgotten", bool), ("state", dict)):
+            if not isinstance(getattr(self, name), kind):
+                raise ValueError(f"its {name} is {str(getattr(self, name))[:30]!r}")
 
     @classmethod
     def decoded(cls, value: bytes, job: str) -> Head:
         """The head of this job. Raises `Unreadable`."""
         try:
-            fields = json.loads(value)
-            if (found := fields.get("format")) != FORMAT:
+            found = json.loads(value)
+            if (number := found.get("format")) != FORMAT:
                 raise Unreadable(
-                    f"its record in the store has format {found}, written by another version of Shoal; this one reads "
+                    f"its record in the store has format {number}, written by another version of Shoal; this one reads "
                     f"{FORMAT}. Install that version again"
                 )
-            spec = fields.pop("spec")
-            head = cls(spec=restored(JobSpec, spec), **fields)
-            if head.spec.job != job:  # it would be written where another job's lies
-                raise ValueError(f"its job is {head.spec.job!r}")
-            head.check()
+            head = cls(**found)
+            head.check(job)
             return head
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise Unreadable(f"its record in the store is damaged, or of another Shoal ({error})") from error
 
 
@@ -141,12 +147,22 @@ def head_key(job: str) -> str:
     return f"/jobs/{job}"
 
 
-def state_key(job: str) -> str:
-    return f"/durable/{job}"
+def record_prefix(job: str) -> str:
+    return f"/records/{job}/"
 
 
-def part_key(job: str, write: int, part: int) -> str:
-    return f"/durable/{job}/{write:016}/{part:04}"
+def record_key(job: str, name: str, number: int, part: int = 0) -> str:
+    """The key of a part of a record, as the change of that number wrote it."""
+    return f"{record_prefix(job)}{name}/{number:016}/{part:04}"
+
+
+def parsed_key(job: str, key: str) -> tuple[str, int]:
+    """Name and number of what `record_key` made. Raises `Unreadable`."""
+    name, _, rest = key.removeprefix(record_prefix(job)).rpartition("/")
+    name, _, number = name.rpartition("/")
+    if not (name and number.isdecimal() and rest.isdecimal()):
+        raise Unreadable(f"{key} is no key of Shoal's")
+    return name, int(number)
 
 
 def event_key(job: str, number: int) -> str:
@@ -158,14 +174,14 @@ def event_number(key: str) -> int:
     return int(key.rpartition("/")[2])
 
 
-def packed(durable: str) -> bytes:
-    """A state as it lies in the store: plans for many workers are long and repeat themselves."""
-    return zlib.compress(durable.encode(), 1)
+def packed(text: str) -> bytes:
+    """A record as it lies in the store: plans for many workers are long and repeat themselves."""
+    return zlib.compress(text.encode(), 1)
 
 
-def unpacked(value: bytes) -> str:
+def unpacked(name: str, value: bytes) -> str:
     """The inverse of `packed`; raises `Unreadable`."""
     try:
         return zlib.decompress(value).decode()
     except (zlib.error, UnicodeDecodeError) as error:
-        raise Unreadable(f"its state in the store is damaged ({len(value)} bytes: {error})") from error
+        raise Unreadable(f"its record {name} in the store is damaged ({len(value)} bytes: {error})") from error

@@ -19,7 +19,7 @@ from shoal_protos.messages import Ending, Refusal, Shutdown, Welcome
 
 from shoal_controller.background import BackgroundWork
 from shoal_controller.backlog import Backlog
-from shoal_controller.core.machine.durable import from_json, to_json
+from shoal_controller.core.machine.durable import Durable
 from shoal_controller.core.machine.effects import (
     Adopt,
     Close,
@@ -146,18 +146,18 @@ class Runner:
     async def begin(self) -> None:
         """A new job: durable when this returns."""
         self._job = new_job(self.spec, self._life.clock())
-        await self.repository.renew(self.spec, to_json(self._job.durable))
+        await self.repository.renew(self._job.durable)
         self._carried_out = self._job
         self._start()
 
-    def restore(self, durable: str, unreadable: str = "") -> None:
+    def restore(self, durable: Durable, unreadable: str = "") -> None:
         """A job of an earlier life. One that cannot be read is not served and left as it is; no other is harmed."""
         self._broken = self.repository.broken
         try:
             if unreadable:
                 raise StoreError(unreadable)
             if not self._broken:
-                self._job = restore(from_json(durable), self._life.clock(), self.repository.step)
+                self._job = restore(durable, self._life.clock())
                 self._carried_out = self._job
                 self.view()
         except Exception as error:
@@ -306,7 +306,7 @@ class Runner:
         events = self._events(notes) if notes or lasting else []
         for effect in effects:
             if isinstance(effect, Persist) and lasting:
-                await self.repository.write(events, to_json(self._job.durable))
+                await self.repository.write(events, self._job.durable)
                 events, lasting = [], False
             elif isinstance(effect, PersistStep):
                 await self.repository.write_step(effect.step)

@@ -95,7 +95,7 @@ class Shell:
         self._cluster = await ensure_cluster_id(self._store)
         for job in await stored_jobs(self._store, self._writer):
             runner = self._runners[job.repository.spec.job] = self._runner(job.repository.spec, job.repository)
-            runner.restore(job.state, job.unreadable)
+            runner.restore(job.durable, job.unreadable)
         log.info("jobs restored", jobs=sorted(self._runners))
         self._tasks = [
             guarded("ticks", self._tick(), self.give_up),

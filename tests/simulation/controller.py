@@ -7,9 +7,10 @@ goes through its JSON text whenever a controller starts.
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 from typing import TYPE_CHECKING
 
-from shoal_controller.core.machine.durable import Durable, from_json, to_json
+from shoal_controller.core.machine.durable import Durable
 from shoal_controller.core.machine.effects import (
     Adopt,
     Close,
@@ -41,6 +42,7 @@ from shoal_protos.errors import UserError
 from shoal_protos.messages import Refusal, Welcome
 
 from .network import Stream
+from .stored import StoredJob
 
 if TYPE_CHECKING:
     from .simulation import Simulation
@@ -57,6 +59,10 @@ class ControllerHost:
         self.simulation, self.clock, self.chance = simulation, simulation.clock, simulation.chance
         self.job: Job = new_job(simulation.spec, 0.0)
         self.stored: Durable = self.job.durable
+        """What the store must give back."""
+        self.store = StoredJob(128 if simulation.still else Random(f"{simulation.seed} room").choice((1, 3, 128)))
+        self._write(self.stored)
+        self._parts = Random(f"{simulation.seed} parts")
         self.life = 0
         self.alive = False
         self.is_empty = False
@@ -79,9 +85,9 @@ class ControllerHost:
         self.alive, self.is_empty = True, False
         self.life += 1
         self.streams = {}
-        durable = from_json(to_json(self.stored))
+        durable = self.store.read()
         if durable != self.stored:
-            self.simulation.watch.violated("the store's text gives back something else", "the controller")
+            self.simulation.watch.violated("the store gives back something else", "the controller")
         self.job = restore(durable, self.clock.now)
         self.simulation.say("controller starts, life", self.life)
         self.simulation.promises.begins(self.life)
@@ -162,6 +168,8 @@ class ControllerHost:
         self.simulation.watch.stepped(before, event, self.job)
         for effect in effects:
             if self._dies_at(effect):
+                if isinstance(effect, Persist):
+                    self._begin_to_write(self.job.durable)
                 self.crash()
                 return
             self._act(effect)
@@ -172,6 +180,17 @@ class ControllerHost:
             self.crash_after -= 1
             return self.crash_after < 0
         return self.crash_before is not None and isinstance(effect, self.crash_before)
+
+    def _write(self, durable: Durable) -> None:
+        for transaction in self.store.write(durable):
+            transaction()
+        self.stored = durable
+
+    def _begin_to_write(self, durable: Durable) -> None:
+        """Some transactions of a change are carried out, never the last one."""
+        *ahead, _ = self.store.write(durable)
+        for transaction in ahead[: self._parts.randint(0, len(ahead))]:
+            transaction()
 
     def _act(self, effect: Effect) -> None:
         simulation = self.simulation
@@ -185,10 +204,10 @@ class ControllerHost:
                 stream.down(message)
         elif isinstance(effect, Persist):
             simulation.watch.stored(self.stored, self.job.durable)
-            self.stored = self.job.durable
+            self._write(self.job.durable)
             simulation.promises.stored(self.stored)
         elif isinstance(effect, PersistStep):
-            self.stored = replace(self.stored, step=effect.step)
+            self._write(replace(self.stored, step=effect.step))
         elif isinstance(effect, Note):
             if effect.kind == "claim_refused" and effect.worker not in simulation.liars:
                 simulation.watch.violated("an honest worker was not believed", effect.message)

@@ -12,6 +12,7 @@ from typing import Any
 
 from shoal.core.membership import Membership
 from shoal.core.save_part import SaveAct, SavePart, SaveStatus
+from shoal_controller import record_set
 from shoal_controller.core.machine import machine
 from shoal_controller.core.machine.durable import Durable, Failures, LinkFault, SaveRequest, Standing
 from shoal_controller.core.machine.effects import PersistStep
@@ -234,7 +235,15 @@ def _counts_cuts(turn: Turn) -> None:
     turn.change(listening=Listening(turn.job.listening.running, turn.job.listening.running))
 
 
+RECORDS_OF = record_set.records_of
+
+
+def _believes_every_part(job: str, entries: Mapping[str, bytes], number: int, since: int) -> Any:
+    return RECORDS_OF(job, entries, 1 << 60, since)
+
+
 MUTATIONS: dict[str, list[Patch]] = {
+    "a change is true when its last part is stored": [(record_set, "records_of", _believes_every_part)],
     "only a step above the one of a failure forgives it": [(failures, "forgive", _forgives_by_any_step)],
     "all failures within one generation count once": [(failures, "_is_new", lambda turn, record: True)],
     "a claim is checked before it is believed": [(claims, "false_claim", lambda turn, worker, message: "")],

@@ -13,6 +13,7 @@ from .script import play
 SCENARIOS = Path(__file__).with_name("scenarios")
 
 NOTICED_BY: dict[str, str | int] = {
+    "a change is true when its last part is stored": 0,
     "a claim is checked before it is believed": "one_wrong_number",
     "a worker of another run is turned away": "old_run",
     "only a step above the one of a failure forgives it": "fails_at_the_same_step",

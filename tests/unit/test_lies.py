@@ -13,13 +13,12 @@ from dataclasses import replace
 
 import pytest
 from lies import lies
-from machine_driver import MADE_OF, NEW, RUN, Driver
+from machine_driver import MADE_OF, NEW, RUN, Driver, stored, through_the_store
 from shoal.core.membership import Membership
 from shoal.session.dialogue import Dialogue, ProcessInfo
 from shoal_controller.api.answers import CheckpointAnswer, JobAnswer, ReportAnswer, WorkerAnswer
 from shoal_controller.core.machine.effects import Send
 from shoal_controller.core.machine.events import Connected
-from shoal_controller.core.machine.machine import from_json, to_json
 from shoal_controller.metrics import Metrics, Sources
 from shoal_protos import session_pb2 as pb
 from shoal_protos.activity import Activity, StepPhase
@@ -115,8 +114,9 @@ def hear(job: Driver, data: bytes, hello: bool) -> None:
 
 def is_sound(job: Driver) -> None:
     """What has come of it can be kept, and be shown to people, programs and Prometheus."""
-    text = to_json(job.job.durable)
-    assert to_json(from_json(text)) == text and len(text) < 100_000
+    state, records = stored(job.job.durable)
+    assert stored(through_the_store(job.job.durable)) == (state, records)
+    assert len(state) < 4096 and sum(map(len, records.values())) < 100_000
     view = job.view
     shown = [JobAnswer.of(view), ReportAnswer.of(view), *map(CheckpointAnswer.of, view.checkpoints)]
     for answer in (*shown, *map(WorkerAnswer.of, view.workers)):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+from machine_driver import stored, through_the_store
 from shoal_controller.core.machine import machine
-from shoal_controller.core.machine.durable import from_json, to_json
 from shoal_controller.core.machine.events import Event
 from shoal_controller.core.machine.job import Job
+from shoal_controller.core.machine.stored_form import changed_records, durable_from, state_of
 from simulation.seeds import rage_and_calm
 from simulation.simulation import Simulation
 from simulation.watch import Watch
@@ -49,22 +50,36 @@ def test_what_was_given_stays_as_it_was(recorded: list[tuple[Job, str, Event, fl
     assert [event for before, text, event, *_ in recorded if repr(before) != text] == []
 
 
-def test_what_is_durable_survives_its_text(recorded: list[tuple[Job, str, Event, float, Job]]) -> None:
+def test_what_is_durable_survives_the_store(recorded: list[tuple[Job, str, Event, float, Job]]) -> None:
     durables = {id(after.durable): after.durable for *_, after in recorded}.values()
     assert len(durables) > 50
     for durable in durables:
-        text = to_json(durable)
-        assert from_json(text) == durable
-        assert to_json(from_json(text)) == text
+        assert through_the_store(durable) == durable
+        assert stored(through_the_store(durable)) == stored(durable)
+
+
+def test_what_a_change_writes_makes_of_what_was_stored_what_is_durable_now(
+    recorded: list[tuple[Job, str, Event, float, Job]],
+) -> None:
+    durables = list({id(after.durable): after.durable for *_, after in recorded}.values())
+    texts: dict[str, str] = {}
+    before = None
+    for durable in durables:
+        changed = changed_records(before, durable)
+        texts = {name: text for name, text in {**texts, **changed}.items() if text is not None}
+        assert texts == stored(durable)[1]
+        assert durable_from(state_of(durable), texts) == durable
+        before = durable
 
 
 def test_a_field_that_an_older_controller_did_not_write_has_its_default(
     recorded: list[tuple[Job, str, Event, float, Job]],
 ) -> None:
     durable = recorded[-1][-1].durable
-    fields = json.loads(to_json(durable))
-    del fields["backoff_counts"], fields["link_faults"]
-    assert from_json(json.dumps(fields)).backoff_counts == {}
+    state, records = stored(durable)
+    fields = json.loads(state)
+    del fields["spawn_after"]
+    assert durable_from(fields, records).spawn_after == 0.0
 
 
 def test_a_view_can_be_made_of_every_job(recorded: list[tuple[Job, str, Event, float, Job]]) -> None:

@@ -27,7 +27,7 @@ async def test_effects_are_carried_out_in_order_and_after_what_must_be_durable(t
         state_when_sent = []
 
         async def durable_revision():
-            return (await world.store.get("/durable/train")).modified
+            return (await world.store.get("/jobs/train")).modified
 
         world.machine.answers[Save] = [
             Note("one", "first"), Persist(), Send(1, Ping(1)), Send(1, Ping(2)), Close(1),

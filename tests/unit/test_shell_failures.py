@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 from asynchronous import asynchronous
-from shoal_controller.core.machine.durable import Durable, from_json, to_json
+from machine_driver import stored
+from shoal_controller.core.machine.durable import Durable
 from shoal_controller.core.machine.effects import Adopt, Kill, Note, Persist, Probe, Spawn
 from shoal_controller.core.machine.events import (
     Connected,
@@ -25,10 +26,11 @@ from shoal_controller.core.machine.events import (
 )
 from shoal_controller.core.machine.place import Place
 from shoal_controller.core.machine.spec import JobSpec, Phase, State, WorkerView
+from shoal_controller.core.machine.stored_form import durable_from
 from shoal_controller.probes import ProbeResult
-from shoal_controller.records import Head, Unreadable, head_key, packed, part_key, unpacked
+from shoal_controller.records import Head, Unreadable, packed, record_prefix, unpacked
 from shoal_controller.store.open import open_store
-from shoal_controller.store.store import Put
+from shoal_controller.store.store import Delete, Put
 from shoal_protos.errors import Conflict, StoreError
 from shoal_protos.messages import Ending, Heartbeat, MemberState, Refusal, Shutdown, Status, Telemetry
 from small_machine import SPEC, SmallMachine, World, running
@@ -215,18 +217,38 @@ async def test_a_machine_that_refuses_what_nobody_wished_has_failed(tmp_path, ev
 
 
 OTHER = (
-    "its record in the store has format {}, written by another version of Shoal; this one reads 3. "
+    "its record in the store has format {}, written by another version of Shoal; this one reads 4. "
     "Install that version again"
 )
+HEAD, STATE = "/jobs/train", "its state in the store is damaged"
+
+
+def with_field(name, value):
+    """A damage to a field of the head."""
+    return lambda head: json.dumps(json.loads(head) | {name: value}).encode()
+
+
+def with_state(name, value):
+    """A damage to a field of the state."""
+    return lambda head: with_field("state", json.loads(head)["state"] | {name: value})(head)
+
+
+def with_record(change):
+    """A damage to the text of a record."""
+    return lambda value: packed(json.dumps(change(json.loads(unpacked("spec", value)))))
+
+
 DAMAGES = {
-    "an empty state": ("/durable/train", lambda _: b"", "its state in the store is damaged"),
-    "a state that is none": ("/durable/train", lambda _: b"no zlib", "its state in the store is damaged"),
-    "half a state": ("/durable/train", lambda value: value[:-9], "its state in the store is damaged"),
+    "an empty record": ("spec", lambda _: b"", f"{STATE} (1 of 2 records are there)"),
+    "a record that is none": ("spec", lambda _: b"no zlib", "its record spec in the store is damaged (7 bytes: "),
+    "half a record": ("spec", lambda value: value[:-9], "its record spec in the store is damaged"),
+    "a record that is gone": ("spec", None, f"{STATE} (1 of 2 records are there)"),
     **{
         f"a state with {value!r} as {name}": (
-            "/durable/train",
-            lambda state, name=name, value=value: packed(json.dumps(json.loads(unpacked(state)) | {name: value})),
-            f"{name}: {value!s:.30}" if value == 2**70 else f"{name}: {str(value)!r} is {type(value).__name__}; exp",
+            HEAD,
+            with_state(name, value),
+            f"{STATE}, or of another Shoal ({name}: "
+            + (f"{value!s:.30}" if value == 2**70 else f"{str(value)!r} is {type(value).__name__}; exp"),
         )
         for name, value in [
             ("wanted", None),
@@ -235,37 +257,41 @@ DAMAGES = {
             ("wanted", True),
             ("wanted", 2**70),
             ("paused", 1),
-            ("reason", 0),
-            ("planned", {}),
-            ("roster", []),
+            ("step", 1.5),
             ("step_seconds_median", "fast"),
-            ("failures", None),
         ]
     },
-    "a head with a number that is none": (
-        "/jobs/train",
-        lambda value: value.replace(b'"wanted": 3', b'"wanted": "3"'),
-        "its record in the store is damaged, or of another Shoal (wanted: '3' is str; expected int)",
+    "a state whose plan is not there": (
+        HEAD,
+        with_state("current", 7),
+        f"{STATE}, or of another Shoal (the plan of generation 7 is not there)",
     ),
-    "no head": ("/jobs/train", lambda _: b"[]", "its record in the store is damaged, or of another Shoal"),
+    "a record with a number that is none": (
+        "spec",
+        with_record(lambda spec: spec | {"wanted": "3"}),
+        f"{STATE}, or of another Shoal (spec: wanted: '3' is str; expected int)",
+    ),
+    "another job's record": (
+        "spec",
+        with_record(lambda spec: spec | {"job": "other"}),
+        f"{STATE}, or of another Shoal (its spec is that of job 'other')",
+    ),
+    "a record with a field of a newer version": (
+        "spec",
+        with_record(lambda spec: spec | {"priority": 3}),
+        f"{STATE}, or of another Shoal (JobSpec has no field priority; a newer Shoal may have written it)",
+    ),
+    "no head": (HEAD, lambda _: b"[]", "its record in the store is damaged, or of another Shoal"),
     "another job's head": (
-        "/jobs/train",
-        lambda value: value.replace(b'"job": "train"', b'"job": "other"'),
+        HEAD,
+        with_field("job", "other"),
         "its record in the store is damaged, or of another Shoal (its job is 'other')",
     ),
-    "a newer head": (
-        "/jobs/train",
-        lambda value: json.dumps(json.loads(value) | {"format": 4}).encode(),
-        OTHER.format(4),
-    ),
-    "an older head": (
-        "/jobs/train",
-        lambda value: json.dumps(json.loads(value) | {"format": 2}).encode(),
-        OTHER.format(2),
-    ),
-    "a field of a newer version": (
-        "/jobs/train",
-        lambda value: value.replace(b'"wanted"', b'"priority": 3, "wanted"'),
+    "a newer head": (HEAD, with_field("format", 5), OTHER.format(5)),
+    "an older head": (HEAD, with_field("format", 3), OTHER.format(3)),
+    "a head with a field of a newer version": (
+        HEAD,
+        with_field("priority", 3),
         "its record in the store is damaged, or of another Shoal",
     ),
 }
@@ -284,16 +310,26 @@ async def test_a_store_whose_own_id_is_damaged_is_refused_in_a_sentence(tmp_path
             raise AssertionError("it was opened")
 
 
+async def key_of(store, name):
+    """Of a record of job `train`, or of what is a key already."""
+    if name.startswith("/"):
+        return name
+    [entry] = (await store.list(f"{record_prefix('train')}{name}/")).entries
+    return entry.key
+
+
 @pytest.mark.parametrize("damage", DAMAGES)
 @asynchronous
 async def test_a_job_that_cannot_be_read_is_left_as_it_is_and_the_others_are_served(tmp_path, damage):
-    key, change, sentence = DAMAGES[damage]
+    name, change, sentence = DAMAGES[damage]
     async with running(tmp_path) as world:
         await world.shell.create(SPEC)
         await world.shell.create(JobSpec("other", wanted=1))
         await world.shell.stop()
-        value = change((await world.store.get(key)).value)
-        await world.store.transact([], [Put(key, value)])
+        key = await key_of(world.store, name)
+        value = change((await world.store.get(key)).value) if change is not None else None
+        await world.store.transact([], [Delete(key) if value is None else Put(key, value)])
+        left = (await world.store.list("/")).entries
     async with running(tmp_path) as world:
         view = world.shell.view("train")
         assert view.phase is Phase.FAILED
@@ -304,64 +340,27 @@ async def test_a_job_that_cannot_be_read_is_left_as_it_is_and_the_others_are_ser
             with pytest.raises(Conflict, match="is not served"):
                 await refused
         await world.shell.submit("other", Scale(2))
-        assert (await world.store.get(key)).value == value
+        assert [entry for entry in (await world.store.list("/")).entries if "train" in entry.key] == [
+            entry for entry in left if "train" in entry.key
+        ]
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("parts", 1 << 40), ("last_event", "many"), ("writes", -1), ("step", 1.5), ("state", True)]
+    ("name", "value"),
+    [("number", 1 << 70), ("last_event", "many"), ("since", -1), ("records", True), ("state", 3), ("forgotten", "no")],
 )
-def test_a_head_whose_numbers_are_none_cannot_be_read(name, value):
-    head = json.loads(Head(SPEC, "writer").encoded())
-    with pytest.raises(Unreadable, match=f"is damaged, or of another Shoal .its {name} is {value}"):
+def test_a_head_whose_fields_are_none_cannot_be_read(name, value):
+    head = json.loads(Head("train", "writer").encoded())
+    with pytest.raises(Unreadable, match=f"is damaged, or of another Shoal .its {name} is '?{str(value)[:30]}"):
         Head.decoded(json.dumps(head | {name: value}).encode(), "train")
 
 
-def test_a_field_that_this_version_does_not_know_is_not_dropped():
-    known = json.loads(to_json(Durable(SPEC, wanted=3)))
+def test_a_field_or_a_record_that_this_version_does_not_know_is_not_dropped():
+    state, records = stored(Durable(SPEC, wanted=3))
     with pytest.raises(ValueError, match="Durable has no field priority; a newer Shoal may have written it"):
-        from_json(json.dumps(known | {"priority": 3}))
-
-
-@asynchronous
-async def test_a_state_larger_than_a_transaction_is_written_in_parts_and_read_again(tmp_path, monkeypatch):
-    monkeypatch.setattr("shoal_controller.job_repository.packed", lambda durable: durable.encode())
-    monkeypatch.setattr("shoal_controller.job_repository.unpacked", lambda value: value.decode())
-    filler = {"filler": "x" * 3_000_000}
-    monkeypatch.setattr(SmallMachine, "filler", filler)
-    async with running(tmp_path) as world:
-        await world.shell.create(SPEC)
-        for workers in (4, 5):
-            await world.shell.submit("train", Scale(workers))
-        parts = (await world.store.list("/durable/train/")).entries
-        assert 3_000_000 < sum(len(part.value) for part in parts) < 3_100_000, "older parts are gone"
-    async with running(tmp_path) as world:
-        assert world.shell.view("train").wanted == 5
-        filler["filler"] = ""
-        await world.shell.submit("train", Scale(6))
-        assert not (await world.store.list("/durable/train/")).entries
-    async with running(tmp_path) as world:
-        assert world.shell.view("train").wanted == 6
-
-
-@asynchronous
-async def test_parts_that_a_killed_controller_wrote_without_their_head_are_cleared_by_the_next_one(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr("shoal_controller.job_repository.packed", lambda durable: durable.encode())
-    monkeypatch.setattr("shoal_controller.job_repository.unpacked", lambda value: value.decode())
-    monkeypatch.setattr(SmallMachine, "filler", {"filler": "x" * 1_200_000})
-    async with running(tmp_path) as world:
-        await world.shell.create(SPEC)
-        writes = Head.decoded((await world.store.get(head_key("train"))).value, "train").writes
-        for write, parts in ((writes - 1, 5), (writes + 1, 30)):  # the latter's number is given again
-            for part in range(parts):
-                await world.store.transact([], [Put(part_key("train", write, part), b"half of a state")])
-    async with running(tmp_path) as world:
-        for workers in (4, 5, 6):
-            await world.shell.submit("train", Scale(workers))
-        assert len((await world.store.list("/durable/train/")).entries) == 3
-    async with running(tmp_path) as world:
-        assert world.shell.view("train").wanted == 6
+        durable_from(json.loads(state) | {"priority": 3}, records)
+    with pytest.raises(ValueError, match="there is no record priority; a newer Shoal may have written it"):
+        durable_from(json.loads(state), records | {"priority": "3"})
 
 
 @asynchronous

@@ -1,4 +1,4 @@
-"""What a job must remember over a controller's death, and its text in the store.
+"""What a job must remember over a controller's death; `stored_form.py` is how it lies in the store.
 
 Everything that decides who may train, which numbers were given away, what an operator asked for and which deadlines run
 is here; what workers hold and where they stand is asked anew (`job.py`). It changes with the world; of the steps only
@@ -8,7 +8,6 @@ the one that people are shown is kept, by a small write of its own (`effects.Per
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -20,7 +19,6 @@ from shoal_protos.messages import Ending
 from shoal_protos.plan import Plan, Reason, WorkerId
 from shoal_protos.runs import NO_BLOCKS, Runs
 
-from shoal_controller.core.machine.codec import plain, restored
 from shoal_controller.core.machine.figures import Figures
 from shoal_controller.core.machine.place import Place
 from shoal_controller.core.machine.spec import JobSpec, Phase
@@ -265,15 +263,3 @@ class Durable:
             if (record.ending is not None or record.standing is Standing.DEAD) and record.worker not in members
         ]
         return gone[:-REMEMBERED]
-
-
-def to_json(durable: Durable) -> str:
-    """The text that the store keeps."""
-    return json.dumps(plain(durable), separators=(",", ":"), sort_keys=True)
-
-
-def from_json(text: str) -> Durable:
-    """The inverse of `to_json`."""
-    restored_durable = restored(Durable, json.loads(text))
-    assert isinstance(restored_durable, Durable)
-    return restored_durable

@@ -17,7 +17,7 @@ from shoal_controller.core.machine.event_kind import EventKind
 
 @dataclass(frozen=True, slots=True)
 class Persist:
-    """Write the job's durable state (`durable.to_json(job.durable)`) before going on."""
+    """Write the job's durable state (what of `job.durable` has changed) before going on."""
 
 
 @dataclass(frozen=True, slots=True)

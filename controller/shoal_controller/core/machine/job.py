@@ -14,7 +14,7 @@ every deadline that others count on is in `durable`; the rest of `Job` is forgot
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -239,9 +239,7 @@ def new_job(spec: JobSpec, now: float) -> Job:
     return Job(Durable(spec, wanted=spec.wanted, figures=figures), started_at=now, figures=figures)
 
 
-def restore(durable: Durable, now: float, step: int | None = None) -> Job:
-    """The job of an earlier controller. Its first event is `Started`. `step`: what `PersistStep` has written since."""
-    if step is not None:
-        durable = replace(durable, step=step)
+def restore(durable: Durable, now: float) -> Job:
+    """The job of an earlier controller. Its first event is `Started`."""
     known = durable.current is None or durable.phase.over
     return Job(durable, started_at=now, figures=durable.figures, figures_known=known)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from shoal_controller.core.machine.durable import Durable, from_json, to_json
+from shoal_controller.core.machine.durable import Durable
 from shoal_controller.core.machine.effects import Effect
 from shoal_controller.core.machine.events import (
     Cancel,
@@ -52,7 +52,7 @@ from shoal_controller.core.machine.spec import Phase
 from shoal_controller.core.machine.turn import Turn
 from shoal_controller.core.machine.view import view
 
-__all__ = ["Durable", "Job", "from_json", "new_job", "restore", "step", "to_json", "view"]
+__all__ = ["Durable", "Job", "new_job", "restore", "step", "view"]
 
 
 def on_started(turn: Turn, _: Started) -> None:

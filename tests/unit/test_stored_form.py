@@ -1,0 +1,77 @@
+"""What lies in the store of a large job, and how much of it a change writes."""
+
+from dataclasses import replace
+from functools import cache
+
+from machine_driver import MADE_OF, stored, through_the_store
+from shoal_controller.core.machine.durable import Durable, Resize, Standing, WorkerRecord
+from shoal_controller.core.machine.place import Place
+from shoal_controller.core.machine.spec import JobSpec, Phase
+from shoal_controller.core.machine.stored_form import changed_records, state_of
+from shoal_controller.core.planning.planner import Candidate, PlanRequest, Terms, plan_start
+from shoal_protos.plan import Member, Reason
+
+WORKERS = 1000
+
+
+@cache
+def large_job() -> Durable:
+    members = [Member(f"w{n}", f"{n:016}", f"10.0.{n // 256}.{n % 256}:{30000 + n}") for n in range(WORKERS)]
+    roster = {
+        member.worker: WorkerRecord(
+            member.worker, age, True, member.incarnation, member.address, f"host{age // 8}", f"rack{age // 100}",
+            Place.of_process(1000 + age, f"/logs/{member.worker}.log"),
+        )
+        for age, member in enumerate(members)
+    }  # fmt: skip
+    candidates = [Candidate(member, roster[member.worker].domain, age) for age, member in enumerate(members)]
+    plan = plan_start(PlanRequest(Terms(WORKERS, 4096, 1, 4, 4), 1, Reason.START), candidates)
+    return Durable(
+        JobSpec("job", WORKERS), WORKERS, replace(MADE_OF, blocks=4096, lanes=WORKERS), Phase.RUNNING, "x" * 16_000,
+        last_generation=1, current=plan, roster=roster, next_id=WORKERS, next_join_order=WORKERS,
+        history=tuple(Resize(generation, WORKERS, Reason.KILL, 7) for generation in range(1, 200)),
+    )  # fmt: skip
+
+
+def test_a_change_of_one_worker_of_a_thousand_writes_that_worker_and_the_small_state() -> None:
+    before = large_job()
+    lost = replace(before.roster["w7"], standing=Standing.LOST, why="it has not answered")
+    after = replace(before, roster={**before.roster, "w7": lost}, next_id=WORKERS + 1)
+    changed = changed_records(before, after)
+    assert list(changed) == ["workers/w7"]
+    assert sum(map(len, changed.values())) < 1000
+
+
+def test_the_state_of_a_job_of_a_thousand_workers_is_below_4_kib() -> None:
+    state, records = stored(large_job())
+    assert len(state) < 4096 < sum(map(len, records.values()))
+
+
+def test_a_plan_is_written_once_though_it_takes_the_place_of_another() -> None:
+    before = large_job()
+    assert before.current is not None
+    planned = replace(before.current, generation=2, base=1, recovery=None)
+    announced = replace(before, planned=(planned,))
+    assert list(changed_records(before, announced)) == ["plans/2"]
+    begun = replace(announced, current=planned, planned=())
+    assert changed_records(announced, begun) == {"plans/1": None}
+    assert (state_of(begun)["current"], state_of(begun)["planned"]) == (2, [])
+
+
+def test_a_description_is_written_once() -> None:
+    before = replace(large_job(), description=None)
+    described = large_job()
+    assert list(changed_records(before, described)) == ["description"]
+    assert "description" not in changed_records(described, replace(described, step=8))
+
+
+def test_what_is_back_at_its_default_has_no_record() -> None:
+    paused = replace(large_job(), paused_because="an operator")
+    assert changed_records(large_job(), paused) == {"paused_because": '"an operator"'}
+    assert changed_records(paused, large_job()) == {"paused_because": None}
+
+
+def test_a_roster_comes_back_in_the_order_of_age_and_the_history_in_that_of_generations() -> None:
+    again = through_the_store(large_job())
+    assert list(again.roster) == [f"w{number}" for number in range(WORKERS)]
+    assert [resize.generation for resize in again.history] == list(range(1, 200))
