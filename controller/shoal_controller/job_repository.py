@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import structlog
 from shoal_protos.errors import ShoalError, StoreError
@@ -33,14 +34,13 @@ from shoal_controller.records import (
 )
 from shoal_controller.store.store import MAX_OPERATIONS, Compare, Delete, Entry, Operation, Put, Store, Unfit
 
-EVENTS_KEPT = 10_000
-"""Per job; the oldest go first."""
-
 EVENTS_PER_TRANSACTION = 50
-"""With as many deletions and two records it stays below a transaction's limit."""
+"""That leaves room for records."""
 
 EVENT_BYTES = 256 << 10
 """Most bytes of one transaction's events."""
+
+DELETED_PER_TRANSACTION = 100
 
 LISTED_RECORDS = 64
 """Read at a time: most are small, a few have half a megabyte."""
@@ -67,7 +67,7 @@ class Trouble:
 
 
 class JobRepository:
-    """One job's keys. One task writes; anyone may read."""
+    """One job's keys. One task writes them, another may drop events meanwhile; anyone may read."""
 
     def __init__(self, store: Store, head: Head, modified: int, records: RecordSet, durable: Durable) -> None:
         self._store = store
@@ -79,6 +79,7 @@ class JobRepository:
         """As it is in the store."""
         self._doubtful: set[bytes] = set()
         """Heads whose writing failed: nobody knows yet whether it was carried out all the same."""
+        self._writing = asyncio.Lock()
         self._news = asyncio.Event()
         self.closed = False
         self.trouble: Trouble | None = None
@@ -106,8 +107,9 @@ class JobRepository:
         self._records = self._records.renewed()
         try:
             async with asyncio.timeout(BEGIN_SECONDS):
-                head = replace(self._head, since=self._records.number + 1, broken="", state=state_of(durable))
-                await self._write(head, (), changed_records(None, durable))
+                changed = changed_records(None, durable)
+                since = self._records.number + 1
+                await self._write((), changed, since=since, broken="", state=state_of(durable))
         except TimeoutError as error:
             why = self.trouble.why if self.trouble is not None else "it does not answer"
             raise StoreError(
@@ -119,27 +121,54 @@ class JobRepository:
         """Make events, and the state where given, durable: all before it returns, in this order."""
         *first, last = _batches(events)
         for batch in first:
-            await self._write(self._head, batch)
-        head = replace(self._head, broken=broken or self.broken)
-        if durable is None:
-            return await self._write(head, last)
-        await self._write(replace(head, state=state_of(durable)), last, changed_records(self._durable, durable))
+            await self._write(batch)
+        durable = durable or self._durable
+        changed = changed_records(self._durable, durable)
+        await self._write(last, changed, state=state_of(durable), broken=broken or self.broken)
         self._durable = durable
-        return None
 
     async def write_step(self, step: int) -> None:
         """Make the step that people are shown durable: with the head, which every transaction writes."""
         durable = replace(self._durable, step=step)
-        await self._write(replace(self._head, state=state_of(durable)), ())
+        await self._write(state=state_of(durable))
         self._durable = durable
+
+    @property
+    def event_bytes(self) -> int:
+        return self._head.event_bytes
+
+    @property
+    def event_count(self) -> int:
+        return self._head.last_event - self._head.first_event + 1
+
+    @property
+    def may_drop_events(self) -> bool:
+        """Whether there are any, and nothing stands in the way."""
+        return self.event_count > 0 and not (self.closed or self._doubtful)
+
+    async def drop_events(self, count: int) -> None:
+        """The oldest ones."""
+        async with self._writing:
+            if not self.may_drop_events:
+                return
+            first = self._head.first_event
+            prefix, before = f"/events/{self._name}/", event_key(self._name, first - 1)
+            entries = (await self._store.list(prefix, after=before, limit=count)).entries
+            oldest = [entry for entry in entries if event_number(entry.key) < first + count]
+            head = replace(
+                self._head,
+                first_event=min(first + count, self._head.last_event + 1),
+                event_bytes=max(0, self._head.event_bytes - sum(len(entry.value) for entry in oldest)),
+            )
+            await self._change(head, [Delete(entry.key) for entry in oldest], {})
 
     async def forget(self) -> None:
         """Remove the job and all that is kept of it. First the head says so, then everything goes, and the head last:
         whoever is killed on the way leaves what the next one can go on with.
         """
-        await self._write(replace(self._head, forgotten=True), ())
+        await self._write(forgotten=True)
         for prefix in (f"/events/{self._name}/", record_prefix(self._name)):
-            while entries := (await self._store.list(prefix, limit=EVENTS_PER_TRANSACTION)).entries:
+            while entries := (await self._store.list(prefix, limit=DELETED_PER_TRANSACTION)).entries:
                 await self._guarded([Delete(entry.key) for entry in entries])
         await self._guarded([Delete(head_key(self._name))])
         self.close()
@@ -154,26 +183,33 @@ class JobRepository:
         return Compare(head_key(self._name), self.modified)
 
     async def _write(
-        self, head: Head, events: Sequence[JobEvent], changed: Mapping[str, str | None] | None = None
+        self, events: Sequence[JobEvent] = (), changed: Mapping[str, str | None] | None = None, **fields: Any
     ) -> None:
-        last = head.last_event + len(events)
-        first = min(max(head.first_event, last - EVENTS_KEPT + 1), head.first_event + EVENTS_PER_TRANSACTION)
-        numbered = [replace(event, revision=head.last_event + 1 + index) for index, event in enumerate(events)]
-        operations: list[Operation] = [
-            Put(event_key(self._name, event.revision), event.encoded()) for event in numbered
-        ]
-        operations += [Delete(event_key(self._name, number)) for number in range(head.first_event, first)]
-        values = {name: None if text is None else packed(text) for name, text in (changed or {}).items()}
+        """Write events, records, and fields of the head."""
+        async with self._writing:
+            head = replace(self._head, **fields)
+            numbered = enumerate(events, head.last_event + 1)
+            puts = [
+                Put(event_key(self._name, number), replace(event, revision=number).encoded())
+                for number, event in numbered
+            ]
+            size = sum(len(put.value) for put in puts)
+            head = replace(head, last_event=head.last_event + len(puts), event_bytes=head.event_bytes + size)
+            await self._change(head, puts, changed or {})
+        if events:
+            self._news.set()
+            self._news = asyncio.Event()
+
+    async def _change(self, head: Head, operations: Sequence[Operation], changed: Mapping[str, str | None]) -> None:
+        """Write the head, with these operations; records that do not fit before. See [Note: the state is last]."""
+        values = {name: None if text is None else packed(text) for name, text in changed.items()}
         write = self._records.write(values, MAX_OPERATIONS - 1 - len(operations))
         self._records = write.begun
         for transaction in write.ahead:
             await self._insist(partial(self._guarded, transaction))
-        head = replace(head, number=write.number, records=len(write.done.keys), first_event=first, last_event=last)
+        head = replace(head, number=write.number, records=len(write.done.keys))
         self.modified = await self._commit(head, [*operations, *write.last])
         self._head, self._records = head, write.done
-        if events:
-            self._news.set()
-            self._news = asyncio.Event()
 
     async def _commit(self, head: Head, operations: Sequence[Operation]) -> int:
         """The revision of the transaction."""

@@ -102,6 +102,8 @@ class Head:
     """How many records there are."""
     first_event: int = 1
     last_event: int = 0
+    event_bytes: int = 0
+    """Of all events from the first to the last."""
     broken: str = ""
     """Why the job cannot go on, where the machine itself failed."""
     forgotten: bool = False
@@ -118,7 +120,7 @@ class Head:
         """Raises `ValueError` for a field that is none: one damaged record must not keep a controller from serving."""
         if self.job != job:  # it would be written where another job's lies
             raise ValueError(f"its job is {self.job!r}")
-        for name in ("number", "since", "records", "first_event", "last_event"):
+        for name in ("number", "since", "records", "first_event", "last_event", "event_bytes"):
             number = getattr(self, name)
             if type(number) is not int or not 0 <= number < 1 << 62:
                 raise ValueError(f"its {name} is {str(number)[:30]}")

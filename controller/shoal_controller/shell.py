@@ -21,7 +21,8 @@ from shoal_controller.cluster_id import ensure_cluster_id
 from shoal_controller.core.machine import machine
 from shoal_controller.core.machine.events import Cancel, Event
 from shoal_controller.core.machine.spec import JobSpec, JobView
-from shoal_controller.job_repository import EVENTS_KEPT, JobRepository, new_repository, stored_jobs
+from shoal_controller.event_bounds import EVENTS_KEPT, bound_events
+from shoal_controller.job_repository import Fenced, JobRepository, new_repository, stored_jobs
 from shoal_controller.ports import Outside, Step, View
 from shoal_controller.records import JobEvent
 from shoal_controller.runner import Life, Runner
@@ -37,6 +38,8 @@ FORGET_AFTER_SECONDS = 7 * 86400.0
 """How long a job that is over stays visible."""
 
 FORGET_LOOK_SECONDS = 60.0
+
+EVENTS_LOOK_SECONDS = 1.0
 
 FORGET_SECONDS = 60.0
 """How long it may take to forget one job."""
@@ -100,6 +103,7 @@ class Shell:
         self._tasks = [
             guarded("ticks", self._tick(), self.give_up),
             guarded("forgetting", self._forget_the_old(), self.give_up),
+            guarded("events", self._bound_events(), self.give_up),
         ]
 
     async def stop(self, why: StoreError | None = None) -> None:
@@ -221,6 +225,17 @@ class Shell:
                             await self._forget(runner)
                 except StoreError as error:
                     log.warning("a job could not be forgotten", job=runner.spec.job, error=str(error))
+
+    async def _bound_events(self) -> None:
+        """Now and then."""
+        while True:
+            await asyncio.sleep(EVENTS_LOOK_SECONDS)
+            try:
+                await bound_events([one.repository for one in self._runners.values() if not one.unserved])
+            except Fenced:
+                raise
+            except StoreError as error:
+                log.warning("old events could not be dropped", error=str(error))
 
     def expect(self, job: str) -> None:
         """Raises `NotFound` for a job that there is not."""

@@ -237,18 +237,6 @@ async def test_many_notes_of_one_step_are_all_written_in_order(tmp_path):
         assert [event.message for event in await world.shell.events("train")] == [f"w{number}" for number in range(333)]
 
 
-@asynchronous
-async def test_the_history_is_bounded_and_its_oldest_go_first(tmp_path, monkeypatch):
-    monkeypatch.setattr("shoal_controller.job_repository.EVENTS_KEPT", 100)
-    async with running(tmp_path) as world:
-        await world.shell.create(SPEC)
-        world.machine.answers[Save] = [Note("n", "n") for _ in range(30)]
-        for _ in range(10):
-            await world.shell.submit("train", Save())
-        numbers = [event.revision for event in await world.shell.events("train")]
-        assert numbers == list(range(201, 301))
-
-
 # ---- time
 
 

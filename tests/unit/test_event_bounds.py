@@ -1,0 +1,110 @@
+"""How much of the jobs' histories is kept, and whose events go first."""
+
+from contextlib import asynccontextmanager
+
+import pytest
+from asynchronous import asynchronous
+from shoal_controller import event_bounds
+from shoal_controller.core.machine.effects import Note
+from shoal_controller.core.machine.events import Save
+from shoal_controller.core.machine.spec import JobSpec
+from shoal_controller.event_bounds import bound_events
+from shoal_controller.records import event_key
+from shoal_controller.store.store import Delete
+from small_machine import SmallMachine, running
+
+
+@pytest.fixture(autouse=True)
+def nobody_else_looks(monkeypatch):
+    monkeypatch.setattr("shoal_controller.shell.EVENTS_LOOK_SECONDS", 3600.0)
+
+
+@asynccontextmanager
+async def noting(directory, machine=None, **sizes):
+    """Jobs by name, each with so many events of so many characters."""
+    machine = machine or SmallMachine()
+    async with running(directory, machine) as world:
+        for job, (count, characters) in sizes.items():
+            await world.shell.create(JobSpec(job, wanted=1))
+            machine.answers[Save] = [Note("n", "x" * characters) for _ in range(count)]
+            await world.shell.submit(job, Save())
+        yield world
+
+
+def repositories(world):
+    return {job: runner.repository for job, runner in world.shell._runners.items()}
+
+
+async def numbers(world, job):
+    return [event.revision for event in await world.shell.events(job)]
+
+
+async def stored_bytes(world, job):
+    return sum(len(entry.value) for entry in (await world.store.list(f"/events/{job}/")).entries)
+
+
+@asynchronous
+async def test_a_job_keeps_so_many_events_and_its_oldest_go_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(event_bounds, "EVENTS_KEPT", 100)
+    async with noting(tmp_path, chatty=(330, 1), quiet=(3, 1)) as world:
+        await bound_events(list(repositories(world).values()))
+        assert await numbers(world, "chatty") == list(range(231, 331))
+        assert await numbers(world, "quiet") == [1, 2, 3]
+
+
+@asynchronous
+async def test_over_all_jobs_so_many_bytes_are_kept_and_the_oldest_of_the_largest_go(tmp_path, monkeypatch):
+    monkeypatch.setattr(event_bounds, "EVENT_BYTES_KEPT", 100_000)
+    async with noting(tmp_path, large=(300, 500), middle=(60, 500), small=(3, 500)) as world:
+        await bound_events(list(repositories(world).values()))
+        left = {job: await numbers(world, job) for job in ("large", "middle", "small")}
+        assert (len(left["middle"]), len(left["small"])) == (60, 3), "theirs are not the largest"
+        assert left["large"] == list(range(301 - len(left["large"]), 301))
+        total = sum([await stored_bytes(world, job) for job in left])
+        assert 95_000 < total <= 100_000, "no more go than must"
+        assert total == sum(one.event_bytes for one in repositories(world).values())
+    async with noting(tmp_path) as world:
+        assert total == sum(one.event_bytes for one in repositories(world).values()), "another controller knows it too"
+        monkeypatch.setattr(event_bounds, "EVENT_BYTES_KEPT", 30_000)
+        await bound_events(list(repositories(world).values()))
+        sizes = [await stored_bytes(world, job) for job in ("large", "middle")]
+        assert abs(sizes[0] - sizes[1]) < 2_000, "then both are the largest in turn"
+
+
+@asynchronous
+async def test_events_are_dropped_while_their_job_goes_on_writing(tmp_path, monkeypatch):
+    monkeypatch.setattr(event_bounds, "EVENTS_KEPT", 20)
+    monkeypatch.setattr("shoal_controller.shell.EVENTS_LOOK_SECONDS", 0.001)
+    async with noting(tmp_path, train=(20, 1)) as world:
+        for _ in range(10):
+            await world.shell.submit("train", Save())
+        monkeypatch.setattr(event_bounds, "EVENTS_KEPT", 0)
+        while await numbers(world, "train"):
+            await world.shell.check()
+        await world.shell.submit("train", Save())
+        assert repositories(world)["train"]._head.last_event == 240
+        assert not world.shell.stopped.done()
+
+
+@asynchronous
+async def test_a_history_whose_keys_are_gone_is_not_dropped_for_ever(tmp_path, monkeypatch):
+    async with noting(tmp_path, train=(30, 100)) as world:
+        await world.store.transact([], [Delete(event_key("train", number)) for number in range(1, 31)])
+        monkeypatch.setattr(event_bounds, "EVENT_BYTES_KEPT", 10)
+        await bound_events(list(repositories(world).values()))
+        repository = repositories(world)["train"]
+        assert (repository.event_count, repository.may_drop_events) == (0, False)
+
+
+@asynchronous
+async def test_a_job_that_is_not_served_loses_no_event(tmp_path, monkeypatch):
+    async with noting(tmp_path, train=(30, 100)) as world:
+        [spec] = (await world.store.list("/records/train/spec/")).entries
+        await world.store.transact([], [Delete(spec.key)])
+    monkeypatch.setattr(event_bounds, "EVENTS_KEPT", 0)
+    monkeypatch.setattr("shoal_controller.shell.EVENTS_LOOK_SECONDS", 0.001)
+    async with noting(tmp_path, other=(1, 1)) as world:
+        assert world.shell._runners["train"].unserved
+        while await numbers(world, "other"):
+            await world.shell.check()
+        assert len(await numbers(world, "train")) == 30
