@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
+from shoal.group import rendezvous_server
 from shoal.group.build import Cancellation, GroupSpec
 from shoal.group.group import WorldChanged
 from shoal.group.rendezvous_client import RendezvousClient
@@ -154,6 +155,31 @@ def test_garbage_on_the_port_harms_no_room(server: RendezvousServer, noise: byte
     client.set("key", b"value")
     assert client.get("key") == b"value"
     client.close()
+
+
+def test_strangers_that_say_nothing_make_room_for_a_member(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous_server, "MOST_CONNECTIONS", 8)
+    with contextlib.closing(RendezvousServer("127.0.0.1")) as server, contextlib.ExitStack() as strangers:
+        first, *_, last = [
+            strangers.enter_context(socket.create_connection(split_address(server.address))) for _ in range(20)
+        ]
+        for stranger in (first, last):
+            stranger.settimeout(PATIENCE_SECONDS)
+        spec = GroupSpec(7, 0, (server.address,), 0)
+        client = RendezvousClient(spec, Cancellation())
+        client.set("key", b"value")
+        assert client.get("key") == b"value"
+        while _received(first):
+            continue
+        assert len(server._waiting) <= 8
+        assert _received(last), "the latest ones are still there"
+        client.close()
+
+
+def test_a_limit_of_descriptors_is_one_of_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous_server.resource, "getrlimit", lambda _: (64, 64))
+    with contextlib.closing(RendezvousServer("127.0.0.1")) as server:
+        assert server._most == 32
 
 
 def _received(stranger: socket.socket) -> bytes:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import socket
 import threading
 from collections.abc import Callable
@@ -24,6 +25,8 @@ ALL = "all"
 """Posted by the server itself once as many clients are here as are expected."""
 
 MOST_CLIENTS = 1 << 14
+MOST_CONNECTIONS = 1 << 12
+"""At once; fewer where the process may not have twice as many descriptors, which training needs too."""
 HELLO_SECONDS = 10.0
 """Time for a client to say which room it enters."""
 BACKLOG = 1024
@@ -95,7 +98,10 @@ class RendezvousServer:
         self._sockets = bound_as(self._listener)
         let_go_in_children(self._sockets)
         self._rooms: dict[str, _Room] = {}
+        self._most = min(MOST_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
+        self._waiting: dict[asyncio.StreamWriter, None] = {}
+        """Who has entered no room yet, oldest first."""
         self._running = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shoal-rendezvous", daemon=True)
         self._thread.start()
@@ -134,15 +140,19 @@ class RendezvousServer:
     async def _serve_client(self, reader: asyncio.StreamReader, client: asyncio.StreamWriter) -> None:
         """One connection: a client, somebody who looks whether we live, or somebody with no business here."""
         room, name = None, ""
+        self._waiting[client] = None
+        self._make_room()
         client.write(entry(INCARNATION, self._incarnation().encode()))
         try:
             async with asyncio.timeout(HELLO_SECONDS):
                 name, size = await _read(reader)
+            self._waiting.pop(client, None)
             room = self._rooms.setdefault(name, _Room(min(int(size), MOST_CLIENTS)))
             await room.serve(reader, client)
         except (asyncio.IncompleteReadError, ConnectionError, TimeoutError, ValueError):
             return  # it has left, or what it says is no entry
         finally:
+            self._waiting.pop(client, None)
             if room is not None:
                 room.clients.discard(client)
                 if not room.clients:
@@ -150,6 +160,13 @@ class RendezvousServer:
             client.transport.abort()  # one that is frozen would never take what is left for it
             with contextlib.suppress(OSError):
                 await client.wait_closed()
+
+    def _make_room(self) -> None:
+        """Beyond the limit whoever has said nothing for longest goes: a member says at once which room it enters."""
+        if len(self._waiting) + sum(len(room.clients) for room in self._rooms.values()) > self._most:
+            oldest = next(iter(self._waiting))
+            del self._waiting[oldest]
+            oldest.transport.abort()
 
 
 async def _read(reader: asyncio.StreamReader) -> tuple[str, bytes]:
