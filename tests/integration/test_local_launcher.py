@@ -338,7 +338,7 @@ def test_what_does_not_end_with_its_job_is_killed_and_nothing_of_other_jobs(tmp_
         frozen = await controller.launcher.spawn("w1", spec(f"trap '' TERM; {SLEEPER}"))
         await controller.launcher.end_all("demo", 0.0)
         assert ended(frozen.pid) and ended(willing.pid) and not ended(kept.pid)
-        await controller.launcher.end_all("other", 0.0)
+        await controller.launcher.kill_all("other")
         assert ended(kept.pid)
 
     with_controller(tmp_path, scene)

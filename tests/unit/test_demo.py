@@ -140,6 +140,26 @@ def test_a_job_that_did_not_succeed_ends_the_demo() -> None:
         demo.succeeded(job)
 
 
+@pytest.mark.parametrize("phase, done", [("succeeded", []), ("running", ["stop", "kill"])])
+def test_workers_of_a_job_that_is_over_end_by_themselves_after_the_demo(phase: str, done: list[str]) -> None:
+    class Here:
+        def __init__(self) -> None:
+            self.client, self.done = self, list[str]()
+
+        async def job(self, _: str) -> Json:
+            return {"phase": phase}
+
+        async def stop(self, _: str) -> None:
+            self.done.append("stop")
+
+        async def kill_workers(self, _: str) -> None:
+            self.done.append("kill")
+
+    here: Any = Here()
+    asyncio.run(demo.end(here, "disturbed"))
+    assert here.done == done
+
+
 def report(fingerprint: str) -> dict[str, Any]:
     moved = {"pause": 0, "fill": 1_500_000, "checkpoint": 0}
     world = {

@@ -33,7 +33,7 @@ class Here:
 
     async def kill_workers(self, job: str) -> None:
         """End every process that was started here for this job at once, whether it has said hello or not."""
-        await self.server.launcher.end_all(job, 0.0)
+        await self.server.launcher.kill_all(job)
 
     async def end_what_is_over(self) -> None:
         """Leave no process of a job that is over behind."""

@@ -109,18 +109,25 @@ class LocalLauncher:
 
     async def end_all(self, job: str, seconds: float) -> None:
         """Return when no process of this job is left: those that have not ended by themselves in time are killed."""
-        if await self._none_left(job, seconds):
-            return
-        for (of, worker), (process, _) in self._watched.items():
-            if of == job:
-                log.warning("a worker is killed", job=job, worker=worker, pid=process.pid, why="its job is over")
-                process.kill()
+        if not await self._none_left(job, seconds):
+            why = f"its job is over, and it did not end by itself within {seconds:g} s"
+            for worker, process in self._of(job):
+                log.warning("a worker is killed", job=job, worker=worker, pid=process.pid, why=why)
+            await self.kill_all(job)
+
+    async def kill_all(self, job: str) -> None:
+        """Kill every process of this job; return when none is left."""
+        for _, process in self._of(job):
+            process.kill()
         await self._none_left(job, DEATH_SECONDS)
+
+    def _of(self, job: str) -> list[tuple[WorkerId, Process]]:
+        return [(worker, process) for (of, worker), (process, _) in self._watched.items() if of == job]
 
     async def _none_left(self, job: str, seconds: float) -> bool:
         """Whether the last process of a job ends within so many seconds."""
         deadline = time.monotonic() + seconds
-        while left := any(of == job for of, _ in self._watched):
+        while left := bool(self._of(job)):
             if time.monotonic() >= deadline:
                 break
             await asyncio.sleep(LOOK_SECONDS)
@@ -200,7 +207,7 @@ class LocalLauncher:
 
     async def _clear(self, job: str, records: ProcessRecords) -> None:
         """End what an earlier run of this name left, and report none of it. The others' work goes on meanwhile."""
-        ending = [self._forget(name)[0] for name in list(self._watched) if name[0] == job]
+        ending = [self._forget((job, worker))[0] for worker, _ in self._of(job)]
         for process in ending:
             process.kill()
         self._ending |= {process.pid for process in ending}
