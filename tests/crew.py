@@ -36,11 +36,21 @@ from shoal.training.engine import Engine
 from shoal.training.exit import _Ending
 from shoal.training.start import _description
 from shoal.training.state import NO_STEP, Limits, TrainingState
-from shoal_controller.core.machine.effects import Note, Probe, Send
-from shoal_controller.core.machine.events import Connected, Disconnected, Event, MessageReceived, Probed, Started, Tick
+from shoal_controller.core.machine.effects import AskPlanner, Note, Probe, Send
+from shoal_controller.core.machine.events import (
+    Connected,
+    Disconnected,
+    Event,
+    MessageReceived,
+    PlannerAnswered,
+    Probed,
+    Started,
+    Tick,
+)
 from shoal_controller.core.machine.job import Job
 from shoal_controller.core.machine.machine import new_job, step
 from shoal_controller.core.machine.spec import JobSpec
+from shoal_controller.core.planning.question import answer
 from shoal_protos.errors import UserError
 from shoal_protos.messages import MemberState, Status
 from torch import nn
@@ -366,6 +376,7 @@ class Crew:
 
     def _feed(self, event: Event) -> None:
         self.job, effects = step(self.job, event, self.now)
+        answers: list[Event] = []
         for effect in effects:
             if isinstance(effect, Send):
                 link = self._links.get(effect.connection)
@@ -375,7 +386,11 @@ class Crew:
                 self.events.append((effect.kind, effect.message))
             elif isinstance(effect, Probe):
                 dead = self._is_dead(effect.address)
-                self._feed(Probed(effect.worker, effect.incarnation, refused=dead, reached=not dead))
+                answers.append(Probed(effect.worker, effect.incarnation, refused=dead, reached=not dead))
+            elif isinstance(effect, AskPlanner):
+                answers.append(PlannerAnswered(effect, answer(effect.question)))
+        for answered in answers:
+            self._feed(answered)
 
     def _is_dead(self, address: str) -> bool:
         return all(not w.alive or w.killed for w in self.workers.values() if w.link.address == address)

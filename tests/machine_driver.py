@@ -7,13 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 from shoal_controller.core.machine.durable import Durable
-from shoal_controller.core.machine.effects import Effect, Kill, Note, Persist, Send, Spawn
+from shoal_controller.core.machine.effects import AskPlanner, Effect, Kill, Note, Persist, Send, Spawn
 from shoal_controller.core.machine.events import (
     Connected,
     Disconnected,
     Event,
     Exited,
     MessageReceived,
+    PlannerAnswered,
     Probed,
     Started,
     Tick,
@@ -22,6 +23,7 @@ from shoal_controller.core.machine.figures import series_key
 from shoal_controller.core.machine.machine import new_job, restore, step, view
 from shoal_controller.core.machine.spec import JobSpec, JobView
 from shoal_controller.core.machine.stored_form import changed_records, durable_from, state_of
+from shoal_controller.core.planning.question import answer
 from shoal_protos.activity import Activity, StepPhase
 from shoal_protos.description import Description
 from shoal_protos.messages import (
@@ -72,11 +74,22 @@ class Driver:
         self.welcomed: set[str] = set()
         """Who knows the run."""
         self.sequence = 0
+        self.questions: list[AskPlanner] = []
+        """What the planner was asked, oldest first."""
+        self.planner_answers = True
+        """Whether it does, at once."""
         self._next = 0
         self.feed(Started())
 
     def feed(self, event: Event) -> list[Effect]:
+        """All effects of an event; the planner answers at once, if it does at all."""
         self.job, self.effects = step(self.job, event, self.now)
+        for asked in [effect for effect in self.effects if isinstance(effect, AskPlanner)]:
+            self.effects.remove(asked)
+            self.questions.append(asked)
+            if self.planner_answers:
+                before = self.effects
+                self.effects = [*before, *self.feed(PlannerAnswered(asked, answer(asked.question)))]
         return self.effects
 
     def wait(self, seconds: float, beating: bool = True) -> list[Effect]:

@@ -14,6 +14,7 @@ from shoal_controller.core.machine.events import Cancel, Event, Scale, Tick
 from shoal_controller.core.machine.job import Job
 from shoal_controller.core.machine.place import Place
 from shoal_controller.core.machine.spec import JobSpec, JobView, Phase
+from shoal_controller.core.planning.question import Answer, Question, answer
 from shoal_controller.ports import Outside
 from shoal_controller.probes import ProbeResult
 from shoal_controller.shell import Shell
@@ -78,7 +79,7 @@ class Written:
         self._news = asyncio.Event()
 
     def outside(self) -> Outside:
-        return Outside(self, {"local": self}, self.probe)
+        return Outside(self, {"local": self}, self.plan, self.probe)
 
     def _write(self, *entry: object) -> None:
         self.log.append(entry)
@@ -100,6 +101,10 @@ class Written:
     async def probe(self, address: str, incarnation: str) -> ProbeResult:
         self._write("probe", address, incarnation)
         return self.met.get(address, ProbeResult())
+
+    async def plan(self, question: Question) -> Answer:
+        self._write("plan", question.request.generation)
+        return answer(question)
 
     async def spawn(self, worker: str, spec: JobSpec) -> Place:
         self._write("spawn", worker, spec.job)

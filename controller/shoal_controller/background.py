@@ -1,8 +1,9 @@
-"""Background work of one job: finding, starting and ending processes, and probes; too slow for its loop.
+"""Background work of one job: finding, starting and ending processes, probes, and plans; too slow for its loop.
 
 Processes are found and started in the order of the effects, by one task. Ends are not behind starts: each has a task of
 its own, which waits for what is being found and for the start of the very worker that it ends, and for nothing else.
-Probes run beside each other, one per process. What comes of it goes back as an event. Made by `runner.py`.
+Probes run beside each other, one per process. Questions to the planner are answered by one task, the newest first. What
+comes of it goes back as an event. Made by `runner.py`.
 """
 
 from __future__ import annotations
@@ -13,11 +14,19 @@ from functools import partial
 from typing import Any
 
 import structlog
-from shoal_protos.errors import StoreError
+from shoal_protos.errors import PeerError, StoreError
 from shoal_protos.plan import WorkerId
 
-from shoal_controller.core.machine.effects import Adopt, Kill, Probe, Spawn
-from shoal_controller.core.machine.events import Event, Exited, NeverStarted, Probed, Spawned
+from shoal_controller.core.machine.effects import Adopt, AskPlanner, Kill, Probe, Spawn
+from shoal_controller.core.machine.events import (
+    Event,
+    Exited,
+    NeverStarted,
+    PlannerAnswered,
+    PlannerFailed,
+    Probed,
+    Spawned,
+)
 from shoal_controller.core.machine.place import Place
 from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.launchers.launcher import Launcher
@@ -59,20 +68,27 @@ class BackgroundWork:
         self._adopted.set()
         self._kills: Tasks = {}
         self._probes: Tasks = {}
-        self._launching: asyncio.Task[None] | None = None
+        self._question: AskPlanner | None = None
+        """The newest one that nobody has begun to answer."""
+        self._question_came = asyncio.Event()
+        self._always: list[asyncio.Task[None]] = []
+        """Tasks that run for as long as the job does."""
         self._alarm: Alarm | None = None
 
     def start(self, alarm: Alarm) -> None:
-        """Launch as told. `alarm` hears when that ends unexpectedly."""
+        """Launch and plan as told. `alarm` hears when that ends unexpectedly."""
         self._alarm = alarm
-        self._launching = guarded(f"launches of {self._spec.job}", self._launch(), alarm)
+        self._always = [
+            guarded(f"launches of {self._spec.job}", self._launch(), alarm),
+            guarded(f"plans of {self._spec.job}", self._plan(), alarm),
+        ]
 
     async def stop(self) -> None:
         """End them all; processes live on."""
-        tasks = [*self._probes.values(), *self._kills.values(), *([self._launching] if self._launching else [])]
+        tasks = [*self._probes.values(), *self._kills.values(), *self._always]
         await asyncio.gather(*(end_task(task) for task in tasks))
 
-    def run(self, effect: Probe | Adopt | Spawn | Kill) -> None:
+    def run(self, effect: Probe | Adopt | Spawn | Kill | AskPlanner) -> None:
         """Have it done; never waits."""
         match effect:
             case Probe(worker, incarnation):
@@ -87,6 +103,9 @@ class BackgroundWork:
             case Adopt():
                 self._adopted.clear()
                 self._launches.put_nowait(effect)
+            case AskPlanner():
+                self._question = effect
+                self._question_came.set()
 
     def _beside(self, tasks: Tasks, who: object, purpose: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run in a task of its own, unless the same is under way."""
@@ -97,6 +116,25 @@ class BackgroundWork:
     async def _probe(self, probe: Probe) -> None:
         met = await self._outside.probe(probe.address, probe.incarnation)
         await self._report(Probed(probe.worker, probe.incarnation, met.refused, met.reached))
+
+    async def _plan(self) -> None:
+        """Answer the newest question; an older one that still waits has been given up."""
+        while True:
+            await self._question_came.wait()
+            self._question_came.clear()
+            if (asked := self._question) is not None:
+                self._question = None
+                await self._report(await self._answered(asked))
+
+    async def _answered(self, asked: AskPlanner) -> Event:
+        try:
+            return PlannerAnswered(asked, await self._outside.planner(asked.question))
+        except PeerError as error:
+            log.warning("a question to the planner has no answer", job=self._spec.job, error=str(error))
+            return PlannerFailed(asked.number, str(error))
+        except Exception as error:
+            log.error("the planner failed", job=self._spec.job, error=str(error), exc_info=error)
+            return PlannerFailed(asked.number, f"{type(error).__name__}: {error}")
 
     async def _launch(self) -> None:
         while True:

@@ -13,6 +13,7 @@ from shoal_controller.core.machine.effects import Effect
 from shoal_controller.core.machine.events import Event
 from shoal_controller.core.machine.job import Job
 from shoal_controller.core.machine.spec import JobView
+from shoal_controller.core.planning.question import Answer, Question
 from shoal_controller.launchers.launcher import Launcher
 from shoal_controller.probes import ProbeResult, probe
 from shoal_controller.sessions.streams import Streams
@@ -25,6 +26,10 @@ View = Callable[[Job, float], JobView]
 """What people see of a job at a time (`machine.view`)."""
 
 
+Planner = Callable[[Question], Awaitable[Answer]]
+"""Answers a question as `planning.question.answer` does, perhaps in another process; raises where it cannot."""
+
+
 @dataclass(frozen=True, slots=True)
 class Outside:
     """All that the shell's effects reach."""
@@ -32,5 +37,7 @@ class Outside:
     streams: Streams
     launchers: Mapping[str, Launcher]
     """Launchers by the spec's `launcher`; `none` has none."""
+    planner: Planner
+    """What answers the machine's questions."""
     probe: Callable[[str, str], Awaitable[ProbeResult]] = probe
     """What a connection to an address meets where a process of that incarnation should be."""

@@ -4,7 +4,7 @@ One task per job takes events from a bounded inbox, first come, first served. A 
 then, so time never overtakes what was heard: the machine counts on that when it counts silence. While the store takes
 no write nothing is decided, training goes on, and what streams say is kept in a `Backlog`: to the job it is as if its
 controller were slow. Made by `shell.py`.
-What is slow (starting processes, probing) is done by `background.py` beside the loop and comes back as an event.
+What is slow (starting processes, probing, planning) is done by `background.py` and comes back as an event.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from shoal_controller.backlog import Backlog
 from shoal_controller.core.machine.durable import Durable
 from shoal_controller.core.machine.effects import (
     Adopt,
+    AskPlanner,
     Close,
     Effect,
     Kill,
@@ -315,7 +316,7 @@ class Runner:
         if events:
             await self.repository.write(events)
 
-    def _act(self, effect: Send | Close | Probe | Adopt | Spawn | Kill) -> None:
+    def _act(self, effect: Send | Close | Probe | Adopt | Spawn | Kill | AskPlanner) -> None:
         match effect:
             case Send(connection, Welcome() | Refusal() as message):
                 self._life.outside.streams.send(connection, replace(message, cluster=self._life.cluster))
@@ -323,7 +324,7 @@ class Runner:
                 self._life.outside.streams.send(connection, message)
             case Close(connection):
                 self._life.outside.streams.close(connection)
-            case Probe() | Adopt() | Spawn() | Kill():
+            case Probe() | Adopt() | Spawn() | Kill() | AskPlanner():
                 self._background.run(effect)
 
     def _events(self, notes: Sequence[Note]) -> list[JobEvent]:

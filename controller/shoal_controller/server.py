@@ -20,6 +20,7 @@ from shoal_controller.api.app import ApiSettings, build_app
 from shoal_controller.api.web import Web
 from shoal_controller.launchers.local import LocalLauncher, WorkerEnvironment
 from shoal_controller.metrics import Metrics, Sources
+from shoal_controller.planner_process import PlannerProcess
 from shoal_controller.ports import Outside
 from shoal_controller.sessions.service import SessionService
 from shoal_controller.sessions.settings import SessionSettings
@@ -60,7 +61,9 @@ async def serve(settings: Settings) -> AsyncIterator[Server]:
         launcher = LocalLauncher(settings.folder, _worker_environment(settings, grpc), shell.submit)
         ends.push_async_callback(launcher.close)
         launchers = {"local": launcher} if "local" in settings.allowed_launchers else {}
-        shell.connect(Outside(streams, launchers))
+        planner = PlannerProcess()
+        ends.push_async_callback(planner.stop)
+        shell.connect(Outside(streams, launchers, planner.answer))
         metrics.show(Sources(shell.jobs, lambda: not shell.stopped.done(), streams.states))
         ends.push_async_callback(shell.stop)
         await shell.start()

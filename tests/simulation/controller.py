@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from shoal_controller.core.machine.durable import Durable
 from shoal_controller.core.machine.effects import (
     Adopt,
+    AskPlanner,
     Close,
     Effect,
     Kill,
@@ -74,6 +75,8 @@ class ControllerHost:
         self.late = 0.0
         """Seconds by which every tick is late; whatever comes meanwhile lies in the inbox."""
         self._inbox: list[Event] = []
+        self._prompt: Event | None = None
+        """What the planner has answered at once: handled after the effects of the event that asked."""
         self._next_stream = 0
 
     # ---- its life
@@ -91,6 +94,7 @@ class ControllerHost:
         self.job = restore(durable, self.clock.now)
         self.simulation.say("controller starts, life", self.life)
         self.simulation.promises.begins(self.life)
+        self.simulation.planner.begin_life()
         self._handle(Started())
         self.clock.after(TICK_SECONDS + self.late, self._tick, self.life)
 
@@ -99,6 +103,7 @@ class ControllerHost:
             return
         self.alive = False
         self._inbox.clear()
+        self._prompt = None
         self.crash_after = self.crash_before = None
         self.simulation.say("controller dies")
         for stream in self.streams.values():
@@ -174,6 +179,9 @@ class ControllerHost:
                 return
             self._act(effect)
         self.simulation.watch.shows(self.job)
+        if self._prompt is not None:
+            event, self._prompt = self._prompt, None
+            self._handle(event)
 
     def _dies_at(self, effect: Effect) -> bool:
         if self.crash_after is not None:
@@ -224,6 +232,8 @@ class ControllerHost:
             self.clock.after(0.02, simulation.launcher.adopt, effect.workers, self.life)
         elif isinstance(effect, Kill):
             simulation.launcher.kill(effect.worker)
+        elif isinstance(effect, AskPlanner):
+            self._prompt = simulation.planner.ask(effect)
         elif isinstance(effect, Probe):
             self.clock.after(2 * simulation.weather.delay(), self._probe, effect, self.life)
 

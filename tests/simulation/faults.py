@@ -69,6 +69,7 @@ class Faults:
             if worker.frozen and not worker.hangs:
                 worker.thaw()
         simulation.host.crash_after = simulation.host.crash_before = None
+        simulation.planner.mend()
         simulation.host.start()
         if simulation.host.job.durable.paused:
             simulation.host.request(Resume())

@@ -51,6 +51,9 @@ def attempt(task: Task) -> Outcome:
     happened["links down"] += simulation.links.cuts
     happened["parted"] += simulation.links.parted
     happened["stuck code ended"] += simulation.links.ended
+    happened["planner answers"] += simulation.planner.answered
+    happened["planner deaths"] += simulation.planner.deaths
+    happened["planner answers lost"] += simulation.planner.dropped
     happened["failed saves"] += simulation.checkpoints.failed
     happened["last ones parted"] += simulation.checkpoints.parted
     return seed, "", happened

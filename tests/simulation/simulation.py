@@ -17,6 +17,7 @@ from .controller import ControllerHost, Launcher
 from .copies import FlippedBits
 from .links import Links
 from .network import Groups, Still, Stream, Weather
+from .planner import Planner
 from .promises import Promises
 from .watch import Watch
 from .worker import SimWorker
@@ -78,6 +79,7 @@ class Simulation:
         """Whether some processes do not end when they are told to."""
         self.promises = Promises(self)
         self.launcher = Launcher(self)
+        self.planner = Planner(self)
         self.host = ControllerHost(self)
         if not self.still:
             self.host.late = Random(f"{seed} late").choice((0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.6, 1.5))

@@ -13,6 +13,8 @@ from shoal_protos.messages import ToWorker
 from shoal_protos.plan import WorkerId
 
 from shoal_controller.core.machine.event_kind import EventKind
+from shoal_controller.core.machine.goal import Goal
+from shoal_controller.core.planning.question import Question
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,17 @@ class Kill:
 
 
 @dataclass(frozen=True, slots=True)
+class AskPlanner:
+    """Have a question answered (`planning.question.answer`): answered by `PlannerAnswered` or `PlannerFailed`."""
+
+    number: int
+    """Questions of one controller's life are numbered from 1."""
+    question: Question
+    goal: Goal | None
+    """What a planned change is asked for."""
+
+
+@dataclass(frozen=True, slots=True)
 class Note:
     """One entry of the job's event history; the same sentence goes to the log."""
 
@@ -85,4 +98,4 @@ class Note:
     """Figures, JSON-able."""
 
 
-Effect = Persist | PersistStep | Send | Close | Probe | Adopt | Spawn | Kill | Note
+Effect = Persist | PersistStep | Send | Close | Probe | Adopt | Spawn | Kill | AskPlanner | Note

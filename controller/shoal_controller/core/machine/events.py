@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from shoal_protos.messages import Heartbeat, Hello, Inventory, Ready, Request, Result
 from shoal_protos.plan import WorkerId
 
+from shoal_controller.core.machine.effects import AskPlanner
 from shoal_controller.core.machine.place import Place
+from shoal_controller.core.planning.question import Answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,22 @@ class Exited:
     log_tail: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class PlannerAnswered:
+    """A plan for what was asked, or the blocks of which nobody has a copy."""
+
+    asked: AskPlanner
+    answer: Answer
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerFailed:
+    """There is no answer to this question: its process died, or the planner failed."""
+
+    number: int
+    why: str
+
+
 # ---- an operator's wishes. The machine refuses the impossible: `step` raises a `UserError` and nothing has changed.
 
 
@@ -128,5 +146,6 @@ class Save:
 
 Event = (
     Started | Tick | Connected | MessageReceived | Disconnected | Probed | Spawned | NeverStarted | Exited
+    | PlannerAnswered | PlannerFailed
     | Scale | DrainWorker | ConfirmLost | Pause | Resume | Cancel | Save
 )  # fmt: skip

@@ -5,7 +5,8 @@ every deadline that others count on is in `durable`; the rest of `Job` is forgot
 
 - it is asked anew: what workers are, hold and have measured comes back with their hellos and heartbeats
   (`processes`, `connections`, `changes`), what became of launched ones with the launcher's answer to `Adopt`
-  (`spawned_at`); what was wished is seen to be fulfilled or is planned again (`goal`, `goals`);
+  (`spawned_at`); what was wished is seen to be fulfilled or is planned again (`goal`, `goals`), and what the planner
+  was asked is asked again (`planner`);
 - it gives *us* time to hear: whoever could not reach a controller that was away gets all of it again (`started_at`,
   `ready_since`, `planned_at`, `spawned_at`, `probed_at`, and `durable.ending_since`);
 - or it belongs to a number: a change under way is begun again with the next one (`attempt`).
@@ -24,7 +25,9 @@ from shoal_protos.plan import Plan, Reason, WorkerId
 from shoal_protos.runs import NO_BLOCKS, Runs
 
 from shoal_controller.core.machine.durable import Durable
+from shoal_controller.core.machine.events import PlannerAnswered
 from shoal_controller.core.machine.figures import Figures
+from shoal_controller.core.machine.goal import Goal
 from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.core.machine.wait_graph import BrokenLink
 
@@ -96,23 +99,23 @@ class Process:
 
 
 @dataclass(frozen=True, slots=True)
-class Traits:
-    """What a plan depends on in one worker, but for the blocks that it holds."""
+class PlannerState:
+    """What has become of this job's questions to the planner: one is out at a time."""
 
-    worker: WorkerId
-    leaving: bool
-    can_train: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Goal:
-    """What a planned change is asked for. How far fills have come is not in it: they come to an end by themselves."""
-
-    pool: tuple[Traits, ...]
-    """Members, then joiners."""
-    steps: bool
-    promote: bool
-    """Fills are done, so that their targets can be promoted."""
+    asked: int = 0
+    """The number of the last question."""
+    asked_at: float | None = None
+    """When it was asked; None: it is answered, or given up."""
+    answer: PlannerAnswered | None = None
+    """The newest answer, until it is used."""
+    failures: int = 0
+    """How often in a row it has failed."""
+    failing_since: float = 0.0
+    """When the first of these failures was noticed."""
+    failed_at: float = 0.0
+    """When the last one was."""
+    why: str = ""
+    """How it failed the last time."""
 
 
 class AttemptPhase(StrEnum):
@@ -149,6 +152,10 @@ class Attempt:
     avoided_builders: frozenset[WorkerId] = frozenset()
     """Whose store should not build the group: it failed last time."""
     plan: Plan | None = None
+    goal: Goal | None = None
+    """What the plan was asked for."""
+    judged: bool = False
+    """Whether its reports of broken connections have been counted."""
     committed_in: int = 0
     """The generation in which the plan's step was committed, as far as the inventories tell."""
     planned_at: float = 0.0
@@ -189,6 +196,7 @@ class Job:
     attempt: Attempt | None = None
     ready_since: float | None = None
     """Since when at least one joiner has waited for a world."""
+    planner: PlannerState = PlannerState()
     goal: Goal | None = None
     """What the newest plan was asked for: the planner is asked again only when this changes."""
     goals: Mapping[int, Goal] = field(default_factory=dict)

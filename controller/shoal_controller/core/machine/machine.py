@@ -24,6 +24,8 @@ from shoal_controller.core.machine.events import (
     MessageReceived,
     NeverStarted,
     Pause,
+    PlannerAnswered,
+    PlannerFailed,
     Probed,
     Resume,
     Save,
@@ -40,6 +42,7 @@ from shoal_controller.core.machine.phases import (
     failure_detector,
     link_faults,
     operator_requests,
+    planner_questions,
     progress,
     progress_watch,
     recovery,
@@ -66,6 +69,7 @@ def on_tick(turn: Turn, _: Tick) -> None:
     failure_detector.watch(turn)
     link_faults.forget_departed(turn)
     link_faults.forget_old_backoffs(turn)
+    planner_questions.watch(turn)
     progress.update(turn)
     progress_watch.update(turn)
 
@@ -87,6 +91,8 @@ ALIVE: dict[type, Handler] = {
     Spawned: failure_detector.on_spawned,
     NeverStarted: scaling.on_never_started,
     Exited: failure_detector.on_exited,
+    PlannerAnswered: planner_questions.on_answered,
+    PlannerFailed: planner_questions.on_failed,
     Scale: operator_requests.on_scale,
     DrainWorker: operator_requests.on_drain,
     ConfirmLost: operator_requests.on_confirm_lost,
@@ -105,6 +111,8 @@ OVER: dict[type, Handler] = {
     Spawned: failure_detector.on_spawned,
     NeverStarted: ending.on_never_started,
     Exited: ending.on_exited,
+    PlannerAnswered: ignore,
+    PlannerFailed: ignore,
     Scale: operator_requests.refuse,
     DrainWorker: operator_requests.refuse,
     ConfirmLost: operator_requests.refuse,

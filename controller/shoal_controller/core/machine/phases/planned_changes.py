@@ -7,17 +7,22 @@ generation is current.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from shoal_protos.messages import Ending, MemberState, Status
 from shoal_protos.plan import Plan, Reason, WorkerId
 
 from shoal_controller.core.machine.durable import Leaving
-from shoal_controller.core.machine.job import Goal, Job, Process, Traits
+from shoal_controller.core.machine.events import PlannerAnswered
+from shoal_controller.core.machine.goal import Goal, Traits
+from shoal_controller.core.machine.job import Job, Process
 from shoal_controller.core.machine.phases import (
     broken_links,
     checkpoints,
     history,
     link_faults,
     planner_inputs,
+    planner_questions,
     progress_watch,
     scaling,
 )
@@ -25,7 +30,7 @@ from shoal_controller.core.machine.phases.next_message import send_if_due
 from shoal_controller.core.machine.phases.planner_inputs import kept_blocks
 from shoal_controller.core.machine.turn import Turn
 from shoal_controller.core.machine.wait_graph import BrokenLink
-from shoal_controller.core.planning.planner import same_world
+from shoal_controller.core.planning.planner import Candidate, same_world
 
 OUTSTANDING = 2
 """How many planned changes of one base may wait whose members are all here; more are made when one has begun."""
@@ -56,10 +61,16 @@ def on_generation_seen(turn: Turn, generation: int) -> None:
             return
 
 
-def on_opened(turn: Turn, plan: Plan) -> None:
-    """A world made from inventories was opened: it is what was wanted of those who are in it."""
-    pool = [_traits(turn, member.worker, trains=True) for member in plan.members]
-    _set_goal(turn, Goal(_by_age(turn, pool), plan.steps, promote=False), plan)
+def on_opened(turn: Turn, plan: Plan, asked_for: Goal | None) -> None:
+    """A world made from inventories was opened: it is what was asked for."""
+    _set_goal(turn, asked_for, plan)
+
+
+def goal_of(turn: Turn, plan: Plan, candidates: Iterable[Candidate]) -> Goal:
+    """What a plan made from inventories was asked for, of those who are in it."""
+    leaving = {candidate.member.worker: candidate.leaving for candidate in candidates}
+    pool = [Traits(member.worker, leaving.get(member.worker, False), can_train=True) for member in plan.members]
+    return Goal(_by_age(turn, pool), plan.steps, promote=False)
 
 
 def _set_goal(turn: Turn, wished: Goal | None, plan: Plan) -> None:
@@ -74,25 +85,46 @@ def _set_goal(turn: Turn, wished: Goal | None, plan: Plan) -> None:
 
 
 def settle(turn: Turn, world: Plan) -> None:
-    """Make a plan where what is wanted has changed; everyone lacking the newest one is told with its heartbeat."""
+    """Ask for a plan where what is wanted has changed; everyone lacking the newest one is told with its heartbeat."""
     _give_up_on_joiners(turn, world)
-    if _enough_are_planned(turn) or not _all_in(turn, world):
+    answer = planner_questions.take(turn)
+    if answer is not None:
+        _on_answer(turn, world, answer)
+    if planner_questions.is_busy(turn) or _enough_are_planned(turn) or not _all_in(turn, world):
         return
     joiners = waiting_joiners(turn, world)
     wished = _goal(turn, world, joiners)
     if wished == turn.job.goal:
         return
     turn.change(goal=wished)
-    newest = turn.durable.planned[-1] if turn.durable.planned else world
     number = turn.durable.last_generation + 1
-    plan = planner_inputs.change_plan(turn, world, joiners, number, _reason(turn, world, joiners))
+    question = planner_inputs.change_question(turn, world, joiners, number, _reason(turn, world, joiners))
+    planner_questions.ask(turn, question, wished)
+
+
+def _on_answer(turn: Turn, world: Plan, event: PlannerAnswered) -> None:
+    """Make the answer the newest planned change, unless it would be wrong now: then what is wanted is asked for again.
+
+    What was filled meanwhile, and who has come since, is the next question.
+    """
+    plan, goal = event.answer, event.asked.goal
+    if not isinstance(plan, Plan) or goal is None or not _is_right_now(turn, world, plan):
+        return turn.change(goal=None) if turn.job.goal == goal else None
+    newest = turn.durable.planned[-1] if turn.durable.planned else world
     if same_world(plan, newest) or (newest is world and _only_fills_left(plan, world)):
-        return
-    turn.keep(last_generation=number, planned=(*turn.durable.planned, plan))
-    turn.change(goals={**turn.job.goals, number: wished}, planned_at=turn.now)
+        return None
+    turn.keep(last_generation=plan.generation, planned=(*turn.durable.planned, plan))
+    turn.change(goals={**turn.job.goals, plan.generation: goal}, planned_at=turn.now)
     history.on_planned(turn, plan, newest)
     for worker in dict.fromkeys(member.worker for member in (*world.members, *plan.members)):
         send_if_due(turn, worker)
+    return None
+
+
+def _is_right_now(turn: Turn, world: Plan, plan: Plan) -> bool:
+    """Whether a plan still has the base and the number that it was made for, and all its members."""
+    next_one = plan.base == world.generation and plan.generation == turn.durable.last_generation + 1
+    return next_one and not planner_questions.has_lost_a_member(turn, plan)
 
 
 def _enough_are_planned(turn: Turn) -> bool:
@@ -117,7 +149,9 @@ def _planned_at(job: Job) -> float:
 
 
 def reason(job: Job, now: float) -> str:
-    """Whom the newest planned change waits for; empty where none is planned."""
+    """Whom the newest planned change waits for; empty where none is planned, and the planner does not fail."""
+    if job.planner.failures:
+        return planner_questions.sentence(job)
     world, plans = job.durable.current, job.durable.planned
     if world is None or not plans:
         return ""

@@ -6,7 +6,8 @@ what a planned change may count on (`kept`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import ceil
 
 from shoal_protos.description import Description
@@ -17,15 +18,8 @@ from shoal_protos.runs import NO_BLOCKS, Runs, every, union
 from shoal_controller.core.machine.job import Attempt
 from shoal_controller.core.machine.phases import checkpoints, link_faults
 from shoal_controller.core.machine.turn import Turn
-from shoal_controller.core.planning.planner import (
-    BlocksLost,
-    Candidate,
-    PlanRequest,
-    Terms,
-    plan_change,
-    plan_recovery,
-    plan_start,
-)
+from shoal_controller.core.planning.planner import Candidate, PlanRequest, Terms
+from shoal_controller.core.planning.question import ChangeQuestion, RecoveryQuestion, StartQuestion
 
 FILL_SHARE = 0.1
 """The part of a step's time that fills may take."""
@@ -35,35 +29,41 @@ LEAST_FILL_BYTES = 1 << 20
 """What a step's fills may move at least."""
 
 
-# ---- plans made from inventories
+# ---- questions about inventories
 
 
-def start_plan(turn: Turn, workers: list[WorkerId], attempt: Attempt) -> Plan:
+def start_question(turn: Turn, workers: list[WorkerId], attempt: Attempt) -> StartQuestion:
     """A world in which nobody holds anything: all begin from the newest checkpoint, or with the initial state."""
-    candidates = [_joiner_candidate(turn, worker, trains=True) for worker in workers]
+    candidates = tuple(_joiner_candidate(turn, worker, trains=True) for worker in workers)
     found = checkpoints.latest(turn.durable)
     reason = Reason.RESTORE if attempt.reason is Reason.RESTORE else Reason.START
     request = _request(turn, candidates, attempt.generation, reason, attempt.avoided_builders)
-    return plan_start(request, candidates, found.step, found.path) if found else plan_start(request, candidates)
+    return StartQuestion(request, candidates, found.step, found.path) if found else StartQuestion(request, candidates)
 
 
-def recovery_plan(turn: Turn, counting: Mapping[WorkerId, Inventory], attempt: Attempt) -> Plan | Runs:
-    """The plan that the inventories allow, or the blocks of which nobody has a copy."""
-    assert turn.world is not None and turn.durable.description is not None
+def recovery_question(turn: Turn, counting: Mapping[WorkerId, Inventory], attempt: Attempt) -> RecoveryQuestion | None:
+    """What the inventories allow: of those who are trusted, otherwise of all. None: nobody holds anything."""
     step = max((inventory.step for inventory in counting.values()), default=-1)
     if step < 0:
-        return every(turn.durable.description.blocks)
+        return None
+    of_all = _recovery_question(turn, counting, attempt, counting)
     trusted = {worker: inventory for worker, inventory in counting.items() if not turn.record(worker).quarantined}
-    for inventories in (trusted, counting):
-        candidates = [_stopped_candidate(turn, worker, inventory, step) for worker, inventory in inventories.items()]
-        behind = any(candidate.counted and counting[candidate.member.worker].step < step for candidate in candidates)
-        record = _record_of(counting, step) if behind else b""
-        request = _request(turn, candidates, attempt.generation, attempt.reason, attempt.avoided_builders)
-        try:
-            return plan_recovery(request, candidates, turn.world, step, record)
-        except BlocksLost as lost:
-            blocks = lost.blocks
-    return blocks
+    if len(trusted) in (0, len(counting)):
+        return of_all
+    return replace(_recovery_question(turn, trusted, attempt, counting), otherwise=of_all)
+
+
+def _recovery_question(
+    turn: Turn, members: Mapping[WorkerId, Inventory], attempt: Attempt, counting: Mapping[WorkerId, Inventory]
+) -> RecoveryQuestion:
+    """A world of some of those whose inventories count."""
+    assert turn.world is not None
+    step = max(inventory.step for inventory in counting.values())
+    candidates = tuple(_stopped_candidate(turn, worker, inventory, step) for worker, inventory in members.items())
+    behind = any(candidate.counted and members[candidate.member.worker].step < step for candidate in candidates)
+    record = _record_of(counting, step) if behind else b""
+    request = _request(turn, candidates, attempt.generation, attempt.reason, attempt.avoided_builders)
+    return RecoveryQuestion(request, candidates, turn.world, step, record)
 
 
 def can_spare(turn: Turn, counting: Mapping[WorkerId, Inventory], worker: WorkerId) -> bool:
@@ -112,11 +112,11 @@ def _record_of(inventories: Mapping[WorkerId, Inventory], step: int) -> bytes:
 # ---- planned changes
 
 
-def change_plan(turn: Turn, world: Plan, joiners: list[WorkerId], number: int, reason: Reason) -> Plan:
+def change_question(turn: Turn, world: Plan, joiners: list[WorkerId], number: int, reason: Reason) -> ChangeQuestion:
     """What the world should be next, from what its members keep and have been filled with."""
-    candidates = [_member_candidate(turn, world, rank) for rank in range(world.world_size)]
-    candidates += [_joiner_candidate(turn, worker, trains=False) for worker in joiners]
-    return plan_change(_request(turn, candidates, number, reason), candidates, world)
+    members = (_member_candidate(turn, world, rank) for rank in range(world.world_size))
+    candidates = (*members, *(_joiner_candidate(turn, worker, trains=False) for worker in joiners))
+    return ChangeQuestion(_request(turn, candidates, number, reason), candidates, world)
 
 
 def kept_blocks(world: Plan, rank: int, status: Status) -> Runs:
@@ -162,7 +162,7 @@ def steps_run(turn: Turn, members: int) -> bool:
 
 
 def _request(
-    turn: Turn, candidates: list[Candidate], number: int, reason: Reason, avoid: frozenset[WorkerId] = frozenset()
+    turn: Turn, candidates: Sequence[Candidate], number: int, reason: Reason, avoid: frozenset[WorkerId] = frozenset()
 ) -> PlanRequest:
     description = turn.durable.description
     assert description is not None
@@ -178,7 +178,7 @@ def _request(
     return PlanRequest(terms, number, reason, avoid | suspects)
 
 
-def fill_rate(turn: Turn, description: Description, candidates: list[Candidate]) -> int:
+def fill_rate(turn: Turn, description: Description, candidates: Sequence[Candidate]) -> int:
     """Blocks that one source sends per step: a tenth of a step's time, more where a drain's clock runs."""
     step_seconds = max((process.telemetry.step_seconds for process in turn.serving()), default=0.0)
     wanted = description.fill_bytes_per_step or max(LEAST_FILL_BYTES, FILL_SHARE * step_seconds * FILL_BYTES_PER_SECOND)

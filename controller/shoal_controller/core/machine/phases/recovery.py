@@ -11,10 +11,12 @@ from dataclasses import replace
 from shoal_protos.messages import Ending, Inventory, MemberState
 from shoal_protos.plan import Plan, Reason, WorkerId
 from shoal_protos.plural import plural
-from shoal_protos.runs import NO_BLOCKS
+from shoal_protos.runs import NO_BLOCKS, Runs, every
 
 from shoal_controller.core.machine.durable import Standing
 from shoal_controller.core.machine.event_kind import EventKind
+from shoal_controller.core.machine.events import PlannerAnswered
+from shoal_controller.core.machine.goal import Goal
 from shoal_controller.core.machine.job import Attempt, AttemptPhase
 from shoal_controller.core.machine.phases import (
     broken_links,
@@ -27,6 +29,7 @@ from shoal_controller.core.machine.phases import (
     lost_blocks,
     planned_changes,
     planner_inputs,
+    planner_questions,
     progress_watch,
     scaling,
     step_figures,
@@ -37,6 +40,7 @@ from shoal_controller.core.machine.phases.progress import known_step
 from shoal_controller.core.machine.spec import Phase
 from shoal_controller.core.machine.turn import Turn
 from shoal_controller.core.machine.wait_graph import BrokenLink
+from shoal_controller.core.planning.question import ChangeQuestion, RecoveryQuestion
 
 LONG_WAIT_SECONDS = 1.0
 MOST_NAMES = 8
@@ -45,7 +49,8 @@ MOST_NAMES = 8
 def begin(turn: Turn, attempt: Attempt) -> None:
     """Give a new number, and ask all who may hold something to stop. It is in the store before anyone hears of it."""
     number = turn.durable.last_generation + 1
-    attempt = replace(attempt, generation=number, since=turn.now, phase=AttemptPhase.PREPARE, plan=None, waits_for="")
+    prepare = AttemptPhase.PREPARE
+    attempt = replace(attempt, generation=number, since=turn.now, phase=prepare, plan=None, judged=False, waits_for="")
     starting = attempt.start and attempt.reason is not Reason.RESTORE
     turn.enter(Phase.STARTING if starting else Phase.RESIZING)
     turn.keep(last_generation=number)
@@ -105,7 +110,10 @@ def settle(turn: Turn) -> None:
 
 
 def _prepare(turn: Turn, attempt: Attempt) -> None:
-    """All who are asked have answered, and no world may train any more: make the plan."""
+    """All who are asked have answered, and no world may train any more: ask for a plan."""
+    asked = planner_questions.take(turn)
+    if asked is not None and _is_right_now(turn, attempt, asked):
+        return _on_answer(turn, attempt, asked)
     if attempt.reason is Reason.RESTORE:
         if not fenced_workers(turn):
             return lost_blocks.start_anew(turn, f"{attempt.why}; nobody is left")
@@ -117,9 +125,7 @@ def _prepare(turn: Turn, attempt: Attempt) -> None:
         if _overdue(turn, attempt.since):
             _give_up(turn, waiting, "did not stop")
         return None
-    if attempt.start:
-        return _send(turn, planner_inputs.start_plan(turn, fenced_workers(turn), attempt))
-    world = may_still_train(turn)
+    world = None if attempt.start else may_still_train(turn)
     if world is not None:
         unknown = [m.worker for m in world.members if not is_dead(turn, m.worker)]
         sentence = f"no member of generation {world.generation} has answered, and {_names(unknown)} may be alive"
@@ -128,7 +134,27 @@ def _prepare(turn: Turn, attempt: Attempt) -> None:
             for worker in unknown:
                 scaling.give_up(turn, worker, f"it has been silent for {turn.spec.stall_seconds:g} s")
         return None
-    return _make(turn, attempt)
+    if planner_questions.is_busy(turn):
+        return _wait_for_planner(turn, attempt)
+    if attempt.start:
+        return _ask_for_start(turn, attempt, fenced_workers(turn))
+    return _ask(turn, attempt)
+
+
+def _ask_for_start(turn: Turn, attempt: Attempt, workers: list[WorkerId]) -> None:
+    """Ask for a world of these, unless an earlier question is out: then it is asked when that one is answered."""
+    if not planner_questions.is_busy(turn):
+        planner_questions.ask(turn, planner_inputs.start_question(turn, workers, attempt))
+
+
+def _wait_for_planner(turn: Turn, attempt: Attempt) -> None:
+    if planner_questions.has_failed_for(turn, turn.spec.stall_seconds):
+        why = f"the planner has failed for {turn.spec.stall_seconds:g} s (stall_seconds): {turn.job.planner.why}"
+        return ending.fail(turn, f"generation {attempt.generation} cannot be planned: {why}.")
+    asked_at = turn.job.planner.asked_at
+    if asked_at is None or turn.now - asked_at >= LONG_WAIT_SECONDS:
+        _wait(turn, attempt, planner_questions.sentence(turn.job))
+    return None
 
 
 def _too_few(turn: Turn) -> None:
@@ -142,7 +168,8 @@ def _too_few(turn: Turn) -> None:
     turn.change(attempt=None)
 
 
-def _make(turn: Turn, attempt: Attempt) -> None:
+def _ask(turn: Turn, attempt: Attempt) -> None:
+    """Ask for a plan from the inventories, unless all have to go back or nobody can begin."""
     inventories = _inventories(turn, attempt)
     if attempt.lost_blocks and attempt.respondents == inventories.keys():
         return _go_back_unless_blocks_may_come(turn, attempt)
@@ -155,18 +182,47 @@ def _make(turn: Turn, attempt: Attempt) -> None:
     attempt = replace(attempt, committed_in=committed_in, respondents=frozenset(inventories))
     attempt = broken_links.judge(turn, attempt, lambda worker: planner_inputs.can_spare(turn, counting, worker))
     counting = {worker: inventory for worker, inventory in counting.items() if turn.record(worker).serves}
+    if not attempt.judged:
+        link_faults.judge(turn, attempt)
+    attempt = replace(attempt, judged=True)
     turn.change(attempt=attempt)
-    link_faults.judge(turn, attempt)
     if turn.durable.corruption.restoring:
         return _go_back(turn, attempt, turn.durable.corruption.restoring)
-    result = planner_inputs.recovery_plan(turn, counting, attempt)
-    if isinstance(result, Plan):
-        _dismiss_stale(turn, inventories, committed_in)
-        _send(turn, result)
-        return broken_links.show(turn, attempt)
-    if committed_in < max(turn.durable.first_valid_generation, 1):
-        return _begin_again(turn, attempt, sorted(inventories))
-    attempt = replace(attempt, lost_blocks=result)
+    question = planner_inputs.recovery_question(turn, counting, attempt)
+    if question is not None:
+        return planner_questions.ask(turn, question)
+    assert turn.durable.description is not None
+    return _on_lost_blocks(turn, attempt, every(turn.durable.description.blocks))
+
+
+def _is_right_now(turn: Turn, attempt: Attempt, asked: PlannerAnswered) -> bool:
+    """Whether the planner's answer is to this attempt, and nothing has happened since that makes it wrong."""
+    question, answer = asked.asked.question, asked.answer
+    if isinstance(question, ChangeQuestion) or question.request.generation != attempt.generation:
+        return False
+    if isinstance(question, RecoveryQuestion) and (attempt.start or turn.durable.corruption.restoring):
+        return False  # all are to go back to a checkpoint
+    return isinstance(answer, Runs) or not planner_questions.has_lost_a_member(turn, answer)
+
+
+def _on_answer(turn: Turn, attempt: Attempt, asked: PlannerAnswered) -> None:
+    """The planner has answered: carry the plan out, or look where the blocks may be that nobody has."""
+    question, answer = asked.asked.question, asked.answer
+    assert not isinstance(question, ChangeQuestion)
+    if isinstance(answer, Runs):
+        return _on_lost_blocks(turn, attempt, answer)
+    if isinstance(question, RecoveryQuestion):
+        inventories = _inventories(turn, attempt)
+        answered_by = {worker: inventories[worker] for worker in inventories if worker in attempt.respondents}
+        _dismiss_stale(turn, answered_by, attempt.committed_in)
+    _send(turn, answer, planned_changes.goal_of(turn, answer, question.everyone))
+    return broken_links.show(turn, attempt) if isinstance(question, RecoveryQuestion) else None
+
+
+def _on_lost_blocks(turn: Turn, attempt: Attempt, blocks: Runs) -> None:
+    if attempt.committed_in < max(turn.durable.first_valid_generation, 1):
+        return _begin_again(turn, attempt, sorted(_inventories(turn, attempt)))
+    attempt = replace(attempt, lost_blocks=blocks)
     turn.change(attempt=attempt)
     lost_blocks.stall(turn, attempt)
     return _go_back_unless_blocks_may_come(turn, attempt)
@@ -195,13 +251,13 @@ def _go_back(turn: Turn, attempt: Attempt, why: str) -> None:
     )
     turn.change(attempt=attempt)
     turn.enter(Phase.RESIZING)
-    _send(turn, planner_inputs.start_plan(turn, fenced_workers(turn), attempt))
+    _ask_for_start(turn, attempt, fenced_workers(turn))
 
 
 def _begin_again(turn: Turn, attempt: Attempt, workers: list[WorkerId]) -> None:
     """No step was ever committed, so nothing is lost: whoever is left starts, or whoever comes."""
     if workers:
-        return _send(turn, planner_inputs.start_plan(turn, workers, attempt))
+        return _ask_for_start(turn, attempt, workers)
     failures.on_world_lost(turn)
     if turn.durable.phase.over:
         return None
@@ -239,10 +295,11 @@ def dismiss_stale(turn: Turn, worker: WorkerId, generation: int, committed_in: i
     send_if_due(turn, worker)
 
 
-def _send(turn: Turn, plan: Plan) -> None:
+def _send(turn: Turn, plan: Plan, goal: Goal) -> None:
     attempt = turn.job.attempt
     assert attempt is not None
-    turn.change(attempt=replace(attempt, phase=AttemptPhase.PLAN, plan=plan, planned_at=turn.now, waits_for=""))
+    sent = replace(attempt, phase=AttemptPhase.PLAN, plan=plan, goal=goal, planned_at=turn.now, waits_for="")
+    turn.change(attempt=sent)
     names = _names([member.worker for member in plan.members])
     step = plan.recovery.step if plan.recovery is not None else 0
     turn.note(
@@ -336,7 +393,7 @@ def _open(turn: Turn, attempt: Attempt, plan: Plan) -> None:
         last_refusal="",
     )
     turn.change(attempt=None, ready_since=None)
-    planned_changes.on_opened(turn, plan)
+    planned_changes.on_opened(turn, plan, attempt.goal)
     history.on_opened(turn, plan, max(0, before - step), _waited(turn, attempt, attempt.planned_at))
     for member in plan.members:
         send_if_due(turn, member.worker)

@@ -1,0 +1,84 @@
+"""Questions to the planner: all that one plan is made from, as plain data, so that another process can answer them.
+
+Made by the job machine (`machine/phases/planner_inputs.py`), answered by `answer`, wherever that runs. Pure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shoal_protos.plan import Plan
+from shoal_protos.runs import Runs
+
+from shoal_controller.core.planning.planner import (
+    BlocksLost,
+    Candidate,
+    PlanRequest,
+    plan_change,
+    plan_recovery,
+    plan_start,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StartQuestion:
+    """A world in which nothing that its members hold counts."""
+
+    request: PlanRequest
+    candidates: tuple[Candidate, ...]
+    step: int = 0
+    checkpoint: str = ""
+    """Where all begin; empty: with the initial state."""
+
+    @property
+    def everyone(self) -> tuple[Candidate, ...]:
+        """All who may become members."""
+        return self.candidates
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveryQuestion:
+    """A world after a loss, from inventories."""
+
+    request: PlanRequest
+    candidates: tuple[Candidate, ...]
+    before: Plan
+    step: int
+    record: bytes
+    otherwise: RecoveryQuestion | None = None
+    """What is asked instead where these candidates lack a block: with others too, who should rather stay outside."""
+
+    @property
+    def everyone(self) -> tuple[Candidate, ...]:
+        """All who may become members."""
+        return self.otherwise.everyone if self.otherwise is not None else self.candidates
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeQuestion:
+    """What the world of `before` should be next."""
+
+    request: PlanRequest
+    candidates: tuple[Candidate, ...]
+    before: Plan
+
+
+Question = StartQuestion | RecoveryQuestion | ChangeQuestion
+
+Answer = Plan | Runs
+"""The plan, or the blocks of which no candidate of a recovery has a copy."""
+
+
+def answer(question: Question) -> Answer:
+    """Ask the planner. Whatever it raises is a bug in Shoal."""
+    request, candidates = question.request, question.candidates
+    match question:
+        case StartQuestion():
+            return plan_start(request, candidates, question.step, question.checkpoint)
+        case ChangeQuestion():
+            return plan_change(request, candidates, question.before)
+        case RecoveryQuestion():
+            try:
+                return plan_recovery(request, candidates, question.before, question.step, question.record)
+            except BlocksLost as lost:
+                return answer(question.otherwise) if question.otherwise is not None else lost.blocks

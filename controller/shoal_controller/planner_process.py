@@ -1,0 +1,105 @@
+"""The planner beside the event loop: a process of its own for large worlds, in place for small ones.
+
+One question at a time, in the order in which jobs ask. The process is started by the first question that needs it, and
+again by the next one after it died; it ends with its stdin, whatever becomes of the controller. Made by `server.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import sys
+from asyncio.subprocess import PIPE, Process
+from contextlib import suppress
+
+import structlog
+from shoal_protos.errors import PeerError
+
+from shoal_controller import planner_main
+from shoal_controller.core.planning.question import Answer, Question, answer
+from shoal_controller.planner_main import LENGTH, Reply, frame
+
+IN_PLACE = 64
+"""Up to so many workers a plan takes less time than other work of the event loop."""
+
+ANSWER_SECONDS = 60.0
+"""How long an answer may take: some ten times what the largest jobs need on a slow machine."""
+
+END_SECONDS = 5.0
+"""How long the process may take to end by itself."""
+
+log = structlog.get_logger("shoal.planner")
+
+
+class PlannerProcess:
+    """`answer` raises `PeerError` where the process died or was too slow; then the question may be asked again."""
+
+    def __init__(self, in_place: int = IN_PLACE) -> None:
+        self._in_place = in_place
+        self._turn = asyncio.Lock()
+        self._process: Process | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process, while there is one."""
+        return self._process.pid if self._process is not None else None
+
+    async def answer(self, question: Question) -> Answer:
+        if len(question.candidates) <= self._in_place:
+            return answer(question)
+        async with self._turn:
+            reply = await self._asked(frame(question))
+        if reply.answer is None:
+            raise PeerError(f"the planner failed. This is a bug in Shoal; please report it.\n{reply.failure}")
+        return reply.answer
+
+    async def _asked(self, question: bytes) -> Reply:
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                return await self._exchange(question)
+        except BaseException as error:  # whatever it was: the next question must not read this one's answer
+            if isinstance(error, OSError | EOFError) and not isinstance(error, TimeoutError):
+                status = await self._end(END_SECONDS)
+                raise PeerError(f"the planner's process has ended (exit status {status})") from error
+            await self._end(0)
+            if isinstance(error, TimeoutError):
+                raise PeerError(f"the planner's process had no answer after {ANSWER_SECONDS:g} s") from error
+            raise
+
+    async def _exchange(self, question: bytes) -> Reply:
+        if self._process is None:
+            self._process = await self._started()
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None
+        stdin.write(question)
+        await stdin.drain()
+        length = LENGTH.unpack(await stdout.readexactly(LENGTH.size))[0]
+        reply = pickle.loads(await stdout.readexactly(length))
+        assert isinstance(reply, Reply)
+        return reply
+
+    async def _started(self) -> Process:
+        """In a session of its own, so that Ctrl-C in a terminal is for the controller alone."""
+        command = (sys.executable, "-P", "-c", f"from {planner_main.__name__} import main; main()")
+        process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, start_new_session=True)
+        log.info("the planner's process is started", pid=process.pid)
+        return process
+
+    async def stop(self) -> None:
+        """End the process."""
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+        await self._end(END_SECONDS)
+
+    async def _end(self, seconds: float) -> int | None:
+        """Wait so long until it has ended by itself, else kill it; returns its exit status."""
+        process, self._process = self._process, None
+        if process is None:
+            return None
+        try:
+            async with asyncio.timeout(seconds):
+                return await process.wait()
+        except TimeoutError:
+            with suppress(ProcessLookupError):
+                process.kill()
+            return await process.wait()

@@ -1,0 +1,77 @@
+"""The planner's process: it answers at once, late, never, or dies over a question, as the seed has it.
+
+It is a part of the controller's process: what it was asked and has not answered is lost with that one.
+"""
+
+from __future__ import annotations
+
+from random import Random
+from typing import TYPE_CHECKING
+
+from shoal_controller.core.machine.effects import AskPlanner
+from shoal_controller.core.machine.events import PlannerAnswered, PlannerFailed
+from shoal_controller.core.planning.question import answer
+
+if TYPE_CHECKING:
+    from .simulation import Simulation
+
+KINDS = ("prompt", "slow", "unreliable")
+SECONDS = (0.02, 0.3, 1.5, 4.0)
+"""Within one of which a slow one answers: at the longest when the machine waits no longer."""
+LOST, DEATHS = 0.15, 0.2
+"""The part of the questions whose answer is lost, or over which an unreliable one dies."""
+
+
+class Planner:
+    """See the module's text. Chance of its own, so that it changes nothing in what a seed drew before."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self.simulation = simulation
+        self.chance = Random(f"{simulation.seed} planner")
+        self.kind = "prompt" if simulation.still else self.chance.choice(KINDS)
+        self.answered, self.dropped, self.deaths = 0, 0, 0
+        self._out: dict[int, float] = {}
+        """Since when each question of this life is being answered."""
+
+    def begin_life(self) -> None:
+        """A controller's process begins, and its planner's with it."""
+        self._out.clear()
+
+    def mend(self) -> None:
+        """From now on it answers every question, in its time."""
+        self.kind = "slow" if self.kind == "unreliable" else self.kind
+
+    def ask(self, asked: AskPlanner) -> PlannerAnswered | None:
+        """The answer, if there is one at once."""
+        self._look(asked)
+        if self.kind == "prompt":
+            self.answered += 1
+            self._out.clear()
+            return PlannerAnswered(asked, answer(asked.question))
+        luck = self.chance.random() if self.kind == "unreliable" else 1.0
+        if luck < LOST:
+            self.dropped += 1
+            self.simulation.say("the planner's answer to question", asked.number, "is lost")
+            return None
+        event: PlannerAnswered | PlannerFailed = PlannerAnswered(asked, answer(asked.question))
+        if luck < LOST + DEATHS:
+            self.deaths += 1
+            event = PlannerFailed(asked.number, "the planner's process has ended (exit status -9)")
+        seconds = self.chance.choice(SECONDS) * self.chance.random()
+        self.simulation.clock.after(seconds, self._tell, event, asked.number, self.simulation.host.life)
+        return None
+
+    def _look(self, asked: AskPlanner) -> None:
+        """● One question is out at a time: another one comes only after its answer, or long after it was asked."""
+        now = self.simulation.clock.now
+        early = [number for number, at in self._out.items() if now - at <= self.simulation.spec.progress_seconds]
+        if early:
+            self.simulation.watch.violated("the planner is asked twice", f"questions {early} and {asked.number}")
+        self._out[asked.number] = now
+
+    def _tell(self, event: PlannerAnswered | PlannerFailed, number: int, life: int) -> None:
+        host = self.simulation.host
+        if host.alive and host.life == life:
+            self.answered += 1
+            self._out.pop(number, None)
+            host.feed(event)

@@ -1,0 +1,154 @@
+"""The planner in a process of its own: the same answers, and a new process after one that died."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from asynchronous import asynchronous
+from shoal_controller import planner_process
+from shoal_controller.core.machine.effects import AskPlanner
+from shoal_controller.core.machine.events import Event, PlannerAnswered, PlannerFailed, Save
+from shoal_controller.core.planning.planner import Candidate, PlanRequest, Terms
+from shoal_controller.core.planning.question import ChangeQuestion, RecoveryQuestion, StartQuestion, answer
+from shoal_controller.planner_process import PlannerProcess
+from shoal_protos.errors import PeerError
+from shoal_protos.plan import Member, Plan, Reason
+from shoal_protos.runs import NO_BLOCKS, Runs, every
+from small_machine import SPEC, SmallMachine, running
+
+TERMS = Terms(lanes=8, blocks=64, mirrors=1, mirror_partners=4, fill_blocks_per_step=4)
+
+
+@asynccontextmanager
+async def another_process() -> AsyncIterator[PlannerProcess]:
+    """A planner that plans nothing in place."""
+    planner = PlannerProcess(in_place=-1)
+    try:
+        yield planner
+    finally:
+        await planner.stop()
+
+
+def candidates(count: int) -> tuple[Candidate, ...]:
+    return tuple(Candidate(Member(f"w{n}", f"w{n}.1", f"10.0.0.1:{n + 1}"), f"host{n}", n) for n in range(count))
+
+
+def start(count: int = 8, generation: int = 1) -> StartQuestion:
+    return StartQuestion(PlanRequest(TERMS, generation, Reason.START), candidates(count))
+
+
+def recovery(before: Plan, gone: int) -> RecoveryQuestion:
+    here = [
+        replace(known, holds=share.keeps, current=every(TERMS.blocks))
+        for known, share in zip(candidates(before.world_size), before.shares, strict=True)
+    ]
+    return RecoveryQuestion(PlanRequest(TERMS, 2, Reason.KILL), tuple(here[gone:]), before, 7, b"record")
+
+
+@asynchronous
+async def test_another_process_gives_the_same_answers_as_this_one() -> None:
+    async with another_process() as planner:
+        world = await planner.answer(start())
+        assert isinstance(world, Plan)
+        assert world == answer(start())
+        after = recovery(world, gone=1)
+        assert await planner.answer(after) == answer(after)
+        joined = (*after.candidates, replace(candidates(9)[8], holds=NO_BLOCKS, can_train=False))
+        change = ChangeQuestion(PlanRequest(TERMS, 3, Reason.JOIN), joined, answer(after))
+        assert await planner.answer(change) == answer(change)
+
+
+@asynchronous
+async def test_blocks_that_nobody_holds_are_an_answer() -> None:
+    async with another_process() as planner:
+        world = await planner.answer(start())
+        assert isinstance(world, Plan)
+        lost = await planner.answer(recovery(world, gone=7))
+        assert isinstance(lost, Runs)
+        assert lost == every(TERMS.blocks) - world.shares[7].keeps
+
+
+@asynchronous
+async def test_a_small_world_is_planned_in_place() -> None:
+    planner = PlannerProcess()
+    assert await planner.answer(start(64)) == answer(start(64))
+    assert planner.pid is None
+
+
+@asynchronous
+async def test_a_planner_that_was_killed_says_so_and_is_started_again() -> None:
+    async with another_process() as planner:
+        await planner.answer(start())
+        killed = planner.pid
+        assert killed is not None
+        os.kill(killed, signal.SIGKILL)
+        with pytest.raises(PeerError, match=r"the planner's process has ended \(exit status -9\)"):
+            await planner.answer(start())
+        assert await planner.answer(start()) == answer(start())
+        assert planner.pid not in (None, killed)
+
+
+@asynchronous
+async def test_a_planner_that_stands_still_is_ended_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with another_process() as planner:
+        await planner.answer(start())
+        frozen = planner.pid
+        assert frozen is not None
+        os.kill(frozen, signal.SIGSTOP)
+        monkeypatch.setattr(planner_process, "ANSWER_SECONDS", 0.1)
+        with pytest.raises(PeerError, match=r"had no answer after 0\.1 s"):
+            await planner.answer(start())
+        monkeypatch.undo()
+        assert await planner.answer(start()) == answer(start())
+
+
+@asynchronous
+async def test_who_gives_a_question_up_leaves_nobody_its_answer() -> None:
+    async with another_process() as planner:
+        await planner.answer(start())
+        given_up = asyncio.create_task(planner.answer(start(7)))
+        await asyncio.sleep(0)
+        others = asyncio.create_task(planner.answer(start(8, generation=5)))
+        given_up.cancel()
+        assert await others == answer(start(8, generation=5))
+
+
+@asynchronous
+async def test_a_question_that_the_planner_cannot_answer_is_an_error_and_not_its_end() -> None:
+    async with another_process() as planner:
+        nobody = StartQuestion(PlanRequest(TERMS, 1, Reason.START), ())
+        await planner.answer(start())
+        pid = planner.pid
+        with pytest.raises(PeerError, match=r"(?s)the planner failed.*Traceback"):
+            await planner.answer(nobody)
+        assert await planner.answer(start()) == answer(start())
+        assert planner.pid == pid
+
+
+@asynchronous
+async def test_a_job_goes_on_while_a_question_is_answered_and_the_newest_one_is_the_next(tmp_path: Path) -> None:
+    heard: asyncio.Queue[Event] = asyncio.Queue()
+    machine = SmallMachine(
+        {kind: lambda _, event: heard.put_nowait(event) or () for kind in (PlannerAnswered, PlannerFailed)}
+    )
+    async with running(tmp_path, machine) as world:
+        answers = [asyncio.get_running_loop().create_future() for _ in range(2)]
+        came = iter(answers)
+        world.shell.connect(replace(world.written.outside(), planner=lambda question: next(came)))
+        await world.shell.create(SPEC)
+        asked = [AskPlanner(number, start(generation=number), None) for number in range(1, 4)]
+        for question in asked:
+            machine.answers[Save] = [question]
+            await world.shell.submit("train", Save())
+        plan = answer(asked[0].question)
+        answers[0].set_result(plan)
+        assert await asyncio.wait_for(heard.get(), 5) == PlannerAnswered(asked[0], plan)
+        answers[1].set_exception(PeerError("the planner's process has ended"))
+        assert await asyncio.wait_for(heard.get(), 5) == PlannerFailed(3, "the planner's process has ended")

@@ -1,0 +1,206 @@
+"""What a job asks the planner, and what it does with an answer that comes late, comes twice or never comes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from machine_driver import MADE_OF, Driver, notes, training
+from shoal_controller.core.machine.effects import AskPlanner
+from shoal_controller.core.machine.events import DrainWorker, PlannerAnswered, PlannerFailed
+from shoal_controller.core.machine.job import AttemptPhase
+from shoal_controller.core.machine.spec import Phase
+from shoal_controller.core.planning.question import ChangeQuestion, RecoveryQuestion, answer
+from shoal_protos.messages import MemberState
+
+
+def answered(job: Driver, asked: AskPlanner) -> None:
+    """The answer to a question comes."""
+    job.feed(PlannerAnswered(asked, answer(asked.question)))
+
+
+def trains_with_a_slow_planner(workers: int = 3, mirrors: int = 1) -> Driver:
+    job = training(workers, mirrors)
+    job.planner_answers = False
+    job.questions.clear()
+    return job
+
+
+def all_stop(job: Driver) -> None:
+    """Everybody who is here answers PREPARE."""
+    for worker in list(job.connections):
+        job.stop(worker, job.statuses[worker])
+
+
+def lose(job: Driver, worker: str) -> AskPlanner:
+    """The question after a worker's death, once all others have stopped."""
+    before = len(job.questions)
+    job.exit(worker)
+    job.statuses.pop(worker)
+    all_stop(job)
+    assert len(job.questions) == before + 1
+    return job.questions[-1]
+
+
+def test_a_recovery_waits_for_its_plan_and_asks_for_it_once() -> None:
+    job = trains_with_a_slow_planner()
+    asked = lose(job, "w2")
+    job.wait(3)
+    assert job.questions == [asked]
+    assert job.job.attempt is not None and job.job.attempt.phase is AttemptPhase.PREPARE
+    assert "waiting for the planner" in job.view.reason
+    answered(job, asked)
+    assert [member.worker for member in job.planned().members] == ["w0", "w1"]
+
+
+def test_a_recovery_asks_again_where_a_member_of_the_answer_has_gone_meanwhile() -> None:
+    job = trains_with_a_slow_planner(4, mirrors=2)
+    first = lose(job, "w3")
+    job.exit("w2")
+    assert job.questions == [first], "one question is out at a time"
+    answered(job, first)
+    second = job.questions[-1]
+    assert second is not first
+    assert job.job.attempt is not None and job.job.attempt.plan is None
+    answered(job, second)
+    assert [member.worker for member in job.planned().members] == ["w0", "w1"]
+
+
+def test_who_comes_while_a_change_is_being_planned_is_the_next_question() -> None:
+    job = trains_with_a_slow_planner(2)
+    job.hello("w2")
+    (first,) = job.questions
+    job.hello("w3")
+    assert job.questions == [first]
+    answered(job, first)
+    assert [sorted(plan.workers) for plan in job.job.durable.planned] == [["w0", "w1", "w2"]]
+    answered(job, job.questions[1])
+    assert sorted(job.job.durable.planned[-1].workers) == ["w0", "w1", "w2", "w3"]
+
+
+def test_a_planned_change_whose_joiner_has_gone_meanwhile_is_dropped_and_asked_for_again() -> None:
+    job = trains_with_a_slow_planner(2)
+    job.hello("w2")
+    job.hello("w3")
+    job.exit("w2")
+    answered(job, job.questions[0])
+    assert job.job.durable.planned == ()
+    answered(job, job.questions[1])
+    assert [sorted(plan.workers) for plan in job.job.durable.planned] == [["w0", "w1", "w3"]]
+
+
+def test_a_planned_change_of_a_world_that_broke_meanwhile_is_dropped_and_the_recovery_is_the_next_question() -> None:
+    job = trains_with_a_slow_planner(3)
+    job.hello("w3")
+    (first,) = job.questions
+    assert isinstance(first.question, ChangeQuestion)
+    job.exit("w2")
+    all_stop(job)
+    assert job.questions == [first]
+    answered(job, first)
+    assert job.job.durable.planned == ()
+    assert isinstance(job.questions[1].question, RecoveryQuestion)
+    answered(job, job.questions[1])
+    assert [member.worker for member in job.planned().members] == ["w0", "w1"]
+
+
+def test_a_planned_change_of_another_base_generation_is_dropped() -> None:
+    job = training(2)
+    job.hello("w2")
+    (plan,) = job.job.durable.planned
+    job.planner_answers = False
+    job.hello("w3")
+    asked = job.questions[-1]
+    for worker in ("w0", "w1", "w2"):
+        job.train(worker, plan)
+    answered(job, asked)
+    assert job.job.durable.current == plan
+    assert job.job.durable.planned == ()
+    assert job.questions[-1].question.request.generation == plan.generation + 1
+
+
+def test_a_question_over_which_the_planner_died_is_asked_again_after_a_pause_that_doubles() -> None:
+    job = trains_with_a_slow_planner()
+    lose(job, "w2")
+    pauses = []
+    for _ in range(4):
+        begun, before = job.now, len(job.questions)
+        job.feed(PlannerFailed(job.questions[-1].number, "the planner's process has ended (exit status -9)"))
+        assert len(job.questions) == before
+        while len(job.questions) == before:
+            job.now += 0.1
+            job.tick()
+        pauses.append(round(job.now - begun, 1))
+    assert pauses == [0.1, 0.2, 0.4, 0.8]
+    assert "which has failed (the planner's process has ended (exit status -9))" in job.view.reason
+    answered(job, job.questions[-1])
+    assert job.planned().world_size == 2
+
+
+def test_a_lost_answer_is_waited_for_as_long_as_a_change_may_stand_still_and_used_though_it_is_late() -> None:
+    job = trains_with_a_slow_planner()
+    first = lose(job, "w2")
+    effects = job.wait(job.spec.progress_seconds + 1)
+    assert "the planner failed: it has not answered for 10 s; it is asked again" in notes(effects, "waiting")
+    assert len(job.questions) == 2
+    answered(job, first)
+    assert job.planned().world_size == 2
+    plan = job.planned()
+    answered(job, job.questions[1])
+    assert job.planned() is plan, "the second answer comes too late"
+
+
+def test_a_job_whose_planner_fails_for_stall_seconds_fails_with_the_reason() -> None:
+    job = trains_with_a_slow_planner()
+    lose(job, "w2")
+    for _ in range(200):
+        job.feed(PlannerFailed(job.questions[-1].number, "MemoryError"))
+        job.wait(20)
+    assert job.job.durable.phase is Phase.FAILED
+    assert "the planner has failed for 1800 s (stall_seconds): MemoryError" in job.view.reason
+
+
+def test_questions_are_not_durable_another_controller_asks_its_own() -> None:
+    job = trains_with_a_slow_planner()
+    old = lose(job, "w2")
+    statuses = dict(job.statuses)
+    job.restart()
+    job.questions.clear()
+    for worker, status in statuses.items():
+        job.hello(worker, status=status)
+    job.wait(1)
+    all_stop(job)
+    assert job.questions[0].question.request.generation > old.question.request.generation
+    answered(job, old)
+    assert job.job.attempt is not None and job.job.attempt.plan is None
+
+
+def test_a_drain_that_comes_while_a_world_is_being_planned_or_built_is_the_next_question() -> None:
+    for drained_first in (True, False):
+        job = trains_with_a_slow_planner()
+        asked = lose(job, "w2")
+        if drained_first:
+            job.feed(DrainWorker("w1"))
+        answered(job, asked)
+        if not drained_first:
+            job.feed(DrainWorker("w1"))
+        plan = job.planned()
+        for worker in ("w0", "w1"):
+            job.beat(worker, state=MemberState.READY, promised=plan.generation)
+        for worker in ("w0", "w1"):
+            job.train(worker, plan)
+        assert [known.leaving for known in job.questions[-1].question.candidates] == [False, True]
+
+
+def test_a_broken_connection_counts_once_however_often_a_plan_is_asked_for() -> None:
+    job = Driver(wanted=4, made_of=replace(MADE_OF, mirrors=1))
+    job.start(4)
+    job.wait(1)
+    job.planner_answers = False
+    job.questions.clear()
+    job.beat("w0", broken=("w1",))
+    all_stop(job)
+    job.exit("w3")
+    answered(job, job.questions[-1])
+    assert len(job.questions) == 2
+    assert {fault.times for fault in job.job.durable.link_faults.values()} == {1}
+    assert not any(record.quarantined for record in job.job.durable.roster.values())
