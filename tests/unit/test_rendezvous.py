@@ -159,6 +159,7 @@ def test_garbage_on_the_port_harms_no_room(server: RendezvousServer, noise: byte
 
 def test_strangers_that_say_nothing_make_room_for_a_member(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous_server, "MOST_CONNECTIONS", 8)
+    monkeypatch.setattr(rendezvous_server, "HELLO_SECONDS", 10 * PATIENCE_SECONDS)
     with contextlib.closing(RendezvousServer("127.0.0.1")) as server, contextlib.ExitStack() as strangers:
         first, *_, last = [
             strangers.enter_context(socket.create_connection(split_address(server.address))) for _ in range(20)
