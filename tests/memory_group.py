@@ -63,6 +63,21 @@ class Posted:
         self._group.unwaited.discard(self)
 
 
+class Together:
+    """Works that are waited for in one go."""
+
+    def __init__(self, works: Sequence[Posted]) -> None:
+        self._works = works
+
+    @property
+    def is_over(self) -> bool:
+        return all(work.done for work in self._works)
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
 class MemoryGroup:
     """A `Group`: one member's end of a wire."""
 
@@ -93,6 +108,9 @@ class MemoryGroup:
     def wait(self, works: Sequence[Posted]) -> None:
         for work in works:
             work.wait()
+
+    def begin_wait(self, works: Sequence[Posted]) -> Together:
+        return Together(works)
 
     def all_gather(self, row: Tensor) -> Tensor:
         rows = torch.empty(self.size, row.numel(), dtype=row.dtype)

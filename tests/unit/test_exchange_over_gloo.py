@@ -12,7 +12,7 @@ from shoal.blocks.flat import Flats
 from shoal.blocks.lane_sums import LaneSums
 from shoal.core.layout import Layout, Trainable, lay_out
 from shoal.exchange.canonical import CanonicalReduction
-from shoal.exchange.hand_out import hand_out
+from shoal.exchange.hand_out import HandOut
 from shoal.exchange.pieces import windows
 from shoal.exchange.traffic import Traffic
 from shoal.group.build import Cancellation, GroupSpec
@@ -49,12 +49,12 @@ def reduced(group: Group, traffic: Traffic, boundaries: int) -> LaneSums:
         if lane != lanes[-1]:
             sums.push(lane)
             continue
-        reduction = CanonicalReduction(group, traffic, sums, boundaries)
+        reduction = CanonicalReduction(group, traffic, sums, boundaries, lambda: None)
         sums.begin_push(lane)
         for bucket in LAYOUT.buckets[:-1]:
             reduction.on_filled(bucket.index)  # the last one has a parameter without a gradient
         sums.end_push()
-    (reduction or CanonicalReduction(group, traffic, sums, boundaries)).finish(lambda: None)
+    (reduction or CanonicalReduction(group, traffic, sums, boundaries, lambda: None)).finish()
     return sums
 
 
@@ -110,7 +110,7 @@ def test_owners_and_mirrors_have_the_bits_of_a_world_of_one(
             ):
                 for start, stop in ranges:
                     assert torch.equal(flat[start:stop], wanted[start:stop])
-            assert hand_out(group, flats, traffic, traffic.handed(boundaries)) > 0
+            assert HandOut(group, flats, traffic, traffic.handed(boundaries)).finish() > 0
             assert all(torch.equal(flat, wanted) for flat, wanted in zip(flats, right, strict=True))
 
     over_gloo(plan.world_size, member)

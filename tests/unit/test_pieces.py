@@ -14,7 +14,7 @@ from shoal.blocks.flat import empty_flats
 from shoal.blocks.lane_sums import LaneSums
 from shoal.core.layout import Layout, Trainable, lay_out
 from shoal.exchange.canonical import CanonicalReduction
-from shoal.exchange.hand_out import hand_out
+from shoal.exchange.hand_out import HandOut
 from shoal.exchange.pieces import (
     ALONE_BYTES,
     Extent,
@@ -27,7 +27,7 @@ from shoal.exchange.pieces import (
     windows,
 )
 from shoal.exchange.traffic import MIRRORED, PARTIALS, PieceTraffic, Traffic
-from shoal.group.group import Work
+from shoal.group.group import Waiting, Work
 from shoal.group.solo import SoloGroup
 from shoal_controller.core.planning.planner import Terms
 from shoal_protos.plan import Plan
@@ -253,6 +253,7 @@ class CountingGroup(SoloGroup):
     def __init__(self, size: int) -> None:
         super().__init__()
         self.size, self.in_flight, self.most, self.sends, self.waits = size, 0, 0, 0, 0
+        self.peers_are_quick = False
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Work:
         self.sends += 1
@@ -264,6 +265,46 @@ class CountingGroup(SoloGroup):
     def wait(self, works: Sequence[Work]) -> None:
         for work in works:
             work.wait()
+
+    def begin_wait(self, works: Sequence[Work]) -> Waiting:
+        return Awaited(self, works)
+
+
+class Awaited:
+    """Waited for when the training thread waits. All is here at once, where the group's peers have been quick."""
+
+    def __init__(self, group: CountingGroup, works: Sequence[Work]) -> None:
+        self._group, self._works = group, works
+
+    @property
+    def is_over(self) -> bool:
+        return self._group.peers_are_quick
+
+    def wait(self) -> None:
+        self._group.wait(self._works)
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_what_has_come_is_reduced_and_mirrored_while_the_last_backward_still_runs(quick: bool) -> None:
+    plan = World(
+        Terms(lanes=4, blocks=LAYOUT.blocks, mirrors=1, mirror_partners=4, fill_blocks_per_step=7), "abcd"
+    ).plan
+    traffic, sums, group = Traffic(plan, 0, LAYOUT), LaneSums(LAYOUT, 4), CountingGroup(4)
+    group.peers_are_quick = quick
+    sums.begin_lane()
+    sums.begin_push(0)
+    reduced: list[int] = []
+    filled = 0
+    reduction = CanonicalReduction(group, traffic, sums, 0, on_reduced=lambda: reduced.append(filled))
+    for bucket in LAYOUT.buckets:
+        filled += 1
+        reduction.on_filled(bucket.index)
+    sums.end_push()
+    filled += 1
+    reduction.finish()
+    lasts = [piece.last_bucket + 1 for piece in traffic.pieces]
+    assert reduced == (lasts if quick else [filled] * len(lasts))
+    assert group.in_flight == 0
 
 
 def test_what_an_exchange_has_in_flight_is_bounded_whatever_the_size_of_a_parameter(
@@ -281,19 +322,36 @@ def test_what_an_exchange_has_in_flight_is_bounded_whatever_the_size_of_a_parame
     group = CountingGroup(4)
     sums.begin_lane()
     sums.begin_push(0)
-    reduction = CanonicalReduction(group, traffic, sums, boundaries=0)
+    reduction = CanonicalReduction(group, traffic, sums, boundaries=0, on_reduced=lambda: None)
     for bucket in layout.buckets:
         reduction.on_filled(bucket.index)
     sums.end_push()
-    reduction.finish(lambda: None)
+    reduction.finish()
     rows = 3 * BLOCK * 4
     assert group.in_flight == 0
     assert group.most <= in_flight + piece + rows * (in_flight // piece + 1)
     assert len(traffic.pieces) == 1 + -(-3 * 251 * BLOCK * 4 // piece), "the largest share is 251 blocks"
     assert group.sends == 1 + 3 * (len(traffic.pieces) - 1), "one message to each owner for each piece"
     group.most = 0
-    assert hand_out(group, empty_flats(layout), traffic, traffic.handed(0)) > 0
+    assert HandOut(group, empty_flats(layout), traffic, traffic.handed(0)).finish() > 0
     assert group.most <= in_flight + piece + rows * (in_flight // piece + 1)
+
+
+def test_what_is_updated_is_handed_out_while_the_rest_is_updated() -> None:
+    plan = World(
+        Terms(lanes=4, blocks=LAYOUT.blocks, mirrors=0, mirror_partners=4, fill_blocks_per_step=7), "abcd"
+    ).plan
+    traffic, group = Traffic(plan, 0, LAYOUT), CountingGroup(4)
+    flow = traffic.handed(0)
+    handed_out = HandOut(group, empty_flats(LAYOUT), traffic, flow)
+    assert not group.sends
+    half = traffic.pieces[0].last_bucket
+    handed_out.on_updated(half)
+    assert group.sends == len(flow.sends[0]) > 0
+    handed_out.on_updated(len(LAYOUT.buckets) - 1)
+    handed_out.finish()
+    assert group.sends == sum(map(len, flow.sends))
+    assert group.in_flight == 0
 
 
 class Overlooker(CountingGroup):
@@ -333,6 +391,6 @@ def test_what_is_mirrored_is_received_where_a_sum_lay_that_has_left() -> None:
     sums, group = LaneSums(LAYOUT, 4), Overlooker(4)
     sums.begin_lane()
     sums.push(0)
-    CanonicalReduction(group, Traffic(plan, 0, LAYOUT), sums, boundaries=0).finish(lambda: None)
+    CanonicalReduction(group, Traffic(plan, 0, LAYOUT), sums, boundaries=0, on_reduced=lambda: None).finish()
     assert group.mirrored > 2
     assert not group.leaving

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from shoal.exchange.fill_slices import read_states, write_states
 from shoal.exchange.norm import subtree_sums
 from shoal_protos.errors import UserError
 from shoal_protos.runs import NO_BLOCKS, Runs, every, union
-from torch import nn
+from torch import Tensor, nn
 
 shapes = st.lists(st.tuples(st.integers(1, 200), st.integers(1, 200)), min_size=1, max_size=12)
 
@@ -166,6 +167,49 @@ def test_blocks_held_apart_and_moved_between_holders_get_the_bits_of_the_users_o
         shares[step % 3] -= moving
         assert [h.runs for h in holders] == shares
         assert union(shares) == every(layout.blocks)
+    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps."""
+
+    steps = 0
+
+    def step(self, closure: object = None) -> None:
+        self.steps += 1
+        super().step()
+
+
+def hooked(parameters: Iterator[Tensor]) -> torch.optim.Optimizer:
+    """An optimizer whose steps a hook hears of."""
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    optimizer.register_step_post_hook(lambda *_: None)
+    return optimizer
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, Counting, hooked])
+def test_a_large_update_is_made_in_parts_unless_the_optimizer_could_tell(
+    kind: Callable[..., torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.blocks.held.PART_BYTES", 1)
+    model = nn.Sequential(*(nn.Linear(80, 80) for _ in range(4)))
+    twin = copy.deepcopy(model)
+    optimizer, plain = kind(model.parameters()), kind(twin.parameters())
+    layout, parameters = lay_out_model(trainable(model, optimizer))
+    held = HeldBlocks(layout, optimizer, adopt(layout, parameters), {})
+    held.hold(every(layout.blocks))
+    gradients = Gradients(layout)
+    for _ in range(2):
+        gradients.zero()
+        gradients.put_back(parameters)
+        for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+            theirs.grad = torch.randn_like(theirs)
+            mine.grad.copy_(theirs.grad)  # type: ignore[union-attr]
+        updated: list[int] = []
+        held.apply(gradients.flats, 1.0, updated.append)
+        plain.step()
+        assert updated == (list(range(4)) if kind is torch.optim.AdamW else [3])
     for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(mine, theirs)
 

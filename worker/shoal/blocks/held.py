@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,8 +22,19 @@ from torch import Tensor
 from shoal.blocks.flat import Flats
 from shoal.core.layout import Bucket, Layout, Stretch, overlaps
 
+PART_BYTES = 16 << 20
+"""Of parameters that are updated by one step of the optimizer: far more than the step costs besides."""
+
 State = dict[str, Tensor]  # each (elements,), or () where all its blocks share one number
 """Optimizer state of a stretch of blocks, by the optimizer's own keys."""
+
+
+OnUpdated = Callable[[int], None]
+"""Called with a bucket's number."""
+
+
+def unheard(_: int) -> None:
+    """The `OnUpdated` of an update that nobody is told of."""
 
 
 @dataclass(slots=True)
@@ -31,6 +43,24 @@ class Segment:
 
     stretch: Stretch
     parameter: Tensor  # (elements,) of the bucket's dtype
+
+
+def may_step_in_parts(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it makes no difference that one step is several, each for some of the parameters.
+
+    It does where a class of the user's own counts its steps, or where hooks hear of them.
+    """
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return type(optimizer).__module__.startswith("torch.optim.") and not hooks
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Segments that are updated in one go."""
+
+    segments: list[Segment]
+    last_bucket: int
+    """All that is held of it and of those before it is updated then."""
 
 
 def twin_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -191,11 +221,20 @@ class HeldBlocks:
     def _regroup(self, runs: Runs) -> None:
         self.runs = runs
         self._segments.sort(key=lambda segment: segment.stretch)
-        groups: list[list[Tensor]] = [[] for _ in self._twin.param_groups]
-        for segment in self._segments:
-            groups[self._layout.buckets[segment.stretch.bucket].group].append(segment.parameter)
-        for group, parameters in zip(self._twin.param_groups, groups, strict=True):
-            group["params"] = parameters
+
+    def _parts(self) -> list[_Part]:
+        """In the order of the buckets; a bucket is in one part."""
+        rest, parts, size = list(self._segments), list[_Part](), 0
+        first = 0
+        for index, (one, following) in enumerate(pairwise(rest), start=1):
+            size += one.parameter.nbytes
+            if size >= PART_BYTES and following.stretch.bucket != one.stretch.bucket:
+                parts.append(_Part(rest[first:index], one.stretch.bucket))
+                first, size = index, 0
+        last = len(self._layout.buckets) - 1
+        if not may_step_in_parts(self._user):
+            return [_Part(rest, last)]
+        return [*parts, _Part(rest[first:], last)]
 
     def states(self, runs: Runs) -> dict[Stretch, State]:
         """The state of held blocks, stretch by stretch, as views: what a fill sends and a digest reads."""
@@ -213,17 +252,36 @@ class HeldBlocks:
         self,
         gradients: Flats,  # per bucket (elements,) of its dtype; what is not held is not read
         scale: float,
+        on_updated: OnUpdated = unheard,
     ) -> None:
-        """One update of all held blocks with the reduced gradients, times `scale` (clipping) first."""
-        for segment in self._segments:
-            start, stop = self._layout.elements(segment.stretch)
-            segment.parameter.grad = gradients[segment.stretch.bucket][start:stop]
-        if scale != 1.0 and self._segments:
-            torch._foreach_mul_([s.parameter.grad for s in self._segments if s.parameter.grad is not None], scale)
+        """One update of all held blocks with the reduced gradients, times `scale` (clipping) first.
+
+        `on_updated` hears of a bucket when it and those before it are updated; not of each.
+        """
         for mine, theirs in zip(self._twin.param_groups, self._user.param_groups, strict=True):
             mine.update({key: value for key, value in theirs.items() if key != "params"})
+        for part in self._parts():
+            self._apply_to(part.segments, gradients, scale)
+            on_updated(part.last_bucket)
+
+    def _apply_to(
+        self,
+        segments: list[Segment],
+        gradients: Flats,  # per bucket (elements,) of its dtype
+        scale: float,
+    ) -> None:
+        for group in self._twin.param_groups:
+            group["params"] = []
+        for segment in segments:
+            start, stop = self._layout.elements(segment.stretch)
+            segment.parameter.grad = gradients[segment.stretch.bucket][start:stop]
+            self._twin.param_groups[self._layout.buckets[segment.stretch.bucket].group]["params"].append(
+                segment.parameter
+            )
+        if scale != 1.0 and segments:
+            torch._foreach_mul_([one.parameter.grad for one in segments if one.parameter.grad is not None], scale)
         self._twin.step()
-        for segment in self._segments:
+        for segment in segments:
             segment.parameter.grad = None
 
 

@@ -73,6 +73,11 @@ class LaneSums:
         """The finished sums, in the order of `spans`."""
         return [kept.flats for _, kept in self._stack]
 
+    @property
+    def last(self) -> Gradients:
+        """The copy that is live once the push that has begun is over: the reduced gradient's place."""
+        return self._stack[-1][1] if self._stack else self.live
+
     def clear(self) -> None:
         """Forget the step's sums; the live copy keeps its values until the next lane begins."""
         self._pool += [kept for _, kept in self._stack if kept is not self.live and kept not in self._pool]

@@ -40,11 +40,14 @@ class _InFlight:
 class CanonicalReduction:
     """The reduction of one step: made before its last backward, which calls `on_filled`; then `finish`.
 
-    `traffic` and `group` are the world's. Raises `WorldChanged` from the constructor and `finish`.
+    `traffic` and `group` are the world's; `on_reduced` is called for each piece before it is mirrored. Raises
+    `WorldChanged` from the constructor and `finish`.
     """
 
-    def __init__(self, group: Group, traffic: Traffic, sums: LaneSums, boundaries: int) -> None:
-        self._group, self._traffic, self._sums = group, traffic, sums
+    def __init__(
+        self, group: Group, traffic: Traffic, sums: LaneSums, boundaries: int, on_reduced: Callable[[], None]
+    ) -> None:
+        self._group, self._traffic, self._sums, self._on_reduced = group, traffic, sums, on_reduced
         self._rank, self._pieces, self._windows = traffic.rank, traffic.pieces, traffic.windows
         self._partials, self._mirrored = traffic.partials, traffic.mirrored(boundaries)
         self._flight = [_InFlight() for _ in self._pieces]
@@ -52,88 +55,112 @@ class CanonicalReduction:
         mine = [index for index, (_, rank) in enumerate(self._spans) if rank == self._rank]
         self._fold = fold([span for span, _ in self._spans], traffic.plan.lanes, mine)
         self._root = self._fold[-1][0] if self._fold else 0
-        self._sent = self._posted = self._settled = 0
+        self._filled = self._sent = self._posted = self._reduced = self._settled = 0
+        """So many pieces, the first ones."""
+        self._settling: list[_InFlight] = []
         self._broken = False
         self.bad_gradient = ""
         """The first parameter in this worker's blocks whose gradient is not finite, and where that comes from."""
-        self._post_up_to(self._windows[0])
+        self._go_on()
 
     def on_filled(self, bucket: int) -> None:
-        """The last backward has filled this bucket: its sums leave for their owners. Never raises: `finish` will.
-
-        No more of them than owners have posted receives for.
+        """The last backward has filled this bucket: its sums leave for their owners, and what has come of earlier ones
+        is reduced. Never waits, and never raises: `finish` will.
         """
         self._sums.merge(bucket)
+        while self._filled < len(self._pieces) and self._pieces[self._filled].last_bucket <= bucket:
+            self._filled += 1
+        if self._broken:
+            return
         try:
-            while not self._broken and self._is_filled(self._sent, bucket):
-                self._send_up_to(self._sent + 1)
+            self._send()
+            while self._reduced < self._filled and self._waiting.is_over:
+                self._reduce_next()
         except WorldChanged:
             self._broken = True
 
-    def _is_filled(self, piece: int, bucket: int) -> bool:
-        return piece < self._windows[0] and self._pieces[piece].last_bucket <= bucket
+    def finish(self) -> None:
+        """Everything that is left, until every owned and mirrored range holds its reduced gradient.
 
-    def _send_up_to(self, stop: int) -> None:
-        while self._sent < stop:
+        Raises `WorldChanged`; the sums are void then.
+        """
+        if self._broken:
+            raise WorldChanged("the group broke while the last backward ran")
+        pieces, progress = len(self._pieces), self._group.progress
+        self._filled = pieces
+        self._send()
+        while self._reduced < pieces:
+            progress.reach(StepPhase.REDUCTION, self._reduced)
+            self._reduce_next()
+        progress.reach(StepPhase.REDUCTION, pieces)
+        self._end_wait()
+        self._begin_wait(pieces + 1)
+        progress.reach(StepPhase.REDUCTION, pieces + 1)
+        self._end_wait()
+
+    def _reduce_next(self) -> None:
+        """The next piece, as soon as all that it needs is here."""
+        self._end_wait()
+        self._reduce(self._reduced)
+        self._on_reduced()
+        self._mirror(self._reduced)
+        self._reduced += 1
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Posts what the window of the next piece allows, and begins to wait for that piece."""
+        self._post()
+        self._send()
+        self._begin_wait(self._reduced)
+
+    def _window(self) -> int:
+        """So many pieces may be posted."""
+        return self._windows[self._reduced] if self._reduced < len(self._pieces) else len(self._pieces)
+
+    def _send(self) -> None:
+        """What is filled, within the window: so far owners have posted receives, as a rule."""
+        while self._sent < min(self._filled, self._window()):
             flight, messages = self._flight[self._sent], self._partials.sends[self._sent]
             self._sent += 1
             for peer, extents in messages:
                 flight.sends += send_sums(self._group, peer, PARTIALS, self._sums.finished, extents)
 
-    def _post_up_to(self, stop: int) -> None:
-        while self._posted < stop:
+    def _post(self) -> None:
+        like = self._sums.live.flats
+        while self._posted < self._window():
             flight, messages = self._flight[self._posted], self._partials.receives[self._posted]
             self._posted += 1
             for peer, extents in messages:
                 subtrees = len(self._traffic.lane_spans[peer])
-                live = self._sums.live.flats
-                works, sums = receive_sums(self._group, peer, PARTIALS, subtrees, extents, live)
+                works, sums = receive_sums(self._group, peer, PARTIALS, subtrees, extents, like)
                 flight.receives += works
                 flight.arrivals[peer, extents] = sums
 
-    def finish(self, on_reduced: Callable[[], None]) -> None:
-        """Everything that is left, until every owned and mirrored range holds its reduced gradient.
-
-        `on_reduced` is called for each piece before it is mirrored. Raises `WorldChanged`; the sums are void then.
-        """
-        if self._broken:
-            raise WorldChanged("the group broke while the last backward ran")
-        pieces, progress = len(self._pieces), self._group.progress
-        for piece, until in enumerate(self._windows):
-            self._post_up_to(until)
-            self._send_up_to(until)
-            progress.reach(StepPhase.REDUCTION, piece)
-            self._wait_for(piece)
-            self._receive_mirrored(piece - 1)
-            self._reduce(piece)
-            on_reduced()
-            self._mirror(piece)
-        for last in (pieces, pieces + 1):
-            progress.reach(StepPhase.REDUCTION, last)
-            self._wait_for(last)
-            self._receive_mirrored(last - 1)
-
-    def _wait_for(self, piece: int) -> None:
-        """In one go, as each wait has its price: what this piece needs, and what earlier ones have in flight for long
-        enough: the sums of the piece before, and what is mirrored of those whose window has ended.
+    def _begin_wait(self, piece: int) -> None:
+        """In one go, as each wait has its price: for what this piece needs, and for what earlier ones have had in
+        flight for long enough: the sums of the piece before, and what is mirrored of those whose window has ended.
         """
         works: list[Work] = []
-        settled: list[_InFlight] = []
         if piece < len(self._pieces):
             works += self._flight[piece].receives
         if 0 < piece <= len(self._pieces):
             works += [work for work, _ in self._flight[piece - 1].sends]
         while self._settled < piece - 1 and self._windows[self._settled] < piece:
-            settled.append(self._flight[self._settled])
+            self._settling.append(self._flight[self._settled])
             self._settled += 1
-        works += [one.work for flight in settled for one in flight.mirror_arrivals]
-        works += [work for flight in settled for work, _ in flight.mirror_sends]
-        self._group.wait(works)
-        for flight in settled:
+        works += [one.work for flight in self._settling for one in flight.mirror_arrivals]
+        works += [work for flight in self._settling for work, _ in flight.mirror_sends]
+        self._waited_for, self._waiting = piece, self._group.begin_wait(works)
+
+    def _end_wait(self) -> None:
+        self._waiting.wait()
+        for flight in self._settling:
             for one in flight.mirror_arrivals:
                 one.unpack()
             flight.mirror_arrivals.clear()
             flight.mirror_sends.clear()
+        self._settling.clear()
+        self._receive_mirrored(self._waited_for - 1)
 
     def _reduce(self, piece: int) -> None:
         flight = self._flight[piece]
@@ -155,8 +182,8 @@ class CanonicalReduction:
         """
         for into, other in self._fold:
             parts[into].add_(parts[other])
-        live = self._sums.live.flats[extent.bucket][extent.start : extent.stop]
-        mean = torch.div(parts[self._root], self._traffic.plan.lanes, out=live)
+        place = self._sums.last.flats[extent.bucket][extent.start : extent.stop]
+        mean = torch.div(parts[self._root], self._traffic.plan.lanes, out=place)
         if not self.bad_gradient and not is_finite(mean):
             span, _ = self._spans[culprit(parts, self._fold, self._root)]
             bucket = self._traffic.layout.buckets[extent.bucket]
@@ -176,9 +203,9 @@ class CanonicalReduction:
 
     def _mirror(self, piece: int) -> None:
         """Posts the reduced ranges to their mirrors."""
-        live = self._sums.live.flats
+        reduced = self._sums.last.flats
         for peer, extents in self._mirrored.sends[piece]:
-            self._flight[piece].mirror_sends.append(send_packed(self._group, peer, MIRRORED, live, extents))
+            self._flight[piece].mirror_sends.append(send_packed(self._group, peer, MIRRORED, reduced, extents))
 
     def _receive_mirrored(self, piece: int) -> None:
         """Posts the receives of what this worker mirrors: it lands where the sum lay that went to its owner, so that
@@ -189,4 +216,4 @@ class CanonicalReduction:
         flight = self._flight[piece]
         flight.sends.clear()
         for peer, extents in self._mirrored.receives[piece]:
-            flight.mirror_arrivals.append(PackedReceive(self._group, peer, MIRRORED, self._sums.live.flats, extents))
+            flight.mirror_arrivals.append(PackedReceive(self._group, peer, MIRRORED, self._sums.last.flats, extents))

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from shoal.group.build import Cancellation, GroupSpec
 from shoal.group.forks import let_go_in_children
-from shoal.group.group import GATHER_TAG, RESERVED_TAGS, Group, Work, WorldChanged
+from shoal.group.group import GATHER_TAG, RESERVED_TAGS, Group, Waiting, Work, WorldChanged
 from shoal.group.group_progress import GroupProgress
 from shoal.group.reach import watch_reach
 from shoal.group.rendezvous_client import RendezvousClient
@@ -108,24 +108,56 @@ class _Posted:
         self.works, self._tensor = (), None
 
 
-class _Together:
+class _Waiting:
     """Messages that are waited for in one go: by one thread, one after the other."""
 
-    def __init__(self, posted: Sequence[_Posted], progress: GroupProgress) -> None:
-        self._posted, self._progress = posted, progress
+    def __init__(self, group: GlooGroup, posted: Sequence[_Posted]) -> None:
+        self._group, self._posted = group, posted
         self._at = 0
+        self._is_awaited = False
+        """Whether the training thread waits for it; else it does something else, and that is what counts."""
+        self._answers = group.wait_threads.begin(self) if posted else None
 
     def __iter__(self) -> Iterator[dist.Work]:
-        """On the thread that waits. Only one peer is told of: what the later ones sent may have come long ago."""
+        """On the thread that waits. Only one peer is named: what the later ones sent may have come long ago."""
+        progress = self._group.progress
         for at, one in enumerate(self._posted):
             self._at = at
-            self._progress.wait_for(one.peer)
-            yield from one.works
+            if self._is_awaited:
+                progress.wait_for(one.peer)
+            for work in one.works:
+                yield work
+                if self._is_awaited:
+                    progress.on_piece()
 
     @property
     def peer(self) -> int:
         """Who is waited for at the moment."""
         return self._posted[self._at].peer
+
+    @property
+    def is_over(self) -> bool:
+        return self._answers is None or not self._answers.empty()
+
+    def wait(self) -> None:
+        if self._answers is None:
+            return
+        self._say_so()
+        group, (answers, self._answers) = self._group, (self._answers, None)
+        failure = group.wait_threads.end(answers, lambda: group.connection(self.peer))
+        if failure is not None:
+            raise group.on_failure(self.peer, failure)
+        group.progress.go_on()
+        for one in self._posted:
+            group.in_flight.discard(one)
+            one.forget()
+
+    def _say_so(self) -> None:
+        """From now on the training thread waits: for whoever is waited for, who may be another in this moment."""
+        self._is_awaited, named = True, -1
+        while named != self._at:
+            named = self._at
+            self._group.progress.wait_for(self._posted[named].peer)
 
 
 class GlooGroup:
@@ -137,7 +169,7 @@ class GlooGroup:
         self._gloo: _Gloo | None = gloo
         self._order = [(rank + distance) % size for distance in range(1, size)]
         self._closing = threading.Lock()
-        self._wait_threads = WaitThreads(progress.on_piece)
+        self.wait_threads = WaitThreads()
         self._looks: dict[int, Connection] = {}
         self._aborted = False
         self._broken: set[int] = set()
@@ -179,23 +211,17 @@ class GlooGroup:
         raise self.on_failure(peer, failure)
 
     def wait(self, works: Sequence[Work]) -> None:
+        self.begin_wait(works).wait()
+
+    def begin_wait(self, works: Sequence[Work]) -> Waiting:
         posted = cast(Sequence[_Posted], works)
-        if not posted:
-            return
         over = next((one for one in posted if not one.works), None)
         if over is not None:
             raise self.on_failure(over.peer, "the operation is over")
-        self.progress.wait_for(posted[0].peer)
-        together = _Together(posted, self.progress)
-        failure = self._wait_threads.wait(together, lambda: self._connection(together.peer))
-        if failure is not None:
-            raise self.on_failure(together.peer, failure)
-        self.progress.go_on()
-        for one in posted:
-            self.in_flight.discard(one)
-            one.forget()
+        return _Waiting(self, posted)
 
-    def _connection(self, peer: int) -> Connection:
+    def connection(self, peer: int) -> Connection:
+        """To look at while a peer is waited for."""
         if peer not in self._looks:
             self._looks[peer] = Connection(lambda tensor: self._never_receive(tensor, peer))
         return self._looks[peer]
@@ -218,14 +244,14 @@ class GlooGroup:
                 return
             self._aborted = True
             any(_times_out(self._gloo, peer) for peer in self._order)
-            self._wait_threads.free("the group was aborted")
+            self.wait_threads.free("the group was aborted")
 
     def close(self) -> None:
         if self.in_flight:
             self.abort()
         with self._closing:
             self._gloo = None
-            self._wait_threads.close()
+            self.wait_threads.close()
             self._looks.clear()
             for posted in self.in_flight:
                 posted.forget()

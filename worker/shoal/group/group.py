@@ -31,6 +31,17 @@ class Work(Protocol):
         """Blocks until done. Raises `WorldChanged` when the group is broken or aborted."""
 
 
+class Waiting(Protocol):
+    """Works that are waited for in the background, from `Group.begin_wait` on."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether `wait` would not block: all are done, or the group is broken."""
+
+    def wait(self) -> None:
+        """Blocks until all of them are done. Raises `WorldChanged` as their own `wait` does."""
+
+
 class Group(Protocol):
     """One member's end of the group. Tags are small non-negative numbers; messages of one tag keep their order."""
 
@@ -47,6 +58,11 @@ class Group(Protocol):
 
     def wait(self, works: Sequence[Work]) -> None:
         """Blocks until all of them are done, in any order. Raises `WorldChanged` as their own `wait` does."""
+
+    def begin_wait(self, works: Sequence[Work]) -> Waiting:
+        """Waits for them beside what the training thread does, which may look whether they are done. Raises
+        `WorldChanged` for works of a closed group.
+        """
 
     def all_gather(self, row: Tensor) -> Tensor:
         """Every member's row, by rank: `(n,)` uint8 → `(size, n)` uint8. Blocks; raises `WorldChanged`."""

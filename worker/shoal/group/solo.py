@@ -10,8 +10,17 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from shoal.group.group import Work, WorldChanged
+from shoal.group.group import Waiting, Work, WorldChanged
 from shoal.group.group_progress import GroupProgress
+
+
+class _Over:
+    """Nothing to wait for."""
+
+    is_over = True
+
+    def wait(self) -> None:
+        """Returns at once."""
 
 
 class SoloGroup:
@@ -33,6 +42,10 @@ class SoloGroup:
 
     def wait(self, works: Sequence[Work]) -> None:
         assert not works, "there is nobody to wait for in a world of one"
+
+    def begin_wait(self, works: Sequence[Work]) -> Waiting:
+        self.wait(works)
+        return _Over()
 
     def all_gather(self, row: Tensor) -> Tensor:
         if self._over:

@@ -50,23 +50,27 @@ _Tasks = SimpleQueue[tuple[Iterable[dist.Work], Answers] | None]
 
 
 class WaitThreads:
-    """Threads that wait: as many as there are waits at once: one, as a rule. `done` is called after each operation."""
+    """Threads that wait: as many as there are waits at once: one, as a rule."""
 
-    def __init__(self, done: Callable[[], None]) -> None:
-        self._done = done
+    def __init__(self) -> None:
         self._idle: list[_Tasks] = []
         self._waiting: set[Answers] = set()
         self._over: str | None = None
         """Why no wait is worth while any more."""
 
-    def wait(self, works: Iterable[dist.Work], connection: Callable[[], Connection]) -> str | None:
-        """None when all are done, else why not. `connection()`: to the peer that is waited for at the moment."""
+    def begin(self, works: Iterable[dist.Work]) -> Answers:
+        """Begins to wait for them, one after the other, in the order in which they are iterated over."""
         answers: Answers = SimpleQueue()
         self._waiting.add(answers)
-        try:
-            if self._over is not None:
-                return self._over
+        if self._over is None:
             self._one().put((works, answers))
+        else:
+            answers.put(self._over)
+        return answers
+
+    def end(self, answers: Answers, connection: Callable[[], Connection]) -> str | None:
+        """None when all are done, else why not. `connection()`: to the peer that is waited for at the moment."""
+        try:
             return _first(answers, connection)
         finally:
             self._waiting.discard(answers)
@@ -96,7 +100,7 @@ class WaitThreads:
     def _serve(self, tasks: _Tasks) -> None:
         while (task := tasks.get()) is not None:
             works, answers = task
-            answer = _outcome(works, self._done)
+            answer = _outcome(works)
             del task, works
             self._idle.append(tasks)
             answers.put(answer)
@@ -114,12 +118,11 @@ def _first(answers: Answers, connection: Callable[[], Connection]) -> str | None
                 return wrong
 
 
-def _outcome(works: Iterable[dist.Work], done: Callable[[], None]) -> str | None:
+def _outcome(works: Iterable[dist.Work]) -> str | None:
     """In a frame of its own: what an exception's traceback keeps alive keeps gloo's sockets alive."""
     try:
         for work in works:
             work.wait()
-            done()
     except RuntimeError as error:
         return str(error)
     return None

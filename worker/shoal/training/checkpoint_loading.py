@@ -14,7 +14,7 @@ from shoal.checkpoint.catalogue import Found, Own, at, highest_generation, resol
 from shoal.checkpoint.errors import CheckpointDamaged
 from shoal.checkpoint.lineage import Lineage, gone_on
 from shoal.checkpoint.restore import fits, has_scheduler_of, load_blocks, load_model, load_small_state
-from shoal.exchange.hand_out import hand_out
+from shoal.exchange.hand_out import HandOut
 from shoal.failure import NeedsFreshProcess
 from shoal.logs import get_logger
 from shoal.training.context import TrainingContext
@@ -110,7 +110,7 @@ class CheckpointLoading:
         state.lineage = self._lineage(found, world.plan.generation)
         load_blocks(reader, state, owned)
         self._context.faults.at("restore", state.step)
-        hand_out(world.group, state.flats, world.traffic, world.traffic.stale)
+        HandOut(world.group, state.flats, world.traffic, world.traffic.stale).finish()
         state.current = every(state.layout.blocks)
         log.info("restored", path=found.path, step=state.step, bytes=reader.bytes_read)
         return reader.bytes_read

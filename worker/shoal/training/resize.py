@@ -16,7 +16,7 @@ from shoal_protos.runs import NO_BLOCKS, Runs
 from shoal.checkpoint.errors import CheckpointDamaged
 from shoal.exchange.ballot import Request
 from shoal.exchange.framing import FramedSend, receive_framed
-from shoal.exchange.hand_out import hand_out
+from shoal.exchange.hand_out import HandOut
 from shoal.exchange.traffic import FIRST_MESSAGE, STARTED, Traffic
 from shoal.exchange.vote import Record
 from shoal.group.group import Group, WorldChanged
@@ -132,7 +132,7 @@ class Resize:
             self._roll_forward(recovery.record)
         self._context.faults.at("promote", state.step)
         self._clock.note_promoted(len(plan.shares[world.rank].owned - self._owned_before()))
-        self._clock.note_bytes(hand_out(world.group, state.flats, world.traffic, world.traffic.stale))
+        self._clock.note_bytes(HandOut(world.group, state.flats, world.traffic, world.traffic.stale).finish())
         state.current = state.everything
 
     def _roll_forward(self, record: bytes) -> None:

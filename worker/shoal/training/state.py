@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.blocks.flat import adopt, lay_out_model, trainable
-from shoal.blocks.held import HeldBlocks
+from shoal.blocks.held import HeldBlocks, OnUpdated, unheard
 from shoal.blocks.host_memory import tensor_bytes
 from shoal.blocks.lane_sums import LaneSums
 from shoal.checkpoint.lineage import Branch, Lineage
@@ -109,12 +109,15 @@ class TrainingState:
 
     # ---- one step
 
-    def commit(self, record: Record, generation: int) -> None:
-        """Applies the step whose vote has passed to all blocks with a pending gradient, and frees every other block."""
+    def commit(self, record: Record, generation: int, on_updated: OnUpdated = unheard) -> None:
+        """Applies the step whose vote has passed to all blocks with a pending gradient, and frees every other block.
+
+        `on_updated`: see `HeldBlocks.apply`.
+        """
         self.initial = False
         self.held.keep_only(self.pending)
         if record.updates:
-            self.held.apply(self.sums.live.flats, self._clip(record.norm))
+            self.held.apply(self.sums.live.flats, self._clip(record.norm), on_updated)
         self.optimizer.state.clear()  # what the user's object brought along lives in the held blocks now
         self.buffers.commit()
         self.step, self.committed_in, self.record = record.step, generation, record

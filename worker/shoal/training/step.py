@@ -16,7 +16,7 @@ from shoal.blocks.bucket_hooks import BucketHooks
 from shoal.exchange.canonical import CanonicalReduction
 from shoal.exchange.fill_slices import receive_slice, send_slice, wait_for
 from shoal.exchange.framing import FramedSend
-from shoal.exchange.hand_out import hand_out
+from shoal.exchange.hand_out import HandOut
 from shoal.exchange.norm import subtree_sums
 from shoal.exchange.vote import Record
 from shoal.faults import fault_point
@@ -49,8 +49,11 @@ class Step:
         self._reduction = self._new_reduction()
 
     def last_backward(self, loss: Tensor) -> None:
-        """Buckets leave for their owners as soon as the step's last backward has filled them."""
+        """Buckets leave for their owners as soon as the step's last backward has filled them, and are reduced and
+        mirrored as soon as all have come.
+        """
         assert self._reduction is not None
+        self.number = self._context.state.step + 1
         loop, state = self._context.loop, self._context.state
         state.sums.begin_push(loop.lane)
         self._hooks.arm(self._reduction.on_filled)
@@ -73,8 +76,9 @@ class Step:
         wait_for(sends, self._world.group)
         self._note_pending()
         record = self._vote(reduction.bad_gradient, norms)  # past this line the step is committed
-        self._apply(record)
-        self._hand_out()
+        hand_out = self._begin_hand_out()
+        self._apply(record, hand_out)
+        self._hand_out(hand_out)
         self._boundary.pass_step(record)
 
     @property
@@ -89,7 +93,9 @@ class Step:
 
     def _new_reduction(self) -> CanonicalReduction:
         context, world = self._context, self._world
-        return CanonicalReduction(world.group, world.traffic, context.state.sums, context.boundaries)
+        return CanonicalReduction(
+            world.group, world.traffic, context.state.sums, context.boundaries, on_reduced=self._on_reduced
+        )
 
     def _slice(self) -> tuple[Fill, ...]:
         """What is filled beside this vote."""
@@ -108,7 +114,7 @@ class Step:
 
     @fault_point("exchange")
     def _reduce(self, reduction: CanonicalReduction) -> None:
-        reduction.finish(on_reduced=self._on_reduced)
+        reduction.finish()
 
     @fault_point("mirror")
     def _on_reduced(self) -> None:
@@ -147,23 +153,28 @@ class Step:
         return self._voting.vote(self._world, self.number, bad_gradient, norms)
 
     @fault_point("optimizer")
-    def _apply(self, record: Record) -> None:
-        self.update.apply(record, self._world.plan.generation)
+    def _apply(self, record: Record, hand_out: HandOut) -> None:
+        self.update.apply(record, self._world.plan.generation, hand_out.on_updated)
         self._context.state.forget_gradients()
         self._context.loop.begin_step(self._world.lanes)
 
     @fault_point("hand_out")
-    def _hand_out(self) -> None:
+    def _hand_out(self, hand_out: HandOut) -> None:
         context = self._context
-        self._hand_out_parameters()
+        self._finish_hand_out(hand_out)
         context.state.module_guard.on_commit(self._world)
         context.boundaries += 1
         context.meter.on_step()
 
-    def _hand_out_parameters(self) -> None:
-        """Hand out parameters to workers that have not updated them: then everybody has all."""
+    def _begin_hand_out(self) -> HandOut:
+        """Parameters go to the workers that do not update them; what is updated leaves while the rest is."""
         world, state, boundaries = self._world, self._context.state, self._context.boundaries
-        hand_out(world.group, state.flats, world.traffic, world.traffic.handed(boundaries))
+        return HandOut(world.group, state.flats, world.traffic, world.traffic.handed(boundaries))
+
+    def _finish_hand_out(self, hand_out: HandOut) -> None:
+        """Then everybody has all parameters."""
+        hand_out.finish()
+        state = self._context.state
         if state.frozen_in_place:
             state.current = state.everything
 
@@ -182,7 +193,7 @@ class Step:
         record = self._vote()
         self._evaluation.on_vote(record.evaluations)
         if not self._world.plan.steps and not context.boundaries:
-            self._hand_out_parameters()  # joiners would wait for a step's
+            self._finish_hand_out(self._begin_hand_out())  # joiners would wait for a step's
         context.boundaries += 1
         self._boundary.pass_vote(record)
         return record

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from shoal_protos.errors import UserError
 
+from shoal.blocks.held import OnUpdated, unheard
 from shoal.exchange.finite import stop_where_not_finite, warn
 from shoal.exchange.vote import Record
 from shoal.failure import result_of
@@ -23,13 +24,16 @@ class Update:
         self._torn = ""
         """Why an update failed half-way."""
 
-    def apply(self, record: Record, generation: int) -> None:
-        """`generation`: the one in which the vote passed. Raises `JobFailed` for a step that is not finite."""
+    def apply(self, record: Record, generation: int, on_updated: OnUpdated = unheard) -> None:
+        """`generation`: the one in which the vote passed. `on_updated`: see `HeldBlocks.apply`.
+
+        Raises `JobFailed` for a step that is not finite.
+        """
         context, before = self._context, self._context.state.record
         try:
             if context.config.stop_on_nan:
                 stop_where_not_finite(record)
-            context.state.commit(record, generation)
+            context.state.commit(record, generation, on_updated)
         except BaseException as error:
             result = result_of(error, context.state.step)
             self._torn, context.leaving = result.failure, True
