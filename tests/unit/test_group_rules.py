@@ -95,6 +95,27 @@ def test_whoever_asks_for_a_group_does_not_wait_for_it() -> None:
     groups.close()
 
 
+def test_the_building_of_a_group_that_is_not_wanted_any_more_is_cancelled_at_once() -> None:
+    go, begun, lock = threading.Event(), SimpleQueue[Cancellation](), threading.RLock()
+
+    def transport(spec: GroupSpec, cancellation: Cancellation) -> Group:
+        begun.put(cancellation)
+        go.wait(20)
+        return GlooGroup(Recorded(), spec.rank, spec.size, spec.progress)
+
+    groups = Groups(transport, lock, lambda outcome: None, lambda error: None)
+    with lock:
+        groups.build(recovery(1, "ab"), 0, joiner=False)
+    cancellation = begun.get(timeout=20)
+    with lock:
+        groups.cancel({1})
+        assert not cancellation.is_cancelled
+        groups.cancel({2})
+    assert cancellation.is_cancelled
+    go.set()
+    groups.close()
+
+
 def test_only_so_many_groups_are_built_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan whose group is not built here does not begin; another one comes."""
     monkeypatch.setattr(groups_module, "MOST_BUILDERS", 2)
