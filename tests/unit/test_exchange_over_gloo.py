@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
+from over_gloo import over_gloo
 from planning import World
 from shoal.blocks.flat import Flats
 from shoal.blocks.lane_sums import LaneSums
@@ -15,10 +13,7 @@ from shoal.exchange.canonical import CanonicalReduction
 from shoal.exchange.hand_out import HandOut
 from shoal.exchange.pieces import windows
 from shoal.exchange.traffic import Traffic
-from shoal.group.build import Cancellation, GroupSpec
-from shoal.group.gloo import build_gloo
 from shoal.group.group import Group
-from shoal.group.rendezvous_server import RendezvousServer
 from shoal.group.solo import SoloGroup
 from shoal_controller.core.planning.planner import Terms
 from shoal_protos.plan import Plan
@@ -56,25 +51,6 @@ def reduced(group: Group, traffic: Traffic, boundaries: int) -> LaneSums:
         sums.end_push()
     (reduction or CanonicalReduction(group, traffic, sums, boundaries, lambda: None)).finish()
     return sums
-
-
-def over_gloo(size: int, act: Callable[[Group], object]) -> None:
-    """Each member of a group of so many, in a thread of its own."""
-    servers = [RendezvousServer("127.0.0.1") for _ in range(size)]
-    addresses = tuple(server.address for server in servers)
-
-    def member(rank: int) -> None:
-        group = build_gloo(GroupSpec(1, rank, addresses, builder=0), Cancellation())
-        try:
-            act(group)
-            group.all_gather(torch.zeros(1, dtype=torch.uint8))
-        finally:
-            group.close()
-
-    with ThreadPoolExecutor(size) as threads:
-        list(threads.map(member, range(size)))
-    for server in servers:
-        server.close()
 
 
 def plans() -> list[Plan]:

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from shoal.group.build import Cancellation, GroupSpec
 from shoal.group.forks import let_go_in_children
-from shoal.group.group import GATHER_TAG, RESERVED_TAGS, Group, Waiting, Work, WorldChanged
+from shoal.group.gathering import gather
+from shoal.group.group import RESERVED_TAGS, Group, Waiting, Work, WorldChanged
 from shoal.group.group_progress import GroupProgress
 from shoal.group.reach import watch_reach
 from shoal.group.rendezvous_client import RendezvousClient
@@ -187,13 +188,7 @@ class GlooGroup:
         return self._post("recv", tensor, source, tag)
 
     def all_gather(self, row: Tensor) -> Tensor:
-        """All-gather by sends between all pairs: with eight members a third of the time of gloo's own all-gather."""
-        rows = torch.empty(self.size, row.numel(), dtype=row.dtype)
-        works = [self.send(row, peer, GATHER_TAG) for peer in self._order]
-        works += [self.receive(rows[peer], peer, GATHER_TAG) for peer in reversed(self._order)]
-        rows[self.rank] = row
-        self.wait(works)
-        return rows
+        return gather(self, row)
 
     def _post(self, kind: str, tensor: Tensor, peer: int, tag: int) -> _Posted:
         gloo = self._gloo
