@@ -1,14 +1,21 @@
-"""A step's time against DDP: `python benchmarks/step_time.py [--size 10M]`.
+"""A step's time against DDP: `python benchmarks/step_time.py [--size 10M] [--only mirrors|lanes|tiny]`.
 
-Four workers under a real controller; in the same processes rounds of DDP with bucket views, of DDP with PyTorch's
-ZeroRedundancyOptimizer and of Shoal take turns (interleaved.py). Targets: 1.05 of DDP with mirrors off, 1.15 with
-mirrors on. The ratios are of medians and, beside them, medians of the ratios of neighbouring rounds; CPU seconds do
-not depend on how busy the machine is.
+Workers under a real controller; in the same processes rounds of DDP with bucket views, of DDP with PyTorch's
+ZeroRedundancyOptimizer and of Shoal take turns (interleaved.py), and DDP alone runs in processes of its own, without
+Shoal's threads (ddp.py). `mirrors`: four workers, one lane each; targets: 1.05 of DDP with mirrors off, 1.15 with one.
+`lanes`: two lanes a worker, against accumulation under `no_sync`. `tiny`: what a step costs besides its work, of the
+smallest model with 2, 4 and 8 workers; target: 1.5 ms of CPU a worker more than DDP. The ratios are of medians and,
+beside them, medians of the ratios of neighbouring rounds; CPU seconds do not depend on how busy the machine is.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from statistics import median
 
 import model
@@ -17,39 +24,92 @@ from tables import show, spread, verdict
 
 WORKERS = 4
 TARGETS = {0: 1.05, 1: 1.15}
+TINY_TARGET_MS = 1.5
 PATIENCE_SECONDS = 900.0
 
 Rounds = dict[str, list[tuple[float, float]]]
 """By way: (wall, CPU) seconds per step of each round."""
 
 
-def measure(size: str, mirrors: int) -> Rounds:
-    """One cluster's rounds."""
-    with Cluster(Job(size=size, workers=WORKERS, lanes=WORKERS, mirrors=mirrors, script="interleaved.py")) as cluster:
-        return dict(*cluster.results(".json", patience=PATIENCE_SECONDS))
+def measure(size: str, mirrors: int, workers: int = WORKERS, lanes: int = WORKERS) -> Rounds:
+    """One cluster's rounds, and those of DDP alone before and after."""
+    before = alone(size, workers, lanes)
+    job = Job(
+        size=size, workers=workers, lanes=lanes, mirrors=mirrors, script="interleaved.py",
+        arguments=("--workers", str(workers)),
+    )  # fmt: skip
+    with Cluster(job) as cluster:
+        rounds: Rounds = dict(*cluster.results(".json", patience=PATIENCE_SECONDS))
+    return {**rounds, "ddp alone": before + alone(size, workers, lanes)}
 
 
-def row(mirrors: int, rounds: Rounds, way: str) -> list[str]:
+def alone(size: str, workers: int, lanes: int) -> list[tuple[float, float]]:
+    """DDP in processes of its own."""
+    command = [sys.executable, str(Path(__file__).with_name("ddp.py")), "--size", size]
+    command += ["--workers", str(workers), "--lanes", str(lanes)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    output = subprocess.run(command, env=environment, capture_output=True, check=True, text=True).stdout
+    return [(wall, processor) for wall, processor in json.loads(output.splitlines()[-1])]
+
+
+def row(name: str, rounds: Rounds, way: str, target: float | None) -> list[str]:
     """One way's figures beside DDP's."""
     wall, processor = ([one[i] for one in rounds[way]] for i in (0, 1))
     beside, beside_processor = ([one[i] for one in rounds["ddp"]] for i in (0, 1))
     ratio = median(wall) / median(beside)
-    neighbours = median(mine / theirs for mine, theirs in zip(wall, beside, strict=True))
-    judged = verdict(ratio, TARGETS[mirrors]) if way == "shoal" else ""
-    work = f"{median(processor) / median(beside_processor):.3f}"
-    return [f"{way}, mirrors {mirrors}", spread(wall), f"{ratio:.3f}", f"{neighbours:.3f}", work, judged]
+    pairs = zip(wall, beside, strict=True) if way != "ddp alone" else ()
+    neighbours = [mine / theirs for mine, theirs in pairs]
+    return [
+        f"{way}, {name}", spread(wall), f"{ratio:.3f}", f"{median(neighbours):.3f}" if neighbours else "–",
+        f"{median(processor) / median(beside_processor):.3f}",
+        verdict(ratio, target) if target and way == "shoal" else "",
+    ]  # fmt: skip
+
+
+HEAD = ["", "step, s", "of DDP", "neighbours", "CPU of DDP", "target"]
+
+
+def show_mirrors(size: str) -> None:
+    rows = []
+    for mirrors, target in TARGETS.items():
+        rounds = measure(size, mirrors)
+        rows += [row(f"mirrors {mirrors}", rounds, way, target) for way in rounds]
+    show(f"Step time, {size} parameters, {WORKERS} workers", HEAD, rows)
+
+
+def show_lanes(size: str) -> None:
+    rounds = measure(size, 1, lanes=2 * WORKERS)
+    rows = [row("2 lanes a worker, mirrors 1", rounds, way, None) for way in rounds]
+    show(f"Several lanes, {size} parameters, {WORKERS} workers", HEAD, rows)
+
+
+def show_tiny() -> None:
+    rows = []
+    for workers in (2, 4, 8):
+        rounds = measure("tiny", 0, workers, workers)
+        more = {
+            way: 1e3 * (median(cpu for _, cpu in rounds[way]) - median(cpu for _, cpu in rounds["ddp"])) / workers
+            for way in rounds
+        }
+        rows += [
+            [f"{way}, {workers} workers", spread([1e3 * wall for wall, _ in rounds[way]], 1), f"{extra:.2f}",
+             verdict(extra, TINY_TARGET_MS) if way == "shoal" else ""]
+            for way, extra in more.items()
+        ]  # fmt: skip
+    show("The fixed cost of a step", ["", "step, ms", "CPU ms a worker over DDP", "target"], rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", choices=list(model.SIZES), default="10M")
-    size = parser.parse_args().size
-    rows = []
-    for mirrors in TARGETS:
-        rounds = measure(size, mirrors)
-        rows += [row(mirrors, rounds, way) for way in rounds]
-    head = ["", "step, s", "of DDP", "neighbours", "CPU of DDP", "target"]
-    show(f"Step time, {size} parameters, {WORKERS} workers", head, rows)
+    parser.add_argument("--only", choices=["mirrors", "lanes", "tiny"])
+    given = parser.parse_args()
+    if given.only in (None, "mirrors"):
+        show_mirrors(given.size)
+    if given.only in (None, "lanes"):
+        show_lanes(given.size)
+    if given.only in (None, "tiny"):
+        show_tiny()
 
 
 if __name__ == "__main__":

@@ -54,6 +54,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--size", choices=list(model.SIZES), default="10M")
     parser.add_argument("--lanes", type=int, default=4)
     parser.add_argument("--mirrors", type=int, default=1)
+    parser.add_argument("--workers", type=int, default=0, help="one for each lane, unless given")
     return parser.parse_args()
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import shoal
 import torch
 import torch.distributed as dist
-from interleaved import STEPS as STEPS_OF_A_ROUND
-from interleaved import measured
+from ddp import STEPS as STEPS_OF_A_ROUND
+from ddp import measured
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from train import STEPS

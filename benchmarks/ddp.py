@@ -1,0 +1,90 @@
+"""The baseline: steps of DDP, in Shoal's own processes (interleaved.py) or in processes that know no Shoal.
+
+    python benchmarks/ddp.py --size 10M --workers 4        what a step takes without Shoal's threads, as JSON
+
+The same model, micro-batch, samples and fused AdamW. Several lanes are accumulated under `no_sync`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+import model
+import torch
+import torch.distributed as dist
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+STEPS = 3
+"""Of one round."""
+ROUNDS = 9
+
+
+def baseline(rank: int, world: int, size: str, lanes: int, sharded: bool) -> Callable[[], None]:
+    """One step of so many lanes in all."""
+    module = DistributedDataParallel(model.build(size), gradient_as_bucket_view=True)
+    given = {"lr": 1e-4, "fused": True}
+    optimizer = (
+        ZeroRedundancyOptimizer(module.parameters(), torch.optim.AdamW, **given)
+        if sharded
+        else torch.optim.AdamW(module.parameters(), **given)
+    )
+    windows, at, each = model.Windows(), rank * lanes // world, lanes // world
+
+    def step() -> None:
+        nonlocal at
+        optimizer.zero_grad()
+        for lane in range(at, at + each):
+            numbers = [(lane * model.MICRO_BATCH + i) % len(windows) for i in range(model.MICRO_BATCH)]
+            batch = torch.utils.data.default_collate([windows[number] for number in numbers])
+            with module.no_sync() if lane < at + each - 1 else nullcontext():
+                module(**batch).backward()
+        at += lanes
+        optimizer.step()
+
+    return step
+
+
+def measured(step: Callable[[], None]) -> tuple[float, float]:
+    """Wall seconds per step, from all to all, and the CPU seconds of all processes."""
+    dist.barrier()
+    wall, processor = time.perf_counter(), time.process_time()
+    for _ in range(STEPS):
+        step()
+    used = torch.tensor([time.process_time() - processor])
+    dist.barrier()
+    wall = time.perf_counter() - wall
+    dist.all_reduce(used)
+    return wall / STEPS, used.item() / STEPS
+
+
+def _member(rank: int, place: str, size: str, workers: int, lanes: int) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{place}/group", rank=rank, world_size=workers)
+    step = baseline(rank, workers, size, lanes, sharded=False)
+    measured(step)
+    took = [measured(step) for _ in range(ROUNDS)]
+    if rank == 0:
+        (Path(place) / "took.json").write_text(json.dumps(took))
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Steps of DDP without Shoal.")
+    parser.add_argument("--size", choices=list(model.SIZES), default="10M")
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--lanes", type=int, default=0)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as place:
+        lanes = given.lanes or given.workers
+        torch.multiprocessing.spawn(_member, (place, given.size, given.workers, lanes), given.workers)
+        print((Path(place) / "took.json").read_text())
+
+
+if __name__ == "__main__":
+    main()
