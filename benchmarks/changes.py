@@ -69,7 +69,7 @@ def welcome(cluster: Cluster, figures: Figures, ask: Callable[[], None]) -> None
     )
     joiner = starting["worker"]
     first = cluster.steps.until(
-        f"a lane of {joiner}", lambda steps: next((s for s in steps if s.worker == joiner), None)
+        f"a lane of {joiner}", lambda steps: next((s for s in steps if s.worker == joiner and s.lanes), None)
     )
     assert first is not None
     figures.joiners.append(first.time - starting["time"])

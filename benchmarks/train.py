@@ -67,7 +67,7 @@ def main() -> None:
         loss = engine.module(**batch)
         engine.backward(loss)
         engine.step()
-        if engine.global_step > noted:
+        if engine.global_step > noted and not engine.warming_up:
             noted = engine.global_step
             note(file, engine)
 

@@ -136,7 +136,8 @@ class Plan:
     def fill_slice(self, index: int) -> tuple[Fill, ...]:
         """What is sent at boundary `index` (0 is the first one of the generation): each source's next blocks.
 
-        A boundary is a passed vote; the slice travels beside the next one. Every member derives the same.
+        A boundary is a passed vote; the slice travels beside the next one. Every member derives the same. None travels
+        at the first boundary after a loss: survivors have first touches and another lane to bear there already.
         """
         sent: list[Fill] = []
         for fill, before in self._in_turn():
@@ -154,7 +155,12 @@ class Plan:
 
     def _due(self, boundaries: int, before: int) -> int:
         """How many blocks of a fill are sent after so many boundaries, when others of its source come before."""
-        return max(0, boundaries * self.fill_blocks_per_step - before)
+        return max(0, (boundaries - self._first_slice) * self.fill_blocks_per_step - before)
+
+    @property
+    def _first_slice(self) -> int:
+        """The boundary at which fills begin."""
+        return int(self.recovery is not None)
 
     @property
     def boundaries(self) -> int:
@@ -162,7 +168,8 @@ class Plan:
         per_source = Counter[int]()
         for fill in self.fills:
             per_source[fill.source] += len(fill.blocks)
-        return max((-(-count // self.fill_blocks_per_step) for count in per_source.values()), default=0)
+        slices = max((-(-count // self.fill_blocks_per_step) for count in per_source.values()), default=0)
+        return slices + self._first_slice if slices else 0
 
     def filled(self, rank: int, boundaries: int) -> Runs:
         """The blocks that a member has received by fills after that many boundaries of the generation."""

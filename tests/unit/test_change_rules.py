@@ -19,6 +19,8 @@ from shoal_protos.plan import Plan, Reason
 from shoal_protos.runs import NO_BLOCKS, Runs, every
 
 TASK = Task({"max_steps": 12, "dropout": 0.1})
+TWO_MIRRORS = Task({"max_steps": 12, "dropout": 0.1, "shoal": {"mirrors": 2}})
+"""Two losses in a row lose no block, though nothing is filled in the step between."""
 LONG = Task({"max_steps": 20})
 SLICES = Task({"max_steps": 12, "shoal": {"fill_bytes_per_step": 100_000}})
 """Fills take several steps."""
@@ -81,7 +83,7 @@ def test_a_step_that_is_rolled_forward_was_committed_in_the_generation_of_its_vo
         elif point == "promote" and opened:
             committed_in[worker.name] = worker.engine.context.state.committed_in
 
-    with Crew("abcd", TASK) as crew:
+    with Crew("abcd", TWO_MIRRORS) as crew:
         crew.train_to(3)
         crew.watchers.append(look)
         crew.kill("d")
@@ -92,7 +94,7 @@ def test_a_step_that_is_rolled_forward_was_committed_in_the_generation_of_its_vo
         rolled = min(inventories, key=lambda name: inventories[name].step)
         assert "roll_forward" in crew.workers[rolled].seen
         assert committed_in["a"] == committed_in["c"] == 2
-        assert crew.finish() == undisturbed(TASK)
+        assert crew.finish() == undisturbed(TWO_MIRRORS)
 
 
 def test_a_member_that_has_not_all_gradients_yet_has_none_to_roll_forward_with() -> None:

@@ -157,6 +157,19 @@ def test_the_receiver_replays_what_travels_beside_the_vote_too(plan: Plan, bound
     assert plan.replays(0, boundaries) == every(plan.blocks)
 
 
+@given(filling())
+def test_no_slice_travels_at_the_first_boundary_after_a_loss_and_all_the_others_follow(plan: Plan) -> None:
+    recovery = Recovery(7, b"", (True,) * 3, (NO_BLOCKS,) * 3)
+    recovered = replace(plan, base=0, recovery=recovery)
+    check_plan(recovered)
+    assert recovered.fill_slice(0) == () and recovered.replays(2, 0) == recovered.filled(2, 1) == NO_BLOCKS
+    assert recovered.boundaries == plan.boundaries + bool(plan.fills)
+    assert [recovered.fill_slice(index + 1) for index in range(plan.boundaries)] == [
+        plan.fill_slice(index) for index in range(plan.boundaries)
+    ]
+    assert recovered.filled(2, recovered.boundaries) == plan.filled(2, plan.boundaries)
+
+
 def test_a_share_keeps_what_it_owns_and_mirrors() -> None:
     assert PLANNED.shares[0].keeps == runs(0, 9)
     assert PLANNED.world_size == 3

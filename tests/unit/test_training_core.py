@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from fills import fill
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shoal.blocks.flat import Gradients, adopt, empty_flats, lay_out_model, trainable
 from shoal.blocks.held import HeldBlocks, probe_state_bytes
 from shoal.blocks.lane_sums import LaneSums
-from shoal.core.layout import Layout, Stretch, Trainable, lay_out
+from shoal.core.layout import Layout, Trainable, lay_out
 from shoal.core.tree import fold_numbers, subtrees
-from shoal.exchange.fill_slices import read_states, write_states
 from shoal.exchange.norm import subtree_sums
 from shoal_protos.errors import UserError
 from shoal_protos.runs import NO_BLOCKS, Runs, every, union
@@ -106,6 +106,20 @@ def test_an_aligned_run_of_k_lanes_takes_log_k_plus_one_gradient_copies(lanes: i
     assert sums.copies == lanes.bit_length()
 
 
+@given(st.integers(1, 11), st.data())
+@settings(max_examples=40, deadline=None)
+def test_the_copies_that_lanes_take_are_there_before_the_step(lanes: int, data: st.DataObject) -> None:
+    held = data.draw(st.sets(st.integers(0, lanes - 1), min_size=1).flatmap(lambda some: st.permutations(sorted(some))))
+    sums, unprepared = (LaneSums(some_layout([(10, 10)]), lanes) for _ in range(2))
+    sums.reserve(held)
+    reserved = sums.copies
+    for one in (sums, unprepared):
+        for lane in held:
+            one.begin_lane()
+            one.push(lane)
+    assert reserved == sums.copies == unprepared.copies
+
+
 @given(st.integers(1, 5), st.integers(0, 1000))
 @settings(max_examples=30, deadline=None)
 def test_the_norm_has_the_same_bits_for_every_split_of_the_blocks(world: int, seed: int) -> None:
@@ -160,7 +174,7 @@ def test_blocks_held_apart_and_moved_between_holders_get_the_bits_of_the_users_o
             holder.apply(gradients.flats, 1.0)
         plain.step()
         moving = shares[step % 3].first(2)  # a fill, then the source lets go
-        holders[(step + 1) % 3].take(read_states(write_states(holders[step % 3].states(moving))))
+        fill(holders[step % 3], holders[(step + 1) % 3], moving, expected=moving)
         holders[step % 3].keep_only(shares[step % 3] - moving)
         holders[(step + 1) % 3].join()
         shares[(step + 1) % 3] |= moving
@@ -212,40 +226,6 @@ def test_a_large_update_is_made_in_parts_unless_the_optimizer_could_tell(
         assert updated == (list(range(4)) if kind is torch.optim.AdamW else [3])
     for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(mine, theirs)
-
-
-def test_what_slices_of_a_fill_have_brought_is_updated_as_one_again() -> None:
-    model = small_model()
-    optimizer = torch.optim.AdamW(model.parameters())
-    layout, parameters = lay_out_model(trainable(model, optimizer))
-    flats = adopt(layout, parameters)
-    source, target, behind = (HeldBlocks(layout, optimizer, flats, {}) for _ in range(3))
-    source.hold(every(layout.blocks))
-    behind.hold(Runs.of([0]))
-    source.apply(empty_flats(layout), 1.0)
-    for block in range(1, layout.blocks):
-        target.take(read_states(write_states(source.states(Runs.of([block])))))
-    target.join()
-    wanted = layout.stretches(target.runs)
-    assert sorted(target.states(target.runs)) == wanted
-    target.take(behind.states(Runs.of([0])))
-    target.join()
-    assert layout.runs(target.states(target.runs)) == every(layout.blocks)
-    assert Stretch(layout.places[0][0], 0, 1) in target.states(target.runs), "a state of another step is not joined"
-
-
-def test_a_fill_brings_blocks_without_state_beside_those_that_have_some() -> None:
-    model = small_model()
-    groups = [{"params": [model[0].weight], "momentum": 0.9}, {"params": [*model[1].parameters(), model[0].bias]}]
-    optimizer = torch.optim.SGD([*groups, {"params": model[2].parameters()}], lr=0.1)
-    layout, parameters = lay_out_model(trainable(model, optimizer))
-    flats = adopt(layout, parameters)
-    source, target = (HeldBlocks(layout, optimizer, flats, {}) for _ in range(2))
-    source.hold(every(layout.blocks))
-    source.apply(empty_flats(layout), 1.0)
-    target.take(read_states(write_states(source.states(every(layout.blocks)))))
-    assert target.runs == layout.runs(target.states(target.runs)) == every(layout.blocks)
-    assert {len(state) for state in target.states(target.runs).values()} == {0, 1}
 
 
 def test_the_probed_state_size_is_what_a_block_takes() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -19,7 +19,9 @@ import torch
 from shoal_protos.runs import NO_BLOCKS, Runs, Span
 from torch import Tensor
 
+from shoal.blocks.fill_memory import FillMemory
 from shoal.blocks.flat import Flats
+from shoal.blocks.host_memory import host_memory
 from shoal.core.layout import Bucket, Layout, Stretch, overlaps
 
 PART_BYTES = 16 << 20
@@ -27,6 +29,9 @@ PART_BYTES = 16 << 20
 
 State = dict[str, Tensor]  # each (elements,), or () where all its blocks share one number
 """Optimizer state of a stretch of blocks, by the optimizer's own keys."""
+
+SEGMENTS_PER_BUCKET = 4
+"""More make an update slower than it need be; fewer are not worth the copy that joins them."""
 
 
 OnUpdated = Callable[[int], None]
@@ -93,6 +98,7 @@ class HeldBlocks:
         self._segments: list[Segment] = []
         self.runs = NO_BLOCKS
         """The blocks that are held."""
+        self._expected = FillMemory(layout, NO_BLOCKS)
 
     def state_bytes(self) -> int:
         """Bytes of all state held, counted over tensors."""
@@ -117,6 +123,23 @@ class HeldBlocks:
             self._add(stretch, self._initial(stretch.bucket, self._layout.elements(stretch)))
         self._regroup(self.runs | runs)
 
+    def expect(self, runs: Runs) -> None:
+        """The blocks that a world fills, at its beginning: `memory_for` is asked for these."""
+        self._expected = FillMemory(self._layout, runs)
+
+    def memory_for(self, stretch: Stretch, key: str, dtype: torch.dtype) -> Tensor:  # (elements,) of `dtype`
+        """Where a state of expected blocks is received, for `take`: whatever is taken of one stretch is one segment."""
+        return self._expected.part(stretch, key, dtype)
+
+    def numbers_of(self, stretches: Collection[Stretch]) -> Runs:
+        """Block numbers. Raises `ValueError` for stretches that lie in no bucket."""
+        buckets = self._layout.buckets
+        for stretch in stretches:
+            is_in = 0 <= stretch.bucket < len(buckets) and stretch.stop <= buckets[stretch.bucket].blocks
+            if not is_in or not 0 <= stretch.start < stretch.stop:
+                raise ValueError(f"{stretch} lies in no bucket")
+        return self._layout.runs(stretches)
+
     def take(self, states: Mapping[Stretch, State]) -> None:
         """Begins to hold blocks in the state that another holder had.
 
@@ -127,6 +150,7 @@ class HeldBlocks:
         for stretch, state in states.items():
             self._add(stretch, state)
         self._regroup(self.runs | taken)
+        self._join_where(self._follows)
 
     def _add(self, stretch: Stretch, state: State) -> None:
         parameter = self._parameters[stretch.bucket][slice(*self._layout.elements(stretch))]
@@ -185,15 +209,31 @@ class HeldBlocks:
         return (stretch.start - start) * size, (stretch.stop - start) * size
 
     def join(self) -> None:
-        """Makes neighbours of one bucket one segment: what slices of fills have brought is updated as one again."""
+        """Makes neighbours of one bucket one segment, if there are so many that it is worth a copy: else a job would
+        get slower with every change.
+        """
+        if len(self._segments) > SEGMENTS_PER_BUCKET * len(self._layout.buckets):
+            self._join_where(self._continues)
+
+    def _join_where(self, are_one: Callable[[Segment, Segment], bool]) -> None:
         runs: list[list[Segment]] = []
         for segment in self._segments:
-            if runs and self._continues(runs[-1][-1], segment):
+            if runs and are_one(runs[-1][-1], segment):
                 runs[-1].append(segment)
             else:
                 runs.append([segment])
-        self._segments = [self._joined(run) if len(run) > 1 else run[0] for run in runs]
-        self._regroup(self.runs)
+        if len(runs) < len(self._segments):
+            self._segments = [self._joined(run) if len(run) > 1 else run[0] for run in runs]
+            self._regroup(self.runs)
+
+    def _follows(self, segment: Segment, other: Segment) -> bool:
+        """Whether `other` continues a segment in memory too, so that joining them copies nothing."""
+        if not self._continues(segment, other):
+            return False
+        mine, theirs = self._state(segment), self._state(other)
+        return all(
+            _are_adjacent(value, theirs[key]) for key, value in mine.items() if value is not None and value.dim()
+        )
 
     def _continues(self, segment: Segment, other: Segment) -> bool:
         """Whether `other` is the next stretch of the bucket, and the numbers that all its blocks share are equal."""
@@ -211,7 +251,7 @@ class HeldBlocks:
         self._add(
             Stretch(first.bucket, first.start, last.stop),
             {
-                key: value if value.dim() == 0 else torch.cat([state[key] for state in states])
+                key: value if value.dim() == 0 else _in_one_piece([state[key] for state in states])
                 for key, value in states[0].items()
                 if value is not None
             },
@@ -291,6 +331,22 @@ def _cut(
     last: int,
 ) -> Tensor:  # (last - first,), or () as it is
     return value if value.dim() == 0 else value[first:last]
+
+
+def _are_adjacent(left: Tensor, right: Tensor) -> bool:
+    """Whether the one ends where the other begins, in memory that was found as one."""
+    is_one = left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
+    return is_one and left.data_ptr() + left.nbytes == right.data_ptr()
+
+
+def _in_one_piece(
+    parts: Sequence[Tensor],  # each (elements,), of one dtype
+) -> Tensor:  # (sum of their elements,)
+    """A view where they lie so in memory, a copy elsewhere."""
+    total = sum(part.numel() for part in parts)
+    if all(map(_are_adjacent, parts, parts[1:])):
+        return parts[0].as_strided((total,), (1,))
+    return torch.cat(list(parts), out=host_memory(total, parts[0].dtype))
 
 
 def probe_state_bytes(layout: Layout, optimizer: torch.optim.Optimizer) -> int:

@@ -7,6 +7,7 @@ job's life.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import pairwise
 
 from shoal_protos.runs import Span
@@ -27,6 +28,17 @@ class LaneSums:
         self._chain: list[Gradients] = []
         self._merged = 0
         self.live = Gradients(layout)
+
+    def reserve(self, lanes: Iterable[int]) -> None:
+        """Finds and touches the copies that these lanes will take: a step that met new memory would be longer by it."""
+        stack: list[tuple[Span, None]] = []
+        most = 0
+        for lane in lanes:
+            most = max(most, len(stack) + 1)
+            push(stack, lane, None, self._lanes, lambda kept, _: kept)
+        while self.copies < most:
+            self._pool.append(Gradients(self._layout))
+            self._pool[-1].zero()
 
     def begin_lane(self) -> None:
         """A zeroed live copy, apart from every finished sum."""

@@ -1,32 +1,42 @@
 """A fill's slice: the state of some blocks travels from one that keeps them to one that will.
 
 Both sides derive the slice from the plan and the number of passed votes. It is sent as of the last commit, beside the
-next step's exchange, and the receiver gets that step's reduced gradients too, so it replays from then on. What is sent
-is self-describing (safetensors), because an optimizer makes its state when it first needs it.
+next step's exchange, and the receiver gets that step's reduced gradients too, so it replays from then on. A head says
+what state there is, because an optimizer makes its state when it first needs it; then each tensor follows as it lies:
+sent from the memory of the one, received into the memory of the other, never copied.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 
-from safetensors.torch import load, save
+import torch
 from shoal_protos.activity import StepPhase
+from shoal_protos.errors import PeerError
 from shoal_protos.plan import Fill
+from torch import Tensor
 
 from shoal.blocks.held import HeldBlocks, State
+from shoal.blocks.host_memory import tensor_bytes
+from shoal.checkpoint.container import CODES, DTYPES
 from shoal.core.layout import Stretch
 from shoal.exchange.framing import FramedSend, receive_framed
 from shoal.exchange.traffic import FILLED
-from shoal.group.group import Group
+from shoal.group.group import Group, Work
+
+States = dict[Stretch, State]
 
 
-def send_slice(group: Group, held: HeldBlocks, fills: tuple[Fill, ...]) -> list[FramedSend]:
-    """Posts this member's part of a slice; wait for the sends before the vote."""
-    sends = []
+def send_slice(group: Group, held: HeldBlocks, fills: tuple[Fill, ...]) -> list[Work]:
+    """Posts this member's part of a slice; wait for it before the vote: the next update changes what is being sent."""
+    works: list[Work] = []
     for fill in fills:
         if fill.source == group.rank:
-            sends.append(FramedSend(group, fill.target, FILLED, write_states(held.states(fill.blocks))))
-    return sends
+            states = held.states(fill.blocks)
+            works.append(FramedSend(group, fill.target, FILLED, head_of(states)))
+            works += [group.send(value, fill.target, FILLED) for value in _large(states)]
+    return works
 
 
 def receive_slice(group: Group, held: HeldBlocks, fills: tuple[Fill, ...]) -> int:
@@ -35,48 +45,67 @@ def receive_slice(group: Group, held: HeldBlocks, fills: tuple[Fill, ...]) -> in
     taken = 0
     for fill in fills:
         if fill.target == group.rank:
-            content = receive_framed(group, fill.source, FILLED)
-            held.take(read_states(content))
-            taken += len(content)
+            states = blank_states(receive_framed(group, fill.source, FILLED), fill, held)
+            group.wait([group.receive(value, fill.source, FILLED) for value in _large(states)])
+            held.take(states)
+            taken += sum(value.nbytes for state in states.values() for value in state.values())
     return taken
 
 
-def wait_for(sends: list[FramedSend], group: Group) -> None:
+def wait_for(sends: list[Work], group: Group) -> None:
     """Until this member's part of a slice has left."""
     group.progress.reach(StepPhase.SENDS)
     for send in sends:
         send.wait()
 
 
-def write_states(states: dict[Stretch, State]) -> bytes:
-    """The state of some stretches of blocks as a message's content."""
-    # cloned: stretches that were split or joined share what is one number for all of them, which the format refuses
-    tensors = {
-        f"{_text(where)}/{key}": value.clone() for where, state in states.items() for key, value in state.items()
-    }
-    stretches = ",".join(map(_text, states))
-    return bytes(save(tensors, {"stretches": stretches}) if tensors else stretches.encode())
+def head_of(states: States) -> bytes:
+    """What comes, as JSON: stretches with their states' keys and dtypes, and the numbers that all blocks share."""
+    return json.dumps(
+        [
+            [where.bucket, where.start, where.stop, {key: _description(value) for key, value in state.items()}]
+            for where, state in states.items()
+        ],
+        separators=(",", ":"),
+    ).encode()
 
 
-def read_states(content: bytes) -> dict[Stretch, State]:
-    """The inverse of `write_states`."""
-    if not content.startswith(b"{", 8):
-        return {stretch: {} for stretch in _stretches(content.decode())}
-    head = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-    states: dict[Stretch, State] = {stretch: {} for stretch in _stretches(head["__metadata__"]["stretches"])}
-    for name, value in load(content).items():
-        text, _, key = name.partition("/")
-        states[_stretch(text)][key] = value.clone()
-    return states
+def blank_states(head: bytes, fill: Fill, held: HeldBlocks) -> States:
+    """The states that a head announces, in memory that is still to be filled.
+
+    Raises `PeerError` for a head that is none, or is not of the fill's blocks.
+    """
+    try:
+        announced = {
+            Stretch(bucket, start, stop): {key: tuple(entry) for key, entry in state.items()}
+            for bucket, start, stop, state in json.loads(head)
+        }
+        if held.numbers_of(announced) != fill.blocks:
+            raise ValueError(f"it brings other blocks than {fill.blocks}")
+        return {
+            where: {key: _blank(held, where, key, *entry) for key, entry in state.items()}
+            for where, state in announced.items()
+        }
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise PeerError(f"rank {fill.source} sent a fill that cannot be read: {error}") from None
 
 
-def _stretches(text: str) -> list[Stretch]:
-    return [_stretch(one) for one in text.split(",")]
+def _large(states: States) -> Iterator[Tensor]:  # each (elements,)
+    """What follows the head, in the same order on both sides."""
+    for state in states.values():
+        yield from (value for value in state.values() if value.dim())
 
 
-def _text(stretch: Stretch) -> str:
-    return f"{stretch.bucket}:{stretch.start}:{stretch.stop}"
+def _description(
+    value: Tensor,  # (elements,), or () for a number that all blocks share
+) -> list[str]:
+    code = CODES[value.dtype]
+    return [code] if value.dim() else [code, bytes(tensor_bytes(value)).hex()]
 
 
-def _stretch(text: str) -> Stretch:
-    return Stretch(*map(int, text.split(":")))
+def _blank(held: HeldBlocks, where: Stretch, key: str, code: str, shared: str = "") -> Tensor:
+    """Memory for a state, or the number that was sent with the head."""
+    dtype = DTYPES[code]
+    if not shared:
+        return held.memory_for(where, key, dtype)
+    return torch.frombuffer(bytearray.fromhex(shared), dtype=dtype).reshape(())

@@ -109,6 +109,7 @@ class Resize:
         self._clock.end_promote()
         if self._context.link.report_ready(plan.generation):
             self._caught_up = world
+            self._context.state.sums.reserve(world.lanes)  # while the others get ready
 
     def _catch_up(self, world: World) -> None:
         plan, state, recovery = world.plan, self._context.state, world.plan.recovery
@@ -245,6 +246,7 @@ class Resize:
         )
         context.link.begin(plan, world.group)
         context.world, context.boundaries, self._caught_up = world, 0, None
+        context.state.held.expect(plan.filled(world.rank, plan.boundaries))
         world.group.progress.begin_boundary(0)
         if not (at_same_step and context.loop.continue_with(world.lanes)):
             context.state.forget_gradients()

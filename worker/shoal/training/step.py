@@ -15,11 +15,11 @@ from torch import Tensor
 from shoal.blocks.bucket_hooks import BucketHooks
 from shoal.exchange.canonical import CanonicalReduction
 from shoal.exchange.fill_slices import receive_slice, send_slice, wait_for
-from shoal.exchange.framing import FramedSend
 from shoal.exchange.hand_out import HandOut
 from shoal.exchange.norm import subtree_sums
 from shoal.exchange.vote import Record
 from shoal.faults import fault_point
+from shoal.group.group import Work
 from shoal.training.agreed_hyper import take_over_where_no_body_runs
 from shoal.training.boundary import Boundary
 from shoal.training.context import TrainingContext
@@ -101,7 +101,7 @@ class Step:
         """What is filled beside this vote."""
         return self._world.plan.fill_slice(self._context.boundaries)
 
-    def _send_fills(self, fills: tuple[Fill, ...]) -> list[FramedSend]:
+    def _send_fills(self, fills: tuple[Fill, ...]) -> list[Work]:
         world = self._world
         sends = send_slice(world.group, self._context.state.held, fills)
         if self._context.boundaries and any(world.rank in (fill.source, fill.target) for fill in fills):
@@ -126,7 +126,7 @@ class Step:
         self._context.meter.on_fill(taken, time.monotonic() - began)
 
     def _receive_slice(self, fills: tuple[Fill, ...]) -> int:
-        """Returns its bytes; after the plan's last slice, all that slices have brought becomes few segments."""
+        """Returns its bytes; after the plan's last slice, what the job's changes have cut becomes few segments."""
         world, held = self._world, self._context.state.held
         taken = receive_slice(world.group, held, fills)
         if fills and self._context.boundaries + 1 == world.plan.boundaries:
