@@ -349,6 +349,8 @@ def test_what_is_updated_is_handed_out_while_the_rest_is_updated() -> None:
     handed_out.on_updated(half)
     assert group.sends == len(flow.sends[0]) > 0
     handed_out.on_updated(len(LAYOUT.buckets) - 1)
+    early = flow.sends[: min(traffic.windows[0], len(traffic.pieces) - 1)]
+    assert group.sends == sum(map(len, early)), "the last piece keeps everybody in the step until `finish`"
     handed_out.finish()
     assert group.sends == sum(map(len, flow.sends))
     assert group.in_flight == 0

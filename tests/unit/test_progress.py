@@ -174,7 +174,7 @@ def test_of_all_looks_at_a_peer_only_the_last_is_kept_and_they_become_rarer() ->
     group = GlooGroup(posted, 0, 2, GroupProgress())
     pauses = []
     for _ in range(9):
-        connection = group._connection(1)
+        connection = group.connection(1)
         pauses.append(connection.pause_seconds)
         assert connection.look() is None
     gc.collect()

@@ -34,7 +34,7 @@ class HandOut:
         self._broken = False
 
     def on_updated(self, bucket: int) -> None:
-        """This bucket and those before it are updated: they leave. Never raises: `finish` will."""
+        """This bucket and those before it are updated: they leave, but for the last piece. Never raises: `finish` will."""
         try:
             while not self._broken and self._is_updated(len(self._sends), bucket):
                 self._post()
@@ -42,7 +42,11 @@ class HandOut:
             self._broken = True
 
     def _is_updated(self, piece: int, bucket: int) -> bool:
-        return piece < self._windows[0] and self._pieces[piece].last_bucket <= bucket
+        """Not the last piece: nobody is through with a step while an owner is not, whose `on_step` would be lost with
+        it.
+        """
+        early = min(self._windows[0], len(self._pieces) - 1)
+        return piece < early and self._pieces[piece].last_bucket <= bucket
 
     def _post(self) -> None:
         """The next piece."""
