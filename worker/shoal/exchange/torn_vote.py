@@ -1,7 +1,9 @@
 """The vote's all-gather, torn where a test has planted a fault in the vote.
 
 Once all other members have voted, this worker's row goes to one of them, which then passes the vote; the fault strikes;
-whoever is left has not passed it and must roll forward. Called by the engine; without a fault it is the group's own.
+whoever is left has not passed it and must roll forward. A row is on its way once the kernel has it: a worker that is
+killed may be known as dead, and the world stopped, before that one has read it. One that is frozen is not, so a test
+that needs the vote to be torn freezes the worker first. Called by the engine; without a fault it is the group's own.
 """
 
 from __future__ import annotations
