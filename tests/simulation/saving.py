@@ -136,7 +136,7 @@ class Saves:
         self._unheard = None
         training, part, before = self.worker.training, task.part, self.reported
         if not part.failure:
-            training.loading.knows = task.ref
+            training.loading.known.on_found(task.ref)
         self.saving.on_over(part, part.report, training.rank, training.generation)
         if part.failure and self.reported != before:
             self.place.failed += 1

@@ -147,10 +147,10 @@ class Session:
 
     def _status(self) -> Status:
         """The dialogue fills in what it and the membership know."""
-        m, t, knows = self.membership, self.worker.training, self.worker.training.loading
+        m, t, knows = self.membership, self.worker.training, self.worker.training.loading.known
         return Status(
             0, 0, m.point, 0, t.step, t.committed_in, t.boundary, t.holds(), t.current,
-            done=t.done, ended=t.ended, checkpoint=knows.knows, unreadable_checkpoint=knows.damage,
+            done=t.done, ended=t.ended, checkpoint=knows.reference, unreadable_checkpoint=knows.unreadable_checkpoint,
             corrupt=t.copies.reported,
         )  # fmt: skip
 

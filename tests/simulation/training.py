@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from shoal.core.loading import StepZero
 from shoal_protos.messages import Inventory, MemberState, Result
 from shoal_protos.plan import Plan, Reason
 from shoal_protos.runs import NO_BLOCKS, Runs
 
 from .copies import Copies
 from .links import UserCode
-from .loading import Loading
+from .loading import Reading
 from .saving import Ballot, Saves
 from .symbols import initial, right, updated
 from .world import World, runs_of
@@ -32,7 +33,7 @@ class Training:
         self.worker, self.simulation = worker, worker.simulation
         self.watch = worker.simulation.watch
         self.groups = worker.simulation.groups
-        self.saves, self.loading = Saves(worker), Loading(worker)
+        self.saves, self.loading = Saves(worker), Reading(worker)
         self.code = UserCode(worker)
         self.forget()
 
@@ -399,15 +400,14 @@ class Training:
         self.world, self.rank, self.boundary = self.simulation.worlds.of(plan), rank, 0
         recovery, world = plan.recovery, self.world
         self.building.pop(plan.generation, None)
-        self.loading.begins(plan)
+        self.loading.known.on_recovery(recovery.checkpoint)
         if recovery.checkpoint:
             if not self._take_up(plan):
                 return
         elif plan.reason is Reason.START:
-            if self.loading.taken:
-                self.worker.fail(
-                    f"{self.loading.taken} cannot be read whole", everyone=self.loading.taken_is_unreadable
-                )
+            step_zero, taken = self.loading.known.step_zero(has_trained=False), self.loading.known.taken
+            if step_zero is not StepZero.POSSIBLE:
+                self.worker.fail(f"{taken} cannot be read whole", everyone=step_zero is StepZero.UNREADABLE)
                 return
             self.saves.saving.on_return_to(-1)
             self.copies.restored()

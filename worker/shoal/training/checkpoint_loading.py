@@ -1,12 +1,13 @@
 """Going on from a checkpoint: which one this worker knows of, and taking one up when a plan says so.
 
 At its start a worker looks where the config (or the job) tells it to; what it finds is in its status, and the
-controller, which hears all workers, names one in a plan. Called by `initialize` and by resize.py.
+controller, which hears all workers, names one in a plan. What is concluded from it is in core/loading.py. Called by
+`initialize` and by resize.py.
 """
 
 from __future__ import annotations
 
-from shoal_protos.checkpoint import CheckpointRef, UnreadableCheckpoint
+from shoal_protos.checkpoint import CheckpointRef
 from shoal_protos.errors import JobFailed, NotFound
 from shoal_protos.runs import every
 
@@ -14,6 +15,7 @@ from shoal.checkpoint.catalogue import Found, Own, at, highest_generation, resol
 from shoal.checkpoint.errors import CheckpointDamaged
 from shoal.checkpoint.lineage import Lineage, gone_on
 from shoal.checkpoint.restore import fits, has_scheduler_of, load_blocks, load_model, load_small_state
+from shoal.core.loading import Loading, StepZero
 from shoal.exchange.hand_out import HandOut
 from shoal.failure import NeedsFreshProcess
 from shoal.logs import get_logger
@@ -25,20 +27,16 @@ log = get_logger("shoal.checkpoint")
 
 
 class CheckpointLoading:
-    """This worker's knowledge of checkpoints. `reference` and `unreadable_checkpoint` are in its status."""
+    """This worker's knowledge of checkpoints. `known` is in its status."""
 
     def __init__(self, context: TrainingContext) -> None:
         self._context = context
         self._config = context.config.checkpoint
-        self.reference: CheckpointRef | None = None
-        self.unreadable_checkpoint: UnreadableCheckpoint | None = None
+        self.known = Loading()
         self.highest_saved = 0
         """The highest generation of any save in `checkpoint.path` when it was last looked into."""
         self.skipped: list[str] = []
         """Why what is newer than the reference is no checkpoint."""
-        self._unreadable: set[str] = set()
-        self._taken = ""
-        """The last checkpoint that was begun to be read: the initial state is gone from then on."""
 
     # ---- what is there
 
@@ -56,26 +54,23 @@ class CheckpointLoading:
         self.skipped = []
         self.highest_saved = highest_generation(self._config.path) if self._config.path is not None else 0
         own = Own(job.run, job.opened_generations) if job.opened_generations else None
-        found = resolve(self._config.path, resume, self._skip, own, self._unreadable)
-        self.reference = None
-        if found is None:
-            return
+        found = resolve(self._config.path, resume, self._skip, own, self.known.unreadable)
+        self.known.on_found(self._reference(found) if found is not None else None)
+
+    def _reference(self, found: Found) -> CheckpointRef:
+        """Raises `UserError` where it is of another model."""
         same = fits(found.manifest, self._context.state, self._config.allow, found.path)
         step = found.manifest.step if same else 0
         manifest = found.manifest
-        self.reference = CheckpointRef(
-            manifest.generation, step, found.path, manifest.data_bytes, manifest.run, manifest.verified
-        )
         log.info("checkpoint_found", path=found.path, step=found.manifest.step,
                  means="training goes on from it" if same else "its tensors are taken by name")  # fmt: skip
+        return CheckpointRef(
+            manifest.generation, step, found.path, manifest.data_bytes, manifest.run, manifest.verified
+        )
 
     def _skip(self, sentence: str) -> None:
         log.warning("checkpoint_skipped", reason=sentence)
         self.skipped.append(sentence)
-
-    def on_saved(self, reference: CheckpointRef) -> None:
-        """A save that this worker took part in was completed."""
-        self.reference = reference
 
     # ---- taking one up
 
@@ -91,7 +86,7 @@ class CheckpointLoading:
             found = at(recovery.checkpoint, self._skip)
         except NotFound as error:
             raise CheckpointDamaged(f"{recovery.checkpoint} is gone: {error}") from error
-        self._taken = found.path
+        self.known.on_take_up(found.path)
         state.forget_gradients()
         context.done = False
         if fits(found.manifest, state, self._config.allow, found.path):
@@ -142,23 +137,18 @@ class CheckpointLoading:
         none to be taken instead.
         """
         log.error("checkpoint_damaged", path=path, reason=str(error))
-        if self._resume != "latest" and self.reference is not None and self.reference.path == path:
+        if self.known.is_the_only_one(path, self._resume):
             raise JobFailed(f"{error} It was named by `resume`; name another one.") from error
-        self._unreadable.add(path)
-        self.unreadable_checkpoint = UnreadableCheckpoint(path, str(error))
+        self.known.on_unreadable(path, str(error))
         self.look()
 
     def check_initial(self) -> None:
         """Raises where this process cannot begin at step 0 any more: `JobFailed` where no other can either."""
-        if self._taken in self._unreadable:
+        step_zero = self.known.step_zero(has_trained=not self._context.state.initial)
+        if step_zero is StepZero.UNREADABLE:
             raise JobFailed(
-                f"{self._taken} cannot be read, and there is no other checkpoint to resume from. To begin at step "
+                f"{self.known.taken} cannot be read, and there is no other checkpoint to resume from. To begin at step "
                 "0, remove it or set `resume: false`."
             )
-        if self._taken or not self._context.state.initial:
+        if step_zero is StepZero.WITH_A_FRESH_PROCESS:
             raise NeedsFreshProcess("the job begins at step 0, and this process has trained before; start a new one.")
-
-    def on_recovery(self, path: str) -> None:
-        """A plan is being carried out; what was said of another one's checkpoint is over."""
-        if self.unreadable_checkpoint is not None and self.unreadable_checkpoint.path != path:
-            self.unreadable_checkpoint = None

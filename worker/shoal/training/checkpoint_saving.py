@@ -207,7 +207,9 @@ class CheckpointSaving:
         if not part.failure:
             size = outcome.manifest.data_bytes if outcome.manifest is not None else 0
             run = self._context.link.job.run
-            self._loading.on_saved(CheckpointRef(name.generation, name.step, outcome.path, size, run, part.verified))
+            self._loading.known.on_found(
+                CheckpointRef(name.generation, name.step, outcome.path, size, run, part.verified)
+            )
         if self._saving.on_over(part, _report(outcome), self._context.rank, self._context.generation):
             self.failure = StorageFailed(f"the checkpoint of step {name.step} failed: {part.failure}")
 

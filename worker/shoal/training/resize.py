@@ -94,7 +94,7 @@ class Resize:
     def _recover(self, plan: Plan, group: Group) -> None:
         """Roll forward if need be, promote, hand out what is stale; then READY."""
         assert plan.recovery is not None
-        self._loading.on_recovery(plan.recovery.checkpoint)
+        self._loading.known.on_recovery(plan.recovery.checkpoint)
         group.progress.reach(StepPhase.CATCHING_UP)
         try:
             world = self._world(plan, group)

@@ -30,7 +30,8 @@ class StatusReport:
             sequence=0, generation=0, state=context.link.membership().point, promised=0,
             step=state.step, committed_in=state.committed_in, boundaries=context.boundaries, holds=state.held.runs,
             parameters_current=state.is_current and context.world is not None, done=context.done, ended=context.ended,
-            checkpoint=self._loading.reference, unreadable_checkpoint=self._loading.unreadable_checkpoint,
+            checkpoint=self._loading.known.reference,
+            unreadable_checkpoint=self._loading.known.unreadable_checkpoint,
             highest_saved=self._loading.highest_saved,
             corrupt=self._corruption.corrupt,
         )  # fmt: skip
