@@ -163,7 +163,7 @@ def parsed_key(job: str, key: str) -> tuple[str, int]:
     name, _, rest = key.removeprefix(record_prefix(job)).rpartition("/")
     name, _, number = name.rpartition("/")
     if not (name and number.isdecimal() and rest.isdecimal()):
-        raise Unreadable(f"{key} is no key of Shoal's")
+        raise Unreadable(f"{key} is not a Shoal key")
     return name, int(number)
 
 

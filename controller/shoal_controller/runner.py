@@ -194,7 +194,7 @@ class Runner:
 
     async def submit(self, event: Event) -> None:
         """Returns when its effects are carried out, or, while the store fails, when it was heard. Raises the
-        `UserError` that refuses an operator's wish, and a `StoreError` where that could not be stored in time.
+        `UserError` that refuses an operator's request, and a `StoreError` where that could not be stored in time.
         """
         submission = _Submission(event, asyncio.get_running_loop().create_future())
         if self.trouble:
@@ -360,7 +360,7 @@ class Runner:
         log.error("a job cannot go on", job=self.spec.job, error=cause, exc_info=error)
 
     def _answer_broken(self, event: Event) -> None:
-        """Workers that come are sent home, or to wait where another version may serve them; wishes are refused."""
+        """Workers that come are sent home, or to wait where another version may serve them; requests are refused."""
         if isinstance(event, Connected) and self._unserved:
             self._life.outside.streams.send(event.connection, Refusal(self._unserved, final=False))
             self._life.outside.streams.close(event.connection)

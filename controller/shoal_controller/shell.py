@@ -242,7 +242,7 @@ class Shell:
         self._of(job)
 
     async def submit(self, job: str, event: Event) -> None:
-        """Feed an event to a job; returns when its effects are carried out. Raises what refuses an operator's wish."""
+        """Feed an event to a job; returns when its effects are carried out. Raises what refuses a request."""
         await self._of(job).submit(event)
 
     # ---- events

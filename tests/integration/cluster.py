@@ -275,7 +275,7 @@ class Cluster:
     def log(self, worker: str) -> str:
         return (self.folder / f"{worker}.log").read_text()
 
-    # ---- wishes
+    # ---- requests
 
     def scale(self, workers: int) -> Json:
         return self._answer("POST", f"/jobs/{self.job_name}/scale", {"workers": workers})

@@ -37,9 +37,9 @@ class Controller:
     def __init__(self, folder: Path, **environment: str) -> None:
         self.exits: asyncio.Queue[tuple[str, Exited]] = asyncio.Queue()
         self.refusal: Exception | None = None
-        surroundings = WorkerEnvironment("127.0.0.1:7071", "secret", {"PATH": os.environ["PATH"], **environment})
+        inherited = WorkerEnvironment("127.0.0.1:7071", "secret", {"PATH": os.environ["PATH"], **environment})
         self.folder = folder
-        self.launcher = LocalLauncher(folder, surroundings, self.submit)
+        self.launcher = LocalLauncher(folder, inherited, self.submit)
 
     async def submit(self, job: str, event: Exited) -> None:
         await self.exits.put((job, event))

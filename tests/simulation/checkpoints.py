@@ -44,18 +44,18 @@ class Checkpoints:
         self.made = self.failed = self.parted = 0
         """Saves that were completed or given up, and last workers that left their state in one."""
 
-    def publish(self, sighting: CheckpointRef, writers: Collection[str], in_use: str) -> bool:
+    def publish(self, reference: CheckpointRef, writers: Collection[str], in_use: str) -> bool:
         """Makes it exist, if the writers' parts are all there; older ones may go."""
-        parts = self.parts.get(sighting.path, {})
+        parts = self.parts.get(reference.path, {})
         whole = {block: value for writer in writers for block, value in parts.get(writer, {}).items()}
         if not parts.keys() >= set(writers) or len(whole) < self.simulation.blocks:
             return False
-        self.simulation.watch.saved(sighting, whole)
-        self.there[sighting] = whole
+        self.simulation.watch.saved(reference, whole)
+        self.there[reference] = whole
         self.made += 1
         if self.chance.random() < self.damaging:
-            self.damaged.add(sighting.path)
-        self.simulation.say("checkpoint", sighting.path, "is whole")
+            self.damaged.add(reference.path)
+        self.simulation.say("checkpoint", reference.path, "is whole")
         self._prune(in_use)
         return True
 
@@ -82,4 +82,4 @@ class Checkpoints:
 
     def read(self, path: str) -> Part | None:
         """All that is in a checkpoint, damaged or not; None where there is none."""
-        return next((content for sighting, content in self.there.items() if sighting.path == path), None)
+        return next((content for reference, content in self.there.items() if reference.path == path), None)

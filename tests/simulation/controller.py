@@ -140,7 +140,7 @@ class ControllerHost:
             self.feed(Disconnected(stream.number, "reset"))
 
     def request(self, event: Event) -> None:
-        """An operator's wish; the impossible is refused and changes nothing."""
+        """An operator's request; the impossible is refused and changes nothing."""
         self._empty_inbox()
         before, life = self.job, self.life
         try:
@@ -148,7 +148,7 @@ class ControllerHost:
         except UserError as error:
             self.simulation.say("refused:", error)
             if self.job is not before:
-                self.simulation.watch.violated("a refused wish changed the job", "the controller")
+                self.simulation.watch.violated("a refused request changed the job", "the controller")
         else:
             if self.alive and self.life == life:
                 self.simulation.promises.accepted(event, self.job)

@@ -1,4 +1,4 @@
-"""What goes wrong, and what operators wish: drawn from the seed, one thing after another."""
+"""What goes wrong, and what operators ask for: drawn from the seed, one thing after another."""
 
 from __future__ import annotations
 

@@ -296,7 +296,7 @@ MUTATIONS: dict[str, list[Patch]] = {
     "a worker that is part of two differences is evicted": [
         (corruption, "_quarantine", lambda turn, worker, times: None)
     ],
-    "a save that was given up no longer counts": [(checkpoints, "_is_given_up", lambda durable, sighting: False)],
+    "a save that was given up no longer counts": [(checkpoints, "_is_given_up", lambda durable, reference: False)],
     "all return to the newest checkpoint that anyone knows": [(checkpoints, "latest", _oldest)],
     "a checkpoint that cannot be read is not named again": [(checkpoints, "unreadable", lambda turn, attempt: None)],
     "a worker that was absent when all returned changes nothing any more": [

@@ -102,15 +102,15 @@ class Watch:
         if plan.recovery is not None and plan.generation not in self.opened:
             self.violated("a world trains before it was opened", worker, plan.generation)
 
-    def saved(self, sighting: CheckpointRef, whole: dict[int, int]) -> None:
+    def saved(self, reference: CheckpointRef, whole: dict[int, int]) -> None:
         """A checkpoint that is whole has the bits of its step."""
-        expected = right(sighting.step)
+        expected = right(reference.step)
         wrong = [block for block in sorted(whole) if whole[block] != expected[block]]
         bits = self.simulation.bits
-        given_up = bits.undone and sighting.generation < self.floor  # it was under way when all went back
-        if wrong and (sighting.verified or not (bits.flips or given_up)) and not bits.hopeless:
-            self.violated("a checkpoint has wrong bits", sighting.path, wrong)
-        self.simulation.promises.saved(sighting.step)
+        given_up = bits.undone and reference.generation < self.floor  # it was under way when all went back
+        if wrong and (reference.verified or not (bits.flips or given_up)) and not bits.hopeless:
+            self.violated("a checkpoint has wrong bits", reference.path, wrong)
+        self.simulation.promises.saved(reference.step)
 
     def drained(self, worker: SimWorker, why: str) -> None:
         """A worker was let go by a world that trains without it: whatever copies it had are gone."""

@@ -16,7 +16,7 @@ from shoal_protos.errors import JobFailed
 
 
 class Pretended:
-    """A client of a controller whose job makes a step with every look, and carries a wish out at the next one."""
+    """A client of a controller whose job makes a step with every look, and carries a request out at the next one."""
 
     def __init__(self, max_steps: int = 1000) -> None:
         self.max_steps = max_steps

@@ -1,4 +1,4 @@
-"""What an operator wishes: done, or refused in a sentence, and then nothing has changed."""
+"""What an operator asks for: done, or refused in a sentence, and then nothing has changed."""
 
 from __future__ import annotations
 

@@ -113,5 +113,5 @@ def test_no_transaction_of_a_change_is_larger_than_a_store_takes() -> None:
 
 @pytest.mark.parametrize("key", ["/records/job/spec", "/records/job/spec/12/x", "/records/job//1/2"])
 def test_a_key_that_nobody_wrote_is_not_guessed(key: str) -> None:
-    with pytest.raises(Unreadable, match="is no key of Shoal's"):
+    with pytest.raises(Unreadable, match="is not a Shoal key"):
         records_of("job", {record_key("job", "spec", 1): b"1", key: b"1"}, 1, 0)

@@ -95,15 +95,15 @@ def events(count: int) -> st.SearchStrategy[list[tuple[str, int]]]:
 def test_whatever_happens_a_save_comes_to_one_end_for_all_that_live(given: tuple[int, list[tuple[str, int]]]) -> None:
     count, happened = given
     members = Members(count)
-    for what, number in happened:
-        if what == "vote":
+    for event, number in happened:
+        if event == "vote":
             members.vote()
-        elif what == "dies":
+        elif event == "dies":
             members.present.discard(number)
-        elif what == "torn" and number in members.present:
+        elif event == "torn" and number in members.present:
             members.vote(torn=number)
         elif number in members.present:
-            members.carry_out(number, works=what == "works")
+            members.carry_out(number, works=event == "works")
     members.come_to_an_end()
     living = [members.parts[number] for number in members.present]
     assert all(part.is_over and part.status not in BUSY for part in living)
@@ -196,7 +196,7 @@ WRITES = {"i0": "", "i1": str(WRITTEN)}
 
 
 @pytest.mark.parametrize(
-    "said, choice",
+    "passed, choice",
     [
         (vote(), SaveChoice.BEGIN),
         (vote(step=13), SaveChoice.NOTHING),
@@ -213,16 +213,16 @@ WRITES = {"i0": "", "i1": str(WRITTEN)}
         (vote(step=13, statuses=WRITES, asked=(13,)), SaveChoice.NOTHING),
     ],
 )
-def test_a_save_begins_where_it_is_due_or_asked_for_and_none_is_under_way(said: SaveVote, choice: SaveChoice) -> None:
+def test_a_save_begins_where_it_is_due_or_asked_for_and_none_is_under_way(passed: SaveVote, choice: SaveChoice) -> None:
     for rank in range(2):
-        assert Saving(every_steps=4).on_vote(replace(said, rank=rank)) is choice
+        assert Saving(every_steps=4).on_vote(replace(passed, rank=rank)) is choice
 
 
 def test_a_request_stays_until_a_save_of_its_step_or_a_later_one_is_there() -> None:
     saving = Saving(every_steps=None)
     saving.ask(STEP, over=False)
-    for said in (vote(), vote(step=13, statuses=WRITES), vote(step=14, saved=12)):
-        saving.on_vote(said)
+    for passed in (vote(), vote(step=13, statuses=WRITES), vote(step=14, saved=12)):
+        saving.on_vote(passed)
         assert saving.asked_at == 13
     saving.on_vote(vote(step=15, saved=13))
     assert saving.asked_at is None
@@ -272,10 +272,15 @@ def over(number: int, failure: str = "") -> SavePart:
 
 
 def test_a_save_is_told_by_who_completed_it_and_a_failed_one_by_whoever_is_rank_0_then() -> None:
-    for number, failure, rank, told in ((0, "", 1, True), (1, "", 0, False), (0, "x", 1, False), (1, "x", 0, True)):
+    for number, failure, rank, tells in (
+        (0, "", 1, True),
+        (1, "", 0, False),
+        (0, "x", 1, False),
+        (1, "x", 0, True),
+    ):
         saving, part = Saving(every_steps=None), over(number, failure)
         saving.on_over(part, part.report, rank, generation=2)
-        assert [one.why for one in saving.recent] == ([failure] if told else [])
+        assert [one.why for one in saving.recent] == ([failure] if tells else [])
         assert saving.saved == (-1 if failure else STEP)
 
 

@@ -85,7 +85,7 @@ def _checked(value: Any, *kinds: type) -> Any:
 
 def _whole_number(value: Any) -> Any:
     if abs(_checked(value, int)) > MOST:
-        raise OfAnotherType(f"{str(value)[:30]} is no number of Shoal's")
+        raise OfAnotherType(f"{str(value)[:30]} is not a number that Shoal stores")
     return value
 
 

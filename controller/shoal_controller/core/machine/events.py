@@ -103,7 +103,7 @@ class PlannerFailed:
     why: str
 
 
-# ---- an operator's wishes. The machine refuses the impossible: `step` raises a `UserError` and nothing has changed.
+# ---- an operator's requests. The machine refuses the impossible: `step` raises a `UserError` and nothing has changed.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What an operator wishes. The impossible is refused in one sentence, and nothing has changed."""
+"""What an operator asks for. The impossible is refused in one sentence, and nothing has changed."""
 
 from __future__ import annotations
 
