@@ -34,7 +34,7 @@ class HandOut:
         self._broken = False
 
     def on_updated(self, bucket: int) -> None:
-        """This bucket and those before it are updated: they leave, but for the last piece. Never raises: `finish` will."""
+        """This bucket and those before it are updated: they leave, but for the last piece. `finish` raises."""
         try:
             while not self._broken and self._is_updated(len(self._sends), bucket):
                 self._post()
