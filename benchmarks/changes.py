@@ -2,12 +2,13 @@
 
     python benchmarks/changes.py --sizes 1M 10M 40M --rounds 7
 
-Three workers and four lanes under a real controller with the local launcher. A round scales to four, drains one worker
+Three workers and a lane more under a real controller with the local launcher. A round adds one, drains one
 (the launcher starts another in its place) and scales back to three: a joiner shares the cores with three others, so
-that there are four processes in all. `pause` is the run report's: the longest of any
-member from the end of its hand-out to its first lane in the new world. `longer` is how much longer than its neighbours
-the one step was during which the change began, seen from outside. A joiner's time runs from the start of its process
-to its first lane in a committed step.
+that there are four processes in all (`--workers 4`: five). `longest` is seen from outside and judged: how much longer
+than usual the longest step of any member was, of the one in which the change began and the next ones, in which fills
+and first touches fall. Usual is the slower of the worlds before and after. `pause` is what members report: the longest
+from the end of a hand-out to the first lane in the new world. A joiner's time runs from the start of its process to its
+first lane in a committed step.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from model import SIZES
 from steps import Step
 from tables import show, spread, verdict
 
-WORKERS, LANES = 3, 4
-MOST_PAUSE_SECONDS = 0.1
+MOST_LONGER_SECONDS = 0.1
 MOST_JOINER_SECONDS = 6.0
 MOST_SLOWER = 1.1
 NEIGHBOURS = 5
 """Steps on either side that say how long a step usually is."""
+AFFECTED = 3
+"""Steps from the one in which a change begins that may be longer by it."""
 
 
 class Figures:
@@ -37,23 +39,23 @@ class Figures:
 
     def __init__(self) -> None:
         self.pauses: dict[str, list[float]] = defaultdict(list)
-        self.longer: dict[str, list[float]] = defaultdict(list)
+        self.longest: dict[str, list[float]] = defaultdict(list)
         self.joiners: list[float] = []
         self.slower: list[float] = []
 
 
-def measure(size: str, rounds: int) -> Figures:
+def measure(size: str, rounds: int, workers: int) -> Figures:
     figures = Figures()
-    with Cluster(Job(size=size, workers=WORKERS, lanes=LANES, launcher="local")) as cluster:
-        cluster.settle(WORKERS)
+    with Cluster(Job(size=size, workers=workers, lanes=workers + 1, launcher="local")) as cluster:
+        cluster.settle(workers)
         for number in range(rounds):
             first = cluster.report()[-1]["generation"]
-            cluster.steps.next_of(cluster.settle(WORKERS, steps=NEIGHBOURS)[0])
-            welcome(cluster, figures, partial(cluster.scale, WORKERS + 1))
-            leaver = cluster.settle(WORKERS + 1, steps=NEIGHBOURS)[0]
+            cluster.steps.next_of(cluster.settle(workers, steps=NEIGHBOURS)[0])
+            welcome(cluster, figures, partial(cluster.scale, workers + 1))
+            leaver = cluster.settle(workers + 1, steps=NEIGHBOURS)[0]
             welcome(cluster, figures, partial(cluster.drain, leaver))
-            cluster.scale(WORKERS)
-            cluster.settle(WORKERS, steps=NEIGHBOURS)
+            cluster.scale(workers)
+            cluster.settle(workers, steps=AFFECTED + NEIGHBOURS)
             note_changes(cluster, figures, first)
             print(f"{size} round {number + 1}/{rounds}: joiners {figures.joiners[-2:]}", flush=True)
     return figures
@@ -73,7 +75,7 @@ def welcome(cluster: Cluster, figures: Figures, ask: Callable[[], None]) -> None
     )
     assert first is not None
     figures.joiners.append(first.time - starting["time"])
-    cluster.settle(WORKERS + 1, steps=NEIGHBOURS)
+    cluster.settle(cluster.job.lanes, steps=AFFECTED + NEIGHBOURS)
     slower(cluster, figures, joiner, starting["time"])
 
 
@@ -92,7 +94,7 @@ def slower(cluster: Cluster, figures: Figures, joiner: str, started: float) -> N
             elif one.time >= joined["time"] and two.time <= until:
                 during.append(two.time - one.time)
     if during:
-        recent = before[-4 * WORKERS * NEIGHBOURS :]
+        recent = before[-4 * cluster.job.workers * NEIGHBOURS :]
         figures.slower.append(median(during) / median(recent))
 
 
@@ -104,23 +106,25 @@ def by_worker(steps: Sequence[Step]) -> dict[str, list[Step]]:
 
 
 def note_changes(cluster: Cluster, figures: Figures, since: int) -> None:
-    """Every planned change after a generation: its pause, and by how much one step was longer."""
+    """Every planned change after a generation: its pause, and by how much the longest step was longer."""
     steps = by_worker(cluster.steps.look())
     for world in cluster.report():
         if world["generation"] > since:
             reason = {"scale_up": "join"}.get(world["reason"], world["reason"])
             figures.pauses[reason].append(world["pause_seconds"])
-            figures.longer[reason] += [extra for one in steps.values() for extra in longer(one, world["generation"])]
+            extra = [more for one in steps.values() for more in longer(one, world["generation"])]
+            figures.longest[reason] += [max(extra)] if extra else []
 
 
 def longer(steps: Sequence[Step], generation: int) -> list[float]:
-    """By how much the step in which a generation began was longer than its neighbours on a worker."""
+    """By how much the steps with which a generation began were longer than usual on a worker that was there before."""
     at = next((i for i, step in enumerate(steps) if step.generation == generation), 0)
-    around = steps[max(0, at - 1 - NEIGHBOURS) : at + NEIGHBOURS + 1]
-    if at == 0 or steps[at].step != steps[at - 1].step + 1 or len(around) < NEIGHBOURS:
+    took = [two.time - one.time for one, two in pairwise(steps)]
+    before, after = took[max(0, at - 1 - NEIGHBOURS) : at - 1], took[at - 1 + AFFECTED : at - 1 + AFFECTED + NEIGHBOURS]
+    if at < 2 or steps[at].step != steps[at - 1].step + 1 or not after:
         return []
-    usual = median(two.time - one.time for one, two in pairwise(around))
-    return [steps[at].time - steps[at - 1].time - usual]
+    usual = max(median(before), median(after))
+    return [seconds - usual for seconds in took[at - 1 : at - 1 + AFFECTED]]
 
 
 def main() -> None:
@@ -128,19 +132,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="What planned changes cost.")
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=["1M", "10M", "40M"])
     parser.add_argument("--rounds", type=int, default=7, help="of each size (default 7)")
+    parser.add_argument("--workers", type=int, default=3, help="trainers beside a joiner (default 3)")
     given = parser.parse_args()
     changes, joiners = [], []
     for size in given.sizes:
-        figures = measure(size, given.rounds)
+        figures = measure(size, given.rounds, given.workers)
         for reason, pauses in sorted(figures.pauses.items()):
-            judged = verdict(median(pauses), MOST_PAUSE_SECONDS)
-            changes.append([size, reason, spread(pauses), judged, spread(figures.longer[reason])])
+            longest = figures.longest[reason]
+            judged = verdict(median(longest), MOST_LONGER_SECONDS) if longest else "–"
+            changes.append([size, reason, spread(longest), judged, spread(pauses)])
         took, rate = figures.joiners, figures.slower
         joiners.append(
             [size, spread(took, 2), verdict(median(took), MOST_JOINER_SECONDS), spread(rate, 2),
              verdict(median(rate), MOST_SLOWER) if rate else "–"]
         )  # fmt: skip
-    show("Planned changes", ["model", "change", "pause, s", "target", "step longer by, s"], changes)
+    show("Planned changes", ["model", "change", "longest step longer by, s", "target", "pause, s"], changes)
     head = ["model", "start to first lane, s", "target", "others' steps while filled", "target"]
     show("A joiner", head, joiners)
 

@@ -1,8 +1,9 @@
 """What a checkpoint costs, and how long it takes to go on from one: `python benchmarks/checkpoint.py [--size 85M]`.
 
 Four workers under a real controller, stage 1 with a mirror, AdamW; in the same processes the same model under FSDP2
-with torch.distributed.checkpoint (sharded.py). Per round `DCP save`, `DCP async_save` and Shoal take turns
-(checkpoint_rounds.py). A plain step is the median of three before and three after a save. Measured are:
+with torch.distributed.checkpoint, and under plain DDP (sharded.py). Per round `DCP save`, `DCP async_save`, the same
+with the niceness of Shoal's writer, DDP with DCP, and Shoal take turns (checkpoint_rounds.py). A plain step is the
+median of three before and three after a save. Measured are:
 
 - stall: how long training stands still for the save, on the worker where it is longest: the call of `save`, of
   `async_save` (with the `get_state_dict` that it needs), of Shoal's boundary at which the copy is made;
@@ -41,6 +42,8 @@ TARGETS = (
     ("stall", "DCP save", 0.1),
     ("stall", "DCP async_save", 1.0),
     ("cost", "DCP async_save", 0.5),
+    ("write", "DCP async_save", 1.5),
+    ("write", "DCP async_save, nice", 1.5),
 )
 """Figure, what it is compared with, and the greatest ratio."""
 MOST_BYTES = 1.01

@@ -25,7 +25,7 @@ import shoal
 import torch
 import torch.distributed as dist
 from interleaved import elastic
-from sharded import Sharded
+from sharded import Trained, replicated, sharded
 from train import initialize
 
 PLAIN_STEPS = 3
@@ -93,17 +93,16 @@ class Elastic:
 
 
 class Distributed:
-    """DCP after a step: `save`, or `async_save`."""
+    """DCP after a step, by one of the saves of `trained`."""
 
-    def __init__(self, sharded: Sharded, folder: Path, asynchronous: bool) -> None:
-        self._sharded, self._folder = sharded, folder
-        self._save: Callable[[str], Any] = sharded.async_save if asynchronous else sharded.save
+    def __init__(self, trained: Trained, folder: Path, save: Callable[[str], Any]) -> None:
+        self._trained, self._folder, self._save = trained, folder, save
         self._writing: Future[Any] | None = None
         self._number = 0
         self.begun = self.stall = 0.0
 
     def step(self) -> None:
-        self._sharded.step()
+        self._trained.step()
 
     def saving_step(self) -> None:
         self.step()
@@ -174,12 +173,14 @@ def save(way: Way) -> Figures:
 
 
 def saves(engine: shoal.Engine, shoal_way: Elastic, given: argparse.Namespace) -> dict[str, list[Figures]]:
-    sharded, ways = Sharded(given.size, MICRO_BATCH), dict[str, Way]()
+    fsdp, ddp = sharded(given.size, MICRO_BATCH), replicated(given.size, MICRO_BATCH)
     dcp = {
-        "DCP save": Distributed(sharded, given.folder / "dcp", asynchronous=False),
-        "DCP async_save": Distributed(sharded, given.folder / "dcp-async", asynchronous=True),
+        "DCP save": Distributed(fsdp, given.folder / "dcp", fsdp.save),
+        "DCP async_save": Distributed(fsdp, given.folder / "dcp-async", fsdp.async_save),
+        "DCP async_save, nice": Distributed(fsdp, given.folder / "dcp-nice", fsdp.nice_async_save),
+        "DDP, DCP async_save": Distributed(ddp, given.folder / "ddp-async", ddp.async_save),
     }
-    ways = {**dcp, "Shoal": shoal_way}
+    ways: dict[str, Way] = {**dcp, "Shoal": shoal_way}
     found: dict[str, list[Figures]] = {name: [] for name in ways}
     for number in range(given.rounds + 1):
         for name, way in ways.items():
@@ -211,12 +212,12 @@ def timed(action: Callable[[], object]) -> Figures:
 
 def restores(engine: shoal.Engine, given: argparse.Namespace) -> dict[str, list[Figures]]:
     """Both ways end with the state in place, ready for the next step; the first of each fills a fresh process."""
-    sharded = Sharded(given.size, MICRO_BATCH)
+    fsdp = sharded(given.size, MICRO_BATCH)
     newest = str(max((given.folder / "dcp").iterdir()))
     world = engine.context.world
     assert world is not None
     ways: dict[str, Callable[[], object]] = {
-        "DCP load": lambda: sharded.load(newest),
+        "DCP load": lambda: fsdp.load(newest),
         "Shoal": lambda: engine.parts.loading.take_up(world),
     }
     found: dict[str, list[Figures]] = {name: [] for name in ways}

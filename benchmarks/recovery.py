@@ -1,21 +1,25 @@
-"""What a lost worker costs: from `kill -9` (of a frozen one from its suspicion) to the first step of the new world.
+"""What a lost worker costs: from `kill -9`, or SIGSTOP, to the first step of the new world.
 
     python benchmarks/recovery.py --sizes 1M 10M 40M --trials 7
 
-Four workers train; one is killed in its forward, or stopped with SIGSTOP. Elapsed is until every survivor has committed
-the first step of the new world; `excess` is what of it is more than one normal step of that world (the median of its
-next steps). Then a fresh worker joins, and the next trial begins in the same job. Beside it, on the same model in the
-same run, torchrun's elastic restart (restart.py).
+Four workers train; one is killed 10 % into its forward, killed at a random instant of a step, or stopped with SIGSTOP.
+Elapsed is until every survivor has committed the first step of the new world; `excess` is what of it is more than one
+normal step of that world (the median of its next steps). The early kill is the best moment: survivors keep the lane in
+flight. A frozen worker is told twice: from its suspicion, as the target is, and from SIGSTOP, which has the missed
+heartbeats in it. Then a fresh worker joins, and the next trial begins in the same job. Beside it, on the same model in
+the same run, torchrun's elastic restart (restart.py): of a worker as here, and of a node.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import cycle
+from statistics import median
 
 import restart
 from cluster import Cluster, Job, end_cleanly
@@ -24,6 +28,9 @@ from restart import INTO_THE_STEP, STEPS_AFTER
 from steps import done, normal_step
 from tables import show, spread, verdict
 
+KILLED, ANYWHERE, FROZEN = KINDS = ("killed", "killed anywhere", "frozen")
+RESTARTS = {"torchrun, a worker": False, "torchrun, a node": True}
+"""Whether the agent dies too."""
 TARGET_SECONDS = 0.2
 """A recovery may take one normal step and this."""
 WORKERS = 4
@@ -42,6 +49,8 @@ class Trial:
     pause: float
     """What the run report says: the longest wait of a survivor."""
     phases: dict[str, float]
+    suspected: float = 0.0
+    """From SIGSTOP to the suspicion, from which everything else counts."""
 
     @property
     def excess(self) -> float:
@@ -56,14 +65,14 @@ class Trial:
         )
 
 
-def lose(cluster: Cluster, worker: str, number: signal.Signals) -> Trial:
-    """Take a worker away, and put a fresh one in its place."""
+def lose(cluster: Cluster, worker: str, number: signal.Signals, part: float) -> Trial:
+    """Take a worker away when this part of a step has passed, and put a fresh one in its place."""
     settled = cluster.settle(WORKERS)
     generation = cluster.ask("GET", "")["generation"]
     rhythm = normal_step(done(cluster.steps.look(), generation, WORKERS)[-STEPS_AFTER:])
     cluster.steps.next_of(worker)
-    time.sleep(INTO_THE_STEP * rhythm)
-    lost = cluster.signal(worker, number)
+    time.sleep(part * rhythm)
+    began = lost = cluster.signal(worker, number)
     if number is signal.SIGSTOP:
         lost = cluster.events.wait("suspected", since=lost, worker=worker)["time"]
     prepare, opened = (cluster.events.wait(kind, since=lost) for kind in ("prepare", "open"))
@@ -77,50 +86,54 @@ def lose(cluster: Cluster, worker: str, number: signal.Signals) -> Trial:
     assert worker in settled
     return Trial(
         times[0] - lost, normal_step(times), prepare["time"] - lost, opened["time"] - lost, resized["pause_seconds"],
-        resized["phases"],
+        resized["phases"], lost - began,
     )  # fmt: skip
 
 
 def shoal_trials(size: str) -> Iterator[tuple[str, Trial]]:
-    """For ever: a killed one, a frozen one, and so on, each time another worker."""
+    """For ever: one loss of each kind, each time another worker."""
+    instants = random.Random(size)
     with Cluster(Job(size=size, workers=WORKERS)) as cluster:
-        for kind in cycle(["killed", "frozen"]):
+        for kind in cycle(KINDS):
             members = cluster.settle(WORKERS)
-            victim = members[0] if kind == "frozen" else members[-1]
-            number = signal.SIGSTOP if kind == "frozen" else signal.SIGKILL
-            yield kind, lose(cluster, victim, number)
+            victim = members[0] if kind == FROZEN else members[-1]
+            number = signal.SIGSTOP if kind == FROZEN else signal.SIGKILL
+            part = instants.random() if kind == ANYWHERE else INTO_THE_STEP
+            yield kind, lose(cluster, victim, number, part)
 
 
 def measure(size: str, trials: int, restarts: int) -> dict[str, list[Trial]]:
-    """Interleaved: a kill, a freeze, a restart by torchrun, and again."""
-    found: dict[str, list[Trial]] = {"killed": [], "frozen": [], "torchrun": []}
+    """Interleaved: one loss of each kind, a restart by torchrun of a worker and of a node, and again."""
+    found: dict[str, list[Trial]] = {kind: [] for kind in (*KINDS, *RESTARTS)}
     losses = shoal_trials(size)
     for number in range(trials):
-        for _ in range(2):
+        for _ in KINDS:
             kind, trial = next(losses)
             found[kind].append(trial)
             print(f"{size} {kind} {number + 1}/{trials}: {trial.sentence}", flush=True)
-        if number < restarts:
-            elapsed, normal = restart.trial(size, WORKERS)
-            found["torchrun"].append(Trial(elapsed, normal, 0.0, 0.0, 0.0, {}))
-            print(f"{size} torchrun {number + 1}/{restarts}: {elapsed:.1f} s, normal {normal:.3f} s", flush=True)
+        for kind, node in RESTARTS.items() if number < restarts else ():
+            elapsed, normal = restart.trial(size, WORKERS, node)
+            found[kind].append(Trial(elapsed, normal, 0.0, 0.0, 0.0, {}))
+            print(f"{size} {kind} {number + 1}/{restarts}: {elapsed:.1f} s, normal {normal:.3f} s", flush=True)
     losses.close()
     return found
 
 
 def rows(size: str, found: dict[str, list[Trial]]) -> list[list[str]]:
+    """One row for each kind of loss. Like is compared with like: a process lost here with a worker lost there."""
     table = []
-    restarts = sorted(trial.elapsed for trial in found["torchrun"])
+    like = [trial.elapsed for trial in found[next(iter(RESTARTS))]]
     for kind, trials in found.items():
         if not trials:
             continue
         elapsed, excess = [t.elapsed for t in trials], [t.excess for t in trials]
-        middle = sorted(excess)[len(excess) // 2]
-        ratio = f"{restarts[len(restarts) // 2] / sorted(elapsed)[len(elapsed) // 2]:.1f}" if restarts else "–"
+        own = kind in KINDS
         table.append(
             [size, kind, spread(elapsed), spread([t.normal for t in trials]), spread(excess),
-             spread([t.pause for t in trials]) if kind != "torchrun" else "–",
-             verdict(middle, TARGET_SECONDS) if kind != "torchrun" else "–", ratio]
+             spread([t.suspected + t.excess for t in trials]) if kind == FROZEN else "–",
+             spread([t.pause for t in trials]) if own else "–",
+             verdict(median(excess), TARGET_SECONDS) if own else "–",
+             f"{median(like) / median(elapsed):.1f}" if like else "–"]
         )  # fmt: skip
     return table
 
@@ -132,7 +145,17 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=7, help="losses of each kind and size (default 7)")
     parser.add_argument("--restarts", type=int, default=3, help="restarts by torchrun for each size (default 3)")
     given = parser.parse_args()
-    head = ["model", "loss", "to the first step, s", "normal step, s", "excess, s", "pause, s", "target", "torchrun ÷"]
+    head = [
+        "model",
+        "loss",
+        "to the first step, s",
+        "normal step, s",
+        "excess, s",
+        "from SIGSTOP, s",
+        "pause, s",
+        "target",
+        "torchrun ÷",
+    ]
     lines = [line for size in given.sizes for line in rows(size, measure(size, given.trials, given.restarts))]
     show("A lost worker: to the first step of the new world", head, lines)
 

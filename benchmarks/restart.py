@@ -1,8 +1,8 @@
 """What recovery.py compares with: torchrun's elastic restart on the same model, tuned for speed.
 
 Four agents of one process each, a c10d rendezvous in a store process of its own (the node that hosts it must not die),
-DDP with bucket views, `torch.save` every 10 steps, `kill -9` of one agent and its worker. Run as a script it is what
-torchrun's workers run; `trial` is one restart.
+DDP with bucket views, `torch.save` every 10 steps. `kill -9` of one worker, as of Shoal's: its agent lives and starts
+another one; or of a node, the agent too. Run as a script it is what torchrun's workers run; `trial` is one restart.
 """
 
 from __future__ import annotations
@@ -76,8 +76,10 @@ def train(size: str, folder: Path) -> None:
 # ---- one restart
 
 
-def trial(size: str, workers: int) -> tuple[float, float]:
-    """(seconds from the kill to the first step of the new world, seconds of its normal step)."""
+def trial(size: str, workers: int, node: bool) -> tuple[float, float]:
+    """(seconds from the kill to the first step of the new world, seconds of its normal step). `node`: the agent dies
+    with its worker, and the new world is smaller by one.
+    """
     folder = Path(tempfile.mkdtemp(prefix="torchrun-bench-"))
     store = subprocess.Popen([sys.executable, "-c", STORE], stdout=subprocess.PIPE)
     assert store.stdout is not None
@@ -87,9 +89,10 @@ def trial(size: str, workers: int) -> tuple[float, float]:
     try:
         log.until(f"{STEPS_BEFORE} steps", lambda s: done(s, workers, workers)[STEPS_BEFORE:], PATIENCE_SECONDS)
         time.sleep(INTO_THE_STEP * normal_step(done(log.look(), workers, workers)[-STEPS_AFTER:]))
+        left = workers - 1 if node else workers
         killed = time.time()
-        _kill(agents[-1])
-        times = log.until("the restart", lambda steps: _restarted(steps, killed, workers - 1), PATIENCE_SECONDS)
+        (_kill if node else _kill_worker)(agents[-1])
+        times = log.until("the restart", lambda steps: _restarted(steps, killed, left), PATIENCE_SECONDS)
         return times[0] - killed, normal_step(times)
     except BaseException:
         for text in sorted(folder.glob("*.log")):
@@ -106,6 +109,11 @@ def trial(size: str, workers: int) -> tuple[float, float]:
 def _restarted(steps: list[Step], killed: float, workers: int) -> list[float]:
     found = done([step for step in steps if step.time > killed and step.generation == workers], 0, workers)
     return found if len(found) > STEPS_AFTER else []
+
+
+def _kill_worker(agent: subprocess.Popen[bytes]) -> None:
+    for process in psutil.Process(agent.pid).children(recursive=True):
+        process.kill()
 
 
 def _kill(agent: subprocess.Popen[bytes]) -> None:

@@ -1,14 +1,17 @@
-"""What checkpoint.py compares with: PyTorch's own sharded training and torch.distributed.checkpoint, as its guide says.
+"""What checkpoint.py compares with: PyTorch's own training and torch.distributed.checkpoint, as its guide says.
 
-The model under FSDP2, which shards parameters and AdamW's state as evenly as Shoal shards its blocks: every rank copies
-and writes its own part only, the best case of DCP. (Plain DDP would copy the whole state on every rank.) Parameters
-stay gathered between forward and backward. `async_save` has a gloo group of its own, as it must, and one stager for all
-saves, so that its memory is used again. See
-https://docs.pytorch.org/tutorials/recipes/distributed_async_checkpoint_recipe.html.
+`sharded`: the model under FSDP2, which shards parameters and AdamW's state as evenly as Shoal shards its blocks: every
+rank copies and writes its own part only, the best case of DCP. Parameters stay gathered between forward and backward.
+`replicated`: under plain DDP, which is what most jobs of this size use: every rank has the whole state, copies it, and
+writes the part that DCP gives it. `async_save` has a gloo group of its own, as it must, and one stager for all saves,
+so that its memory is used again. Its thread may have the niceness of Shoal's writer, which costs training less and
+takes longer. See https://docs.pytorch.org/tutorials/recipes/distributed_async_checkpoint_recipe.html.
 """
 
 from __future__ import annotations
 
+import os
+import threading
 import warnings
 from concurrent.futures import Future
 from typing import Any
@@ -17,6 +20,8 @@ import model
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from shoal.checkpoint.saver import NICE
+from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,18 +29,22 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import default_collate
 
 
-class Sharded:
-    """One rank's model, optimizer and samples. All ranks call alike."""
+class NiceWriter(dcp.FileSystemWriter):
+    """Writes on a thread that leaves the cores to training, as Shoal's does."""
 
-    def __init__(self, size: str, micro_batch: int) -> None:
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)  # the thread ends with the save
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+
+
+class Trained:
+    """One rank's model, optimizer and samples, and their saves. All ranks call alike."""
+
+    def __init__(self, module: nn.Module, micro_batch: int) -> None:
         warnings.filterwarnings("ignore", category=FutureWarning)
         world = dist.get_world_size()
-        mesh = init_device_mesh("cpu", (world,))
-        self.module = model.build(size)
-        for layer in self.module.blocks:
-            fully_shard(layer, mesh=mesh, reshard_after_forward=False)
-        fully_shard(self.module, mesh=mesh, reshard_after_forward=False)
-        self.optimizer = model.adamw(self.module)
+        self.module = module
+        self.optimizer = model.adamw(module)
         self._windows, self._micro_batch = model.Windows(), micro_batch
         self._at, self._apart = dist.get_rank(), world
         self._own_group = dist.new_group(backend="gloo")
@@ -56,8 +65,15 @@ class Sharded:
 
     def async_save(self, folder: str) -> Future[Any]:
         """Returns once the state is copied."""
+        return self._async_save(dcp.FileSystemWriter(folder))
+
+    def nice_async_save(self, folder: str) -> Future[Any]:
+        """`async_save` whose thread has the niceness of Shoal's writer."""
+        return self._async_save(NiceWriter(folder))
+
+    def _async_save(self, writer: dcp.FileSystemWriter) -> Future[Any]:
         writing = dcp.async_save(
-            self._state(), checkpoint_id=folder, process_group=self._own_group, async_stager=self._stager
+            self._state(), storage_writer=writer, process_group=self._own_group, async_stager=self._stager
         )
         assert isinstance(writing, Future)
         return writing
@@ -73,6 +89,21 @@ class Sharded:
     def _state(self) -> dict[str, Any]:
         parameters, optimizer = get_state_dict(self.module, self.optimizer)
         return {"model": parameters, "optimizer": optimizer}
+
+
+def sharded(size: str, micro_batch: int) -> Trained:
+    """Under FSDP2."""
+    gpt, mesh = model.build(size), init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in gpt.blocks:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=False)
+    fully_shard(gpt, mesh=mesh, reshard_after_forward=False)
+    return Trained(gpt, micro_batch)
+
+
+def replicated(size: str, micro_batch: int) -> Trained:
+    """Under plain DDP."""
+    parallel = nn.parallel.DistributedDataParallel(model.build(size), gradient_as_bucket_view=True)
+    return Trained(parallel, micro_batch)
 
 
 def state_bytes(module: torch.nn.Module) -> int:
