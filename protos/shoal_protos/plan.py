@@ -217,13 +217,14 @@ def _broken_maps(plan: Plan) -> Iterator[str]:
     owned = union(share.owned for share in plan.shares)
     if sum(len(share.owned) for share in plan.shares) != len(owned):
         yield f"{_owned_twice(plan)} have two owners"
+    everything = every(plan.blocks)
     for rank, share in enumerate(plan.shares):
         if share.owned & share.mirrored:
             yield f"rank {rank} mirrors its own {share.owned & share.mirrored}"
-        if not share.mirrored <= every(plan.blocks):
+        if not share.mirrored <= everything:
             yield f"rank {rank} mirrors blocks beyond {plan.blocks - 1}"
-    if owned != every(plan.blocks):
-        yield f"{every(plan.blocks) - owned} have no owner (of {plan.blocks} blocks)"
+    if owned != everything:
+        yield f"{everything - owned} have no owner (of {plan.blocks} blocks)"
 
 
 def _owned_twice(plan: Plan) -> Runs:
@@ -238,18 +239,26 @@ def _owned_twice(plan: Plan) -> Runs:
 def _broken_fills(plan: Plan) -> Iterator[str]:
     if plan.fills and plan.fill_blocks_per_step < 1:
         yield f"its fills move {plan.fill_blocks_per_step} blocks a step"
-    keeps = [share.keeps for share in plan.shares]
+    sent: dict[int, list[Runs]] = {}
     received: dict[int, list[Runs]] = {}
     for fill in plan.fills:
-        received.setdefault(fill.target, []).append(fill.blocks)
         if not (0 <= fill.source < plan.world_size and 0 <= fill.target < plan.world_size):
             yield f"a fill goes from rank {fill.source} to {fill.target} of {plan.world_size}"
-        elif not fill.blocks or not fill.blocks <= keeps[fill.source]:
+        elif not fill.blocks:
             yield f"rank {fill.source} sends {fill.blocks} without keeping them"
-        elif fill.blocks & keeps[fill.target]:
-            yield f"rank {fill.target} is sent {fill.blocks & keeps[fill.target]}, which it keeps already"
+        else:
+            sent.setdefault(fill.source, []).append(fill.blocks)
+            received.setdefault(fill.target, []).append(fill.blocks)
+    keeps = {rank: plan.shares[rank].keeps for rank in sent.keys() | received.keys()}
+    for source, parts in sent.items():
+        if not union(parts) <= keeps[source]:
+            lacking = next(part for part in parts if not part <= keeps[source])
+            yield f"rank {source} sends {lacking} without keeping them"
     for target, parts in received.items():
-        if sum(map(len, parts)) != len(union(parts)):
+        blocks = union(parts)
+        if twice := blocks & keeps[target]:
+            yield f"rank {target} is sent {twice}, which it keeps already"
+        if sum(map(len, parts)) != len(blocks):
             yield f"rank {target} is sent a block twice"
 
 

@@ -23,14 +23,9 @@ class Runs:
 
     def __init__(self, spans: Iterable[Span] = ()) -> None:
         """Any spans: unsorted, touching and overlapping ones are joined, empty ones dropped."""
-        given = [span for span in spans if span[0] < span[1]]
-        given.sort()
-        joined = given[:1]
-        for start, stop in given[1:]:
-            if start <= joined[-1][1]:
-                joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
-            else:
-                joined.append((start, stop))
+        joined = [span for span in spans if span[0] < span[1]]
+        if len(joined) > 1:
+            joined = _joined(sorted(joined))
         if joined and joined[0][0] < 0:
             raise ValueError(f"a block number is {joined[0][0]}; block numbers start at 0")
         self._spans = tuple(joined)
@@ -115,7 +110,7 @@ class Runs:
             yield from range(start, stop)
 
     def __len__(self) -> int:
-        return sum(stop - start for start, stop in self._spans)
+        return sum([stop - start for start, stop in self._spans])
 
     def __bool__(self) -> bool:
         return bool(self._spans)
@@ -163,6 +158,17 @@ class Runs:
                 raise UserError(f"block runs reach block {at - 1}; the job has {limit} blocks (0 to {limit - 1})")
             spans.append((start, at))
         return cls._of_canonical(spans)
+
+
+def _joined(spans: list[Span]) -> list[Span]:
+    """Ascending spans, those that touch or overlap made one."""
+    joined = spans[:1]
+    for start, stop in spans[1:]:
+        if start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
+        else:
+            joined.append((start, stop))
+    return joined
 
 
 NO_BLOCKS = Runs()

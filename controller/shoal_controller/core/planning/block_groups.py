@@ -8,8 +8,8 @@ candidates, oldest first. Used by owners.py, mirrors.py, fills.py and planner.py
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from shoal_protos.runs import Runs, Span
 
@@ -17,8 +17,7 @@ NOBODY = -1
 """Stands where no worker is: no owner before, or no mirror."""
 
 
-@dataclass(frozen=True, slots=True)
-class BlockGroup:
+class BlockGroup(NamedTuple):
     """Blocks that are alike, and what is decided about them so far."""
 
     blocks: Runs

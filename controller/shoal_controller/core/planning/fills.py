@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from shoal_protos.plan import Fill
 from shoal_protos.runs import Runs, Span
@@ -16,24 +16,23 @@ from shoal_protos.runs import Runs, Span
 from shoal_controller.core.planning.block_groups import BlockGroup, cut
 
 
-@dataclass(frozen=True, slots=True)
-class KeptBlocks:
+class KeptBlocks(NamedTuple):
     """Blocks as a plan has them from its first step on: their owner and mirrors hold them with valid bits."""
 
     group: BlockGroup
     owner: int
     mirrors: tuple[int, ...]
+    targets: tuple[int, ...] = ()
+    """Who is to keep them in the end and does not hold them yet."""
 
 
 def name_fills(kept: Sequence[KeptBlocks]) -> list[Fill]:
     """The fills towards the groups' targets; workers are the planner's indexes."""
     sent = Counter[int]()
     spans: defaultdict[tuple[int, int, int], list[Span]] = defaultdict(list)
-    for now in sorted(kept, key=lambda now: len(now.mirrors)):
+    for now in sorted((now for now in kept if now.targets), key=lambda now: len(now.mirrors)):
         sources = (now.owner, *now.mirrors)
-        for target in now.group.keepers:
-            if target in now.group.holders:
-                continue
+        for target in now.targets:
             counts = _even_out([sent[source] for source in sources], len(now.group.blocks))
             for source, count, blocks in zip(sources, counts, cut(now.group.blocks, counts), strict=True):
                 sent[source] += count
@@ -44,6 +43,8 @@ def name_fills(kept: Sequence[KeptBlocks]) -> list[Fill]:
 
 def _even_out(loads: Sequence[int], more: int) -> list[int]:
     """Divides `more` so that the highest load is as low as can be."""
+    if len(loads) == 1:
+        return [more]
     given = [0] * len(loads)
     order = sorted(range(len(loads)), key=lambda index: loads[index])
     filled = 0

@@ -56,7 +56,8 @@ def place_evenly(demands: Sequence[Demand], room: Capacity) -> list[dict[Pair, i
         if placing.is_exact:
             Flow(placing).run()
     for index in order:
-        placing.finish(index)
+        if placing.wanted[index]:
+            placing.finish(index)
     return placing.placed
 
 

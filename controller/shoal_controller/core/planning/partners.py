@@ -8,7 +8,7 @@ owners.py. Pure.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -132,7 +132,7 @@ class _Choice:
             elif domain not in barred and (found := self._best_of(owner, domain, free)) is not None:
                 break
         for place in used_up:
-            self._free_places.remove(place)
+            del self._free_places[bisect_left(self._free_places, place)]
         return found
 
     def _best_of(self, owner: int, domain: int, free: bool = False) -> int | None:

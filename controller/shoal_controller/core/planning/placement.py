@@ -112,7 +112,7 @@ class Placement:
         self.wanted = [demand.count * room.copies for demand in demands]
         self.reach = Reach.STAY
         self.users: defaultdict[Pair, dict[int, None]] = defaultdict(dict)
-        """Demands that each pair has blocks of."""
+        """Demands that each pair has blocks of, where somebody may be displaced."""
         self.load: defaultdict[Pair, int] = defaultdict(int)
         self.over: list[dict[Pair, None]] = [{} for _ in room.site]
         """Pairs of each owner with one more than their least."""
@@ -125,6 +125,7 @@ class Placement:
         """Among them all owners that can take more, once nothing is taken back from any."""
         self._mirrored = [0] * (len(room.site) + 1)
         self.is_exact = not room.has_mirrors or is_small(room.partners)
+        self._owners: dict[int, tuple[int, ...]] = {}
         self._held = [frozenset(demand.holders) for demand in demands]
         self.owners_by_partner: list[list[int]] = [[] for _ in (*room.site, NOBODY)]
         """Of each worker: who may have blocks mirrored by it."""
@@ -137,15 +138,18 @@ class Placement:
         owner, mirror = pair
         least, before = self.room.least(owner, mirror), self.load[pair]
         after = self.load[pair] = before + count
-        self._short[owner] -= min(after, least) - min(before, least)
+        if before < least or after < least:
+            self._short[owner] -= min(after, least) - min(before, least)
         if (before > least) != (after > least):
             _keep(self.over[owner], pair, after > least)
             _keep(self.rich, owner, len(self.over[owner]) > self.room.extra[owner])
         placed = self.placed[index]
-        placed[pair] = placed.get(pair, 0) + count
-        if not placed[pair]:
+        if now := placed.get(pair, 0) + count:
+            placed[pair] = now
+        else:
             del placed[pair]
-        _keep(self.users[pair], index, pair in placed)
+        if self.is_exact:
+            _keep(self.users[pair], index, now > 0)
         self._mirrored[mirror] += count
         if self.room.apart:
             self.at_site[index, self.room.site[mirror]] += count
@@ -190,31 +194,37 @@ class Placement:
 
     def owners_in_reach(self, index: int) -> tuple[int, ...]:
         """Who may own this demand without a transfer."""
-        demand = self.demands[index]
         if self.reach is Reach.STAY:
-            return (demand.previous_owner,) if demand.previous_owner != NOBODY else ()
-        return demand.owners
+            was = self.demands[index].previous_owner
+            return (was,) if was != NOBODY else ()
+        if (owners := self._owners.get(index)) is None:
+            owners = self._owners[index] = self.demands[index].owners
+        return owners
 
     def _fill_pairs_of(self, index: int, owner: int, mirrors: Sequence[int]) -> None:
         """Places as much of a demand as fits with this owner and these mirrors; who mirrors least comes first."""
-        for room in (self.room_below, self.room_beyond):
-            if room == self.room_below and self._short[owner] <= 0:
-                continue
-            if not self.wanted[index] or not self.is_open(owner):
-                return
-            for mirror in sorted(mirrors, key=self._mirrored.__getitem__):
-                self._fill_pair(index, (owner, mirror), room)
+        if self._short[owner] > 0:
+            self._fill_each(index, owner, mirrors, self.room_below)
+        if self.wanted[index] and self.is_open(owner):
+            self._fill_each(index, owner, mirrors, self.room_beyond)
+
+    def _fill_each(self, index: int, owner: int, mirrors: Sequence[int], room: Callable[[Pair], int]) -> None:
+        """Places as much of a demand as there is such room for."""
+        if len(mirrors) > 1:
+            mirrors = sorted(mirrors, key=self._mirrored.__getitem__)
+        for mirror in mirrors:
+            pair = (owner, mirror)
+            count = min(self.wanted[index], room(pair))
+            if count > 0 and (count := min(count, self.room_of_parcel(index, pair))) > 0:
+                self.place(index, pair, count)
+                if not self.wanted[index]:
+                    return
 
     def mirrors_among_holders(self, index: int, owner: int) -> Sequence[int]:
         """Those partners of the owner who hold a demand; nobody where no mirrors are placed."""
         if not self.room.has_mirrors:
             return ALONE
         return [partner for partner in self.room.partners[owner] if partner in self._held[index]]
-
-    def _fill_pair(self, index: int, pair: Pair, room: Callable[[Pair], int]) -> None:
-        count = min(self.wanted[index], room(pair))
-        if count > 0 and (count := min(count, self.room_of_parcel(index, pair))) > 0:
-            self.place(index, pair, count)
 
     def is_open(self, owner: int) -> bool:
         return self._short[owner] > 0 or self.room_extra(owner) > 0 or self.room_more(owner) > 0

@@ -249,7 +249,7 @@ def _promote(groups: Sequence[BlockGroup], keepers: Sequence[int], mirrors: int)
     staying = frozenset(keepers)
     return [
         KeptBlocks(group, group.owner, group.mirrors)
-        if group.holders.issuperset(group.keepers)
+        if group.owner in group.holders and group.holders.issuperset(group.mirrors)
         else _meanwhile(group, staying, mirrors)
         for group in groups
     ]
@@ -261,6 +261,7 @@ def _meanwhile(group: BlockGroup, keepers: frozenset[int], mirrors: int) -> Kept
     Holders beyond the wished copies release the blocks.
     """
     wished = [worker for worker in group.keepers if worker in group.holders]
+    targets = tuple(worker for worker in group.keepers if worker not in group.holders)
     staying = sorted(group.holders & keepers)
     if group.owner in group.holders:
         owner = group.owner
@@ -270,7 +271,7 @@ def _meanwhile(group: BlockGroup, keepers: frozenset[int], mirrors: int) -> Kept
         owner = (wished or staying or sorted(group.holders))[0]
     order = dict.fromkeys((*wished, *staying, *sorted(group.holders)))
     del order[owner]
-    return KeptBlocks(group, owner, tuple(order)[:mirrors])
+    return KeptBlocks(group, owner, tuple(order)[:mirrors], targets)
 
 
 def _shares(size: int, kept: Sequence[KeptBlocks], lanes: Mapping[int, Lanes]) -> list[Share]:
