@@ -52,7 +52,7 @@ from shoal_controller.core.machine.machine import new_job, step
 from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.core.planning.question import answer
 from shoal_protos.errors import UserError
-from shoal_protos.messages import MemberState, Status
+from shoal_protos.messages import Hello, MemberState, Status
 from torch import nn
 
 PATIENCE_SECONDS = 30.0
@@ -407,7 +407,11 @@ class Crew:
                 did = True
                 continue
             for message in link.dialogue.outgoing() if not link.muted else ():
-                self._feed(MessageReceived(connection, message))
+                self._feed(
+                    Connected(connection, message)
+                    if isinstance(message, Hello)
+                    else MessageReceived(connection, message)
+                )
                 did = True
             did |= link.look_for_first_message()
         return self._meet() or did

@@ -1,12 +1,16 @@
 """What must be equal in all workers of a job, and the first difference between two of them in one sentence.
 
-A worker states it in its hello; the job takes the first one it hears and refuses others. Pure: standard library only.
+A worker states it in its hello; the job takes the first one it hears and refuses others. The model's parameters, which
+may be thousands, a hello only names by a digest; their text is asked for where it is not known. Pure: standard library
+only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
 
 from shoal_protos.corruption import OnCorruption
 from shoal_protos.plan import DEFAULT_MIRROR_PARTNERS
@@ -41,6 +45,7 @@ class Description:
     max_steps: int
     """The step at which the job ends."""
     parameters: tuple[Parameter, ...]
+    """Empty where only their digest is told."""
     optimizer: str
     """Class name."""
     config: Mapping[str, str]
@@ -60,12 +65,35 @@ class Description:
     on_corruption: OnCorruption = OnCorruption.RESTORE
     checkpoint_places: tuple[str, ...] = ()
     """Where the job's checkpoints lie: the URL of `checkpoint.path`, and of a path that the config's `resume` names."""
+    parameters_digest: str = ""
+    """Of the parameters; empty: not told, or there are none."""
+
+    @property
+    def is_brief(self) -> bool:
+        """Whether it names parameters without telling them."""
+        return bool(self.parameters_digest) and not self.parameters
+
+
+def with_digest(description: Description) -> Description:
+    """One that tells its parameters, with their digest."""
+    parameters = description.parameters
+    return replace(description, parameters_digest=parameters_digest(parameters) if parameters else "")
+
+
+def brief(description: Description) -> Description:
+    """The same without the text of its parameters."""
+    return replace(with_digest(description), parameters=())
+
+
+def parameters_digest(parameters: Sequence[Parameter]) -> str:
+    """SHA-256 of names, shapes, dtypes and groups, in their order."""
+    return hashlib.sha256(json.dumps([astuple(parameter) for parameter in parameters]).encode()).hexdigest()
 
 
 def first_difference(worker: str, theirs: Description, jobs: Description) -> str | None:
-    """The sentence that refuses `worker`, or None where it may join."""
+    """The sentence that refuses `worker`, or None where it may join. A brief one says nothing of its parameters."""
     return (
-        _parameters_differ(worker, theirs, jobs)
+        (None if theirs.is_brief else _parameters_differ(worker, theirs, jobs))
         or _texts_differ(worker, "another config", theirs.config, jobs.config)
         or _fields_differ(worker, theirs, jobs)
         or (None if jobs.mixed_numerics else numerics_differ(worker, theirs, jobs))

@@ -155,6 +155,7 @@ class Hello:
     domain: str
     """Failure domain."""
     description: Description
+    """Brief, unless the controller has asked for all of it."""
     status: Status
     next_generation: int = 0
     """Generations must exceed this (a checkpoint's manifest knew that many)."""
@@ -255,6 +256,11 @@ ToController = Hello | Heartbeat | Ready | Inventory | Request | Result
 
 
 # ---- controller → worker
+
+
+@dataclass(frozen=True, slots=True)
+class Describe:
+    """The controller does not know the parameters that the hello has named: say it again with their text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,4 +391,4 @@ class Refusal:
     """The id of the store that says so; a worker in a world believes only the one that it was welcomed with."""
 
 
-ToWorker = Welcome | Ping | Prepare | PlanMessage | Open | Ask | Drain | Shutdown | Refusal
+ToWorker = Describe | Welcome | Ping | Prepare | PlanMessage | Open | Ask | Drain | Shutdown | Refusal

@@ -908,6 +908,7 @@ class Description(_message.Message):
     SAMPLES_PER_STEP_FIELD_NUMBER: _builtins.int
     ON_CORRUPTION_FIELD_NUMBER: _builtins.int
     CHECKPOINT_PLACES_FIELD_NUMBER: _builtins.int
+    PARAMETERS_DIGEST_FIELD_NUMBER: _builtins.int
     MIRROR_PARTNERS_FIELD_NUMBER: _builtins.int
     lanes: _builtins.int
     blocks: _builtins.int
@@ -923,6 +924,7 @@ class Description(_message.Message):
     keep_every: _builtins.int
     samples_per_step: _builtins.int
     on_corruption: Global___OnCorruption.ValueType
+    parameters_digest: _builtins.str
     mirror_partners: _builtins.int
     @_builtins.property
     def parameters(self) -> _containers.RepeatedCompositeFieldContainer[Global___Parameter]: ...
@@ -953,11 +955,12 @@ class Description(_message.Message):
         samples_per_step: _builtins.int = ...,
         on_corruption: Global___OnCorruption.ValueType = ...,
         checkpoint_places: _abc.Iterable[_builtins.str] | None = ...,
+        parameters_digest: _builtins.str = ...,
         mirror_partners: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_elements", b"block_elements", "blocks", b"blocks", "can_checkpoint", b"can_checkpoint", "checkpoint_places", b"checkpoint_places", "config", b"config", "fill_bytes_per_step", b"fill_bytes_per_step", "keep", b"keep", "keep_every", b"keep_every", "lanes", b"lanes", "max_steps", b"max_steps", "mirror_partners", b"mirror_partners", "mirrors", b"mirrors", "mixed_numerics", b"mixed_numerics", "numerics", b"numerics", "on_corruption", b"on_corruption", "optimizer", b"optimizer", "parameters", b"parameters", "samples_per_step", b"samples_per_step", "state_bytes", b"state_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_elements", b"block_elements", "blocks", b"blocks", "can_checkpoint", b"can_checkpoint", "checkpoint_places", b"checkpoint_places", "config", b"config", "fill_bytes_per_step", b"fill_bytes_per_step", "keep", b"keep", "keep_every", b"keep_every", "lanes", b"lanes", "max_steps", b"max_steps", "mirror_partners", b"mirror_partners", "mirrors", b"mirrors", "mixed_numerics", b"mixed_numerics", "numerics", b"numerics", "on_corruption", b"on_corruption", "optimizer", b"optimizer", "parameters", b"parameters", "parameters_digest", b"parameters_digest", "samples_per_step", b"samples_per_step", "state_bytes", b"state_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1007,6 +1010,7 @@ class ControllerMessage(_message.Message):
     DRAIN_FIELD_NUMBER: _builtins.int
     SHUTDOWN_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    DESCRIBE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
@@ -1025,6 +1029,8 @@ class ControllerMessage(_message.Message):
     def shutdown(self) -> Global___Shutdown: ...
     @_builtins.property
     def error(self) -> Global___Refusal: ...
+    @_builtins.property
+    def describe(self) -> Global___Describe: ...
     def __init__(
         self,
         *,
@@ -1037,12 +1043,13 @@ class ControllerMessage(_message.Message):
         drain: Global___Drain | None = ...,
         shutdown: Global___Shutdown | None = ...,
         error: Global___Refusal | None = ...,
+        describe: Global___Describe | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "drain", b"drain", "error", b"error", "open", b"open", "ping", b"ping", "plan", b"plan", "prepare", b"prepare", "request", b"request", "shutdown", b"shutdown", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "describe", b"describe", "drain", b"drain", "error", b"error", "open", b"open", "ping", b"ping", "plan", b"plan", "prepare", b"prepare", "request", b"request", "shutdown", b"shutdown", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "drain", b"drain", "error", b"error", "open", b"open", "ping", b"ping", "plan", b"plan", "prepare", b"prepare", "request", b"request", "shutdown", b"shutdown", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "describe", b"describe", "drain", b"drain", "error", b"error", "open", b"open", "ping", b"ping", "plan", b"plan", "prepare", b"prepare", "request", b"request", "shutdown", b"shutdown", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "ping", "prepare", "plan", "open", "request", "drain", "shutdown", "error"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "ping", "prepare", "plan", "open", "request", "drain", "shutdown", "error", "describe"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -1099,6 +1106,21 @@ class Welcome(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__loss) -> _WhichOneofReturnType__loss | None: ...
 
 Global___Welcome: _TypeAlias = Welcome  # noqa: Y015
+
+@_typing.final
+class Describe(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Describe: _TypeAlias = Describe  # noqa: Y015
 
 @_typing.final
 class Ping(_message.Message):

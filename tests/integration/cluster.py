@@ -158,19 +158,24 @@ class Cluster:
                 self._take_ports()
         return self.start_controller()
 
-    def start_controller(self, store: str = "store") -> None:
+    def start_controller(self, store: str = "store", program: str = "integration.scripts:controller") -> None:
         """Start it, or start it again at the same addresses, with the same store or another one."""
         self._lives += 1
         addresses = {name: f"127.0.0.1:{port}" for name, port in zip(("http", "grpc"), self._ports, strict=True)}
         arguments = {**addresses, "store": f"embedded:{self.folder / store}", "data": str(self.folder / store)}
         log = self.folder / f"controller-{self._lives}.log"
-        self._controller = fork("integration.scripts:controller", arguments, {}, log)
+        self._controller = fork(program, arguments, {}, log)
         until("the controller to answer", self._answers)
 
     def kill_controller(self) -> None:
         """SIGKILL; returns when it is gone."""
         _signal(self._controller, signal.SIGKILL)
         until("the controller to be gone", lambda: self._controller in ended())
+        self._controller = 0
+
+    def wait_controller_death(self) -> None:
+        """It dies by itself."""
+        until("the controller to die", lambda: self._controller in ended())
         self._controller = 0
 
     def _start_in_order(self) -> None:

@@ -67,6 +67,18 @@ def test_the_controller_is_killed_while_a_loss_is_mended(instant: str) -> None:
         cluster.wait_undisturbed()
 
 
+def test_a_controller_that_is_killed_between_the_parts_of_a_change_comes_back() -> None:
+    with Cluster(workers=3, options=LONG, pace=PACE) as cluster:
+        cluster.wait_step(2)
+        cluster.kill_controller()
+        cluster.start_controller(program="integration.short_lived:controller")
+        cluster.kill("w1")
+        cluster.wait_controller_death()
+        cluster.start_controller()
+        cluster.wait_world(2)
+        cluster.wait_undisturbed()
+
+
 def test_the_controller_and_a_worker_die_while_a_loss_is_mended() -> None:
     faults = "w1@4:exchange:kill,w2@3:group:stop"
     with Cluster(workers=4, options=TWO_MIRRORS, faults=faults, pace=PACE) as cluster:

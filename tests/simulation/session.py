@@ -14,6 +14,7 @@ from shoal.session.link import Asked, Ended, Item, Opened, Stopped
 from shoal_protos.activity import Activity
 from shoal_protos.messages import (
     AskKind,
+    Describe,
     Ending,
     Heartbeat,
     Hello,
@@ -82,9 +83,12 @@ class Session:
             return
         self.stream = worker.simulation.dial(worker)
         if self.stream is not None:
-            hello = replace(self.dialogue.hello(), worker=self.membership.worker or worker.asked_id)
-            self.stream.up(self.stream.host.connected, self.stream, self._claimed(hello))
+            self._say_hello(self.stream, self.dialogue.hello())
         self.dial_after(RECONNECT_SECONDS * (1 + worker.chance.random()))
+
+    def _say_hello(self, stream: Stream, hello: Hello) -> None:
+        hello = replace(hello, worker=self.membership.worker or self.worker.asked_id)
+        stream.up(stream.host.connected, stream, self._claimed(hello))
 
     def _leave_stream(self) -> None:
         if self.stream is not None:
@@ -196,10 +200,18 @@ class Session:
         if stream is not self.stream or self.dialogue.ending is not None:
             return
         self._carry_out(self.dialogue.on_message(message))
+        if isinstance(message, Describe) and stream is not None:
+            self._describe(stream)
         if isinstance(message, Welcome):
             self._on_welcome()
         if self.worker.alive:
             self._send()
+
+    def _describe(self, stream: Stream) -> None:
+        """Nothing but the hello is of use on a stream that is not welcomed yet."""
+        for message in self.dialogue.outgoing():
+            if isinstance(message, Hello):
+                self._say_hello(stream, message)
 
     def _on_welcome(self) -> None:
         loading = self.worker.training.loading

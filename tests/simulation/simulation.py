@@ -7,7 +7,7 @@ from typing import Any
 
 from shoal_controller.core.machine.spec import JobSpec
 from shoal_protos.corruption import OnCorruption
-from shoal_protos.description import Description
+from shoal_protos.description import Description, Parameter
 from shoal_protos.plan import EVERYONE, Member
 
 from .bad_script import BadScript
@@ -57,7 +57,8 @@ class Simulation:
         )  # fmt: skip
         self.description = Description(
             lanes, self.blocks, 4096, 1 << 16, mirrors, (1 << 16) * max(1, self.blocks // 8),  # type: ignore[arg-type]
-            self.max_steps, (), "AdamW", {}, {}, False, bool(every), keep=3,
+            self.max_steps, (Parameter("weight", (self.blocks, 4096), "torch.float32", 0),),
+            "AdamW", {}, {}, False, bool(every), keep=3,
             mirror_partners=self._shape(shape, "mirror_partners", 4, (1, 2, 4)),
             on_corruption=OnCorruption(self._shape(shape, "on_corruption", "restore", POLICIES)),
         )  # fmt: skip

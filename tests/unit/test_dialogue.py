@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from shoal_controller.core.machine.events import Connected, MessageReceived
 from shoal_controller.sessions.dialogue import OUTBOX_MESSAGES, Dialogue
-from shoal_protos.description import Description
+from shoal_protos.description import Description, Parameter, brief, with_digest
 from shoal_protos.errors import NotFound, Refused, StoreError, UserError
 from shoal_protos.messages import PROTOCOL_VERSION, Heartbeat, Hello, MemberState, Prepare, Refusal, Status, Telemetry
 from shoal_protos.runs import NO_BLOCKS, Runs
@@ -57,6 +57,23 @@ def test_a_second_hello_on_a_stream_is_refused() -> None:
     dialogue = greeted()
     with pytest.raises(UserError, match="a second hello came on one stream"):
         dialogue.hear(encode_worker(HELLO))
+
+
+LARGE = replace(HELLO.description, parameters=(Parameter("weight", (4096, 40), "torch.float32", 0),))
+
+
+def test_a_hello_that_names_its_parameters_may_be_followed_by_one_that_tells_them() -> None:
+    named, told = replace(HELLO, description=brief(LARGE)), replace(HELLO, description=with_digest(LARGE))
+    dialogue = Dialogue(7)
+    assert dialogue.hear(encode_worker(named)) == Connected(7, named)
+    with pytest.raises(UserError, match="a second hello came on one stream"):
+        dialogue.hear(encode_worker(named))
+    with pytest.raises(UserError, match="a second hello came on one stream"):
+        dialogue.hear(encode_worker(replace(told, job="other")))
+    assert dialogue.hear(encode_worker(told)) == Connected(7, told)
+    assert dialogue.hello is not None and not dialogue.hello.description.parameters, "a stream keeps no text"
+    with pytest.raises(UserError, match="a second hello came on one stream"):
+        dialogue.hear(encode_worker(told))
 
 
 def test_blocks_are_held_to_the_count_that_the_hello_told() -> None:

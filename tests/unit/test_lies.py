@@ -24,13 +24,14 @@ from shoal_protos import session_pb2 as pb
 from shoal_protos.activity import Activity, StepPhase
 from shoal_protos.checkpoint import CheckpointRef, SaveOutcome, SaveReport, UnreadableCheckpoint
 from shoal_protos.corruption import CorruptBlock
-from shoal_protos.description import Parameter
+from shoal_protos.description import Parameter, brief
 from shoal_protos.errors import PeerError, UserError
 from shoal_protos.messages import (
     PROTOCOL_VERSION,
     Ask,
     AskKind,
     Change,
+    Describe,
     Drain,
     Ending,
     Fault,
@@ -99,7 +100,7 @@ def said_by_a_worker(job: Driver) -> Iterator[ToController]:
     yield Result(status.step, fingerprint="a" * 64, loss=1.0, generation=number)
     yield Result(status.step, failure="it failed", fault=Fault("E", "m", "f"), generation=number)
     yield hello
-    yield replace(hello, worker="w9", incarnation="inc-w9", status=NEW, run="")
+    yield replace(hello, worker="w9", incarnation="inc-w9", status=NEW, run="", description=brief(MODEL))
 
 
 def hear(job: Driver, data: bytes, hello: bool) -> None:
@@ -158,6 +159,7 @@ MADE = Plan(5, 0, Reason.KILL, 4, 4, MEMBERS, SHARES, FILLS, 1, 0, True, RECOVER
 PLANNED = Plan(6, 5, Reason.JOIN, 4, 4, MEMBERS, SHARES, FILLS, 1, 0, True)
 WELCOME = Welcome("w0", 1.0, 10.0, 100.0, 3, '"latest"', every(3), run=RUN, step=4, loss=1.0, cluster="c")
 SAID_BY_A_CONTROLLER: tuple[ToWorker, ...] = (
+    Describe(),
     WELCOME, Ping(1, 1), Prepare(7), PlanMessage(MADE), PlanMessage(PLANNED), Open(5), Ask(AskKind.SAVE, 1, 5),
     Drain(3.0, 5), Shutdown(Ending.START_OVER, "begin anew", 5), Refusal("no", final=True, generation=5, cluster="c"),
 )  # fmt: skip

@@ -10,11 +10,12 @@ from shoal.session.dialogue import Abort, Build, Deliver, Dialogue, ProcessInfo
 from shoal.session.inbox import MOST_ASKED, Inbox
 from shoal.session.link import Asked, Ended, Opened, Stopped
 from shoal_protos.activity import Activity, StepPhase
-from shoal_protos.description import Description
+from shoal_protos.description import Description, Parameter, brief
 from shoal_protos.errors import PeerError
 from shoal_protos.messages import (
     Ask,
     AskKind,
+    Describe,
     Drain,
     Ending,
     Heartbeat,
@@ -52,6 +53,17 @@ def dialogue_of(worker: str = "a") -> Dialogue:
     dialogue.membership.end_warm_up()
     dialogue.outgoing()
     return dialogue
+
+
+def test_a_hello_names_its_parameters_and_tells_them_when_it_is_asked() -> None:
+    whole = replace(DESCRIPTION, parameters=(Parameter("weight", (4096, BLOCKS), "torch.float32", 0),))
+    dialogue = Dialogue(Membership("a", "a.1"), ProcessInfo("job", "host", 1, "rack", "127.0.0.1:1"), whole, NEW)
+    assert dialogue.hello().description == brief(whole)
+    dialogue.on_message(Describe())
+    hellos = [message for message in dialogue.outgoing() if isinstance(message, Hello)]
+    assert [hello.description for hello in hellos] == [whole]
+    assert not [message for message in dialogue.outgoing() if isinstance(message, Hello)], "it is said once"
+    assert dialogue.hello().description.is_brief, "another stream begins with the name again"
 
 
 def test_every_hello_after_the_welcome_names_the_run_and_one_of_a_launched_process_from_the_first() -> None:

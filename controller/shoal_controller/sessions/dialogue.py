@@ -1,12 +1,14 @@
 """One worker's stream as a dialogue without I/O: what may come next, what still has to go out, when it is over.
 
-`service.py` drives it over gRPC. A stream begins with one hello, which names its job and how many blocks there are;
-what follows is checked against that. Whether the worker is welcome is the job's affair, not the dialogue's.
+`service.py` drives it over gRPC. A stream begins with a hello, which names its job and how many blocks there are; what
+follows is checked against that. One more may come, with the text of what the first one only named. Whether the worker
+is welcome is the job's affair, not the dialogue's.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 
 from shoal_protos.errors import Refused, ShoalError, UserError
 from shoal_protos.messages import Hello, Refusal
@@ -24,6 +26,7 @@ class Dialogue:
     def __init__(self, connection: int) -> None:
         self.connection = connection
         self.hello: Hello | None = None
+        self._is_brief = False
         self.only_job: str | None = None
         """The only job that the worker's token opens; None: any."""
         self.outbox: deque[bytes] = deque()
@@ -54,12 +57,19 @@ class Dialogue:
             self.job_named(data)
             message = decode_worker(data)
             assert isinstance(message, Hello)
-            self.hello = message
-            return Connected(self.connection, message)
+            return self._greeted(message)
         message = decode_worker(data, self.hello.description.blocks)
-        if isinstance(message, Hello):
+        if not isinstance(message, Hello):
+            return MessageReceived(self.connection, message)
+        if message.job != self.hello.job or message.description.is_brief or not self._is_brief:
             raise UserError("a second hello came on one stream; a worker opens a new stream to say hello again")
-        return MessageReceived(self.connection, message)
+        return self._greeted(message)
+
+    def _greeted(self, hello: Hello) -> Connected:
+        """What the stream keeps of a hello has no text of parameters: there are many streams."""
+        self._is_brief = hello.description.is_brief
+        self.hello = replace(hello, description=replace(hello.description, parameters=()))
+        return Connected(self.connection, hello)
 
     def late(self, seconds: float) -> UserError:
         """What to refuse the stream with when no hello came in time."""

@@ -1,4 +1,4 @@
-"""What the controller says, on the wire: welcome, ping, prepare, plan, open, request, drain, shutdown, error."""
+"""What the controller says, on the wire: describe, welcome, ping, prepare, plan, open, request and others."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from shoal_protos.errors import UserError
 from shoal_protos.messages import (
     Ask,
     AskKind,
+    Describe,
     Drain,
     Ending,
     Open,
@@ -44,6 +45,8 @@ def encode_controller(message: ToWorker) -> bytes:
 
 def _write(message: ToWorker) -> pb.ControllerMessage:
     match message:
+        case Describe():
+            return pb.ControllerMessage(describe=pb.Describe())
         case Welcome():
             return pb.ControllerMessage(welcome=_write_welcome(message))
         case Ping():
@@ -72,6 +75,8 @@ def decode_controller(data: bytes) -> ToWorker:
     except DecodeError:
         raise UserError(f"{len(data)} bytes are not a controller's message of this version of Shoal") from None
     match message.WhichOneof("body"):
+        case "describe":
+            return Describe()
         case "welcome":
             return _read_welcome(message.welcome)
         case "ping":

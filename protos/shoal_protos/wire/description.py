@@ -42,6 +42,7 @@ def write_description(description: Description) -> pb.Description:
         samples_per_step=description.samples_per_step,
         on_corruption=ON_CORRUPTION_NUMBERS[description.on_corruption],
         checkpoint_places=description.checkpoint_places,
+        parameters_digest=description.parameters_digest,
     )
 
 
@@ -69,6 +70,7 @@ def read_description(message: pb.Description) -> Description:
         samples_per_step=bounds.whole("description.samples_per_step", message.samples_per_step),
         on_corruption=bounds.word("description.on_corruption", ON_CORRUPTION, message.on_corruption),
         checkpoint_places=tuple(bounds.label("description.checkpoint_places", place) for place in places),
+        parameters_digest=bounds.label("description.parameters_digest", message.parameters_digest),
     )
 
 

@@ -14,11 +14,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from shoal_protos.activity import Activity, StepPhase
-from shoal_protos.description import Description
+from shoal_protos.description import Description, brief
 from shoal_protos.messages import (
     GRACE_SECONDS,
     PROTOCOL_VERSION,
     Ask,
+    Describe,
     Drain,
     Ending,
     Heartbeat,
@@ -98,6 +99,7 @@ class Dialogue:
     def __init__(self, membership: Membership, process: ProcessInfo, description: Description, status: Status) -> None:
         self.membership = membership
         self.process, self.description = process, description
+        self._brief = brief(description)
         self.heartbeat_seconds = HEARTBEAT_SECONDS
         self.reconnect_seconds = RECONNECT_SECONDS
         self.job = JobInfo(process.job, process.run)
@@ -146,7 +148,7 @@ class Dialogue:
             host=self.process.host,
             pid=self.process.pid,
             domain=self.process.domain,
-            description=self.description,
+            description=self._brief,
             status=self._next_status(),
             next_generation=self._status.checkpoint.generation if self._status.checkpoint is not None else 0,
             run=self.job.run,
@@ -167,6 +169,8 @@ class Dialogue:
         self._due[Heartbeat] = None
 
     def _message(self, kind: type[ToController]) -> ToController | None:
+        if kind is Hello:
+            return replace(self.hello(), description=self.description)
         if kind is Heartbeat:
             own, others = _own_and_others(self.membership, self.activities)
             return Heartbeat(self._next_status(), self._telemetry, self._echo, own, others)
@@ -276,6 +280,8 @@ class Dialogue:
 
     def _effects(self, message: ToWorker) -> list[Effect]:
         match message:
+            case Describe():
+                self._due[Hello] = None
             case Welcome():
                 self._on_welcome(message)
             case Ping(number):

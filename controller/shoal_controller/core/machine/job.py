@@ -7,6 +7,7 @@ every deadline that others count on is in `durable`; the rest of `Job` is forgot
   (`processes`, `connections`, `changes`), what became of launched ones with the launcher's answer to `Adopt`
   (`spawned_at`); what was wished is seen to be fulfilled or is planned again (`goal`, `goals`), and what the planner
   was asked is asked again (`planner`);
+- it belongs to a stream, which ends with the controller (`greeting`, `asked_to_describe`);
 - it gives *us* time to hear: whoever could not reach a controller that was away gets all of it again (`started_at`,
   `ready_since`, `planned_at`, `spawned_at`, `probed_at`, and `durable.ending_since`);
 - or it belongs to a number: a change under way is begun again with the next one (`attempt`).
@@ -20,7 +21,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from shoal_protos.activity import Activity
-from shoal_protos.messages import Change, Inventory, Status, Telemetry
+from shoal_protos.messages import Change, Hello, Inventory, Status, Telemetry
 from shoal_protos.plan import Plan, Reason, WorkerId
 from shoal_protos.runs import NO_BLOCKS, Runs
 
@@ -193,6 +194,10 @@ class Job:
     """When a probe was last sent to a process."""
     live_processes: frozenset[WorkerId] = frozenset()
     """Whose process the launcher has started or adopted in this life, and has not seen end."""
+    greeting: Mapping[int, Hello] = field(default_factory=dict)
+    """Hellos by connection that name a model whose text is not known yet."""
+    asked_to_describe: Mapping[int, float] = field(default_factory=dict)
+    """Of these: when they were asked for it."""
     attempt: Attempt | None = None
     ready_since: float | None = None
     """Since when at least one joiner has waited for a world."""

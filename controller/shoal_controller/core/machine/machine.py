@@ -40,6 +40,7 @@ from shoal_controller.core.machine.phases import (
     checkpoints,
     ending,
     failure_detector,
+    introduction,
     link_faults,
     operator_requests,
     planner_questions,
@@ -66,6 +67,7 @@ def on_started(turn: Turn, _: Started) -> None:
 
 
 def on_tick(turn: Turn, _: Tick) -> None:
+    introduction.on_tick(turn)
     failure_detector.watch(turn)
     link_faults.forget_departed(turn)
     link_faults.forget_old_backoffs(turn)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-from shoal_protos.description import ANSWER, Description, first_difference, numerics_differ
+from shoal_protos.description import ANSWER, Description, first_difference, numerics_differ, with_digest
 from shoal_protos.messages import PROTOCOL_VERSION, Drain, Hello, Refusal, Welcome
 from shoal_protos.plan import WorkerId
 from shoal_protos.plural import plural
@@ -19,7 +19,7 @@ from shoal_controller.core.machine.effects import Close, Probe, Send
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.events import Connected
 from shoal_controller.core.machine.job import Process
-from shoal_controller.core.machine.phases import claims, ending, failure_detector, worker_messages
+from shoal_controller.core.machine.phases import claims, ending, failure_detector, introduction, worker_messages
 from shoal_controller.core.machine.phases.next_message import send_if_due
 from shoal_controller.core.machine.phases.progress import shown_loss
 from shoal_controller.core.machine.place import Place
@@ -30,13 +30,24 @@ REFUSALS = 256
 
 
 def on_connected(turn: Turn, event: Connected) -> None:
-    """A worker connected: answer with Welcome and the current message, or with Refusal."""
+    """A worker connected: answer with Welcome and the current message, with Refusal, or with Describe."""
+    introduction.leave(turn, event.connection)
+    _on_hello(turn, event)
+    for waiting in introduction.known_now(turn):
+        introduction.leave(turn, waiting.connection)
+        _on_hello(turn, waiting)
+    introduction.ask(turn)
+
+
+def _on_hello(turn: Turn, event: Connected) -> None:
     hello = event.hello
     if mismatch := claims.run_mismatch(turn.spec, hello):
         return claims.refuse_run(turn, event, mismatch)
     sentence = _impossible(turn, hello)
     if sentence is not None:
         return _refuse(turn, event, Refusal(sentence))
+    if introduction.is_unknown(turn, hello):
+        return introduction.wait(turn, event)
     if turn.durable.description is None:
         _describe_job(turn, hello)
     worker = _identify(turn, hello)
@@ -94,7 +105,7 @@ def _describe_job(turn: Turn, hello: Hello) -> None:
         why = f"its config has {plural(lanes, 'lane')}"
         turn.note(EventKind.SCALED, f"the job gets {lanes} of {wanted} workers, because {why}", hello.worker or "(new)")
         turn.keep(wanted=lanes)
-    turn.keep(description=hello.description)
+    turn.keep(description=with_digest(hello.description))
 
 
 def _may_be_lowered(turn: Turn, lanes: int) -> bool:

@@ -17,7 +17,7 @@ from shoal_controller.core.machine.effects import Probe
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.events import Disconnected, Exited, Probed, Spawned
 from shoal_controller.core.machine.job import PingSent, Process
-from shoal_controller.core.machine.phases import failures, silence
+from shoal_controller.core.machine.phases import failures, introduction, silence
 from shoal_controller.core.machine.phases.next_message import is_member
 from shoal_controller.core.machine.turn import Turn
 
@@ -40,6 +40,8 @@ QUICK_PROBE_SECONDS = 0.05
 def on_disconnected(turn: Turn, event: Disconnected) -> None:
     """A stream ended; its worker may still be alive. The rendezvous port tells whether the process is dead."""
     worker = turn.job.connections.get(event.connection)
+    introduction.leave(turn, event.connection)
+    introduction.ask(turn)
     if worker is None:
         return
     turn.change(
