@@ -369,10 +369,21 @@ class Crew:
     # ---- the controller
 
     def connect(self, link: CrewLink) -> None:
-        """A stream with its hello."""
+        """A stream with its hello, and with all of it where that is asked for."""
         self._connections += 1
-        self._links[self._connections] = link
-        self._feed(Connected(self._connections, link.dialogue.hello()))
+        connection = self._connections
+        self._links[connection] = link
+        self._feed(Connected(connection, link.dialogue.hello()))
+        if not link.dialogue.welcomed:
+            self._carry(connection, link)
+
+    def _carry(self, connection: int, link: CrewLink) -> bool:
+        """What the worker has to say; whether it was anything."""
+        messages = link.dialogue.outgoing() if not link.muted else []
+        for message in messages:
+            is_hello = isinstance(message, Hello)
+            self._feed(Connected(connection, message) if is_hello else MessageReceived(connection, message))
+        return bool(messages)
 
     def _feed(self, event: Event) -> None:
         self.job, effects = step(self.job, event, self.now)
@@ -406,13 +417,7 @@ class Crew:
                 self._feed(Disconnected(connection, "the process is gone"))
                 did = True
                 continue
-            for message in link.dialogue.outgoing() if not link.muted else ():
-                self._feed(
-                    Connected(connection, message)
-                    if isinstance(message, Hello)
-                    else MessageReceived(connection, message)
-                )
-                did = True
+            did |= self._carry(connection, link)
             did |= link.look_for_first_message()
         return self._meet() or did
 

@@ -12,8 +12,8 @@ from shoal_controller.core.machine.effects import Close, Send
 from shoal_controller.core.machine.events import Connected
 from shoal_controller.core.machine.turn import Turn
 
-DESCRIBE_SECONDS = 5.0
-"""How long a worker may take to tell its model."""
+DESCRIBE_SECONDS = 10.0
+"""How long a worker may take to tell its model: as long as it waits for the welcome itself."""
 
 
 def is_unknown(turn: Turn, hello: Hello) -> bool:
