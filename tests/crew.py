@@ -386,7 +386,7 @@ class Crew:
         return bool(messages)
 
     def _feed(self, event: Event) -> None:
-        self.job, effects = step(self.job, event, self.now)
+        self.job, effects = step(self.job, [event], self.now)
         answers: list[Event] = []
         for effect in effects:
             if isinstance(effect, Send):

@@ -83,7 +83,7 @@ class Driver:
 
     def feed(self, event: Event) -> list[Effect]:
         """All effects of an event; the planner answers at once, if it does at all."""
-        self.job, self.effects = step(self.job, event, self.now)
+        self.job, self.effects = step(self.job, [event], self.now)
         for asked in [effect for effect in self.effects if isinstance(effect, AskPlanner)]:
             self.effects.remove(asked)
             self.questions.append(asked)

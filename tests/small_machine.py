@@ -35,11 +35,21 @@ class SmallMachine:
     times: list[float] = field(default_factory=list)
     events: dict[str, list[str]] = field(default_factory=dict)
     """By job: the events by name, ticks left out."""
+    batches: dict[str, list[tuple[str, ...]]] = field(default_factory=dict)
+    """By job: what it was asked at a time."""
     filler: ClassVar[dict[str, str]] = {}
     """What makes the state large."""
 
-    def step(self, job: Job, event: Event, now: float) -> tuple[Job, Sequence[Effect]]:
+    def step(self, job: Job, events: Sequence[Event], now: float) -> tuple[Job, Sequence[Effect]]:
         self.times.append(now)
+        self.batches.setdefault(job.spec.job, []).append(tuple(type(event).__name__ for event in events))
+        effects: list[Effect] = []
+        for event in events:
+            job, more = self._one(job, event)
+            effects += more
+        return job, effects
+
+    def _one(self, job: Job, event: Event) -> tuple[Job, Sequence[Effect]]:
         if not isinstance(event, Tick):
             self.events.setdefault(job.spec.job, []).append(type(event).__name__)
         if isinstance(event, Scale):

@@ -36,11 +36,11 @@ class Backlog:
         self._events.pop(key, None)
         self._events[key] = event
 
-    def take(self) -> Event | None:
-        """The oldest, which is not kept any longer; None where there is none."""
-        if not self._events:
-            return None
-        return self._events.pop(next(iter(self._events)))
+    def take(self) -> list[Event]:
+        """All of them, oldest first; they are not kept any longer."""
+        events = list(self._events.values())
+        self._events = {}
+        return events
 
 
 def _key(event: Event) -> Key:

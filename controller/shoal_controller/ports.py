@@ -18,9 +18,9 @@ from shoal_controller.launchers.launcher import Launcher
 from shoal_controller.probes import ProbeResult, probe
 from shoal_controller.sessions.streams import Streams
 
-Step = Callable[[Job, Event, float], tuple[Job, Sequence[Effect]]]
-"""What an event makes of a job at a time (`machine.step`). A `UserError` refuses an operator's request, and nothing has
-changed.
+Step = Callable[[Job, Sequence[Event], float], tuple[Job, Sequence[Effect]]]
+"""What a batch of events makes of a job at a time (`machine.step`). A `UserError` refuses an operator's request, and
+nothing has changed.
 """
 View = Callable[[Job, float], JobView]
 """What people see of a job at a time (`machine.view`)."""

@@ -1,9 +1,9 @@
 """The life of one job: a short loop that feeds its events to the machine and carries the effects out in order.
 
-One task per job takes events from a bounded inbox, first come, first served. A tick comes after all that lies there by
-then, so time never overtakes what was heard: the machine counts on that when it counts silence. While the store takes
-no write nothing is decided, training goes on, and what streams say is kept in a `Backlog`: to the job it is as if its
-controller were slow. Made by `shell.py`.
+One task per job takes from a bounded inbox all that lies there, first come, first served, and never waits for more: a
+batch for the machine. A tick comes after all that lies there by then, so time never overtakes what was heard: the
+machine counts on that when it counts silence. While the store takes no write nothing is decided, training goes on, and
+what streams say is kept in a `Backlog`: to the job it is as if its controller were slow. Made by `shell.py`.
 What is slow (starting processes, probing, planning) is done by `background.py` and comes back as an event.
 """
 
@@ -34,18 +34,14 @@ from shoal_controller.core.machine.effects import (
     Spawn,
 )
 from shoal_controller.core.machine.events import (
+    OPERATOR_REQUESTS,
     Cancel,
-    ConfirmLost,
     Connected,
     Disconnected,
-    DrainWorker,
     Event,
-    Pause,
-    Resume,
-    Save,
-    Scale,
     Started,
     Tick,
+    first_batch,
 )
 from shoal_controller.core.machine.job import new_job, restore
 from shoal_controller.core.machine.spec import JobSpec, JobView, Phase
@@ -67,8 +63,6 @@ REQUEST_SECONDS = 10.0
 STOP_SECONDS = 5.0
 """How long a write in hand may take when the job's loop is to end."""
 
-OPERATOR_REQUESTS = (Scale, DrainWorker, ConfirmLost, Pause, Resume, Cancel, Save)
-
 log = structlog.get_logger("shoal.job")
 
 
@@ -89,7 +83,8 @@ class Life:
 @dataclass(frozen=True, slots=True)
 class _Submission:
     event: Event
-    done: asyncio.Future[None]
+    done: asyncio.Future[None] | None = None
+    """None: nobody waits for it."""
 
 
 class Runner:
@@ -99,7 +94,7 @@ class Runner:
         self.spec = spec
         self.repository = repository
         self._life = life
-        self._inbox: asyncio.Queue[_Submission | None] = asyncio.Queue(INBOX)
+        self._inbox: asyncio.Queue[_Submission] = asyncio.Queue(INBOX)
         self._tick_waits = False
         self._connections: set[int] = set()
         self._job = new_job(spec, life.clock())
@@ -108,7 +103,7 @@ class Runner:
         self._broken = ""
         self._unserved = ""
         self._aside = Backlog()
-        self._in_hand: _Submission | None = None
+        self._in_hand: Sequence[_Submission] = ()
         repository.on_trouble = self._take_aside
         self._shown = _blank_view(spec)
         self._background = BackgroundWork(spec, life.outside, self.submit)
@@ -174,7 +169,7 @@ class Runner:
         """Handle nothing more than the event in hand; whoever submits from now on gets `why`."""
         self._halted = self._halted or why
         if self._inbox.empty():
-            self._inbox.put_nowait(None)
+            self._inbox.put_nowait(_Submission(Tick()))
 
     async def stop(self, why: ShoalError) -> None:
         """Stop and wait for the end. A write in hand is finished, if the store does not take too long."""
@@ -183,9 +178,7 @@ class Runner:
             await asyncio.wait([self._loop], timeout=STOP_SECONDS)
             await end_task(self._loop)
         await self._background.stop()
-        for submission in _emptied(self._inbox):
-            if submission is not None:
-                _settle(submission, self._halted)
+        _settle(_emptied(self._inbox), self._halted)
 
     def leave(self) -> None:
         """Let go of the streams of a job that another run replaces."""
@@ -196,7 +189,8 @@ class Runner:
         """Returns when its effects are carried out, or, while the store fails, when it was heard. Raises the
         `UserError` that refuses an operator's request, and a `StoreError` where that could not be stored in time.
         """
-        submission = _Submission(event, asyncio.get_running_loop().create_future())
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        submission = _Submission(event, done)
         if self.trouble:
             if isinstance(event, OPERATOR_REQUESTS):
                 raise StoreError(f"job {self.spec.job} cannot be changed now: {self.trouble}. Try again later")
@@ -207,86 +201,82 @@ class Runner:
         except TimeoutError as error:
             raise StoreError(f"job {self.spec.job} is too busy; try again later") from error
         if self._halted is not None and (self._loop is None or self._loop.done()):
-            _settle(submission, self._halted)
+            _settle([submission], self._halted)
         if not isinstance(event, OPERATOR_REQUESTS):
-            return await submission.done
-        await asyncio.wait([submission.done], timeout=REQUEST_SECONDS)
-        if not submission.done.done():
-            submission.done.add_done_callback(asyncio.Future.exception)  # nobody waits for it any more
+            return await done
+        await asyncio.wait([done], timeout=REQUEST_SECONDS)
+        if not done.done():
+            done.add_done_callback(asyncio.Future.exception)  # nobody waits for it any more
             raise StoreError(
                 f"job {self.spec.job} could not store this within {REQUEST_SECONDS:g} s: "
                 f"{self.trouble or 'it is busy'}. It will be done once it can be stored"
             )
-        return submission.done.result()
+        return done.result()
 
     def _take_aside(self) -> None:
         """The store fails: whoever has said something need not wait until it answers again."""
-        waiting = [submission for submission in _emptied(self._inbox) if submission is not None]
-        if self._in_hand is not None and not isinstance(self._in_hand.event, OPERATOR_REQUESTS):
-            _settle(self._in_hand, None)
-        for submission in waiting:
+        _settle([one for one in self._in_hand if not isinstance(one.event, OPERATOR_REQUESTS)], None)
+        for submission in _emptied(self._inbox):
             if isinstance(submission.event, OPERATOR_REQUESTS):
                 self._inbox.put_nowait(submission)
-            else:
+            elif not isinstance(submission.event, Tick):
                 self._aside.add(submission.event)
-                _settle(submission, None)
+                _settle([submission], None)
         self._tick_waits = False
 
     def tick(self) -> None:
         """Put a tick at the end of the line, unless one stands there already or none is wanted."""
         if not (self._tick_waits or self._broken or self._unserved or self.trouble or self._inbox.full()):
             self._tick_waits = True
-            self._inbox.put_nowait(None)
+            self._inbox.put_nowait(_Submission(Tick()))
 
     async def _run(self) -> None:
         if not (self._broken or self._unserved):
-            await self._handle(Started())
+            await self._handle([Started()])
         while self._halted is None:
             await self._catch_up()
-            submission = await self._inbox.get()
-            if submission is not None:
-                await self._answer(submission)
-            elif self._halted is None:
-                await self._tick()
-
-    async def _tick(self) -> None:
-        """● After all that lies in the inbox: whoever was heard while the job was busy is not silent."""
-        self._tick_waits = False
-        for submission in _emptied(self._inbox):
-            if submission is not None:
-                await self._answer(submission)
-        await self._catch_up()
-        if self._halted is None:
-            await self._handle(Tick())
+            await self._answer(self._batch(await self._inbox.get()))
 
     async def _catch_up(self) -> None:
         """Hear what was said while the store failed."""
-        while self._halted is None and (event := self._aside.take()) is not None:
-            await self._handle(event)
+        while self._halted is None and (events := self._aside.take()):
+            await self._handle(events)
 
-    async def _answer(self, submission: _Submission) -> None:
+    def _batch(self, first: _Submission) -> list[_Submission]:
+        """What lies in the inbox, from its first on, as far as it is one batch."""
+        batch, later = first_batch([first, *_emptied(self._inbox)], lambda submission: submission.event)
+        for submission in later:
+            self._inbox.put_nowait(submission)
+        if any(isinstance(submission.event, Tick) for submission in batch):
+            self._tick_waits = False
+        return batch
+
+    async def _answer(self, batch: Sequence[_Submission]) -> None:
         """Handle it, unless the job has been halted, and tell whoever submitted it."""
         if self._halted is not None:
-            return _settle(submission, self._halted)
-        self._in_hand = submission
+            return _settle(batch, self._halted)
+        self._in_hand = batch
         try:
-            await self._handle(submission.event)
+            await self._handle([submission.event for submission in batch])
         except UserError as error:
-            _settle(submission, error)
+            _settle(batch, error)
         except BaseException as error:
-            _settle(submission, self._halted or (error if isinstance(error, StoreError) else _gone(self.spec)))
+            _settle(batch, self._halted or (error if isinstance(error, StoreError) else _gone(self.spec)))
             raise
         else:
-            _settle(submission, None)
+            _settle(batch, None)
 
-    # ---- one event
+    # ---- one batch
 
-    async def _handle(self, event: Event) -> None:
-        self._follow_stream(event)
+    async def _handle(self, events: Sequence[Event]) -> None:
+        for event in events:
+            self._follow_stream(event)
         if self._broken or self._unserved:
-            return self._answer_broken(event)
+            for event in events:
+                self._answer_broken(event)
+            return
         try:
-            self._job, effects = self._life.step(self._job, event, self._life.clock())
+            self._job, effects = self._life.step(self._job, events, self._life.clock())
             await self._carry_out(effects)
             self._carried_out = self._job
         except StoreError as error:
@@ -294,7 +284,7 @@ class Runner:
                 raise
             await self._break(error)
         except Exception as error:
-            if isinstance(error, UserError) and not isinstance(event, Started | Tick):
+            if isinstance(error, UserError) and isinstance(events[0], OPERATOR_REQUESTS):
                 raise
             await self._break(error)
 
@@ -378,19 +368,20 @@ def _gone(spec: JobSpec) -> StoreError:
     return StoreError(f"the controller stopped before job {spec.job} had answered")
 
 
-def _emptied(inbox: asyncio.Queue[_Submission | None]) -> list[_Submission | None]:
+def _emptied(inbox: asyncio.Queue[_Submission]) -> list[_Submission]:
     """What stands in the line now, which nobody finds there any more."""
     return [inbox.get_nowait() for _ in range(inbox.qsize())]
 
 
-def _settle(submission: _Submission, error: BaseException | None) -> None:
-    """Tell whoever submitted it, unless they have gone."""
-    if submission.done.done():
-        return
-    if error is None:
-        submission.done.set_result(None)
-    else:
-        submission.done.set_exception(error)
+def _settle(submissions: Sequence[_Submission], error: BaseException | None) -> None:
+    """Tell whoever submitted them, unless they have gone."""
+    for submission in submissions:
+        if submission.done is None or submission.done.done():
+            continue
+        if error is None:
+            submission.done.set_result(None)
+        else:
+            submission.done.set_exception(error)
 
 
 def _blank_view(spec: JobSpec) -> JobView:

@@ -1,11 +1,13 @@
 """The controller's process: the real job machine, a store, a launcher and a prober, all of which can die or lie late.
 
-Effects are carried out strictly in order, as the shell does; a crash may come between any two of them. What is durable
-goes through its JSON text whenever a controller starts.
+Effects are carried out strictly in order, as the shell does; a crash may come between any two of them. What comes while
+the store writes, or while the controller is late, lies in its inbox, and is one batch as it is in the shell. What is
+durable goes through its JSON text whenever a controller starts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING
@@ -35,6 +37,7 @@ from shoal_controller.core.machine.events import (
     Spawned,
     Started,
     Tick,
+    first_batch,
 )
 from shoal_controller.core.machine.job import Job
 from shoal_controller.core.machine.machine import new_job, restore, step
@@ -74,6 +77,9 @@ class ControllerHost:
         self.streams: dict[int, Stream] = {}
         self.late = 0.0
         """Seconds by which every tick is late; whatever comes meanwhile lies in the inbox."""
+        self.store_seconds = 0.0
+        """How long a write takes; likewise."""
+        self._is_writing = False
         self._inbox: list[Event] = []
         self._prompt: Event | None = None
         """What the planner has answered at once: handled after the effects of the event that asked."""
@@ -85,7 +91,7 @@ class ControllerHost:
         """With what is in the store, and nothing else."""
         if self.alive:
             return
-        self.alive, self.is_empty = True, False
+        self.alive, self.is_empty, self._is_writing = True, False, False
         self.life += 1
         self.streams = {}
         durable = self.store.read()
@@ -95,7 +101,7 @@ class ControllerHost:
         self.simulation.say("controller starts, life", self.life)
         self.simulation.promises.begins(self.life)
         self.simulation.planner.begin_life()
-        self._handle(Started())
+        self._handle([Started()])
         self.clock.after(TICK_SECONDS + self.late, self._tick, self.life)
 
     def crash(self) -> None:
@@ -111,8 +117,10 @@ class ControllerHost:
 
     def _tick(self, life: int) -> None:
         if self.alive and self.life == life:
-            self._empty_inbox()
-            self._handle(Tick())
+            if not any(isinstance(event, Tick) for event in self._inbox):
+                self._inbox.append(Tick())
+            if not self._is_writing:
+                self._empty_inbox()
             self.clock.after(TICK_SECONDS + self.late, self._tick, life)
 
     # ---- events
@@ -144,7 +152,7 @@ class ControllerHost:
         self._empty_inbox()
         before, life = self.job, self.life
         try:
-            self._handle(event)
+            self._handle([event])
         except UserError as error:
             self.simulation.say("refused:", error)
             if self.job is not before:
@@ -158,19 +166,29 @@ class ControllerHost:
         if not self.alive:
             return
         self._inbox.append(event)
-        if not self.late:
+        if not (self.late or self._is_writing):
             self._empty_inbox()
 
     def _empty_inbox(self) -> None:
         while self._inbox:
-            self._handle(self._inbox.pop(0))
+            batch, self._inbox = first_batch(self._inbox, lambda event: event)
+            self._handle(batch)
 
-    def _handle(self, event: Event) -> None:
+    def _has_written(self, life: int) -> None:
+        if self.alive and self.life == life:
+            self._is_writing = False
+            if not self.late:
+                self._empty_inbox()
+
+    def _handle(self, events: Sequence[Event]) -> None:
         if not self.alive:
             return
         before = self.job
-        self.job, effects = step(self.job, event, self.clock.now)
-        self.simulation.watch.stepped(before, event, self.job)
+        self.job, effects = step(self.job, events, self.clock.now)
+        self.simulation.watch.stepped(before, events, self.job)
+        if self.store_seconds and not self._is_writing and any(isinstance(effect, Persist) for effect in effects):
+            self._is_writing = True
+            self.clock.after(self.store_seconds, self._has_written, self.life)
         for effect in effects:
             if self._dies_at(effect):
                 if isinstance(effect, Persist):
@@ -181,7 +199,7 @@ class ControllerHost:
         self.simulation.watch.shows(self.job)
         if self._prompt is not None:
             event, self._prompt = self._prompt, None
-            self._handle(event)
+            self._handle([event])
 
     def _dies_at(self, effect: Effect) -> bool:
         if self.crash_after is not None:

@@ -84,6 +84,7 @@ class Simulation:
         self.host = ControllerHost(self)
         if not self.still:
             self.host.late = Random(f"{seed} late").choice((0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.6, 1.5))
+        self.host.store_seconds = float(self._shape(shape, "store_seconds", 0.0, (0.0, 0.0, 0.02, 0.1)))
 
     def _shape(self, shape: dict[str, object], name: str, still: Any, drawn: tuple[Any, ...]) -> Any:
         """Drawn apart from the rest, so that what is new changes nothing in what a seed drew before."""

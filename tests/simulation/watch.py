@@ -1,10 +1,11 @@
-"""The invariants: looked at where they can break, and after every event of the machine.
+"""The invariants: looked at where they can break, and after every batch of the machine.
 
 A broken one raises `Violation` with the simulation's event log.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shoal_controller.core.machine.durable import Durable, Standing
@@ -208,8 +209,8 @@ class Watch:
                 found |= worker.training.blocks.keys()
         return len(found) == self.simulation.blocks
 
-    def stepped(self, before: Job, event: Event, after: Job) -> None:
-        """After every event of the machine."""
+    def stepped(self, before: Job, events: Sequence[Event], after: Job) -> None:
+        """After every batch of the machine."""
         durable, old = after.durable, before.durable
         if durable is old:
             return
@@ -222,12 +223,12 @@ class Watch:
             return  # not for a lack of copies
         went_back = after.attempt is not None and after.attempt.reason is Reason.RESTORE
         if went_back and not (before.attempt is not None and before.attempt.reason is Reason.RESTORE):
-            self._gave_up(before, after, event, "all went back")
+            self._gave_up(before, after, events, "all went back")
         if durable.first_valid_generation > old.first_valid_generation:
             if durable.current is None:
-                self._gave_up(before, after, event, "the job started anew")
+                self._gave_up(before, after, events, "the job started anew")
         elif self._has_failed_in_a_recovery(before, after):
-            self._gave_up(before, after, event, "the job failed")
+            self._gave_up(before, after, events, "the job failed")
 
     def _has_failed_in_a_recovery(self, before: Job, after: Job) -> bool:
         failed = after.durable.phase is Phase.FAILED and before.durable.phase is not Phase.FAILED
@@ -302,11 +303,11 @@ class Watch:
         long = process.reachable_since < now - WELL_SECONDS - 2 * self.simulation.host.late
         return reachable and long and known is not None and known.connection is not None
 
-    def _gave_up(self, before: Job, after: Job, event: Event, loss: str) -> None:
+    def _gave_up(self, before: Job, after: Job, events: Sequence[Event], loss: str) -> None:
         """Only where no process that lives has the blocks, `stall_seconds` are over, or an operator said so."""
         attempt = before.attempt
         now = self.simulation.clock.now
-        if isinstance(event, DrainWorker):
+        if any(isinstance(event, DrainWorker) for event in events):
             return
         if attempt is None or now - attempt.since > self.simulation.spec.stall_seconds:
             return

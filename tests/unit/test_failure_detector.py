@@ -32,7 +32,7 @@ class Silence:
         return Hello(PROTOCOL_VERSION, "job", worker, f"{worker}.1", "127.0.0.1:9", "host", 1, "", MADE_OF, WARMING_UP)
 
     def feed(self, event):
-        self.job, effects = step(self.job, event, self.now)
+        self.job, effects = step(self.job, [event], self.now)
         for effect in effects:
             if isinstance(effect, Note) and effect.worker == "w0":
                 self.happened.append((round(self.now, 1), effect.kind))
@@ -157,10 +157,10 @@ def test_a_controller_whose_every_tick_is_late_still_evicts_a_frozen_worker():
 
 def test_whose_stream_broke_is_asked_for_with_every_tick_at_first_and_then_once_a_second():
     world, probes = Silence(), []
-    world.job, effects = step(world.job, Disconnected(0, "its stream ended"), world.now)
+    world.job, effects = step(world.job, [Disconnected(0, "its stream ended")], world.now)
     for _ in range(32):  # four seconds
         probes.append(sum(isinstance(effect, Probe) and effect.worker == "w0" for effect in effects))
         world.now += TICK_SECONDS
-        world.job, effects = step(world.job, Tick(), world.now)
+        world.job, effects = step(world.job, [Tick()], world.now)
     assert probes[:8] == [1] * 8
     assert sum(probes[8:]) == 3

@@ -8,7 +8,14 @@ from typing import get_args
 import pytest
 from machine_driver import MADE_OF, NEW, RUN, Driver
 from shoal_controller.core.machine.effects import Close, Persist, Send
-from shoal_controller.core.machine.events import Cancel, Disconnected, Event, Exited, Scale, Spawned
+from shoal_controller.core.machine.events import (
+    Cancel,
+    Disconnected,
+    Event,
+    Exited,
+    Scale,
+    Spawned,
+)
 from shoal_controller.core.machine.machine import SETTLE, TABLE
 from shoal_controller.core.machine.place import Place
 from shoal_controller.core.machine.spec import Phase, State

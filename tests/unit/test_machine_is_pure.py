@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 import pytest
 from machine_driver import stored, through_the_store
@@ -14,43 +15,46 @@ from simulation.seeds import rage_and_calm
 from simulation.simulation import Simulation
 from simulation.watch import Watch
 
+Asked = tuple[Job, str, Sequence[Event], float, Job]
+"""The job before, its text, the batch, the time, and the job after."""
+
 
 class Recorder(Watch):
-    """Takes down every event of a simulation, with the job before and after it."""
+    """Takes down every batch of a simulation, with the job before and after it."""
 
     def __init__(self, simulation: Simulation) -> None:
         super().__init__(simulation)
-        self.events: list[tuple[Job, str, Event, float, Job]] = []
+        self.batches: list[Asked] = []
 
-    def stepped(self, before: Job, event: Event, after: Job) -> None:
-        self.events.append((before, repr(before), event, self.simulation.clock.now, after))
-        super().stepped(before, event, after)
+    def stepped(self, before: Job, events: Sequence[Event], after: Job) -> None:
+        self.batches.append((before, repr(before), events, self.simulation.clock.now, after))
+        super().stepped(before, events, after)
 
 
 @pytest.fixture(scope="module")
-def recorded() -> list[tuple[Job, str, Event, float, Job]]:
+def recorded() -> list[Asked]:
     """What the machine was asked in a few simulated lives."""
-    events = []
+    batches: list[Asked] = []
     for seed in (2, 11, 24):
         simulation = Simulation(seed)
         simulation.watch = recorder = Recorder(simulation)
         rage_and_calm(simulation)
-        events += recorder.events
-    return events[::3]
+        batches += recorder.batches
+    return batches[::3]
 
 
-def test_the_same_question_gets_the_same_answer(recorded: list[tuple[Job, str, Event, float, Job]]) -> None:
-    for before, _, event, now, after in recorded:
-        again, effects = machine.step(before, event, now)
+def test_the_same_question_gets_the_same_answer(recorded: list[Asked]) -> None:
+    for before, _, events, now, after in recorded:
+        again, effects = machine.step(before, events, now)
         assert again == after
-        assert (again, effects) == machine.step(before, event, now)
+        assert (again, effects) == machine.step(before, events, now)
 
 
-def test_what_was_given_stays_as_it_was(recorded: list[tuple[Job, str, Event, float, Job]]) -> None:
-    assert [event for before, text, event, *_ in recorded if repr(before) != text] == []
+def test_what_was_given_stays_as_it_was(recorded: list[Asked]) -> None:
+    assert [events for before, text, events, *_ in recorded if repr(before) != text] == []
 
 
-def test_what_is_durable_survives_the_store(recorded: list[tuple[Job, str, Event, float, Job]]) -> None:
+def test_what_is_durable_survives_the_store(recorded: list[Asked]) -> None:
     durables = {id(after.durable): after.durable for *_, after in recorded}.values()
     assert len(durables) > 50
     for durable in durables:
@@ -59,7 +63,7 @@ def test_what_is_durable_survives_the_store(recorded: list[tuple[Job, str, Event
 
 
 def test_what_a_change_writes_makes_of_what_was_stored_what_is_durable_now(
-    recorded: list[tuple[Job, str, Event, float, Job]],
+    recorded: list[Asked],
 ) -> None:
     durables = list({id(after.durable): after.durable for *_, after in recorded}.values())
     texts: dict[str, str] = {}
@@ -73,7 +77,7 @@ def test_what_a_change_writes_makes_of_what_was_stored_what_is_durable_now(
 
 
 def test_a_field_that_an_older_controller_did_not_write_has_its_default(
-    recorded: list[tuple[Job, str, Event, float, Job]],
+    recorded: list[Asked],
 ) -> None:
     durable = recorded[-1][-1].durable
     state, records = stored(durable)
@@ -82,7 +86,7 @@ def test_a_field_that_an_older_controller_did_not_write_has_its_default(
     assert durable_from(fields, records).spawn_after == 0.0
 
 
-def test_a_view_can_be_made_of_every_job(recorded: list[tuple[Job, str, Event, float, Job]]) -> None:
+def test_a_view_can_be_made_of_every_job(recorded: list[Asked]) -> None:
     for *_, now, after in recorded:
         view = machine.view(after, now)
         ranks = [worker.rank for worker in view.workers if worker.rank is not None]

@@ -22,7 +22,7 @@ def hellos(*descriptions: Description):
         hello = Hello(
             PROTOCOL_VERSION, "job", worker, f"process{number}", "127.0.0.1:9", "host", 1, "", made_of, WARMING_UP
         )
-        job, effects = step(job, Connected(number, hello), 0.0)
+        job, effects = step(job, [Connected(number, hello)], 0.0)
         messages += [effect.message for effect in effects if isinstance(effect, Send)]
         notes += [(effect.kind, effect.message) for effect in effects if isinstance(effect, Note)]
     return messages, notes, view(job, 0.0)

@@ -8,6 +8,7 @@ from machine_driver import MADE_OF, Driver, notes, training
 from shoal_controller.core.machine.effects import AskPlanner
 from shoal_controller.core.machine.events import DrainWorker, PlannerAnswered, PlannerFailed
 from shoal_controller.core.machine.job import AttemptPhase
+from shoal_controller.core.machine.machine import step
 from shoal_controller.core.machine.spec import Phase
 from shoal_controller.core.planning.question import ChangeQuestion, RecoveryQuestion, answer
 from shoal_protos.messages import MemberState
@@ -204,3 +205,42 @@ def test_a_broken_connection_counts_once_however_often_a_plan_is_asked_for() -> 
     assert len(job.questions) == 2
     assert {fault.times for fault in job.job.durable.link_faults.values()} == {1}
     assert not any(record.quarantined for record in job.job.durable.roster.values())
+
+
+def stalled_until_a_holder_is_back() -> tuple[Driver, AskPlanner]:
+    """A job whose lost blocks w1 holds, which was silent and has now told of them; and the question before it did."""
+    job = trains_with_a_slow_planner()
+    connection = job.connections.pop("w1")
+    job.exit("w2")
+    job.stop("w0", job.statuses["w0"])
+    job.wait(5)
+    (without_it,) = job.questions
+    answered(job, without_it)
+    assert job.job.durable.phase is Phase.STALLED
+    job.connections["w1"] = connection
+    job.stop("w1", job.statuses["w1"])
+    assert len(job.questions) == 2
+    return job, without_it
+
+
+def test_blocks_are_not_given_up_where_the_planner_fails_over_the_question_with_their_holder() -> None:
+    job, _ = stalled_until_a_holder_is_back()
+    job.feed(PlannerFailed(job.questions[-1].number, "the planner's process has ended (exit status -9)"))
+    job.wait(1)
+    answered(job, job.questions[-1])
+    assert [member.worker for member in job.planned().members] == ["w0", "w1"]
+
+
+def test_blocks_are_not_given_up_by_a_late_answer_to_a_question_without_their_holder() -> None:
+    job, without_it = stalled_until_a_holder_is_back()
+    answered(job, without_it)
+    assert job.job.durable.phase is not Phase.FAILED
+    answered(job, job.questions[-1])
+    assert [member.worker for member in job.planned().members] == ["w0", "w1"]
+
+
+def test_of_two_answers_at_once_the_one_to_the_later_question_counts() -> None:
+    job, without_it = stalled_until_a_holder_is_back()
+    batch = [PlannerAnswered(asked, answer(asked.question)) for asked in (job.questions[-1], without_it)]
+    job.job, job.effects = step(job.job, batch, job.now)
+    assert [member.worker for member in job.planned().members] == ["w0", "w1"]

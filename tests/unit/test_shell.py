@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 import pytest
 from asynchronous import asynchronous
 from shoal_controller.core.machine.effects import Close, Note, Persist, Send
-from shoal_controller.core.machine.events import Pause, Resume, Save, Scale, Tick
+from shoal_controller.core.machine.events import Pause, Probed, Resume, Save, Scale, Tick
 from shoal_controller.core.machine.spec import JobSpec, Phase
 from shoal_controller.records import JobEvent, event_key
 from shoal_controller.store.store import Put
@@ -303,6 +303,31 @@ async def test_a_tick_that_comes_late_is_handled_after_all_that_was_heard_meanwh
         world.shell._runners["train"].tick()  # it stands in line before them: the loop has not come to them yet
         await asyncio.gather(*saves, ticked.wait())
         assert order[:6] == ["save"] * 5 + ["tick"]
+
+
+@asynchronous
+async def test_what_lies_in_the_inbox_is_one_batch_but_for_an_operators_request(tmp_path):
+    async with running(tmp_path) as world:
+        await world.shell.create(SPEC)
+        await world.shell.submit("train", Save())
+        world.machine.batches.clear()
+        runner = world.shell._runners["train"]
+        before = [Probed(f"w{number}", "", refused=False) for number in range(3)]
+        heard = [asyncio.ensure_future(runner.submit(event)) for event in (*before, Scale(2), *before)]
+        runner.tick()
+        await asyncio.gather(*heard)
+        assert world.machine.batches["train"][:3] == [("Probed",) * 3, ("Scale",), (*("Probed",) * 3, "Tick")]
+
+
+@asynchronous
+async def test_a_request_that_is_refused_takes_nothing_of_what_others_say_with_it(tmp_path):
+    async with running(tmp_path) as world:
+        await world.shell.create(SPEC)
+        runner = world.shell._runners["train"]
+        wishes = (Probed("w0", "", refused=False), Scale(99), Probed("w1", "", refused=False), Scale(5))
+        outcomes = await asyncio.gather(*(runner.submit(wish) for wish in wishes), return_exceptions=True)
+        assert [type(outcome).__name__ for outcome in outcomes] == ["NoneType", "Conflict", "NoneType", "NoneType"]
+        assert world.shell.view("train").wanted == 5
 
 
 # ---- names

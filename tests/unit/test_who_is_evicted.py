@@ -86,11 +86,11 @@ def test_a_death_that_the_launcher_confirms_counts_though_everybody_is_silent():
         status = replace(IN_A_WORLD, holds=share_of(recovery(1, "abc"), worker))
         address = f"{worker}:1"
         hello = Hello(PROTOCOL_VERSION, "job", worker, f"{worker}.1", address, "host", 1, "", MADE_OF, status)
-        job, _ = step(job, Connected(number, hello), now)
+        job, _ = step(job, [Connected(number, hello)], now)
     for now in range(1, 60):  # the controller is cut off: it hears of nobody
-        job, _ = step(job, Tick(), float(now))
+        job, _ = step(job, [Tick()], float(now))
     standings = [record.standing for record in job.durable.roster.values()]
     assert standings == [Standing.HERE] * 3 and job.attempt is None
-    job, _ = step(job, Exited("b", -9, "killed by signal 9"), 60.0)
+    job, _ = step(job, [Exited("b", -9, "killed by signal 9")], 60.0)
     assert job.durable.roster["b"].standing is Standing.DEAD
     assert job.attempt is not None and "worker b is lost" in job.attempt.why

@@ -1,11 +1,13 @@
-"""What can happen to a job: the inputs of `machine.step`. Plain data, no behaviour.
+"""What can happen to a job: the inputs of `machine.step`, which come in batches (`first_batch`). Plain data.
 
 A `connection` is a number that the sessions room gives to each stream; it is never used twice in a controller's life.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from shoal_protos.messages import Heartbeat, Hello, Inventory, Ready, Request, Result
 from shoal_protos.plan import WorkerId
@@ -149,3 +151,19 @@ Event = (
     | PlannerAnswered | PlannerFailed
     | Scale | DrainWorker | ConfirmLost | Pause | Resume | Cancel | Save
 )  # fmt: skip
+
+OPERATOR_REQUESTS = (Scale, DrainWorker, ConfirmLost, Pause, Resume, Cancel, Save)
+
+
+One = TypeVar("One")
+
+
+def first_batch(waiting: Sequence[One], event_of: Callable[[One], Event]) -> tuple[list[One], list[One]]:
+    """Of what waits, the oldest first: what the machine is given now, and the rest. All that is there is one batch, but
+    for an operator's request, which is one by itself: where it is refused, nothing else is. ● A tick comes last: time
+    never overtakes what was heard.
+    """
+    line = sorted(waiting, key=lambda one: isinstance(event_of(one), Tick))
+    requests = (place for place, one in enumerate(line) if isinstance(event_of(one), OPERATOR_REQUESTS))
+    size = next(requests, len(line)) or 1
+    return line[:size], line[size:]

@@ -1,14 +1,15 @@
-"""The job machine: what an event makes of a job, and what has to be done about it.
+"""The job machine: what a batch of events makes of a job, and what has to be done about it.
 
 `TABLE` says what records an event: (phase, event type) → function; a worker's message has a table of its own
-(`worker_messages.MESSAGES`). Then the phase's `settle` draws the conclusions from all that is known, so that nothing
-hangs on the order of messages. Which phase leads to which: `transitions.py`. Pure: it reads no clock, draws no chance
-and does no I/O; an operator's impossible request raises a `UserError`, and nothing has changed.
+(`worker_messages.MESSAGES`). Then, once for the batch, the phase's `settle` draws the conclusions from all that is
+known: so nothing hangs on the order of messages, and what a thousand workers say at once is concluded once. Which
+phase leads to which: `transitions.py`. Pure: it reads no clock, draws no chance and does no I/O; an operator's
+impossible request raises a `UserError`, and nothing has changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from shoal_controller.core.machine.durable import Durable
@@ -53,7 +54,7 @@ from shoal_controller.core.machine.phases import (
     worker_messages,
 )
 from shoal_controller.core.machine.spec import Phase
-from shoal_controller.core.machine.turn import Turn
+from shoal_controller.core.machine.turn import Turn, forget_surplus
 from shoal_controller.core.machine.view import view
 
 __all__ = ["Durable", "Job", "new_job", "restore", "step", "view"]
@@ -140,14 +141,24 @@ SETTLE: dict[Phase, Callable[[Turn], None]] = {
 """What a phase does about what is known. `paused` is running without steps, as `view` tells."""
 
 
-def step(job: Job, event: Event, now: float) -> tuple[Job, list[Effect]]:
-    """What `event`, at the time `now`, makes of `job`, and the effects in the order in which they must happen."""
+def step(job: Job, events: Sequence[Event], now: float) -> tuple[Job, list[Effect]]:
+    """What a batch of events (`events.first_batch`), heard by the time `now`, makes of `job`, and the effects in the
+    order in which they must happen.
+    """
     turn = Turn(job, now)
-    matters = TABLE[job.durable.phase, type(event)](turn, event)
-    if matters is not False:
-        SETTLE[turn.durable.phase](turn)
-        if turn.durable.stopping:
-            operator_requests.settle_cancelled(turn)
-        if not turn.durable.phase.over:
-            scaling.settle(turn)
+    recorded = [TABLE[turn.durable.phase, type(event)](turn, event) for event in events]
+    if any(matters is not False for matters in recorded):
+        _conclude(turn, any(isinstance(event, Probed) and event.refused for event in events))
+    forget_surplus(turn)
     return turn.job, turn.effects_in_order()
+
+
+def _conclude(turn: Turn, refused: bool) -> None:
+    """From all that is known, whatever was heard last. `refused`: a host was heard to refuse a connection."""
+    if refused and not turn.durable.phase.over:
+        failure_detector.judge_refusals(turn)
+    SETTLE[turn.durable.phase](turn)
+    if turn.durable.stopping:
+        operator_requests.settle_cancelled(turn)
+    if not turn.durable.phase.over:
+        scaling.settle(turn)

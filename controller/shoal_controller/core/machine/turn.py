@@ -1,4 +1,4 @@
-"""One event being worked on: the job as it is so far, the time, and the effects in the order in which they must be.
+"""One batch of events being worked on: the job as it is so far, the time, and the effects in the order they must have.
 
 The functions in `phases/` take a `Turn` and change it; `machine.step` makes it and takes the result out. What is
 durable is written before anything is said: [Note: stored first] in `effects_in_order`.
@@ -6,9 +6,9 @@ durable is written before anything is said: [Note: stored first] in `effects_in_
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from shoal_protos.messages import ToWorker
 from shoal_protos.plan import Plan, WorkerId
@@ -21,18 +21,22 @@ from shoal_controller.core.machine.job import Job, Process
 from shoal_controller.core.machine.spec import JobSpec, Phase
 from shoal_controller.core.machine.transitions import ALLOWED
 
+Answer = TypeVar("Answer")
+
 
 class Turn:
-    """One event being worked on: job, time, and effects so far."""
+    """One batch of events being worked on: job, time, and effects so far."""
 
-    __slots__ = ("_own_processes", "_own_roster", "before", "effects", "job", "now")
+    __slots__ = ("_own_roster", "answers", "before", "copies", "effects", "incarnations", "job", "now")
 
     def __init__(self, job: Job, now: float) -> None:
         self.before = job
         self.job = job
         self.now = now
         self.effects: list[Effect] = []
-        self._own_processes: dict[WorkerId, Process] = {}
+        self.copies: dict[str, dict[Any, Any]] = {}
+        self.answers: dict[object, Any] = {}
+        self.incarnations: dict[str, WorkerId] | None = None
         self._own_roster: dict[WorkerId, WorkerRecord] = {}
 
     # ---- reading
@@ -84,6 +88,8 @@ class Turn:
             self._own_roster = dict(self.job.durable.roster)
             self.keep(roster=self._own_roster)
         self._own_roster[record.worker] = record
+        if self.incarnations is not None:
+            self.incarnations[record.incarnation] = record.worker
 
     def mark(self, worker: WorkerId, **fields: Any) -> None:
         """Durable fields of one worker, where they differ."""
@@ -92,16 +98,10 @@ class Turn:
             self.enlist(replace(record, **fields))
 
     def enlist_new(self, worker: WorkerId, launched: bool = False) -> WorkerRecord:
-        """The record of the youngest worker. For each new one the oldest that is gone is forgotten, beyond a bound."""
+        """The record of the youngest worker."""
         record = WorkerRecord(worker, self.durable.next_join_order, launched)
         self.keep(next_join_order=record.join_order + 1)
         self.enlist(record)
-        if gone := self.durable.surplus:
-            self.keep(roster={name: record for name, record in self.durable.roster.items() if name not in gone})
-            self.change(
-                processes={name: one for name, one in self.job.processes.items() if name not in gone},
-                probed_at={name: at for name, at in self.job.probed_at.items() if name not in gone},
-            )
         return record
 
     def take_id(self) -> WorkerId:
@@ -116,11 +116,17 @@ class Turn:
             self.mark(worker, ending_since=self.now)
 
     def see(self, worker: WorkerId, **fields: Any) -> None:
-        """Volatile fields of one process. All of them are copied once a turn."""
-        if self.job.processes is not self._own_processes:
-            self._own_processes = dict(self.job.processes)
-            self.change(processes=self._own_processes)
-        self._own_processes[worker] = replace(self._own_processes[worker], **fields)
+        """Volatile fields of one process."""
+        self.put("processes", worker, replace(self.job.processes[worker], **fields))
+
+    def put(self, mapping: str, key: object, value: object) -> None:
+        """One entry of one of the job's volatile mappings."""
+        _own_copy(self, mapping)[key] = value
+
+    def drop(self, mapping: str, key: object) -> None:
+        """The entry, if it is there."""
+        if key in getattr(self.job, mapping):
+            del _own_copy(self, mapping)[key]
 
     # ---- what is counted
 
@@ -163,3 +169,44 @@ class Turn:
         if after == replace(before, step=after.step):
             return [PersistStep(after.step), *self.effects]
         return [Persist(), *self.effects]
+
+
+# ---- what would cost the square of the workers
+
+
+def once(turn: Turn, question: Callable[[Job], Answer]) -> Answer:
+    """The answer as of the first time that it was asked in this batch: of what goes through all workers, for each of
+    many.
+    """
+    if question not in turn.answers:
+        turn.answers[question] = question(turn.job)
+    answer: Answer = turn.answers[question]
+    return answer
+
+
+def worker_of(turn: Turn, incarnation: str) -> WorkerId | None:
+    """The id that a process was given, the last one where there are several."""
+    if turn.incarnations is None:
+        turn.incarnations = {record.incarnation: record.worker for record in turn.durable.roster.values()}
+    return turn.incarnations.get(incarnation)
+
+
+def forget_surplus(turn: Turn) -> None:
+    """For each worker that is new the oldest that is gone is forgotten, beyond a bound."""
+    if turn.durable.next_join_order == turn.before.durable.next_join_order:
+        return
+    if gone := turn.durable.surplus:
+        turn.keep(roster={name: record for name, record in turn.durable.roster.items() if name not in gone})
+        turn.change(
+            processes={name: one for name, one in turn.job.processes.items() if name not in gone},
+            probed_at={name: at for name, at in turn.job.probed_at.items() if name not in gone},
+        )
+
+
+def _own_copy(turn: Turn, name: str) -> dict[Any, Any]:
+    """A mapping is copied once a turn: whatever it was before stays as it is."""
+    mapping: Mapping[Any, Any] = getattr(turn.job, name)
+    if mapping is not turn.copies.get(name):
+        turn.copies[name] = dict(mapping)
+        turn.change(**{name: turn.copies[name]})
+    return turn.copies[name]

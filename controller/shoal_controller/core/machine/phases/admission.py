@@ -23,7 +23,7 @@ from shoal_controller.core.machine.phases import claims, ending, failure_detecto
 from shoal_controller.core.machine.phases.next_message import send_if_due
 from shoal_controller.core.machine.phases.progress import shown_loss
 from shoal_controller.core.machine.place import Place
-from shoal_controller.core.machine.turn import Turn
+from shoal_controller.core.machine.turn import Turn, once, worker_of
 
 REFUSALS = 256
 """How many refusals are remembered, so that each is noted once."""
@@ -59,7 +59,7 @@ def _on_hello(turn: Turn, event: Connected) -> None:
         worker, spec.heartbeat_seconds, spec.reconnect_seconds, spec.stall_seconds, turn.durable.last_generation,
         resume="" if spec.resume is None else json.dumps(spec.resume),
         opened_generations=turn.durable.opened_generations, run=spec.run, step=turn.durable.step,
-        loss=shown_loss(turn.job),
+        loss=once(turn, shown_loss),
     )  # fmt: skip
     turn.do(Send(event.connection, welcome))
     worker_messages.on_status(turn, worker, hello.status)
@@ -139,9 +139,8 @@ def _identify(turn: Turn, hello: Hello) -> WorkerId | None:
     record = durable.roster.get(hello.worker)
     if record is not None and record.incarnation in ("", hello.incarnation):
         return hello.worker
-    known = (r for r in durable.roster.values() if r.incarnation == hello.incarnation and r.ending is None)
-    given = next((record.worker for record in known), None)
-    if given is not None:
+    given = worker_of(turn, hello.incarnation)
+    if given is not None and durable.roster[given].ending is None:
         return given  # which it has not heard yet
     if record is None:
         is_free = hello.worker and not _was_given_away(durable, hello.worker)
@@ -182,7 +181,6 @@ def _take_in(turn: Turn, worker: WorkerId, event: Connected) -> None:
     before = turn.process(worker)
     if before is not None and before.connection not in (None, event.connection):
         turn.do(Close(before.connection))
-    connections = {number: owner for number, owner in turn.job.connections.items() if owner != worker}
     process = Process(worker, event.connection, hello.status, turn.now, turn.job.listening)
     if before is not None:
         kept = hello.status if hello.status.sequence >= before.status.sequence else before.status
@@ -198,11 +196,11 @@ def _take_in(turn: Turn, worker: WorkerId, event: Connected) -> None:
             ping=None,
             last_sent=("", 0, 0.0),
         )
-    turn.change(
-        connections={**connections, event.connection: worker},
-        processes={**turn.job.processes, worker: process},
-        spawned_at={other: at for other, at in turn.job.spawned_at.items() if other != worker},
-    )
+    if before is not None:
+        turn.drop("connections", before.connection)
+    turn.put("connections", event.connection, worker)
+    turn.put("processes", worker, process)
+    turn.drop("spawned_at", worker)
     failure_detector.probe_after_hello(turn, worker)
     if first:
         turn.note(EventKind.JOINED, f"worker {worker} on {hello.host} (pid {hello.pid}) connected", worker)

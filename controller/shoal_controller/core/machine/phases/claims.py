@@ -16,7 +16,7 @@ from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.events import Connected
 from shoal_controller.core.machine.phases.next_message import is_member
 from shoal_controller.core.machine.spec import JobSpec
-from shoal_controller.core.machine.turn import Turn
+from shoal_controller.core.machine.turn import Turn, worker_of
 
 GREATEST_LEAP = 1 << 20
 """● So many generations may a first hello, or a checkpoint, be ahead of the store: one that was restored from a backup
@@ -59,7 +59,7 @@ def run_mismatch(spec: JobSpec, hello: Hello) -> str:
 
 def false_hello(turn: Turn, hello: Hello) -> str:
     """Why a hello cannot be true; empty where it can."""
-    known = any(hello.incarnation == turn.record(process.worker).incarnation for process in turn.job.processes.values())
+    known = worker_of(turn, hello.incarnation) in turn.job.processes
     highest = turn.durable.last_generation + (0 if known or turn.world is None else GREATEST_LEAP)
     if hello.next_generation > turn.durable.last_generation + GREATEST_LEAP:
         return f"knows a checkpoint of generation {hello.next_generation}; expected at most {highest}"
@@ -118,6 +118,8 @@ def _false_step(turn: Turn, step: int) -> str:
     """No step lies beyond the job's last one, or beyond that of the checkpoint that it began from."""
     durable = turn.durable
     last = durable.description.max_steps if durable.description is not None else 0
+    if step <= last:
+        return ""
     highest = max([last, durable.step, *(one.step for one in durable.checkpoints)])
     return f"is at step {step}; the job's last one is {highest}" if step > highest else ""
 

@@ -12,7 +12,7 @@ from shoal_controller.core.machine.effects import Adopt, Close, Kill, Send
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.events import Connected, Disconnected, Exited, MessageReceived, NeverStarted, Started
 from shoal_controller.core.machine.phases import claims
-from shoal_controller.core.machine.phases.next_message import send_all_if_due, shutdown_of_all
+from shoal_controller.core.machine.phases.next_message import send_all_if_due, send_if_due, shutdown_of_all
 from shoal_controller.core.machine.spec import Phase
 from shoal_controller.core.machine.turn import Turn
 
@@ -81,15 +81,14 @@ def on_message(turn: Turn, event: MessageReceived) -> None:
     worker = turn.job.connections.get(event.connection)
     if worker is not None:
         turn.see(worker, heard_at=turn.now)
-        send_all_if_due(turn)
+        send_if_due(turn, worker)
 
 
 def on_disconnected(turn: Turn, event: Disconnected) -> None:
     worker = turn.job.connections.get(event.connection)
     if worker is not None:
         turn.see(worker, connection=None)
-        others = {number: name for number, name in turn.job.connections.items() if number != event.connection}
-        turn.change(connections=others)
+        turn.drop("connections", event.connection)
 
 
 def on_exited(turn: Turn, event: Exited) -> None:

@@ -1,6 +1,6 @@
 """Who is here: broken streams, probes, launchers' reports and silence.
 
-A death is confirmed by the launcher, an operator or a refused connection (`_judge_refusals` says when). Silence alone
+A death is confirmed by the launcher, an operator or a refused connection (`judge_refusals` says when). Silence alone
 evicts a worker only after it was asked directly, and never when most are silent: then it is the controller that is
 cut off.
 """
@@ -44,9 +44,7 @@ def on_disconnected(turn: Turn, event: Disconnected) -> None:
     introduction.ask(turn)
     if worker is None:
         return
-    turn.change(
-        connections={number: name for number, name in turn.job.connections.items() if number != event.connection}
-    )
+    turn.drop("connections", event.connection)
     turn.see(worker, connection=None, cut_at=turn.now)
     record = turn.record(worker)
     if record.ending is None:
@@ -72,8 +70,7 @@ def on_probed(turn: Turn, event: Probed) -> bool:
     if process.connection is None:
         since = turn.now if process.refused_since is None else process.refused_since
         turn.see(event.worker, refused_since=since if event.refused else None)
-        _judge_refusals(turn)
-    return True
+    return process.connection is None and event.refused
 
 
 def _announce_unreachable(turn: Turn, record: WorkerRecord) -> None:
@@ -87,33 +84,30 @@ def _announce_unreachable(turn: Turn, record: WorkerRecord) -> None:
     )
 
 
-def _judge_refusals(turn: Turn) -> None:
+def judge_refusals(turn: Turn) -> None:
     """● A refused connection proves a death only where this life of the controller has reached that very process there.
 
     Never within `reconnect_seconds` of the controller's start, nor where a launcher sees the process alive. Where most
     members refuse, only after `reconnect_seconds`: whoever lives comes back by itself in that time. Firewalls, tunnels
     and address translation refuse the living too.
     """
-    if silence.may_be_reconnecting(turn):
+    refused = [process for process in turn.job.processes.values() if _may_prove(turn, process)]
+    if not refused or silence.may_be_reconnecting(turn):
         return
     patience = turn.spec.reconnect_seconds if _most_are_gone(turn) else 0.0
-    for process in tuple(turn.job.processes.values()):
-        if (
-            process.refused_since is not None
-            and turn.now - process.refused_since >= patience
-            and _may_prove(turn, process)
-        ):
+    for process in refused:
+        if process.refused_since is not None and turn.now - process.refused_since >= patience:
             record = turn.record(process.worker)
             confirm_death(turn, record.worker, f"its host {record.host} refuses connections to {record.address}")
 
 
 def _may_prove(turn: Turn, process: Process) -> bool:
-    """Whether a refusal proves this process's death."""
-    dead = turn.record(process.worker).standing is Standing.DEAD
+    """Whether its host refuses connections, and that may prove this process's death."""
     return (
-        bool(process.reachable)
+        process.refused_since is not None
+        and bool(process.reachable)
         and process.connection is None
-        and not dead
+        and turn.record(process.worker).standing is not Standing.DEAD
         and process.worker not in turn.job.live_processes
     )
 
@@ -201,7 +195,7 @@ def watch(turn: Turn) -> None:
             process = turn.process(worker)
             if process is None or process.connection is None or not process.reachable:
                 _probe(turn, worker)
-    _judge_refusals(turn)
+    judge_refusals(turn)
     silence.count_tick(turn)
     if not silence.may_be_reconnecting(turn):
         silence.announce(turn)
@@ -292,13 +286,13 @@ def _probe(turn: Turn, worker: WorkerId) -> None:
         pause = QUICK_PROBE_SECONDS if cut_just_now else PROBE_SECONDS
     last = turn.job.probed_at.get(worker)
     if record.address and (last is None or turn.now - last >= pause):
-        turn.change(probed_at={**turn.job.probed_at, worker: turn.now})
+        turn.put("probed_at", worker, turn.now)
         turn.do(Probe(worker, record.incarnation, record.address))
 
 
 def _probe_now(turn: Turn, worker: WorkerId) -> None:
     """Whenever the last one was."""
-    turn.change(probed_at={name: at for name, at in turn.job.probed_at.items() if name != worker})
+    turn.drop("probed_at", worker)
     _probe(turn, worker)
 
 

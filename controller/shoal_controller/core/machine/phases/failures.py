@@ -36,7 +36,7 @@ def on_failure(turn: Turn, worker: WorkerId, why: str, fault: Fault | None = Non
     turn.mark(worker, standing=Standing.DEAD, ending=Ending.FAILED, why=why, fault=_signature(fault, step))
     turn.note(EventKind.FAILED, f"worker {worker} failed: {why}", worker)
     turn.expect_end(worker)
-    turn.change(spawned_at={name: at for name, at in turn.job.spawned_at.items() if name != worker})
+    turn.drop("spawned_at", worker)
     if _is_new(turn, record):
         _count(turn, _generation(turn, worker), step, script=1)
     elif turn.durable.failures.by_death:  # the end of its stream came before its reason

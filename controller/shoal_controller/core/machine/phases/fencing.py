@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shoal_protos.plan import Plan, WorkerId
 
-from shoal_controller.core.machine.durable import Standing
+from shoal_controller.core.machine.durable import Standing, WorkerRecord
 from shoal_controller.core.machine.job import Attempt
 from shoal_controller.core.machine.phases.next_message import inventory_for, is_member, may_hold
 from shoal_controller.core.machine.turn import Turn
@@ -12,20 +12,28 @@ from shoal_controller.core.machine.turn import Turn
 
 def fenced_workers(turn: Turn) -> list[WorkerId]:
     """Who is to stop and tell what it holds: alive as far as is known, and it may hold something."""
-    attempt, durable = turn.job.attempt, turn.durable
+    return [worker for worker, record in turn.durable.roster.items() if record.serves and _is_asked(turn, record)]
+
+
+def _is_asked(turn: Turn, record: WorkerRecord) -> bool:
+    """Whether a worker that serves is."""
+    attempt = turn.job.attempt
     assert attempt is not None
-    serving = [record for record in durable.roster.values() if record.serves and record.incarnation]
     if attempt.start:
-        return [record.worker for record in serving if record.worker in attempt.starters]
-    return [record.worker for record in serving if _may_hold(turn, record.worker)]
+        return record.worker in attempt.starters and bool(record.incarnation)
+    return bool(record.incarnation) and _may_hold(turn, record.worker)
 
 
 def missing_answers(turn: Turn, attempt: Attempt) -> list[WorkerId]:
     """Whose inventory is waited for. A joiner of a planned change stops too, but holds nothing worth a wait."""
-    waiting = (
-        worker for worker in fenced_workers(turn) if inventory_for(turn.process(worker), attempt.generation) is None
+    number = attempt.generation
+    silent = (
+        record
+        for worker, record in turn.durable.roster.items()
+        if record.serves and inventory_for(turn.process(worker), number) is None
     )
-    return [worker for worker in waiting if not turn.record(worker).quarantined and not _holds_nothing(turn, worker)]
+    waiting = [record for record in silent if _is_asked(turn, record) and not record.quarantined]
+    return [record.worker for record in waiting if not _holds_nothing(turn, record.worker)]
 
 
 def _holds_nothing(turn: Turn, worker: WorkerId) -> bool:

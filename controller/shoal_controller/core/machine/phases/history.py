@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from shoal_protos.messages import Change
@@ -125,10 +125,9 @@ def on_telemetry(turn: Turn, worker: WorkerId) -> None:
     change = next((change for change in reported if change.generation == world.generation), None)
     if change is None:
         return
-    changes = {**turn.job.changes, worker: change}
-    turn.change(changes=changes)
-    if all(member.worker in changes for member in world.members):
-        _figures(turn, world, changes)
+    turn.put("changes", worker, change)
+    if len(turn.job.changes) >= world.world_size and world.workers <= turn.job.changes.keys():
+        _figures(turn, world, turn.job.changes)
 
 
 def _has_figures(turn: Turn, world: Plan) -> bool:
@@ -137,7 +136,7 @@ def _has_figures(turn: Turn, world: Plan) -> bool:
     return bool(history and history[-1].generation == world.generation and history[-1].phases)
 
 
-def _figures(turn: Turn, world: Plan, changes: dict[WorkerId, Change]) -> None:
+def _figures(turn: Turn, world: Plan, changes: Mapping[WorkerId, Change]) -> None:
     slowest = max(changes, key=lambda worker: changes[worker].pause_seconds)
     change = changes[slowest]
     phases = dict(change.phases)

@@ -76,9 +76,11 @@ def has_failed_for(turn: Turn, seconds: float) -> bool:
 
 
 def on_answered(turn: Turn, event: PlannerAnswered) -> None:
+    """Of two answers that come at once the one to the later question counts."""
     planner = turn.job.planner
     asked_at = None if event.asked.number == planner.asked else planner.asked_at
-    turn.change(planner=PlannerState(planner.asked, asked_at, event))
+    later = planner.answer is not None and planner.answer.asked.number > event.asked.number
+    turn.change(planner=PlannerState(planner.asked, asked_at, planner.answer if later else event))
 
 
 def on_failed(turn: Turn, event: PlannerFailed) -> None:

@@ -184,7 +184,7 @@ def _ask(turn: Turn, attempt: Attempt) -> None:
     counting = {worker: inventory for worker, inventory in counting.items() if turn.record(worker).serves}
     if not attempt.judged:
         link_faults.judge(turn, attempt)
-    attempt = replace(attempt, judged=True)
+    attempt = replace(attempt, judged=True, lost_blocks=NO_BLOCKS)  # what was lost without those who came since
     turn.change(attempt=attempt)
     if turn.durable.corruption.restoring:
         return _go_back(turn, attempt, turn.durable.corruption.restoring)
@@ -202,7 +202,9 @@ def _is_right_now(turn: Turn, attempt: Attempt, asked: PlannerAnswered) -> bool:
         return False
     if isinstance(question, RecoveryQuestion) and (attempt.start or turn.durable.corruption.restoring):
         return False  # all are to go back to a checkpoint
-    return isinstance(answer, Runs) or not planner_questions.has_lost_a_member(turn, answer)
+    if isinstance(answer, Runs):  # whoever has come since an earlier question may hold them
+        return asked.asked.number == turn.job.planner.asked
+    return not planner_questions.has_lost_a_member(turn, answer)
 
 
 def _on_answer(turn: Turn, attempt: Attempt, asked: PlannerAnswered) -> None:

@@ -49,11 +49,10 @@ def _at_its_end(turn: Turn, world: Plan) -> bool:
 
     One that died after the last step leaves its digests with the others; the last one leaves them here.
     """
+    if not turn.durable.fingerprint:
+        return False  # a status may come before the digests that it speaks of
     living = [turn.process(m.worker) for m in world.members if turn.record(m.worker).serves]
-    if not living:
-        return bool(turn.durable.fingerprint)
-    ended = all(process is not None and process.status.done and process.status.ended for process in living)
-    return ended and bool(turn.durable.fingerprint)  # a status may come before the digests that it speaks of
+    return all(process is not None and process.status.done and process.status.ended for process in living)
 
 
 def _end(turn: Turn) -> None:
@@ -88,21 +87,21 @@ def _recover_if_broken(turn: Turn, world: Plan) -> bool:
     if links:
         recovery.recover(turn, broken_links.sentence(links), turn.job.last_vote_at, links=links)
         return True
-    stopped = [member.worker for member in world.members if _has_stopped(turn, world, member.worker)]
-    if stopped:
-        recovery.recover(turn, f"worker {stopped[0]} has stopped", turn.now)
+    stopped = next((member.worker for member in world.members if _has_stopped(turn, world, member.worker)), None)
+    if stopped is not None:
+        recovery.recover(turn, f"worker {stopped} has stopped", turn.now)
         return True
-    ahead = [process for process in turn.serving() if process.status.generation > world.generation]
-    if ahead:
-        status = ahead[0].status
+    ahead = next((process for process in turn.serving() if process.status.generation > world.generation), None)
+    if ahead is not None:
         known = f"the store knows none after {world.generation}: it was restored from an older state"
-        recovery.recover(turn, f"worker {ahead[0].worker} is in generation {status.generation}, and {known}", turn.now)
+        why = f"worker {ahead.worker} is in generation {ahead.status.generation}, and {known}"
+        recovery.recover(turn, why, turn.now)
         return True
-    back = [process.worker for process in turn.serving() if _could_rejoin(turn, world, process)]
-    if back:
-        turn.mark(back[0], quarantined=False)
-        recovery.recover(turn, f"worker {back[0]} is back and holds blocks", turn.now)
-    return bool(back)
+    back = _who_could_rejoin(turn, world)
+    if back is not None:
+        turn.mark(back, quarantined=False)
+        recovery.recover(turn, f"worker {back} is back and holds blocks", turn.now)
+    return back is not None
 
 
 def _last_sign(turn: Turn, worker: WorkerId) -> float:
@@ -115,15 +114,21 @@ def _last_sign(turn: Turn, worker: WorkerId) -> float:
 def _has_stopped(turn: Turn, world: Plan, worker: WorkerId) -> bool:
     """Whether a member has stopped for a number that was given up."""
     process = turn.process(worker)
-    if process is None:
+    if process is None or process.status.state is MemberState.TRAINING:
         return False
     status = process.status
     waits_for_open = status.state is MemberState.READY and status.promised == world.generation
     return status.state in (MemberState.STOPPED, MemberState.BUILDING, MemberState.READY) and not waits_for_open
 
 
-def _could_rejoin(turn: Turn, world: Plan, process: Process) -> bool:
+def _who_could_rejoin(turn: Turn, world: Plan) -> WorkerId | None:
     """A thawed worker beside a world that commits no steps: nothing makes it stale, and to take it in is free."""
+    if world.steps or turn.durable.planned:
+        return None
+    return next((process.worker for process in turn.serving() if _could_rejoin(turn, world, process)), None)
+
+
+def _could_rejoin(turn: Turn, world: Plan, process: Process) -> bool:
     status = process.status
     stands = status.generation > 0 and status.state not in (
         MemberState.LEFT,
@@ -133,11 +138,10 @@ def _could_rejoin(turn: Turn, world: Plan, process: Process) -> bool:
     )
     record = turn.record(process.worker)
     return (
-        not world.steps
-        and stands
+        stands
         and not is_member(world, process.worker)
         and max(turn.durable.committed_in, turn.durable.first_valid_generation) <= status.generation < world.generation
-        and not (record.leaving or link_faults.is_backing_off(turn, process.worker) or turn.durable.planned)
+        and not (record.leaving or link_faults.is_backing_off(turn, process.worker))
     )
 
 
@@ -147,11 +151,10 @@ def _could_rejoin(turn: Turn, world: Plan, process: Process) -> bool:
 def _dismiss_the_stale(turn: Turn, world: Plan) -> None:
     """● A step was committed in a later generation than a worker's: it changes nothing any more."""
     committed_in = turn.durable.committed_in
-    for process in tuple(turn.serving()):
-        status = process.status
-        stale = 0 < status.generation < max(committed_in, turn.durable.first_valid_generation)
-        if stale and status.state is not MemberState.LEFT and not is_member(world, process.worker):
-            recovery.dismiss_stale(turn, process.worker, status.generation, committed_in)
+    valid = max(committed_in, turn.durable.first_valid_generation)
+    for process in [process for process in turn.serving() if 0 < process.status.generation < valid]:
+        if process.status.state is not MemberState.LEFT and not is_member(world, process.worker):
+            recovery.dismiss_stale(turn, process.worker, process.status.generation, committed_in)
 
 
 def _last_ones_grace(turn: Turn, world: Plan) -> None:

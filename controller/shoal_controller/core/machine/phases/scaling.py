@@ -61,7 +61,7 @@ def _kill_the_lingering(turn: Turn) -> None:
 def _spawn(turn: Turn) -> None:
     worker = turn.take_id()
     turn.enlist_new(worker, launched=True)
-    turn.change(spawned_at={**turn.job.spawned_at, worker: turn.now})
+    turn.put("spawned_at", worker, turn.now)
     turn.note(EventKind.STARTING, f"worker {worker} is being started", worker)
     turn.do(Spawn(worker))
 
@@ -96,7 +96,7 @@ def on_never_started(turn: Turn, event: NeverStarted) -> None:
     if record.incarnation or not record.serves:
         turn.mark(event.worker, ending_since=None)
         return
-    turn.change(spawned_at={**turn.job.spawned_at, event.worker: turn.now})
+    turn.put("spawned_at", event.worker, turn.now)
     sentence = f"worker {event.worker} is being started again: the controller ended before starting it"
     turn.note(EventKind.STARTING, sentence, event.worker)
     turn.do(Spawn(event.worker))
@@ -162,7 +162,7 @@ def dismiss(turn: Turn, worker: WorkerId, how: Ending, why: str) -> None:
     turn.expect_end(worker)
     if record.launched and (process is None or not record.incarnation):
         turn.do(Kill(worker))
-        turn.change(spawned_at={name: at for name, at in turn.job.spawned_at.items() if name != worker})
+        turn.drop("spawned_at", worker)
 
 
 def give_up(turn: Turn, worker: WorkerId, why: str) -> None:

@@ -35,14 +35,15 @@ def settle(turn: Turn) -> None:
 
 def ready_to_start(turn: Turn) -> list[WorkerId]:
     """Workers that are warmed up and are in no world, oldest first."""
+    roster = turn.durable.roster
     ready = [
         process.worker
         for process in turn.serving()
         if is_ready(turn.job, process)
-        and not turn.record(process.worker).leaving
+        and not roster[process.worker].leaving
         and not link_faults.is_backing_off(turn, process.worker)
     ]
-    return sorted(ready, key=lambda worker: turn.record(worker).join_order)
+    return sorted(ready, key=lambda worker: roster[worker].join_order)
 
 
 def is_ready(job: Job, process: Process) -> bool:
