@@ -9,6 +9,7 @@ from shoal_controller.core.machine.place import Place
 from shoal_controller.core.machine.spec import JobSpec, Phase
 from shoal_controller.core.machine.stored_form import changed_records, state_of
 from shoal_controller.core.planning.planner import Candidate, PlanRequest, Terms, plan_start
+from shoal_protos.checkpoint import CheckpointRef
 from shoal_protos.plan import Member, Reason
 
 WORKERS = 1000
@@ -63,6 +64,15 @@ def test_a_description_is_written_once() -> None:
     described = large_job()
     assert list(changed_records(before, described)) == ["description"]
     assert "description" not in changed_records(described, replace(described, step=8))
+
+
+def test_a_checkpoint_that_is_verified_later_is_written_again() -> None:
+    """Two references to one checkpoint are equal, whatever is known of it."""
+    checkpoint = CheckpointRef(step=5, path="5-1-1", generation=1)
+    before = replace(large_job(), checkpoints=(checkpoint,))
+    after = replace(before, checkpoints=(replace(checkpoint, verified=True),))
+    assert before == after
+    assert changed_records(before, after).keys() == {"checkpoints"}
 
 
 def test_what_is_back_at_its_default_has_no_record() -> None:

@@ -249,7 +249,7 @@ def _promote(groups: Sequence[BlockGroup], keepers: Sequence[int], mirrors: int)
     staying = frozenset(keepers)
     return [
         KeptBlocks(group, group.owner, group.mirrors)
-        if group.owner in group.holders and group.holders.issuperset(group.mirrors)
+        if group.holders.issuperset(group.keepers)
         else _meanwhile(group, staying, mirrors)
         for group in groups
     ]
