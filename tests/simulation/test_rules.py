@@ -65,7 +65,7 @@ NOTICED_BY: dict[str, str | int] = {
     "the shown step is written before it is shown": 0,
     "a joiner is not waited for in a recovery": "joiner_freezes_in_a_recovery",
     "one of two that cannot reach each other is evicted": "link_down",
-    "only waits older than the limit count": 9,
+    "only waits older than the limit count": 78,
     "a straggler is not evicted": "straggler",
     "a link that fails while a world is built is examined": "link_down_in_a_recovery",
     "a planned change whose joiner cannot be reached is void": "joiner_out_of_reach",
