@@ -121,6 +121,8 @@ class Watch:
         if world is None or not world.steps or "no worker was there" in why:
             return
         step = worker.training.step
+        if worker.training.committed_in < self.floor:
+            return  # its copies are of steps that were given up when all went back
         expected = right(step) if step >= 0 else []
         for block, value in worker.training.blocks.items():
             if value == expected[block]:
@@ -193,6 +195,7 @@ class Watch:
         more. Only in the memory of the last nothing has changed.
         """
         self.top = self.shown = step
+        self.freed.clear()
         self.simulation.promises.went_back(step)
         recovery = plan.recovery if plan is not None and plan.reason is not Reason.START else None
         if recovery is None or recovery.checkpoint:
