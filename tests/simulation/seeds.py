@@ -83,7 +83,7 @@ def settled(simulation: Simulation, begin: int) -> bool:
 
 
 def over_for_a_reason(simulation: Simulation, phase: Phase, reason: str) -> bool:
-    needs = "no living copy", "cannot be read whole", "There is no other checkpoint"
+    needs = "no living copy", "cannot be read whole", "There is no other checkpoint", "the planner has failed for"
     if phase is Phase.SUCCEEDED or any(need in reason for need in needs) or simulation.script.is_given_up_for(reason):
         return True
     simulation.watch.violated("the job ended without need", phase.value, reason)

@@ -281,7 +281,8 @@ class Watch:
         well = [worker for worker in lost if self._beats(before, worker)]
         if well:
             self.violated("a worker that beats was evicted", *well)
-        here = [record for record in old.values() if record.serves and record.incarnation]
+        judged = {**new, **{worker: old[worker] for worker in lost}}  # with what the rest of the batch has told
+        here = [record for record in judged.values() if record.serves and record.incarnation]
         since = {record.worker: self.simulation.processes[record.incarnation].unreachable_since for record in here}
         seen_after = UNREACHABLE_SECONDS + 2 * self.simulation.host.late
         silent = [worker for worker, at in since.items() if at < now - seen_after]
