@@ -34,11 +34,11 @@ from shoal_controller.core.machine.effects import (
     Spawn,
 )
 from shoal_controller.core.machine.events import (
-    OPERATOR_REQUESTS,
     Cancel,
     Connected,
     Disconnected,
     Event,
+    OperatorRequest,
     Started,
     Tick,
     first_batch,
@@ -192,7 +192,7 @@ class Runner:
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         submission = _Submission(event, done)
         if self.trouble:
-            if isinstance(event, OPERATOR_REQUESTS):
+            if isinstance(event, OperatorRequest):
                 raise StoreError(f"job {self.spec.job} cannot be changed now: {self.trouble}. Try again later")
             return self._aside.add(event)
         try:
@@ -202,7 +202,7 @@ class Runner:
             raise StoreError(f"job {self.spec.job} is too busy; try again later") from error
         if self._halted is not None and (self._loop is None or self._loop.done()):
             _settle([submission], self._halted)
-        if not isinstance(event, OPERATOR_REQUESTS):
+        if not isinstance(event, OperatorRequest):
             return await done
         await asyncio.wait([done], timeout=REQUEST_SECONDS)
         if not done.done():
@@ -215,9 +215,9 @@ class Runner:
 
     def _take_aside(self) -> None:
         """The store fails: whoever has said something need not wait until it answers again."""
-        _settle([one for one in self._in_hand if not isinstance(one.event, OPERATOR_REQUESTS)], None)
+        _settle([one for one in self._in_hand if not isinstance(one.event, OperatorRequest)], None)
         for submission in _emptied(self._inbox):
-            if isinstance(submission.event, OPERATOR_REQUESTS):
+            if isinstance(submission.event, OperatorRequest):
                 self._inbox.put_nowait(submission)
             elif not isinstance(submission.event, Tick):
                 self._aside.add(submission.event)
@@ -284,7 +284,7 @@ class Runner:
                 raise
             await self._break(error)
         except Exception as error:
-            if isinstance(error, UserError) and isinstance(events[0], OPERATOR_REQUESTS):
+            if isinstance(error, UserError) and isinstance(events[0], OperatorRequest):
                 raise
             await self._break(error)
 
@@ -356,7 +356,7 @@ class Runner:
             self._life.outside.streams.close(event.connection)
         elif isinstance(event, Connected):
             self._shut_down(event.connection)
-        elif isinstance(event, OPERATOR_REQUESTS) and not (self._broken and isinstance(event, Cancel)):
+        elif isinstance(event, OperatorRequest) and not (self._broken and isinstance(event, Cancel)):
             raise Conflict(self._broken or self._unserved)
 
     def _shut_down(self, connection: int) -> None:

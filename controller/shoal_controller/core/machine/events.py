@@ -146,14 +146,12 @@ class Save:
     """Save a checkpoint after the next step."""
 
 
+OperatorRequest = Scale | DrainWorker | ConfirmLost | Pause | Resume | Cancel | Save
+
 Event = (
     Started | Tick | Connected | MessageReceived | Disconnected | Probed | Spawned | NeverStarted | Exited
-    | PlannerAnswered | PlannerFailed
-    | Scale | DrainWorker | ConfirmLost | Pause | Resume | Cancel | Save
+    | PlannerAnswered | PlannerFailed | OperatorRequest
 )  # fmt: skip
-
-OPERATOR_REQUESTS = (Scale, DrainWorker, ConfirmLost, Pause, Resume, Cancel, Save)
-
 
 One = TypeVar("One")
 
@@ -164,6 +162,6 @@ def first_batch(waiting: Sequence[One], event_of: Callable[[One], Event]) -> tup
     never overtakes what was heard.
     """
     line = sorted(waiting, key=lambda one: isinstance(event_of(one), Tick))
-    requests = (place for place, one in enumerate(line) if isinstance(event_of(one), OPERATOR_REQUESTS))
+    requests = (place for place, one in enumerate(line) if isinstance(event_of(one), OperatorRequest))
     size = next(requests, len(line)) or 1
     return line[:size], line[size:]

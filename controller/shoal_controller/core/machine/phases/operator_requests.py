@@ -8,7 +8,16 @@ from shoal_protos.plural import plural
 
 from shoal_controller.core.machine.durable import Leaving, Standing, WorkerRecord
 from shoal_controller.core.machine.event_kind import EventKind
-from shoal_controller.core.machine.events import Cancel, ConfirmLost, DrainWorker, Pause, Resume, Save, Scale
+from shoal_controller.core.machine.events import (
+    Cancel,
+    ConfirmLost,
+    DrainWorker,
+    OperatorRequest,
+    Pause,
+    Resume,
+    Save,
+    Scale,
+)
 from shoal_controller.core.machine.phases import (
     checkpoints,
     ending,
@@ -21,8 +30,6 @@ from shoal_controller.core.machine.phases import (
 from shoal_controller.core.machine.phases.next_message import is_member, send_if_due
 from shoal_controller.core.machine.spec import Phase
 from shoal_controller.core.machine.turn import Turn
-
-OperatorRequest = Scale | DrainWorker | ConfirmLost | Pause | Resume | Save
 
 
 def on_scale(turn: Turn, event: Scale) -> None:
