@@ -12,7 +12,7 @@ LONG: dict[str, Any] = {"max_steps": 60}
 PACE = 0.01
 
 STRANGERS: list[tuple[dict[str, Any], str]] = [
-    ({"double": True}, "is torch.float64 (256,), the job's is torch.float32 (256,)"),
+    ({"double": True}, "buffer norm.running_mean is torch.float64 (256,), the job's is torch.float32 (256,)"),
     ({"buffers": False}, "buffer norm.num_batches_tracked is not set, the job's is torch.int64 ()"),
     ({"optimizer": {"name": "Adam"}}, "optimizer is Adam, the job's is AdamW"),
     ({"scheduler": "StepLR"}, "scheduler is StepLR, the job's is CosineAnnealingLR"),

@@ -72,13 +72,13 @@ def test_whoever_differs_in_what_a_hello_tells_is_refused_at_once() -> None:
 
 
 def test_a_worker_that_goes_before_it_has_told_leaves_the_question_to_the_next() -> None:
-    job = Driver(wanted=2)
-    for worker in ("w0", "w1"):
+    job = Driver(wanted=3)
+    for worker in ("w0", "w1", "w2"):
         says_hello(job, worker, brief(model()))
     job.feed(Disconnected(1, "reset"))
     assert answers(job, Describe) == [2]
     tells(job, "w1", model())
-    assert answers(job, Welcome) == [2]
+    assert answers(job, Welcome) == [2, 3]
 
 
 def test_a_worker_that_does_not_tell_in_time_is_let_go_and_the_next_is_asked() -> None:

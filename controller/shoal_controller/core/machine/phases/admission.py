@@ -31,12 +31,15 @@ REFUSALS = 256
 
 def on_connected(turn: Turn, event: Connected) -> None:
     """A worker connected: answer with Welcome and the current message, with Refusal, or with Describe."""
+    known, was_asked = turn.durable.description, event.connection in turn.job.asked_to_describe
     introduction.leave(turn, event.connection)
     _on_hello(turn, event)
-    for waiting in introduction.known_now(turn):
-        introduction.leave(turn, waiting.connection)
-        _on_hello(turn, waiting)
-    introduction.ask(turn)
+    if turn.durable.description is not known:
+        for waiting in introduction.known_now(turn):
+            introduction.leave(turn, waiting.connection)
+            _on_hello(turn, waiting)
+    if was_asked:
+        introduction.ask(turn, turn.job.greeting)
 
 
 def _on_hello(turn: Turn, event: Connected) -> None:

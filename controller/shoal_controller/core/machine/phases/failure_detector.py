@@ -40,8 +40,7 @@ QUICK_PROBE_SECONDS = 0.05
 def on_disconnected(turn: Turn, event: Disconnected) -> None:
     """A stream ended; its worker may still be alive. The rendezvous port tells whether the process is dead."""
     worker = turn.job.connections.get(event.connection)
-    introduction.leave(turn, event.connection)
-    introduction.ask(turn)
+    introduction.on_disconnected(turn, event.connection)
     if worker is None:
         return
     turn.drop("connections", event.connection)

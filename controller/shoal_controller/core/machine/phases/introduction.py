@@ -6,6 +6,8 @@ for what it says. One that does not say it in time is let go, and the next is as
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from shoal_protos.messages import Describe, Hello
 
 from shoal_controller.core.machine.effects import Close, Send
@@ -23,17 +25,23 @@ def is_unknown(turn: Turn, hello: Hello) -> bool:
 
 
 def wait(turn: Turn, event: Connected) -> None:
-    """It is answered when the text is known. `ask` is to follow."""
-    turn.change(greeting={**turn.job.greeting, event.connection: event.hello})
+    """It is answered when the text is known."""
+    turn.put("greeting", event.connection, event.hello)
+    ask(turn, [event.connection])
 
 
 def leave(turn: Turn, connection: int) -> None:
-    """It waits no longer."""
-    if connection in turn.job.greeting:
-        turn.change(
-            greeting={number: hello for number, hello in turn.job.greeting.items() if number != connection},
-            asked_to_describe={number: at for number, at in turn.job.asked_to_describe.items() if number != connection},
-        )
+    """It waits no longer. Where it was asked, `ask` is to follow."""
+    turn.drop("greeting", connection)
+    turn.drop("asked_to_describe", connection)
+
+
+def on_disconnected(turn: Turn, connection: int) -> None:
+    """It will not tell: the next one is asked."""
+    was_asked = connection in turn.job.asked_to_describe
+    leave(turn, connection)
+    if was_asked:
+        ask(turn, turn.job.greeting)
 
 
 def known_now(turn: Turn) -> list[Connected]:
@@ -42,13 +50,15 @@ def known_now(turn: Turn) -> list[Connected]:
     return [Connected(number, hello) for number, hello in greeting if not is_unknown(turn, hello)]
 
 
-def ask(turn: Turn) -> None:
-    """Ask one worker of each model that nobody has been asked for."""
-    asked = {turn.job.greeting[number].description.parameters_digest for number in turn.job.asked_to_describe}
-    for number, hello in turn.job.greeting.items():
-        if hello.description.parameters_digest not in asked:
-            asked.add(hello.description.parameters_digest)
-            turn.change(asked_to_describe={**turn.job.asked_to_describe, number: turn.now})
+def ask(turn: Turn, numbers: Iterable[int]) -> None:
+    """Of those who wait on these connections, ask one of each model that nobody has been asked for."""
+    greeting = turn.job.greeting
+    asked = {greeting[number].description.parameters_digest for number in turn.job.asked_to_describe}
+    for number in numbers:
+        digest = greeting[number].description.parameters_digest
+        if digest not in asked:
+            asked.add(digest)
+            turn.put("asked_to_describe", number, turn.now)
             turn.do(Send(number, Describe()))
 
 
@@ -59,4 +69,4 @@ def on_tick(turn: Turn) -> None:
         leave(turn, number)
         turn.do(Close(number))
     if late:
-        ask(turn)
+        ask(turn, turn.job.greeting)
