@@ -264,17 +264,14 @@ class HeldBlocks:
 
     def _parts(self) -> list[_Part]:
         """In the order of the buckets; a bucket is in one part."""
-        rest, parts, size = list(self._segments), list[_Part](), 0
-        first = 0
-        for index, (one, following) in enumerate(pairwise(rest), start=1):
-            size += one.parameter.nbytes
-            if size >= PART_BYTES and following.stretch.bucket != one.stretch.bucket:
-                parts.append(_Part(rest[first:index], one.stretch.bucket))
-                first, size = index, 0
-        last = len(self._layout.buckets) - 1
-        if not may_step_in_parts(self._user):
-            return [_Part(rest, last)]
-        return [*parts, _Part(rest[first:], last)]
+        parts, first, size = list[_Part](), 0, 0
+        if may_step_in_parts(self._user):
+            for index, (one, following) in enumerate(pairwise(self._segments), start=1):
+                size += one.parameter.nbytes
+                if size >= PART_BYTES and following.stretch.bucket != one.stretch.bucket:
+                    parts.append(_Part(self._segments[first:index], one.stretch.bucket))
+                    first, size = index, 0
+        return [*parts, _Part(self._segments[first:], len(self._layout.buckets) - 1)]
 
     def states(self, runs: Runs) -> dict[Stretch, State]:
         """The state of held blocks, stretch by stretch, as views: what a fill sends and a digest reads."""
