@@ -11,7 +11,8 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 
 import torch
-from shoal.group.group import GATHER_TAG, WorldChanged
+from shoal.group.gathering import gather
+from shoal.group.group import WorldChanged
 from shoal.group.group_progress import GroupProgress
 from torch import Tensor
 
@@ -106,21 +107,13 @@ class MemoryGroup:
         return posted
 
     def wait(self, works: Sequence[Posted]) -> None:
-        for work in works:
-            work.wait()
+        self.begin_wait(works).wait()
 
     def begin_wait(self, works: Sequence[Posted]) -> Together:
         return Together(works)
 
     def all_gather(self, row: Tensor) -> Tensor:
-        rows = torch.empty(self.size, row.numel(), dtype=row.dtype)
-        rows[self.rank] = row
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        works = [self.send(row, peer, GATHER_TAG) for peer in others]
-        works += [self.receive(rows[peer], peer, GATHER_TAG) for peer in others]
-        for work in works:
-            work.wait()
-        return rows
+        return gather(self, row)
 
     def abort(self) -> None:
         self.wire.leave(self.rank)

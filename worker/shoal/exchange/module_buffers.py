@@ -245,8 +245,7 @@ class ModuleBuffers:
                 works.append(group.receive(received[peer], peer, BUFFERS))
             if self._stack:
                 works.append(group.send(mine, peer, BUFFERS))
-        for work in works:
-            work.wait()
+        group.wait(works)
         rows = [row.clone() for rank in range(group.size) if traffic.lane_spans[rank] for row in received[rank]]
         root = 0
         for into, other in fold([span for span, _ in spans], self._lanes):
@@ -269,8 +268,7 @@ class ModuleBuffers:
                 value = torch.empty_like(self.committed[name]).contiguous()
                 works.append(group.receive(_as_bytes(value), first, BUFFERS))
             self.pending[name] = value
-        for work in works:
-            work.wait()
+        group.wait(works)
 
     @torch.no_grad()
     def commit(self) -> None:

@@ -51,5 +51,4 @@ def _replace(group: Group, tensors: Sequence[Tensor], source: int, targets: Sequ
             group.receive(content, source, STARTED).wait()
             if not tensor.is_contiguous():
                 tensor.detach().copy_(packed)
-    for work in works:
-        work.wait()
+    group.wait(works)
