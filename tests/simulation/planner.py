@@ -33,6 +33,10 @@ class Planner:
         self._out: dict[int, float] = {}
         """Since when each question of this life is being answered."""
 
+    def is_given_up_for(self, reason: str) -> bool:
+        """Whether a job may end because this planner has failed: one that answers every question may not."""
+        return "the planner has failed for" in reason and self.deaths + self.dropped > 0
+
     def begin_life(self) -> None:
         """A controller's process begins, and its planner's with it."""
         self._out.clear()

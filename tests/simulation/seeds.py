@@ -83,8 +83,9 @@ def settled(simulation: Simulation, begin: int) -> bool:
 
 
 def over_for_a_reason(simulation: Simulation, phase: Phase, reason: str) -> bool:
-    needs = "no living copy", "cannot be read whole", "There is no other checkpoint", "the planner has failed for"
-    if phase is Phase.SUCCEEDED or any(need in reason for need in needs) or simulation.script.is_given_up_for(reason):
+    needs = "no living copy", "cannot be read whole", "There is no other checkpoint"
+    given_up = simulation.script.is_given_up_for(reason) or simulation.planner.is_given_up_for(reason)
+    if phase is Phase.SUCCEEDED or any(need in reason for need in needs) or given_up:
         return True
     simulation.watch.violated("the job ended without need", phase.value, reason)
     return False
