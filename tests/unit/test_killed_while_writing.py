@@ -9,12 +9,18 @@ from shoal_controller.store.open import open_store
 from small_machine import SPEC, SmallMachine, World, running
 
 
-@asynchronous
-async def test_a_record_larger_than_a_transaction_is_written_in_parts_and_read_again(tmp_path, monkeypatch):
+def filled(monkeypatch, size):
+    """A job with a record of so many bytes, which lies in the store as it is; it is changed by changing the filler."""
     monkeypatch.setattr("shoal_controller.job_repository.packed", lambda text: text.encode())
     monkeypatch.setattr("shoal_controller.job_repository.unpacked", lambda _, value: value.decode())
-    filler = {"filler": "x" * 3_000_000}
+    filler = {"filler": "x" * size}
     monkeypatch.setattr(SmallMachine, "filler", filler)
+    return filler
+
+
+@asynchronous
+async def test_a_record_larger_than_a_transaction_is_written_in_parts_and_read_again(tmp_path, monkeypatch):
+    filler = filled(monkeypatch, 3_000_000)
     async with running(tmp_path) as world:
         await world.shell.create(SPEC)
         for workers in (4, 5):
@@ -71,10 +77,7 @@ async def killed_after(directory, transactions, act):
 async def test_a_controller_that_is_killed_between_the_parts_of_a_change_leaves_what_was_before(tmp_path, monkeypatch):
     monkeypatch.setattr("shoal_controller.runner.STOP_SECONDS", 0.01)
     monkeypatch.setattr("shoal_controller.record_set.RECORD_BYTES", 1000)
-    monkeypatch.setattr("shoal_controller.job_repository.packed", lambda text: text.encode())
-    monkeypatch.setattr("shoal_controller.job_repository.unpacked", lambda _, value: value.decode())
-    filler = {"filler": "x" * 3_000}
-    monkeypatch.setattr(SmallMachine, "filler", filler)
+    filler = filled(monkeypatch, 3_000)
     async with running(tmp_path) as world:
         await world.shell.create(SPEC)
         await world.shell.submit("train", Scale(1))
