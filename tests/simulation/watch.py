@@ -287,7 +287,8 @@ class Watch:
         seen_after = UNREACHABLE_SECONDS + 2 * self.simulation.host.late
         silent = [worker for worker, at in since.items() if at < now - seen_after]
         long = self.simulation.spec.stall_seconds - UNREACHABLE_SECONDS
-        gone = [worker for worker in silent if since[worker] < now - long]
+        heard = {record.worker: self.simulation.processes[record.incarnation].heard_at for record in here}
+        gone = [worker for worker in silent if heard[worker] < now - long]  # it may have thawed for a moment
         if 2 * len(silent) > len(here) and set(lost) & set(silent) - set(gone):
             self.violated("a worker was evicted though most were silent", *lost)
 
