@@ -97,7 +97,7 @@ class Saves:
         saved = max(ballot.saved for ballot in ballots.values())
         if self._task is not None:
             planned, sound = world.plan.recovery is None, training.copies.saved_is_sound
-            act = self._task.part.on_vote(SavePartVote(statuses, planned, sound, saved))
+            act = self._task.part.on_vote(SavePartVote(statuses, planned, sound, saved, self.saving.is_given_up))
             self._check(self._task, act, [peer.training.saves for peer in ballots])
             self._start(self._task, act)
         self._hear()

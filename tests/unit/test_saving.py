@@ -178,6 +178,18 @@ def test_a_member_that_missed_the_vote_in_which_the_leader_wrote_learns_of_the_s
     assert members.acts == {}, "nothing of it is withdrawn"
 
 
+@pytest.mark.parametrize(("leader", "act"), [(IDLE, None), (FAILED, WithdrawSave(everything=False))])
+def test_a_member_that_did_not_hear_how_a_save_went_before_all_went_back_withdraws_nothing_that_may_be_whole(
+    leader: SaveStatus, act: SaveAct | None
+) -> None:
+    save = SharedSave(STEP, 1, WRITERS[:2])
+    part = SavePart(save, WRITERS[1])
+    part.on_written()
+    statuses = {"i0": str(leader), "i1": str(WRITTEN)}
+    assert part.on_vote(SavePartVote(statuses, saved=STEP - 5, given_up=True)) == act
+    assert part.is_over and part.failure and part.status is IDLE
+
+
 def test_rank_0_writes_whatever_it_owns_and_every_owner() -> None:
     shares = (Share(), Share(owned=Runs(((0, 4),))), Share(mirrored=Runs(((0, 4),))))
     plan = Plan(3, 0, Reason.START, 4, 4, WRITERS[:3], shares, (), fill_blocks_per_step=1, builder=0, steps=True)

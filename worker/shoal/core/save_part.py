@@ -57,6 +57,8 @@ class SavePartVote:
     """Whether all copies of what is saved agree; None: they are still being compared."""
     saved: int = -1
     """The step of the newest whole checkpoint that any member knows of; -1: none."""
+    given_up: bool = False
+    """Whether all have gone back to a checkpoint since the save began: then `saved` says nothing of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +184,9 @@ class SavePart:
         if leader is None:
             self.failure = f"{worker}, which led it, is gone"
         elif not self.failure and not (self._leader_has_begun and leader != SaveStatus.FAILED):
+            if vote.given_up and leader != SaveStatus.FAILED:
+                self.failure = "all went back to a checkpoint before this member heard how it went"
+                return None  # it may be whole
             led = "which led it, says that it failed"
             self.failure = f"{worker}, {led if self._leader_has_begun else 'which was to lead it, did not begin'}"
             return WithdrawSave(everything=False)

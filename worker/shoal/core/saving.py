@@ -67,7 +67,7 @@ class Saving:
         self.recent: tuple[SaveReport, ...] = ()
         """The last few saves that this member has to tell of, for the controller."""
         self._number = 0
-        self._is_given_up = False
+        self.is_given_up = False
         """Whether the save at hand began before all went back."""
 
     def ask(self, step: int, over: bool) -> None:
@@ -76,14 +76,14 @@ class Saving:
 
     def on_return_to(self, step: int) -> None:
         """All have gone back to a checkpoint, or to the start: what was saved after it counts no more."""
-        self.saved, self._is_given_up = step, True
+        self.saved, self.is_given_up = step, True
         if self.asked_at is not None:
             self.asked_at = min(self.asked_at, step + 1)
 
     def on_vote(self, vote: SaveVote) -> SaveChoice:
         """After every vote, once it was told of a save that is over."""
         choice = self._choice(vote)
-        self._is_given_up = self._is_given_up and choice is not SaveChoice.BEGIN
+        self.is_given_up = self.is_given_up and choice is not SaveChoice.BEGIN
         if self.asked_at is not None and (vote.saved >= self.asked_at or vote.saved == vote.step):
             self.asked_at = None
         if vote.rank == 0 and choice is SaveChoice.POSTPONE:
@@ -115,7 +115,7 @@ class Saving:
         if part.leads if not part.failure else rank == 0:
             self._remember(report)
         if not part.failure:
-            self.saved = self.saved if self._is_given_up else part.save.step
+            self.saved = self.saved if self.is_given_up else part.save.step
         elif self.asked_at is not None and part.save.generation == generation:
             self.asked_at = None
             return True

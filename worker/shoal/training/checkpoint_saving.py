@@ -128,7 +128,7 @@ class CheckpointSaving:
             return
         statuses = {m.incarnation: status for m, status in zip(world.plan.members, record.saving, strict=True)}
         planned, sound = world.plan.recovery is None, self._corruption.saved_is_sound
-        self._saver.on_vote(SavePartVote(statuses, planned, sound, record.saved))
+        self._saver.on_vote(SavePartVote(statuses, planned, sound, record.saved, self._saving.is_given_up))
         self.take_in_outcome()
         choice = self._saving.on_vote(
             SaveVote(
