@@ -15,7 +15,7 @@ def some_state():
         begin_lane=lambda: None, push=pushed.append, live=SimpleNamespace(put_back=lambda _: None), clear=lambda: None
     )
     buffers = SimpleNamespace(put_back=lambda: None, begin_micro_batch=lambda: None, lane_done=lambda lane: None)
-    guard = SimpleNamespace(on_backward=lambda _: None, check=lambda _: None)
+    guard = SimpleNamespace(on_backward=lambda *_: None, check=lambda _: None)
     modes = SimpleNamespace(on_batch=lambda: None, on_backward=lambda _: None)
     return SimpleNamespace(
         step=3, sums=sums, buffers=buffers, parameters=[], pushed=pushed, gradient_guard=guard, modes=modes

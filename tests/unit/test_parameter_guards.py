@@ -6,12 +6,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from crew import Crew, Task, undisturbed
 from integration.scripts import Model
+from shoal.exchange import traffic
+from shoal.exchange.pieces import Extent
 from shoal.training.engine import Engine
 from shoal.training.parameter_guards import WINDOW_ELEMENTS, Windows
 from shoal_protos.errors import UserError
@@ -227,6 +230,31 @@ def test_who_only_looks_or_puts_back_what_it_changed_gets_the_same_bits(workers:
         assert crew.finish() == right
 
 
+def test_what_others_send_while_the_script_holds_its_gradients_is_not_taken_for_the_scripts_doing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Four workers of a lane each, so that a mirror's values arrive in the very copy that the last backward filled."""
+    monkeypatch.setattr(traffic, "piece_bytes", lambda _: 1 << 14)
+    task = Task({"max_steps": 12})
+    right = undisturbed(task)
+    arrived = 0
+
+    def hold(engine: Engine) -> None:
+        """Between backward and step, until all others have done what they can."""
+        nonlocal arrived
+        worker = next(one for one in crew.workers.values() if one.engine is engine)
+        live, rounds = engine.context.state.sums.live, crew.rounds
+        before = [flat.clone() for flat in live.flats]
+        worker.wait(lambda: crew.rounds > rounds + 3)
+        arrived += sum(int((now != then).sum()) for now, then in zip(live.flats, before, strict=True))
+        engine.step()
+
+    crew = Crew("abcd", replace(task, step=hold))
+    with crew:
+        assert crew.finish() == right
+    assert arrived
+
+
 def test_weights_that_an_evaluation_does_not_put_back_are_refused() -> None:
     @torch.no_grad()
     def forget(engine: Engine) -> None:
@@ -245,3 +273,22 @@ def test_the_windows_pass_over_every_element() -> None:
         windows.of(flats).add_(1)
         windows.turn()
     assert all(bool((flat == 1).all()) for flat in flats)
+
+
+def test_a_window_without_some_extents_is_the_rest_of_it() -> None:
+    flats = [torch.zeros(WINDOW_ELEMENTS + 20), torch.zeros(7)]
+    windows = Windows(flats)
+    arriving = [
+        Extent(0, 30, 40),
+        Extent(1, 2, 3),
+        Extent(0, 0, 10),
+        Extent(0, WINDOW_ELEMENTS - 5, WINDOW_ELEMENTS + 8),
+    ]
+    for _ in range(3):
+        for part in windows.of_all_but(flats, arriving):
+            part.add_(1)
+        windows.turn()
+    right = [torch.ones_like(flat) for flat in flats]
+    for bucket, start, stop in arriving:
+        right[bucket][start:stop] = 0
+    assert all(map(torch.equal, flats, right))

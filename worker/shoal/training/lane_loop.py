@@ -6,6 +6,7 @@ the iterator yields the next one. Knows no world and no group.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from shoal_protos.errors import UserError
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from shoal.blocks.flat import drop_gradients
 from shoal.data.fetch import Fetcher
+from shoal.exchange.pieces import Extent
 from shoal.training.lane_numbers import LaneNumbers
 from shoal.training.loop_guards import CallOrder, check_loss
 from shoal.training.state import TrainingState
@@ -120,12 +122,12 @@ class LaneLoop:
         state.modes.on_backward(self._where(state))
         state.sums.live.put_back(state.parameters)
 
-    def backward(self, loss: Tensor, state: TrainingState) -> None:
-        """Accumulates into the live gradient copy."""
+    def backward(self, loss: Tensor, state: TrainingState, arriving: Iterable[Extent] = ()) -> None:
+        """Accumulates into the live gradient copy. `arriving`: where the reduction may write to it from now on."""
         self._order.backward_begins(self._where(state))
         (loss / self._micro_batches).backward()
         self._order.backward_ends()
-        state.gradient_guard.on_backward(state.sums.live)
+        state.gradient_guard.on_backward(state.sums.live, arriving)
         self.numbers.add_loss(self.lane if not self.is_warming_up else 0, float(loss.detach().double()))
 
     @property

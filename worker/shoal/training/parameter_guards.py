@@ -9,7 +9,7 @@ engine.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_
@@ -20,6 +20,7 @@ from shoal_protos.errors import UserError
 from torch import Tensor, nn
 
 from shoal.blocks.flat import Flats, Gradients
+from shoal.exchange.pieces import Extent
 
 WINDOW_ELEMENTS = 1 << 14
 BEFORE = "Do this before shoal.initialize; the layout is fixed from then on."
@@ -35,7 +36,9 @@ class Windows:
 
     def __init__(self, flats: Flats) -> None:
         self._places = [
-            (bucket, start) for bucket, flat in enumerate(flats) for start in range(0, flat.numel(), WINDOW_ELEMENTS)
+            Extent(bucket, start, min(start + WINDOW_ELEMENTS, flat.numel()))
+            for bucket, flat in enumerate(flats)
+            for start in range(0, flat.numel(), WINDOW_ELEMENTS)
         ]
         self._at = 0
 
@@ -44,8 +47,17 @@ class Windows:
 
     def of(self, flats: Flats) -> Tensor:
         """The window at hand."""
-        bucket, start = self._places[self._at]
-        return flats[bucket][start : start + WINDOW_ELEMENTS]
+        bucket, start, stop = self._places[self._at]
+        return flats[bucket][start:stop]
+
+    def of_all_but(self, flats: Flats, extents: Iterable[Extent]) -> list[Tensor]:
+        """What of the window at hand lies in none of these extents, which do not overlap."""
+        bucket, at, end = self._places[self._at]
+        found = []
+        for _, start, stop in sorted(one for one in extents if one.bucket == bucket and one.stop > at):
+            found.append(flats[bucket][at : max(at, min(start, end))])
+            at = min(stop, end)
+        return [*found, flats[bucket][at:end]]
 
 
 class ModuleGuard:
@@ -159,7 +171,9 @@ class _Made:
 
     gradients: Gradients
     versions: list[int]
-    content: int
+    parts: list[Tensor]
+    """Of the window at hand."""
+    content: list[int]
 
 
 class GradientGuard:
@@ -169,10 +183,11 @@ class GradientGuard:
         self._windows = Windows(flats)
         self._made: _Made | None = None
 
-    def on_backward(self, gradients: Gradients) -> None:
-        """`engine.backward` has come to its end."""
+    def on_backward(self, gradients: Gradients, arriving: Iterable[Extent] = ()) -> None:
+        """`engine.backward` has come to its end. `arriving`: where other workers' values may still come in."""
         self._windows.turn()
-        self._made = _Made(gradients, _versions(gradients.flats), checksum(self._windows.of(gradients.flats)))
+        parts = self._windows.of_all_but(gradients.flats, arriving)
+        self._made = _Made(gradients, _versions(gradients.flats), parts, list(map(checksum, parts)))
 
     def check(self, parameters: Sequence[nn.Parameter]) -> None:
         """Raises `UserError` where the script has changed them since."""
@@ -182,7 +197,7 @@ class GradientGuard:
         if (
             _versions(made.gradients.flats) != made.versions
             or not made.gradients.are_in_place(parameters)
-            or checksum(self._windows.of(made.gradients.flats)) != made.content
+            or list(map(checksum, made.parts)) != made.content
         ):
             self._made = made
             raise UserError(

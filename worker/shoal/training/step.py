@@ -58,7 +58,7 @@ class Step:
         state.sums.begin_push(loop.lane)
         self._hooks.arm(self._reduction.on_filled)
         try:
-            loop.backward(loss, state)
+            loop.backward(loss, state, self._reduction.arriving)
         finally:
             self._hooks.disarm()
         state.sums.end_push()
