@@ -11,10 +11,10 @@ import gc
 import getpass
 import os
 import signal
-import socket
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -139,11 +139,14 @@ def forgotten_tasks() -> Iterator[list[str]]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind(temporary: Path, forgotten_tasks: list[str]) -> Iterator[None]:
-    """Fails the test that leaves something behind."""
+    """Fails the test that leaves something behind. Processes are killed: they would keep the run's output open."""
     forgotten_tasks.clear()
     before = _everything(temporary)
     yield
     left = _gone_in_time(temporary, before)
+    for process in _processes().keys() - before.keys():
+        with suppress(ProcessLookupError):
+            os.kill(int(process.removeprefix("process ")), signal.SIGKILL)
     assert [*left, *forgotten_tasks] == [], "the test has left something behind"
 
 
@@ -156,20 +159,3 @@ def _gone_in_time(temporary: Path, before: dict[str, str]) -> list[str]:
         gc.collect()
         pause.wait(0.05)
         waited += 0.05
-
-
-@pytest.fixture
-def free_port() -> Callable[[], int]:
-    """Ports that nobody listens on; a different one with every call."""
-    given: set[int] = set()
-
-    def port() -> int:
-        while True:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                number: int = probe.getsockname()[1]
-            if number not in given:
-                given.add(number)
-                return number
-
-    return port

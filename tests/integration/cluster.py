@@ -17,7 +17,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import tempfile
 import threading
 import time
@@ -29,6 +28,7 @@ from typing import Any, Self
 
 import httpx
 from integration.warm import Warm
+from ports import free_port
 
 Json = dict[str, Any]
 TRAIN = "integration.scripts:train"
@@ -64,12 +64,6 @@ def ended() -> dict[int, int]:
     """Exit status by pid of every forked process that has ended."""
     assert _warm
     return _warm.ended()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def until(goal: str, seen: Callable[[], Any], patience: float = PATIENCE_SECONDS) -> Any:

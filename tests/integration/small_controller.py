@@ -17,6 +17,7 @@ from typing import Any, Self, TypeVar
 
 import grpc
 import grpc.aio
+from ports import free_port
 from shoal_protos.channel import CHANNEL_OPTIONS, METHOD
 from shoal_protos.messages import Hello, Refusal, ToController, ToWorker, Welcome
 from shoal_protos.wire import decode_worker, encode_controller
@@ -34,7 +35,6 @@ class SmallController:
 
     def __init__(self, credentials: grpc.ServerCredentials | None = None) -> None:
         self._credentials = credentials
-        self.address = ""
         self.heartbeat_seconds = NO_HEARTBEAT_SECONDS
         self.reconnect_seconds = 10.0
         self.refusals: deque[Refusal] = deque()
@@ -44,7 +44,8 @@ class SmallController:
         self._arrived = threading.Condition()
         self._streams: dict[str, Context] = {}
         self._given = 0
-        self._port = 0
+        self._port = free_port()
+        self.address = f"127.0.0.1:{self._port}"
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="small controller")
 
@@ -62,8 +63,7 @@ class SmallController:
     # ---- what a test asks
 
     def start(self) -> None:
-        self._port = self._do(self._start())
-        self.address = f"127.0.0.1:{self._port}"
+        self._do(self._start())
 
     def stop(self) -> None:
         """Every stream breaks."""
@@ -101,18 +101,17 @@ class SmallController:
     def _do(self, work: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(PATIENCE_SECONDS)
 
-    async def _start(self) -> int:
+    async def _start(self) -> None:
         self._server = grpc.aio.server(options=(*CHANNEL_OPTIONS, ("grpc.so_reuseport", 0)))
         service, _, method = METHOD.removeprefix("/").partition("/")
         handler = grpc.stream_stream_rpc_method_handler(self._serve)
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
         address = f"127.0.0.1:{self._port}"
         if self._credentials is None:
-            port = self._server.add_insecure_port(address)
+            self._server.add_insecure_port(address)
         else:
-            port = self._server.add_secure_port(address, self._credentials)
+            self._server.add_secure_port(address, self._credentials)
         await self._server.start()
-        return port
 
     async def _serve(self, _: object, context: Context) -> None:
         worker = ""

@@ -17,7 +17,8 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from integration.cluster import Cluster, free_port, undisturbed, until
+from integration.cluster import Cluster, undisturbed, until
+from ports import free_port
 from shoal_controller.tokens import token_of_job
 
 SHOAL = str(Path(sys.executable).with_name("shoal"))

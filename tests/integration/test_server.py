@@ -115,7 +115,7 @@ def test_a_store_that_another_controller_holds_is_refused_naming_it(tmp_path):
 
 @pytest.mark.parametrize(("which", "purpose"), [("http", "REST"), ("grpc", "workers")])
 @asynchronous
-async def test_a_port_in_use_is_refused_and_everything_let_go(tmp_path, free_port, which, purpose):
+async def test_a_port_in_use_is_refused_and_everything_let_go(tmp_path, which, purpose):
     async with controller(tmp_path) as (server, _):
         taken = {which: getattr(server, which)}
         with pytest.raises(

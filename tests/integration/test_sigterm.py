@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from integration.linked_workers import Worker, begin_a_world
@@ -17,6 +17,7 @@ from shoal_protos.messages import (
     Ping,
     Prepare,
     Request,
+    Status,
 )
 
 
@@ -26,22 +27,22 @@ def test_sigterm_asks_for_a_drain_though_the_main_thread_is_blocked() -> None:
         a.introduce()
         b.does(b.introduce).result(PATIENCE_SECONDS)
         begin_a_world(controller, [a, b])
-        in_time = threading.Event()
+        controller.receives(Heartbeat, lambda beat: beat.status.step == 0, by="a")  # nothing else is due now
 
-        def preempt() -> None:
-            os.kill(os.getpid(), signal.SIGTERM)
-            assert controller.receives(Request, by="a").grace_seconds == 7.5
-            status = controller.receives(Heartbeat, by="a").status
-            assert (status.drain, status.grace_seconds) == (True, 7.5)
-            in_time.set()
-            controller.sends("a", Prepare(2))
+        def preempt() -> tuple[float, Status]:
+            try:
+                os.kill(os.getpid(), signal.SIGTERM)
+                asked = controller.receives(Request, by="a")
+                return asked.grace_seconds, controller.receives(Heartbeat, by="a").status
+            finally:
+                controller.sends("a", Prepare(2))
 
-        preemption = threading.Thread(target=preempt)
-        preemption.start()
-        with pytest.raises(WorldChanged):
-            a.gathers()  # the main thread: a Python handler could not run in here
-        preemption.join()
-        assert in_time.is_set()
+        with ThreadPoolExecutor(1) as preemption:
+            heard = preemption.submit(preempt)
+            with pytest.raises(WorldChanged):
+                a.gathers()  # the main thread: a Python handler could not run in here
+            grace_seconds, status = heard.result()
+        assert (grace_seconds, status.drain, status.grace_seconds) == (7.5, True, 7.5)
         a.stops(2)
         a.close()
         b.close()
@@ -87,6 +88,7 @@ def test_a_forked_child_dies_of_sigterm_and_drains_nobody() -> None:
         worker.introduce()
         pid = os.fork()
         if pid == 0:
+            signal.alarm(int(PATIENCE_SECONDS))
             signal.pause()
             os._exit(0)
         os.kill(pid, signal.SIGTERM)

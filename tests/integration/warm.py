@@ -60,7 +60,10 @@ class Warm:
         assert self._process.stdin and self._process.stdout
         self._process.stdin.close()
         self._process.stdout.close()
-        self._process.wait(timeout=60)  # where no test has forked from it, it may still be importing
+        try:
+            self._process.wait(timeout=60)  # where no test has forked from it, it may still be importing
+        finally:
+            self._process.kill()
 
     def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         assert self._process.stdin and self._process.stdout

@@ -9,6 +9,7 @@ import pytest
 import torch
 from checkpoints import fresh, save, train, trained
 from object_store import object_store
+from ports import free_port
 from shoal.checkpoint.catalogue import checkpoints, look_into, resolve
 from shoal.checkpoint.errors import CheckpointDamaged, StorageFailed
 from shoal.checkpoint.restore import fits, load_blocks, load_small_state
@@ -89,10 +90,10 @@ def test_a_bucket_that_is_not_there_gets_a_sentence(bucket: object) -> None:
         save(trained(1), open_storage("s3://nobody/x"))
 
 
-def test_a_server_that_does_not_answer_gets_a_sentence(monkeypatch: pytest.MonkeyPatch, free_port: object) -> None:
+def test_a_server_that_does_not_answer_gets_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "s", "AWS_MAX_ATTEMPTS": "1"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")  # type: ignore[operator]
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
     with pytest.raises(
         StorageFailed, match=r"^cannot look for checkpoints in s3://ckpt/x: EndpointConnectionError: Could"
     ):

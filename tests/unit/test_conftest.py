@@ -37,8 +37,7 @@ def test_that_forgets_a_task():
     asyncio.run(main())
 
 def teardown_module():
-    kept[0].kill()
-    kept[0].wait()
+    assert kept[0].wait(timeout=10) == -9
 """
 
 

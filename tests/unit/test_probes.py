@@ -5,6 +5,7 @@ import socket
 
 import pytest
 from asynchronous import asynchronous
+from ports import free_port
 from shoal.group.rendezvous_server import RendezvousServer
 from shoal_controller.probes import PROBE_SECONDS, ProbeResult, probe
 from shoal_protos.rendezvous import INCARNATION, entry
@@ -18,7 +19,7 @@ def soon(monkeypatch):
 
 
 @asynchronous
-async def test_a_port_that_nobody_listens_on_is_refused(free_port):
+async def test_a_port_that_nobody_listens_on_is_refused():
     assert await probe(f"127.0.0.1:{free_port()}", "i") == ProbeResult(reached=False, refused=True)
 
 
