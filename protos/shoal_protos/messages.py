@@ -389,6 +389,9 @@ class Refusal:
     else is wrong may be the controller's fault, and training goes on."""
     cluster: str = ""
     """The id of the store that says so; a worker in a world believes only the one that it was welcomed with."""
+    unknown_job: bool = False
+    """Not final either for a worker that was launched or welcomed for the job before: this controller has lost it, or
+    is another one."""
 
 
 ToWorker = Describe | Welcome | Ping | Prepare | PlanMessage | Open | Ask | Drain | Shutdown | Refusal

@@ -1263,11 +1263,13 @@ class Refusal(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     ENDS_MEMBERS_FIELD_NUMBER: _builtins.int
     CLUSTER_FIELD_NUMBER: _builtins.int
+    UNKNOWN_JOB_FIELD_NUMBER: _builtins.int
     sentence: _builtins.str
     final: _builtins.bool
     generation: _builtins.int
     ends_members: _builtins.bool
     cluster: _builtins.str
+    unknown_job: _builtins.bool
     def __init__(
         self,
         *,
@@ -1276,10 +1278,11 @@ class Refusal(_message.Message):
         generation: _builtins.int = ...,
         ends_members: _builtins.bool = ...,
         cluster: _builtins.str = ...,
+        unknown_job: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "ends_members", b"ends_members", "final", b"final", "generation", b"generation", "sentence", b"sentence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "ends_members", b"ends_members", "final", b"final", "generation", b"generation", "sentence", b"sentence", "unknown_job", b"unknown_job"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

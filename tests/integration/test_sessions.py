@@ -126,7 +126,8 @@ def test_an_unknown_job_is_refused_with_the_shell_s_sentence() -> None:
                 worker,
                 Refusal(
                     "there is no job other; the only one is demo. "
-                    "Set SHOAL_JOB to the job's name, or submit the job first."
+                    "Set SHOAL_JOB to the job's name, or submit the job first.",
+                    unknown_job=True,
                 ),
             )
             assert await worker.code() is grpc.StatusCode.NOT_FOUND

@@ -128,7 +128,7 @@ class ControllerHost:
     def dial(self, worker: SimWorker) -> Stream | None:
         if not self.alive:
             if self.is_empty:
-                refusal = Refusal("there is no job job", cluster="empty")
+                refusal = Refusal("there is no job job", unknown_job=True)
                 self.clock.after(
                     self.simulation.weather.delay(), worker.awake, worker.session.on_message, None, refusal
                 )

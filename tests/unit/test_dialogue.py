@@ -90,7 +90,7 @@ def test_a_refusal_is_the_last_message_and_only_a_user_s_fault_is_final() -> Non
         dialogue.refuse(error)
         dialogue.say(encode_controller(Prepare(5)))
         messages = [decode_controller(data) for data in dialogue.outbox]
-        assert messages == [Prepare(4), Refusal(str(error), final=final)]
+        assert messages == [Prepare(4), Refusal(str(error), final=final, unknown_job=final)]
         assert dialogue.farewell() == f"it was refused: {error}"
 
 

@@ -113,6 +113,18 @@ def test_a_joiner_ends_by_a_final_refusal_whoever_gives_it() -> None:
     assert dialogue.on_message(REFUSED) == [Deliver(Ended(Ending.FAILED, "there is no job job")), Abort()]
 
 
+def test_a_worker_that_was_launched_for_a_job_does_not_believe_that_there_is_none() -> None:
+    """It would end with the status of a script that cannot run as started, and the right controller fail the job."""
+    launched = ProcessInfo("job", "host", 1, "rack", "127.0.0.1:1", run="run-1")
+    dialogue = Dialogue(Membership("a", "a.1"), launched, DESCRIPTION, NEW)
+    unknown = Refusal("there is no job job", unknown_job=True)
+    assert dialogue.on_message(unknown) == []
+    assert dialogue.ending is None
+    assert dialogue.on_message(Refusal("another model"))
+    by_hand = dialogue_of()
+    assert by_hand.on_message(unknown)
+
+
 def inventory(answers: int) -> Inventory:
     return Inventory(answers, 0, 0, 0, b"", NO_BLOCKS, NO_BLOCKS, NO_BLOCKS)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import replace
 
-from shoal_protos.errors import Refused, ShoalError, UserError
+from shoal_protos.errors import NotFound, Refused, ShoalError, UserError
 from shoal_protos.messages import Hello, Refusal
 from shoal_protos.wire import decode_worker, encode_controller, job_of_hello
 
@@ -87,7 +87,8 @@ class Dialogue:
 
     def refuse(self, error: ShoalError) -> None:
         """Say why as the last message. Only what the user can cure is final; else the worker may try again."""
-        self.say(encode_controller(Refusal(str(error), final=isinstance(error, UserError))))
+        final, unknown_job = isinstance(error, UserError), isinstance(error, NotFound)
+        self.say(encode_controller(Refusal(str(error), final, unknown_job=unknown_job)))
         self.refusal = self.refusal or error
         self.close()
 

@@ -179,6 +179,7 @@ def _write_refusal(refusal: Refusal) -> pb.Refusal:
         final=refusal.final,
         ends_members=refusal.ends_members,
         cluster=refusal.cluster,
+        unknown_job=refusal.unknown_job,
         generation=refusal.generation,
     )
 
@@ -189,5 +190,6 @@ def _read_refusal(message: pb.Refusal) -> Refusal:
         final=message.final,
         ends_members=message.ends_members,
         cluster=message.cluster and bounds.name("error.cluster", message.cluster),
+        unknown_job=message.unknown_job,
         generation=bounds.whole("error.generation", message.generation),
     )

@@ -301,7 +301,7 @@ class Dialogue:
                 return self.end(message)
             case Refusal():
                 self.refusal = message.sentence
-                ended = _is_final(message, self.membership.generation, self.cluster)
+                ended = _is_final(message, self.membership.generation, self.cluster, self.job.run)
                 return self.end(Shutdown(Ending.FAILED, message.sentence)) if ended else []
             case Open() | Ask() | Drain():
                 pass  # came before; a drain needs nothing but the plan that will leave us out
@@ -347,13 +347,13 @@ def _without_progress(status: Status) -> Status:
     return replace(status, sequence=0, step=0, boundaries=0)
 
 
-def _is_final(refusal: Refusal, generation: int, cluster: str) -> bool:
+def _is_final(refusal: Refusal, generation: int, cluster: str, run: str) -> bool:
     """● Whether a process is to end. One that is in a world trains on beside a controller that cannot know.
 
-    `generation`: of its world; `cluster`: the store that has welcomed it.
+    `generation`: of its world; `cluster`: the store that has welcomed it; `run`: what it was launched or welcomed for.
     """
     if not generation:
-        return refusal.final
+        return refusal.final and not (refusal.unknown_job and run)
     return refusal.ends_members and bool(cluster) and refusal.cluster == cluster
 
 
