@@ -263,9 +263,9 @@ class Driver:
         return view(self.job, self.now)
 
 
-def training(workers: int = 3, mirrors: int = 1, **spec: Any) -> Driver:
+def training(workers: int = 3, mirrors: int = 1, made_of: Description = MADE_OF, **spec: Any) -> Driver:
     """A job whose first world has trained for a second."""
-    job = Driver(wanted=workers, made_of=replace(MADE_OF, mirrors=mirrors), **spec)
+    job = Driver(wanted=workers, made_of=replace(made_of, mirrors=mirrors), **spec)
     job.start(workers)
     job.wait(1)
     return job

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from machine_driver import MADE_OF, Driver, notes, training
 from shoal_controller.core.machine.effects import AskPlanner
-from shoal_controller.core.machine.events import DrainWorker, PlannerAnswered, PlannerFailed
+from shoal_controller.core.machine.events import DrainWorker, Exited, PlannerAnswered, PlannerFailed
 from shoal_controller.core.machine.job import AttemptPhase
 from shoal_controller.core.machine.machine import step
 from shoal_controller.core.machine.spec import Phase
 from shoal_controller.core.planning.question import ChangeQuestion, RecoveryQuestion, answer
+from shoal_protos.checkpoint import CheckpointRef
 from shoal_protos.messages import MemberState
+from shoal_protos.runs import Runs
 
 
 def answered(job: Driver, asked: AskPlanner) -> None:
@@ -19,8 +22,8 @@ def answered(job: Driver, asked: AskPlanner) -> None:
     job.feed(PlannerAnswered(asked, answer(asked.question)))
 
 
-def trains_with_a_slow_planner(workers: int = 3, mirrors: int = 1) -> Driver:
-    job = training(workers, mirrors)
+def trains_with_a_slow_planner(workers: int = 3, mirrors: int = 1, **spec: Any) -> Driver:
+    job = training(workers, mirrors, **spec)
     job.planner_answers = False
     job.questions.clear()
     return job
@@ -244,3 +247,15 @@ def test_of_two_answers_at_once_the_one_to_the_later_question_counts() -> None:
     batch = [PlannerAnswered(asked, answer(asked.question)) for asked in (job.questions[-1], without_it)]
     job.job, job.effects = step(job.job, batch, job.now)
     assert [member.worker for member in job.planned().members] == ["w0", "w1"]
+
+
+def test_nobody_goes_back_to_a_checkpoint_where_the_last_one_dies_as_the_blocks_are_found_lost() -> None:
+    job = trains_with_a_slow_planner(launcher="local", made_of=replace(MADE_OF, can_checkpoint=True))
+    job.beat("w0", checkpoint=CheckpointRef(1, 1, "/c/step-1", 1))
+    job.exit("w1")
+    asked = lose(job, "w2")
+    lost = answer(asked.question)
+    assert isinstance(lost, Runs)
+    job.job, job.effects = step(job.job, [PlannerAnswered(asked, lost), Exited("w0", -9, "killed", "")], job.now)
+    assert not job.of(AskPlanner), "there is nobody to plan for"
+    assert any("nobody is left; starting again from step 1" in note for note in notes(job.effects, "anew"))

@@ -239,9 +239,11 @@ def _go_back(turn: Turn, attempt: Attempt, why: str) -> None:
     """All who are left begin at the newest checkpoint. The world before stays on record until the new one is open: a
     controller that is started again in between finds the same blocks lost, or corrupt.
     """
+    if not any(record.serves for worker, record in turn.durable.roster.items() if worker in attempt.respondents):
+        return lost_blocks.start_anew(turn, f"{why}; nobody is left")
     failures.on_world_lost(turn)
     if turn.durable.phase.over:
-        return
+        return None
     attempt = replace(
         attempt,
         reason=Reason.RESTORE,
@@ -253,7 +255,7 @@ def _go_back(turn: Turn, attempt: Attempt, why: str) -> None:
     )
     turn.change(attempt=attempt)
     turn.enter(Phase.RESIZING)
-    _ask_for_start(turn, attempt, fenced_workers(turn))
+    return _ask_for_start(turn, attempt, fenced_workers(turn))
 
 
 def _begin_again(turn: Turn, attempt: Attempt, workers: list[WorkerId]) -> None:
