@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
-from shoal.group import rendezvous_server
+from shoal.group import rendezvous_client, rendezvous_server
 from shoal.group.build import Cancellation, GroupSpec
 from shoal.group.group import WorldChanged
 from shoal.group.rendezvous_client import RendezvousClient
@@ -244,3 +244,20 @@ def test_a_worker_of_another_job_with_a_dead_members_port_and_a_room_of_that_nam
 def test_who_is_too_busy_to_say_who_it_is_is_within_reach() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         assert reachable(f"127.0.0.1:{listener.getsockname()[1]}", "busy", seconds=0.05)
+
+
+def test_a_client_whose_building_is_cancelled_as_it_enters_the_room_leaves_no_socket(
+    monkeypatch: pytest.MonkeyPatch, server: RendezvousServer
+) -> None:
+    cancellation, greeted = Cancellation(), rendezvous_client.is_greeted
+
+    def greeted_and_cancelled(read: Callable[[int], bytes], incarnation: str) -> bool:
+        found = greeted(read, incarnation)
+        cancellation.cancel()
+        return found
+
+    monkeypatch.setattr(rendezvous_client, "is_greeted", greeted_and_cancelled)
+    with pytest.raises(WorldChanged) as lost:
+        RendezvousClient(GroupSpec(5, 0, (server.address,) * 2, 0), cancellation)
+    entering = next(frame for frame in lost.traceback if frame.name == "__init__")
+    assert entering.locals["self"]._socket.fileno() == -1

@@ -53,21 +53,20 @@ class RendezvousClient(Store):
         if cancellation.is_cancelled:  # the way out was tried before there was a connection
             self.close()
             raise self._lost("")
-        self._check_server()
-        self._post(spec.room, str(spec.size).encode())
-        self._post(f"{HERE}{spec.rank}", b"")
+        try:
+            self._check_server()
+            self._post(spec.room, str(spec.size).encode())
+            self._post(f"{HERE}{spec.rank}", b"")
+        except WorldChanged:
+            self.close()
+            raise
 
     def _check_server(self) -> None:
         """● Before anything is said: another job's worker may have got the port of one that is dead, and rooms of two
         jobs can have one name.
         """
-        spec = self._spec
-        try:
-            if not is_greeted(self._read, spec.incarnation(spec.builder)):
-                raise self._lost("what answers there is not the process that the plan names")
-        except WorldChanged:
-            self.close()
-            raise
+        if not is_greeted(self._read, self._spec.incarnation(self._spec.builder)):
+            raise self._lost("what answers there is not the process that the plan names")
 
     def close(self) -> None:
         """Leave the room."""
