@@ -62,7 +62,7 @@ class Promises:
 
     def parts(self, worker: SimWorker, why: str) -> None:
         """A worker is let go. One that is the last has half of its grace at least, or all, where nothing is saved."""
-        if "no worker was there" not in why:
+        if "there was no worker" not in why:
             return
         at, grace = self._graces[worker.membership.worker]
         least = grace / 2 if self.simulation.checkpoints.every else grace

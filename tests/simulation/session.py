@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from .worker import SimWorker
 
 RECONNECT_SECONDS = 0.4
+ANSWERS = 3
+"""A worker waits for so many answers of a controller, however late each is: to its hello, to its description."""
 
 
 class Session:
@@ -84,7 +86,8 @@ class Session:
         self.stream = worker.simulation.dial(worker)
         if self.stream is not None:
             self._say_hello(self.stream, self.dialogue.hello())
-        self.dial_after(RECONNECT_SECONDS * (1 + worker.chance.random()))
+        patience = RECONNECT_SECONDS * (1 + worker.chance.random())
+        self.dial_after(patience + ANSWERS * worker.simulation.host.late)
 
     def _say_hello(self, stream: Stream, hello: Hello) -> None:
         hello = replace(hello, worker=self.membership.worker or self.worker.asked_id)

@@ -118,7 +118,7 @@ class Watch:
         self.simulation.checkpoints.parted += "its state is in" in why
         self.simulation.promises.parts(worker, why)
         world = self.simulation.host.job.durable.current
-        if world is None or not world.steps or "no worker was there" in why:
+        if world is None or not world.steps or "there was no worker" in why:
             return
         step = worker.training.step
         if worker.training.committed_in < self.floor:

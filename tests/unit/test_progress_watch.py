@@ -31,6 +31,16 @@ def test_of_the_pair_the_younger_goes_and_training_goes_on_without_it() -> None:
     assert job.view.phase.value == "running"
 
 
+def test_a_pair_whose_links_were_seen_long_before_all_had_stopped_is_tried_once_more() -> None:
+    job = training()
+    cut(job, "w0", "w1")
+    job.wait(12)
+    job.wait(11)  # for all three to stop
+    job.recover()
+    assert [member.worker for member in job.job.durable.current.members] == ["w0", "w1", "w2"]
+    assert not any(record.quarantined for record in job.job.durable.roster.values())
+
+
 def test_the_worker_on_most_broken_links_goes_though_it_is_the_eldest() -> None:
     job = training(workers=4)
     job.does("w0", 2, VOTE, "w1")

@@ -147,6 +147,7 @@ class Attempt:
     """Broken connections between members: who reported, whom."""
     links: tuple[BrokenLink, ...] = ()
     """Connections between members that carry nothing, though nobody reports them."""
+    links_seen_at: float = 0.0
     inseparable: str = ""
     """Why none of those who cannot reach each other stays outside."""
     inseparable_since: float = 0.0

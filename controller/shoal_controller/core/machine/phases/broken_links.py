@@ -34,8 +34,12 @@ def most_blamed(turn: Turn, links: Iterable[BrokenLink]) -> list[WorkerId]:
 
 
 def judge(turn: Turn, attempt: Attempt, can_be_spared: Callable[[WorkerId], bool]) -> Attempt:
-    """All who may hold something have stopped: one of those who cannot reach each other stays outside."""
-    links = [link for link in attempt.links if all(turn.record(end).serves for end in link.ends)]
+    """All who may hold something have stopped: one of those who cannot reach each other stays outside.
+
+    Not where a third was waited for meanwhile: the links may carry again, and if not, the next group is not built.
+    """
+    are_recent = turn.now - attempt.links_seen_at <= turn.spec.progress_seconds
+    links = [link for link in attempt.links if are_recent and all(turn.record(end).serves for end in link.ends)]
     if not links:
         return attempt if attempt.reports else replace(attempt, links=(), inseparable="")
     blamed = most_blamed(turn, links)

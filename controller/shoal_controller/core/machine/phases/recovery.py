@@ -69,7 +69,7 @@ def recover(
     turn: Turn, why: str, noticed: float, reports: link_faults.Reports = (), links: tuple[BrokenLink, ...] = ()
 ) -> None:
     """Something broke the world that may train."""
-    begin(turn, Attempt(0, Reason.KILL, why, noticed, turn.now, reports=reports, links=links))
+    begin(turn, Attempt(0, Reason.KILL, why, noticed, turn.now, reports=reports, links=links, links_seen_at=turn.now))
 
 
 def start(turn: Turn, workers: list[WorkerId], why: str) -> None:
@@ -350,7 +350,7 @@ def _without_the_unreachable(turn: Turn, attempt: Attempt, plan: Plan, links: tu
     if attempt.start:
         attempt = replace(attempt, starters=broken_links.without_most_blamed(turn, attempt.starters, links))
         return retry(turn, attempt, why)
-    return retry(turn, replace(attempt, links=links), why)
+    return retry(turn, replace(attempt, links=links, links_seen_at=turn.now), why)
 
 
 def _without_the_damaged(turn: Turn, attempt: Attempt, why: str) -> None:
