@@ -14,7 +14,7 @@ import pytest
 
 from .run import attempt, children, gather, many, replay_log, tasks
 
-SEEDS = int(os.environ.get("SHOAL_SIMULATION_SEEDS", "2000"))
+SEEDS = int(os.environ.get("SHOAL_SIMULATION_SEEDS", "1000"))
 PARTS = 8
 PROCESSES = 2
 
