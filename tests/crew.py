@@ -242,10 +242,16 @@ class Worker:
 class Crew:
     """A job; its workers are named by letters."""
 
-    def __init__(self, names: str, task: Task, odd: Mapping[str, Task] | None = None) -> None:
-        """`odd`: by name, workers whose task is another one."""
+    def __init__(
+        self,
+        names: str,
+        task: Task,
+        odd: Mapping[str, Task] | None = None,
+        domains: Mapping[str, str] | None = None,
+    ) -> None:
+        """By name: `odd`, workers whose task is another one; `domains`, those that share a failure domain."""
         self.changed = threading.Condition(ONE_AT_A_TIME)
-        self.task, self.names, self._odd = task, names, odd or {}
+        self.task, self.names, self._odd, self.domains = task, names, odd or {}, domains or {}
         self.watchers: list[Callable[[Worker, str, int], None]] = []
         self.workers: dict[str, Worker] = {}
         self.wires: dict[int, Wire] = {}

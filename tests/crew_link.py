@@ -66,7 +66,8 @@ class CrewLink:
         return self.own.incarnation
 
     def introduce(self, description: Description, status: Status) -> None:
-        process = ProcessInfo("job", f"host of {self.worker}", 1, f"domain of {self.worker}", self.address)
+        domain = self.crew.domains.get(self.worker, f"domain of {self.worker}")
+        process = ProcessInfo("job", f"host of {self.worker}", 1, domain, self.address)
         self.dialogue = Dialogue(self.own, process, description, status)
         self.crew.connect(self)
         self._wait(lambda: self.dialogue.welcomed or self.dialogue.ending is not None)

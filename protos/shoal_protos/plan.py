@@ -115,6 +115,9 @@ class Plan:
     steps: bool
     """Whether optimizer steps run (not while paused or below `min`)."""
     recovery: Recovery | None = None
+    hosts: tuple[int, ...] = ()
+    """By rank: members with equal numbers share a host (a failure domain) and add up what they send to other hosts.
+    Empty: no two do, or all."""
 
     @property
     def world_size(self) -> int:
@@ -196,6 +199,8 @@ def _broken(plan: Plan) -> Iterator[str]:
         yield "a worker is in it twice"
     if len(plan.shares) != size:
         yield f"it has {len(plan.shares)} shares for {size} members"
+    if len(plan.hosts) not in (0, size):
+        yield f"it names {len(plan.hosts)} hosts for {size} members"
     if not 0 <= plan.builder < size:
         yield f"its builder is rank {plan.builder} of {size}"
     if plan.generation <= plan.base or plan.base < 0 or plan.generation < 1:

@@ -1306,6 +1306,7 @@ class Plan(_message.Message):
     BUILDER_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
     RECOVERY_FIELD_NUMBER: _builtins.int
+    HOSTS_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     base: _builtins.int
     reason: Global___Reason.ValueType
@@ -1322,6 +1323,8 @@ class Plan(_message.Message):
     def fills(self) -> _containers.RepeatedCompositeFieldContainer[Global___Fill]: ...
     @_builtins.property
     def recovery(self) -> Global___Recovery: ...
+    @_builtins.property
+    def hosts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
@@ -1337,10 +1340,11 @@ class Plan(_message.Message):
         builder: _builtins.int = ...,
         steps: _builtins.bool = ...,
         recovery: Global___Recovery | None = ...,
+        hosts: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["recovery", b"recovery"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "blocks", b"blocks", "builder", b"builder", "fill_blocks_per_step", b"fill_blocks_per_step", "fills", b"fills", "generation", b"generation", "lanes", b"lanes", "members", b"members", "reason", b"reason", "recovery", b"recovery", "shares", b"shares", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "blocks", b"blocks", "builder", b"builder", "fill_blocks_per_step", b"fill_blocks_per_step", "fills", b"fills", "generation", b"generation", "hosts", b"hosts", "lanes", b"lanes", "members", b"members", "reason", b"reason", "recovery", b"recovery", "shares", b"shares", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -53,20 +53,31 @@ def reduced(group: Group, traffic: Traffic, boundaries: int) -> LaneSums:
     return sums
 
 
-def plans() -> list[Plan]:
+def plans(domains: dict[str, str] | None = None) -> list[Plan]:
     """A start; a loss, after which fills run; a joiner without lanes."""
     world = World(
-        Terms(lanes=LANES, blocks=LAYOUT.blocks, mirrors=1, mirror_partners=4, fill_blocks_per_step=20), "abcd"
+        Terms(lanes=LANES, blocks=LAYOUT.blocks, mirrors=1, mirror_partners=4, fill_blocks_per_step=20), "abcd", domains
     )
     world.kill("b")
     world.join("e", trains=False)
     return world.plans
 
 
-@pytest.mark.parametrize("piece", [8 << 20, 100_000])
-@pytest.mark.parametrize("number", range(3))
+SMALL, USUAL = 100_000, 8 << 20
+TWO_HOSTS = dict(zip("abcde", "xyxyx", strict=True))
+ONE_AND_THREE = dict(zip("abcde", "xyyyx", strict=True))
+WORLDS = [
+    *((number, None, piece) for number in range(3) for piece in (USUAL, SMALL)),
+    (0, TWO_HOSTS, USUAL),
+    (0, ONE_AND_THREE, SMALL),
+    (1, TWO_HOSTS, SMALL),
+    (2, TWO_HOSTS, SMALL),
+]
+
+
+@pytest.mark.parametrize(("number", "domains", "piece"), WORLDS)
 def test_owners_and_mirrors_have_the_bits_of_a_world_of_one(
-    number: int, piece: int, monkeypatch: pytest.MonkeyPatch
+    number: int, domains: dict[str, str] | None, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shoal.exchange.traffic.piece_bytes", lambda _: piece)
     monkeypatch.setattr("shoal.exchange.traffic.windows", lambda pieces: windows(pieces, 2 * piece))
@@ -74,7 +85,7 @@ def test_owners_and_mirrors_have_the_bits_of_a_world_of_one(
         Terms(lanes=LANES, blocks=LAYOUT.blocks, mirrors=0, mirror_partners=4, fill_blocks_per_step=9), "a"
     ).plan
     right = reduced(SoloGroup(), Traffic(alone, 0, LAYOUT), 0).live.flats
-    plan = plans()[number]
+    plan = plans(domains)[number]
 
     def member(group: Group) -> None:
         traffic = Traffic(plan, group.rank, LAYOUT)
@@ -86,7 +97,9 @@ def test_owners_and_mirrors_have_the_bits_of_a_world_of_one(
             ):
                 for start, stop in ranges:
                     assert torch.equal(flat[start:stop], wanted[start:stop])
-            assert HandOut(group, flats, traffic, traffic.handed(boundaries)).finish() > 0
+            replays_all = len(plan.replays(group.rank, boundaries)) == plan.blocks
+            handed = HandOut(group, flats, traffic, traffic.handed(boundaries)).finish()
+            assert (handed > 0) != replays_all
             assert all(torch.equal(flat, wanted) for flat, wanted in zip(flats, right, strict=True))
 
     over_gloo(plan.world_size, member)

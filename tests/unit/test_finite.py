@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from crew import ONE_AT_A_TIME, Crew, Task, engine_of, undisturbed
-from shoal.exchange.finite import culprit, is_finite
+from shoal.exchange.finite import is_finite
+from shoal.exchange.tree_sum import TreeSum
 from shoal.faults import Faults
 from shoal.session.alone import AloneLink
 from shoal.training.engine import Engine
@@ -151,12 +152,11 @@ def test_a_sum_that_overflows_is_no_gradient_that_is_not_finite() -> None:
 
 @pytest.mark.parametrize("bad", range(4))
 def test_the_partial_sum_that_brought_it_in_is_found_though_sums_were_made_in_place(bad: int) -> None:
+    tree_sum = TreeSum([((lane, lane + 1), lane // 3) for lane in range(4)], rank=1, lanes=4)
     parts = [torch.ones(3) for _ in range(4)]
     parts[bad][1] = torch.nan
-    folded = [(0, 1), (3, 2), (0, 3)]
-    for into, other in folded:
-        parts[into].add_(parts[other])
-    assert culprit(parts, folded, 0) == bad
+    tree_sum.add_up(parts)
+    assert tree_sum.culprit(parts) == (bad, bad + 1)
 
 
 def test_milestones_are_powers_of_ten() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import islice
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from shoal.blocks.lane_sums import LaneSums
 from shoal.core.layout import Layout, Trainable, lay_out
 from shoal.exchange.canonical import CanonicalReduction
 from shoal.exchange.hand_out import HandOut
+from shoal.exchange.host_sums import HostSums
 from shoal.exchange.pieces import (
     ALONE_BYTES,
     Extent,
@@ -59,6 +61,13 @@ def owners(draw: st.DrawFn) -> tuple[Layout, list[Runs], list[int]]:
     return layout, runs, draw(st.lists(st.integers(0, 3), min_size=world, max_size=world))
 
 
+def sums_of(subtrees: list[int]) -> HostSums:
+    """Each rank sends so many partial sums, none of which could be added to another."""
+    lanes = iter(range(0, 100, 2))
+    spans = [[(lane, lane + 1) for lane in islice(lanes, count)] for count in subtrees]
+    return HostSums(spans, (), range(len(subtrees)), 100)
+
+
 def covered(places: list[Extent]) -> Counter[tuple[int, int]]:
     """Blocks, as (bucket, position), with how often each is covered."""
     return Counter((bucket, at) for bucket, start, stop in places for at in range(start // BLOCK, stop // BLOCK))
@@ -70,7 +79,7 @@ def test_pieces_have_every_owned_element_once_and_in_order(
     given_: tuple[Layout, list[Runs], list[int]],
 ) -> None:
     layout, runs, subtrees = given_
-    pieces = cut_into_pieces(layout, [layout.cut(owned) for owned in runs], subtrees, MOST)
+    pieces = cut_into_pieces(layout, [layout.cut(owned) for owned in runs], sums_of(subtrees), MOST)
     for rank, owned in enumerate(runs):
         places = [place for piece in pieces for place in piece.owned[rank]]
         assert places == sorted(places)
@@ -86,7 +95,7 @@ def test_pieces_have_every_owned_element_once_and_in_order(
 def test_no_member_holds_more_for_a_piece_than_its_limit(given_: tuple[Layout, list[Runs], list[int]]) -> None:
     """But for the rounding to rows: one for each partial sum and owner."""
     layout, runs, subtrees = given_
-    pieces = cut_into_pieces(layout, [layout.cut(owned) for owned in runs], subtrees, MOST)
+    pieces = cut_into_pieces(layout, [layout.cut(owned) for owned in runs], sums_of(subtrees), MOST)
     for piece in pieces:
         width = layout.buckets[piece.last_bucket].dtype.itemsize
         for rank, places in enumerate(piece.owned):
@@ -106,7 +115,7 @@ def test_messages_are_posted_for_so_many_bytes_beyond_the_piece_that_is_waited_f
     sizes: list[int], in_flight: int
 ) -> None:
     layout = lay_out([Trainable("p", (1,), torch.float32, 0)])
-    (one,) = cut_into_pieces(layout, [layout.cut(Runs([(0, 1)]))], [1], MOST)
+    (one,) = cut_into_pieces(layout, [layout.cut(Runs([(0, 1)]))], sums_of([1]), MOST)
     pieces = [type(one)(0, size, ()) for size in sizes]
     until = windows(pieces, in_flight)
     assert list(until) == sorted(until)
@@ -122,7 +131,7 @@ def test_a_split_is_what_is_wanted_of_each_piece(
     given_: tuple[Layout, list[Runs], list[int]], data: st.DataObject
 ) -> None:
     layout, runs, subtrees = given_
-    pieces = cut_into_pieces(layout, [layout.cut(owned) for owned in runs], subtrees, MOST)
+    pieces = cut_into_pieces(layout, [layout.cut(owned) for owned in runs], sums_of(subtrees), MOST)
     for rank, owned in enumerate(runs):
         wanted = Runs.of(data.draw(st.sets(st.sampled_from(list(owned))))) if owned else owned
         parts = split(pieces, rank, layout.cut(wanted))
@@ -139,7 +148,7 @@ def test_a_large_extent_is_a_message_of_its_own_and_the_small_ones_of_a_piece_ar
     given_: tuple[Layout, list[Runs], list[int]],
 ) -> None:
     layout, runs, subtrees = given_
-    for piece in cut_into_pieces(layout, [layout.cut(owned) for owned in runs], subtrees, MOST):
+    for piece in cut_into_pieces(layout, [layout.cut(owned) for owned in runs], sums_of(subtrees), MOST):
         width = layout.buckets[piece.last_bucket].dtype.itemsize
         for extents in piece.owned:
             messages = in_messages(extents, width)
@@ -152,9 +161,13 @@ def test_a_large_extent_is_a_message_of_its_own_and_the_small_ones_of_a_piece_ar
 # ---- traffic of real plans
 
 
-def plans() -> list[Plan]:
+TWO_HOSTS = dict(zip("abcde", "xyxyx", strict=True))
+
+
+def plans(domains: Mapping[str, str] | None = None) -> list[Plan]:
     """Of a world's life: a start, fills, a promotion, a loss, a joiner that has no lanes."""
-    world = World(Terms(lanes=5, blocks=LAYOUT.blocks, mirrors=1, mirror_partners=4, fill_blocks_per_step=7), "abcd")
+    terms = Terms(lanes=5, blocks=LAYOUT.blocks, mirrors=1, mirror_partners=4, fill_blocks_per_step=7)
+    world = World(terms, "abcd", domains)
     world.kill("b")
     world.join("e", trains=False)
     world.train()
@@ -166,14 +179,16 @@ def plans() -> list[Plan]:
 LAYOUT = lay_out([Trainable(f"p{n}", (k, BLOCK), torch.float32, 0, n) for n, k in enumerate((3, 50, 1, 1, 12, 40))])
 
 
+@pytest.mark.parametrize("domains", [None, TWO_HOSTS], ids=["apart", "two hosts"])
 @pytest.mark.parametrize("number", range(5))
-def test_what_one_sends_the_other_receives_in_the_same_order(number: int) -> None:
-    plan = plans()[number]
+def test_what_one_sends_the_other_receives_in_the_same_order(number: int, domains: Mapping[str, str] | None) -> None:
+    plan = plans(domains)[number]
     traffics = [Traffic(plan, rank, LAYOUT) for rank in range(plan.world_size)]
     assert len({traffic.pieces for traffic in traffics}) == 1
     for boundaries in range(plan.boundaries + 2):
         flows = [
-            [traffic.partials for traffic in traffics],
+            [traffic.gathered for traffic in traffics],
+            [with_joint(traffic) for traffic in traffics],
             [traffic.mirrored(boundaries) for traffic in traffics],
             [traffic.handed(boundaries) for traffic in traffics],
         ]
@@ -186,6 +201,24 @@ def test_what_one_sends_the_other_receives_in_the_same_order(number: int) -> Non
                     for source, what in flow.receives[piece]:
                         got[source, rank].append(what)
                 assert sent == got
+
+
+def with_joint(traffic: Traffic) -> PieceTraffic:
+    """All partial sums that owners get."""
+    sends = (direct + joint for direct, joint in zip(traffic.partials.sends, traffic.joint, strict=True))
+    return PieceTraffic(tuple(sends), traffic.partials.receives)
+
+
+@pytest.mark.parametrize("lanes", [4, 8, 6])
+def test_a_host_sends_one_message_of_a_piece_to_an_owner_elsewhere(lanes: int) -> None:
+    terms = Terms(lanes=lanes, blocks=LAYOUT.blocks, mirrors=1, mirror_partners=4, fill_blocks_per_step=7)
+    plan = World(terms, "abcd", TWO_HOSTS).plan
+    traffics = [Traffic(plan, rank, LAYOUT) for rank in range(4)]
+    for piece, exchanged in enumerate(traffics[0].pieces):
+        for owner, host in enumerate(plan.hosts):
+            senders = [rank for rank in range(4) if owner in dict(with_joint(traffics[rank]).sends[piece])]
+            elsewhere = [rank for rank in senders if plan.hosts[rank] != host]
+            assert len(elsewhere) == bool(exchanged.owned[owner])
 
 
 @pytest.mark.parametrize("number", range(5))

@@ -55,6 +55,7 @@ def test_sound_plans_pass() -> None:
         (replace(PLANNED, members=(ALICE, BOB, replace(ALICE, incarnation="a.2"))), "a worker is in it twice"),
         (replace(PLANNED, shares=PLANNED.shares[:2]), "it has 2 shares for 3 members"),
         (replace(PLANNED, builder=3), "its builder is rank 3 of 3"),
+        (replace(PLANNED, hosts=(0, 0)), "it names 2 hosts for 3 members"),
         (replace(PLANNED, base=5), "it replaces generation 5"),
         (replace(AFTER_A_LOSS, generation=0), "it replaces generation 0"),
         (replace(PLANNED, recovery=RECOVERY), "a plan has either a base or a recovery"),

@@ -264,6 +264,17 @@ def test_a_worker_alone_in_its_domain_mirrors_all_that_others_own() -> None:
     assert (owned(three), mirrored(three)) == ([8, 8, 8], [4, 4, 16])
 
 
+def test_a_plan_says_who_shares_a_host_and_gives_it_lanes_that_add_up() -> None:
+    plan = World(replace(TERMS, lanes=4), "abcd", {"a": "left", "b": "right", "c": "left", "d": "right"}).plan
+    assert plan.hosts == (0, 1, 0, 1)
+    assert [share.lanes for share in plan.shares] == [(0,), (2,), (1,), (3,)]
+
+
+def test_a_plan_names_no_hosts_where_all_workers_share_one_or_none_do() -> None:
+    assert World(TERMS, "abc").plan.hosts == ()
+    assert World(TERMS, "abc", dict.fromkeys("abc", "one")).plan.hosts == ()
+
+
 def test_mirrors_are_never_more_than_there_are_others() -> None:
     assert mirrored(world("ab", mirrors=5)) == [12, 12]
     assert mirrored(world("a", mirrors=5)) == [0]

@@ -148,7 +148,7 @@ def plans(draw: st.DrawFn) -> Plan:
             Plan, generation=positive, base=numbers, reason=st.sampled_from(Reason), lanes=st.just(lanes),
             blocks=st.just(BLOCKS), members=each(st.builds(Member, names, names, addresses)), shares=each(shares),
             fills=fills, fill_blocks_per_step=numbers, builder=ranks, steps=st.booleans(),
-            recovery=st.none() | recoveries,
+            recovery=st.none() | recoveries, hosts=st.just(()) | each(ranks),
         )
     )  # fmt: skip
 
@@ -317,6 +317,7 @@ def _plan_of_a_thousand(rng: random.Random, workers: int = 1000, blocks: int = 6
         fills=tuple(Fill(source, target, Runs.of(some)) for (source, target), some in sent.items()),
         fill_blocks_per_step=8, builder=1, steps=True,
         recovery=Recovery(1_000_000, rng.randbytes(20_000), (True,) * workers, (NO_BLOCKS,) * workers),
+        hosts=tuple(n // 8 for n in range(workers)),
     )  # fmt: skip
 
 

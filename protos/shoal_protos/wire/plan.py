@@ -62,6 +62,7 @@ def write_plan(plan: Plan) -> pb.Plan:
         builder=plan.builder,
         steps=plan.steps,
         recovery=_write_recovery(plan.recovery) if plan.recovery else None,
+        hosts=plan.hosts,
     )
 
 
@@ -98,6 +99,9 @@ def read_plan(message: pb.Plan) -> Plan:
         builder=bounds.whole("plan.builder", message.builder, most=last),
         steps=message.steps,
         recovery=_read_recovery(message.recovery, size, blocks) if message.HasField("recovery") else None,
+        hosts=tuple(
+            bounds.whole("plan.hosts", host, most=last) for host in bounds.few("plan.hosts", message.hosts, size)
+        ),
     )
 
 

@@ -64,15 +64,19 @@ def subtrees(held: Runs, leaves: int) -> list[Span]:
     return found
 
 
-def fold(spans: Sequence[Span], leaves: int, mine: Iterable[int] = ()) -> list[tuple[int, int]]:
-    """How to finish the tree in place: pairs `(into, other)` of indices into `spans`, in the order of the additions.
+Additions = list[tuple[int, int]]
+"""Pairs `(into, other)` of indices of partial sums, in the order in which they are added."""
 
-    `spans` are nodes, together all leaves, each leaf once, in any order. Where one of two partial sums is in `mine` the
-    sum lands there. The last `into` (index of the only span, where there is one) holds the root.
+
+def fold_up(spans: Sequence[Span], leaves: int, mine: Iterable[int] = ()) -> tuple[Additions, list[int]]:
+    """How to add partial sums in place as far as they are siblings, and the indices of the sums that are left.
+
+    `spans` are nodes, each leaf at most once, in any order. Where one of two partial sums is in `mine` the sum lands
+    there. What is left is ascending.
     """
     prefer = set(mine)
     stack: list[tuple[Span, int]] = []
-    additions: list[tuple[int, int]] = []
+    additions: Additions = []
     for index in sorted(range(len(spans)), key=lambda i: spans[i]):
         stack.append((spans[index], index))
         while len(stack) > 1 and are_siblings(stack[-2][0], stack[-1][0], leaves):
@@ -80,7 +84,16 @@ def fold(spans: Sequence[Span], leaves: int, mine: Iterable[int] = ()) -> list[t
             into, other = (b, a) if b in prefer and a not in prefer else (a, b)
             additions.append((into, other))
             stack.append(((left[0], right[1]), into))
-    assert len(stack) == 1, f"{spans} do not add up to {leaves} leaves"
+    return additions, [index for _, index in stack]
+
+
+def fold(spans: Sequence[Span], leaves: int, mine: Iterable[int] = ()) -> Additions:
+    """How to finish the tree in place, as `fold_up`; `spans` are all leaves together.
+
+    The last `into` (index of the only span, where there is one) holds the root.
+    """
+    additions, left = fold_up(spans, leaves, mine)
+    assert len(left) == 1, f"{spans} do not add up to {leaves} leaves"
     return additions
 
 

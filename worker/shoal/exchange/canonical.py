@@ -1,15 +1,16 @@
 """The canonical reduction: every block's mean gradient at its owner, then at its mirrors, with the same bits anywhere.
 
-Piece by piece, in one fixed order: what a peer owns of this worker's subtree sums goes to it as one message; the owner
-finishes the one fixed tree over lanes, divides by their number and sends the result to whoever replays the block. The
-reduced gradient lies in place, in the live copy: owners' and mirrors' ranges of it are the step's pending gradient
-until the next lane begins. The bytes in flight are bounded, and with them the buffers. With one aligned run of lanes
-per worker this is an all-to-all of the size of a reduce-scatter.
+Piece by piece, in one fixed order: what a peer owns of this worker's subtree sums goes to it as one message, or first
+to the member that adds up what their host has for that peer (host_sums.py); the owner finishes the one fixed tree over
+lanes, divides by their number and sends the result to whoever replays the block. The reduced gradient lies in place, in
+the live copy: owners' and mirrors' ranges of it are the step's pending gradient until the next lane begins. The bytes
+in flight are bounded, and with them the buffers. With one aligned run of lanes per worker this is an all-to-all of the
+size of a reduce-scatter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -17,12 +18,15 @@ from shoal_protos.activity import StepPhase
 from torch import Tensor
 
 from shoal.blocks.lane_sums import LaneSums
-from shoal.core.tree import fold
-from shoal.exchange.finite import culprit, describe_gradient, is_finite
-from shoal.exchange.packing import PackedReceive, Posted, receive_sums, send_packed, send_sums
+from shoal.exchange.finite import describe_gradient, is_finite
+from shoal.exchange.packing import PackedReceive, Posted, ranges, receive_sums, send_packed, send_sums
 from shoal.exchange.pieces import Extent, Extents
-from shoal.exchange.traffic import MIRRORED, PARTIALS, Traffic
-from shoal.group.group import Group, Work, WorldChanged
+from shoal.exchange.traffic import GATHERED, MIRRORED, PARTIALS, Traffic
+from shoal.exchange.tree_sum import TreeSum
+from shoal.group.group import Group, Waiting, Work, WorldChanged
+
+Arrivals = dict[tuple[int, Extents], Tensor]
+"""By rank and extents, (the subtrees that come from the rank, elements in the extents)."""
 
 
 @dataclass(slots=True)
@@ -30,9 +34,10 @@ class _InFlight:
     """One piece's messages."""
 
     sends: list[Posted] = field(default_factory=list)
+    gathering: list[Work] = field(default_factory=list)
+    gathered: Arrivals = field(default_factory=dict)
     receives: list[Work] = field(default_factory=list)
-    arrivals: dict[tuple[int, Extents], Tensor] = field(default_factory=dict)
-    """By rank and extents owned here, (the rank's subtrees, elements in the extents)."""
+    arrivals: Arrivals = field(default_factory=dict)
     mirror_sends: list[Posted] = field(default_factory=list)
     mirror_arrivals: list[PackedReceive] = field(default_factory=list)
 
@@ -48,15 +53,14 @@ class CanonicalReduction:
         self, group: Group, traffic: Traffic, sums: LaneSums, boundaries: int, on_reduced: Callable[[], None]
     ) -> None:
         self._group, self._traffic, self._sums, self._on_reduced = group, traffic, sums, on_reduced
-        self._rank, self._pieces, self._windows = traffic.rank, traffic.pieces, traffic.windows
+        self._pieces, self._windows = traffic.pieces, traffic.windows
         self._partials, self._mirrored = traffic.partials, traffic.mirrored(boundaries)
         self._flight = [_InFlight() for _ in self._pieces]
-        self._spans = [(span, rank) for rank in range(group.size) for span in traffic.lane_spans[rank]]
-        mine = [index for index, (_, rank) in enumerate(self._spans) if rank == self._rank]
-        self._fold = fold([span for span, _ in self._spans], traffic.plan.lanes, mine)
-        self._root = self._fold[-1][0] if self._fold else 0
         self._filled = self._sent = self._posted = self._reduced = self._settled = 0
         """So many pieces, the first ones."""
+        self._joined = 0 if traffic.host_sums.adds_for(traffic.rank) else len(self._pieces)
+        """Likewise: those that this worker has added up for owners elsewhere."""
+        self._gathering: Waiting | None = None
         self._settling: list[_InFlight] = []
         self._broken = False
         self.bad_gradient = ""
@@ -79,7 +83,9 @@ class CanonicalReduction:
             return
         try:
             self._send()
-            while self._reduced < self._filled and self._waiting.is_over:
+            while self._joined < min(self._filled, self._posted) and self._gather().is_over:
+                self._join_next()
+            while self._reduced < min(self._filled, self._joined) and self._waiting.is_over:
                 self._reduce_next()
         except WorldChanged:
             self._broken = True
@@ -94,14 +100,40 @@ class CanonicalReduction:
         pieces, progress = len(self._pieces), self._group.progress
         self._filled = pieces
         self._send()
+        progress.reach(StepPhase.REDUCTION, 0)
+        self._join_up_to(1)
         while self._reduced < pieces:
-            progress.reach(StepPhase.REDUCTION, self._reduced)
+            progress.reach(StepPhase.REDUCTION, self._reduced + 1)
+            self._join_up_to(min(self._reduced + 2, pieces))
             self._reduce_next()
-        progress.reach(StepPhase.REDUCTION, pieces)
-        self._end_wait()
-        self._begin_wait(pieces + 1)
         progress.reach(StepPhase.REDUCTION, pieces + 1)
         self._end_wait()
+        self._begin_wait(pieces + 1)
+        progress.reach(StepPhase.REDUCTION, pieces + 2)
+        self._end_wait()
+
+    def _join_up_to(self, stop: int) -> None:
+        """A piece ahead of what is reduced: owners elsewhere wait for it."""
+        while self._joined < stop:
+            self._join_next()
+
+    def _gather(self) -> Waiting:
+        """Begins, once, to wait for what is to be added up next."""
+        if self._gathering is None:
+            self._gathering = self._group.begin_wait(self._flight[self._joined].gathering)
+        return self._gathering
+
+    def _join_next(self) -> None:
+        """Adds up what this host has of the next piece for owners elsewhere, and sends it."""
+        self._gather().wait()
+        self._gathering = None
+        flight, tree_sum = self._flight[self._joined], self._traffic.joint_sum
+        for owner, extents in self._traffic.joint[self._joined]:
+            added = [tree_sum.add_up(parts) for _, parts in self._parts(tree_sum, flight.gathered, extents)]
+            flight.sends += send_sums(self._group, owner, PARTIALS, list(zip(*added, strict=True)))
+        flight.gathered.clear()
+        flight.gathering.clear()
+        self._joined += 1
 
     def _reduce_next(self) -> None:
         """The next piece, as soon as all that it needs is here."""
@@ -125,21 +157,27 @@ class CanonicalReduction:
     def _send(self) -> None:
         """What is filled, within the window: so far owners have posted receives, as a rule."""
         while self._sent < min(self._filled, self._window()):
-            flight, messages = self._flight[self._sent], self._partials.sends[self._sent]
+            flight, piece = self._flight[self._sent], self._sent
             self._sent += 1
-            for peer, extents in messages:
-                flight.sends += send_sums(self._group, peer, PARTIALS, self._sums.finished, extents)
+            for tag, flow in ((GATHERED, self._traffic.gathered), (PARTIALS, self._partials)):
+                for peer, extents in flow.sends[piece]:
+                    sums = [ranges(flats, extents) for flats in self._sums.finished]
+                    flight.sends += send_sums(self._group, peer, tag, sums)
 
     def _post(self) -> None:
-        like = self._sums.live.flats
+        traffic = self._traffic
         while self._posted < self._window():
-            flight, messages = self._flight[self._posted], self._partials.receives[self._posted]
+            flight, piece = self._flight[self._posted], self._posted
             self._posted += 1
-            for peer, extents in messages:
-                subtrees = len(self._traffic.lane_spans[peer])
-                works, sums = receive_sums(self._group, peer, PARTIALS, subtrees, extents, like)
+            for peer, extents in traffic.gathered.receives[piece]:
+                works, flight.gathered[peer, extents] = self._receive(peer, GATHERED, traffic.joint_sum, extents)
+                flight.gathering += works
+            for peer, extents in self._partials.receives[piece]:
+                works, flight.arrivals[peer, extents] = self._receive(peer, PARTIALS, traffic.owned_sum, extents)
                 flight.receives += works
-                flight.arrivals[peer, extents] = sums
+
+    def _receive(self, peer: int, tag: int, tree_sum: TreeSum, extents: Extents) -> tuple[list[Work], Tensor]:
+        return receive_sums(self._group, peer, tag, tree_sum.subtrees_from[peer], extents, self._sums.live.flats)
 
     def _begin_wait(self, piece: int) -> None:
         """In one go, as each wait has its price: for what this piece needs, and for what earlier ones have had in
@@ -168,43 +206,27 @@ class CanonicalReduction:
         self._receive_mirrored(self._waited_for - 1)
 
     def _reduce(self, piece: int) -> None:
-        flight = self._flight[piece]
+        flight, tree_sum = self._flight[piece], self._traffic.owned_sum
         for extents in self._traffic.own_messages[piece]:
-            at = 0
-            for extent in extents:
-                self._reduce_extent(extent, self._parts(flight, extents, extent, at))
-                at += extent.stop - extent.start
+            for (bucket, start, stop), parts in self._parts(tree_sum, flight.arrivals, extents):
+                (root,) = tree_sum.add_up(parts)
+                place = self._sums.last.flats[bucket][start:stop]
+                mean = torch.div(root, self._traffic.plan.lanes, out=place)
+                if not self.bad_gradient and not is_finite(mean):
+                    lanes = tree_sum.culprit(parts)
+                    self.bad_gradient = describe_gradient(self._traffic.layout.buckets[bucket], start, mean, lanes)
         flight.arrivals.clear()
         flight.receives.clear()
 
-    def _reduce_extent(
-        self,
-        extent: Extent,
-        parts: Sequence[Tensor],  # each (elements of `extent`,), in the order of `_spans`
-    ) -> None:
-        """Whoever holds which subtree, the same pairs are added in the order of the one tree over lanes, so the sum has
-        the same bits in every world. In place: a message's memory is this reduction's own.
-        """
-        for into, other in self._fold:
-            parts[into].add_(parts[other])
-        place = self._sums.last.flats[extent.bucket][extent.start : extent.stop]
-        mean = torch.div(parts[self._root], self._traffic.plan.lanes, out=place)
-        if not self.bad_gradient and not is_finite(mean):
-            span, _ = self._spans[culprit(parts, self._fold, self._root)]
-            bucket = self._traffic.layout.buckets[extent.bucket]
-            self.bad_gradient = describe_gradient(bucket, extent.start, mean, span)
-
     def _parts(
-        self, flight: _InFlight, extents: Extents, extent: Extent, at: int
-    ) -> list[Tensor]:  # each (elements of `extent`,)
-        """The partial sums of one owned extent, in the order of `_spans`. `at`: where it begins in its message."""
-        bucket, start, stop = extent
-        sums = {rank: iter(flight.arrivals[rank, extents]) for _, rank in self._spans if rank != self._rank}
-        own = iter(self._sums.finished)
-        return [
-            next(own)[bucket][start:stop] if rank == self._rank else next(sums[rank])[at : at + stop - start]
-            for _, rank in self._spans
-        ]
+        self, tree_sum: TreeSum, arrived: Arrivals, extents: Extents
+    ) -> Iterator[tuple[Extent, list[Tensor]]]:  # each (elements of the extent,)
+        """The partial sums of the extents of one message, one extent after the other."""
+        messages = {peer: arrived[peer, extents] for peer in tree_sum.subtrees_from}
+        at = 0
+        for extent in extents:
+            yield extent, tree_sum.parts(self._sums.finished, messages, extent, at)
+            at += extent.stop - extent.start
 
     def _mirror(self, piece: int) -> None:
         """Posts the reduced ranges to their mirrors."""

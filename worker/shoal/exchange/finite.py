@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
 
 import torch
 from shoal_protos.errors import JobFailed
@@ -31,19 +30,6 @@ def is_finite(
 ) -> bool:
     """One pass where all are."""
     return math.isfinite(float(values.sum())) or bool(torch.isfinite(values).all())
-
-
-def culprit(
-    parts: Sequence[Tensor],  # each (elements,) of one range: a subtree's partial sum
-    folded: Sequence[tuple[int, int]],
-    root: int,
-) -> int:
-    """Which partial sum brought in what is not finite. `parts` were added up in place, in the order of `folded`."""
-    suspect = root
-    for into, other in reversed(folded):
-        if into == suspect and not bool(torch.isfinite(parts[other]).all()):
-            suspect = other
-    return suspect
 
 
 def describe_gradient(

@@ -27,42 +27,40 @@ def send_packed(
     extents: Sequence[Extent],
 ) -> Posted:  # the message: (elements in the extents,)
     """Posts one message."""
-    return _send(group, peer, tag, _parts(flats, extents))
+    return _send(group, peer, tag, ranges(flats, extents))
 
 
 def send_sums(
     group: Group,
     peer: int,
     tag: int,
-    copies: Sequence[Flats],  # each per bucket (elements,); the extents are of one dtype
-    extents: Sequence[Extent],
-) -> list[Posted]:  # messages: (elements in the extents,) each, or one for all: (copies × elements in the extents,)
-    """Posts the extents of every copy, as `receive_sums` takes them."""
-    each = [_parts(flats, extents) for flats in copies]
-    if _is_together(len(copies), extents, copies[0]):
-        return [_send(group, peer, tag, [part for parts in each for part in parts])]
-    return [_send(group, peer, tag, parts) for parts in each]
+    sums: Sequence[Sequence[Tensor]],  # of each subtree the extents, each (elements,)
+) -> list[Posted]:  # messages: (elements in the extents,) each, or one for all: (subtrees × elements in the extents,)
+    """Posts the extents of every subtree's sum, as `receive_sums` takes them."""
+    if _is_together(len(sums), sum(map(torch.numel, sums[0])), sums[0][0].itemsize):
+        return [_send(group, peer, tag, [part for parts in sums for part in parts])]
+    return [_send(group, peer, tag, parts) for parts in sums]
 
 
 def receive_sums(
     group: Group,
     source: int,
     tag: int,
-    copies: int,
+    subtrees: int,
     extents: Sequence[Extent],
     like: Flats,  # per bucket (elements,): whose dtype is received
-) -> tuple[list[Work], Tensor]:  # (copies, elements in the extents)
+) -> tuple[list[Work], Tensor]:  # (subtrees, elements in the extents)
     """Posts the receives of what a peer sends by `send_sums`."""
-    sums = like[extents[0].bucket].new_empty(copies, elements_in(extents))
-    apart = [sums.view(-1)] if _is_together(copies, extents, like) else list(sums)
+    sums = like[extents[0].bucket].new_empty(subtrees, elements_in(extents))
+    apart = [sums.view(-1)] if _is_together(subtrees, elements_in(extents), sums.itemsize) else list(sums)
     return [group.receive(message, source, tag) for message in apart], sums
 
 
-def _is_together(copies: int, extents: Sequence[Extent], flats: Flats) -> bool:
-    return copies == 1 or not is_alone(elements_in(extents), flats[extents[0].bucket].itemsize)
+def _is_together(subtrees: int, elements: int, itemsize: int) -> bool:
+    return subtrees == 1 or not is_alone(elements, itemsize)
 
 
-def _parts(flats: Flats, extents: Sequence[Extent]) -> list[Tensor]:  # each (elements of its extent,)
+def ranges(flats: Flats, extents: Sequence[Extent]) -> list[Tensor]:  # each (elements of its extent,)
     return [flats[bucket][start:stop] for bucket, start, stop in extents]
 
 

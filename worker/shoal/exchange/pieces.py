@@ -14,6 +14,7 @@ from typing import NamedTuple
 from shoal_protos.runs import Span
 
 from shoal.core.layout import Bucket, Layout
+from shoal.exchange.host_sums import HostSums
 
 PIECE_BYTES = 8 << 20
 """What the partial sums of a piece may take on one member, in a world of up to 16; beyond it grows with the world."""
@@ -74,16 +75,16 @@ def piece_bytes(members: int) -> int:
 
 
 def cut_into_pieces(
-    layout: Layout, owned: Sequence[Sequence[Sequence[Span]]], subtrees: Sequence[int], most: int
+    layout: Layout, owned: Sequence[Sequence[Sequence[Span]]], sums: HostSums, most: int
 ) -> tuple[ExchangePiece, ...]:
-    """`owned`: element ranges by rank and bucket. `subtrees`: how many partial sums each rank sends.
+    """`owned`: element ranges by rank and bucket. `sums`: who sends which partial sums of them.
 
     `most`: bytes that a piece may take on any member.
     """
     pieces: list[ExchangePiece] = []
     for bucket in layout.buckets:
         ranges = [of_rank[bucket.index] for of_rank in owned]
-        size = _most_bytes(bucket, ranges, subtrees)
+        size = _most_bytes(bucket, ranges, sums)
         if pieces and pieces[-1].bytes + size <= most // SMALL and _dtype(layout, pieces[-1]) == bucket.dtype:
             extents = (_extents(bucket, one, 0, 1) for one in ranges)
             joined = tuple(before + more for before, more in zip(pieces[-1].owned, extents, strict=True))
@@ -96,15 +97,10 @@ def cut_into_pieces(
     return tuple(pieces)
 
 
-def _most_bytes(bucket: Bucket, ranges: Sequence[Sequence[Span]], subtrees: Sequence[int]) -> int:
-    """Bytes of messages on the member that holds most: what it gets as an owner, and what it packs to send."""
+def _most_bytes(bucket: Bucket, ranges: Sequence[Sequence[Span]], sums: HostSums) -> int:
     sizes = [sum(stop - start for start, stop in spans) for spans in ranges]
-    apart = [size if len(spans) > 1 else 0 for size, spans in zip(sizes, ranges, strict=True)]
-    all_sizes, all_apart, all_subtrees = sum(sizes), sum(apart), sum(subtrees)
-    return bucket.dtype.itemsize * max(
-        size * (all_subtrees - count) + (count * (all_sizes - size) if count > 1 else count * (all_apart - scattered))
-        for size, scattered, count in zip(sizes, apart, subtrees, strict=True)
-    )
+    scattered = [size if len(spans) > 1 else 0 for size, spans in zip(sizes, ranges, strict=True)]
+    return bucket.dtype.itemsize * sums.most_held(sizes, scattered)
 
 
 def _dtype(layout: Layout, piece: ExchangePiece) -> object:

@@ -15,9 +15,11 @@ from shoal_protos.runs import Runs, Span
 
 from shoal.core.layout import Layout
 from shoal.core.tree import subtrees
+from shoal.exchange.host_sums import HostSums
 from shoal.exchange.pieces import ExchangePiece, Extents, cut_into_pieces, in_messages, piece_bytes, split, windows
+from shoal.exchange.tree_sum import TreeSum
 
-FIRST_MESSAGE, PARTIALS, MIRRORED, HANDED, FILLED, BUFFERS, DIGESTS, STARTED, HYPER = range(9)
+FIRST_MESSAGE, PARTIALS, MIRRORED, HANDED, FILLED, BUFFERS, DIGESTS, STARTED, HYPER, GATHERED = range(10)
 """Tags. Messages of one tag between two members keep their order, so a tag need not name piece or step."""
 
 Messages = tuple[tuple[int, Extents], ...]
@@ -62,11 +64,26 @@ class Traffic:
         return tuple(tuple(subtrees(share.owned, self.plan.blocks)) for share in self.plan.shares)
 
     @cached_property
+    def host_sums(self) -> HostSums:
+        """Who adds up what before it leaves a host."""
+        owners = [rank for rank, share in enumerate(self.plan.shares) if share.owned]
+        return HostSums(self.lane_spans, self.plan.hosts, owners, self.plan.lanes)
+
+    @cached_property
+    def owned_sum(self) -> TreeSum:
+        """How this member finishes the tree for what it owns."""
+        return TreeSum(self.host_sums.sources(self.rank), self.rank, self.plan.lanes)
+
+    @cached_property
+    def joint_sum(self) -> TreeSum:
+        """How it adds up what its host has for owners elsewhere."""
+        return TreeSum(self.host_sums.gathered(self.rank), self.rank, self.plan.lanes)
+
+    @cached_property
     def pieces(self) -> tuple[ExchangePiece, ...]:
         """What is exchanged at one time; the same on all members."""
         owned = [self.layout.cut(share.owned) for share in self.plan.shares]
-        counts = [len(spans) for spans in self.lane_spans]
-        return cut_into_pieces(self.layout, owned, counts, piece_bytes(self.plan.world_size))
+        return cut_into_pieces(self.layout, owned, self.host_sums, piece_bytes(self.plan.world_size))
 
     @cached_property
     def windows(self) -> tuple[int, ...]:
@@ -75,20 +92,43 @@ class Traffic:
 
     @cached_property
     def partials(self) -> PieceTraffic:
-        """The partial sums. Of what comes in, the extents are this member's own, once for each subtree of the peer."""
-        sent_to = self.others if self.lane_spans[self.rank] else ()
-        trainers = [peer for peer in self.others if self.lane_spans[peer]]
-        sends = (
-            {peer: self._in_messages(index, piece.owned[peer]) for peer in sent_to}
-            for index, piece in enumerate(self.pieces)
-        )
-        receives = (dict.fromkeys(trainers, mine) for mine in self.own_messages)
+        """The partial sums that this member sends to owners at once, and all that come in: of those the extents are its
+        own, once for each subtree of the peer.
+        """
+        trains = bool(self.lane_spans[self.rank])
+        sent_to = [peer for peer in self.others if trains and self.host_sums.adder(self.rank, peer) is None]
+        sources = [peer for peer in self.others if peer in self.owned_sum.subtrees_from]
+        sends = ({peer: self._partials_for(peer, piece) for peer in sent_to} for piece in range(len(self.pieces)))
+        receives = (dict.fromkeys(sources, mine) for mine in self.own_messages)
         return PieceTraffic(tuple(map(_in_order, sends)), tuple(map(_in_order, receives)))
+
+    @cached_property
+    def gathered(self) -> PieceTraffic:
+        """The partial sums that go to whoever adds them up for owners elsewhere, before they leave the host."""
+        crew = self.host_sums.crew(self.rank)
+        mates = [peer for peer in self.others if self.rank in crew and peer in crew]
+        sends = ({peer: self._added_by(peer, piece) for peer in mates} for piece in range(len(self.pieces)))
+        receives = (dict.fromkeys(mates, self._added_by(self.rank, piece)) for piece in range(len(self.pieces)))
+        return PieceTraffic(tuple(map(_in_order, sends)), tuple(map(_in_order, receives)))
+
+    @cached_property
+    def joint(self) -> tuple[Messages, ...]:
+        """By piece, what this member sends to owners elsewhere once it has added up what its host has for them."""
+        owners = self.host_sums.adds_for(self.rank)
+        messages = ({owner: self._partials_for(owner, piece) for owner in owners} for piece in range(len(self.pieces)))
+        return tuple(map(_in_order, messages))
 
     @cached_property
     def own_messages(self) -> tuple[tuple[Extents, ...], ...]:
         """By piece, what this member owns of it, as the partial sums of it travel."""
-        return tuple(self._in_messages(index, piece.owned[self.rank]) for index, piece in enumerate(self.pieces))
+        return tuple(self._partials_for(self.rank, piece) for piece in range(len(self.pieces)))
+
+    def _added_by(self, rank: int, piece: int) -> tuple[Extents, ...]:
+        owners = self.host_sums.adds_for(rank)
+        return tuple(extents for owner in owners for extents in self._partials_for(owner, piece))
+
+    def _partials_for(self, owner: int, piece: int) -> tuple[Extents, ...]:
+        return self._in_messages(piece, self.pieces[piece].owned[owner])
 
     def _in_messages(self, piece: int, extents: Extents) -> tuple[Extents, ...]:
         return in_messages(extents, self.layout.buckets[self.pieces[piece].last_bucket].dtype.itemsize)

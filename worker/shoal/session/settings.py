@@ -49,7 +49,8 @@ class SessionSettings(BaseModel):
     token: SecretStr | None = None
     """Shown as `authorization: Bearer TOKEN`."""
     domain: str = ""
-    """Failure domain: copies of a block lie in different ones where possible. Default: the host's name."""
+    """Failure domain: copies of a block lie in different ones where possible, and partial sums are added up before they
+    leave one. Default: the host's name."""
     host: str = ""
     """Where other workers reach this process. Default: loopback if the controller is there, else the address that
     the route to the controller starts from."""

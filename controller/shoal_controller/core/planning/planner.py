@@ -146,7 +146,8 @@ def _compose(terms: Terms, here: Sequence[Candidate], before: Plan | None) -> _W
     keepers = _keepers(here)
     target = _target(terms, here, keepers, before, groups)
     kept = _promote(target.groups, keepers, min(terms.mirrors, len(keepers) - 1))
-    lanes = dict(zip(keepers, share_lanes(terms.lanes, [here[keeper].lane for keeper in keepers]), strict=True))
+    domains, flights = _domains(here), [here[keeper].lane for keeper in keepers]
+    lanes = dict(zip(keepers, share_lanes(terms.lanes, flights, [domains[keeper] for keeper in keepers]), strict=True))
     return _without_the_needless(_World(here, _shares(len(here), kept, lanes), name_fills(kept)), target.partners)
 
 
@@ -222,6 +223,12 @@ def _by_age(candidates: Sequence[Candidate]) -> list[Candidate]:
 def _domains(here: Sequence[Candidate]) -> list[int]:
     numbers = {domain: number for number, domain in enumerate(sorted({candidate.domain for candidate in here}))}
     return [numbers[candidate.domain] for candidate in here]
+
+
+def _hosts(here: Sequence[Candidate]) -> tuple[int, ...]:
+    """The failure domain of each, where some share one and not all do."""
+    domains = _domains(here)
+    return tuple(domains) if 1 < len(set(domains)) < len(domains) else ()
 
 
 def _keepers(here: Sequence[Candidate]) -> list[int]:
@@ -317,6 +324,7 @@ def _plan(request: PlanRequest, world: _World, begins: Plan | Recovery) -> Plan:
         builder=_builder(world.here, request.avoid, base),
         steps=terms.steps,
         recovery=begins if isinstance(begins, Recovery) else None,
+        hosts=_hosts(world.here),
     )
     check_plan(plan)
     return plan

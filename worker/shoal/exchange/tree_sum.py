@@ -1,0 +1,60 @@
+"""Sums over the one tree: in which order the partial sums of several members are added, and the additions themselves.
+
+Whoever holds which subtree, the same pairs are added in the order of the one tree over lanes, so a sum has the same
+bits in every world. In place: the memory of a message, and of this worker's own sums, is the reduction's to write.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch
+from shoal_protos.runs import Span
+from torch import Tensor
+
+from shoal.blocks.flat import Flats
+from shoal.core.tree import fold_up
+from shoal.exchange.host_sums import Source
+from shoal.exchange.pieces import Extent
+
+
+class TreeSum:
+    """The sum of some members' partial sums, as far as they are siblings. Made once for a world."""
+
+    def __init__(self, sources: Sequence[Source], rank: int, lanes: int) -> None:
+        self._sources, self._rank = sources, rank
+        self.subtrees_from = Counter(peer for _, peer in sources if peer != rank)
+        """How many subtrees' sums come from each peer."""
+        mine = [index for index, (_, peer) in enumerate(sources) if peer == rank]
+        self._additions, self.left = fold_up([span for span, _ in sources], lanes, mine)
+        """By number, the partial sums in which the sums end up; one, where all lanes are added."""
+
+    def parts(
+        self,
+        own: Sequence[Flats],  # this member's sums, each per bucket (elements,)
+        messages: Mapping[int, Tensor],  # by peer, (its subtrees, elements in the message's extents)
+        extent: Extent,
+        at: int,
+    ) -> list[Tensor]:  # each (elements of the extent,)
+        """The partial sums of one extent. `at`: where it begins in its message."""
+        bucket, start, stop = extent
+        mine, theirs = iter(own), {peer: iter(message) for peer, message in messages.items()}
+        return [
+            next(mine)[bucket][start:stop] if peer == self._rank else next(theirs[peer])[at : at + stop - start]
+            for _, peer in self._sources
+        ]
+
+    def add_up(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Adds them in place; the sums that are left, ascending."""
+        for into, other in self._additions:
+            parts[into].add_(parts[other])
+        return [parts[index] for index in self.left]
+
+    def culprit(self, parts: Sequence[Tensor]) -> Span:
+        """Which subtree brought in what is not finite. `parts` have been added up."""
+        suspect = self.left[0]
+        for into, other in reversed(self._additions):
+            if into == suspect and not bool(torch.isfinite(parts[other]).all()):
+                suspect = other
+        return self._sources[suspect][0]
