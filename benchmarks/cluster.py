@@ -45,6 +45,8 @@ class Job:
     workers: int = 4
     lanes: int = 4
     mirrors: int = 1
+    workers_per_host: int = 1
+    """Where the hosts are network namespaces."""
     launcher: str = "none"
     script: str = "train.py"
     arguments: tuple[str, ...] = ()
@@ -187,11 +189,13 @@ class Cluster:
 
     def add(self, count: int = 1) -> None:
         """Start more workers (launcher `none`)."""
-        for host in range(len(self.own) + 1, len(self.own) + 1 + count):
-            worker = f"w{host - 1}"
+        for number in range(len(self.own), len(self.own) + count):
+            worker, host = f"w{number}", 1 + number // self.job.workers_per_host
             identity = {"SHOAL_CONTROLLER": self._grpc, "SHOAL_JOB": "bench", "SHOAL_WORKER_ID": worker}
             with (self.folder / f"{worker}.log").open("wb") as log:
                 env = {**self._environment(), **identity, "SHOAL_HOST": self._hosts.address(host)}
+                if self._hosts.has_links:
+                    env["SHOAL_FAILURE_DOMAIN"] = f"host{host}"
                 command = [*self._hosts.command(host), *self.job.command]
                 self.own[worker] = subprocess.Popen(command, stdout=log, stderr=log, env=env)
 

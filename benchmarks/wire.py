@@ -1,9 +1,10 @@
 """A step on real links beside DDP: `python benchmarks/wire.py`. Needs root, `ip`, `tc` and `nft`.
 
-Each worker has a network namespace of its own, whose link is shaped in both directions; the model hardly computes
+Each host is a network namespace of its own, whose link is shaped in both directions; the model hardly computes
 (wire_rounds.py), and rounds of DDP and of Shoal take turns in the same processes. So what is compared is how well the
-links are used. Targets: 1.10 of DDP with mirrors off, 1.15 with one mirror. A worker sends 2 (n − 1) / n of the
-parameters in each way: DDP's ring, and Shoal's partial sums, mirrored gradients and hand-out.
+links are used. Targets: 1.10 of DDP with mirrors off, 1.15 with one mirror. A host sends 2 (n − 1) / n of the
+parameters in each way, with a worker on each host: DDP's ring, and Shoal's partial sums, mirrored gradients and
+hand-out. With several on a host DDP's ring still sends that, over one edge.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from tables import show, spread, verdict
 TARGETS = {0: 1.10, 1: 1.15}
 PATIENCE_SECONDS = 600.0
 QUEUE = "burst 128kb latency 100ms"
-CASES = {"4": (4, 20, 400), "8": (8, 24, 1_000), "2": (2, 20, 400)}
-"""Workers, million parameters, Mbit/s."""
+CASES = {"4": (4, 1, 20, 400), "8": (8, 1, 24, 1_000), "2": (2, 1, 20, 400), "2x2": (4, 2, 20, 400)}
+"""Workers, workers on a host, million parameters, Mbit/s."""
 BYTES_PER_LAYER = 4 * 1_000_000
 MB = 1_000_000
 
@@ -29,13 +30,13 @@ Rounds = dict[str, list[tuple[float, float, float]]]
 
 def measure(case: str, mirrors: int, shaped: bool) -> Rounds:
     """One cluster's rounds."""
-    workers, layers, megabit = CASES[case]
-    with Hosts(workers) as hosts:
+    workers, on_a_host, layers, megabit = CASES[case]
+    with Hosts(workers // on_a_host) as hosts:
         if shaped:
-            for host in range(1, workers + 1):
+            for host in range(1, workers // on_a_host + 1):
                 hosts.shape(host, 1_000 * megabit, QUEUE)
         job = Job(
-            workers=workers, lanes=workers, mirrors=mirrors, script="wire_rounds.py",
+            workers=workers, lanes=workers, mirrors=mirrors, workers_per_host=on_a_host, script="wire_rounds.py",
             arguments=("--layers", str(layers)),
         )  # fmt: skip
         with Cluster(job, hosts) as cluster:
@@ -43,12 +44,12 @@ def measure(case: str, mirrors: int, shaped: bool) -> Rounds:
 
 
 def row(case: str, mirrors: int, rounds: Rounds, way: str) -> list[str]:
-    workers, layers, megabit = CASES[case]
+    workers, on_a_host, layers, megabit = CASES[case]
     wall, processor, sent = ([one[i] for one in rounds[way]] for i in (0, 1, 2))
     beside = [one[0] for one in rounds["ddp"]]
     formula = 2 * (workers - 1) / workers * layers * BYTES_PER_LAYER
     ratio = median(wall) / median(beside)
-    name = f"{way}, {workers} workers, {megabit} Mbit/s, mirrors {mirrors}"
+    name = f"{way}, {workers} workers on {workers // on_a_host} hosts, {megabit} Mbit/s, mirrors {mirrors}"
     bytes_of_formula = f"{median(sent) / MB:.0f} ({median(sent) / formula:.3f})"
     judged = verdict(ratio, TARGETS[mirrors]) if way == "shoal" else ""
     return [name, spread(wall), f"{ratio:.3f}", f"{median(processor):.3f}", bytes_of_formula, judged]
