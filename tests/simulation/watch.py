@@ -301,12 +301,13 @@ class Watch:
                 self.violated("a living worker was believed dead by a refused connection", worker)
 
     def _beats(self, job: Job, worker: str) -> bool:
-        """Whether it has been well for a while, and has a stream."""
+        """Whether it has been well for a while, and has a stream on which it was welcomed."""
         process = self.simulation.processes[job.durable.roster[worker].incarnation]
         now, known = self.simulation.clock.now, job.processes.get(worker)
         reachable = process.alive and process.unreachable_since > now
         long = process.reachable_since < now - WELL_SECONDS - 2 * self.simulation.host.late
-        return reachable and long and known is not None and known.connection is not None
+        heard = known is not None and known.connection is not None and process.session.welcomed
+        return reachable and long and heard
 
     def _gave_up(self, before: Job, after: Job, events: Sequence[Event], loss: str) -> None:
         """Only where no process that lives has the blocks, `stall_seconds` are over, or an operator said so."""
