@@ -48,8 +48,10 @@ def alone(size: str, workers: int, lanes: int) -> list[tuple[float, float]]:
     command = [sys.executable, str(Path(__file__).with_name("ddp.py")), "--size", size]
     command += ["--workers", str(workers), "--lanes", str(lanes)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    output = subprocess.run(command, env=environment, capture_output=True, check=True, text=True).stdout
-    return [(wall, processor) for wall, processor in json.loads(output.splitlines()[-1])]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, check=True, text=True, timeout=PATIENCE_SECONDS
+    )
+    return [(wall, processor) for wall, processor in json.loads(done.stdout.splitlines()[-1])]
 
 
 def row(name: str, rounds: Rounds, way: str, target: float | None) -> list[str]:
