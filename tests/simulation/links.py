@@ -107,9 +107,10 @@ class Links:
                 self.simulation.watch.violated("a worker whose links all carry was evicted", note.message)
         elif "has made no progress" in note.message and note.kind == "dismissed":
             self.ended += 1
-            stuck = self.simulation.by_id(note.worker).training.code.stuck_since
+            code = self.simulation.by_id(note.worker).training.code
             last_seen = self.clock.now - self.simulation.spec.stall_seconds
-            if stuck is None or stuck > last_seen + self.simulation.step_seconds:  # it stuck within its next step
+            it_came_on = last_seen + self.simulation.step_seconds  # and stuck within its next step
+            if code.stuck_since is None or min(code.stuck_since, code.inside_since) > it_came_on:
                 self.simulation.watch.violated("user code that goes on was ended", note.message)
 
     def _pid_of(self, worker: str) -> int:
@@ -125,10 +126,13 @@ class UserCode:
         self._inside: list[tuple[Any, ...]] = []
         self._more = 0.0
         self.stuck_since: float | None = None
+        self.inside_since = NOW
+        """When it was entered, slow or not."""
 
     def run(self, seconds: float, call: Any, *args: Any) -> None:
         """`call` when it comes out."""
         more, self._more = self._more, 0.0
+        self.inside_since = self._worker.clock.now
         self._worker.after(seconds + more, self._come_out, call, *args)
 
     def _come_out(self, call: Any, *args: Any) -> None:
