@@ -51,7 +51,7 @@ NOTICED_BY: dict[str, str | int] = {
     "a worker that was absent when all returned changes nothing any more": "thawed_after_all_went_back",
     "members' reports of differing copies count": "flipped_bit",
     "where copies differ all return to a checkpoint whose copies agreed": "flipped_bit",
-    "… and to none that was saved while they differed": 1214,
+    "… and to none that was saved while they differed": 252,
     "a second return without progress pauses the job": "flipped_bits_again",
     "a worker that is part of two differences is evicted": "flipping_worker",
     "a save that was given up no longer counts": "flipped_bit_saved",
