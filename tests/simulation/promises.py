@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from shoal_controller.core.machine.durable import Durable
 from shoal_controller.core.machine.events import Event, Save
 from shoal_controller.core.machine.job import Job
+from shoal_controller.core.machine.phases.scaling import LAST_ONE
 
 if TYPE_CHECKING:
     from .simulation import Simulation
@@ -62,7 +63,7 @@ class Promises:
 
     def parts(self, worker: SimWorker, why: str) -> None:
         """A worker is let go. One that is the last has half of its grace at least, or all, where nothing is saved."""
-        if "there was no worker" not in why:
+        if LAST_ONE not in why:
             return
         at, grace = self._graces[worker.membership.worker]
         least = grace / 2 if self.simulation.checkpoints.every else grace

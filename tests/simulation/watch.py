@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from shoal_controller.core.machine.durable import Durable, Standing
 from shoal_controller.core.machine.events import DrainWorker, Event
 from shoal_controller.core.machine.job import Job
+from shoal_controller.core.machine.phases.scaling import LAST_ONE
 from shoal_controller.core.machine.spec import Phase
 from shoal_protos.checkpoint import CheckpointRef
 from shoal_protos.messages import Ending, Open, PlanMessage, Prepare
@@ -118,7 +119,7 @@ class Watch:
         self.simulation.checkpoints.parted += "its state is in" in why
         self.simulation.promises.parts(worker, why)
         world = self.simulation.host.job.durable.current
-        if world is None or not world.steps or "there was no worker" in why:
+        if world is None or not world.steps or LAST_ONE in why:
             return
         step = worker.training.step
         if worker.training.committed_in < self.floor:

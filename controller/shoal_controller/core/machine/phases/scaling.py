@@ -18,6 +18,8 @@ from shoal_controller.core.machine.phases.failures import LONGEST_BACKOFF
 from shoal_controller.core.machine.phases.next_message import is_member, send_if_due
 from shoal_controller.core.machine.turn import Turn
 
+LAST_ONE = "there was no worker to take its blocks"
+"""Said of a worker whose state goes with it."""
 LINGER_SECONDS = 60.0
 """How long a process that was told to end may take."""
 SCALE_DOWN_GRACE = 30.0
@@ -176,6 +178,6 @@ def give_up(turn: Turn, worker: WorkerId, why: str) -> None:
 
 def dismiss_last(turn: Turn, worker: WorkerId, addition: str = "") -> None:
     """Let a worker go whose state nobody else has."""
-    why = f"worker {worker} was drained, and there was no worker to take its blocks{addition}"
+    why = f"worker {worker} was drained, and {LAST_ONE}{addition}"
     dismiss(turn, worker, Ending.DRAINED, why)
     send_if_due(turn, worker)
