@@ -28,6 +28,7 @@ from shoal_controller.sessions.streams import Streams
 from shoal_controller.settings import Settings, inherited_environment
 from shoal_controller.shell import Shell
 from shoal_controller.store.open import open_store
+from shoal_controller.worker_port import bind_again
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,8 @@ async def serve(settings: Settings) -> AsyncIterator[Server]:
         streams = Streams()
         sessions = SessionService(shell, streams, _session_settings(settings))
         ends.push_async_callback(sessions.stop)
-        grpc = join_address(split_address(settings.grpc)[0], sessions.bind(settings.grpc))
+        port = bind_again(settings.folder, settings.grpc, sessions.bind)
+        grpc = join_address(split_address(settings.grpc)[0], port)
         launcher = LocalLauncher(settings.folder, _worker_environment(settings, grpc), shell.submit)
         ends.push_async_callback(launcher.close)
         launchers = {"local": launcher} if "local" in settings.allowed_launchers else {}

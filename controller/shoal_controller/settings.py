@@ -30,7 +30,7 @@ class Settings(BaseSettings):
     http: str = "127.0.0.1:7070"
     """Address of the REST API, `HOST:PORT`; port 0 picks a free port."""
     grpc: str = "127.0.0.1:7071"
-    """Address that workers connect to, `HOST:PORT`; port 0 picks a free port."""
+    """Address that workers connect to, `HOST:PORT`; port 0 picks a free port, the last one where it is free."""
     store: str = "embedded:.shoal"
     """Store for the controller's state: `embedded:DIR`."""
     data: Path = Path(".shoal")

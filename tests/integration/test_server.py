@@ -73,6 +73,19 @@ async def event_with(client, job, text):
 
 
 @asynchronous
+async def test_where_any_port_will_do_workers_find_the_next_controller_where_the_last_one_was(tmp_path):
+    async with serve(settings(tmp_path)) as server:
+        first = server.grpc
+    async with serve(settings(tmp_path)) as server:
+        assert server.grpc == first
+        async with serve(settings(tmp_path, store=f"embedded:{tmp_path}/other")) as beside:
+            assert beside.grpc != first
+    (tmp_path / "store" / "worker-port").write_text("damaged")
+    async with serve(settings(tmp_path)) as server:
+        assert server.grpc
+
+
+@asynchronous
 async def test_a_controller_answers_on_ports_of_its_choice_and_ends_without_a_trace(tmp_path):
     async with controller(tmp_path) as (server, client):
         assert (await client.get("/readyz")).json() == {"status": "ready", "trouble": ""}
