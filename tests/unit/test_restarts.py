@@ -3,8 +3,10 @@
 from dataclasses import replace
 
 from machine_driver import MADE_OF, Driver
-from shoal_controller.core.machine.effects import Adopt, Kill, Note, Persist, PersistStep, Spawn
+from shoal_controller.core.machine.effects import Adopt, Effect, Kill, Note, Persist, PersistStep, Spawn
+from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.events import Cancel, DrainWorker, Exited, NeverStarted, Save, Tick
+from shoal_controller.core.machine.figures import series_key
 from shoal_controller.core.machine.phases.scaling import LINGER_SECONDS
 from shoal_controller.core.machine.spec import Phase
 from shoal_protos.checkpoint import CheckpointRef, SaveOutcome, SaveReport
@@ -24,6 +26,10 @@ def restarted(job: Driver) -> None:
 
 def asks(job: Driver, worker: str) -> list[Ask]:
     return [message for message in job.messages_to(worker) if isinstance(message, Ask)]
+
+
+def skipped_events(effects: list[Effect]) -> int:
+    return sum(isinstance(one, Note) and one.kind is EventKind.CHECKPOINT_SKIPPED for one in effects)
 
 
 def training(workers: int = 2, **spec: object) -> Driver:
@@ -99,6 +105,15 @@ def test_only_a_save_of_that_step_or_a_later_one_answers_what_was_asked_for() ->
     assert job.job.durable.save is not None
     job.beat("w0", checkpoint=CheckpointRef(1, before + 6, "later"))
     assert job.job.durable.save is None
+
+
+def test_a_save_that_was_told_is_not_told_or_counted_again_after_a_restart() -> None:
+    job = training(made_of=SAVING)
+    skipped = SaveReport(1, job.statuses["w0"].step, SaveOutcome.SKIPPED, why="another one is still being written")
+    assert skipped_events(job.beat("w0", Telemetry(saves=(skipped,)))) == 1
+    restarted(job)
+    assert skipped_events(job.beat("w0", Telemetry(saves=(skipped, replace(skipped, number=2))))) == 1
+    assert job.job.figures.counters[series_key("shoal_checkpoints_skipped_total", {})] == 2
 
 
 def test_a_failure_that_may_have_been_before_the_request_does_not_answer_it_after_a_restart() -> None:

@@ -80,6 +80,8 @@ class WorkerRecord:
     """Why it is lost, dead or ending."""
     fault: str = ""
     """What its failure has in common with the same one of others, at the same step."""
+    saves_told: int = 0
+    """The number of the last save that it has told of: it repeats the last ones in every heartbeat."""
 
     @property
     def serves(self) -> bool:

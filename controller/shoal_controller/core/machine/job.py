@@ -93,8 +93,6 @@ class Process:
     had made no step, or this controller's life had not heard of them."""
     last_sent: tuple[str, int, float] = ("", 0, 0.0)
     """What it was last told: kind, number, when."""
-    last_save_seen: int | None = None
-    """The number of the last save that it has told of; None: it has said no heartbeat in this controller's life."""
     fill_bytes_before: int = 0
     """Bytes it had received by fills before the present generation."""
 

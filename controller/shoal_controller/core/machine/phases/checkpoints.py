@@ -169,13 +169,13 @@ def on_telemetry(turn: Turn, worker: WorkerId) -> None:
     if sentence and sentence != turn.job.skipped_folders and turn.durable.current is None:
         turn.change(skipped_folders=sentence)
         turn.note(EventKind.CHECKPOINT_PASSED_OVER, sentence, worker)
-    before = process.last_save_seen
-    news = [saved for saved in process.telemetry.saves if before is None or saved.number > before]
-    if before is None or news:
-        turn.see(worker, last_save_seen=news[-1].number if news else 0)
+    record = turn.record(worker)
+    news = [saved for saved in process.telemetry.saves if saved.number > record.saves_told]
+    if news:
+        turn.enlist(replace(record, saves_told=news[-1].number))
     for saved in news:
         _figures(turn, worker, saved)
-        if saved.outcome is SaveOutcome.FAILED and before is not None:  # else perhaps before it was asked for
+        if saved.outcome is SaveOutcome.FAILED:
             _close_request(turn, saved.step)
 
 
