@@ -31,7 +31,7 @@ MANY_METHODS = {
 """Classes that have more."""
 
 ENTRY_MODULES = {
-    "shoal_controller.cli.main": "the console script",
+    "shoal_controller.cli.console": "the console script",
     "shoal.config.reference": "writes docs/configuration.md, `python -m`",
     "shoal.demo.byte_gpt": "the demo's script, `python -m`",
 }

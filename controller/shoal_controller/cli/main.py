@@ -78,7 +78,7 @@ for _command in COMMANDS:
 
 
 def main() -> None:
-    """The console script."""
+    """All that the console script does."""
     if sys.platform == "win32":
         raise SystemExit(say("Shoal runs on Linux, and on macOS without a controller, but not on Windows.", WRONG_USE))
     app()

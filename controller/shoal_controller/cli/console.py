@@ -1,0 +1,10 @@
+"""The console script. All else is imported inside it, so that Ctrl-C is no traceback at any moment."""
+
+
+def main() -> None:
+    """`shoal`."""
+    try:
+        from shoal_controller.cli.main import main as command
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    command()
