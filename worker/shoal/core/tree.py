@@ -56,6 +56,7 @@ def subtrees(held: Runs, leaves: int) -> list[Span]:
     for start, stop in held.spans:
         while start < stop:
             size = 1
+            # At the end of all leaves a subtree need not be full: an odd node passed up unchanged, so it is whole.
             while start % (2 * size) == 0 and (start + 2 * size <= stop or (stop == leaves and start + size < stop)):
                 size *= 2
             end = min(start + size, stop)
@@ -77,10 +78,12 @@ def fold_up(spans: Sequence[Span], leaves: int, mine: Iterable[int] = ()) -> tup
     prefer = set(mine)
     stack: list[tuple[Span, int]] = []
     additions: Additions = []
+    # From left to right a sibling is always the top of the stack: whatever lies between the two has been added up.
     for index in sorted(range(len(spans)), key=lambda i: spans[i]):
         stack.append((spans[index], index))
         while len(stack) > 1 and are_siblings(stack[-2][0], stack[-1][0], leaves):
             (right, b), (left, a) = stack.pop(), stack.pop()
+            # Where the sum lands changes no bit: a + b is b + a.
             into, other = (b, a) if b in prefer and a not in prefer else (a, b)
             additions.append((into, other))
             stack.append(((left[0], right[1]), into))

@@ -27,7 +27,7 @@ from shoal_controller.core.planning.placement import Capacity, Demand, Pair, Pla
 Node = tuple[int, int]
 """A pair `(owner, mirror)`, or one of these:"""
 
-_PARCEL = -2  # (_PARCEL, index)
+_DEMAND = -2  # (_DEMAND, index)
 _WITH = -3  # (_WITH, worker)
 _EXTRA = -4  # (_EXTRA, owner)
 _SITE = -5  # (_SITE, index * count of workers + site)
@@ -40,14 +40,14 @@ _TRANSFER = 1 << 32
 _ENDLESS = 1 << 62
 
 
-def place_evenly(demands: Sequence[Demand], room: Capacity) -> list[dict[Pair, int]]:
+def place_evenly(demands: Sequence[Demand], capacity: Capacity) -> list[dict[Pair, int]]:
     """Blocks of each demand by pair. What can stay stays, then what can be free is free, then the rest, the cheapest
     first.
     """
-    placing = Placement(demands, room)
+    placing = Placement(demands, capacity)
     order = sorted(range(len(demands)), key=lambda index: demands[index].previous_owner == NOBODY)
     for reach in Reach:
-        if reach is Reach.SHARE and room.parts == 1:
+        if reach is Reach.SHARE and capacity.parts == 1:
             continue
         placing.reach = reach
         for index in order:
@@ -67,7 +67,7 @@ class Flow:
     def __init__(self, placing: Placement) -> None:
         self._placing = placing
         self._anywhere = placing.reach is Reach.ANY
-        self._sites = len(placing.room.site)
+        self._sites = len(placing.capacity.site)
         self._cheapest = int(self._anywhere)
         """No path costs fewer transfers than the one before: what is dearer waits until there is none that cheap."""
         self._distance: dict[Node, int] = {}
@@ -95,16 +95,16 @@ class Flow:
     def _any_hope(self) -> bool:
         """Spares a search of the whole graph that must fail: room is only with owners whom no demand may have."""
         placing = self._placing
-        open_owners = {owner for owner in placing.room.workers if placing.is_open(owner)}
+        open_owners = {owner for owner in placing.capacity.workers if placing.is_open(owner)}
         return self._anywhere or any(not open_owners.isdisjoint(demand.holders) for demand in placing.demands)
 
     # ---- a phase
 
     def _label(self, waiting: list[int]) -> bool:
         """The distance of every node that may lie on a shortest path to the sink. False: there is none."""
-        self._distance = distance = {(_PARCEL, index): 0 for index in waiting}
+        self._distance = distance = {(_DEMAND, index): 0 for index in waiting}
         self._came = came = {}
-        haste = 2 if self._anywhere else 0
+        haste = 2 if self._anywhere else 0  # only one path is used then: no other as short is looked for
         queue, dearer, found = deque(distance), list[Node](), _ENDLESS
         while queue or (dearer and found == _ENDLESS):
             if not queue:
@@ -114,7 +114,7 @@ class Flow:
             reached = distance[node]
             if reached + haste >= found:
                 continue
-            if reached // _TRANSFER > self._cheapest:
+            if reached // _TRANSFER > self._cheapest:  # most of the graph, and in vain while there is a cheaper path
                 dearer.append(node)
                 continue
             for to, transfers in self._arcs(node):
@@ -136,13 +136,13 @@ class Flow:
 
     def _descend(self, index: int) -> list[Node]:
         """A shortest path from a demand to the sink; empty when there is none left. Never looks at a way twice."""
-        path: list[Node] = [(_PARCEL, index)]
+        path: list[Node] = [(_DEMAND, index)]
         while path and path[-1] != _SINK:
             node = path[-1]
             ways = self._ways.get(node)
             if ways is None:
                 ways = self._ways[node] = self._shortest_ways(node)
-            while ways and not self._capacity(node, ways[-1]):
+            while ways and not self._capacity(node, ways[-1]):  # an earlier path of this phase has used it up
                 ways.pop()
             if ways:
                 path.append(ways[-1])
@@ -166,18 +166,20 @@ class Flow:
         steps = list(pairwise(path))
         count = min([placing.wanted[index], *(self._capacity(node, to) for node, to in steps)])
         for node, to in steps:
-            if node[0] in (_PARCEL, _SITE):
-                index = self._parcel_of(node)
-            if node[0] >= 0 and to[0] in (_PARCEL, _SITE):
-                placing.place(self._parcel_of(to), node, -count)
-            elif to[0] >= 0 and (node[0] in (_PARCEL, _SITE, _WITH) or node == _ANY):
+            # A path that comes to a pair and leaves it through a demand displaces that one's blocks: from there on it
+            # is they who look for a place.
+            if node[0] in (_DEMAND, _SITE):
+                index = self._demand_of(node)
+            if node[0] >= 0 and to[0] in (_DEMAND, _SITE):
+                placing.place(self._demand_of(to), node, -count)
+            elif to[0] >= 0 and (node[0] in (_DEMAND, _SITE, _WITH) or node == _ANY):
                 placing.place(index, to, count)
 
-    def _parcel_of(self, node: Node) -> int:
-        return node[1] if node[0] == _PARCEL else node[1] // self._sites
+    def _demand_of(self, node: Node) -> int:
+        return node[1] if node[0] == _DEMAND else node[1] // self._sites
 
     def _site_of(self, index: int, mirror: int) -> Node:
-        return _SITE, index * self._sites + self._placing.room.site[mirror]
+        return _SITE, index * self._sites + self._placing.capacity.site[mirror]
 
     # ---- the graph
 
@@ -186,8 +188,8 @@ class Flow:
         kind, which = node
         if kind >= 0:
             yield from self._from_pair(node)
-        elif kind == _PARCEL:
-            yield from self._from_parcel(which)
+        elif kind == _DEMAND:
+            yield from self._from_demand(which)
         elif kind == _SITE:
             yield from self._from_site(which)
         elif kind == _EXTRA:
@@ -204,20 +206,20 @@ class Flow:
             yield _SINK, 0
         elif self._placing.may_exceed(pair):
             yield (_EXTRA, pair[0]), 0
-        apart = self._placing.room.apart
+        apart = self._placing.capacity.apart
         for index in self._placing.users[pair]:
-            to = self._site_of(index, pair[1]) if apart else (_PARCEL, index)
+            to = self._site_of(index, pair[1]) if apart else (_DEMAND, index)
             yield to, -self._transfers(index, pair)
 
-    def _from_parcel(self, index: int) -> Iterator[tuple[Node, int]]:
-        pairs = [pair for pair in self._pairs_in_reach(index) if self._placing.room_of_parcel(index, pair) > 0]
-        if self._placing.room.apart:
+    def _from_demand(self, index: int) -> Iterator[tuple[Node, int]]:
+        pairs = [pair for pair in self._pairs_in_reach(index) if self._placing.room_for(index, pair) > 0]
+        if self._placing.capacity.apart:
             yield from dict.fromkeys((self._site_of(index, mirror), 0) for _, mirror in pairs)
             return
         yield from ((pair, self._transfers(index, pair)) for pair in pairs)
         demand = self._placing.demands[index]
         if self._anywhere and demand.owner == NOBODY:
-            if self._placing.room.has_mirrors:
+            if self._placing.capacity.has_mirrors:
                 yield from (((_WITH, holder), 1) for holder in demand.holders)
                 yield _ANY, 2
             else:
@@ -226,9 +228,9 @@ class Flow:
     def _from_site(self, which: int) -> Iterator[tuple[Node, int]]:
         index, site = divmod(which, self._sites)
         if self._placing.at_site[index, site]:
-            yield (_PARCEL, index), 0
+            yield (_DEMAND, index), 0
         for pair in self._pairs_in_reach(index):
-            if self._placing.room.site[pair[1]] == site:
+            if self._placing.capacity.site[pair[1]] == site:
                 yield pair, self._transfers(index, pair)
 
     def _pairs_in_reach(self, index: int) -> Iterator[Pair]:
@@ -236,19 +238,19 @@ class Flow:
         demand, placing = self._placing.demands[index], self._placing
         anyone = demand.owner != NOBODY and self._anywhere
         for owner in placing.owners_in_reach(index):
-            for mirror in placing.room.partners[owner] if anyone else placing.mirrors_among_holders(index, owner):
+            for mirror in placing.capacity.partners[owner] if anyone else placing.mirrors_among_holders(index, owner):
                 yield owner, mirror
 
     def _pairs_of_hub(self, hub: Node) -> Iterator[Pair]:
-        room = self._placing.room
+        partners, site = self._placing.capacity.partners, self._placing.capacity.site
         if hub == _ANY:
-            pairs = ((owner, mirror) for owner in room.workers for mirror in room.partners[owner])
-            yield from (pair for pair in pairs if pair[1] == NOBODY or room.site[pair[0]] != room.site[pair[1]])
+            pairs = ((owner, mirror) for owner in self._placing.capacity.workers for mirror in partners[owner])
+            yield from (pair for pair in pairs if pair[1] == NOBODY or site[pair[0]] != site[pair[1]])
             return
         worker = hub[1]
-        site = room.site[worker]
-        yield from ((worker, partner) for partner in room.partners[worker] if room.site[partner] != site)
-        yield from ((owner, worker) for owner in self._placing.owners_by_partner[worker] if room.site[owner] != site)
+        yield from ((worker, partner) for partner in partners[worker] if site[partner] != site[worker])
+        owners = self._placing.owners_by_partner[worker]
+        yield from ((owner, worker) for owner in owners if site[owner] != site[worker])
 
     def _transfers(self, index: int, pair: Pair) -> int:
         owner, mirror = pair
@@ -264,14 +266,14 @@ class Flow:
             return int(to[1] in placing.rich if node == _MORE else placing.may_exceed(node))
         if to == _MORE:
             return int(placing.room_extra(node[1]) == 0)
-        if node[0] == _SITE and to[0] == _PARCEL:
+        if node[0] == _SITE and to[0] == _DEMAND:
             return placing.at_site[divmod(node[1], self._sites)]
-        if to[0] in (_PARCEL, _SITE) and node[0] >= 0:
-            return placing.placed[self._parcel_of(to)].get(node, 0)
+        if to[0] in (_DEMAND, _SITE) and node[0] >= 0:
+            return placing.placed[self._demand_of(to)].get(node, 0)
         if to[0] == _SITE:
             return placing.demands[node[1]].count - placing.at_site[divmod(to[1], self._sites)]
-        if node[0] == _PARCEL and to[0] >= 0:
-            return placing.room_of_parcel(node[1], to)
+        if node[0] == _DEMAND and to[0] >= 0:
+            return placing.room_for(node[1], to)
         if node[0] == _EXTRA:
             return int(to in placing.over[node[1]])
         return _ENDLESS

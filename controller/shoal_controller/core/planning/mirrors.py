@@ -26,6 +26,8 @@ def share_mirrors(
     shared = list(groups)
     members = Counter(domains[keeper] for keeper in partners)
     apart = min(mirrors, len(members) - 1)
+    # Copies in domains of their own come first, because no later copy may push one of them out; where each worker is a
+    # domain by itself, that is so anyway, and one round will do.
     if apart and max(members.values()) > 1:
         shared = _more(shared, Spread(partners, domains, apart, apart), domains)
     return _more(shared, Spread(partners, domains, apart, mirrors), range(len(domains)))
@@ -95,6 +97,8 @@ def _capacity(groups: Sequence[BlockGroup], spread: Spread, sites: Sequence[int]
     below = [0] * len(sites)
     for owner, partners in spread.partners.items():
         for mirror, part in spread.parts(owner).items():
+            # The part is a fraction of blocks that cannot be divided: whole blocks first, then one more for some, but
+            # not for who has one more already from the round before.
             share, pair = floor(owned[owner] * part), (owner, mirror)
             least[pair] = max(0, share - mirrored[pair])
             most[pair] = least[pair] + (mirrored[pair] <= share)
@@ -152,6 +156,8 @@ class Spread:
         """
         bounds = [(*self._bounds(*crowd), count) for crowd, count in Counter(crowds).items()]
 
+        # Copies rise with the level, in straight lines between the bounds at which somebody begins or has enough. So
+        # the level lies on the line that begins at the highest bound with no copy too many; fractions keep it exact.
         def copies(level: Fraction) -> Fraction:
             return sum((min(max(level, low), high) * count for low, high, count in bounds), Fraction(0))
 

@@ -51,9 +51,9 @@ def _demand(group: BlockGroup, holders: tuple[int, ...], stays: int = 0) -> Dema
     return Demand(len(group.blocks), holders, previous_owner=was if was in holders else NOBODY, stays=stays)
 
 
-def _placed(groups: Sequence[BlockGroup], demands: Sequence[Demand], room: Capacity) -> list[BlockGroup]:
+def _placed(groups: Sequence[BlockGroup], demands: Sequence[Demand], capacity: Capacity) -> list[BlockGroup]:
     shared: list[BlockGroup] = []
-    for group, placed in zip(groups, place_evenly(demands, room), strict=True):
+    for group, placed in zip(groups, place_evenly(demands, capacity), strict=True):
         pairs = list(placed)
         if len(pairs) > 1:
             pairs.sort(key=lambda pair: (pair[0] != group.previous_owner, pair))

@@ -105,54 +105,55 @@ def is_small(partners: Iterable[Sequence[int]]) -> bool:
 class Placement:
     """One division of all demands, as far as it has come: `placed[demand][pair]` blocks."""
 
-    def __init__(self, demands: Sequence[Demand], room: Capacity) -> None:
+    def __init__(self, demands: Sequence[Demand], capacity: Capacity) -> None:
         self.demands = demands
-        self.room = room
+        self.capacity = capacity
         self.placed: list[dict[Pair, int]] = [{} for _ in demands]
-        self.wanted = [demand.count * room.copies for demand in demands]
+        self.wanted = [demand.count * capacity.copies for demand in demands]
         self.reach = Reach.STAY
         self.users: defaultdict[Pair, dict[int, None]] = defaultdict(dict)
         """Demands that each pair has blocks of, where somebody may be displaced."""
         self.load: defaultdict[Pair, int] = defaultdict(int)
-        self.over: list[dict[Pair, None]] = [{} for _ in room.site]
+        self.over: list[dict[Pair, None]] = [{} for _ in capacity.site]
         """Pairs of each owner with one more than their least."""
         self.rich: dict[int, None] = {}
         """Owners with one more than their extra pairs."""
         self.at_site: Counter[tuple[int, int]] = Counter()
         """Copies by demand and site, where copies must lie apart."""
-        self._short = list(room.below)
-        self._open = deque(room.workers)
+        self._short = list(capacity.below)
+        self._open = deque(capacity.workers)
         """Among them all owners that can take more, once nothing is taken back from any."""
-        self._mirrored = [0] * (len(room.site) + 1)
-        self.is_exact = not room.has_mirrors or is_small(room.partners)
+        self._mirrored = [0] * (len(capacity.site) + 1)
+        self.is_exact = not capacity.has_mirrors or is_small(capacity.partners)
         self._owners: dict[int, tuple[int, ...]] = {}
         self._held = [frozenset(demand.holders) for demand in demands]
-        self.owners_by_partner: list[list[int]] = [[] for _ in (*room.site, NOBODY)]
+        self.owners_by_partner: list[list[int]] = [[] for _ in (*capacity.site, NOBODY)]
         """Of each worker: who may have blocks mirrored by it."""
-        for owner in room.workers:
-            for partner in room.partners[owner]:
+        for owner in capacity.workers:
+            for partner in capacity.partners[owner]:
                 self.owners_by_partner[partner].append(owner)
 
     def place(self, index: int, pair: Pair, count: int) -> None:
         """Gives (or, with a negative count, takes back) blocks of a demand to a pair."""
         owner, mirror = pair
-        least, before = self.room.least(owner, mirror), self.load[pair]
+        least, before = self.capacity.least(owner, mirror), self.load[pair]
         after = self.load[pair] = before + count
+        # Up to its least a pair fills its owner's even share; beyond that it uses up one of the owner's extra blocks.
         if before < least or after < least:
             self._short[owner] -= min(after, least) - min(before, least)
         if (before > least) != (after > least):
             _keep(self.over[owner], pair, after > least)
-            _keep(self.rich, owner, len(self.over[owner]) > self.room.extra[owner])
+            _keep(self.rich, owner, len(self.over[owner]) > self.capacity.extra[owner])
         placed = self.placed[index]
         if now := placed.get(pair, 0) + count:
             placed[pair] = now
         else:
-            del placed[pair]
+            del placed[pair]  # an empty entry would become a group without blocks
         if self.is_exact:
             _keep(self.users[pair], index, now > 0)
         self._mirrored[mirror] += count
-        if self.room.apart:
-            self.at_site[index, self.room.site[mirror]] += count
+        if self.capacity.apart:
+            self.at_site[index, self.capacity.site[mirror]] += count
         self.wanted[index] -= count
 
     # ---- without displacing anybody
@@ -165,13 +166,13 @@ class Placement:
                 self._fill_pairs_of(index, owner, self.mirrors_among_holders(index, owner))
             return
         for owner in demand.owners:
-            self._fill_pairs_of(index, owner, self.room.partners[owner])
+            self._fill_pairs_of(index, owner, self.capacity.partners[owner])
         if demand.owner == NOBODY:
             self._fill_beside_holders(index)
 
     def _fill_beside_holders(self, index: int) -> None:
         """Places what is left of a demand with owners for whom a holder may mirror it."""
-        if self.room.has_mirrors:
+        if self.capacity.has_mirrors:
             for holder in self.demands[index].holders:
                 for owner in self.owners_by_partner[holder]:
                     if not self.wanted[index]:
@@ -185,8 +186,9 @@ class Placement:
         passed: list[int] = []
         while self.wanted[index] and self._open:
             owner = self._open[0]
-            self._fill_pairs_of(index, owner, self.room.partners[owner])
+            self._fill_pairs_of(index, owner, self.capacity.partners[owner])
             if self.wanted[index]:
+                # Full for good, or open but not to this demand: then it stands first in the line for the next one.
                 self._open.popleft()
                 if self.is_open(owner):
                     passed.append(owner)
@@ -215,16 +217,16 @@ class Placement:
         for mirror in mirrors:
             pair = (owner, mirror)
             count = min(self.wanted[index], room(pair))
-            if count > 0 and (count := min(count, self.room_of_parcel(index, pair))) > 0:
+            if count > 0 and (count := min(count, self.room_for(index, pair))) > 0:
                 self.place(index, pair, count)
                 if not self.wanted[index]:
                     return
 
     def mirrors_among_holders(self, index: int, owner: int) -> Sequence[int]:
         """Those partners of the owner who hold a demand; nobody where no mirrors are placed."""
-        if not self.room.has_mirrors:
+        if not self.capacity.has_mirrors:
             return ALONE
-        return [partner for partner in self.room.partners[owner] if partner in self._held[index]]
+        return [partner for partner in self.capacity.partners[owner] if partner in self._held[index]]
 
     def is_open(self, owner: int) -> bool:
         return self._short[owner] > 0 or self.room_extra(owner) > 0 or self.room_more(owner) > 0
@@ -240,32 +242,34 @@ class Placement:
         owner = self.demands[index].owner
         assert owner != NOBODY or not self.wanted[index], f"{self.wanted[index]} blocks of demand {index} have no owner"
         while self.wanted[index]:
-            partners = self.room.partners[owner]
-            mirrors = [mirror for mirror in partners if self.room_of_parcel(index, (owner, mirror)) > 0]
+            partners = self.capacity.partners[owner]
+            mirrors = [mirror for mirror in partners if self.room_for(index, (owner, mirror)) > 0]
             self.place(index, (owner, min(mirrors, key=self._mirrored.__getitem__)), 1)
 
     # ---- room
 
-    def room_of_parcel(self, index: int, pair: Pair) -> int:
+    def room_for(self, index: int, pair: Pair) -> int:
         """How many blocks of this demand the pair may have, besides those that it has."""
         demand, (owner, mirror) = self.demands[index], pair
         most = demand.count
         if mirror == NOBODY:
+            # Owners alone are placed, and mirrors follow. A holder that owned a whole demand would leave the other
+            # holders only copies of it to mirror, and evenness would then cost transfers.
             if self.reach is Reach.STAY:
                 most = demand.stays
             elif self.reach is Reach.SHARE and owner != demand.previous_owner:
-                most = -(-demand.count // self.room.parts)
+                most = -(-demand.count // self.capacity.parts)
         else:
-            site = self.room.site[mirror]
-            if mirror == owner or site == self.room.site[owner] or site in demand.barred:
+            site = self.capacity.site[mirror]
+            if mirror == owner or site == self.capacity.site[owner] or site in demand.barred:
                 return 0
-            if self.room.apart:
+            if self.capacity.apart:  # a site may have each block once, whichever of its workers mirrors it
                 return most - self.at_site[index, site]
         return most - self.placed[index].get(pair, 0)
 
     def room_below(self, pair: Pair) -> int:
         """How many blocks a pair can take up to its least."""
-        return self.room.least(*pair) - self.load[pair]
+        return self.capacity.least(*pair) - self.load[pair]
 
     def room_beyond(self, pair: Pair) -> int:
         """Whether it can take the one beyond."""
@@ -279,14 +283,14 @@ class Placement:
 
     def may_exceed(self, pair: Pair) -> bool:
         """Whether it has its least, and one more is not too much."""
-        return self.load[pair] == self.room.least(*pair) < self.room.most(*pair)
+        return self.load[pair] == self.capacity.least(*pair) < self.capacity.most(*pair)
 
     def room_extra(self, owner: int) -> int:
-        return self.room.extra[owner] - len(self.over[owner])
+        return self.capacity.extra[owner] - len(self.over[owner])
 
     def room_more(self, owner: int) -> int:
         """Whether this owner may have one more extra pair than others."""
-        return int(self.room_extra(owner) == 0 and len(self.rich) < self.room.more)
+        return int(self.room_extra(owner) == 0 and len(self.rich) < self.capacity.more)
 
 
 _T = TypeVar("_T")
