@@ -379,13 +379,13 @@ class Crew:
         self._connections += 1
         connection = self._connections
         self._links[connection] = link
-        self._feed(Connected(connection, link.dialogue.hello()))
+        self._feed(Connected(connection, link.dialogue.say_hello()))
         if not link.dialogue.welcomed:
             self._carry(connection, link)
 
     def _carry(self, connection: int, link: CrewLink) -> bool:
         """What the worker has to say; whether it was anything."""
-        messages = link.dialogue.outgoing() if not link.muted else []
+        messages = link.dialogue.take_outgoing() if not link.muted else []
         for message in messages:
             is_hello = isinstance(message, Hello)
             self._feed(Connected(connection, message) if is_hello else MessageReceived(connection, message))

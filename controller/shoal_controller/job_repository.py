@@ -176,7 +176,7 @@ class JobRepository:
     async def _guarded(self, operations: Sequence[Operation]) -> None:
         """A transaction that leaves the head as it is."""
         while not (await self._store.transact([self._guard], operations)).succeeded:
-            await self._found()
+            await self._adopt_head()
 
     @property
     def _guard(self) -> Compare:
@@ -219,7 +219,7 @@ class JobRepository:
         async def attempt() -> None:
             nonlocal revision
             outcome = await self._store.transact([self._guard], [Put(key, value), *operations])
-            revision = outcome.revision if outcome.succeeded else await self._found(value)
+            revision = outcome.revision if outcome.succeeded else await self._adopt_head(value)
 
         while not revision:
             self._doubtful.add(value)
@@ -227,7 +227,7 @@ class JobRepository:
         self._doubtful.clear()
         return revision
 
-    async def _found(self, value: bytes = b"") -> int:
+    async def _adopt_head(self, value: bytes = b"") -> int:
         """Somebody has written the head. An attempt of our own that seemed to fail had been carried out: its revision,
         or 0 where it was another than that of `value`: then it is written over.
         """

@@ -178,7 +178,7 @@ class Runner:
             await asyncio.wait([self._loop], timeout=STOP_SECONDS)
             await end_task(self._loop)
         await self._background.stop()
-        _settle(_emptied(self._inbox), self._halted)
+        _settle(_empty(self._inbox), self._halted)
 
     def leave(self) -> None:
         """Let go of the streams of a job that another run replaces."""
@@ -216,7 +216,7 @@ class Runner:
     def _take_aside(self) -> None:
         """The store fails: whoever has said something need not wait until it answers again."""
         _settle([one for one in self._in_hand if not isinstance(one.event, OperatorRequest)], None)
-        for submission in _emptied(self._inbox):
+        for submission in _empty(self._inbox):
             if isinstance(submission.event, OperatorRequest):
                 self._inbox.put_nowait(submission)
             elif not isinstance(submission.event, Tick):
@@ -235,16 +235,16 @@ class Runner:
             await self._handle([Started()])
         while self._halted is None:
             await self._catch_up()
-            await self._answer(self._batch(await self._inbox.get()))
+            await self._answer(self._take_batch(await self._inbox.get()))
 
     async def _catch_up(self) -> None:
         """Hear what was said while the store failed."""
         while self._halted is None and (events := self._aside.take()):
             await self._handle(events)
 
-    def _batch(self, first: _Submission) -> list[_Submission]:
+    def _take_batch(self, first: _Submission) -> list[_Submission]:
         """What lies in the inbox, from its first on, as far as it is one batch."""
-        batch, later = first_batch([first, *_emptied(self._inbox)], lambda submission: submission.event)
+        batch, later = first_batch([first, *_empty(self._inbox)], lambda submission: submission.event)
         for submission in later:
             self._inbox.put_nowait(submission)
         if any(isinstance(submission.event, Tick) for submission in batch):
@@ -368,7 +368,7 @@ def _gone(spec: JobSpec) -> StoreError:
     return StoreError(f"the controller stopped before job {spec.job} had answered")
 
 
-def _emptied(inbox: asyncio.Queue[_Submission]) -> list[_Submission]:
+def _empty(inbox: asyncio.Queue[_Submission]) -> list[_Submission]:
     """What stands in the line now, which nobody finds there any more."""
     return [inbox.get_nowait() for _ in range(inbox.qsize())]
 

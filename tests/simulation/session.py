@@ -85,7 +85,7 @@ class Session:
             return
         self.stream = worker.simulation.dial(worker)
         if self.stream is not None:
-            self._say_hello(self.stream, self.dialogue.hello())
+            self._say_hello(self.stream, self.dialogue.say_hello())
         patience = RECONNECT_SECONDS * (1 + worker.chance.random())
         self.dial_after(patience + ANSWERS * worker.simulation.host.late)
 
@@ -125,7 +125,7 @@ class Session:
         if stream is None or not self.welcomed or self.dialogue.ending is not None or not self.dialogue.due:
             return
         self.dialogue.activities = self._activities()
-        for message in self.dialogue.outgoing():
+        for message in self.dialogue.take_outgoing():
             stream.up(stream.host.receive, stream, self._claimed(message))
 
     def _claimed(self, message: ToController) -> ToController:
@@ -212,7 +212,7 @@ class Session:
 
     def _describe(self, stream: Stream) -> None:
         """Nothing but the hello is of use on a stream that is not welcomed yet."""
-        for message in self.dialogue.outgoing():
+        for message in self.dialogue.take_outgoing():
             if isinstance(message, Hello):
                 self._say_hello(stream, message)
 

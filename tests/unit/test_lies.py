@@ -179,6 +179,6 @@ def test_no_field_of_a_controllers_message_ends_a_worker_by_anything_but_a_sente
                 continue
             except Exception as error:
                 raise AssertionError(f"{type(message).__name__}: {name}") from error
-            assert decode_worker(encode_worker(copied.hello()))
+            assert decode_worker(encode_worker(copied.say_hello()))
             copied.beat()
-            assert all(decode_worker(encode_worker(message)) for message in copied.outgoing())
+            assert all(decode_worker(encode_worker(message)) for message in copied.take_outgoing())

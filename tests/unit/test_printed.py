@@ -21,25 +21,25 @@ def test_only_whole_lines_are_read_and_each_once(tmp_path: Path) -> None:
     log = tmp_path / "w0.log"
     log.write_text("one\ntw")
     tail = Tail(log)
-    assert list(tail.lines()) == ["one"]
+    assert list(tail.take_lines()) == ["one"]
     add(log, "o\nthree")
-    assert list(tail.lines()) == ["two"]
-    assert (list(tail.lines()), tail.rest(), tail.rest()) == ([], ["three"], [])
+    assert list(tail.take_lines()) == ["two"]
+    assert (list(tail.take_lines()), tail.take_rest(), tail.take_rest()) == ([], ["three"], [])
 
 
 def test_a_log_that_was_cut_is_read_from_its_beginning(tmp_path: Path) -> None:
     log = tmp_path / "w0.log"
     log.write_text("long, long ago\n")
     tail = Tail(log)
-    list(tail.lines())
+    list(tail.take_lines())
     log.write_text("new\n")
-    assert list(tail.lines()) == ["new"]
+    assert list(tail.take_lines()) == ["new"]
 
 
 def test_what_moves_the_cursor_of_a_terminal_is_left_out(tmp_path: Path) -> None:
     log = tmp_path / "w0.log"
     log.write_bytes(b"10%\r20%\r30%\r\n\x1b[2Jclean\n caf\xc3\xa9 \xff\tok\n")
-    assert list(Tail(log).lines()) == ["30%", "[2Jclean", " café \N{REPLACEMENT CHARACTER}\tok"]
+    assert list(Tail(log).take_lines()) == ["30%", "[2Jclean", " café \N{REPLACEMENT CHARACTER}\tok"]
 
 
 def test_the_lines_of_rank_0_are_shown_and_none_of_shoals_own_log(tmp_path: Path) -> None:
@@ -48,19 +48,19 @@ def test_the_lines_of_rank_0_are_shown_and_none_of_shoals_own_log(tmp_path: Path
     printed = Printed(lengths(tmp_path))
     add(first, "before the world\ntimestamp='2026-11-21T22:00:00Z' level='info' logger='shoal.world' event='world'\n")
     second.write_text("from rank 1\n")
-    assert printed.lines([]) == []
-    assert printed.lines([worker(first, 0), worker(second, 1)]) == ["before the world"]
+    assert printed.take_lines([]) == []
+    assert printed.take_lines([worker(first, 0), worker(second, 1)]) == ["before the world"]
     add(second, "still rank 1\n")
-    assert printed.lines([worker(first, None), worker(second, 0)]) == []
+    assert printed.take_lines([worker(first, None), worker(second, 0)]) == []
     add(second, "now rank 0\n")
-    assert printed.lines([worker(second, 0)]) == ["now rank 0"]
+    assert printed.take_lines([worker(second, 0)]) == ["now rank 0"]
     second.unlink()
-    assert printed.lines([worker(second, 0)]) == []
+    assert printed.take_lines([worker(second, 0)]) == []
 
 
 def test_of_a_script_that_prints_faster_than_anybody_reads_the_end_is_shown(tmp_path: Path) -> None:
     log = tmp_path / "w0.log"
     log.write_text("0123456\n" * MOST_BYTES)
-    lines = Printed({}).lines([worker(log, 0)])
+    lines = Printed({}).take_lines([worker(log, 0)])
     assert lines[0] == f"… {7 * MOST_BYTES} bytes more are in {log}"
     assert lines[1:] == ["0123456"] * (MOST_BYTES // 8)

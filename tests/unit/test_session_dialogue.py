@@ -48,33 +48,33 @@ WELCOME = Welcome("a", 0.5, 10.0, 1800.0)
 def dialogue_of(worker: str = "a") -> Dialogue:
     process = ProcessInfo("job", "host", 1, "rack", "127.0.0.1:1")
     dialogue = Dialogue(Membership(worker, f"{worker}.1"), process, DESCRIPTION, NEW)
-    dialogue.hello()
+    dialogue.say_hello()
     dialogue.on_message(WELCOME)
     dialogue.membership.end_warm_up()
-    dialogue.outgoing()
+    dialogue.take_outgoing()
     return dialogue
 
 
 def test_a_hello_names_its_parameters_and_tells_them_when_it_is_asked() -> None:
     whole = replace(DESCRIPTION, parameters=(Parameter("weight", (4096, BLOCKS), "torch.float32", 0),))
     dialogue = Dialogue(Membership("a", "a.1"), ProcessInfo("job", "host", 1, "rack", "127.0.0.1:1"), whole, NEW)
-    assert dialogue.hello().description == brief(whole)
+    assert dialogue.say_hello().description == brief(whole)
     dialogue.on_message(Describe())
-    hellos = [message for message in dialogue.outgoing() if isinstance(message, Hello)]
+    hellos = [message for message in dialogue.take_outgoing() if isinstance(message, Hello)]
     assert [hello.description for hello in hellos] == [whole]
-    assert not [message for message in dialogue.outgoing() if isinstance(message, Hello)], "it is said once"
-    assert dialogue.hello().description.is_brief, "another stream begins with the name again"
+    assert not [message for message in dialogue.take_outgoing() if isinstance(message, Hello)], "it is said once"
+    assert dialogue.say_hello().description.is_brief, "another stream begins with the name again"
 
 
 def test_every_hello_after_the_welcome_names_the_run_and_one_of_a_launched_process_from_the_first() -> None:
     dialogue = dialogue_of()
-    assert dialogue.hello().run == ""
+    assert dialogue.say_hello().run == ""
     dialogue.on_message(replace(WELCOME, run="run-1"))
-    assert dialogue.hello().run == "run-1"
+    assert dialogue.say_hello().run == "run-1"
     dialogue.start_over("a.2")
-    assert dialogue.hello().run == "run-1"
+    assert dialogue.say_hello().run == "run-1"
     launched = ProcessInfo("job", "host", 1, "rack", "127.0.0.1:1", run="run-2")
-    assert Dialogue(Membership("a", "a.1"), launched, DESCRIPTION, NEW).hello().run == "run-2"
+    assert Dialogue(Membership("a", "a.1"), launched, DESCRIPTION, NEW).say_hello().run == "run-2"
 
 
 REFUSED = Refusal("there is no job job", cluster="other")
@@ -98,7 +98,7 @@ def test_a_worker_in_a_world_ends_only_where_the_store_that_has_welcomed_it_says
     effects = dialogue.on_message(refusal)
     assert bool(effects) is ends and (dialogue.ending is not None) is ends
     assert dialogue.refusal == refusal.sentence
-    again = dialogue.hello()
+    again = dialogue.say_hello()
     assert again.status.generation == 1, "it says hello again, as a member of its world"
 
 
@@ -139,17 +139,17 @@ def member_of(generation: int, workers: str) -> Dialogue:
     assert dialogue.on_message(Open(generation)) == [Deliver(Opened(generation))]
     dialogue.begin(plan)
     dialogue.update_status(replace(NEW, step=0), Telemetry())
-    dialogue.outgoing()
+    dialogue.take_outgoing()
     return dialogue
 
 
 def kinds_sent(dialogue: Dialogue) -> list[str]:
-    return [type(message).__name__ for message in dialogue.outgoing()]
+    return [type(message).__name__ for message in dialogue.take_outgoing()]
 
 
 def heartbeat(dialogue: Dialogue) -> Heartbeat:
     """The next thing that is due, which must be a heartbeat."""
-    message = dialogue.outgoing()[0]
+    message = dialogue.take_outgoing()[0]
     assert isinstance(message, Heartbeat)
     return message
 
@@ -161,22 +161,22 @@ def test_a_worker_answers_prepare_with_an_inventory_as_often_as_it_is_asked() ->
     dialogue = dialogue_of()
     dialogue.on_message(Prepare(1))
     assert dialogue.on_message(Prepare(1)) == []
-    assert inventory(1) not in dialogue.outgoing()
+    assert inventory(1) not in dialogue.take_outgoing()
     dialogue.answer(inventory(1))
-    assert inventory(1) in dialogue.outgoing()
+    assert inventory(1) in dialogue.take_outgoing()
     dialogue.on_message(Prepare(1))
-    assert inventory(1) in dialogue.outgoing()
+    assert inventory(1) in dialogue.take_outgoing()
 
 
 def test_an_inventory_for_an_older_prepare_is_not_sent() -> None:
     dialogue = dialogue_of()
     dialogue.on_message(Prepare(1))
     dialogue.on_message(Prepare(2))
-    dialogue.outgoing()
+    dialogue.take_outgoing()
     dialogue.answer(inventory(1))
-    assert dialogue.outgoing() == []
+    assert dialogue.take_outgoing() == []
     dialogue.on_message(Prepare(2))
-    assert inventory(1) not in dialogue.outgoing()
+    assert inventory(1) not in dialogue.take_outgoing()
 
 
 def test_stopping_is_said_at_once_with_the_number_stopped_for() -> None:
@@ -190,13 +190,13 @@ def test_ready_is_said_at_once_and_never_for_a_generation_that_was_called_off() 
     dialogue = dialogue_of()
     dialogue.on_message(Prepare(1))
     dialogue.on_message(PlanMessage(recovery(1, "ab")))
-    dialogue.outgoing()
+    dialogue.take_outgoing()
     assert dialogue.report_ready(1)
     dialogue.on_message(Prepare(2))
-    assert Ready not in map(type, dialogue.outgoing())
+    assert Ready not in map(type, dialogue.take_outgoing())
     dialogue.on_message(PlanMessage(recovery(2, "ab")))
     dialogue.report_ready(2)
-    ready = next(message for message in dialogue.outgoing() if isinstance(message, Ready))
+    ready = next(message for message in dialogue.take_outgoing() if isinstance(message, Ready))
     assert (ready.generation, ready.status.state) == (2, MemberState.READY)
 
 
@@ -235,7 +235,7 @@ def test_nothing_is_said_of_a_world_before_the_training_thread_has_said_where_it
     dialogue = member_of(1, "ab")
     plan = planned(2, 1, "ab")
     dialogue.update_status(replace(NEW, step=5, boundaries=9), Telemetry())
-    dialogue.outgoing()
+    dialogue.take_outgoing()
     dialogue.on_message(PlanMessage(plan))
     dialogue.membership.enter_vote(every(BLOCKS))
     assert dialogue.membership.leave_vote([2, 2]) is plan
@@ -252,7 +252,7 @@ def test_sequence_numbers_grow_with_every_message_and_over_streams() -> None:
     dialogue = member_of(1, "ab")
     dialogue.beat()
     first = heartbeat(dialogue).status.sequence
-    second = dialogue.hello().status.sequence
+    second = dialogue.say_hello().status.sequence
     dialogue.beat()
     assert first < second < heartbeat(dialogue).status.sequence
 
@@ -280,19 +280,19 @@ def test_a_new_stream_begins_with_where_the_worker_stands_and_says_again_what_mu
     dialogue.request_drain()
     dialogue.report(Result(10, "beef"))
     assert kinds_sent(dialogue) == ["Request", "Heartbeat", "Result"]
-    hello = dialogue.hello()
+    hello = dialogue.say_hello()
     assert (hello.status.generation, hello.status.state, hello.status.drain) == (1, MemberState.TRAINING, True)
-    assert dialogue.outgoing() == [Result(10, "beef", generation=1), Request(RequestKind.DRAIN, generation=1)]
+    assert dialogue.take_outgoing() == [Result(10, "beef", generation=1), Request(RequestKind.DRAIN, generation=1)]
 
 
 def test_a_prepare_that_is_heard_on_a_new_stream_is_answered_without_the_training_thread() -> None:
     dialogue = member_of(1, "ab")
     dialogue.on_message(Prepare(2))
     dialogue.answer(inventory(2))
-    dialogue.outgoing()
-    assert dialogue.hello().status.state is MemberState.STOPPED
+    dialogue.take_outgoing()
+    assert dialogue.say_hello().status.state is MemberState.STOPPED
     assert dialogue.on_message(Prepare(2)) == []
-    assert inventory(2) in dialogue.outgoing()
+    assert inventory(2) in dialogue.take_outgoing()
 
 
 def test_the_controller_gives_a_worker_its_id_and_the_pace_of_its_heart() -> None:
@@ -333,7 +333,7 @@ def test_who_starts_over_is_another_joiner() -> None:
     dialogue.update_status(replace(NEW, step=9, holds=every(2)), Telemetry())
     dialogue.on_message(Shutdown(Ending.START_OVER, "evicted"))
     dialogue.start_over("other")
-    hello = dialogue.hello()
+    hello = dialogue.say_hello()
     assert isinstance(hello, Hello)
     assert (hello.worker, hello.incarnation) == ("", "other")
     assert (hello.status.state, hello.status.step, hello.status.holds) == (MemberState.WARMING_UP, -1, NO_BLOCKS)
@@ -378,7 +378,7 @@ def test_a_heartbeat_tells_what_the_training_thread_does_and_which_groups_are_be
     trains, builds = Activity(1, 3, StepPhase.VOTE, 0, ("b",), 2.5), Activity(2, waits_for=("c",), seconds=1.0)
     dialogue.activities = {1: trains, 2: builds}
     dialogue.beat()
-    [heartbeat] = [message for message in dialogue.outgoing() if isinstance(message, Heartbeat)]
+    [heartbeat] = [message for message in dialogue.take_outgoing() if isinstance(message, Heartbeat)]
     assert (heartbeat.activity, heartbeat.builds) == (trains, (builds,))
 
 
@@ -391,6 +391,6 @@ def test_while_a_world_is_made_anew_the_training_thread_is_in_its_group_as_soon_
     for activity in (Activity(2, waits_for=("b",)), Activity(2, 0, StepPhase.CATCHING_UP, 0, ("b",))):
         dialogue.activities = {2: activity}
         dialogue.beat()
-        [heartbeat] = [message for message in dialogue.outgoing() if isinstance(message, Heartbeat)]
+        [heartbeat] = [message for message in dialogue.take_outgoing() if isinstance(message, Heartbeat)]
         sent.append((heartbeat.activity == activity, heartbeat.builds == (activity,)))
     assert sent == [(False, True), (True, False)]

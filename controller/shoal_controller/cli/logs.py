@@ -36,12 +36,12 @@ async def logs(
         tail = log_of(choose(await client.workers(job), worker, job))
         while True:
             over = not follow or (await client.job(job))["phase"] in OVER
-            for line in tail.lines():
+            for line in tail.take_lines():
                 typer.echo(line)
             if over:
                 break
             await asyncio.sleep(LOOK_SECONDS)
-        for line in tail.rest():
+        for line in tail.take_rest():
             typer.echo(line)
 
 

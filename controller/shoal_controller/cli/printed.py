@@ -35,7 +35,7 @@ class Tail:
         self._offset, self._rest = self._offset + skipped, b""
         return [f"… {skipped} bytes more are in {self.path}"]
 
-    def lines(self) -> Iterator[str]:
+    def take_lines(self) -> Iterator[str]:
         """Lines that came since the last look. Raises `OSError`."""
         with self.path.open("rb") as file:
             if file.seek(0, 2) < self._offset:
@@ -46,7 +46,7 @@ class Tail:
                 *whole, self._rest = (self._rest + new).split(b"\n")
                 yield from map(_readable, whole)
 
-    def rest(self) -> list[str]:
+    def take_rest(self) -> list[str]:
         """A last line without an end."""
         rest, self._rest = self._rest, b""
         return [_readable(rest)] if rest else []
@@ -61,7 +61,7 @@ class Printed:
         self._worker = ""
         self._tail: Tail | None = None
 
-    def lines(self, workers: Sequence[Json]) -> list[str]:
+    def take_lines(self, workers: Sequence[Json]) -> list[str]:
         """What is new. A log that cannot be read shows nothing."""
         first = next((one for one in workers if one["rank"] == 0 and one["log"]), None)
         try:
@@ -69,7 +69,7 @@ class Printed:
                 path = Path(first["log"])
                 offset = path.stat().st_size if self._worker else self._before.get(first["log"], 0)
                 self._worker, self._tail = first["worker"], Tail(path, offset)
-            lines = [*self._tail.skip(), *self._tail.lines()] if self._tail is not None else []
+            lines = [*self._tail.skip(), *self._tail.take_lines()] if self._tail is not None else []
         except OSError:
             return []
         return [line for line in lines if not OWN.match(line)]

@@ -57,15 +57,15 @@ class Dialogue:
             self.job_named(data)
             message = decode_worker(data)
             assert isinstance(message, Hello)
-            return self._greeted(message)
+            return self._greet(message)
         message = decode_worker(data, self.hello.description.blocks)
         if not isinstance(message, Hello):
             return MessageReceived(self.connection, message)
         if message.job != self.hello.job or message.description.is_brief or not self._is_brief:
             raise UserError("a second hello came on one stream; a worker opens a new stream to say hello again")
-        return self._greeted(message)
+        return self._greet(message)
 
-    def _greeted(self, hello: Hello) -> Connected:
+    def _greet(self, hello: Hello) -> Connected:
         """What the stream keeps of a hello has no text of parameters: there are many streams."""
         self._is_brief = hello.description.is_brief
         self.hello = replace(hello, description=replace(hello.description, parameters=()))

@@ -190,12 +190,12 @@ class HeldBlocks:
             if stays == [segment.stretch]:
                 kept.append(segment)
                 continue
-            kept += [self._part(segment, stretch) for stretch in stays]
+            kept += [self._split_off(segment, stretch) for stretch in stays]
             self._twin.state.pop(segment.parameter, None)  # nothing there before the first step
         self._segments = kept
         self._regroup(self.runs & runs)
 
-    def _part(self, segment: Segment, stretch: Stretch) -> Segment:
+    def _split_off(self, segment: Segment, stretch: Stretch) -> Segment:
         first, last = self._within(segment, stretch)
         part = Segment(stretch, segment.parameter[first:last])
         self._twin.state[part.parameter].update(
@@ -223,7 +223,7 @@ class HeldBlocks:
             else:
                 runs.append([segment])
         if len(runs) < len(self._segments):
-            self._segments = [self._joined(run) if len(run) > 1 else run[0] for run in runs]
+            self._segments = [self._join_run(run) if len(run) > 1 else run[0] for run in runs]
             self._regroup(self.runs)
 
     def _follows(self, segment: Segment, other: Segment) -> bool:
@@ -245,7 +245,7 @@ class HeldBlocks:
             for key, value in mine.items()
         )
 
-    def _joined(self, segments: list[Segment]) -> Segment:
+    def _join_run(self, segments: list[Segment]) -> Segment:
         states = [self._twin.state.pop(segment.parameter, {}) for segment in segments]
         first, last = segments[0].stretch, segments[-1].stretch
         self._add(

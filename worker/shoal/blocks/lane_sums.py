@@ -54,10 +54,10 @@ class LaneSums:
     def begin_push(self, lane: int) -> None:
         """The gradient of `lane` is being accumulated: `spans` says what its push will leave, `merge` makes it so."""
         self._chain = [self.live]
-        push(self._stack, lane, self.live, self._lanes, self._joined)
+        push(self._stack, lane, self.live, self._lanes, self._chain_up)
         self._merged = 0
 
-    def _joined(self, kept: Gradients, _: Gradients) -> Gradients:
+    def _chain_up(self, kept: Gradients, _: Gradients) -> Gradients:
         self._chain.append(kept)
         return kept
 

@@ -1,9 +1,9 @@
 """What this process says to its controller, and what it makes of the answers. No I/O, no clock, no thread.
 
 Fed by the session's thread (`on_message`), by the training thread through its link (`update_status`, `answer`, …) and
-by the builders; its driver carries out the effects that it returns, sends what `outgoing` gives, and holds one lock
-around all of it. What is to be said is kept as the latest of each kind, so nothing piles up while no controller is
-there.
+by the builders; its driver carries out the effects that it returns, sends what `take_outgoing` gives, and holds one
+lock around all of it. What is to be said is kept as the latest of each kind, so nothing piles up while no controller
+is there.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Dialogue:
 
     # ---- what goes out
 
-    def hello(self) -> Hello:
+    def say_hello(self) -> Hello:
         """The first message of every stream. What else must be known goes out again after it."""
         self._due = {}
         if self._result is not None:
@@ -149,7 +149,7 @@ class Dialogue:
             pid=self.process.pid,
             domain=self.process.domain,
             description=self._brief,
-            status=self._next_status(),
+            status=self._number_status(),
             next_generation=self._status.checkpoint.generation if self._status.checkpoint is not None else 0,
             run=self.job.run,
         )
@@ -159,29 +159,29 @@ class Dialogue:
         """Whether there is something to say."""
         return bool(self._due)
 
-    def outgoing(self) -> list[ToController]:
-        """What is due, in the order in which it became due."""
+    def take_outgoing(self) -> list[ToController]:
+        """What is due, in the order in which it became due; after that nothing is."""
         due, self._due = self._due, {}
-        return [message for kind in due if (message := self._message(kind)) is not None]
+        return [message for kind in due if (message := self._compose(kind)) is not None]
 
     def beat(self) -> None:
         """A heartbeat is due."""
         self._due[Heartbeat] = None
 
-    def _message(self, kind: type[ToController]) -> ToController | None:
+    def _compose(self, kind: type[ToController]) -> ToController | None:
         if kind is Hello:
-            return replace(self.hello(), description=self.description)
+            return replace(self.say_hello(), description=self.description)
         if kind is Heartbeat:
             own, others = _own_and_others(self.membership, self.activities)
-            return Heartbeat(self._next_status(), self._telemetry, self._echo, own, others)
+            return Heartbeat(self._number_status(), self._telemetry, self._echo, own, others)
         if kind is Ready:
             is_ready = self.membership.point is MemberState.READY
-            return Ready(self.membership.promised, self._next_status()) if is_ready else None
+            return Ready(self.membership.promised, self._number_status()) if is_ready else None
         if kind is Request:
             return Request(RequestKind.DRAIN, self.process.grace_seconds, self.membership.generation)
         return self._inventory if kind is Inventory else self._result
 
-    def _next_status(self) -> Status:
+    def _number_status(self) -> Status:
         """The status now, with the next number."""
         self._last_sent = replace(self._current_status(), sequence=self._sequence + 1)
         self._sequence += 1
@@ -274,11 +274,11 @@ class Dialogue:
 
     def on_message(self, message: ToWorker) -> list[Effect]:
         """Raises `PeerError` for an unsound plan."""
-        effects = self._effects(message)
+        effects = self._take_in(message)
         self.notice()
         return effects
 
-    def _effects(self, message: ToWorker) -> list[Effect]:
+    def _take_in(self, message: ToWorker) -> list[Effect]:
         match message:
             case Describe():
                 self._due[Hello] = None

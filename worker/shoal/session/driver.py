@@ -28,18 +28,18 @@ class SessionDriver:
         """Nothing is to be sent or taken in until woken."""
         return self._shared.silent
 
-    def hello(self) -> Hello:
+    def say_hello(self) -> Hello:
         with self._shared.lock:
-            return self._shared.dialogue.hello()
+            return self._shared.dialogue.say_hello()
 
-    def outgoing(self, beat: bool) -> list[ToController]:
+    def take_outgoing(self, beat: bool) -> list[ToController]:
         shared = self._shared
         with shared.lock:
             if beat:
                 shared.dialogue.beat()
             if shared.dialogue.due:
                 shared.dialogue.activities = shared.groups.activities()
-            return shared.dialogue.outgoing()
+            return shared.dialogue.take_outgoing()
 
     def on_message(self, message: ToWorker) -> None:
         dialogue = self._shared.dialogue

@@ -70,7 +70,7 @@ class SharedSession:
     def carry_out(self, decide: Callable[[], list[Effect]]) -> None:
         """All of it under one hold of the lock, but for the aborts."""
         with self.spoken:
-            over = [building for effect in decide() for building in self._effect(effect)]
+            over = [building for effect in decide() for building in self._act(effect)]
             void = self.groups.cancel(self.membership.live)
             self.spoken.notify_all()
         self.wake_if_due()
@@ -78,7 +78,7 @@ class SharedSession:
             building.abort()
         self.groups.retire(void, abort=True)
 
-    def _effect(self, effect: Effect) -> list[Building]:
+    def _act(self, effect: Effect) -> list[Building]:
         match effect:
             case Deliver(item):
                 self.inbox.put(item)

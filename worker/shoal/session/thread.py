@@ -151,7 +151,7 @@ class SessionThread:
             call: Call = channel.stream_stream(METHOD)(metadata=self._settings.metadata)
             try:
                 async with asyncio.timeout(WELCOME_SECONDS) as self._patience:
-                    await call.write(encode_worker(self._driver.hello()))
+                    await call.write(encode_worker(self._driver.say_hello()))
                 self._patience = None
                 await self._talk(call)
             except grpc.aio.AioRpcError as error:
@@ -208,7 +208,7 @@ class SessionThread:
         while True:
             now = time.monotonic()
             beat = min(beat, now + self._driver.heartbeat_seconds)
-            messages = self._driver.outgoing(beat=now >= beat)
+            messages = self._driver.take_outgoing(beat=now >= beat)
             if now >= beat:
                 beat = now + self._driver.heartbeat_seconds
             for message in messages:

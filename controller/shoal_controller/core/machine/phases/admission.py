@@ -179,7 +179,7 @@ def _refuse_second_process(turn: Turn, event: Connected) -> None:
 def _take_in(turn: Turn, worker: WorkerId, event: Connected) -> None:
     hello, known = event.hello, turn.durable.roster.get(worker)
     first = known is None or not known.incarnation
-    turn.enlist(_record(turn, worker, hello, known))
+    turn.enlist(_record_with(hello, turn.enlist_new(worker) if known is None else known))
     turn.keep(last_generation=max(turn.durable.last_generation, hello.next_generation))
     before = turn.process(worker)
     if before is not None and before.connection not in (None, event.connection):
@@ -223,10 +223,8 @@ def _note_other_numerics(turn: Turn, worker: WorkerId, theirs: Description) -> N
         turn.note(EventKind.NOT_BIT_EXACT, f"{found} mixed_numerics is true: the run is not bit-exact.", worker)
 
 
-def _record(turn: Turn, worker: WorkerId, hello: Hello, known: WorkerRecord | None) -> WorkerRecord:
-    """The roster's entry of a process that has said hello."""
-    if known is None:
-        known = turn.enlist_new(worker)
+def _record_with(hello: Hello, known: WorkerRecord) -> WorkerRecord:
+    """The roster's entry of a process, with what its hello says."""
     revived = known.ending is None and known.standing is not Standing.HERE
     return replace(
         known,

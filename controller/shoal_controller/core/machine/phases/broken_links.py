@@ -63,15 +63,15 @@ def _why(worker: WorkerId, links: Iterable[BrokenLink]) -> str:
     return f"it cannot reach {', '.join(others)}"
 
 
-def without_most_blamed(turn: Turn, asked: frozenset[WorkerId], links: Iterable[BrokenLink]) -> frozenset[WorkerId]:
-    """Nobody holds anything yet: whoever is on most of the links starts later."""
+def delay_most_blamed(turn: Turn, asked: frozenset[WorkerId], links: Iterable[BrokenLink]) -> frozenset[WorkerId]:
+    """Nobody holds anything yet: whoever is on most of the links starts later. Returns the others."""
     blamed = most_blamed(turn, links)[0]
     seconds = link_faults.back_off(turn, blamed)
     turn.note(EventKind.KEPT_OUT, f"worker {blamed} may join in {seconds:g} s: {_why(blamed, links)}", blamed)
     return asked - {blamed}
 
 
-def show(turn: Turn, attempt: Attempt) -> None:
+def stall(turn: Turn, attempt: Attempt) -> None:
     """A job that tries again with two who could not reach each other is stalled, and says so."""
     if attempt.inseparable:
         turn.enter(Phase.STALLED, attempt.inseparable)

@@ -94,7 +94,7 @@ def _keep(turn: Turn, found: tuple[CheckpointRef, ...]) -> None:
 
 
 def request_save(turn: Turn) -> None:
-    """Ask the world for one. Workers heed a number once, so none is given twice, in whichever controller's life."""
+    """Ask the world for one. Workers act on a number once, so none is given twice, in whichever controller's life."""
     number = turn.durable.saves_requested + 1
     turn.keep(saves_requested=number, save=SaveRequest(number, known_step(turn)))
 
@@ -174,12 +174,12 @@ def on_telemetry(turn: Turn, worker: WorkerId) -> None:
     if news:
         turn.enlist(replace(record, saves_told=news[-1].number))
     for saved in news:
-        _figures(turn, worker, saved)
+        _record_save(turn, worker, saved)
         if saved.outcome is SaveOutcome.FAILED:
             _close_request(turn, saved.step)
 
 
-def _figures(turn: Turn, worker: WorkerId, saved: SaveReport) -> None:
+def _record_save(turn: Turn, worker: WorkerId, saved: SaveReport) -> None:
     match saved.outcome:
         case SaveOutcome.DONE:
             turn.count("shoal_checkpoint_bytes_total", saved.bytes)

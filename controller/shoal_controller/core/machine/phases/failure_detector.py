@@ -30,11 +30,11 @@ missed its answer when it has missed its heartbeats, and is evicted as soon as i
 PING_AFTER = 1.5
 """Heartbeat intervals of silence before which nobody is asked."""
 PROBE_SECONDS = 1.0
-"""How often the store of a worker without a stream is asked for."""
+"""How often the rendezvous port of a worker without a stream is probed."""
 REACH_AGAIN_SECONDS = 10.0
-"""How often one that could not be reached is tried again."""
+"""How often a port that could not be reached is tried again."""
 QUICK_PROBE_SECONDS = 0.05
-"""Interval of probes in the first second: a dying process closes its stream a moment before its store's port."""
+"""Interval of probes in the first second: a dying process closes its stream a moment before its rendezvous port."""
 
 
 def on_disconnected(turn: Turn, event: Disconnected) -> None:
@@ -240,8 +240,10 @@ def _ask_the_silent(turn: Turn) -> list[WorkerId]:
             if seconds > suspect_seconds(turn):
                 silent.append(worker)
         elif process.ping is not None:
-            if seconds > suspect_seconds(turn) and _suspect(turn, process, process.ping):
-                silent.append(worker)
+            if seconds > suspect_seconds(turn):
+                _suspect(turn, process, process.ping)
+                if turn.job.listening.uncut - process.ping.at >= PING_SECONDS:
+                    silent.append(worker)
         elif seconds > ping_after_seconds(turn):
             _ping(turn, worker)
     return silent
@@ -253,16 +255,14 @@ def _ping(turn: Turn, worker: WorkerId) -> None:
     turn.change(next_ping=turn.job.next_ping + 1)
 
 
-def _suspect(turn: Turn, process: Process, pinged: PingSent) -> bool:
-    """It has missed its heartbeats: says so, once. Whether its time to answer is over too."""
-    if not pinged.suspected:
-        seconds, asked = silence.silent_seconds(turn.job, process.worker), turn.job.listening.uncut - pinged.at
-        sentence = (
-            f"worker {process.worker} has been silent for {seconds:.1f} s, and has not answered for {asked:.1f} s"
-        )
-        turn.note(EventKind.SUSPECTED, sentence, process.worker)
-        turn.see(process.worker, ping=replace(pinged, suspected=True))
-    return turn.job.listening.uncut - pinged.at >= PING_SECONDS
+def _suspect(turn: Turn, process: Process, pinged: PingSent) -> None:
+    """It has missed its heartbeats: says so, once."""
+    if pinged.suspected:
+        return
+    seconds, asked = silence.silent_seconds(turn.job, process.worker), turn.job.listening.uncut - pinged.at
+    sentence = f"worker {process.worker} has been silent for {seconds:.1f} s, and has not answered for {asked:.1f} s"
+    turn.note(EventKind.SUSPECTED, sentence, process.worker)
+    turn.see(process.worker, ping=replace(pinged, suspected=True))
 
 
 def _evict(turn: Turn, workers: list[WorkerId]) -> None:

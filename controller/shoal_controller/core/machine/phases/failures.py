@@ -44,8 +44,9 @@ def on_failure(turn: Turn, worker: WorkerId, why: str, fault: Fault | None = Non
     else:
         _raise_step(turn, step)
     at = f"worker {worker} at step {max(step, 0)}: {why}"
-    failures = turn.durable.failures
-    if _failed_alike(turn, worker):
+    failures, common_fault = turn.durable.failures, _common_fault(turn, worker)
+    turn.keep(failures=replace(failures, common_fault=common_fault or failures.common_fault))
+    if common_fault and common_fault == failures.common_fault:
         ending.fail(turn, f"two generations failed in the same way in all their members, so a third would too; {at}")
     elif failures.script > turn.spec.max_restarts:
         ending.fail(turn, f"{_times(failures.script, failures)} (max_restarts is {turn.spec.max_restarts}); {at}")
@@ -161,16 +162,12 @@ def _signature(fault: Fault | None, step: int) -> str:
     return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:16]
 
 
-def _failed_alike(turn: Turn, worker: WorkerId) -> bool:
-    """Whether all members of this worker's world have failed with one fault, as all of an earlier world had."""
+def _common_fault(turn: Turn, worker: WorkerId) -> str:
+    """The one fault with which all members of this worker's world have failed; empty where they have not."""
     world, fault = turn.world, turn.record(worker).fault
-    if world is None or not fault or _generation(turn, worker) != world.generation:
-        return False
-    if any(record.fault != fault for record in _members(turn, world)):
-        return False
-    before = turn.durable.failures.common_fault
-    turn.keep(failures=replace(turn.durable.failures, common_fault=fault))
-    return before == fault
+    if world is None or _generation(turn, worker) != world.generation:
+        return ""
+    return fault if all(record.fault == fault for record in _members(turn, world)) else ""
 
 
 def _members(turn: Turn, world: Plan) -> list[WorkerRecord]:

@@ -127,7 +127,7 @@ def on_telemetry(turn: Turn, worker: WorkerId) -> None:
         return
     turn.put("changes", worker, change)
     if len(turn.job.changes) >= world.world_size and world.workers <= turn.job.changes.keys():
-        _figures(turn, world, turn.job.changes)
+        _record_figures(turn, world, turn.job.changes)
 
 
 def _has_figures(turn: Turn, world: Plan) -> bool:
@@ -136,7 +136,7 @@ def _has_figures(turn: Turn, world: Plan) -> bool:
     return bool(history and history[-1].generation == world.generation and history[-1].phases)
 
 
-def _figures(turn: Turn, world: Plan, changes: Mapping[WorkerId, Change]) -> None:
+def _record_figures(turn: Turn, world: Plan, changes: Mapping[WorkerId, Change]) -> None:
     slowest = max(changes, key=lambda worker: changes[worker].pause_seconds)
     change = changes[slowest]
     phases = dict(change.phases)

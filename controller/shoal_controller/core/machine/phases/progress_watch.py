@@ -78,7 +78,7 @@ def judge_training(turn: Turn, world: Plan) -> tuple[BrokenLink, ...]:
     links = _links(turn, activities, limit_seconds(turn.job))
     if not links:
         late = stragglers(activities)
-        _name(turn, late)
+        _name_stragglers(turn, late)
         for worker in late:
             _end_if_stuck(turn, worker)
     return links
@@ -127,7 +127,7 @@ def _steady(process: Process, activity: Activity) -> Activity:
     return replace(activity, seconds=min(activity.seconds, max(0.0, process.heard_at - process.steady_since)))
 
 
-def _name(turn: Turn, late: dict[WorkerId, float]) -> None:
+def _name_stragglers(turn: Turn, late: dict[WorkerId, float]) -> None:
     """Each once for each time that the world stands still."""
     if not turn.job.named_stragglers.issuperset(late):
         turn.change(named_stragglers=turn.job.named_stragglers.union(late))

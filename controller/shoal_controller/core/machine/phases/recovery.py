@@ -118,7 +118,7 @@ def _prepare(turn: Turn, attempt: Attempt) -> None:
         if not fenced_workers(turn):
             return lost_blocks.start_anew(turn, f"{attempt.why}; nobody is left")
     elif attempt.start and len(fenced_workers(turn)) < turn.spec.min_workers:
-        return _too_few(turn)
+        return _give_up_start(turn)
     waiting = missing_answers(turn, attempt)
     if waiting:
         _wait(turn, attempt, f"waiting for {_names(waiting)} to stop")
@@ -157,7 +157,7 @@ def _wait_for_planner(turn: Turn, attempt: Attempt) -> None:
     return None
 
 
-def _too_few(turn: Turn) -> None:
+def _give_up_start(turn: Turn) -> None:
     """Give up a start: not enough of its workers are left."""
     least = turn.spec.min_workers
     turn.note(
@@ -218,7 +218,7 @@ def _on_answer(turn: Turn, attempt: Attempt, asked: PlannerAnswered) -> None:
         answered_by = {worker: inventories[worker] for worker in inventories if worker in attempt.respondents}
         _dismiss_stale(turn, answered_by, attempt.committed_in)
     _send(turn, answer, planned_changes.goal_of(turn, answer, question.everyone))
-    return broken_links.show(turn, attempt) if isinstance(question, RecoveryQuestion) else None
+    return broken_links.stall(turn, attempt) if isinstance(question, RecoveryQuestion) else None
 
 
 def _on_lost_blocks(turn: Turn, attempt: Attempt, blocks: Runs) -> None:
@@ -329,12 +329,12 @@ def _plan(turn: Turn, attempt: Attempt) -> None:
         return retry(turn, attempt, why, reports)
     links = progress_watch.broken_links_in_building(turn, plan, attempt.planned_at)
     if links:
-        return _without_the_unreachable(turn, attempt, plan, links)
+        return _retry_without_unreachable(turn, attempt, plan, links)
     if (found := checkpoints.unreadable(turn, attempt)) is not None:
         worker, checkpoint = found
         checkpoints.drop_unreadable(turn, worker, checkpoint)
         why = f"worker {worker} could not read the checkpoint: {checkpoint.sentence}"
-        return _without_the_damaged(turn, attempt, why)
+        return _retry_without_checkpoint(turn, attempt, why)
     waiting = [member.worker for member in plan.members if not _is_ready(turn, member.worker, plan)]
     if not waiting:
         return _open(turn, attempt, plan)
@@ -344,16 +344,16 @@ def _plan(turn: Turn, attempt: Attempt) -> None:
     return None
 
 
-def _without_the_unreachable(turn: Turn, attempt: Attempt, plan: Plan, links: tuple[BrokenLink, ...]) -> None:
+def _retry_without_unreachable(turn: Turn, attempt: Attempt, plan: Plan, links: tuple[BrokenLink, ...]) -> None:
     """Of a start, where nobody holds anything, one goes at once; else when it is known what each holds."""
     why = f"{broken_links.sentence(links)} while generation {plan.generation} was being built"
     if attempt.start:
-        attempt = replace(attempt, starters=broken_links.without_most_blamed(turn, attempt.starters, links))
+        attempt = replace(attempt, starters=broken_links.delay_most_blamed(turn, attempt.starters, links))
         return retry(turn, attempt, why)
     return retry(turn, replace(attempt, links=links, links_seen_at=turn.now), why)
 
 
-def _without_the_damaged(turn: Turn, attempt: Attempt, why: str) -> None:
+def _retry_without_checkpoint(turn: Turn, attempt: Attempt, why: str) -> None:
     """The one before, if there is one. A job that was under way begins at step 0 with new processes only."""
     if attempt.reason is Reason.RESTORE and checkpoints.latest(turn.durable) is None:
         if turn.spec.launcher == "none":

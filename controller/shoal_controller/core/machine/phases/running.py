@@ -32,7 +32,7 @@ def settle(turn: Turn) -> None:
         return _end(turn)
     if _recover_if_broken(turn, world):
         return None
-    _last_ones_grace(turn, world)
+    _settle_last_ones(turn, world)
     if turn.world is None:
         return None  # the last ones have left
     planned_changes.settle(turn, world)
@@ -157,7 +157,7 @@ def _dismiss_the_stale(turn: Turn, world: Plan) -> None:
             recovery.dismiss_stale(turn, process.worker, process.status.generation, committed_in)
 
 
-def _last_ones_grace(turn: Turn, world: Plan) -> None:
+def _settle_last_ones(turn: Turn, world: Plan) -> None:
     """Nobody has come for whom the last leaving workers stayed: their grace is over, the state goes with them."""
     members = [member.worker for member in world.members]
     if not all(turn.record(worker).leaving for worker in members) or planned_changes.waiting_joiners(turn, world):
