@@ -28,6 +28,7 @@ from shoal_controller.sessions.streams import Streams
 from shoal_controller.settings import Settings, inherited_environment
 from shoal_controller.shell import Shell
 from shoal_controller.store.open import open_store
+from shoal_controller.token_register import TokenRegister
 from shoal_controller.worker_port import bind_again
 
 
@@ -53,6 +54,8 @@ async def serve(settings: Settings) -> AsyncIterator[Server]:
         ends.push_async_callback(store.close)
         shell = Shell(store, forget_after_seconds=settings.forget_after_seconds)
         http_host, http_port = split_address(settings.http)
+        tokens = TokenRegister(store, _secret(settings))
+        ends.push_async_callback(tokens.stop)
         web = Web(http_host, http_port)
         ends.push_async_callback(web.stop)
         streams = Streams()
@@ -69,7 +72,8 @@ async def serve(settings: Settings) -> AsyncIterator[Server]:
         metrics.show(Sources(shell.jobs, lambda: not shell.stopped.done(), streams.states))
         ends.push_async_callback(shell.stop)
         await shell.start()
-        app = build_app(shell, metrics.scrape, _api_settings(settings))
+        await tokens.start(shell.give_up)
+        app = build_app(shell, metrics.scrape, _api_settings(settings), tokens)
         await web.start(app, shell.give_up)
         await sessions.serve()
         with _cancelled_when(shell.stopped):
@@ -84,17 +88,19 @@ def _session_settings(settings: Settings) -> SessionSettings:
 
 
 def _api_settings(settings: Settings) -> ApiSettings:
-    token = None if settings.token is None else settings.token.get_secret_value()
     here_only = is_here(split_address(settings.http)[0])
-    return ApiSettings(settings.default_workers, token, here_only, settings.allowed_launchers)
+    return ApiSettings(settings.default_workers, here_only, settings.allowed_launchers)
+
+
+def _secret(settings: Settings) -> str | None:
+    return None if settings.token is None else settings.token.get_secret_value()
 
 
 def _worker_environment(settings: Settings, grpc: str) -> WorkerEnvironment:
     """What local workers are told. They reach a port that is open to everybody by this machine's own address."""
     host, port = split_address(grpc)
     near = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    token = None if settings.token is None else settings.token.get_secret_value()
-    return WorkerEnvironment(join_address(near, port), token, inherited_environment())
+    return WorkerEnvironment(join_address(near, port), _secret(settings), inherited_environment())
 
 
 @contextmanager

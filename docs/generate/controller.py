@@ -10,8 +10,8 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
+from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
@@ -37,12 +37,12 @@ Environment variables; a flag of the command wins.
 DOOR = """\
 ## Who may do what
 
-Anyone who may submit a job can run commands as the controller's user. So a port that other machines can reach requires
-a token. Put REST behind a proxy that speaks TLS, because the token is sent as it is. The operators' token
-(`SHOAL_TOKEN`) opens everything; `shoal token JOB` derives one from it that opens only the sessions of that job's
-workers, and launchers give their workers such a token. It does not protect the user from the script: local workers are
-processes of the controller's user and can read that user's files. `SHOAL_LAUNCHERS=none` keeps a controller from
-starting any.
+[Security](security.md) says it in full. Anyone who may submit a job can run commands as the controller's user, so a
+port that other machines can reach requires a token. Put REST behind a proxy that speaks TLS, because the token is sent
+as it is. `SHOAL_TOKEN` opens everything, named tokens what their role allows; `shoal token JOB` prints one that opens
+only the sessions of that job's workers, and launchers give their workers such a token. It does not protect the user
+from the script: local workers are processes of the controller's user and can read that user's files.
+`SHOAL_LAUNCHERS=none` keeps a controller from starting any.
 
 `shoal run` and `shoal demo` create a token if `SHOAL_TOKEN` is unset, in the file `token` of their data folder. The
 commands look for it there (in `$SHOAL_DATA`, else in `.shoal` of the current folder), and use it only for a controller
@@ -97,10 +97,11 @@ def fields(model: type[BaseModel], above: str) -> Iterator[str]:
 
 def routes() -> Iterator[str]:
     yield from header("request", "what it does")
-    for route in router.routes:
-        known: Any = route
-        for method in sorted(known.methods):
-            yield row(f"`{method} {known.path}`", " ".join(known.description.split()))
+    app = FastAPI()
+    app.include_router(router)
+    for path, methods in app.openapi()["paths"].items():
+        for method, operation in methods.items():
+            yield row(f"`{method.upper()} {path}`", " ".join(operation["description"].split()))
     yield row(
         "`GET /healthz`, `GET /readyz`, `GET /metrics`",
         "Check that it runs, that it is ready; show metrics.",

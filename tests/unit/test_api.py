@@ -2,65 +2,22 @@
 
 import asyncio
 import json
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import httpx
 import pytest
+from api_port import TRAIN, serving
 from asynchronous import asynchronous
-from shoal_controller import logs
-from shoal_controller.api.app import ApiSettings, build_app
+from shoal_controller.api.app import ApiSettings
 from shoal_controller.api.guard import MOST_BODY_BYTES
-from shoal_controller.api.web import Web
 from shoal_controller.core.machine.effects import Note
 from shoal_controller.core.machine.events import ConfirmLost, DrainWorker, Pause, Resume, Save
 from shoal_controller.core.machine.spec import JobSpec, Phase, ResizeView, State, WorkerView
-from shoal_controller.shell import Shell
-from shoal_controller.store.open import open_store
-from shoal_controller.tokens import token_of_job
 from shoal_protos.checkpoint import CheckpointRef
-from small_machine import SmallMachine, Written
+from small_machine import SmallMachine
 
 ATTACKS = sorted((Path(__file__).parents[1] / "attacks" / "rest").glob("*.json"))
 HERE = Path(__file__).parent
-
-
-class Api:
-    """A shell with a small machine behind a real port."""
-
-    def __init__(self, shell, machine, client, port) -> None:
-        self.shell = shell
-        self.machine = machine
-        self.client = client
-        self.port = port
-
-    async def ask(self, method, path, status=200, **given):
-        answer = await self.client.request(method, path, **given)
-        assert answer.status_code == status, answer.text
-        return answer.json()
-
-
-@asynccontextmanager
-async def serving(directory, settings=None, machine=None):
-    logs.configure("warning")
-    store = await open_store(f"embedded:{directory}")
-    machine = machine or SmallMachine()
-    shell = Shell(store, step=machine.step, view=machine.view)
-    shell.connect(Written().outside())
-    await shell.start()
-    web = Web("127.0.0.1", 0)
-    await web.start(build_app(shell, lambda: b"figures 1\n", settings or ApiSettings(default_workers=2)), shell.give_up)
-    try:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{web.port}", trust_env=False) as client:
-            yield Api(shell, machine, client, web.port)
-    finally:
-        await shell.stop()
-        await web.stop()
-        await store.close()
-
-
-TRAIN = {"job": "train", "workers": {"wanted": 3, "min": 2, "max": 6}, "lanes": 8}
 
 
 # ---- jobs
@@ -359,102 +316,6 @@ async def test_the_documentation_is_served(tmp_path):
     async with serving(tmp_path) as api:
         assert "swagger" in (await api.client.get("/docs")).text
         assert (await api.ask("GET", "/openapi.json"))["info"]["title"] == "Shoal"
-
-
-@pytest.mark.parametrize(
-    ("header", "found"),
-    [
-        (None, "no token"),
-        ("Bearer nope", "another token"),
-        ("Basic c2VjcmV0", "another token"),
-        ("Bearer sécret", "another token"),
-        (f"Bearer {token_of_job('secret', 'demo')}", "a token for workers, which is not one for operators"),
-    ],
-)
-@asynchronous
-async def test_without_the_token_only_health_and_documentation_answer(tmp_path, header, found):
-    async with serving(tmp_path, ApiSettings(2, token="secret")) as api:
-        headers = {} if header is None else {"authorization": header.encode()}
-        for path in ("/v1/jobs", "/metrics", "/nothing"):
-            answer = await api.client.get(path, headers=headers)
-            assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
-            assert answer.json()["detail"] == (
-                f"the request shows {found}; send the header `Authorization: Bearer TOKEN` "
-                "with the controller's SHOAL_TOKEN (`shoal run` keeps its own in .shoal/token where it was started)"
-            )
-        for path in ("/healthz", "/readyz", "/docs", "/openapi.json"):
-            assert (await api.client.get(path, headers=headers)).status_code == 200
-
-
-@asynchronous
-async def test_with_the_token_everything_answers_under_any_host_name(tmp_path):
-    async with serving(tmp_path, ApiSettings(2, token="secret")) as api:
-        headers = {"authorization": "Bearer secret", "host": "shoal.example:7070"}
-        assert await api.ask("GET", "/v1/jobs", headers=headers) == {"jobs": []}
-
-
-@pytest.mark.parametrize("host", ["localhost", "localhost:1", "127.0.0.1:7", "127.1.2.3", "[::1]:7070"])
-@asynchronous
-async def test_this_machine_has_several_names(tmp_path, host):
-    async with serving(tmp_path) as api:
-        assert await api.ask("GET", "/v1/jobs", headers={"host": host}) == {"jobs": []}
-
-
-@asynchronous
-async def test_a_port_that_is_open_to_others_answers_to_any_name(tmp_path):
-    async with serving(tmp_path, ApiSettings(2, here_only=False)) as api:
-        assert await api.ask("GET", "/v1/jobs", headers={"host": "node7.cluster"}) == {"jobs": []}
-
-
-ELSEWHERE = {"origin": "https://example.org"}
-FOREIGN = [
-    ELSEWHERE,
-    {"origin": "null"},
-    {"origin": ""},
-    {"origin": "http://["},
-    {"origin": "http://127.0.0.1:3000"},
-    {"origin": "http://127.0.0.1:7070.example.org"},
-    {"origin": "http://example.org@127.0.0.1:7070"},
-    {"sec-fetch-site": "cross-site"},
-    {"sec-fetch-site": "same-site"},
-]
-
-
-@pytest.mark.parametrize("headers", FOREIGN)
-@pytest.mark.parametrize("door", [ApiSettings(2), ApiSettings(2, token="secret"), ApiSettings(2, here_only=False)])
-@asynchronous
-async def test_what_a_browser_sends_for_another_sites_page_is_refused(tmp_path, headers, door):
-    async with serving(tmp_path, door) as api:
-        given = headers | {"host": "127.0.0.1:7070", "authorization": "Bearer secret"}
-        for method, path in (("POST", "/v1/jobs/demo/pause"), ("GET", "/v1/jobs"), ("GET", "/metrics")):
-            answer = await api.client.request(method, path, headers=given)
-            assert answer.status_code == 403
-            assert answer.json()["detail"] == (
-                f"the request comes from a web page of {headers.get('origin') or 'another site'}; "
-                "a controller answers to programs and to its own pages only"
-            )
-
-
-@asynchronous
-async def test_a_name_that_anybody_can_give_this_address_makes_no_page_its_own(tmp_path):
-    rebound = {"origin": "http://example.org:7070", "host": "example.org:7070"}
-    async with serving(tmp_path, ApiSettings(2, here_only=False)) as api:
-        assert (await api.client.post("/v1/jobs/demo/pause", headers=rebound)).status_code == 403
-
-
-@pytest.mark.parametrize(
-    "headers",
-    [
-        {"origin": "http://127.0.0.1:7070", "host": "127.0.0.1:7070", "sec-fetch-site": "same-origin"},
-        {"origin": "http://[::1]:7070", "host": "[::1]:7070"},
-        {"sec-fetch-site": "none"},
-        {},
-    ],
-)
-@asynchronous
-async def test_its_own_pages_and_programs_are_answered(tmp_path, headers):
-    async with serving(tmp_path) as api:
-        assert await api.ask("GET", "/v1/jobs", headers=headers) == {"jobs": []}
 
 
 @asynchronous

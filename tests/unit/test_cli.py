@@ -52,7 +52,11 @@ FLAGS = {
     "logs": "--follow --url JOB WORKER",
     "workers": "--output --url JOB",
     "top": "--url",
-    "token": "JOB",
+    "token job": "JOB",
+    "token create": "--days --role --url NAME",
+    "token list": "--output --url",
+    "token rotate": "--keep-seconds --url NAME",
+    "token revoke": "--url NAME",
     "verify": "PATH",
     "export": "--dtype --format PATH FILE",
     "import": "FILE PATH",
@@ -67,9 +71,18 @@ def shoal(
     return subprocess.run([SHOAL, *arguments], capture_output=True, text=True, timeout=30, env=given, cwd=folder)
 
 
+def commands(group: Any, above: str = "") -> Iterator[tuple[str, Any]]:
+    """All commands by the words that call them, those of groups too."""
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, f"{above}{name} ")
+        else:
+            yield f"{above}{name}", command
+
+
 def test_the_commands_and_their_flags_are_these() -> None:
     found = {}
-    for name, command in typer.main.get_command(main.app).commands.items():  # type: ignore[attr-defined]
+    for name, command in commands(typer.main.get_command(main.app)):
         options = sorted(parameter.opts[0] for parameter in command.params if parameter.param_type_name == "option")
         arguments = [p.name.upper() for p in command.params if p.param_type_name == "argument"]
         found[name] = " ".join([*options, *arguments])
@@ -102,9 +115,16 @@ console.main()
 @pytest.mark.parametrize("command", [command for command in FLAGS if "--url" in FLAGS[command]])
 def test_an_unreachable_controller_is_exit_3_and_one_sentence(command: str, tmp_path: Path) -> None:
     (tmp_path / "job.json").write_text('{"job": "j"}')
-    positional = {"JOB": "j", "WORKERS": "2", "WORKER": "w0", "FILE": str(tmp_path / "job.json")}
+    positional = {
+        "NAME": "n",
+        "--role": "--role=view",
+        "JOB": "j",
+        "WORKERS": "2",
+        "WORKER": "w0",
+        "FILE": str(tmp_path / "job.json"),
+    }
     given = [positional[name] for name in FLAGS[command].split() if name in positional]
-    done = shoal(command, *given, "--url", "http://127.0.0.1:1")
+    done = shoal(*command.split(), *given, "--url", "http://127.0.0.1:1")
     assert done.returncode == 3
     assert done.stdout == ""
     assert done.stderr.startswith("shoal: no controller answers at http://127.0.0.1:1 (")
@@ -404,7 +424,7 @@ def test_every_module_of_an_extra_is_known_by_its_import_name() -> None:
 
 def test_commands_that_talk_to_a_controller_are_coroutines_and_no_thread_is_needed() -> None:
     plain = [command.__name__ for command in main.COMMANDS if not inspect.iscoroutinefunction(command)]
-    assert plain == ["worker", "token", "verify", "export", "import_"]
+    assert plain == ["worker", "verify", "export", "import_"]
 
 
 def test_what_needs_torch_is_handed_over_with_its_arguments(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from shoal_controller.api.answers import HealthAnswer
 from shoal_controller.api.guard import Guard
 from shoal_controller.api.routes import router
 from shoal_controller.shell import Shell
+from shoal_controller.token_register import TokenRegister
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -27,19 +28,18 @@ class ApiSettings:
 
     default_workers: int
     """Wanted where a job does not say."""
-    token: str | None = None
-    """Requests must show it."""
     here_only: bool = True
     """The port is reached from this machine only."""
     launchers: frozenset[str] = frozenset({"local", "none"})
     """Launchers that jobs may use."""
 
 
-def build_app(shell: Shell, scrape: Callable[[], bytes], settings: ApiSettings) -> ASGIApp:
+def build_app(shell: Shell, scrape: Callable[[], bytes], settings: ApiSettings, tokens: TokenRegister) -> ASGIApp:
     """The whole API, guarded."""
     app = FastAPI(title="Shoal", version=version("shoal"), redoc_url=None)
     app.state.shell = shell
     app.state.settings = settings
+    app.state.tokens = tokens
     app.state.followers = set()
     problems.install(app)
     app.include_router(router)
@@ -60,4 +60,4 @@ def build_app(shell: Shell, scrape: Callable[[], bytes], settings: ApiSettings) 
         """Metrics for Prometheus."""
         return Response(scrape(), media_type=METRICS_TYPE)
 
-    return Guard(app, settings.token, settings.here_only)
+    return Guard(app, tokens, settings.here_only)

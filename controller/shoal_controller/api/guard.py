@@ -1,4 +1,4 @@
-"""What stands before every request: no foreign pages, no huge bodies, and no exception that reaches the server.
+"""What stands before every request: its token and role, no foreign pages, no huge bodies, no exception that gets out.
 
 A web page elsewhere cannot get a browser to start a job here: what a browser sends for another site's page is refused,
 and without a token a controller that listens on this machine only answers only requests that name this machine, one
@@ -17,8 +17,9 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from shoal_controller.api.problems import DEFECT, TooLarge, Unauthorized, problem
-from shoal_controller.tokens import is_for_workers, is_same
+from shoal_controller.api.problems import DEFECT, TooLarge, problem
+from shoal_controller.callers import Caller, Role
+from shoal_controller.token_register import TokenRegister
 
 MOST_BODY_BYTES = 256 * 1024
 
@@ -27,16 +28,22 @@ TOO_LARGE = f"the body is larger than {MOST_BODY_BYTES} bytes, the most that is 
 OPEN_PATHS = ("/healthz", "/readyz", "/docs", "/openapi.json")
 """Need no token: probes of a cluster have none, and the documentation is no secret."""
 
+TOKENS_PATH = "/v1/tokens"
+"""What only an admin may read or change."""
+
+NOT_A_BEARER = "\n"
+"""Stands for a header of another scheme: no token has this character."""
+
 log = structlog.get_logger("shoal.api")
 
 
 class Guard:
     """ASGI middleware around the whole app."""
 
-    def __init__(self, app: ASGIApp, token: str | None, here_only: bool) -> None:
+    def __init__(self, app: ASGIApp, tokens: TokenRegister, here_only: bool) -> None:
         self._app = app
-        self._token = token
-        self._here_only = here_only and token is None
+        self._tokens = tokens
+        self._here_only = here_only
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -49,7 +56,7 @@ class Guard:
             begun, finished = True, message["type"] == "http.response.body" and not message.get("more_body", False)
 
         try:
-            self._check(Headers(scope=scope), scope["path"])
+            scope.setdefault("state", {})["caller"] = self._check(Headers(scope=scope), scope)
             await self._app(scope, _limited(scope, receive), noted)
         except ShoalError as error:
             await problem(scope["path"], error.http_status, str(error))(scope, receive, send)
@@ -60,22 +67,27 @@ class Guard:
             if not begun:
                 await problem(scope["path"], ShoalError.http_status, DEFECT)(scope, receive, send)
 
-    def _check(self, headers: Headers, path: str) -> None:
-        if self._here_only and not _names_this_machine(headers.get("host", "")):
+    def _check(self, headers: Headers, scope: Scope) -> Caller | None:
+        """Who asks; None where anybody may."""
+        if self._here_only and not self._tokens.is_required and not _names_this_machine(headers.get("host", "")):
             raise Refused(
                 f"the request names the host {headers.get('host', '')!r}; a controller without a token answers only "
                 "to localhost. Set SHOAL_TOKEN to let others in."
             )
-        if path in OPEN_PATHS:
-            return
+        if scope["path"] in OPEN_PATHS:
+            return None
         self._check_page(headers)
-        if self._token is not None:
-            _check_token(headers.get("authorization", ""), self._token)
+        address = str(scope["client"][0]) if scope.get("client") else ""
+        if not self._tokens.is_required:
+            return Caller("", Role.ADMIN, address)
+        caller = self._tokens.caller(_shown(headers.get("authorization", "")), address)
+        _check_role(caller, scope["method"], scope["path"])
+        return caller
 
     def _check_page(self, headers: Headers) -> None:
         """● Only browsers send these headers, and always for a page of another site."""
         origin, host = headers.get("origin"), headers.get("host", "")
-        own = origin is None or (_place_of(origin) == host and (self._token is not None or _is_literal(host)))
+        own = origin is None or (_place_of(origin) == host and (self._tokens.is_required or _is_literal(host)))
         if not own or headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
             raise Refused(
                 f"the request comes from a web page of {origin or 'another site'}; a controller answers to programs "
@@ -83,16 +95,26 @@ class Guard:
             )
 
 
-def _check_token(given: str, token: str) -> None:
-    if is_same(given, f"Bearer {token}"):
-        return
-    found = "another token" if given else "no token"
-    if is_for_workers(given.removeprefix("Bearer ")):
-        found = "a token for workers, which is not one for operators"
-    raise Unauthorized(
-        f"the request shows {found}; send the header `Authorization: Bearer TOKEN` with the controller's SHOAL_TOKEN "
-        "(`shoal run` keeps its own in .shoal/token where it was started)"
-    )
+def needed_role(method: str, path: str) -> Role:
+    """● What a request needs: to read `view`, to change a job `operate`, all about tokens `admin`."""
+    if path == TOKENS_PATH or path.startswith(f"{TOKENS_PATH}/"):
+        return Role.ADMIN
+    return Role.VIEW if method in ("GET", "HEAD", "OPTIONS") else Role.OPERATE
+
+
+def _check_role(caller: Caller, method: str, path: str) -> None:
+    needed = needed_role(method, path)
+    if not caller.role.includes(needed):
+        raise Refused(
+            f"the token {caller.token} has the role {caller.role}; {method} {path} needs {needed}. Ask an admin for a "
+            "token with that role"
+        )
+
+
+def _shown(authorization: str) -> str:
+    """The token in the header; empty where there is no header."""
+    scheme, _, token = authorization.partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else NOT_A_BEARER if authorization else ""
 
 
 def _place_of(origin: str) -> str | None:

@@ -15,21 +15,18 @@ from starlette.exceptions import HTTPException
 
 from shoal_controller.api.answers import Problem
 from shoal_controller.api.models import DrainBody, JobBody, ScaleBody
+from shoal_controller.api.token_routes import RotateBody, TokenBody
 
 BODIES: Mapping[str, tuple[str, type[BaseModel]]] = {
     "create_job": ("the job spec", JobBody),
     "scale_job": ("the request to scale", ScaleBody),
     "drain_worker": ("the request to drain", DrainBody),
+    "create_token": ("the request for a token", TokenBody),
+    "rotate_token": ("the request to rotate", RotateBody),
 }
 """By the route's name: what its body is called, and what it must be."""
 
 DEFECT = "this is a bug in Shoal; see the controller's log"
-
-
-class Unauthorized(UserError):
-    """The request does not show the token."""
-
-    http_status = HTTPStatus.UNAUTHORIZED
 
 
 class TooLarge(UserError):

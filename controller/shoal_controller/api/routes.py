@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from shoal_protos.errors import Refused
 
+from shoal_controller.api import token_routes
 from shoal_controller.api.answers import (
     CheckpointAnswer,
     CheckpointsAnswer,
@@ -147,3 +148,6 @@ async def save_checkpoint(job: str, shell: AShell) -> JobAnswer:
     """Save a checkpoint after the next step; it is listed once it is complete."""
     await shell.submit(job, Save())
     return JobAnswer.of(shell.view(job))
+
+
+router.include_router(token_routes.router)

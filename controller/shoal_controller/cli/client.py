@@ -130,6 +130,15 @@ class Client:
     async def lost(self, job: str, worker: str) -> Json:
         return await self._ask("POST", f"/jobs/{quote(job, safe='')}/workers/{quote(worker, safe='')}/lost")
 
+    # ---- tokens
+
+    async def tokens(self) -> list[Json]:
+        return await self._list("/tokens", "tokens")
+
+    async def change_token(self, method: str, path: str = "", body: Json | None = None) -> Json:
+        """Create, rotate (`/NAME/rotate`) or revoke (`/NAME`) a token."""
+        return await self._ask(method, f"/tokens{quote(path)}", body)
+
     # ---- the one place that speaks HTTP
 
     async def _list(self, path: str, name: str) -> list[Json]:

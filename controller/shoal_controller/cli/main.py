@@ -23,15 +23,18 @@ from shoal_controller.cli.jobs import describe, jobs, pause, resume, scale
 from shoal_controller.cli.logs import logs
 from shoal_controller.cli.run import run
 from shoal_controller.cli.submit import submit
-from shoal_controller.cli.token import token
+from shoal_controller.cli.token import JobOrCommand, create, job_, list_, revoke, rotate
 from shoal_controller.cli.top import top
 from shoal_controller.cli.worker import worker
 from shoal_controller.cli.workers import drain, lost, workers
 
 COMMANDS: tuple[Command, ...] = (
     demo, run, controller, worker, submit, jobs, describe, scale, drain, lost, pause, resume, checkpoint, checkpoints,
-    events, logs, workers, top, token, verify, export, import_,
+    events, logs, workers, top, verify, export, import_,
 )  # fmt: skip
+
+TOKEN_COMMANDS: tuple[Command, ...] = (job_, create, list_, rotate, revoke)
+"""Commands of `shoal token`; what names none of them is the name of a job."""
 
 HANDS_ON = (run, worker)
 """Commands that hand everything after their first argument to another program, flags included."""
@@ -75,6 +78,11 @@ def shoal(version: Annotated[bool, Version] = False) -> None:
 for _command in COMMANDS:
     _settings = {"allow_interspersed_args": False} if _command in HANDS_ON else {}
     app.command(_command.__name__.rstrip("_"), context_settings=_settings)(_ended(_command))
+
+tokens = typer.Typer(cls=JobOrCommand, no_args_is_help=True, help="Tokens: of people and programs, and of workers.")
+for _command in TOKEN_COMMANDS:
+    tokens.command(_command.__name__.rstrip("_"))(_ended(_command))
+app.add_typer(tokens, name="token")
 
 
 def main() -> None:

@@ -125,6 +125,20 @@ def checkpoints_table(checkpoints: Sequence[Json]) -> RenderableType:
     return table
 
 
+def tokens_table(tokens: Sequence[Json]) -> RenderableType:
+    if not tokens:
+        return "no tokens"
+    table = _table("name", "role", "created", "by", "expires")
+    for one in tokens:
+        expires = "never" if one["expires"] is None else _day(one["expires"])
+        table.add_row(one["name"], one["role"], _day(one["created"]), one["created_by"], expires)
+    return table
+
+
+def _day(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M")
+
+
 def workers_table(workers: Sequence[Json]) -> RenderableType:
     if not workers:
         return "no workers"

@@ -1,16 +1,31 @@
-"""`shoal token`: a token for the workers of one job, derived from the operators'. No controller is asked."""
+"""`shoal token`: the named tokens of people and programs, and the token of a job's workers (`shoal token JOB`)."""
 
 from __future__ import annotations
 
 import os
+from typing import Annotated
 
 import typer
 from shoal_protos.errors import UserError
+from typer.core import TyperGroup
 
-from shoal_controller.cli.options import Job
+from shoal_controller.callers import Role
+from shoal_controller.cli.options import DEFAULT_URL, Form, Job, Output, Url
 
 
-def token(job: Job) -> None:
+class JobOrCommand(TyperGroup):
+    """`shoal token JOB` is `shoal token job JOB`."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        if args and not args[0].startswith("-") and args[0] not in self.commands:
+            args = ["job", *args]
+        return super().parse_args(ctx, args)
+
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the token.", show_default=False)]
+
+
+def job_(job: Job) -> None:
     """Print the token for workers of a job; REST refuses it."""
     from shoal_controller.cli.client import local_folder
     from shoal_controller.tokens import kept_token, token_of_job
@@ -22,3 +37,49 @@ def token(job: Job) -> None:
             f"`shoal run` keeps its own ({local_folder() / 'token'})"
         )
     typer.echo(token_of_job(secret, job))
+
+
+async def create(
+    name: Name,
+    role: Annotated[Role, typer.Option("--role", help="What it may do: each includes those before it.")],
+    days: Annotated[
+        int | None, typer.Option("--days", min=1, help="How long it is valid. Default: until revoked.")
+    ] = None,
+    url: Url = DEFAULT_URL,
+) -> None:
+    """Create a token and print it, this once."""
+    from shoal_controller.cli.client import Client
+
+    async with Client(url) as client:
+        typer.echo((await client.change_token("POST", body={"name": name, "role": role.value, "days": days}))["token"])
+
+
+async def list_(url: Url = DEFAULT_URL, output: Output = Form.TABLE) -> None:
+    """List the named tokens, without their secrets."""
+    from shoal_controller.cli.client import Client
+    from shoal_controller.cli.tables import listed, tokens_table
+
+    async with Client(url) as client:
+        listed("tokens", await client.tokens(), tokens_table, output)
+
+
+async def rotate(
+    name: Name,
+    keep_seconds: Annotated[
+        float, typer.Option("--keep-seconds", min=0, help="How long the old secret stays valid.")
+    ] = 3600.0,
+    url: Url = DEFAULT_URL,
+) -> None:
+    """Give a token a new secret and print it, this once."""
+    from shoal_controller.cli.client import Client
+
+    async with Client(url) as client:
+        typer.echo((await client.change_token("POST", f"/{name}/rotate", {"keep_seconds": keep_seconds}))["token"])
+
+
+async def revoke(name: Name, url: Url = DEFAULT_URL) -> None:
+    """Revoke a token: from now on it opens nothing."""
+    from shoal_controller.cli.client import Client
+
+    async with Client(url) as client:
+        await client.change_token("DELETE", f"/{name}")

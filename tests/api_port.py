@@ -1,0 +1,55 @@
+"""REST on a real port of this machine, over a shell with a small machine."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+
+import httpx
+from shoal_controller import logs
+from shoal_controller.api.app import ApiSettings, build_app
+from shoal_controller.api.web import Web
+from shoal_controller.shell import Shell
+from shoal_controller.store.open import open_store
+from shoal_controller.token_register import TokenRegister
+from small_machine import SmallMachine, Written
+
+
+class Api:
+    """A shell with a small machine behind a real port."""
+
+    def __init__(self, shell, machine, client, port) -> None:
+        self.shell = shell
+        self.machine = machine
+        self.client = client
+        self.port = port
+
+    async def ask(self, method, path, status=200, **given):
+        answer = await self.client.request(method, path, **given)
+        assert answer.status_code == status, answer.text
+        return answer.json()
+
+
+@asynccontextmanager
+async def serving(directory, settings=None, machine=None, token=None):
+    logs.configure("warning")
+    store = await open_store(f"embedded:{directory}")
+    machine = machine or SmallMachine()
+    shell = Shell(store, step=machine.step, view=machine.view)
+    shell.connect(Written().outside())
+    await shell.start()
+    web = Web("127.0.0.1", 0)
+    tokens = TokenRegister(store, token)
+    await tokens.start(shell.give_up)
+    settings = settings or ApiSettings(default_workers=2)
+    await web.start(build_app(shell, lambda: b"figures 1\n", settings, tokens), shell.give_up)
+    try:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{web.port}", trust_env=False) as client:
+            yield Api(shell, machine, client, web.port)
+    finally:
+        await shell.stop()
+        await web.stop()
+        await tokens.stop()
+        await store.close()
+
+
+TRAIN = {"job": "train", "workers": {"wanted": 3, "min": 2, "max": 6}, "lanes": 8}

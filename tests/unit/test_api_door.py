@@ -1,0 +1,178 @@
+"""Who gets in at the REST port: tokens and their roles, hosts, pages of other sites."""
+
+import pytest
+from api_port import TRAIN, serving
+from asynchronous import asynchronous
+from shoal_controller.api.app import ApiSettings
+from shoal_controller.tokens import token_of_job
+
+
+@pytest.mark.parametrize(
+    ("header", "found"),
+    [
+        (None, "no token"),
+        ("Bearer nope", "another token"),
+        ("Basic c2VjcmV0", "another token"),
+        ("Bearer sécret", "another token"),
+        (f"Bearer {token_of_job('secret', 'demo')}", "a token for workers, which is not one for operators"),
+    ],
+)
+@asynchronous
+async def test_without_the_token_only_health_and_documentation_answer(tmp_path, header, found):
+    async with serving(tmp_path, token="secret") as api:
+        headers = {} if header is None else {"authorization": header.encode()}
+        for path in ("/v1/jobs", "/metrics", "/nothing"):
+            answer = await api.client.get(path, headers=headers)
+            assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
+            assert answer.json()["detail"] == (
+                f"the request shows {found}; send the header `Authorization: Bearer TOKEN` "
+                "with the controller's SHOAL_TOKEN or a token of `shoal token create` (`shoal run` keeps its own in "
+                ".shoal/token where it was started)"
+            )
+        for path in ("/healthz", "/readyz", "/docs", "/openapi.json"):
+            assert (await api.client.get(path, headers=headers)).status_code == 200
+
+
+@asynchronous
+async def test_with_the_token_everything_answers_under_any_host_name(tmp_path):
+    async with serving(tmp_path, token="secret") as api:
+        headers = {"authorization": "Bearer secret", "host": "shoal.example:7070"}
+        assert await api.ask("GET", "/v1/jobs", headers=headers) == {"jobs": []}
+
+
+READS = [("GET", "/v1/jobs"), ("GET", "/v1/jobs/train"), ("GET", "/v1/jobs/train/events"), ("GET", "/metrics")]
+CHANGES = [
+    ("POST", "/v1/jobs/train/pause"), ("POST", "/v1/jobs/train/workers/w1/lost"),
+    ("POST", "/v1/jobs/train/checkpoints"), ("DELETE", "/v1/jobs/train"),
+]  # fmt: skip
+ABOUT_TOKENS = [
+    ("GET", "/v1/tokens"), ("POST", "/v1/tokens"), ("POST", "/v1/tokens/x/rotate"), ("DELETE", "/v1/tokens/x"),
+]  # fmt: skip
+
+
+@asynchronous
+async def test_each_role_opens_what_is_its_own_and_nothing_more(tmp_path):
+    async with serving(tmp_path, token="secret") as api:
+        root = {"authorization": "Bearer secret"}
+        await api.ask("POST", "/v1/jobs", 202, json=TRAIN, headers=root)
+        for role, allowed in (("view", READS), ("operate", READS + CHANGES), ("admin", READS + CHANGES + ABOUT_TOKENS)):
+            made = await api.ask("POST", "/v1/tokens", 201, json={"name": role, "role": role}, headers=root)
+            for method, path in READS + ABOUT_TOKENS + CHANGES:
+                answer = await api.client.request(method, path, headers={"authorization": f"Bearer {made['token']}"})
+                assert (answer.status_code != 403) == ((method, path) in allowed), (role, method, path, answer.text)
+                if answer.status_code == 403:
+                    needs = "admin" if "/tokens" in path else "operate"
+                    assert answer.json()["detail"] == (
+                        f"the token {role} has the role {role}; {method} {path} needs {needs}. Ask an admin for a "
+                        "token with that role"
+                    )
+
+
+@asynchronous
+async def test_every_route_that_changes_something_needs_more_than_view(tmp_path):
+    from rest_listing import listing
+
+    lines = [line.split() for line in listing().splitlines() if line.startswith(("POST", "PUT", "PATCH", "DELETE"))]
+    assert len(lines) > 5
+    async with serving(tmp_path, token="secret") as api:
+        root = {"authorization": "Bearer secret"}
+        made = await api.ask("POST", "/v1/tokens", 201, json={"name": "eye", "role": "view"}, headers=root)
+        for method, path, *_ in lines:
+            answer = await api.client.request(method, path, headers={"authorization": f"Bearer {made['token']}"})
+            assert answer.status_code == 403, (method, path)
+
+
+@asynchronous
+async def test_tokens_are_made_listed_rotated_and_revoked(tmp_path):
+    async with serving(tmp_path, token="secret") as api:
+        api.client.headers["authorization"] = "Bearer secret"
+        made = await api.ask("POST", "/v1/tokens", 201, json={"name": "ci", "role": "operate", "days": 7})
+        assert (made["name"], made["role"], made["created_by"]) == ("ci", "operate", "root")
+        assert made["expires"] - made["created"] == 7 * 86_400
+        shown = {key: value for key, value in made.items() if key != "token"}
+        assert await api.ask("GET", "/v1/tokens") == {"tokens": [shown]}
+        again = await api.ask("POST", "/v1/tokens/ci/rotate", json={"keep_seconds": 0})
+        old, new = ({"authorization": f"Bearer {one['token']}"} for one in (made, again))
+        assert (await api.client.get("/v1/jobs", headers=old)).status_code == 401
+        assert (await api.client.get("/v1/jobs", headers=new)).status_code == 200
+        assert await api.ask("DELETE", "/v1/tokens/ci") == shown
+        assert (await api.client.get("/v1/jobs", headers=new)).status_code == 401
+        assert (await api.client.delete("/v1/tokens/ci")).status_code == 404
+
+
+@asynchronous
+async def test_a_request_for_a_token_that_cannot_be_is_one_sentence(tmp_path):
+    async with serving(tmp_path, token="secret") as api:
+        api.client.headers["authorization"] = "Bearer secret"
+        for body, sentence in [
+            ({"name": "ci", "role": "king"}, '`role` is "king"; expected view, operate or admin'),
+            ({"name": "../ci", "role": "view"}, '`name` is "../ci"; expected at most 63 letters, digits,'),
+            ({"name": "ci"}, "`role` is missing"),
+            ({"name": "ci", "role": "view", "days": 0}, "`days` is 0; expected"),
+        ]:  # fmt: skip
+            answer = await api.ask("POST", "/v1/tokens", 400, json=body)
+            assert sentence in answer["detail"]
+
+
+@pytest.mark.parametrize("host", ["localhost", "localhost:1", "127.0.0.1:7", "127.1.2.3", "[::1]:7070"])
+@asynchronous
+async def test_this_machine_has_several_names(tmp_path, host):
+    async with serving(tmp_path) as api:
+        assert await api.ask("GET", "/v1/jobs", headers={"host": host}) == {"jobs": []}
+
+
+@asynchronous
+async def test_a_port_that_is_open_to_others_answers_to_any_name(tmp_path):
+    async with serving(tmp_path, ApiSettings(2, here_only=False)) as api:
+        assert await api.ask("GET", "/v1/jobs", headers={"host": "node7.cluster"}) == {"jobs": []}
+
+
+ELSEWHERE = {"origin": "https://example.org"}
+FOREIGN = [
+    ELSEWHERE,
+    {"origin": "null"},
+    {"origin": ""},
+    {"origin": "http://["},
+    {"origin": "http://127.0.0.1:3000"},
+    {"origin": "http://127.0.0.1:7070.example.org"},
+    {"origin": "http://example.org@127.0.0.1:7070"},
+    {"sec-fetch-site": "cross-site"},
+    {"sec-fetch-site": "same-site"},
+]
+
+
+@pytest.mark.parametrize("headers", FOREIGN)
+@pytest.mark.parametrize("door", [{}, {"token": "secret"}, {"settings": ApiSettings(2, here_only=False)}])
+@asynchronous
+async def test_what_a_browser_sends_for_another_sites_page_is_refused(tmp_path, headers, door):
+    async with serving(tmp_path, **door) as api:
+        given = headers | {"host": "127.0.0.1:7070", "authorization": "Bearer secret"}
+        for method, path in (("POST", "/v1/jobs/demo/pause"), ("GET", "/v1/jobs"), ("GET", "/metrics")):
+            answer = await api.client.request(method, path, headers=given)
+            assert answer.status_code == 403
+            assert answer.json()["detail"] == (
+                f"the request comes from a web page of {headers.get('origin') or 'another site'}; "
+                "a controller answers to programs and to its own pages only"
+            )
+
+
+@asynchronous
+async def test_a_name_that_anybody_can_give_this_address_makes_no_page_its_own(tmp_path):
+    rebound = {"origin": "http://example.org:7070", "host": "example.org:7070"}
+    async with serving(tmp_path, ApiSettings(2, here_only=False)) as api:
+        assert (await api.client.post("/v1/jobs/demo/pause", headers=rebound)).status_code == 403
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"origin": "http://127.0.0.1:7070", "host": "127.0.0.1:7070", "sec-fetch-site": "same-origin"},
+        {"origin": "http://[::1]:7070", "host": "[::1]:7070"},
+        {"sec-fetch-site": "none"},
+        {},
+    ],
+)
+@asynchronous
+async def test_its_own_pages_and_programs_are_answered(tmp_path, headers):
+    async with serving(tmp_path) as api:
+        assert await api.ask("GET", "/v1/jobs", headers=headers) == {"jobs": []}
