@@ -283,7 +283,9 @@ class Watch:
         if well:
             self.violated("a worker that beats was evicted", *well)
         judged = {**new, **{worker: old[worker] for worker in lost}}  # with what the rest of the batch has told
-        here = [record for record in judged.values() if record.serves and record.incarnation]
+        served = {name for name, record in old.items() if record.serves}  # one may have been told to end in this batch
+        known = [record for record in judged.values() if record.incarnation and record.standing is Standing.HERE]
+        here = [record for record in known if record.serves or record.worker in served]
         since = {record.worker: self.simulation.processes[record.incarnation].unreachable_since for record in here}
         seen_after = UNREACHABLE_SECONDS + 2 * self.simulation.host.late
         silent = [worker for worker, at in since.items() if at < now - seen_after]
