@@ -64,6 +64,8 @@ def settled(simulation: Simulation, begin: int) -> bool:
         return False
     if durable.phase.over:
         return over_for_a_reason(simulation, durable.phase, durable.reason)
+    if _waits_for_an_operator(simulation):
+        return True
     if simulation.script.kind:
         return False
     world = durable.current
@@ -80,6 +82,11 @@ def settled(simulation: Simulation, begin: int) -> bool:
     busy = trainers == min(len(staying), world.lanes)
     still = not durable.planned and not world.fills and durable.save is None
     return in_it and enough and gone and busy and still and simulation.promises.kept() and simulation.bits.are_known()
+
+
+def _waits_for_an_operator(simulation: Simulation) -> bool:
+    """Every worker there is was to end and hangs: nobody is evicted where nobody is heard, and the job says so."""
+    return simulation.host.job.doubt_shown and all(worker.hangs for worker in simulation.workers())
 
 
 def over_for_a_reason(simulation: Simulation, phase: Phase, reason: str) -> bool:

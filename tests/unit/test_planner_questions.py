@@ -12,6 +12,7 @@ from shoal_controller.core.machine.job import AttemptPhase
 from shoal_controller.core.machine.machine import step
 from shoal_controller.core.machine.spec import Phase
 from shoal_controller.core.planning.question import ChangeQuestion, RecoveryQuestion, answer
+from shoal_protos.activity import StepPhase
 from shoal_protos.checkpoint import CheckpointRef
 from shoal_protos.messages import MemberState
 from shoal_protos.runs import Runs
@@ -161,6 +162,25 @@ def test_a_job_whose_planner_fails_for_stall_seconds_fails_with_the_reason() -> 
         job.wait(20)
     assert job.job.durable.phase is Phase.FAILED
     assert "the planner has failed for 1800 s (stall_seconds): MemoryError" in job.view.reason
+
+
+def test_a_planner_that_failed_while_steps_ran_has_all_of_stall_seconds_for_a_recovery() -> None:
+    job = trains_with_a_slow_planner(stall_seconds=60.0)
+    job.hello("w3")
+    for boundary in range(10):
+        for worker in ("w0", "w1", "w2"):
+            job.does(worker, boundary, StepPhase.LANES)
+        job.feed(PlannerFailed(job.questions[-1].number, "MemoryError"))
+        job.wait(11)
+    assert job.job.durable.phase is Phase.RUNNING
+    job.exit("w2")
+    job.statuses.pop("w2")
+    all_stop(job)
+    job.feed(PlannerFailed(job.questions[-1].number, "MemoryError"))
+    job.wait(11)
+    assert job.job.durable.phase is Phase.RESIZING
+    answered(job, job.questions[-1])
+    assert job.planned().world_size == 2
 
 
 def test_questions_are_not_durable_another_controller_asks_its_own() -> None:

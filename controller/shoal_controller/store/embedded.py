@@ -166,7 +166,7 @@ class EmbeddedStore:
                 return await self._loop.run_in_executor(self._thread, work)
         except TimeoutError as error:
             raise StoreError(
-                f"the store {self.directory} did not answer a {kind} request within {REQUEST_SECONDS:g} s; "
+                f"the store {self.directory} did not answer within {REQUEST_SECONDS:g} s (request: {kind}); "
                 "is its disk stuck?"
             ) from error
         finally:

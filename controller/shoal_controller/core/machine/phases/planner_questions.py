@@ -66,10 +66,10 @@ def sentence(job: Job) -> str:
     )
 
 
-def has_failed_for(turn: Turn, seconds: float) -> bool:
-    """Whether nothing but failures has come of it for so long."""
+def has_failed_for(turn: Turn, seconds: float, since: float) -> bool:
+    """Whether nothing but failures has come of it for so long after a time."""
     planner = turn.job.planner
-    return planner.failures > 0 and turn.now - planner.failing_since > seconds
+    return planner.failures > 0 and turn.now - max(planner.failing_since, since) > seconds
 
 
 # ---- what comes of a question

@@ -148,7 +148,7 @@ def _ask_for_start(turn: Turn, attempt: Attempt, workers: list[WorkerId]) -> Non
 
 
 def _wait_for_planner(turn: Turn, attempt: Attempt) -> None:
-    if planner_questions.has_failed_for(turn, turn.spec.stall_seconds):
+    if planner_questions.has_failed_for(turn, turn.spec.stall_seconds, attempt.since):
         why = f"the planner has failed for {turn.spec.stall_seconds:g} s (stall_seconds): {turn.job.planner.why}"
         return ending.fail(turn, f"generation {attempt.generation} cannot be planned: {why}.")
     asked_at = turn.job.planner.asked_at
