@@ -61,6 +61,8 @@ class Share:
     partners: tuple[int, ...] = ()
     """Ranks of the members who are to mirror its blocks in the end; empty: all others. Only the planner asks: so that
     the next plan keeps them."""
+    awaited: Runs = NO_BLOCKS
+    """Blocks that it is to own once they are filled. Only the planner asks: so that the next plan promotes it."""
 
     @property
     def keeps(self) -> Runs:
@@ -259,6 +261,9 @@ def _broken_fills(plan: Plan) -> Iterator[str]:
         if not union(parts) <= keeps[source]:
             lacking = next(part for part in parts if not part <= keeps[source])
             yield f"rank {source} sends {lacking} without keeping them"
+    for rank, share in enumerate(plan.shares):
+        if share.awaited and (missing := share.awaited - union(received.get(rank, ()))):
+            yield f"rank {rank} awaits {missing}, which no fill brings"
     for target, parts in received.items():
         blocks = union(parts)
         if twice := blocks & keeps[target]:

@@ -31,7 +31,7 @@ class Runs:
         self._spans = tuple(joined)
 
     @classmethod
-    def _of_canonical(cls, spans: Iterable[Span]) -> Runs:
+    def of_canonical(cls, spans: Iterable[Span]) -> Runs:
         """What is sorted, disjoint and apart already: such as any part of canonical runs."""
         made = cls.__new__(cls)
         made._spans = tuple(spans)
@@ -61,7 +61,7 @@ class Runs:
                 break
             taken.append((start, min(stop, start + count)))
             count -= stop - start
-        return Runs._of_canonical(taken)
+        return Runs.of_canonical(taken)
 
     def within(self, start: int, stop: int) -> Runs:
         """The blocks in `[start, stop)`."""
@@ -81,15 +81,13 @@ class Runs:
                 i += 1
             else:
                 j += 1
-        return Runs._of_canonical(common)
+        return Runs.of_canonical(common)
 
     def __sub__(self, other: Runs) -> Runs:
         left: list[Span] = []
         theirs, j = other._spans, 0
         for start, stop in self._spans:
-            while j < len(theirs) and theirs[j][1] <= start:
-                j += 1
-            k = j
+            k = j = _first_beyond(theirs, start, j)
             while k < len(theirs) and theirs[k][0] < stop:
                 if start < theirs[k][0]:
                     left.append((start, theirs[k][0]))
@@ -97,7 +95,7 @@ class Runs:
                 k += 1
             if start < stop:
                 left.append((start, stop))
-        return Runs._of_canonical(left)
+        return Runs.of_canonical(left)
 
     def __contains__(self, block: object) -> bool:
         if not isinstance(block, int):
@@ -157,7 +155,13 @@ class Runs:
             if at > limit:
                 raise UserError(f"block runs reach block {at - 1}; the job has {limit} blocks (0 to {limit - 1})")
             spans.append((start, at))
-        return cls._of_canonical(spans)
+        return cls.of_canonical(spans)
+
+
+def _first_beyond(spans: tuple[Span, ...], start: int, low: int) -> int:
+    """The index, `low` or more, of the first span that ends beyond `start`."""
+    index = bisect_right(spans, (start, sys.maxsize), low)
+    return index - 1 if index > low and spans[index - 1][1] > start else index
 
 
 def _joined(spans: list[Span]) -> list[Span]:

@@ -1383,6 +1383,7 @@ class Share(_message.Message):
     OWNED_FIELD_NUMBER: _builtins.int
     MIRRORED_FIELD_NUMBER: _builtins.int
     PARTNERS_FIELD_NUMBER: _builtins.int
+    AWAITED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def lanes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -1391,6 +1392,8 @@ class Share(_message.Message):
     def mirrored(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def partners(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def awaited(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
@@ -1398,10 +1401,11 @@ class Share(_message.Message):
         owned: _abc.Iterable[_builtins.int] | None = ...,
         mirrored: _abc.Iterable[_builtins.int] | None = ...,
         partners: _abc.Iterable[_builtins.int] | None = ...,
+        awaited: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lanes", b"lanes", "mirrored", b"mirrored", "owned", b"owned", "partners", b"partners"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaited", b"awaited", "lanes", b"lanes", "mirrored", b"mirrored", "owned", b"owned", "partners", b"partners"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

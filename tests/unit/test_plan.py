@@ -73,6 +73,7 @@ def test_sound_plans_pass() -> None:
         (with_fills(Fill(0, 2, runs(8, 10))), "rank 0 sends Runs(8-9) without keeping them"),
         (with_fills(Fill(0, 2, NO_BLOCKS)), "rank 0 sends Runs() without keeping them"),
         (with_fills(Fill(0, 1, runs(2, 4))), "rank 1 is sent Runs(2-3), which it keeps already"),
+        (with_share(2, Share(awaited=runs(4, 7))), "rank 2 awaits Runs(4-6), which no fill brings"),
         (with_fills(Fill(0, 2, runs(0, 4)), Fill(1, 2, runs(3, 5))), "rank 2 is sent a block twice"),
         (replace(AFTER_A_LOSS, recovery=replace(RECOVERY, step=-1)), "it begins at step -1"),
         (

@@ -14,6 +14,7 @@ from planner_twin import cheapest_flow
 from planning import World, partners_of, transfers
 from shoal_controller.core.planning.planner import BlocksLost, Candidate, Terms
 from shoal_protos.plan import EVERYONE, Plan
+from shoal_protos.runs import union
 
 Act = tuple[str, int]
 """What happens, and a number that says to whom or how far."""
@@ -116,9 +117,21 @@ def test_no_plan_of_any_life_moves_more_than_the_cheapest_flow(life: Life) -> No
     for plan, asked in zip(life.world.plans, life.world.asked, strict=True):
         held, domains = _held_by_those_who_stay(asked, plan.blocks)
         if len(domains) > 2:
-            assert transfers(plan) == cheapest_flow(held, domains, _partners_of_those_who_stay(asked, plan))
+            cheapest = cheapest_flow(held, domains, _partners_of_those_who_stay(asked, plan))
+            assert transfers(plan) + waiting_mirrors(plan) == cheapest
         else:
             assert transfers(plan) == sum(len(domains) - len(holders) for holders in held)
+
+
+def waiting_mirrors(plan: Plan) -> int:
+    """Of how many blocks no partner of the owner to be has a copy or is to get one now."""
+    waiting = 0
+    for rank, share in enumerate(plan.shares):
+        to_own = (share.owned - union(other.awaited for other in plan.shares)) | share.awaited
+        copies = [plan.shares[partner].keeps for partner in partners_of(plan, rank)]
+        filled = [fill.blocks for fill in plan.fills if fill.target in partners_of(plan, rank)]
+        waiting += len(to_own - union((*copies, *filled)))
+    return waiting
 
 
 # ---- bounds in closed form

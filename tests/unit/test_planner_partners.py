@@ -51,7 +51,7 @@ def without(here: Sequence[Candidate], *gone: str) -> list[Candidate]:
 
 def settle(terms: Terms, plan: Plan, here: Sequence[Candidate]) -> Plan:
     """Fill and ask again until nothing is to be filled."""
-    for number in range(3):
+    for number in range(4):
         if not plan.fills:
             return plan
         here = filled(plan, here)
@@ -107,6 +107,34 @@ def test_a_set_changes_only_where_a_partner_is_gone() -> None:
             now = partners(after)[worker]
             assert len(now) == 4
             assert now >= before - {"w7"}
+
+
+def targets(plan: Plan) -> dict[str, int]:
+    """How many blocks are to be filled, by who gets them."""
+    counts = Counter[str]()
+    for fill in plan.fills:
+        counts[plan.members[fill.target].worker] += len(fill.blocks)
+    return dict(counts)
+
+
+@pytest.mark.parametrize("workers", [WORKERS, 80])
+def test_the_mirrors_of_a_joiners_blocks_stay_where_they_are_while_anything_else_is_to_be_filled(workers: int) -> None:
+    """In a world for which the cheapest placement is looked for, and in one beyond."""
+    terms = replace(TERMS, lanes=workers)
+    plan = start(terms, candidates(0, workers))
+    here = filled(plan, candidates(0, workers)) + candidates(workers, 1)
+    joined = plan_change(PlanRequest(terms, 2, Reason.JOIN), here, plan)
+    joiner, share = f"w{workers}", BLOCKS // (workers + 1)
+    assert targets(joined) == {joiner: share}
+    here = filled(joined, here)
+    another = plan_change(PlanRequest(terms, 3, Reason.JOIN), here + candidates(workers + 1, 1), joined)
+    assert targets(another).keys() <= {joiner, f"w{workers + 1}"}, "not while another joiner is to be filled"
+    promoted = plan_change(PlanRequest(terms, 3, Reason.BALANCE), here, joined)
+    assert len(promoted.shares[workers].owned) == share
+    assert targets(promoted).keys() == partners(promoted)[joiner], "now they move to its partners"
+    assert transfers(promoted) <= share
+    rest = settle(terms, promoted, here)
+    assert lost(rest, (workers,)) == 0
 
 
 def test_who_is_in_too_few_sets_is_chosen_first_when_a_partner_is_missing() -> None:

@@ -138,7 +138,7 @@ def plans(draw: st.DrawFn) -> Plan:
 
     lane_sets = st.sets(st.integers(0, lanes - 1)).map(sorted).map(tuple)
     partners = st.lists(st.integers(0, size - 1), max_size=size - 1).map(tuple)
-    shares = st.builds(Share, lanes=lane_sets, owned=runs, mirrored=runs, partners=partners)
+    shares = st.builds(Share, lanes=lane_sets, owned=runs, mirrored=runs, partners=partners, awaited=runs)
     recoveries = st.builds(
         Recovery, step=numbers, record=records, counted=each(st.booleans()), stale=each(runs), checkpoint=labels
     )

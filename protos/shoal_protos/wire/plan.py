@@ -54,6 +54,7 @@ def write_plan(plan: Plan) -> pb.Plan:
                 owned=share.owned.encode(),
                 mirrored=share.mirrored.encode(),
                 partners=share.partners,
+                awaited=share.awaited.encode(),
             )
             for share in plan.shares
         ],
@@ -121,6 +122,7 @@ def _read_share(message: pb.Share, lanes: int, blocks: int, last: int) -> Share:
         owned=bounds.runs("plan.shares.owned", message.owned, blocks),
         mirrored=bounds.runs("plan.shares.mirrored", message.mirrored, blocks),
         partners=tuple(bounds.whole("plan.shares.partners", partner, most=last) for partner in message.partners),
+        awaited=bounds.runs("plan.shares.awaited", message.awaited, blocks),
     )
 
 

@@ -105,7 +105,7 @@ def cut(blocks: Runs, counts: Iterable[int]) -> Iterator[Runs]:
             piece.append((start, start + taken))
             start += taken
             count -= taken
-        yield Runs(piece)
+        yield Runs.of_canonical(piece)
 
 
 def lay(count: int, placed: Sequence[tuple[int, int]]) -> list[tuple[int, tuple[int, ...]]]:

@@ -61,6 +61,32 @@ def _holders_instead(group: BlockGroup, partners: Sequence[int], domains: Sequen
     return instead if len(instead) == len(group.mirrors) else group.mirrors
 
 
+def let_mirrors_wait(groups: Sequence[BlockGroup], partners: Partners, domains: Sequence[int]) -> list[BlockGroup]:
+    """The groups, the mirrors of a joiner's blocks where they are while anything else is to be filled.
+
+    Such blocks have copies enough, only with none of their owner's partners: it gets the blocks sooner so, and where
+    several join one after another its mirrors are moved once.
+    """
+    keepers = frozenset(partners)
+    waiting = [_where_they_are(group, partners[group.owner], keepers, domains) for group in groups]
+    is_rest_filled = all(group.holders.issuperset(group.keepers) for group in waiting)
+    return list(groups) if is_rest_filled else waiting
+
+
+def _where_they_are(
+    group: BlockGroup, partners: Sequence[int], keepers: frozenset[int], domains: Sequence[int]
+) -> BlockGroup:
+    """Blocks that no partner of their owner holds, mirrored by who does, if as far apart; others as they are."""
+    if not group.holders.isdisjoint(group.mirrors):
+        return group
+    elsewhere = (group.holders & keepers) - {group.owner}
+    if len(elsewhere) < len(group.mirrors) or not elsewhere.isdisjoint(partners):
+        return group
+    waiting = group.decided(group.owner, _holders_instead(group, sorted(elsewhere), domains), group.blocks)
+    apart = {domains[keeper] for keeper in waiting.keepers}
+    return waiting if len(apart) >= len({domains[keeper] for keeper in group.keepers}) else group
+
+
 def _more(groups: Sequence[BlockGroup], spread: Spread, sites: Sequence[int]) -> list[BlockGroup]:
     """Adds mirrors to those that the groups have, as many as are missing."""
     missing = [spread.copies - len(group.mirrors) for group in groups]

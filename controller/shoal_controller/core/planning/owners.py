@@ -36,7 +36,7 @@ def share_owners(
     """
     among = frozenset(keepers)
     demands = [
-        _demand(group, _owners_for(group.holders & among, partners, mirrors), stays)
+        _demand(group, _owners_for(group, among, partners, mirrors), stays)
         for group, stays in zip(groups, _stays(groups, keepers), strict=True)
     ]
     return _placed(groups, demands, _capacity_of_owners(_count(groups), keepers, mirrors, sites))
@@ -62,13 +62,17 @@ def _placed(groups: Sequence[BlockGroup], demands: Sequence[Demand], capacity: C
     return shared
 
 
-def _owners_for(holders: frozenset[int], partners: Partners, mirrors: int) -> tuple[int, ...]:
-    """Those holders of whose partners most are holders too, up to so many: they need the fewest fills of mirrors."""
+def _owners_for(group: BlockGroup, among: frozenset[int], partners: Partners, mirrors: int) -> tuple[int, ...]:
+    """Those holders of whose partners most are holders too, up to so many: they need the fewest fills of mirrors.
+
+    And the owner before: its mirrors may only wait to be moved to its partners.
+    """
+    holders = group.holders & among
     if not partners or len(holders) < 2:
         return tuple(sorted(holders))
     ready = {holder: min(mirrors, len(holders.intersection(partners[holder]))) for holder in holders}
     most = max(ready.values())
-    return tuple(sorted(holder for holder in holders if ready[holder] == most))
+    return tuple(sorted(holder for holder in holders if ready[holder] == most or holder == group.previous_owner))
 
 
 def _stays(groups: Sequence[BlockGroup], keepers: Sequence[int]) -> list[int]:

@@ -17,7 +17,7 @@ from shoal_protos.runs import NO_BLOCKS, Runs, Span, every, union
 from shoal_controller.core.planning.block_groups import BlockGroup, gather
 from shoal_controller.core.planning.fills import KeptBlocks, name_fills
 from shoal_controller.core.planning.lanes import Lanes, share_lanes
-from shoal_controller.core.planning.mirrors import leave_mirrors, mirror_everywhere, share_mirrors
+from shoal_controller.core.planning.mirrors import leave_mirrors, let_mirrors_wait, mirror_everywhere, share_mirrors
 from shoal_controller.core.planning.owners import share_owners, share_pairs
 from shoal_controller.core.planning.partners import Partners, PartnerTerms, choose_partners
 from shoal_controller.core.planning.placement import is_small
@@ -178,7 +178,9 @@ def _target(
     else:
         owned = share_owners(groups, keepers, partners, mirrors, sites)
     mirrored = share_mirrors(owned, partners, mirrors, domains)
-    return _Target(leave_mirrors(mirrored, partners, domains) if settled else mirrored, partners)
+    if settled:
+        mirrored = leave_mirrors(mirrored, partners, domains)
+    return _Target(let_mirrors_wait(mirrored, partners, domains), partners)
 
 
 def _partners_before(before: Plan | None, here: Sequence[Candidate], count: int) -> Partners:
@@ -241,14 +243,22 @@ def _keepers(here: Sequence[Candidate]) -> list[int]:
 
 
 def _owned_before(before: Plan | None, here: Sequence[Candidate]) -> dict[int, Runs]:
+    """What each owned in the plan before, or was to own there and has been filled with since."""
     if before is None:
         return {}
     owned: dict[int, Runs] = {}
+    arrived: dict[int, Runs] = {}
     for worker, candidate in enumerate(here):
         rank = before.rank_of(candidate.member.worker, candidate.member.incarnation)
         if rank is not None:
-            owned[worker] = before.shares[rank].owned
-    return owned
+            share = before.shares[rank]
+            owned[worker] = share.owned
+            if share.awaited:
+                arrived[worker] = share.awaited & candidate.holds
+    if not arrived:
+        return owned
+    promoted = union(arrived.values())
+    return {worker: (blocks - promoted) | arrived.get(worker, NO_BLOCKS) for worker, blocks in owned.items()}
 
 
 def _promote(groups: Sequence[BlockGroup], keepers: Sequence[int], mirrors: int) -> list[KeptBlocks]:
@@ -284,11 +294,17 @@ def _meanwhile(group: BlockGroup, keepers: frozenset[int], mirrors: int) -> Kept
 def _shares(size: int, kept: Sequence[KeptBlocks], lanes: Mapping[int, Lanes]) -> list[Share]:
     owned: list[list[Span]] = [[] for _ in range(size)]
     mirrored: list[list[Span]] = [[] for _ in range(size)]
+    awaited: list[list[Span]] = [[] for _ in range(size)]
     for now in kept:
         owned[now.owner] += now.group.blocks.spans
         for mirror in now.mirrors:
             mirrored[mirror] += now.group.blocks.spans
-    return [Share(lanes.get(worker, ()), Runs(owned[worker]), Runs(mirrored[worker])) for worker in range(size)]
+        if now.owner != now.group.owner:
+            awaited[now.group.owner] += now.group.blocks.spans
+    return [
+        Share(lanes.get(worker, ()), Runs(owned[worker]), Runs(mirrored[worker]), awaited=Runs(awaited[worker]))
+        for worker in range(size)
+    ]
 
 
 def _without_the_needless(world: _World, partners: Partners) -> _World:
