@@ -56,6 +56,8 @@ class Watch:
         self.commits = 0
         self.began_at: dict[int, int] = {}
         self.floor = 0
+        self.called_dead: set[str] = set()
+        """Incarnations that an operator gave up while they were silent, alive or not."""
 
     def violated(self, sentence: str, *about: object) -> None:
         words = " ".join(map(str, (sentence, *about)))
@@ -81,7 +83,7 @@ class Watch:
         if wrong and not (bits.outstanding or given_up):
             self.violated("a block has wrong bits", worker, "step", step, wrong)
         bits.committed(worker, step)
-        for later, begins in self.began_at.items():
+        for later, begins in self.began_at.items() if worker.incarnation not in self.called_dead else ():
             if later > generation >= self.floor and step > begins + 1 and blocks:
                 self.violated(
                     "two worlds train", worker, "commits", step, "in", generation, "while", later, "has", begins
@@ -220,6 +222,8 @@ class Watch:
             return
         if old.phase.over and durable.phase is not old.phase:
             self.violated("a job that was over went on", old.phase, durable.phase)
+        drained = [old.roster.get(event.worker) for event in events if isinstance(event, DrainWorker)]
+        self.called_dead |= {one.incarnation for one in drained if one is not None and one.standing is Standing.LOST}
         self._evicted(before, after)
         self._believed_dead(before, after)
         self._takes_the_newest(before, after)
