@@ -195,11 +195,10 @@ class Runner:
             if isinstance(event, OperatorRequest):
                 raise StoreError(f"job {self.spec.job} cannot be changed now: {self.trouble}. Try again later")
             return self._aside.add(event)
-        try:
-            async with asyncio.timeout(SUBMIT_SECONDS):
-                await self._inbox.put(submission)
-        except TimeoutError as error:
-            raise StoreError(f"job {self.spec.job} is too busy; try again later") from error
+        if self._inbox.full():
+            await self._put_in_time(submission)
+        else:
+            self._inbox.put_nowait(submission)  # a timer for each heartbeat would cost more than to hear it
         if self._halted is not None and (self._loop is None or self._loop.done()):
             _settle([submission], self._halted)
         if not isinstance(event, OperatorRequest):
@@ -212,6 +211,13 @@ class Runner:
                 f"{self.trouble or 'it is busy'}. It will be done once it can be stored"
             )
         return done.result()
+
+    async def _put_in_time(self, submission: _Submission) -> None:
+        try:
+            async with asyncio.timeout(SUBMIT_SECONDS):
+                await self._inbox.put(submission)
+        except TimeoutError as error:
+            raise StoreError(f"job {self.spec.job} is too busy; try again later") from error
 
     def _take_aside(self) -> None:
         """The store fails: whoever has said something need not wait until it answers again."""

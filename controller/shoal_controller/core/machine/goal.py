@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from shoal_protos.plan import WorkerId
 
 
-@dataclass(frozen=True, slots=True)
-class Traits:
+class Traits(NamedTuple):
     """What a plan depends on in one worker, but for the blocks that it holds."""
 
     worker: WorkerId

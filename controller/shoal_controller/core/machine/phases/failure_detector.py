@@ -189,11 +189,12 @@ def confirm_death(
 
 def watch(turn: Turn) -> None:
     """Probe who has no stream, ask who is silent, evict who does not answer."""
+    processes = turn.job.processes
     for worker, record in turn.durable.roster.items():
-        if _death_matters(turn, record):
-            process = turn.process(worker)
-            if process is None or process.connection is None or not process.reachable:
-                _probe(turn, worker)
+        process = processes.get(worker)
+        lacks_proof = process is None or process.connection is None or not process.reachable
+        if lacks_proof and _death_matters(turn, record):
+            _probe(turn, worker)
     judge_refusals(turn)
     silence.count_tick(turn)
     if not silence.may_be_reconnecting(turn):
@@ -230,21 +231,22 @@ def _gone_for_good(turn: Turn) -> list[WorkerId]:
 
 def _ask_the_silent(turn: Turn) -> list[WorkerId]:
     """Ask who has missed its heartbeats. Returns who has not answered."""
+    suspect_after, ping_after = suspect_seconds(turn), ping_after_seconds(turn)
     silent = []
-    for worker, record in turn.durable.roster.items():
+    for worker in silence.unheard_workers(turn.job, min(suspect_after, ping_after)):
+        record, process = turn.record(worker), turn.process(worker)
         if not record.serves or not record.incarnation:
             continue
         seconds = silence.silent_seconds(turn.job, worker)
-        process = turn.process(worker)
         if process is None or process.connection is None:
-            if seconds > suspect_seconds(turn):
+            if seconds > suspect_after:
                 silent.append(worker)
         elif process.ping is not None:
-            if seconds > suspect_seconds(turn):
+            if seconds > suspect_after:
                 _suspect(turn, process, process.ping)
                 if turn.job.listening.uncut - process.ping.at >= PING_SECONDS:
                     silent.append(worker)
-        elif seconds > ping_after_seconds(turn):
+        elif seconds > ping_after:
             _ping(turn, worker)
     return silent
 

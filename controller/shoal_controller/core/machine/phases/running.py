@@ -68,7 +68,8 @@ def _end(turn: Turn) -> None:
 
 def _recover_if_broken(turn: Turn, world: Plan) -> bool:
     """Begin a recovery where a member is gone, stopped, or cut off from another. Returns whether one has begun."""
-    gone = [member.worker for member in world.members if not turn.record(member.worker).serves]
+    roster = turn.durable.roster
+    gone = [member.worker for member in world.members if not roster[member.worker].serves]
     if gone:
         why = ", ".join(f"worker {worker} is lost ({turn.record(worker).why})" for worker in gone[:4])
         why += f" and {len(gone) - 4} more" if len(gone) > 4 else ""

@@ -8,6 +8,8 @@ then it is the controller that does not hear. Only `stall_seconds` goes by the c
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from shoal_protos.plan import WorkerId
 
 from shoal_controller.core.machine.durable import Standing, WorkerRecord
@@ -32,12 +34,9 @@ def count_tick(turn: Turn) -> None:
 
 def silent_seconds(job: Job, worker: WorkerId) -> float:
     """Seconds for which nothing was heard of a worker, as counted here."""
-    return job.listening.uncut - _heard_listening(job, worker).uncut
-
-
-def _heard_listening(job: Job, worker: WorkerId) -> Listening:
     process = job.processes.get(worker)
-    return process.heard_listening if process is not None else NO_LISTENING
+    listening = process.heard_listening if process is not None else NO_LISTENING
+    return job.listening.uncut - listening.uncut
 
 
 def last_heard(job: Job, worker: WorkerId) -> float:
@@ -50,20 +49,30 @@ def last_heard(job: Job, worker: WorkerId) -> float:
 
 def silent_workers(job: Job) -> list[WorkerId]:
     """Whose silence counts for the rule of the silent majority."""
-    return _silent_among(job, _counting(job))
-
-
-def _silent_among(job: Job, workers: list[WorkerId]) -> list[WorkerId]:
     quiet_seconds = QUIET_AFTER * job.durable.spec.heartbeat_seconds
-    return [
-        worker for worker in workers if job.listening.running - _heard_listening(job, worker).running > quiet_seconds
-    ]
+    running = job.listening.running
+    quiet = [record for record, listening in _last_heard(job) if running - listening.running > quiet_seconds]
+    return [record.worker for record in quiet if _counts(job, record)]
+
+
+def unheard_workers(job: Job, seconds: float) -> list[WorkerId]:
+    """Of all that are known those of whom nothing was heard for longer, as `silent_seconds` counts."""
+    uncut = job.listening.uncut
+    return [record.worker for record, listening in _last_heard(job) if uncut - listening.uncut > seconds]
+
+
+def _last_heard(job: Job) -> Iterator[tuple[WorkerRecord, Listening]]:
+    """Every worker that is known, and `Job.listening` as it was when that one was last heard."""
+    processes = job.processes
+    for worker, record in job.durable.roster.items():
+        process = processes.get(worker)
+        yield record, process.heard_listening if process is not None else NO_LISTENING
 
 
 def is_cut_off(job: Job) -> bool:
     """● Whether more than half of the job's workers that are not confirmed dead are silent: it is us, not them."""
-    counting = _counting(job)
-    return 2 * len(_silent_among(job, counting)) > len(counting)
+    silent = silent_workers(job)
+    return bool(silent) and 2 * len(silent) > len(_counting(job))
 
 
 def may_be_reconnecting(turn: Turn) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from shoal_protos.messages import Heartbeat, Inventory, Ready, Request, Result, Status, Telemetry
+from shoal_protos.messages import Heartbeat, Inventory, Ready, Request, Result, Status
 from shoal_protos.plan import WorkerId
 
 from shoal_controller.core.machine.durable import Leaving, Standing
@@ -48,10 +48,9 @@ def on_heartbeat(turn: Turn, worker: WorkerId, heartbeat: Heartbeat) -> bool:
     known = turn.job.processes[worker]
     before = known.status
     in_steps = known.telemetry.training_seconds
-    turn.see(worker, pace_before=(before.step, in_steps) if in_steps else None)
-    if heartbeat.status.sequence >= before.sequence:
-        _on_activity(turn, known, heartbeat)
-    note_alive(turn, worker, telemetry=heartbeat.telemetry)
+    activity = _activity(turn, known, heartbeat) if heartbeat.status.sequence >= before.sequence else {}
+    pace_before = (before.step, in_steps) if in_steps else None
+    note_alive(turn, worker, telemetry=heartbeat.telemetry, pace_before=pace_before, **activity)
     history.on_telemetry(turn, worker)
     checkpoints.on_telemetry(turn, worker)
     training_data.on_telemetry(turn, worker)
@@ -103,15 +102,18 @@ MESSAGES: dict[type, Callable[[Turn, WorkerId, Any], bool]] = {
 """What is done with each kind of message of a living job's workers."""
 
 
-def _on_activity(turn: Turn, known: Process, message: Heartbeat) -> None:
+def _activity(turn: Turn, known: Process, message: Heartbeat) -> dict[str, Any]:
+    """What a heartbeat tells of the training thread."""
     moved = turn.now if message.activity.position != known.activity.position else known.moved_at
     gap = turn.now - known.heard_at > turn.spec.heartbeat_seconds * turn.spec.suspect_after
     steady_since = turn.now if gap else known.steady_since
-    turn.see(known.worker, activity=message.activity, builds=message.builds, moved_at=moved, steady_since=steady_since)
+    return {
+        "activity": message.activity, "builds": message.builds, "moved_at": moved, "steady_since": steady_since,
+    }  # fmt: skip
 
 
-def note_alive(turn: Turn, worker: WorkerId, **seen: Telemetry) -> None:
-    """Something was heard: the process lives, whatever was thought of it."""
+def note_alive(turn: Turn, worker: WorkerId, **seen: Any) -> None:
+    """Something was heard: the process lives, whatever was thought of it. `seen`: what else is known of it now."""
     turn.see(worker, heard_at=turn.now, heard_listening=turn.job.listening, ping=None, **seen)
     record = turn.record(worker)
     if record.standing is not Standing.HERE and record.ending is None:
