@@ -29,6 +29,10 @@ class Api:
         return answer.json()
 
 
+async def figures() -> bytes:
+    return b"figures 1\n"
+
+
 @asynccontextmanager
 async def serving(directory, settings=None, machine=None, token=None):
     logs.configure("warning")
@@ -41,7 +45,7 @@ async def serving(directory, settings=None, machine=None, token=None):
     tokens = TokenRegister(store, token)
     await tokens.start(shell.give_up)
     settings = settings or ApiSettings(default_workers=2)
-    await web.start(build_app(shell, lambda: b"figures 1\n", settings, tokens), shell.give_up)
+    await web.start(build_app(shell, figures, settings, tokens), shell.give_up)
     try:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{web.port}", trust_env=False) as client:
             yield Api(shell, machine, client, web.port)

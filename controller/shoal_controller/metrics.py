@@ -7,6 +7,7 @@ goes down when a controller is started again, and all are gone when the job is f
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -85,6 +86,7 @@ class Metrics:
     """One controller's figures."""
 
     def __init__(self) -> None:
+        self._sources = Sources(lambda: (), lambda: False, dict)
         self._registry = CollectorRegistry()
         self._store = Histogram(
             STORE_REQUESTS, "Duration of requests to the store.", ("request",), registry=self._registry,
@@ -93,29 +95,32 @@ class Metrics:
 
     def show(self, sources: Sources) -> None:
         """Say where the figures are read when Prometheus asks. Once."""
-        self._registry.register(_Views(sources))
+        self._sources = sources
 
-    def scrape(self) -> bytes:
-        """Everything, in the text format."""
-        return generate_latest(self._registry)
+    async def scrape(self) -> bytes:
+        """Everything, in the text format. It is read at once, and written beside the event loop: of a thousand workers
+        it is a megabyte, for which no heartbeat waits.
+        """
+        sources = self._sources
+        families = _families(sources.jobs(), sources.leads(), sources.sessions())
+        return await asyncio.to_thread(generate_latest, _Read(self._registry, families))
 
     def timed(self, request: str, seconds: float) -> None:
         """How long the store took."""
         self._store.labels(request).observe(seconds)
 
 
-class _Views(Collector):
-    """The figures of the jobs, made anew from their views with every scrape."""
+@dataclass(frozen=True, slots=True)
+class _Read(Collector):
+    """What one scrape shows: what is counted here, and the figures of the jobs."""
 
-    def __init__(self, sources: Sources) -> None:
-        self._sources = sources
+    counted: Collector
+    families: Iterator[Metric]
+    """Made one after the other, of views that nobody changes."""
 
-    def describe(self) -> Iterable[Metric]:
-        return _families((), leads=False, sessions={})
-
-    def collect(self) -> Iterable[Metric]:
-        sources = self._sources
-        return _families(sources.jobs(), sources.leads(), sources.sessions())
+    def collect(self) -> Iterator[Metric]:
+        yield from self.counted.collect()
+        yield from self.families
 
 
 def _families(jobs: Sequence[JobView], leads: bool, sessions: Mapping[str, int]) -> Iterator[Metric]:

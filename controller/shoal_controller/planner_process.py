@@ -19,8 +19,8 @@ from shoal_controller import planner_main
 from shoal_controller.core.planning.question import Answer, Question, answer
 from shoal_controller.planner_main import LENGTH, Reply, frame
 
-IN_PLACE = 64
-"""Up to so many workers a plan takes less time than other work of the event loop."""
+IN_PLACE = 16
+"""Up to so many workers a plan takes some milliseconds, of however many blocks: no job's heartbeat waits for it."""
 
 ANSWER_SECONDS = 60.0
 """How long an answer may take: some ten times what the largest jobs need on a slow machine."""

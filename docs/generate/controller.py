@@ -6,6 +6,7 @@ controller without jobs exposes.
 
 from __future__ import annotations
 
+import asyncio
 import re
 import sys
 from collections.abc import Iterator
@@ -112,7 +113,7 @@ def metrics() -> Iterator[str]:
     yield from header("metric", "type", "meaning")
     shown = Metrics()
     shown.show(Sources(lambda: (), lambda: True, dict))
-    exposed = shown.scrape().decode()
+    exposed = asyncio.run(shown.scrape()).decode()
     types = dict(re.findall(r"^# TYPE (\S+) (\S+)$", exposed, flags=re.MULTILINE))
     for name, text in sorted(re.findall(r"^# HELP (\S+) (.*)$", exposed, flags=re.MULTILINE)):
         yield row(f"`{name}`", types[name], text)

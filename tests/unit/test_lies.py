@@ -6,6 +6,7 @@ leaves it with something to say.
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 from collections.abc import Callable, Iterator
@@ -124,7 +125,9 @@ def is_sound(job: Driver) -> None:
         json.loads(answer.model_dump_json(), parse_constant=pytest.fail)
     metrics = Metrics()
     metrics.show(Sources(lambda: [view], lambda: True, dict))
-    counted = [line for line in metrics.scrape().decode().splitlines() if "_total" in line or "_sum" in line]
+    counted = [
+        line for line in asyncio.run(metrics.scrape()).decode().splitlines() if "_total" in line or "_sum" in line
+    ]
     assert not [line for line in counted if line.endswith(("Inf", "NaN"))]
 
 

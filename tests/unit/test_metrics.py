@@ -1,10 +1,15 @@
 """The figures: their names and labels, all of them there from a job's start and gone with it."""
 
+import asyncio
 import re
+import threading
 from pathlib import Path
 
+import pytest
+from asynchronous import asynchronous
 from prometheus_client.parser import text_string_to_metric_families
 from shoal_controller import core as core_package
+from shoal_controller import metrics as metrics_module
 from shoal_controller.core.machine.figures import COUNTERS, HISTOGRAMS, Figures, series_of
 from shoal_controller.core.machine.job import new_job
 from shoal_controller.core.machine.spec import JobSpec, JobView, Phase, State, WorkerView
@@ -37,7 +42,7 @@ def metrics_of(*views: JobView, leads: bool = True) -> Metrics:
 def scraped(metrics: Metrics) -> dict[str, float]:
     """Every sample as `name{label=value,…}`."""
     samples = {}
-    for family in text_string_to_metric_families(metrics.scrape().decode()):
+    for family in text_string_to_metric_families(asyncio.run(metrics.scrape()).decode()):
         for sample in family.samples:
             labels = ",".join(f"{name}={value}" for name, value in sorted(sample.labels.items()))
             samples[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
@@ -60,7 +65,7 @@ def test_the_figures_are_the_frozen_ones_with_their_labels_and_kinds() -> None:
     metrics = metrics_of(known)
     metrics.timed("get", 0.1)
     lines = []
-    for family in text_string_to_metric_families(metrics.scrape().decode()):
+    for family in text_string_to_metric_families(asyncio.run(metrics.scrape()).decode()):
         plain = next(sample for sample in family.samples if not sample.name.endswith("_bucket"))
         name = family.name + "_total" if family.type == "counter" else family.name
         lines.append(f"{name} {family.type} {{{', '.join(sorted(plain.labels))}}}")
@@ -109,6 +114,25 @@ def test_the_series_of_a_job_that_is_forgotten_go() -> None:
     assert "job_name=train" in str(scraped(metrics))
     views.clear()
     assert "job_name=train" not in str(scraped(metrics))
+
+
+@asynchronous
+async def test_jobs_are_read_in_the_event_loop_and_written_as_text_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: dict[str, int] = {}
+
+    def read() -> list[JobView]:
+        threads["read"] = threading.get_ident()
+        return []
+
+    def write(*_: object) -> bytes:
+        threads["write"] = threading.get_ident()
+        return b""
+
+    monkeypatch.setattr(metrics_module, "generate_latest", write)
+    metrics = Metrics()
+    metrics.show(Sources(read, lambda: True, dict))
+    await metrics.scrape()
+    assert threads["read"] == threading.get_ident() != threads["write"]
 
 
 def test_gauges_are_read_from_the_jobs_when_asked() -> None:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 
@@ -34,7 +34,9 @@ class ApiSettings:
     """Launchers that jobs may use."""
 
 
-def build_app(shell: Shell, scrape: Callable[[], bytes], settings: ApiSettings, tokens: TokenRegister) -> ASGIApp:
+def build_app(
+    shell: Shell, scrape: Callable[[], Awaitable[bytes]], settings: ApiSettings, tokens: TokenRegister
+) -> ASGIApp:
     """The whole API, guarded."""
     app = FastAPI(title="Shoal", version=version("shoal"), redoc_url=None)
     app.state.shell = shell
@@ -58,6 +60,6 @@ def build_app(shell: Shell, scrape: Callable[[], bytes], settings: ApiSettings, 
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
         """Metrics for Prometheus."""
-        return Response(scrape(), media_type=METRICS_TYPE)
+        return Response(await scrape(), media_type=METRICS_TYPE)
 
     return Guard(app, tokens, settings.here_only)
