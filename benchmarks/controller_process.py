@@ -1,0 +1,89 @@
+"""A `shoal controller` in a process of its own, for control_plane.py: what it costs, seen from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+
+MB = 1_000_000
+HERE = Path(__file__).resolve().parent
+TRANSACTIONS = re.compile(r'^shoal_store_request_duration_seconds_count\{request="transact"\} (\S+)$', re.MULTILINE)
+
+
+@dataclass
+class Controller:
+    """A controller with an embedded store: its process, its addresses, its folder."""
+
+    process: psutil.Process
+    http: str
+    grpc: str
+    folder: Path
+    read: int = 0
+    """How much was read of what `held_loop.py` writes."""
+
+    def cpu_seconds(self) -> float:
+        """Of the process and its living children: the planner is one."""
+        total = 0.0
+        for process in (self.process, *self.process.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                times = process.cpu_times()
+                total += times.user + times.system
+        return total
+
+    def memory_mb(self) -> float:
+        return sum(one.memory_info().rss for one in (self.process, *self.process.children(recursive=True))) / MB
+
+    def held(self) -> str:
+        """The longest that one callback has held the event loop since this was asked last: CPU ms, and whose it was."""
+        lines = (self.folder / "held").read_text().splitlines()
+        new, self.read = lines[self.read :], len(lines)
+        if not new:
+            return "< 5"
+        seconds, _, whose = max(new, key=lambda line: float(line.partition(" ")[0])).partition(" ")
+        return f"{1000 * float(seconds):.0f} ({whose})"
+
+    async def submit(self, name: str, workers: int) -> None:
+        spec = {"job": name, "workers": {"wanted": workers}, "launcher": "none"}
+        async with self._client() as client:
+            (await client.post("/v1/jobs", json=spec)).raise_for_status()
+
+    async def metrics(self) -> str:
+        async with self._client() as client:
+            answer = await client.get("/metrics")
+            return answer.raise_for_status().text
+
+    async def writes(self) -> float:
+        """Transactions of the store so far."""
+        found = TRANSACTIONS.search(await self.metrics())
+        assert found is not None
+        return float(found[1])
+
+    def _client(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=f"http://{self.http}", trust_env=False, timeout=60)
+
+
+@contextlib.contextmanager
+def controller() -> Iterator[Controller]:
+    """One that listens on loopback, until the context ends."""
+    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as name:
+        folder = Path(name)
+        command = [sys.executable, str(HERE / "held_loop.py"), str(folder / "held"), "controller"]
+        command += ["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--store", f"embedded:{name}/store"]
+        with (folder / "log").open("wb") as log:
+            process = subprocess.Popen([*command, "--data", name], stdout=subprocess.PIPE, stderr=log)
+        try:
+            assert process.stdout is not None
+            addresses = dict(part.split("=") for part in process.stdout.readline().decode().split())
+            yield Controller(psutil.Process(process.pid), addresses["http"], addresses["grpc"], folder)
+        finally:
+            process.kill()
+            process.wait()

@@ -1,0 +1,46 @@
+"""A `shoal controller` that writes down what held its event loop: `python held_loop.py FILE controller …`.
+
+Every callback that took so much CPU is a line of FILE, `seconds of whom`. Its wall time would tell of the machine.
+It ends with whoever started it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import signal
+import sys
+import time
+from asyncio import events
+from pathlib import Path
+
+from shoal_controller.cli.main import main
+
+LEAST_SECONDS = 0.005
+PR_SET_PDEATHSIG = 1
+
+
+def measure(file: Path) -> None:
+    """From now on, in every event loop of this process."""
+    run, lines = events.Handle._run, file.open("a", buffering=1)
+
+    def measured(handle: asyncio.Handle) -> None:
+        began = time.thread_time()
+        run(handle)
+        seconds = time.thread_time() - began
+        if seconds >= LEAST_SECONDS:
+            lines.write(f"{seconds:.4f} {_whose(handle)}\n")
+
+    events.Handle._run = measured  # type: ignore[method-assign]
+
+
+def _whose(handle: asyncio.Handle) -> str:
+    task = getattr(handle._callback, "__self__", None)  # type: ignore[attr-defined]
+    return task.get_name() if isinstance(task, asyncio.Task) else "the event loop"
+
+
+if __name__ == "__main__":
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    measure(Path(sys.argv[1]))
+    sys.argv = ["shoal", *sys.argv[2:]]
+    main()
