@@ -82,7 +82,10 @@ def controller() -> Iterator[Controller]:
             process = subprocess.Popen([*command, "--data", name], stdout=subprocess.PIPE, stderr=log)
         try:
             assert process.stdout is not None
-            addresses = dict(part.split("=") for part in process.stdout.readline().decode().split())
+            ready = process.stdout.readline().decode()
+            if not ready:
+                raise RuntimeError(f"the controller did not start: {(folder / 'log').read_text()}")
+            addresses = dict(part.split("=") for part in ready.split())
             yield Controller(psutil.Process(process.pid), addresses["http"], addresses["grpc"], folder)
         finally:
             process.kill()
