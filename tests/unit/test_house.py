@@ -79,6 +79,10 @@ NAMED_AFTER_OTHERS = ("cli", "wire")
 EMPTY_NAMES = {"heard", "said", "things", "told", "what"}
 """Names of variables, parameters and functions that say nothing of what they stand for."""
 
+WITH_SHAPES = ("worker/shoal/blocks", "worker/shoal/exchange")
+"""Rooms in which every tensor has its shape beside it."""
+TENSORS = re.compile(r"\b(Tensor|Flats|Gradients|State)\b")
+
 AGAINST_FOREIGN_CODE = {"tests/integration/test_right_bits.py"}
 """Test files that compare Shoal with code that is not ours, where equal bits cannot be asked for."""
 
@@ -199,6 +203,52 @@ def test_no_name_of_the_product_leaves_open_what_it_names() -> None:
     named = ((file, node) for file in modules().values() for node in ast.walk(sources()[file]) if type(node) in fields)
     empty = [(str(file), node.lineno) for file, node in named if getattr(node, fields[type(node)]) in EMPTY_NAMES]
     assert empty == []
+
+
+def test_every_tensor_that_is_passed_has_its_shape_beside_it() -> None:
+    bare = []
+    for file, function in functions():
+        if str(file).startswith(WITH_SHAPES):
+            lines = (ROOT / file).read_text().splitlines()
+            given = [one.annotation for one in (*function.args.args, *function.args.kwonlyargs) if one.arg != "_"]
+            tensors = [one for one in (*given, function.returns) if one and TENSORS.search(ast.unparse(one))]
+            ends = [one.end_lineno or one.lineno for one in tensors]
+            bare += [f"{file}:{end} {function.name}" for end in ends if "#" not in lines[end - 1]]
+    assert bare == []
+
+
+QUESTION = re.compile(r"_?(is|has|have|are|can|may|might|could)_")
+CHANGES = {
+    *("add", "append", "change", "clear", "count", "discard", "do", "drop", "enlist", "enter", "extend", "insert"),
+    *("keep", "mark", "note", "observe", "pop", "put", "remove", "say", "see", "setdefault", "update"),
+}
+"""Methods that change what they are called on: of collections, and of a `Turn`."""
+
+
+def test_a_question_never_acts() -> None:
+    acting = []
+    for file in modules().values():
+        for node in ast.walk(sources()[file]):
+            if isinstance(node, ast.FunctionDef) and QUESTION.match(node.name):
+                given = {one.arg for one in (*node.args.args, *node.args.kwonlyargs)}
+                acting += [f"{file}:{line} {node.name}" for line in changes_of(node, given)]
+    assert acting == []
+
+
+def changes_of(function: ast.FunctionDef, given: set[str]) -> Iterator[int]:
+    """Lines in which something that the function was given is changed."""
+    for node in ast.walk(function):
+        changed: list[ast.expr] = []
+        if isinstance(node, ast.Assign | ast.AugAssign):
+            changed = node.targets if isinstance(node, ast.Assign) else [node.target]
+            changed = [one for one in changed if not isinstance(one, ast.Name)]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGES:
+            changed = [node.func]
+        for one in changed:
+            while isinstance(one, ast.Attribute | ast.Subscript):
+                one = one.value
+            if isinstance(one, ast.Name) and one.id in given:
+                yield node.lineno
 
 
 def test_the_import_contracts_hold() -> None:

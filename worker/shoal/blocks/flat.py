@@ -73,7 +73,7 @@ def lay_out_model(pairs: Sequence[tuple[Trainable, nn.Parameter]]) -> tuple[Layo
     return layout, [by_name[slot.parameter.name] for bucket in layout.buckets for slot in bucket.slots]
 
 
-def empty_flats(layout: Layout) -> Flats:
+def empty_flats(layout: Layout) -> Flats:  # per bucket (elements,) of its dtype
     """Zeros in the layout's shape."""
     return [host_memory(bucket.elements, bucket.dtype) for bucket in layout.buckets]
 
@@ -81,17 +81,23 @@ def empty_flats(layout: Layout) -> Flats:
 def views(
     bucket: Bucket,
     flat: Tensor,  # (bucket.elements,) of the bucket's dtype
-) -> list[Tensor]:
+) -> list[Tensor]:  # each of its parameter's shape
     """The views of a flat that have the shapes of the bucket's parameters, in slot order."""
     return [flat[slot.start : slot.start + slot.parameter.elements].view(slot.parameter.shape) for slot in bucket.slots]
 
 
-def all_views(layout: Layout, flats: Flats) -> list[Tensor]:
+def all_views(
+    layout: Layout,
+    flats: Flats,  # per bucket (elements,) of its dtype
+) -> list[Tensor]:  # each of its parameter's shape
     """The parameter-shaped views of all buckets, in slot order."""
     return [view for bucket, flat in zip(layout.buckets, flats, strict=True) for view in views(bucket, flat)]
 
 
-def adopt(layout: Layout, parameters: Sequence[nn.Parameter]) -> Flats:
+def adopt(
+    layout: Layout,
+    parameters: Sequence[nn.Parameter],  # each of its own shape, in the order of the slots
+) -> Flats:  # per bucket (elements,) of its dtype
     """Moves the parameters' values into flats and makes the parameters views of them."""
     flats = empty_flats(layout)
     with torch.no_grad():

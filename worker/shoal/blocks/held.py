@@ -140,7 +140,10 @@ class HeldBlocks:
                 raise ValueError(f"{stretch} lies in no bucket")
         return self._layout.runs(stretches)
 
-    def take(self, states: Mapping[Stretch, State]) -> None:
+    def take(
+        self,
+        states: Mapping[Stretch, State],  # each (elements of the stretch,), or () for what all its blocks share
+    ) -> None:
         """Begins to hold blocks in the state that another holder had.
 
         What is held already is replaced: a plan may fill again what the one before had filled and it releases.
@@ -152,13 +155,17 @@ class HeldBlocks:
         self._regroup(self.runs | taken)
         self._join_where(self._follows)
 
-    def _add(self, stretch: Stretch, state: State) -> None:
+    def _add(
+        self,
+        stretch: Stretch,
+        state: State,  # each (elements of the stretch,), or () for what all its blocks share
+    ) -> None:
         parameter = self._parameters[stretch.bucket][slice(*self._layout.elements(stretch))]
         self._segments.append(Segment(stretch, parameter))
         if state:
             self._twin.state[parameter].update(state)
 
-    def _initial(self, bucket: int, elements: Span) -> State:
+    def _initial(self, bucket: int, elements: Span) -> State:  # each (elements,), or ()
         """The state at step 0 that the user's object has already (Adagrad makes it when constructed; a loaded one)."""
         state: State = {}
         if not self._user.state:
@@ -273,7 +280,7 @@ class HeldBlocks:
                     first, size = index, 0
         return [*parts, _Part(self._segments[first:], len(self._layout.buckets) - 1)]
 
-    def states(self, runs: Runs) -> dict[Stretch, State]:
+    def states(self, runs: Runs) -> dict[Stretch, State]:  # each (elements of its stretch,), or ()
         """The state of held blocks, stretch by stretch, as views: what a fill sends and a digest reads."""
         found: dict[Stretch, State] = {}
         wanted = self._layout.stretches(runs)
@@ -330,7 +337,10 @@ def _cut(
     return value if value.dim() == 0 else value[first:last]
 
 
-def _are_adjacent(left: Tensor, right: Tensor) -> bool:
+def _are_adjacent(
+    left: Tensor,  # (elements,)
+    right: Tensor,  # (elements,)
+) -> bool:
     """Whether the one ends where the other begins, in memory that was found as one."""
     is_one = left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
     return is_one and left.data_ptr() + left.nbytes == right.data_ptr()
@@ -352,7 +362,7 @@ def probe_state_bytes(layout: Layout, optimizer: torch.optim.Optimizer) -> int:
     return max(sum(value.nbytes for value in state.values()) for state in states)
 
 
-def probe_state(optimizer: torch.optim.Optimizer, bucket: Bucket, elements: int) -> State:
+def probe_state(optimizer: torch.optim.Optimizer, bucket: Bucket, elements: int) -> State:  # each (elements,), or ()
     """The state that one update makes of so many zeros of that bucket."""
     twin, zeros = twin_of(optimizer), torch.zeros(elements, dtype=bucket.dtype)
     zeros.grad = torch.zeros_like(zeros)

@@ -57,7 +57,11 @@ class LaneSums:
         push(self._stack, lane, self.live, self._lanes, self._chain_up)
         self._merged = 0
 
-    def _chain_up(self, kept: Gradients, _: Gradients) -> Gradients:
+    def _chain_up(
+        self,
+        kept: Gradients,  # of whole buckets; what `merge` adds to, bucket by bucket
+        _: Gradients,
+    ) -> Gradients:  # of whole buckets
         self._chain.append(kept)
         return kept
 
@@ -81,12 +85,12 @@ class LaneSums:
         return [span for span, _ in self._stack]
 
     @property
-    def finished(self) -> list[Flats]:
+    def finished(self) -> list[Flats]:  # each per bucket (elements,) of its dtype
         """The finished sums, in the order of `spans`."""
         return [kept.flats for _, kept in self._stack]
 
     @property
-    def last(self) -> Gradients:
+    def last(self) -> Gradients:  # of whole buckets
         """The copy that is live once the push that has begun is over: the reduced gradient's place."""
         return self._stack[-1][1] if self._stack else self.live
 

@@ -176,7 +176,9 @@ class CanonicalReduction:
                 works, flight.arrivals[peer, extents] = self._receive(peer, PARTIALS, traffic.owned_sum, extents)
                 flight.receives += works
 
-    def _receive(self, peer: int, tag: int, tree_sum: TreeSum, extents: Extents) -> tuple[list[Work], Tensor]:
+    def _receive(
+        self, peer: int, tag: int, tree_sum: TreeSum, extents: Extents
+    ) -> tuple[list[Work], Tensor]:  # (the peer's subtrees, elements in the extents)
         return receive_sums(self._group, peer, tag, tree_sum.subtrees_from[peer], extents, self._sums.live.flats)
 
     def _begin_wait(self, piece: int) -> None:

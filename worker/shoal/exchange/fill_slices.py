@@ -103,7 +103,9 @@ def _description(
     return [code] if value.dim() else [code, bytes(tensor_bytes(value)).hex()]
 
 
-def _blank(held: HeldBlocks, where: Stretch, key: str, code: str, shared: str = "") -> Tensor:
+def _blank(
+    held: HeldBlocks, where: Stretch, key: str, code: str, shared: str = ""
+) -> Tensor:  # (elements of the stretch,), or () for a number that all its blocks share
     """Memory for a state, or the number that was sent with the head."""
     dtype = DTYPES[code]
     if not shared:

@@ -27,7 +27,7 @@ LARGE_ELEMENTS = 1 << 14
 """Above it, a buffer that was not written is not read either."""
 
 
-def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:  # each of its own shape and dtype
     """Persistent buffers by name, each once."""
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
@@ -67,7 +67,7 @@ class _LaneSum:
         self,
         name: str,
         unchanged: Tensor,  # of the buffer's shape, in the dtype of the sum: the value that it had before
-    ) -> Tensor:
+    ) -> Tensor:  # the same
         """The sum of one buffer."""
         sum_of_changed = self.changed.get(name)
         return sum_of_changed if sum_of_changed is not None else _sum_of_equals(unchanged, self.lanes)
@@ -76,7 +76,7 @@ class _LaneSum:
 def _sum_of_equals(
     value: Tensor,  # of the buffer's shape, in the dtype of the sum
     count: int,
-) -> Tensor:
+) -> Tensor:  # the same
     """`count` equal leaves, added in the tree's shape: the left child is the largest power of two below `count`."""
     if count == 1:
         return value
@@ -108,7 +108,7 @@ class ModuleBuffers:
         self._parts = list(module.modules())
         self.clear()
 
-    def _found(self) -> dict[str, Tensor]:
+    def _found(self) -> dict[str, Tensor]:  # each of its own shape and dtype
         """The module's buffers now. Raises `UserError` where they are not those of the start."""
         now = persistent_buffers(self._module)
         for name in sorted(now.keys() ^ self.committed.keys()):
@@ -169,29 +169,41 @@ class ModuleBuffers:
         changed = [name for name, value in now.items() if self._has_changed(name, value)]
         for name in changed:
             self._changed[name] = True
+        for name in now.keys() - changed:
+            self._note_equal(name, now[name])
         sums = {n: now[n].to(self._sum_dtypes[n], copy=True) for n in changed if n in self._sum_dtypes}
         push(self._stack, lane, _LaneSum(1, sums), self._lanes, self._add)
         if lane == 0:
             self._lane_0 = {name: now[name].clone() for name in changed if name not in self._sum_dtypes}
 
-    def _has_changed(self, name: str, value: Tensor) -> bool:
-        if self._is_unwritten(name, value):
-            return False
-        if not torch.equal(value, self.committed[name]):
-            return True
-        self._note_equal(name, value)
-        return False
+    def _has_changed(
+        self,
+        name: str,
+        buffer: Tensor,  # of its own shape and dtype
+    ) -> bool:
+        return not self._is_unwritten(name, buffer) and not torch.equal(buffer, self.committed[name])
 
-    def _note_equal(self, name: str, buffer: Tensor) -> None:
+    def _note_equal(
+        self,
+        name: str,
+        buffer: Tensor,  # of its own shape and dtype, with the committed value
+    ) -> None:
         if buffer.numel() > LARGE_ELEMENTS and name not in self._uncounted:
             self._unwritten[name] = (buffer, buffer._version)
 
-    def _is_unwritten(self, name: str, buffer: Tensor) -> bool:
+    def _is_unwritten(
+        self,
+        name: str,
+        buffer: Tensor,  # of its own shape and dtype
+    ) -> bool:
         """Whether a large buffer has the committed value, as far as its version counter tells."""
         before, version = self._unwritten.get(name, (None, -1))
         return before is buffer and version == buffer._version
 
-    def _look_closely(self, now: dict[str, Tensor]) -> None:
+    def _look_closely(
+        self,
+        now: dict[str, Tensor],  # each of its own shape and dtype
+    ) -> None:
         """One large buffer a lane, in turn; in the first lane all of them: was it written past its version counter?"""
         large = [name for name, value in now.items() if value.numel() > LARGE_ELEMENTS and name not in self._uncounted]
         first, self._looked = not self._looked, self._looked + 1
@@ -212,7 +224,7 @@ class ModuleBuffers:
         sums = {name: kept.of(name, value) + new.of(name, value) for name, value in wide.items()}
         return _LaneSum(kept.lanes + new.lanes, sums)
 
-    def _wide(self, name: str) -> Tensor:
+    def _wide(self, name: str) -> Tensor:  # of the buffer's shape, in the dtype of the sum
         """The committed value in the dtype of the sum."""
         return self.committed[name].to(self._sum_dtypes[name])
 
@@ -281,11 +293,17 @@ class ModuleBuffers:
         self.committed = {name: buffer.clone() for name, buffer in persistent_buffers(self._module).items()}
         self._unwritten = {}
 
-    def load(self, values: dict[str, Tensor]) -> None:
+    def load(
+        self,
+        values: dict[str, Tensor],  # each of its own shape and dtype
+    ) -> None:
         """Takes over another member's committed buffers."""
         self._take_over(values)
 
-    def _take_over(self, values: dict[str, Tensor]) -> None:
+    def _take_over(
+        self,
+        values: dict[str, Tensor],  # each of its own shape and dtype
+    ) -> None:
         for name, value in values.items():
             self.committed[name] = value.clone()
             self._unwritten.pop(name, None)

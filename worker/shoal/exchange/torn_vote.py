@@ -40,7 +40,7 @@ def _strike_if_it_begins(
 
 def _torn(
     group: Group,
-    strike: Callable[[Tensor], None],
+    strike: Callable[[Tensor], None],  # (members, bytes of a row) uint8
     row: Tensor,  # (bytes of a row,) uint8
 ) -> Tensor:  # (members, bytes of a row)
     """`strike(rows)` happens when one member has this worker's row and the others have not.

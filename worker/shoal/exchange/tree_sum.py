@@ -45,13 +45,19 @@ class TreeSum:
             for _, peer in self._sources
         ]
 
-    def add_up(self, parts: Sequence[Tensor]) -> list[Tensor]:
+    def add_up(
+        self,
+        parts: Sequence[Tensor],  # by source, each (elements of the extent,)
+    ) -> list[Tensor]:  # each (elements of the extent,)
         """Adds them in place; the sums that are left, ascending."""
         for into, other in self._additions:
             parts[into].add_(parts[other])
         return [parts[index] for index in self.left]
 
-    def culprit(self, parts: Sequence[Tensor]) -> Span:
+    def culprit(
+        self,
+        parts: Sequence[Tensor],  # by source, each (elements of the extent,)
+    ) -> Span:
         """Which subtree brought in what is not finite. `parts` have been added up."""
         suspect = self.left[0]
         for into, other in reversed(self._additions):
