@@ -369,7 +369,7 @@ class Crew:
 
     def story(self) -> str:
         lines = [f"{kind}: {message}" for kind, message in self.events]
-        lines += [f"{w.name}: {w.link.own.point.value} {w.seen[-5:]} {w.failure}" for w in self.workers.values()]
+        lines += [f"{w.name}: {w.link.own.state.value} {w.seen[-5:]} {w.failure}" for w in self.workers.values()]
         return "\n".join(lines)
 
     # ---- the controller

@@ -149,7 +149,7 @@ class Hello:
     """Empty: the controller gives one."""
     incarnation: str
     address: str
-    """`HOST:PORT` of the store that this process opened; a connection refused there confirms its death."""
+    """`HOST:PORT` of the rendezvous server that this process opened; a connection refused there may prove its death."""
     host: str
     pid: int
     domain: str

@@ -47,7 +47,7 @@ class Member:
     incarnation: str
     """Random, one per process: tells a worker from another process with its id."""
     address: str
-    """`HOST:PORT` of the store that this process opened at its start."""
+    """`HOST:PORT` of the rendezvous server that this process opened at its start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class Plan:
     fill_blocks_per_step: int
     """How many blocks one source sends at one boundary, over all its fills together."""
     builder: int
-    """Rank of the member whose store the group is built over."""
+    """Rank of the member whose rendezvous server the group is built over."""
     steps: bool
     """Whether optimizer steps run (not while paused or below `min`)."""
     recovery: Recovery | None = None

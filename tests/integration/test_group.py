@@ -1,7 +1,7 @@
 """Groups of real processes: what is exchanged, and that nothing waits for a peer that is dead or frozen.
 
 No test measures time. Whoever must come back is waited for by a deadline far above what it takes; with the rule broken
-(an abort by a single receive, a store call on the caller's thread, no abort before reuse) it would never come.
+(an abort by a single receive, a rendezvous call on the caller's thread, no abort before reuse) it would never come.
 """
 
 from __future__ import annotations

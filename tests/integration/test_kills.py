@@ -1,7 +1,7 @@
 """Workers that die: at each instant of a step, in the middle of a change, several at once, the last, on their way in.
 
 Deaths at an instant are planted (`SHOAL_FAULT`); the others come from outside. Every run ends with the bits of the
-undisturbed one. Workers are ranked in the order of their ids, and w0's store builds the groups.
+undisturbed one. Workers are ranked in the order of their ids, and w0's rendezvous server builds the groups.
 """
 
 from __future__ import annotations

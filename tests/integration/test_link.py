@@ -1,4 +1,4 @@
-"""The link to a controller: real gRPC, real stores, real gloo groups; several links in this one process.
+"""The link to a controller: real gRPC, real rendezvous servers, real gloo groups; several links in this one process.
 
 No test measures time: what must come is waited for by a deadline far above what it takes.
 """

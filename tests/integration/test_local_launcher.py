@@ -52,7 +52,7 @@ class Controller:
         assert job == "demo"
         return event
 
-    def pages(self) -> list[str]:
+    def records(self) -> list[str]:
         return sorted(path.name for path in (self.folder / "jobs/demo").glob("*.json*"))
 
 
@@ -180,7 +180,7 @@ def test_what_cannot_be_started_is_told_in_one_sentence_and_leaves_nothing(tmp_p
         ):
             with pytest.raises(UserError, match=f"^{sentence}"):
                 await controller.launcher.spawn("w0", JobSpec("demo", 1, launcher="local", command=command))
-        assert controller.pages() == []
+        assert controller.records() == []
 
     with_controller(tmp_path, scene)
 
@@ -198,23 +198,23 @@ def test_many_workers_end_at_once_and_each_end_is_told_once(tmp_path: Path) -> N
 def test_a_page_lives_from_the_start_until_the_job_has_heard_of_the_end(tmp_path: Path) -> None:
     async def scene(controller: Controller) -> None:
         spawned = await controller.launcher.spawn("w0", spec(SLEEPER))
-        assert controller.pages() == ["w0.json"]
+        assert controller.records() == ["w0.json"]
         controller.refusal = StoreError("the store is away")
         await until(lambda: "began" in written(spawned.log))
         os.kill(spawned.pid, signal.SIGTERM)
         assert (await controller.end()).code == -15
         await controller.launcher.close()
-        assert controller.pages() == ["w0.json"]
+        assert controller.records() == ["w0.json"]
         later = Controller(tmp_path)
         assert await later.launcher.adopt((), spec(SLEEPER)) == {}
         assert await later.end() == Exited("w0", -15, f"its process {spawned.pid} was killed by SIGTERM", "began")
         await later.launcher.close()
-        assert controller.pages() == []
+        assert controller.records() == []
         controller.refusal = NotFound("there is no job demo")
         await controller.launcher.spawn("w1", spec("true"))
         await controller.end()
         await controller.launcher.close()
-        assert controller.pages() == []
+        assert controller.records() == []
 
     with_controller(tmp_path, scene)
 
@@ -243,23 +243,25 @@ def spawned_by_a_controller_that_died(folder: Path, *scripts: str) -> None:
 def test_a_later_controller_adopts_what_lives_and_tells_what_has_died(tmp_path: Path) -> None:
     async def scene(controller: Controller) -> None:
         spawned_by_a_controller_that_died(tmp_path, SLEEPER, "echo boom; exit 7", SLEEPER)
-        pages = {name: json.loads((tmp_path / "jobs/demo" / name).read_text()) for name in controller.pages()}
-        await until(partial(ended, pages["w1.json"]["pid"]))
+        records = {name: json.loads((tmp_path / "jobs/demo" / name).read_text()) for name in controller.records()}
+        await until(partial(ended, records["w1.json"]["pid"]))
         found = await controller.launcher.adopt((), spec(SLEEPER))
         unknown = "ended while no controller watched it, or as an earlier one's; its exit status is not known"
-        assert await controller.end() == Exited("w1", None, f"its process {pages['w1.json']['pid']} {unknown}", "boom")
+        assert await controller.end() == Exited(
+            "w1", None, f"its process {records['w1.json']['pid']} {unknown}", "boom"
+        )
         assert found == {
-            worker: Place.of_process(pages[f"{worker}.json"]["pid"], str(tmp_path / f"jobs/demo/{worker}.log"))
+            worker: Place.of_process(records[f"{worker}.json"]["pid"], str(tmp_path / f"jobs/demo/{worker}.log"))
             for worker in ("w0", "w2")
         }
         await controller.launcher.kill("w0", spec(SLEEPER))
-        os.kill(pages["w2.json"]["pid"], signal.SIGTERM)
+        os.kill(records["w2.json"]["pid"], signal.SIGTERM)
         assert {(end.worker, end.code) for end in (await controller.end(), await controller.end())} == {
             ("w0", None),
             ("w2", None),
         }
-        for page in pages.values():
-            await until(partial(ended, page["pid"]))
+        for record in records.values():
+            await until(partial(ended, record["pid"]))
 
     with_controller(tmp_path, scene)
 
@@ -268,10 +270,10 @@ def test_a_pid_that_was_given_to_another_process_is_not_adopted(tmp_path: Path) 
     async def scene(controller: Controller) -> None:
         bystander = await controller.launcher.spawn("w0", spec(SLEEPER))
         await until(partial(written, bystander.log))
-        page = tmp_path / "jobs/demo/w0.json"
-        right = json.loads(page.read_text())
+        record = tmp_path / "jobs/demo/w0.json"
+        right = json.loads(record.read_text())
         for wrong in ({"started_at": right["started_at"] - 1}, {"boot": "another"}, {"pid": 1 << 22}):
-            page.write_text(json.dumps(right | wrong))
+            record.write_text(json.dumps(right | wrong))
             later = Controller(tmp_path)
             assert await later.launcher.adopt((), spec(SLEEPER)) == {}
             assert (await later.end()).worker == "w0"
@@ -291,7 +293,7 @@ def test_a_worker_without_a_page_is_found_by_its_log_or_was_never_started(tmp_pa
         (tmp_path / "jobs/demo/w0.json").unlink()  # as if its controller had died before it wrote one
         later = Controller(tmp_path)
         assert await later.launcher.adopt(("w0", "w1"), spec("")) == {"w0": spawned, "w1": None}
-        assert later.pages() == ["w0.json"]
+        assert later.records() == ["w0.json"]
         await later.launcher.kill("w0", spec(""))
         assert (await later.end()).code == -9
         await later.launcher.close()
@@ -307,7 +309,7 @@ def test_a_page_that_cannot_be_read_is_dropped(tmp_path: Path) -> None:
         (folder / "w1.json").write_text('{"worker": "w1"}')
         (folder / "w2.json").write_text("[]")
         assert await controller.launcher.adopt((), spec("")) == {}
-        assert controller.pages() == []
+        assert controller.records() == []
 
     with_controller(tmp_path, scene)
 

@@ -27,41 +27,41 @@ PHASES = {
 def activity(worker: SimWorker) -> Activity:
     """Of the training thread."""
     training, membership = worker.training, worker.membership
-    seconds = worker.clock.now - training.stage_since
+    seconds = worker.clock.now - training.step_phase_since
     recovery = membership.recovery
-    if recovery is not None and membership.point is MemberState.READY:
+    if recovery is not None and membership.state is MemberState.READY:
         return Activity(recovery.generation, 1, StepPhase.LANES, 0, (), seconds)
-    if training.stage == "catch up" and recovery is not None:
+    if training.step_phase == "catch up" and recovery is not None:
         waits = _ids(missing(training))
         return Activity(recovery.generation, 0, StepPhase.CATCHING_UP, 0, waits, seconds)
     if training.world is None or training.world.plan.generation != membership.generation:
         return Activity(membership.generation)
-    phase = PHASES.get(training.stage, StepPhase.LANES)
+    phase = PHASES.get(training.step_phase, StepPhase.LANES)
     return Activity(membership.generation, training.boundary + 1, phase, 0, _ids(missing(training)), seconds)
 
 
 def missing(training: Training) -> list[SimWorker]:
-    """For whom it waits at its stage."""
+    """For whom it waits in its phase of the step."""
     world = training.world
-    if world is None or not training.stage:
+    if world is None or not training.step_phase:
         return []
     late = [training.peer(rank) for rank, there in _expected(training, world) if training.peer(rank) not in there]
     return [peer for peer in late if peer is not None and peer is not training.worker]
 
 
 def _expected(training: Training, world: World) -> list[tuple[int, Collection[SimWorker]]]:
-    """The ranks that send it something at its stage, and from whom that has come."""
+    """The ranks that send it something in its phase of the step, and from whom that has come."""
     rank, boundary = training.rank, training.boundary
-    if training.stage == "catch up":
+    if training.step_phase == "catch up":
         recovery = world.plan.recovery
         stale = frozenset(recovery.stale[rank]) if recovery is not None else frozenset()
         there = training.box.get((world.plan.generation, "r", 0), {})
         return [(owner, there) for owner in range(world.size) if world.owned[owner] & stale]
-    if training.stage == "reduce":
+    if training.step_phase == "reduce":
         return [(trainer, training.got("x")) for trainer in world.trainers]
-    if training.stage == "vote":
+    if training.step_phase == "vote":
         return [(member, training.got("v")) for member in range(world.size)]
-    if training.stage == "hand out":
+    if training.step_phase == "hand out":
         return [(owner, training.got("h")) for owner in world.owners if world.parts(owner, rank, boundary)[1]]
     sources = sorted({source for source, target, _ in world.fills(boundary) if target == rank})
     owners = [] if training.idle else [owner for owner in world.owners if world.parts(owner, rank, boundary)[0]]

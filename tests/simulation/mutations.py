@@ -75,8 +75,8 @@ def _votes_without_holding(self: Membership, holds: Runs) -> int:
     return ENTER_VOTE(self, every(1 << 20))
 
 
-def _left_is_safe(turn: Turn, point: MemberState) -> bool:
-    return point in (MemberState.LEFT, MemberState.STOPPED)
+def _left_is_safe(turn: Turn, state: MemberState) -> bool:
+    return state in (MemberState.LEFT, MemberState.STOPPED)
 
 
 def _counts_all(world: Plan, rank: int, status: Any) -> Runs:
@@ -167,7 +167,7 @@ def _forgives_by_any_step(turn: Turn, status: Any) -> None:
         turn.keep(failures=Failures())
 
 
-def _has_one_time_for_all_stages(turn: Turn, since: float) -> bool:
+def _has_one_time_for_all_phases(turn: Turn, since: float) -> bool:
     attempt = turn.job.attempt
     return attempt is not None and turn.now - attempt.since > turn.spec.stall_seconds
 
@@ -314,7 +314,7 @@ MUTATIONS: dict[str, list[Patch]] = {
         (machine.TABLE, (Phase.RUNNING, NeverStarted), lambda turn, event: None),
     ],
     "the shown step is written before it is shown": [(Turn, "effects_in_order", _shows_what_is_not_written)],
-    "every stage of a recovery has its own time limit": [(recovery, "_overdue", _has_one_time_for_all_stages)],
+    "every phase of a recovery has its own time limit": [(recovery, "_overdue", _has_one_time_for_all_phases)],
     "a thawed worker is readmitted where no steps run": [
         (running, "_could_rejoin", lambda turn, world, process: False)
     ],

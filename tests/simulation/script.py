@@ -83,15 +83,15 @@ class Script:
             clock.step()
 
     def _at(self, worker: str, words: tuple[str, ...]) -> SimWorker:
-        """The process of that id, once it is at a stage (`at vote`) or point (`at joining`)."""
+        """The process of that id, once it is in a phase of its step (`at vote`) or in a state (`at joining`)."""
         if words:
-            stage = " ".join(words[1:])
-            self._wait(f"{worker} {' '.join(words)}", lambda: self._is_at(worker, stage))
+            awaited = " ".join(words[1:])
+            self._wait(f"{worker} {' '.join(words)}", lambda: self._is_at(worker, awaited))
         return self.simulation.by_id(worker)
 
-    def _is_at(self, worker: str, stage: str) -> bool:
+    def _is_at(self, worker: str, awaited: str) -> bool:
         here = [process for process in self.simulation.workers() if process.membership.worker == worker]
-        return any(stage in (process.training.stage, process.membership.point.value) for process in here)
+        return any(awaited in (process.training.step_phase, process.membership.state.value) for process in here)
 
     def do_until(self, goal: str, *words: str) -> None:
         simulation = self.simulation

@@ -56,7 +56,7 @@ NOTICED_BY: dict[str, str | int] = {
     "a worker that is part of two differences is evicted": "flipping_worker",
     "a save that was given up no longer counts": "flipped_bit_saved",
     "no two requests to save have the same number": "saves_asked",
-    "every stage of a recovery has its own time limit": "checkpoint_after_a_long_wait",
+    "every phase of a recovery has its own time limit": "checkpoint_after_a_long_wait",
     "a save is given up only when no member is writing": 44,
     "a drain's grace goes on over a controller's restart": "grace_over_a_restart",
     "a save that was accepted is made over a controller's restart": "save_over_a_restart",

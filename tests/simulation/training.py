@@ -27,7 +27,7 @@ IDLE_SECONDS = 0.1
 
 
 class Training:
-    """See the module's text. `stage` says what it waits for: a key of `PROGRESS`, or nothing."""
+    """See the module's text. `step_phase` says what it waits for: a key of `PROGRESS`, or nothing."""
 
     def __init__(self, worker: SimWorker) -> None:
         self.worker, self.simulation = worker, worker.simulation
@@ -39,7 +39,7 @@ class Training:
 
     def forget(self) -> None:
         """As a fresh process: no state, no world."""
-        self.stage = ""
+        self.step_phase = ""
         self.building: dict[int, float] = {}
         """Since when its groups are built, or being built."""
         self.copies = Copies(self)
@@ -59,12 +59,12 @@ class Training:
         self.over = False
 
     @property
-    def stage(self) -> str:
-        return self._stage
+    def step_phase(self) -> str:
+        return self._step_phase
 
-    @stage.setter
-    def stage(self, stage: str) -> None:
-        self._stage, self.stage_since = stage, self.worker.clock.now
+    @step_phase.setter
+    def step_phase(self, step_phase: str) -> None:
+        self._step_phase, self.step_phase_since = step_phase, self.worker.clock.now
 
     @property
     def membership(self) -> Any:
@@ -121,7 +121,7 @@ class Training:
         return self.box.get((self.generation, kind, self.boundary), {})
 
     def progress(self) -> None:
-        while self.worker.alive and not self.over and self.stage and PROGRESS[self.stage](self):
+        while self.worker.alive and not self.over and self.step_phase and PROGRESS[self.step_phase](self):
             pass
 
     # ---- one boundary: a step, or a vote without one
@@ -139,7 +139,7 @@ class Training:
                 slice_of_it = {block: self.blocks[block] for block in blocks}
                 self.simulation.bits.filled(slice_of_it, self.step)
                 self.send(target, "f", slice_of_it)
-        self.stage = ""
+        self.step_phase = ""
         if self.idle:
             self.worker.after(IDLE_SECONDS, self._lanes_done, self.generation, self.boundary)
         else:
@@ -151,15 +151,15 @@ class Training:
 
     def _lanes_done(self, generation: int, boundary: int) -> None:
         world = self.world
-        stale = generation != self.generation or boundary != self.boundary or self.stage
-        if stale or self.membership.point is not MemberState.TRAINING or world is None:
+        stale = generation != self.generation or boundary != self.boundary or self.step_phase
+        if stale or self.membership.state is not MemberState.TRAINING or world is None:
             return
         if not self.idle and world.plan.shares[self.rank].lanes:
             if self.simulation.script.strikes(self):
                 return
             for owner in world.owners:
                 self.send(owner, "x", 1)
-        self.stage = "fills" if self.idle else "reduce"
+        self.step_phase = "fills" if self.idle else "reduce"
         self.progress()
 
     def _reduce(self) -> bool:
@@ -173,7 +173,7 @@ class Training:
                 gradients, _ = world.parts(self.rank, rank, self.boundary)
                 if gradients:
                     self.send(rank, "m", gradients)
-        self.stage = "fills"
+        self.step_phase = "fills"
         return True
 
     def _fills(self) -> bool:
@@ -198,7 +198,7 @@ class Training:
         ballot = self.saves.ballot()
         for rank in range(world.size):
             self.send(rank, "v", (number, self.stop_asked, ballot, self.copies.brings()))
-        self.stage = "vote"
+        self.step_phase = "vote"
         self.worker.session.notice()
         return True
 
@@ -239,7 +239,7 @@ class Training:
                 _, parameters = world.parts(self.rank, rank, self.boundary)
                 if parameters:
                     self.send(rank, "h", {block: self.blocks[block] for block in parameters})
-        self.stage = "hand out"
+        self.step_phase = "hand out"
 
     def _hand_out(self) -> bool:
         world = self.world
@@ -284,7 +284,7 @@ class Training:
         rank = plan.rank_of(self.worker.membership.worker, self.worker.incarnation)
         if rank is None:
             self.worker.say("is left out by", plan.generation, "after", before)
-            self.stage = ""
+            self.step_phase = ""
         else:
             self.world, self.rank, self.boundary = self.simulation.worlds.of(plan), rank, 0
             self.copies.enter()
@@ -315,7 +315,7 @@ class Training:
             self.building[generation] = self.worker.clock.now
             self.membership.on_built(generation)
             if self.membership.is_joiner:
-                self.stage = "first message"
+                self.step_phase = "first message"
                 self.progress()
             self.worker.session.notice()
 
@@ -328,7 +328,7 @@ class Training:
             if parts:
                 self.step, self.stops = next(iter(parts.values()))
                 self.blocks, self.pending, self.current = {}, frozenset(), False
-                self.stage = ""
+                self.step_phase = ""
                 self._begin(plan)
                 return False
         return False
@@ -341,13 +341,13 @@ class Training:
         number = recovery.generation if recovery is not None else self.generation
         if generation == number and generation not in self.closed and peer in self.simulation.group_members(generation):
             if self.worker.chance.random() < 0.5:
-                self.stage = ""  # it had touched that peer; else it goes on with what it has received
+                self.step_phase = ""  # it had touched that peer; else it goes on with what it has received
             self.worker.session.on_broken_peer(peer.membership.worker)
 
     def stop(self, generation: int) -> None:
         """PREPARE: the training thread looks once it is out of the user's code."""
         self.worker.say("stops for", generation, self.worker.where())
-        self.stage = ""
+        self.step_phase = ""
         self.code.run(self.user_seconds(), self.report, generation)
 
     def _abort(self, groups: set[int]) -> None:
@@ -372,7 +372,7 @@ class Training:
     def report(self, generation: int) -> None:
         """The inventory, once the training thread has seen the stop."""
         m = self.membership
-        if m.promised != generation or m.point not in (
+        if m.promised != generation or m.state not in (
             MemberState.STOPPED,
             MemberState.WAITING,
             MemberState.WARMING_UP,
@@ -427,7 +427,7 @@ class Training:
                 if to is not None:
                     payload = {block: self.blocks[block] for block in stale}
                     self.groups.send(self.worker, to, (plan.generation, "r", 0), payload)
-        self.stage = "catch up"
+        self.step_phase = "catch up"
         self.progress()
 
     def _take_up(self, plan: Plan) -> bool:
@@ -439,7 +439,7 @@ class Training:
             return False
         content = self.loading.take_up(recovery.checkpoint)
         if content is None:
-            self.stage = ""
+            self.step_phase = ""
             self.worker.session.publish()
             return False
         self.worker.say("takes up", recovery.checkpoint)
@@ -472,7 +472,7 @@ class Training:
         for parameters in handed.values():
             self.parameters.update(parameters)
         self.current = True
-        self.stage = ""
+        self.step_phase = ""
         self.worker.session.report_ready(plan.generation)
         return False
 

@@ -139,4 +139,4 @@ class SimWorker:
 
     def where(self) -> str:
         m, t = self.membership, self.training
-        return f"at {m.point.value}/{t.stage} generation {m.generation} promised {m.promised} step {t.step}"
+        return f"at {m.state.value}/{t.step_phase} generation {m.generation} promised {m.promised} step {t.step}"

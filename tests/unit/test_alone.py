@@ -33,7 +33,7 @@ def test_a_script_alone_goes_through_a_start_like_any_worker() -> None:
     assert link.report_ready(1) and link.take() == Opened(1)
     link.begin(plan, recover.group)
     link.publish(NEW, Telemetry())
-    assert link.membership().point is MemberState.TRAINING
+    assert link.membership().state is MemberState.TRAINING
     voted = link.enter_vote(every(5))
     assert voted == 1 and link.leave_vote([voted]) is None
     assert link.take(0.0) is None and not link.stopping

@@ -49,7 +49,7 @@ async def test_a_created_job_says_where_it_is(tmp_path):
 
 
 @asynchronous
-async def test_defaults_are_those_of_the_interfaces(tmp_path):
+async def test_a_spec_of_a_name_alone_gets_these_defaults(tmp_path):
     async with serving(tmp_path, ApiSettings(default_workers=5)) as api:
         await api.ask("POST", "/v1/jobs", 202, json={"job": "a"})
         assert replace(api.shell._runners["a"].spec, run="") == JobSpec(
@@ -113,7 +113,7 @@ RESIZE = ResizeView(
 
 
 @asynchronous
-async def test_workers_are_shown_as_the_interfaces_say(tmp_path):
+async def test_workers_are_shown_with_these_keys(tmp_path):
     async with serving(tmp_path, machine=SmallMachine(shown={"workers": (WORKER,)})) as api:
         await api.ask("POST", "/v1/jobs", 202, json=TRAIN)
         assert await api.ask("GET", "/v1/jobs/train/workers") == {
@@ -140,7 +140,7 @@ async def test_checkpoints_are_listed_newest_first(tmp_path):
 
 
 @asynchronous
-async def test_the_report_is_the_one_of_the_interfaces(tmp_path):
+async def test_the_report_has_these_keys(tmp_path):
     shown = {"step": 100, "fingerprint": "ab", "loss": 1.5, "resizes": (RESIZE,), "step_seconds_median": 0.2}
     async with serving(tmp_path, machine=SmallMachine(shown=shown | {"phase": Phase.SUCCEEDED})) as api:
         await api.ask("POST", "/v1/jobs", 202, json=TRAIN)

@@ -1,4 +1,4 @@
-"""Whose store builds a planned change's group: somebody who can send joiners their first message."""
+"""Whose rendezvous server builds a planned change's group: somebody who can send joiners their first message."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ def test_a_leaving_worker_keeps_its_blocks_until_a_step_is_committed_without_it(
         leaver, heir = crew.workers["a"], crew.add("b")
         crew.train_until("b to be in", lambda: len(current(crew).members) == 2)
         crew.request(DrainWorker("a"))
-        crew.train_until("a to be left out", lambda: leaver.link.own.point is MemberState.LEFT)
+        crew.train_until("a to be left out", lambda: leaver.link.own.state is MemberState.LEFT)
         crew.beat(5)
         assert current(crew).world_size == 1 and heir.engine.context.boundaries == 0, "no step was committed without it"
         assert leaver.alive and leaver.engine.context.state.held.runs == every(current(crew).blocks)
@@ -261,7 +261,7 @@ def test_a_joiner_warms_up_on_a_lane_whose_result_is_thrown_away() -> None:
         if engine.context.world is None:
             warmed_up.append(engine)
             engine.report(noise=1e9)
-            assert engine.context.link.membership().point is MemberState.WARMING_UP
+            assert engine.context.link.membership().state is MemberState.WARMING_UP
 
     task = Task(TASK.options, in_loop=look)
     with Crew("ab", task) as crew:

@@ -26,7 +26,7 @@ def member_of(generation: int, workers: str, worker: str = "a") -> Membership:
     assert membership.report_ready(generation)
     assert membership.on_open(generation)
     membership.begin(plan)
-    assert membership.point is MemberState.TRAINING
+    assert membership.state is MemberState.TRAINING
     return membership
 
 
@@ -36,7 +36,7 @@ def member_of(generation: int, workers: str, worker: str = "a") -> Membership:
 def test_a_worker_stops_once_for_each_prepare() -> None:
     membership = member_of(1, "ab")
     assert membership.on_prepare(2)
-    assert membership.point is MemberState.STOPPED
+    assert membership.state is MemberState.STOPPED
     assert not membership.on_prepare(2)
     assert not membership.on_prepare(1)
     assert (membership.promised, membership.generation) == (2, 1)
@@ -49,7 +49,7 @@ def test_a_plan_is_carried_out_only_for_the_last_prepare_and_once() -> None:
     assert not membership.on_recovery(recovery(2, "ab"))
     assert membership.on_recovery(recovery(3, "ab"))
     assert not membership.on_recovery(recovery(3, "ab"))
-    assert membership.point is MemberState.BUILDING
+    assert membership.state is MemberState.BUILDING
 
 
 def test_a_plan_that_leaves_this_process_out_is_not_its_business() -> None:
@@ -85,7 +85,7 @@ def test_a_world_that_begins_after_a_later_prepare_begins_stopped() -> None:
     membership.report_ready(2)
     membership.on_prepare(3)
     membership.begin(plan)
-    assert (membership.generation, membership.point, membership.promised) == (2, MemberState.STOPPED, 3)
+    assert (membership.generation, membership.state, membership.promised) == (2, MemberState.STOPPED, 3)
     assert membership.on_recovery(recovery(3, "ab"))
 
 
@@ -102,7 +102,7 @@ def test_a_member_votes_the_old_number_until_it_is_ready_and_then_the_new_one() 
     assert membership.enter_vote(ALL) == 2
     assert membership.leave_vote([2, 2]) is plan
     membership.begin(plan)
-    assert (membership.generation, membership.point) == (2, MemberState.TRAINING)
+    assert (membership.generation, membership.state) == (2, MemberState.TRAINING)
 
 
 def test_a_planned_generation_begins_only_when_all_vote_it() -> None:
@@ -183,9 +183,9 @@ def test_a_worker_that_is_left_out_has_left_and_still_stops_when_told() -> None:
     membership.enter_vote(ALL)
     membership.leave_vote([2, 2])
     membership.begin(plan)
-    assert (membership.point, membership.generation) == (MemberState.LEFT, 1)
+    assert (membership.state, membership.generation) == (MemberState.LEFT, 1)
     assert membership.on_prepare(3)
-    assert membership.point is MemberState.STOPPED
+    assert membership.state is MemberState.STOPPED
 
 
 def test_prepare_voids_a_plan_that_was_voted_and_not_yet_begun() -> None:
@@ -221,11 +221,11 @@ def test_a_joiner_keeps_every_plan_that_may_begin() -> None:
     first, second = planned(2, 1, "abC"), planned(3, 1, "aC")
     assert membership.on_planned(first)
     membership.on_built(2)
-    assert (membership.point, membership.promised) == (MemberState.JOINING, 2)
+    assert (membership.state, membership.promised) == (MemberState.JOINING, 2)
     assert membership.on_planned(second)
     assert membership.live == {0, 2, 3}
     membership.begin(first)
-    assert (membership.generation, membership.point) == (2, MemberState.TRAINING)
+    assert (membership.generation, membership.state) == (2, MemberState.TRAINING)
     assert membership.live == {2}
 
 
@@ -242,7 +242,7 @@ def test_prepare_voids_all_that_a_joiner_has_built() -> None:
     membership.on_planned(planned(2, 1, "abC"))
     membership.on_built(2)
     assert membership.on_prepare(3)
-    assert membership.point is MemberState.WAITING
+    assert membership.state is MemberState.WAITING
     assert membership.live == {0}
 
 

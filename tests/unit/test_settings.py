@@ -19,7 +19,7 @@ def bare(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
-def test_the_defaults_are_those_of_the_interfaces():
+def test_the_defaults_are_these():
     settings = Settings()
     assert (settings.http, settings.grpc, settings.store) == ("127.0.0.1:7070", "127.0.0.1:7071", "embedded:.shoal")
     assert settings.token is None

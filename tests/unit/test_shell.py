@@ -324,8 +324,8 @@ async def test_a_request_that_is_refused_takes_nothing_of_what_others_say_with_i
     async with running(tmp_path) as world:
         await world.shell.create(SPEC)
         runner = world.shell._runners["train"]
-        wishes = (Probed("w0", "", refused=False), Scale(99), Probed("w1", "", refused=False), Scale(5))
-        outcomes = await asyncio.gather(*(runner.submit(wish) for wish in wishes), return_exceptions=True)
+        events = (Probed("w0", "", refused=False), Scale(99), Probed("w1", "", refused=False), Scale(5))
+        outcomes = await asyncio.gather(*(runner.submit(event) for event in events), return_exceptions=True)
         assert [type(outcome).__name__ for outcome in outcomes] == ["NoneType", "Conflict", "NoneType", "NoneType"]
         assert world.shell.view("train").wanted == 5
 

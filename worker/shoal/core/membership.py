@@ -28,7 +28,7 @@ class Membership:
         self.promised = getattr(self, "promised", 0)
         self.stopped_for = 0
         self.generation = 0
-        self.point = MemberState.WARMING_UP
+        self.state = MemberState.WARMING_UP
         self.plan: Plan | None = None
         self._forget()
 
@@ -44,7 +44,7 @@ class Membership:
 
     @property
     def is_joiner(self) -> bool:
-        return self.point in JOINER
+        return self.state in JOINER
 
     def _rank_in(self, plan: Plan) -> int | None:
         return plan.rank_of(self.worker, self.incarnation)
@@ -61,23 +61,23 @@ class Membership:
         self.promised = self.stopped_for = generation
         self._forget()
         if self.generation:
-            self.point = MemberState.STOPPED
-        elif self.point is not MemberState.WARMING_UP:
-            self.point = MemberState.WAITING  # of no world yet, also where the one that it built was never opened
+            self.state = MemberState.STOPPED
+        elif self.state is not MemberState.WARMING_UP:
+            self.state = MemberState.WAITING  # of no world yet, also where the one that it built was never opened
         return True
 
     def on_recovery(self, plan: Plan) -> bool:
         """PLAN made from inventories. True: build its group, catch up, then call `report_ready`."""
         wanted = plan.generation == self.promised and self.recovery is None and self._rank_in(plan) is not None
-        if not wanted or self.point not in (MemberState.STOPPED, MemberState.WAITING):
+        if not wanted or self.state not in (MemberState.STOPPED, MemberState.WAITING):
             return False
         self.recovery = plan
-        self.point = MemberState.BUILDING
+        self.state = MemberState.BUILDING
         return True
 
     def on_open(self, generation: int) -> bool:
         """OPEN. True: begin the world of the recovery."""
-        return generation == self.promised and self.point is MemberState.READY
+        return generation == self.promised and self.state is MemberState.READY
 
     def on_planned(self, plan: Plan) -> bool:
         """A planned change. True: build its group in the background (none needed where `builds(plan)` is false)."""
@@ -85,17 +85,17 @@ class Membership:
         if plan.generation <= newest or self.begins is not None:
             return False
         if self.is_joiner:
-            if self.point is MemberState.WARMING_UP or self._rank_in(plan) is None:
+            if self.state is MemberState.WARMING_UP or self._rank_in(plan) is None:
                 return False
             self._keep_beside(plan)
-        elif plan.base != self.generation or self.point is not MemberState.TRAINING:
+        elif plan.base != self.generation or self.state is not MemberState.TRAINING:
             return False
         elif self.voting and self.voted > self.generation:
             self.deferred = plan  # what a member voted it keeps until that vote is over
             return False
         self.next, self.next_built = plan, False
         if self.is_joiner:
-            self.point = MemberState.WAITING
+            self.state = MemberState.WAITING
         elif not self.builds(plan):
             self.next_built = True
         return True
@@ -118,22 +118,22 @@ class Membership:
 
     def end_warm_up(self) -> None:
         """The joiner is warm, and ready to become a member."""
-        if self.point is MemberState.WARMING_UP:
-            self.point = MemberState.WAITING
+        if self.state is MemberState.WARMING_UP:
+            self.state = MemberState.WAITING
 
     def on_built(self, generation: int) -> None:
         """The group of a planned change is built."""
         if self.next is not None and self.next.generation == generation:
             self.next_built = True
             if self.is_joiner:
-                self.point = MemberState.JOINING
+                self.state = MemberState.JOINING
                 self.promised = max(self.promised, generation)
 
     def report_ready(self, generation: int) -> bool:
         """The recovery's group is built and all is in place. False: another PREPARE came meanwhile."""
         if self.recovery is None or self.recovery.generation != generation:
             return False
-        self.point = MemberState.READY
+        self.state = MemberState.READY
         return True
 
     # ---- the vote
@@ -175,13 +175,13 @@ class Membership:
         """
         self.promised = max(self.promised, plan.generation)
         if self._rank_in(plan) is None:
-            self.point = MemberState.LEFT  # `generation` stays: it says which world its blocks are of
+            self.state = MemberState.LEFT  # `generation` stays: it says which world its blocks are of
         else:
             self.generation = plan.generation
             self.plan = plan
-            self.point = MemberState.TRAINING
+            self.state = MemberState.TRAINING
         if self.stopped_for > plan.generation:
-            self.point = MemberState.STOPPED
+            self.state = MemberState.STOPPED
         self._forget()
 
     @property

@@ -175,7 +175,7 @@ class Dialogue:
             own, others = _own_and_others(self.membership, self.activities)
             return Heartbeat(self._number_status(), self._telemetry, self._echo, own, others)
         if kind is Ready:
-            is_ready = self.membership.point is MemberState.READY
+            is_ready = self.membership.state is MemberState.READY
             return Ready(self.membership.promised, self._number_status()) if is_ready else None
         if kind is Request:
             return Request(RequestKind.DRAIN, self.process.grace_seconds, self.membership.generation)
@@ -194,7 +194,7 @@ class Dialogue:
         return replace(
             self._status,
             generation=membership.generation,
-            state=membership.point,
+            state=membership.state,
             promised=membership.newest_known,
             broken=self.broken,
             drain=self._drain,

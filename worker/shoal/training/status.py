@@ -27,7 +27,7 @@ class StatusReport:
         context = self._context
         state = context.state
         status = Status(
-            sequence=0, generation=0, state=context.link.membership().point, promised=0,
+            sequence=0, generation=0, state=context.link.membership().state, promised=0,
             step=state.step, committed_in=state.committed_in, boundaries=context.boundaries, holds=state.held.runs,
             parameters_current=state.is_current and context.world is not None, done=context.done, ended=context.ended,
             checkpoint=self._loading.known.reference,

@@ -150,7 +150,7 @@ class Attempt:
     """Why none of those who cannot reach each other stays outside."""
     inseparable_since: float = 0.0
     avoided_builders: frozenset[WorkerId] = frozenset()
-    """Whose store should not build the group: it failed last time."""
+    """Whose rendezvous server should not build the group: it failed last time."""
     plan: Plan | None = None
     goal: Goal | None = None
     """What the plan was asked for."""
@@ -169,7 +169,7 @@ class Attempt:
     waits_for: str = ""
     """What it waits for, as a sentence."""
     waits_since: float = 0.0
-    """When it began to wait at this stage."""
+    """When it began to wait in this phase."""
     announced_wait: str = ""
     """The last such sentence that went into the history."""
 

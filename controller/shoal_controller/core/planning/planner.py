@@ -78,7 +78,7 @@ class PlanRequest:
     generation: int
     reason: Reason
     avoid: frozenset[WorkerId] = frozenset()
-    """Workers whose store should not build the group: it failed last time."""
+    """Workers whose rendezvous server should not build the group: it failed last time."""
 
 
 def plan_start(request: PlanRequest, candidates: Sequence[Candidate], step: int = 0, checkpoint: str = "") -> Plan:
@@ -347,7 +347,7 @@ def _plan(request: PlanRequest, world: _World, begins: Plan | Recovery) -> Plan:
 
 
 def _builder(here: Sequence[Candidate], avoid: frozenset[WorkerId], base: Plan | None) -> int:
-    """The oldest that stays and whose store did not fail last time; if there is none, the next best.
+    """The oldest that stays and whose rendezvous server did not fail last time; if there is none, the next best.
 
     Always a member of the base: in a planned change the builder sends joiners their first message.
     """

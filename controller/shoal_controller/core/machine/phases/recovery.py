@@ -431,7 +431,7 @@ def _waited(turn: Turn, attempt: Attempt, since: float) -> str:
 
 
 def _overdue(turn: Turn, since: float) -> bool:
-    """Every stage has its own time: a plan may be sent only after a long wait for blocks that seemed lost."""
+    """Every phase has its own time: a plan may be sent only after a long wait for blocks that seemed lost."""
     return turn.now - since > turn.spec.stall_seconds
 
 

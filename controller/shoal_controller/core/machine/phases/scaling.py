@@ -139,9 +139,9 @@ def release_leaving(turn: Turn) -> None:
             send_if_due(turn, record.worker)
 
 
-def _left_and_safe(turn: Turn, point: MemberState) -> bool:
+def _left_and_safe(turn: Turn, state: MemberState) -> bool:
     """● A leaving worker keeps its blocks until a vote in the generation without it was seen to pass."""
-    return point in (MemberState.LEFT, MemberState.STOPPED) and has_world_voted(turn)
+    return state in (MemberState.LEFT, MemberState.STOPPED) and has_world_voted(turn)
 
 
 def has_world_voted(turn: Turn) -> bool:
