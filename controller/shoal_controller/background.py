@@ -76,7 +76,7 @@ class BackgroundWork:
         self._alarm: Alarm | None = None
 
     def start(self, alarm: Alarm) -> None:
-        """Launch and plan as told. `alarm` hears when that ends unexpectedly."""
+        """Launch and plan as requested. `alarm` is called when that ends unexpectedly."""
         self._alarm = alarm
         self._always = [
             guarded(f"launches of {self._spec.job}", self._launch(), alarm),
@@ -155,7 +155,7 @@ class BackgroundWork:
         self._adopted.set()
 
     async def _found(self, launcher: Launcher, adopt: Adopt) -> Mapping[WorkerId, Place | None]:
-        """Where an earlier life's workers are; where that cannot be told, their streams will."""
+        """Where an earlier life's workers are; where that is not known, their streams will say."""
         for pause in (*[ADOPT_PAUSE_SECONDS] * (ADOPT_TIMES - 1), 0.0):
             try:
                 async with asyncio.timeout(LAUNCH_SECONDS):

@@ -1,4 +1,4 @@
-"""The store's own id: random, made once, told to every worker.
+"""The store's own id: random, made once, sent to every worker.
 
 A worker that trains believes that its run is over only where the store says so that it was welcomed with; an empty one
 on the same port (a typo, a volume that is not mounted) knows nothing of its job. Read by the shell when it starts.

@@ -97,7 +97,7 @@ class Head:
     number: int = 0
     """Number of the last change; no other attempt at a change has it."""
     since: int = 0
-    """Number of the change that began this run of the job: records of earlier ones are no part of it."""
+    """Number of the change that began this run of the job: records of earlier ones are not part of it."""
     records: int = 0
     """How many records there are."""
     first_event: int = 1

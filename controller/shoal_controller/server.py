@@ -97,7 +97,7 @@ def _secret(settings: Settings) -> str | None:
 
 
 def _worker_environment(settings: Settings, grpc: str) -> WorkerEnvironment:
-    """What local workers are told. They reach a port that is open to everybody by this machine's own address."""
+    """What local workers get. They reach a port that is open to everybody by this machine's own address."""
     host, port = split_address(grpc)
     near = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return WorkerEnvironment(join_address(near, port), _secret(settings), inherited_environment())

@@ -1,7 +1,7 @@
 """What both sides know of checkpoints: where one is, and which ones stay. Pure: standard library only.
 
-Workers write, read and delete them; the controller keeps a catalogue of what workers have told, and names one in a plan
-when training is to begin from it.
+Workers write, read and delete them; the controller keeps a catalogue of what workers have reported, and names one in
+a plan when training is to begin from it.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Description:
     max_steps: int
     """The step at which the job ends."""
     parameters: tuple[Parameter, ...]
-    """Empty where only their digest is told."""
+    """Empty where only their digest is given."""
     optimizer: str
     """Class name."""
     config: Mapping[str, str]
@@ -66,7 +66,7 @@ class Description:
     checkpoint_places: tuple[str, ...] = ()
     """Where the job's checkpoints lie: the URL of `checkpoint.path`, and of a path that the config's `resume` names."""
     parameters_digest: str = ""
-    """Of the parameters; empty: not told, or there are none."""
+    """Of the parameters; empty: not given, or there are none."""
 
     @property
     def is_brief(self) -> bool:

@@ -122,7 +122,7 @@ class Status:
     ended: bool = False
     """Its script has ended too; it serves changes at exit."""
     drain: bool = False
-    """It was asked to end (SIGTERM) and wishes to be drained."""
+    """It was asked to end (SIGTERM) and asks to be drained."""
     grace_seconds: float = GRACE_SECONDS
     """How long it may then take to go."""
     checkpoint: CheckpointRef | None = None
@@ -160,7 +160,7 @@ class Hello:
     next_generation: int = 0
     """Generations must exceed this (a checkpoint's manifest knew that many)."""
     run: str = ""
-    """The run that it belongs to: told by its launcher or by its first welcome. Empty: it has been in none yet."""
+    """The run that it belongs to: named by its launcher or by its first welcome. Empty: it has been in none yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +213,7 @@ class RequestKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A worker's wish, for instance to be drained after SIGTERM."""
+    """A worker's request, for instance to be drained after SIGTERM."""
 
     kind: RequestKind
     grace_seconds: float = GRACE_SECONDS
@@ -284,7 +284,7 @@ class Welcome:
     step: int = 0
     """The job's committed steps: what a script is shown until its worker has a step of its own."""
     loss: float | None = None
-    """The job's last loss, likewise; None: none yet."""
+    """The job's last loss, for the same purpose; None: none yet."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Which counts are told of: the 1st, the 10th, the 100th …, so that what happens often fills no history."""
+"""Which counts are reported: the 1st, the 10th, the 100th …, so that what happens often fills no history."""
 
 
 def passes_milestone(before: int, now: int) -> bool:

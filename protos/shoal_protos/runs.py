@@ -139,7 +139,7 @@ class Runs:
     def decode(cls, lengths: Iterable[int], limit: int) -> Runs:
         """The inverse of `encode`.
 
-        Raises `UserError` where the numbers are no canonical encoding or reach `limit` (the count of blocks) or beyond.
+        Raises `UserError` where the numbers are not a canonical encoding, or reach `limit` (the count of blocks).
         """
         numbers = tuple(lengths)
         if len(numbers) % 2:

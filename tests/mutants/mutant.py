@@ -23,7 +23,7 @@ class Mutant:
     """Which tests have to notice, where not all of the row's are meant."""
 
     def broken_text(self) -> str:
-        """The file with the rule broken. Raises `ValueError` where the mutant does not fit the code any more, or is no
+        """The file with the rule broken. Raises `ValueError` where the mutant does not fit the code any more, or is not
         Python: what cannot be imported would be noticed by any test.
         """
         text = (ROOT / self.file).read_text()
@@ -36,7 +36,7 @@ class Mutant:
         try:
             compile(broken, self.file, "exec")
         except SyntaxError as error:
-            raise ValueError(f"the mutant of {self.rule!r} is no Python: {error}") from None
+            raise ValueError(f"the mutant of {self.rule!r} is not Python: {error}") from None
         return broken
 
     def row(self) -> Rule:

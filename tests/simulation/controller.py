@@ -78,7 +78,7 @@ class ControllerHost:
         self.late = 0.0
         """Seconds by which every tick is late; whatever comes meanwhile lies in the inbox."""
         self.store_seconds = 0.0
-        """How long a write takes; likewise."""
+        """How long a write takes, in the same way."""
         self._is_writing = False
         self._inbox: list[Event] = []
         self._prompt: Event | None = None

@@ -1,4 +1,4 @@
-"""A failure of this worker as the controller is told it: a sentence for people, and what tells the same fault again.
+"""A failure of this worker as the controller gets it: a sentence for people, and what identifies the same fault.
 
 Used where a script ends in an error (exit.py) and where an update does (update.py).
 """
@@ -16,7 +16,7 @@ from shoal_protos.messages import Fault, Result
 from shoal.checkpoint.errors import CheckpointDamaged, StorageFailed
 
 LONGEST = 4_000
-"""Characters of a traceback that are told."""
+"""Characters of a traceback that are sent."""
 LONGEST_MESSAGE = 500
 """Characters of an exception's message by which it is known again."""
 NOT_THE_SCRIPT = (str(Path(__file__).parent), *(sysconfig.get_paths()[name] for name in ("stdlib", "purelib")))
@@ -28,7 +28,7 @@ class NeedsFreshProcess(ShoalError):
 
 
 def result_of(error: BaseException, step: int) -> Result:
-    """What the controller is told."""
+    """What is sent to the controller."""
     return Result(max(0, step), failure=_describe(error), everyone=_is_everyones(error), fault=_fault_of(error))
 
 

@@ -26,7 +26,7 @@ MOST_BODY_BYTES = 256 * 1024
 TOO_LARGE = f"the body is larger than {MOST_BODY_BYTES} bytes, the most that is accepted"
 
 OPEN_PATHS = ("/healthz", "/readyz", "/docs", "/openapi.json")
-"""Need no token: probes of a cluster have none, and the documentation is no secret."""
+"""Need no token: probes of a cluster have none, and the documentation is not secret."""
 
 TOKENS_PATH = "/v1/tokens"
 """What only an admin may read or change."""

@@ -1,6 +1,6 @@
 """What goes over REST: the bodies that are accepted. pydantic only, so that the command can use it without a server.
 
-Unknown keys are refused, types are not guessed ("3" is no number), defaults are filled in. The sentences for what is
+Unknown keys are refused, types are not guessed ("3" is not a number), defaults are filled in. The sentences for what is
 wrong are made by `shoal_protos.validation`. What is answered is in `answers.py`.
 """
 

@@ -1,4 +1,4 @@
-"""The console script. All else is imported inside it, so that Ctrl-C is no traceback at any moment."""
+"""The console script. All else is imported inside it, so that Ctrl-C never prints a traceback."""
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ class Launcher(Protocol):
         """Start this worker; returns where. A `ShoalError` says why it could not be started."""
 
     async def kill(self, worker: WorkerId, spec: JobSpec) -> None:
-        """End the worker at once; one that is already gone is no error."""
+        """End the worker at once; one that is already gone is not an error."""
 
     async def adopt(self, workers: Sequence[WorkerId], spec: JobSpec) -> Mapping[WorkerId, Place | None]:
         """Where they live whom an earlier controller has started for this job; None: one of `workers` that it has not

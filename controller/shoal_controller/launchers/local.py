@@ -53,7 +53,7 @@ Name = tuple[str, WorkerId]
 
 @dataclass(frozen=True, slots=True)
 class WorkerEnvironment:
-    """What every worker of this controller is told."""
+    """What every worker of this controller gets in its environment."""
 
     controller: str
     """`HOST:PORT` of the gRPC side, as a worker reaches it."""
@@ -103,7 +103,7 @@ class LocalLauncher:
         return _place(records, record)
 
     async def kill(self, worker: WorkerId, spec: JobSpec) -> None:
-        """End the worker's process and its group at once; one that is already gone is no error."""
+        """End the worker's process and its group at once; one that is already gone is not an error."""
         if found := self._watched.get((spec.job, worker)):
             found[0].kill()
 

@@ -11,7 +11,7 @@ from shoal_controller.store.embedded import EmbeddedStore
 from shoal_controller.store.store import Store
 
 Timed = Callable[[str, float], None]
-"""Told the kind of each request and the seconds that it took."""
+"""Called with the kind of each request and the seconds that it took."""
 
 
 async def open_store(url: str, timed: Timed | None = None) -> Store:

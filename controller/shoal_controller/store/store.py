@@ -67,7 +67,7 @@ class Put:
 
 @dataclass(frozen=True, slots=True)
 class Delete:
-    """A key that does not exist is no error."""
+    """A key that does not exist is not an error."""
 
     key: str
 
@@ -144,7 +144,7 @@ class Store(Protocol):
         """A sign of life. Raises `LeaseGone`."""
 
     async def revoke(self, lease: LeaseId) -> None:
-        """End the lease and delete its keys. One that is already gone is no error."""
+        """End the lease and delete its keys. One that is already gone is not an error."""
 
     def watch(self, prefix: str, after: Revision) -> AbstractAsyncContextManager[AsyncIterator[Changes]]:
         """All changes after that revision, one item per revision, in order, none missed, none twice; then those to

@@ -72,7 +72,7 @@ def encode_worker(message: ToController) -> bytes:
 
 
 def decode_worker(data: bytes, blocks: int = bounds.MAX_BLOCKS) -> ToController:
-    """What the controller reads from a stream; `blocks` is the job's count as the stream's hello told it.
+    """What the controller reads from a stream; `blocks` is the job's count, from the stream's hello.
 
     Raises `UserError` with one sentence for whatever is not a message within bounds.
     """

@@ -39,7 +39,7 @@ OnUpdated = Callable[[int], None]
 
 
 def unheard(_: int) -> None:
-    """The `OnUpdated` of an update that nobody is told of."""
+    """The `OnUpdated` of an update that nobody waits for."""
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ FOLDER = re.compile(
 )
 
 Skipped = Callable[[str], None]
-"""Hears a sentence for every folder that is no checkpoint."""
+"""Called with a sentence for every folder that is not a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -48,7 +48,7 @@ class SaveName:
 
     @classmethod
     def parse(cls, folder: str) -> SaveName | None:
-        """None where the folder is none of a save."""
+        """None where the folder is not that of a save."""
         match = FOLDER.fullmatch(folder)
         if match is None:
             return None

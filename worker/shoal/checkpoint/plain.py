@@ -2,7 +2,7 @@
 
 Numbers, strings, None, bytes, lists, tuples, sets, dicts with any such keys, tensors and numpy arrays. What JSON lacks
 is a section `{"$": kind, "of": …}`; tensors stand beside it under names. Nothing that is read back can run code, which
-is why it is no pickle.
+is why it is not a pickle.
 """
 
 from __future__ import annotations

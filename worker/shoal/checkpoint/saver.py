@@ -205,7 +205,7 @@ class Saver:
             return save.part.on_failure(why)
 
     def _write(self, save: SaveTask, outcome: SaveResult) -> None:
-        """The own file. The leader's frozen parameters likewise: nobody need wait for them later."""
+        """Writes this worker's own file; the leader writes frozen parameters too: nobody waits for them later."""
         began, folder, author = time.monotonic(), save.name.folder, Author.of(save.part.member)
         entry = self._making_room(
             save, lambda: write_snapshot(self.storage, folder, save.name.step, author, save.snapshot)

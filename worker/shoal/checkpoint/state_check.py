@@ -17,7 +17,7 @@ from torch import Tensor
 def first_difference_in_kind(found: Any, own: Any, where: str) -> str:
     """The first value of another kind than the object's own, one sentence; empty where there is none.
 
-    A key that only one side has, and a value that is None on one, is no difference: versions and options differ.
+    A key that only one side has, and a value that is None on one, do not count: versions and options differ.
     """
     if found is None or own is None:
         return ""

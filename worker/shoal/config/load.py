@@ -1,6 +1,6 @@
 """From a file or dict to a `TrainingConfig`, or to one sentence for each wrong key that says what is allowed.
 
-Called once, by `shoal.initialize`. All that is wrong is told at once. Four steps: read (JSON), sift out what only
+Called once, by `shoal.initialize`. All errors are reported at once. Four steps: read (JSON), sift out what only
 DeepSpeed knows (`deepspeed.py`), check against the models (`document.py`), settle batch sizes and "auto" (`batch.py`).
 """
 

@@ -138,7 +138,7 @@ class SavePart:
         self.status, self.is_over, self.verified = SaveStatus.IDLE, True, self._decision.verified
 
     def close(self) -> SaveAct | None:
-        """The process ends after this, and all others of the job likewise: no vote will decide any more."""
+        """The process ends after this, and so do all others of the job: no vote will decide any more."""
         if not self.leads or self.is_over or self._decision is not None:
             return None
         return self._decide(CompleteSave(frozenset(writer.incarnation for writer in self.save.writers[1:]), False))

@@ -65,7 +65,7 @@ class Saving:
         self.asked_at: int | None = None
         """From this step on a save fulfils what this member asks for; None: it asks for nothing."""
         self.recent: tuple[SaveReport, ...] = ()
-        """The last few saves that this member has to tell of, for the controller."""
+        """The last few saves that this member has to report to the controller."""
         self._number = 0
         self.is_given_up = False
         """Whether the save at hand began before all went back."""
@@ -81,7 +81,7 @@ class Saving:
             self.asked_at = min(self.asked_at, step + 1)
 
     def on_vote(self, vote: SaveVote) -> SaveChoice:
-        """After every vote, once it was told of a save that is over."""
+        """After every vote, once it has heard of a save that is over."""
         choice = self._choice(vote)
         self.is_given_up = self.is_given_up and choice is not SaveChoice.BEGIN
         if self.asked_at is not None and (vote.saved >= self.asked_at or vote.saved == vote.step):

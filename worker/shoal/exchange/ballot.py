@@ -39,7 +39,7 @@ class Ballot:
     losses: Sequence[float] = ()
     """One per whole subtree of lanes that it trained."""
     reports: dict[str, list[float]] = field(default_factory=dict)
-    """Reported numbers likewise."""
+    """Reported numbers by name, in the same form."""
     skipped: int = 0
     """Micro-batches of this step that it was told to skip."""
     micro_batches: int = 1

@@ -57,9 +57,9 @@ class CanonicalReduction:
         self._partials, self._mirrored = traffic.partials, traffic.mirrored(boundaries)
         self._flight = [_InFlight() for _ in self._pieces]
         self._filled = self._sent = self._posted = self._reduced = self._settled = 0
-        """So many pieces, the first ones."""
+        """How many of the first pieces have come so far."""
         self._joined = 0 if traffic.host_sums.adds_for(traffic.rank) else len(self._pieces)
-        """Likewise: those that this worker has added up for owners elsewhere."""
+        """The first pieces that this worker has added up for owners elsewhere."""
         self._gathering: Waiting | None = None
         self._settling: list[_InFlight] = []
         self._broken = False

@@ -1,4 +1,4 @@
-"""Losses and gradients that are not finite: found at the owner of a block, told in the vote, so that all stop alike.
+"""Losses and gradients that are not finite: found at a block's owner, reported in the vote, so that all stop alike.
 
 The reduced gradient is looked at while it is at hand, once, by its sum; only where that is not finite (a sum of large
 numbers overflows too) by elements, and then the lanes that it came from are found. Called by the canonical reduction

@@ -31,7 +31,7 @@ from shoal.exchange.traffic import Traffic
 BALLOT_BYTES = 4_608
 """The ballot's part of a row, where nobody has more than two subtrees of lanes."""
 MOST_NAMES, NAMES_BYTES = 16, 512
-"""What a step may report, and an evaluation likewise."""
+"""What a step may report, and what an evaluation may."""
 REQUESTS_BYTES = 800
 """What one worker may ask for at once."""
 SUBTREE_BYTES = 8 * (1 + MOST_NAMES)

@@ -150,7 +150,7 @@ class RendezvousServer:
             room = self._rooms.setdefault(name, _Room(min(int(size), MOST_CLIENTS)))
             await room.serve(reader, client)
         except (asyncio.IncompleteReadError, ConnectionError, TimeoutError, ValueError):
-            return  # it has left, or what it says is no entry
+            return  # it has left, or what it says is not an entry
         finally:
             self._waiting.pop(client, None)
             if room is not None:
@@ -170,7 +170,7 @@ class RendezvousServer:
 
 
 async def _read(reader: asyncio.StreamReader) -> tuple[str, bytes]:
-    """The next entry. Raises `ValueError` (also for bytes that are no text) where it cannot be one."""
+    """The next entry. Raises `ValueError` (also for bytes that are not text) where it cannot be one."""
     name, size = HEAD.unpack(await reader.readexactly(HEAD.size))
     if name > MOST_KEY_BYTES or size > MOST_VALUE_BYTES:
         raise ValueError("an entry is too long")

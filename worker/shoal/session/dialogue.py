@@ -238,7 +238,7 @@ class Dialogue:
         return True
 
     def begin(self, plan: Plan) -> None:
-        """A world begins. It is told to the controller when the training thread next says where it stands."""
+        """A world begins. The controller hears of it when the training thread next says where it stands."""
         self._held_back = self._current_status()
         self.membership.begin(plan)
         self.broken = ()

@@ -138,7 +138,7 @@ class Groups:
         return over
 
     def cancel_all(self) -> list[Building]:
-        """Likewise all of them; the training thread, which may be inside one, closes them with `bury`."""
+        """Cancels all of them; the training thread, which may be inside one, closes them with `bury`."""
         over = self.cancel(set())
         self._over += over
         return over

@@ -31,7 +31,7 @@ FIRST_PAUSE_SECONDS = 0.05
 LONGEST_PAUSE_SECONDS = 1.0
 """Between two attempts to reach the controller."""
 STEADY_SECONDS = 1.0
-"""A stream that ends sooner was no good: the next attempt waits longer."""
+"""A stream that ends sooner has failed: the next attempt waits longer."""
 WELCOME_SECONDS = 10.0
 """A stream on which nothing was received for so long after the hello is given up."""
 FAREWELL_SECONDS = 5.0

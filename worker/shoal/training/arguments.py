@@ -1,4 +1,4 @@
-"""What a script gives to `shoal.initialize`: kinds that cannot work, told by name before anything is built."""
+"""What a script gives to `shoal.initialize`: kinds that cannot work are refused by name before anything is built."""
 
 from __future__ import annotations
 

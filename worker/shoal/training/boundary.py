@@ -50,7 +50,7 @@ class Boundary:
         self._callbacks.append(callback)
 
     def stand_at(self, step: int) -> None:
-        """This worker begins at `step`, whose boundary is none of its business."""
+        """This worker begins at `step`, whose boundary it does not owe."""
         self._settled = self._called = step
         self._owed = False
 

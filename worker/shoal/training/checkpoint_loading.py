@@ -36,7 +36,7 @@ class CheckpointLoading:
         self.highest_saved = 0
         """The highest generation of any save in `checkpoint.path` when it was last looked into."""
         self.skipped: list[str] = []
-        """Why what is newer than the reference is no checkpoint."""
+        """Why folders newer than the reference are not checkpoints."""
 
     # ---- what is there
 

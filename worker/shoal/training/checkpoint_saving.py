@@ -84,7 +84,7 @@ class CheckpointSaving:
 
     @property
     def recent(self) -> tuple[SaveReport, ...]:
-        """The last few saves that this worker has to tell of, for the controller."""
+        """The last few saves that this worker has to report to the controller."""
         return self._saving.recent
 
     def register(self, name: str, of: Any) -> None:

@@ -78,7 +78,7 @@ class _Ending:
 
 
 class _Sentences:
-    """What Python calls for an error that nobody has caught: one of ours is told in its one sentence."""
+    """What Python calls for an error that nobody has caught: one of ours is printed as its one sentence."""
 
     def __init__(self) -> None:
         self._hook = sys.excepthook

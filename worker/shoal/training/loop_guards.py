@@ -99,7 +99,7 @@ class CallOrder:
 
 
 def check_loss(loss: Any) -> None:
-    """Raises `UserError` where `loss` is no scalar tensor with a graph."""
+    """Raises `UserError` where `loss` is not a scalar tensor with a graph."""
     if not isinstance(loss, Tensor):
         raise UserError(
             f"engine.backward got a {type(loss).__name__}; expected the loss as a tensor with its graph "

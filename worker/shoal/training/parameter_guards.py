@@ -2,8 +2,8 @@
 
 A module that was cut off from its flats trains nothing; a parameter that a script changes is changed on one worker
 only; gradients that it changes may have left for their owners. All of that would be other bits without a word, so it is
-looked for once a step (gradients: once a micro-batch) and told in a sentence. Writes are seen by the version counters
-of tensors; those past them (`.data`, numpy) by comparing one window of the flats, another one each time. Called by the
+looked for once a step (gradients: once a micro-batch) and refused in a sentence. Writes are seen by tensors' version
+counters; those past them (`.data`, numpy) by comparing one window of the flats, another one each time. Called by the
 engine.
 """
 

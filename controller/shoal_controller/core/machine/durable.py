@@ -81,7 +81,7 @@ class WorkerRecord:
     fault: str = ""
     """What its failure has in common with the same one of others, at the same step."""
     saves_told: int = 0
-    """The number of the last save that it has told of: it repeats the last ones in every heartbeat."""
+    """The number of the last save that it has reported: it repeats the last ones in every heartbeat."""
 
     @property
     def serves(self) -> bool:
@@ -223,9 +223,9 @@ class Durable:
     history: tuple[Resize, ...] = ()
     figures: Figures = field(default_factory=Figures)
     skipped_micro_batches: int = 0
-    """Micro-batches that the script gave up, as far as members have told."""
+    """Micro-batches that the script gave up, as far as members have reported."""
     not_finite_steps: int = 0
-    """Steps whose loss or gradient was not finite, likewise."""
+    """Steps whose loss or gradient was not finite, as far as members have reported."""
     opened_generations: Runs = NO_BLOCKS
     """The generations that have begun: `latest` takes checkpoints of these."""
     checkpoints: tuple[CheckpointRef, ...] = ()

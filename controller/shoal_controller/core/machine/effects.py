@@ -1,7 +1,7 @@
 """What a job wants done: the outputs of `machine.step`, carried out by the shell strictly in order.
 
 `Persist` is durable before anything after it goes out, so a generation is in the store before anyone hears of it;
-likewise `PersistStep`, so what people are shown never goes back when a controller is started again.
+so is `PersistStep`, so that what people are shown never goes back when a controller is started again.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class PingSent:
     at: float
     """Time in seconds, as `Listening.uncut`."""
     suspected: bool = False
-    """It has missed its heartbeats since, and people were told."""
+    """It has missed its heartbeats since, and the history says so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Process:
     cut_at: float | None = None
     """When its stream broke."""
     reachable: bool | None = None
-    """Whether this controller has reached it at its address and was told its incarnation; None: not known yet."""
+    """Whether this controller has reached it at its address and read its incarnation there; None: not known yet."""
     refused_since: float | None = None
     """Since when its host refuses connections to it, while it has no stream."""
     telemetry: Telemetry = field(default_factory=Telemetry)
@@ -89,10 +89,10 @@ class Process:
     can_train: bool = False
     """Whether all its parameters were right once: as a member it gets every hand-out from then on."""
     pace_before: tuple[int, float] | None = None
-    """Its step and its seconds in steps, as of the heartbeat before the last one. None: it had told of no second: it
+    """Its step and its seconds in steps, as of the heartbeat before the last one. None: it had reported no seconds: it
     had made no step, or this controller's life had not heard of them."""
     last_sent: tuple[str, int, float] = ("", 0, 0.0)
-    """What it was last told: kind, number, when."""
+    """What was last sent to it: kind, number, when."""
     fill_bytes_before: int = 0
     """Bytes it had received by fills before the present generation."""
 
@@ -186,7 +186,7 @@ class Job:
     listening: Listening = NO_LISTENING
     """Listening time in this life, up to the last tick."""
     doubt_shown: bool = False
-    """Most workers are silent, and people were told."""
+    """Most workers are silent, and the history says so."""
     processes: Mapping[WorkerId, Process] = field(default_factory=dict)
     connections: Mapping[int, WorkerId] = field(default_factory=dict)
     probed_at: Mapping[WorkerId, float] = field(default_factory=dict)
@@ -224,7 +224,7 @@ class Job:
     failed_save_step: int = -1
     """The step of the last save that failed."""
     skipped_folders: str = ""
-    """What was last told of folders in the checkpoints' place that are none."""
+    """What was last reported of folders beside the checkpoints that are not checkpoints."""
     last_vote: tuple[int, int] = (0, 0)
     """The last vote that is known to have passed: generation, votes passed in it."""
     last_vote_at: float = 0.0
@@ -236,7 +236,7 @@ class Job:
     figures: Figures = field(default_factory=Figures)
     """What is counted; steps are ahead of `durable.figures`, all else is written at once."""
     figures_known: bool = True
-    """Whether the steps are as many as before: after a restart, once every member has told or a world has opened."""
+    """Whether the steps are as many as before: after a restart, once all members have reported or a world is open."""
     figures_written_at: float = 0.0
     """When the counted steps were last written."""
 

@@ -68,6 +68,7 @@ def on_started(turn: Turn, _: Started) -> None:
 
 
 def on_tick(turn: Turn, _: Tick) -> None:
+    """Time has passed: look for whoever is silent or late, and forget what is old."""
     introduction.on_tick(turn)
     failure_detector.watch(turn)
     link_faults.forget_departed(turn)

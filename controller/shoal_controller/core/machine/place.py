@@ -1,4 +1,4 @@
-"""Where a worker runs, for people: a process of a host, or a pod. Told by its launcher, else by the worker's hello.
+"""Where a worker runs, for people: a process of a host, or a pod. Named by its launcher, else by the worker's hello.
 
 Nothing is decided by it. A launcher finds its workers again by what it keeps itself (records on disk, labels of pods).
 """

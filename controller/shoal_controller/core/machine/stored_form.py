@@ -108,7 +108,7 @@ def _plan(plans: Mapping[str, Any], generation: object) -> Any:
 
 
 def _differs(value: object, other: object) -> bool:
-    """Most of what is compared is the very same object, and large. Equal ones may differ in what is no part of their
+    """Most of what is compared is the very same object, and large. Equal ones may differ in what is not part of their
     identity: a checkpoint that was compared only later.
     """
     return value is not other and (value != other or plain(value) != plain(other))

@@ -1,7 +1,7 @@
 """The phases of a job: from which it may go to which, and why. docs/phases.md is printed from this table.
 
 `Turn.enter` is the only way to set a phase, and it refuses what is not here. `paused`, and `waiting` with a world that
-is too small to step, are no phases of their own: `view` shows them for a running world that commits no steps.
+is too small to step, are not phases: `view` shows them for a running world that commits no steps.
 """
 
 from __future__ import annotations

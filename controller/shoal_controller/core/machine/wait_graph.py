@@ -2,7 +2,7 @@
 
 A connection between X and Y is broken where X waits at a position for Y, and Y stands beyond it or waits for X in turn:
 at a position a member has posted all that its peers wait for there. Else whoever waits for Y waits for what Y waits
-for. A chain that ends in the user's code is no fault of a connection. Called by the progress watch. Pure.
+for. A chain that ends in the user's code says nothing about a connection. Called by the progress watch. Pure.
 """
 
 from __future__ import annotations

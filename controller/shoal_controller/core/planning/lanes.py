@@ -21,8 +21,8 @@ Crews = list[list[int]]
 def share_lanes(lanes: int, flights: Sequence[int], hosts: Sequence[int] = ()) -> list[Lanes]:
     """The lanes of each trainer, ascending. `flights` has one entry per trainer, oldest first: its lane in flight.
 
-    `hosts`, likewise: trainers with equal numbers share a host; empty: no two do. With fewer lanes than trainers the
-    youngest without a lane in flight get none: they are standbys.
+    `hosts` has one entry per trainer too: equal numbers share a host; empty: no two do. With fewer lanes than trainers
+    the youngest without a lane in flight get none: they are standbys.
     """
     flights = _one_trainer_each(lanes, flights)
     by_right = sorted(range(len(flights)), key=lambda trainer: (flights[trainer] == NONE_IN_FLIGHT, trainer))
@@ -89,7 +89,7 @@ def _match(totals: Sequence[int], crews: Crews, flights: Sequence[int], lanes: i
 
 def _lay_out(counts: Sequence[int], line: Sequence[int]) -> list[set[int]]:
     """Shares of a line of lanes, each cut into powers of two and laid out largest first, so that every piece is an
-    aligned subtree wherever the line's own pieces are, and lie likewise.
+    aligned subtree wherever the line's own pieces are, and lie in the same way.
 
     Within one size those who need more pieces come last, next to the smaller pieces: a ragged end joins to one subtree.
     """

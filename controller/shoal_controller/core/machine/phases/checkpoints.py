@@ -1,4 +1,4 @@
-"""The catalogue: which checkpoints the job's workers have told of, and which one a world may begin from.
+"""The catalogue: which checkpoints the job's workers have reported, and which one a world may begin from.
 
 A worker's status names the newest whole one that it knows of; the catalogue remembers them over every worker's and the
 controller's death. One that a worker could not read is never named again. Only recorded here; `recovery` and
@@ -163,7 +163,7 @@ def on_opened(turn: Turn, generation: int) -> None:
 
 
 def on_telemetry(turn: Turn, worker: WorkerId) -> None:
-    """Saves that a worker led and has not told of before; what folders it skipped at its start, once for all."""
+    """Saves that a worker led and has not reported before; what folders it skipped at its start, once for all."""
     process = turn.job.processes[worker]
     sentence = process.telemetry.skipped_folders
     if sentence and sentence != turn.job.skipped_folders and turn.durable.current is None:

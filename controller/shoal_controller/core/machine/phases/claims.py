@@ -1,8 +1,8 @@
 """What a worker claims, checked before any of it is believed.
 
 A worker may be of another run, restored from an older state, or broken; one wrong number must not harm the job for
-good. A message that claims the impossible is dropped whole and told of once; the job goes on as if it had not come.
-Called with everything that workers say; changes nothing of the job but what was told.
+good. A message that claims the impossible is dropped whole and noted once; the job goes on as if it had not come.
+Called with everything that workers say; changes nothing of the job but what has been noted.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def refuse_run(turn: Turn, event: Connected, sentence: str) -> None:
 
 
 def run_mismatch(spec: JobSpec, hello: Hello) -> str:
-    """● Why a worker is none of this run; empty where it is one, or has been in no run yet."""
+    """● Why a worker does not belong to this run; empty where it does, or has been in no run yet."""
     name = hello.worker or "(new)"
     if hello.run == spec.run:
         return ""
@@ -85,7 +85,7 @@ def _false_sequence(turn: Turn, worker: WorkerId, status: Status) -> str:
 
 
 def refuse_claim(turn: Turn, worker: WorkerId, why: str, ignored: str = "messages") -> None:
-    """What cannot be true is dropped whole, and told of once."""
+    """What cannot be true is dropped whole, and noted once."""
     if worker not in turn.job.distrusted:
         turn.change(distrusted=turn.job.distrusted | {worker})
         turn.note(EventKind.CLAIM_REFUSED, f"worker {worker} says that it {why}. Such {ignored} are ignored.", worker)

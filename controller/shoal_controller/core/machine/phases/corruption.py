@@ -1,4 +1,4 @@
-"""Silent corruption: copies of a block that differ. Told by whoever has seen it in a vote; concluded here.
+"""Silent corruption: copies of a block that differ. Reported by whoever saw it in a vote; concluded here.
 
 Each block is noted and counted once, until all have gone back to a checkpoint: it is not mended before. Then the policy
 of the job (`shoal.on_corruption`) says what follows: to go back to the newest checkpoint whose copies were compared, to

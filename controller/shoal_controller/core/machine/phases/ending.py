@@ -85,6 +85,7 @@ def on_message(turn: Turn, event: MessageReceived) -> None:
 
 
 def on_disconnected(turn: Turn, event: Disconnected) -> None:
+    """A stream ended, as it should."""
     worker = turn.job.connections.get(event.connection)
     if worker is not None:
         turn.see(worker, connection=None)
@@ -92,10 +93,12 @@ def on_disconnected(turn: Turn, event: Disconnected) -> None:
 
 
 def on_exited(turn: Turn, event: Exited) -> None:
+    """The launcher saw the process end: nobody need kill it."""
     _mark_dead(turn, event.worker)
 
 
 def on_never_started(turn: Turn, event: NeverStarted) -> None:
+    """An earlier controller died before it started this worker: there is no process to wait for."""
     _mark_dead(turn, event.worker)
 
 

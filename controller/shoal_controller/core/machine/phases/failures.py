@@ -3,7 +3,7 @@
 All that fails in one generation counts once, with back-off from the second time on; only a committed step above the one
 at which it happened forgives it, never a fresh start. Failures of the script are given up after `max_restarts`, deaths
 by a signal that nobody explains (an out-of-memory kill, a segmentation fault) after ten times as many, because kills
-that come faster than steps are no fault of the script. Of a kill among survivors nothing stays: they commit the step.
+that come faster than steps are not the script's fault. A kill among survivors is forgotten: they commit the step.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def on_world_lost(turn: Turn) -> None:
 
 
 def forgive(turn: Turn, status: Status) -> None:
-    """● A step was committed above the one at which something failed: it was no fault that stays."""
+    """● A step was committed above the one at which something failed: the fault did not stay."""
     committed_here = status.committed_in == status.generation > 0
     if turn.durable.failures.times and committed_here and status.step > turn.durable.failures.step:
         turn.keep(failures=Failures())
@@ -135,7 +135,7 @@ def _count(turn: Turn, generation: int, step: int, script: int = 0, deaths: int 
 
 
 def _raise_step(turn: Turn, step: int) -> None:
-    """What is known of a step that was reached comes late, so that only the highest one ever told is the mark."""
+    """What is known of a step that was reached comes late, so that only the highest one ever reported is the mark."""
     failures = turn.durable.failures
     turn.keep(failures=replace(failures, step=max(failures.step, step, known_step(turn))))
 

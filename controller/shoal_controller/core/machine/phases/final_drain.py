@@ -1,7 +1,7 @@
 """The last members of a job leave and nobody has come: their state goes into a checkpoint, and the job waits.
 
 Half of their grace they train on for a joiner's sake. Then no steps run any more, they are asked to save, and once
-the checkpoint of the very last step is told of they are let go. Whoever comes later begins with it.
+the checkpoint of the very last step is reported they are let go. Whoever comes later begins with it.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def fill_bytes(turn: Turn) -> int:
 
 
 def on_telemetry(turn: Turn, worker: WorkerId) -> None:
-    """A member tells what the present generation's change cost it; the figures are whole when all have told."""
+    """A member reports what the present generation's change cost it; the figures are complete when all have."""
     world = turn.world
     if world is None or worker in turn.job.changes or _has_figures(turn, world):
         return

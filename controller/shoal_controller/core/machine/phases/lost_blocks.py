@@ -24,7 +24,7 @@ from shoal_controller.core.machine.turn import Turn
 
 
 def stall(turn: Turn, attempt: Attempt) -> None:
-    """The planner has found blocks that no inventory tells a copy of."""
+    """The planner has found blocks of which no inventory has a copy."""
     turn.enter(Phase.STALLED, _sentence(turn, attempt.lost_blocks))
     turn.note(EventKind.STALLED, turn.durable.reason, blocks=len(attempt.lost_blocks))
 
@@ -68,7 +68,7 @@ def _why_no_more(holders: list[WorkerId], waited: float) -> str:
 
 
 def _possible_holders(turn: Turn, attempt: Attempt) -> list[WorkerId]:
-    """Who may hold such a block, has not told what it holds, and is not known to be dead."""
+    """Who may hold such a block, has not reported what it holds, and is not known to be dead."""
     roster = turn.durable.roster.values()
     return [record.worker for record in roster if _unknown(record, attempt) and _might_hold(turn, record, attempt)]
 

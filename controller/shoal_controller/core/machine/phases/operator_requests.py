@@ -116,6 +116,7 @@ def on_pause(turn: Turn, _: Pause) -> None:
 
 
 def on_resume(turn: Turn, _: Resume) -> None:
+    """Commit steps again from the next planned change on."""
     if not turn.durable.paused:
         raise Conflict(f"job {turn.spec.job} is not paused; it is {turn.durable.phase.value}.")
     turn.keep(paused=False, paused_because="")

@@ -85,7 +85,7 @@ def _set_goal(turn: Turn, wished: Goal | None, plan: Plan) -> None:
 
 
 def settle(turn: Turn, world: Plan) -> None:
-    """Ask for a plan where what is wanted has changed; everyone lacking the newest one is told with its heartbeat."""
+    """Ask for a plan where what is wanted has changed; whoever lacks the newest one gets it with the next heartbeat."""
     _give_up_on_joiners(turn, world)
     answer = planner_questions.take(turn)
     if answer is not None:
@@ -245,7 +245,7 @@ def _only_fills_left(plan: Plan, world: Plan) -> bool:
 
 
 def _reason(turn: Turn, world: Plan, joiners: list[WorkerId]) -> Reason:
-    """The most telling of the reasons: who goes, then who comes."""
+    """The most important of the reasons: who goes, then who comes."""
     before = turn.durable.planned[-1] if turn.durable.planned else world
     leaving = {turn.record(member.worker).leaving for member in world.members} - {Leaving.NO}
     if leaving:

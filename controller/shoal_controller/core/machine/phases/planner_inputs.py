@@ -1,4 +1,4 @@
-"""Asking the planner: who counts, what each holds, and what the job wants, taken from what the workers have said.
+"""The planner's inputs: who counts, what each holds, and what the job wants, taken from what the workers have said.
 
 Two rules that bits depend on live here: what an inventory is worth at the step where a recovery begins (`worth`), and
 what a planned change may count on (`kept`).

@@ -76,7 +76,7 @@ def has_failed_for(turn: Turn, seconds: float, since: float) -> bool:
 
 
 def on_answered(turn: Turn, event: PlannerAnswered) -> None:
-    """Of two answers that come at once the one to the later question counts."""
+    """Keep the answer for whoever asked; of two answers that come at once, the one to the later question."""
     planner = turn.job.planner
     asked_at = None if event.asked.number == planner.asked else planner.asked_at
     later = planner.answer is not None and planner.answer.asked.number > event.asked.number
@@ -84,6 +84,7 @@ def on_answered(turn: Turn, event: PlannerAnswered) -> None:
 
 
 def on_failed(turn: Turn, event: PlannerFailed) -> None:
+    """The question is asked again after a pause, unless it was given up already."""
     if event.number == turn.job.planner.asked and turn.job.planner.asked_at is not None:
         _fail(turn, event.why)
 

@@ -1,6 +1,6 @@
 """The progress watch: everybody is heard, and yet no vote passes, or a plan is not built. Who holds the others up?
 
-A connection on which packets are dropped is seen by nobody, so the waits that workers tell of are looked into
+A connection on which packets are dropped is seen by nobody, so the waits that workers report are examined
 (`wait_graph.py`). A broken link breaks the generation at once (`broken_links.py` says who goes); a straggler is named,
 and ends only when its code has come no further for `stall_seconds`. Votes without a step count as votes, so a paused
 job is judged like any other.
@@ -52,7 +52,7 @@ def is_standing_still(job: Job, now: float) -> bool:
 
 
 def limit_seconds(job: Job) -> float:
-    """Whatever workers tell of their pace, `stall_seconds` are enough."""
+    """Whatever pace workers report, `stall_seconds` are enough."""
     slow_steps = min(SLOW * (step_seconds_median(job) or 0.0), job.spec.stall_seconds)
     return max(slow_steps, building_limit_seconds(job))
 

@@ -1,6 +1,6 @@
 """Committed steps, counted: how many, how long, since when. What goodput and the sample counter are made of.
 
-A step counts once every member has passed it, so no survivor ever tells of fewer. Called where the shown step moves.
+A step counts once every member has passed it, so no survivor ever reports fewer. Called where the shown step moves.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _write_ahead(turn: Turn, steps: int) -> None:
 
 
 def _step_seconds(job: Job) -> float:
-    """A step's time between this heartbeat and the one before, over the workers that told: the median."""
+    """A step's time between this heartbeat and the one before, over the workers that have reported: the median."""
     each = [seconds for process in job.processes.values() if (seconds := _of(process)) > 0]
     return median(each) if each else 0.0
 

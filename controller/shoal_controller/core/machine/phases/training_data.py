@@ -1,4 +1,4 @@
-"""What members tell of a job's data: micro-batches that were skipped, steps that were not finite.
+"""What members report of a job's data: micro-batches that were skipped, steps that were not finite.
 
 Members count alike, by the vote's records; whoever has come furthest is heard. Nothing is decided by it.
 """
