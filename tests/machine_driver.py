@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from shoal_controller.core.machine.durable import Durable
-from shoal_controller.core.machine.effects import AskPlanner, Effect, Kill, Note, Persist, Send, Spawn
+from shoal_controller.core.machine.effects import AskPlanner, Effect, Kill, Note, Send, Spawn
 from shoal_controller.core.machine.events import (
     Connected,
     Disconnected,
@@ -253,10 +253,6 @@ class Driver:
         """How many observations a histogram shows, and their sum."""
         series = self.view.figures.histograms.get(series_key(metric, labels))
         return (sum(series.buckets), series.total) if series is not None else (0, 0.0)
-
-    @property
-    def persisted(self) -> bool:
-        return bool(self.of(Persist))
 
     @property
     def view(self) -> JobView:

@@ -315,12 +315,6 @@ class Cluster:
     def wait_phase(self, phase: str) -> None:
         self.until(f"phase {phase}", lambda job: job["phase"] == phase)
 
-    def wait_generation(self, generation: int) -> None:
-        """Until that generation (or a later one) trains."""
-        self.until(
-            f"generation {generation}", lambda job: job["generation"] >= generation and job["phase"] == "running"
-        )
-
     def wait_world(self, size: int) -> None:
         """Until exactly so many members train."""
         self.until(f"a world of {size}", lambda job: job["workers"]["active"] == size and job["phase"] == "running")

@@ -156,7 +156,7 @@ class Engine:
         return self.parts.evaluation.shard(dataset)
 
     def fingerprint(self) -> str | None:
-        """Request a fingerprint: in the loop return None; after the loop block and returns the digest, hexadecimal."""
+        """Request a fingerprint: in the loop it returns None; after the loop it blocks and returns the digest."""
         return self.training.ask(FINGERPRINT, "engine.fingerprint")
 
     def export(self, path: str | Path) -> None:
@@ -175,7 +175,7 @@ class Engine:
         self.parts.saving.register(name, of)
 
     def stop(self) -> None:
-        """An early end, voted: all members leave their loops after the same step."""
+        """End the job early, by vote: all members leave their loops after the same step."""
         self.training.ask(Request("stop"), "engine.stop")
 
 
