@@ -18,6 +18,7 @@ import structlog
 from shoal_protos.errors import ShoalError, StoreError
 
 from shoal_controller.core.machine.durable import Durable
+from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.core.machine.stored_form import changed_records, durable_from, state_of
 from shoal_controller.record_set import RecordSet, records_of
@@ -25,8 +26,11 @@ from shoal_controller.records import (
     Head,
     JobEvent,
     Unreadable,
+    audit_key,
+    audit_prefix,
     event_key,
     event_number,
+    event_prefix,
     head_key,
     packed,
     record_prefix,
@@ -100,7 +104,7 @@ class JobRepository:
 
     # ---- writing
 
-    async def renew(self, durable: Durable) -> None:
+    async def renew(self, durable: Durable, events: Sequence[JobEvent] = ()) -> None:
         """Begin the job, for the first time or again; an earlier run's events stay. A `StoreError` after
         `BEGIN_SECONDS`: then it is not known whether it has begun, and it may be begun again.
         """
@@ -109,7 +113,7 @@ class JobRepository:
             async with asyncio.timeout(BEGIN_SECONDS):
                 changed = changed_records(None, durable)
                 since = self._records.number + 1
-                await self._write((), changed, since=since, broken="", state=state_of(durable))
+                await self._write(events, changed, since=since, broken="", state=state_of(durable))
         except TimeoutError as error:
             why = self.trouble.why if self.trouble is not None else "it does not answer"
             raise StoreError(
@@ -152,7 +156,7 @@ class JobRepository:
             if not self.may_drop_events:
                 return
             first = self._head.first_event
-            prefix, before = f"/events/{self._name}/", event_key(self._name, first - 1)
+            prefix, before = event_prefix(self._name), event_key(self._name, first - 1)
             entries = (await self._store.list(prefix, after=before, limit=count)).entries
             oldest = [entry for entry in entries if event_number(entry.key) < first + count]
             head = replace(
@@ -162,12 +166,30 @@ class JobRepository:
             )
             await self._change(head, [Delete(entry.key) for entry in oldest], {})
 
+    @property
+    def audit_bytes(self) -> int:
+        return self._head.audit_bytes
+
+    @property
+    def may_drop_audit(self) -> bool:
+        return self.audit_bytes > 0 and not (self.closed or self._doubtful)
+
+    async def drop_audit(self, count: int) -> None:
+        """The oldest entries of the audit."""
+        async with self._writing:
+            if not self.may_drop_audit:
+                return
+            entries = (await self._store.list(audit_prefix(self._name), limit=count)).entries
+            left = self._head.audit_bytes - sum(len(entry.value) for entry in entries)
+            head = replace(self._head, audit_bytes=max(0, left) if entries else 0)
+            await self._change(head, [Delete(entry.key) for entry in entries], {})
+
     async def forget(self) -> None:
         """Remove the job and all that is kept of it. First the head says so, then everything goes, and the head last:
         whoever is killed on the way leaves what the next one can go on with.
         """
         await self._write(forgotten=True)
-        for prefix in (f"/events/{self._name}/", record_prefix(self._name)):
+        for prefix in (event_prefix(self._name), audit_prefix(self._name), record_prefix(self._name)):
             while entries := (await self._store.list(prefix, limit=DELETED_PER_TRANSACTION)).entries:
                 await self._guarded([Delete(entry.key) for entry in entries])
         await self._guarded([Delete(head_key(self._name))])
@@ -188,13 +210,16 @@ class JobRepository:
         """Write events, records, and fields of the head."""
         async with self._writing:
             head = replace(self._head, **fields)
-            numbered = enumerate(events, head.last_event + 1)
-            puts = [
-                Put(event_key(self._name, number), replace(event, revision=number).encoded())
-                for number, event in numbered
-            ]
-            size = sum(len(put.value) for put in puts)
-            head = replace(head, last_event=head.last_event + len(puts), event_bytes=head.event_bytes + size)
+            numbered = [replace(event, revision=number) for number, event in enumerate(events, head.last_event + 1)]
+            puts = [Put(_key_of(self._name, event), event.encoded()) for event in numbered]
+            sizes = {put.key: len(put.value) for put in puts}
+            audit = sum(size for key, size in sizes.items() if key.startswith(audit_prefix(self._name)))
+            head = replace(
+                head,
+                last_event=head.last_event + len(puts),
+                event_bytes=head.event_bytes + sum(sizes.values()) - audit,
+                audit_bytes=head.audit_bytes + audit,
+            )
             await self._change(head, puts, changed or {})
         if events:
             self._news.set()
@@ -260,9 +285,20 @@ class JobRepository:
     # ---- reading
 
     async def events(self, after: int, limit: int) -> list[JobEvent]:
-        """The events beyond number `after`, oldest first."""
-        listing = await self._store.list(f"/events/{self._name}/", after=event_key(self._name, after), limit=limit)
-        return [JobEvent.decoded(entry.value, event_number(entry.key)) for entry in listing.entries]
+        """The events beyond number `after`, oldest first, those of the audit among them.
+
+        None beyond the last that was there before the first look: between two looks others may be written.
+        """
+        last = self._head.last_event
+        found: dict[int, bytes] = {}
+        looks = [(event_prefix(self._name), event_key(self._name, after))]
+        if self.audit_bytes:
+            looks.append((audit_prefix(self._name), audit_key(self._name, after)))
+        for prefix, begin in looks:
+            listing = await self._store.list(prefix, after=begin, limit=limit)
+            found |= {event_number(entry.key): entry.value for entry in listing.entries}
+        numbers = [number for number in sorted(found) if number <= last][:limit]
+        return [JobEvent.decoded(found[number], number) for number in numbers]
 
     async def more_events(self, after: int) -> None:
         """Returns when there are events beyond number `after`, or when there will be none any more."""
@@ -333,6 +369,11 @@ async def _stored_records(store: Store, head: Head) -> tuple[RecordSet, Durable]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, ShoalError) as error:
         raise Unreadable(f"its state in the store is damaged, or of another Shoal ({error})") from error
     return records, durable
+
+
+def _key_of(job: str, event: JobEvent) -> str:
+    key = audit_key if event.kind == EventKind.AUDIT else event_key
+    return key(job, event.revision)
 
 
 def _batches(events: Sequence[JobEvent]) -> Iterator[list[JobEvent]]:

@@ -3,6 +3,7 @@
     /jobs/NAME                            the head: the small state, which events are kept; in every transaction
     /records/NAME/workers/w7/NUMBER/PART  a record (`stored_form.py`), as the change of that number wrote it
     /events/NAME/0000000000000042
+    /audit/NAME/0000000000000043          an event that is kept longest: numbered with the others
 
 [Note: the state is last] The head has the number of the last change, and that alone makes a change true: a record with
 a higher number was never written as far as anyone knows, and of those that count the highest is the record
@@ -103,7 +104,8 @@ class Head:
     first_event: int = 1
     last_event: int = 0
     event_bytes: int = 0
-    """Of all events from the first to the last."""
+    """Of all events from the first to the last but those of the audit."""
+    audit_bytes: int = 0
     broken: str = ""
     """Why the job cannot go on, where the machine itself failed."""
     forgotten: bool = False
@@ -120,7 +122,7 @@ class Head:
         """Raises `ValueError` for a field that is none: one damaged record must not keep a controller from serving."""
         if self.job != job:  # it would be written where another job's lies
             raise ValueError(f"its job is {self.job!r}")
-        for name in ("number", "since", "records", "first_event", "last_event", "event_bytes"):
+        for name in ("number", "since", "records", "first_event", "last_event", "event_bytes", "audit_bytes"):
             number = getattr(self, name)
             if type(number) is not int or not 0 <= number < 1 << 62:
                 raise ValueError(f"its {name} is {str(number)[:30]}")
@@ -167,12 +169,24 @@ def parsed_key(job: str, key: str) -> tuple[str, int]:
     return name, int(number)
 
 
+def event_prefix(job: str) -> str:
+    return f"/events/{job}/"
+
+
 def event_key(job: str, number: int) -> str:
-    return f"/events/{job}/{number:016}"
+    return f"{event_prefix(job)}{number:016}"
+
+
+def audit_prefix(job: str) -> str:
+    return f"/audit/{job}/"
+
+
+def audit_key(job: str, number: int) -> str:
+    return f"{audit_prefix(job)}{number:016}"
 
 
 def event_number(key: str) -> int:
-    """The inverse of `event_key`."""
+    """The inverse of `event_key` and of `audit_key`."""
     return int(key.rpartition("/")[2])
 
 

@@ -17,8 +17,10 @@ import structlog
 from shoal_protos.errors import Conflict, ShoalError, StoreError, UserError
 from shoal_protos.messages import Ending, Refusal, Shutdown, Welcome
 
+from shoal_controller.audit import Create, audit_entry
 from shoal_controller.background import BackgroundWork
 from shoal_controller.backlog import Backlog
+from shoal_controller.callers import Caller
 from shoal_controller.core.machine.durable import Durable
 from shoal_controller.core.machine.effects import (
     Adopt,
@@ -85,6 +87,8 @@ class _Submission:
     event: Event
     done: asyncio.Future[None] | None = None
     """None: nobody waits for it."""
+    by: Caller | None = None
+    """Who asked for it; None: no operator."""
 
 
 class Runner:
@@ -139,10 +143,10 @@ class Runner:
 
     # ---- its life
 
-    async def begin(self) -> None:
+    async def begin(self, by: Caller | None = None) -> None:
         """A new job: durable when this returns."""
         self._job = new_job(self.spec, self._life.clock())
-        await self.repository.renew(self._job.durable)
+        await self.repository.renew(self._job.durable, self._audit(Create(), by))
         self._carried_out = self._job
         self._start()
 
@@ -185,12 +189,12 @@ class Runner:
         for connection in sorted(self._connections):
             self._life.outside.streams.close(connection)
 
-    async def submit(self, event: Event) -> None:
+    async def submit(self, event: Event, by: Caller | None = None) -> None:
         """Returns when its effects are carried out, or, while the store fails, when it was heard. Raises the
         `UserError` that refuses an operator's request, and a `StoreError` where that could not be stored in time.
         """
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        submission = _Submission(event, done)
+        submission = _Submission(event, done, by)
         if self.trouble:
             if isinstance(event, OperatorRequest):
                 raise StoreError(f"job {self.spec.job} cannot be changed now: {self.trouble}. Try again later")
@@ -263,7 +267,7 @@ class Runner:
             return _settle(batch, self._halted)
         self._in_hand = batch
         try:
-            await self._handle([submission.event for submission in batch])
+            await self._handle([submission.event for submission in batch], batch[0].by)
         except UserError as error:
             _settle(batch, error)
         except BaseException as error:
@@ -274,7 +278,7 @@ class Runner:
 
     # ---- one batch
 
-    async def _handle(self, events: Sequence[Event]) -> None:
+    async def _handle(self, events: Sequence[Event], by: Caller | None = None) -> None:
         for event in events:
             self._follow_stream(event)
         if self._broken or self._unserved:
@@ -283,7 +287,7 @@ class Runner:
             return
         try:
             self._job, effects = self._life.step(self._job, events, self._life.clock())
-            await self._carry_out(effects)
+            await self._carry_out(effects, self._audit(events[0], by))
             self._carried_out = self._job
         except StoreError as error:
             if not isinstance(error, Unfit):
@@ -294,13 +298,13 @@ class Runner:
                 raise
             await self._break(error)
 
-    async def _carry_out(self, effects: Sequence[Effect]) -> None:
+    async def _carry_out(self, effects: Sequence[Effect], audit: Sequence[JobEvent]) -> None:
         """Carry out effects in order; all notes are written with the first `Persist`, which writes the state as it is
         after the step.
         """
         notes = [effect for effect in effects if isinstance(effect, Note)]
         lasting = any(isinstance(effect, Persist) for effect in effects)
-        events = self._events(notes) if notes or lasting else []
+        events = [*audit, *self._events(notes)]
         for effect in effects:
             if isinstance(effect, Persist) and lasting:
                 await self.repository.write(events, self._job.durable)
@@ -331,6 +335,15 @@ class Runner:
                 note.message, job=self.spec.job, kind=str(note.kind), generation=generation, worker=note.worker or None
             )
         return [JobEvent(now, str(note.kind), generation, note.worker, note.message, dict(note.data)) for note in notes]
+
+    def _audit(self, request: Event | Create, by: Caller | None) -> list[JobEvent]:
+        """What the history says of a request of an operator, before what came of it."""
+        if by is None or not isinstance(request, OperatorRequest | Create):
+            return []
+        world = self._job.durable.current
+        entry = audit_entry(request, by, self._life.clock(), world.generation if world is not None else 0)
+        log.info(entry.message, job=self.spec.job, kind=entry.kind, token=by.token, address=by.address)
+        return [entry]
 
     def _follow_stream(self, event: Event) -> None:
         if isinstance(event, Connected):

@@ -17,6 +17,7 @@ from dataclasses import replace
 import structlog
 from shoal_protos.errors import Conflict, NotFound, StoreError
 
+from shoal_controller.callers import Caller
 from shoal_controller.cluster_id import ensure_cluster_id
 from shoal_controller.core.machine import machine
 from shoal_controller.core.machine.events import Cancel, Event
@@ -147,7 +148,7 @@ class Shell:
         """What each worker of it runs."""
         return self._of(job).spec.command
 
-    async def create(self, spec: JobSpec) -> JobView:
+    async def create(self, spec: JobSpec, by: Caller | None = None) -> JobView:
         """A new run of a job, durable when this returns. One of that name that is over is replaced; its events stay."""
         spec = replace(spec, run=secrets.token_hex(8))
         async with self._creating:
@@ -167,7 +168,7 @@ class Shell:
                 await before.stop(StoreError(f"job {spec.job} has been replaced by a new run"))
                 before.leave()
             runner = self._runner(spec, repository)
-            await runner.begin()
+            await runner.begin(by)
             self._begun.pop(spec.job, None)
             self._runners[spec.job] = runner
             return runner.view()
@@ -182,7 +183,7 @@ class Shell:
         oldest = min(over, key=lambda runner: runner.repository.modified)
         await self._forget(oldest)
 
-    async def delete(self, job: str) -> JobView:
+    async def delete(self, job: str, by: Caller | None = None) -> JobView:
         """Stop it; it stays visible, with its events. One that is over is forgotten, its events and logs too."""
         async with self._creating:
             runner = self._of(job)
@@ -191,8 +192,9 @@ class Shell:
             view = runner.view()
             if view.phase.over:
                 await self._forget(runner)
+                log.info("an operator had a job forgotten", job=job, token=by.token if by else "")
                 return view
-        await self.submit(job, Cancel())
+        await self.submit(job, Cancel(), by)
         return self.view(job)
 
     async def _forget(self, runner: Runner) -> None:
@@ -241,9 +243,11 @@ class Shell:
         """Raises `NotFound` for a job that there is not."""
         self._of(job)
 
-    async def submit(self, job: str, event: Event) -> None:
-        """Feed an event to a job; returns when its effects are carried out. Raises what refuses a request."""
-        await self._of(job).submit(event)
+    async def submit(self, job: str, event: Event, by: Caller | None = None) -> None:
+        """Feed an event to a job; returns when its effects are carried out. Raises what refuses a request. `by`: the
+        operator who asks, for the history.
+        """
+        await self._of(job).submit(event, by)
 
     # ---- events
 

@@ -164,10 +164,11 @@ async def test_events_are_listed_from_any_revision_on(tmp_path):
         await api.ask("POST", "/v1/jobs", 202, json=TRAIN)
         for workers in (2, 3, 4):
             await api.ask("POST", "/v1/jobs/train/scale", 202, json={"workers": workers})
-        events = (await api.ask("GET", "/v1/jobs/train/events?after=1"))["events"]
-        assert [event.pop("time") > 1.7e9 for event in events] == [True, True]
-        assert events[0] == {
-            "revision": 2, "kind": "scale", "generation": 0, "worker": "", "message": "scaled to 3",
+        events = (await api.ask("GET", "/v1/jobs/train/events?after=3"))["events"]
+        assert [event.pop("time") > 1.7e9 for event in events] == [True] * 4
+        assert [event["kind"] for event in events] == ["audit", "scale", "audit", "scale"]
+        assert events[1] == {
+            "revision": 5, "kind": "scale", "generation": 0, "worker": "", "message": "scaled to 3",
             "data": {"workers": 3},
         }  # fmt: skip
 
@@ -211,7 +212,9 @@ async def test_a_stream_says_that_it_lives_and_ends_with_the_controller(tmp_path
     monkeypatch.setattr("shoal_controller.api.stream.IDLE_SECONDS", 0.01)
     async with serving(tmp_path) as api:
         await api.ask("POST", "/v1/jobs", 202, json=TRAIN)
-        async with api.client.stream("GET", "/v1/jobs/train/events", headers={"accept": "text/event-stream"}) as answer:
+        async with api.client.stream(
+            "GET", "/v1/jobs/train/events?after=1", headers={"accept": "text/event-stream"}
+        ) as answer:
             lines = answer.aiter_lines()
             assert (await anext(lines)).startswith(":")
             await api.shell.stop()
@@ -225,7 +228,7 @@ async def test_a_message_of_many_lines_stays_one_event(tmp_path):
     async with serving(tmp_path, machine=machine) as api:
         await api.ask("POST", "/v1/jobs", 202, json=TRAIN)
         await api.shell.submit("train", Save())
-        events = await stream_lines(api, "/v1/jobs/train/events", {}, 1)
+        events = await stream_lines(api, "/v1/jobs/train/events?after=1", {}, 1)
         assert events[0]["message"] == "first\nsecond\r\nthird\n\ndata: {}"
 
 

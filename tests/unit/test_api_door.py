@@ -4,7 +4,9 @@ import pytest
 from api_port import TRAIN, serving
 from asynchronous import asynchronous
 from shoal_controller.api.app import ApiSettings
+from shoal_controller.core.machine.events import ConfirmLost, DrainWorker, Pause, Resume, Save
 from shoal_controller.tokens import token_of_job
+from small_machine import SmallMachine
 
 
 @pytest.mark.parametrize(
@@ -80,6 +82,39 @@ async def test_every_route_that_changes_something_needs_more_than_view(tmp_path)
         for method, path, *_ in lines:
             answer = await api.client.request(method, path, headers={"authorization": f"Bearer {made['token']}"})
             assert answer.status_code == 403, (method, path)
+
+
+@asynchronous
+async def test_the_history_says_who_did_what_when_with_which_token(tmp_path):
+    kinds = (Pause, Resume, DrainWorker, ConfirmLost, Save)
+    machine = SmallMachine(dict.fromkeys(kinds, lambda job, event: ()))
+    async with serving(tmp_path, machine=machine, token="secret") as api:
+        root = {"authorization": "Bearer secret"}
+        made = await api.ask("POST", "/v1/tokens", 201, json={"name": "ci", "role": "operate"}, headers=root)
+        api.client.headers["authorization"] = f"Bearer {made['token']}"
+        await api.ask("POST", "/v1/jobs", 202, json=TRAIN)
+        for path, body in (("scale", {"workers": 4}), ("pause", None), ("resume", None), ("checkpoints", None),
+                           ("workers/w1/drain", {"grace_seconds": 7}), ("workers/w2/lost", None)):  # fmt: skip
+            await api.ask("POST", f"/v1/jobs/train/{path}", 202, json=body)
+        await api.ask("DELETE", "/v1/jobs/train", 202, headers=root)
+        assert (await api.client.post("/v1/jobs/train/scale", json={"workers": 0})).status_code == 400
+        events = (await api.ask("GET", "/v1/jobs/train/events"))["events"]
+        audit = [event for event in events if event["kind"] == "audit"]
+        assert [event["message"] for event in audit] == [
+            "token ci from 127.0.0.1: create the job",
+            "token ci from 127.0.0.1: scale to 4 workers",
+            "token ci from 127.0.0.1: pause the job",
+            "token ci from 127.0.0.1: resume the job",
+            "token ci from 127.0.0.1: save a checkpoint",
+            "token ci from 127.0.0.1: drain w1 within 7 s",
+            "token ci from 127.0.0.1: w2 is dead",
+            "token root from 127.0.0.1: stop the job",
+        ]
+        assert audit[5]["worker"] == "w1" and audit[5]["data"] == {
+            "action": "drain", "token": "ci", "role": "operate", "address": "127.0.0.1", "worker": "w1",
+            "grace_seconds": 7.0,
+        }  # fmt: skip
+        assert made["token"].rpartition(":")[2] not in str(events)
 
 
 @asynchronous

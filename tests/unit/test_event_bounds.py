@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 import pytest
 from asynchronous import asynchronous
 from shoal_controller import event_bounds
+from shoal_controller.callers import Caller, Role
 from shoal_controller.core.machine.effects import Note
 from shoal_controller.core.machine.events import Save
 from shoal_controller.core.machine.spec import JobSpec
@@ -108,3 +109,43 @@ async def test_a_job_that_is_not_served_loses_no_event(tmp_path, monkeypatch):
         while await numbers(world, "other"):
             await world.shell.check()
         assert len(await numbers(world, "train")) == 30
+
+
+CI = Caller("ci", Role.OPERATE, "10.0.0.7")
+
+
+@asynchronous
+async def test_who_did_what_outlives_what_happened_and_has_a_bound_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(event_bounds, "EVENTS_KEPT", 100)
+    async with noting(tmp_path, chatty=(150, 1)) as world:
+        for _ in range(3):
+            await world.shell.submit("chatty", Save(), CI)
+        await bound_events(list(repositories(world).values()))
+        audit = [event for event in await world.shell.events("chatty") if event.kind == "audit"]
+        assert [event.revision for event in audit] == [151, 302, 453]
+        assert [number for number in await numbers(world, "chatty") if number < 453] == [151, 302]
+        chatty = repositories(world)["chatty"]
+        kept = (await world.store.list("/audit/chatty/")).entries
+        assert chatty.audit_bytes == sum(len(entry.value) for entry in kept)
+        monkeypatch.setattr(event_bounds, "AUDIT_BYTES_KEPT", chatty.audit_bytes - 1)
+        monkeypatch.setattr(event_bounds, "DROPPED_AT_ONCE", 1)
+        await bound_events([chatty])
+        assert [event.revision for event in await world.shell.events("chatty") if event.kind == "audit"] == [302, 453]
+    async with noting(tmp_path) as world:
+        assert repositories(world)["chatty"].audit_bytes == chatty.audit_bytes, "another controller knows it too"
+
+
+@asynchronous
+async def test_whoever_follows_gets_the_audit_in_its_place_and_nothing_twice(tmp_path):
+    async with noting(tmp_path, train=(2, 1)) as world:
+        await world.shell.submit("train", Save(), CI)
+        await world.shell.submit("train", Save())
+        followed = world.shell.follow("train", 0, 10.0)
+        seen = [await anext(followed) for _ in range(7)]
+        await followed.aclose()
+        assert [event.revision for event in seen] == [1, 2, 3, 4, 5, 6, 7]
+        assert [event.kind for event in seen] == ["n", "n", "audit", "n", "n", "n", "n"]
+        assert [event.revision for event in await world.shell.events("train", 2, 3)] == [3, 4, 5]
+        await world.shell.delete("train")
+        await world.shell.delete("train")
+        assert (await world.store.list("/audit/")).entries == ()

@@ -25,6 +25,7 @@ from shoal_controller.api.answers import (
 )
 from shoal_controller.api.models import DrainBody, JobBody, ScaleBody
 from shoal_controller.api.stream import EventStream, event_stream, wants_stream
+from shoal_controller.api.token_routes import ACaller
 from shoal_controller.core.machine.events import ConfirmLost, DrainWorker, Pause, Resume, Save, Scale
 from shoal_controller.shell import Shell
 
@@ -50,7 +51,7 @@ async def list_jobs(shell: AShell) -> JobsAnswer:
 
 
 @router.post("/jobs", status_code=202)
-async def create_job(body: JobBody, shell: AShell, request: Request, response: Response) -> JobAnswer:
+async def create_job(body: JobBody, shell: AShell, caller: ACaller, request: Request, response: Response) -> JobAnswer:
     """Create a job. A finished job with the same name is replaced."""
     settings = request.app.state.settings
     if body.launcher not in settings.launchers:
@@ -58,7 +59,7 @@ async def create_job(body: JobBody, shell: AShell, request: Request, response: R
             f"`launcher` is {body.launcher}; this controller allows {', '.join(sorted(settings.launchers))} "
             "(its SHOAL_LAUNCHERS)"
         )
-    view = await shell.create(body.spec(settings.default_workers))
+    view = await shell.create(body.spec(settings.default_workers), caller)
     response.headers["Location"] = f"/v1/jobs/{view.job}"
     return JobAnswer.of(view)
 
@@ -70,29 +71,29 @@ async def get_job(job: str, shell: AShell) -> JobAnswer:
 
 
 @router.delete("/jobs/{job}", status_code=202)
-async def delete_job(job: str, shell: AShell) -> JobAnswer:
+async def delete_job(job: str, shell: AShell, caller: ACaller) -> JobAnswer:
     """Stop a job; its events stay. Forget a finished job, with its events and logs; its checkpoints stay."""
-    return JobAnswer.of(await shell.delete(job))
+    return JobAnswer.of(await shell.delete(job, caller))
 
 
 @router.post("/jobs/{job}/scale", status_code=202)
-async def scale_job(job: str, body: ScaleBody, shell: AShell) -> JobAnswer:
+async def scale_job(job: str, body: ScaleBody, shell: AShell, caller: ACaller) -> JobAnswer:
     """Set the number of workers."""
-    await shell.submit(job, Scale(body.workers))
+    await shell.submit(job, Scale(body.workers), caller)
     return JobAnswer.of(shell.view(job))
 
 
 @router.post("/jobs/{job}/pause", status_code=202)
-async def pause_job(job: str, shell: AShell) -> JobAnswer:
+async def pause_job(job: str, shell: AShell, caller: ACaller) -> JobAnswer:
     """Pause training; workers stay connected."""
-    await shell.submit(job, Pause())
+    await shell.submit(job, Pause(), caller)
     return JobAnswer.of(shell.view(job))
 
 
 @router.post("/jobs/{job}/resume", status_code=202)
-async def resume_job(job: str, shell: AShell) -> JobAnswer:
+async def resume_job(job: str, shell: AShell, caller: ACaller) -> JobAnswer:
     """Resume a paused job."""
-    await shell.submit(job, Resume())
+    await shell.submit(job, Resume(), caller)
     return JobAnswer.of(shell.view(job))
 
 
@@ -103,16 +104,18 @@ async def list_workers(job: str, shell: AShell) -> WorkersAnswer:
 
 
 @router.post("/jobs/{job}/workers/{worker}/drain", status_code=202)
-async def drain_worker(job: str, worker: str, shell: AShell, body: DrainBody | None = None) -> JobAnswer:
+async def drain_worker(
+    job: str, worker: str, shell: AShell, caller: ACaller, body: DrainBody | None = None
+) -> JobAnswer:
     """Drain a worker: copy its blocks elsewhere, then let it go."""
-    await shell.submit(job, DrainWorker(worker, (body or DrainBody()).grace_seconds))
+    await shell.submit(job, DrainWorker(worker, (body or DrainBody()).grace_seconds), caller)
     return JobAnswer.of(shell.view(job))
 
 
 @router.post("/jobs/{job}/workers/{worker}/lost", status_code=202)
-async def lose_worker(job: str, worker: str, shell: AShell) -> JobAnswer:
+async def lose_worker(job: str, worker: str, shell: AShell, caller: ACaller) -> JobAnswer:
     """Confirm that a silent worker is dead, so that nobody waits for it."""
-    await shell.submit(job, ConfirmLost(worker))
+    await shell.submit(job, ConfirmLost(worker), caller)
     return JobAnswer.of(shell.view(job))
 
 
@@ -144,9 +147,9 @@ async def list_checkpoints(job: str, shell: AShell) -> CheckpointsAnswer:
 
 
 @router.post("/jobs/{job}/checkpoints", status_code=202)
-async def save_checkpoint(job: str, shell: AShell) -> JobAnswer:
+async def save_checkpoint(job: str, shell: AShell, caller: ACaller) -> JobAnswer:
     """Save a checkpoint after the next step; it is listed once it is complete."""
-    await shell.submit(job, Save())
+    await shell.submit(job, Save(), caller)
     return JobAnswer.of(shell.view(job))
 
 

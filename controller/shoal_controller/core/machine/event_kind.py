@@ -47,6 +47,10 @@ class EventKind(StrEnum):
     STALLED = "stalled", "Training cannot continue: blocks have no living copy, or two workers cannot reach each other."
     ANEW = "anew", "Every copy of a block is lost; the job starts again from a checkpoint or from step 0."
 
+    AUDIT = (
+        "audit",
+        "An operator's request was carried out; the data has the action and the token's name.",
+    )
     SCALED = "scaled", "The wanted number of workers changed."
     DRAINING = "draining", "A worker is being drained, or let go because the job is scaled down."
     LEFT = "left", "A drained worker was let go."

@@ -1,0 +1,59 @@
+"""Who asked for what: the entry in a job's history that every request of an operator leaves when it is carried out.
+
+Called by `runner.py`. Entries have a bound of their own (`event_bounds.py`), so that they outlive what else happens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from shoal_protos.plural import plural
+
+from shoal_controller.callers import Caller
+from shoal_controller.core.machine.event_kind import EventKind
+from shoal_controller.core.machine.events import (
+    Cancel,
+    ConfirmLost,
+    DrainWorker,
+    OperatorRequest,
+    Pause,
+    Resume,
+    Save,
+    Scale,
+)
+from shoal_controller.records import JobEvent
+
+
+@dataclass(frozen=True, slots=True)
+class Create:
+    """`POST /v1/jobs`: the request that no machine hears, because it begins one."""
+
+
+def audit_entry(request: OperatorRequest | Create, by: Caller, time: float, generation: int) -> JobEvent:
+    """What the history says of it."""
+    action, sentence = _described(request)
+    who = f"token {by.token}" if by.token else "a caller without a token"
+    place = f" from {by.address}" if by.address else ""
+    data = {"action": action, "token": by.token, "role": str(by.role), "address": by.address, **asdict(request)}
+    worker = str(data.get("worker", ""))
+    return JobEvent(time, str(EventKind.AUDIT), generation, worker, f"{who}{place}: {sentence}", data)
+
+
+def _described(request: OperatorRequest | Create) -> tuple[str, str]:
+    match request:
+        case Create():
+            return "create", "create the job"
+        case Scale(workers):
+            return "scale", f"scale to {plural(workers, 'worker')}"
+        case DrainWorker(worker, grace_seconds):
+            return "drain", f"drain {worker} within {grace_seconds:g} s"
+        case ConfirmLost(worker):
+            return "lost", f"{worker} is dead"
+        case Pause():
+            return "pause", "pause the job"
+        case Resume():
+            return "resume", "resume the job"
+        case Cancel():
+            return "delete", "stop the job"
+        case Save():
+            return "checkpoint", "save a checkpoint"
