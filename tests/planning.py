@@ -153,7 +153,7 @@ class World:
         return min(self.terms.mirrors, self.plan.world_size - 1)
 
     def check_at_rest(self) -> None:
-        """Every wish that a plan without fills must have met."""
+        """All that a plan without fills must have reached."""
         plan = self.plan
         owned = [len(share.owned) for share in plan.shares]
         assert max(owned) - min(owned) <= 1, f"owners are even to one block: {owned}"

@@ -67,3 +67,21 @@ def test_every_make_target_that_a_page_names_exists() -> None:
     named = {name for page in PAGES for name in re.findall(r"\bmake ([a-z]+)", code_of(page))}
     assert named - targets == set()
     assert {"demo", "test"} <= named
+
+
+def test_every_heading_that_the_code_cites_exists() -> None:
+    files = [file for folder in ("controller", "worker", "protos", "tests") for file in (ROOT / folder).rglob("*.py")]
+    cited = {
+        (page, heading)
+        for file in files
+        for page, heading in re.findall(r'(docs/[\w/-]+\.md),? \(?"([^"\n]+)"', file.read_text())
+    }
+    assert len(cited) > 4
+    lost = [(page, heading) for page, heading in cited if f"# {heading}\n" not in (ROOT / page).read_text()]
+    assert lost == []
+
+
+def test_every_command_of_a_scenario_is_on_its_page() -> None:
+    commands = re.findall(r"def do_(\w+)", (ROOT / "tests/simulation/script.py").read_text())
+    shown = " ".join(re.findall(r"`([^`\n]+)`", (ROOT / "docs/simulation.md").read_text()))
+    assert [command for command in commands if not re.search(rf"\b{command}\b", shown)] == []

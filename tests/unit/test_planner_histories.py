@@ -1,7 +1,7 @@
 """The planner through random lives of a job: joins, kills, drains, fills that are cut short, in any order.
 
 `World` checks every plan (its invariants, valid bits, who trains, who leaves). Here: after any life the world comes to
-rest within a few plans, with every wish met, and no plan on the way moves a block too many.
+rest within a few plans, with all that is wanted reached, and no plan on the way moves a block too many.
 """
 
 from __future__ import annotations
