@@ -75,6 +75,8 @@ class JobWorkers:
     """Somebody has been told to stop, and the world that comes of it has not begun."""
     holding: bool = False
     """First steps wait for `commit`, so that a stage's CPU can be told from the next one's."""
+    failure: BaseException | None = None
+    """What has ended the session of one of the workers."""
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
     def on_begun(self, plan: Plan, worker: str) -> None:
@@ -105,6 +107,8 @@ class JobWorkers:
         """When the first generation after that time came, one of `opened_at` or `committed_at`."""
         async with asyncio.timeout(seconds):
             while not (found := [at for at in times.values() if at >= since]):
+                if self.failure is not None:
+                    raise self.failure
                 self.news.clear()
                 await self.news.wait()
         return min(found)
@@ -148,7 +152,17 @@ class SimulatedWorker:
         self._welcomed = asyncio.get_running_loop().create_future()
         began = time.monotonic()
         self._tasks = [asyncio.create_task(self._converse(), name=f"session of {self.name}")]
+        self._tasks[0].add_done_callback(self._on_end)
         return await self._welcomed - began
+
+    def _on_end(self, session: asyncio.Task[None]) -> None:
+        """One that fails is a defect, of the benchmark or of the controller: nobody waits for it any longer."""
+        if session.cancelled() or (error := session.exception()) is None:
+            return
+        self.job.failure = error
+        self.job.news.set()
+        if self._welcomed is not None and not self._welcomed.done():
+            self._welcomed.set_exception(error)
 
     async def kill(self) -> None:
         """As SIGKILL does: stream and port are gone at once."""
@@ -178,15 +192,12 @@ class SimulatedWorker:
         assert self.dialogue is not None
         async with grpc.aio.insecure_channel(self.address, options=OPTIONS) as channel:
             call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(METHOD)()
-            await call.write(encode_worker(self.dialogue.hello()))
-            writing = asyncio.create_task(self._write(call), name=f"{self.name} writes")
-            try:
+            await call.write(encode_worker(self.dialogue.say_hello()))
+            async with asyncio.TaskGroup() as tasks:
+                writing = tasks.create_task(self._write(call), name=f"{self.name} writes")
                 while isinstance(data := await call.read(), bytes):
                     self._hear(_read(data))
-            finally:
                 writing.cancel()
-                await asyncio.gather(writing, return_exceptions=True)
-                call.cancel()
 
     async def _write(self, call: grpc.aio.StreamStreamCall[bytes, bytes]) -> None:
         """What is due at once, and a heartbeat when it is time."""
@@ -201,7 +212,7 @@ class SimulatedWorker:
                 beat += self.dialogue.heartbeat_seconds
                 self._pass_a_step()
                 self.dialogue.beat()
-            for message in self.dialogue.outgoing():
+            for message in self.dialogue.take_outgoing():
                 await call.write(encode_worker(message))
 
     def _hear(self, message: ToWorker) -> None:
