@@ -1,4 +1,4 @@
-"""Makes the protobuf code of `shoal_protos` from its `.proto` files: `python protos/generate.py [--check]`.
+"""Makes the protobuf code from the `.proto` files, ours and etcd's: `python protos/generate.py [--check]`.
 
 With `--check` nothing is written; the exit status is 1 where the files in the repository are not what would be made.
 Needs the development dependencies grpcio-tools 1.76 (code of a later one refuses protobuf 6) and mypy-protobuf.
@@ -11,16 +11,20 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).parent
+ROOT = Path(__file__).resolve().parents[1]
+ROOMS = {"protos": "shoal_protos", "controller": "shoal_controller/etcd"}
+"""Where `.proto` files lie: the folder that is on Python's path, and the package below it."""
 SUFFIXES = ("_pb2.py", "_pb2.pyi")
 
 
 def generate(into: Path) -> None:
     """Write the generated files of every `.proto` below `into`, at the same relative paths."""
     plugin = Path(sys.executable).parent / "protoc-gen-mypy"
-    protos = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("*/*.proto"))]
-    options = [f"-I{ROOT}", f"--plugin={plugin}", f"--python_out={into}", f"--mypy_out=quiet:{into}"]
-    subprocess.run([sys.executable, "-m", "grpc_tools.protoc", *options, *protos], check=True)
+    for root, room in ROOMS.items():
+        protos = [str(path.relative_to(ROOT / root)) for path in sorted((ROOT / root / room).glob("*.proto"))]
+        (out := into / root).mkdir(exist_ok=True)
+        options = [f"-I{ROOT / root}", f"--plugin={plugin}", f"--python_out={out}", f"--mypy_out=quiet:{out}"]
+        subprocess.run([sys.executable, "-m", "grpc_tools.protoc", *options, *protos], check=True)
 
 
 def stale() -> list[str]:
@@ -32,14 +36,15 @@ def stale() -> list[str]:
 
 
 def _generated(root: Path) -> dict[str, str]:
-    paths = (path for path in root.glob("*/*_pb2*") if path.name.endswith(SUFFIXES))
+    folders = (root / folder / room for folder, room in ROOMS.items())
+    paths = (path for folder in folders for path in folder.glob("*_pb2*") if path.name.endswith(SUFFIXES))
     return {str(path.relative_to(root)): path.read_text() for path in paths}
 
 
 def main(arguments: list[str]) -> int:
     if arguments == ["--check"]:
         for name in (names := stale()):
-            print(f"protos/{name} is not what its .proto says; run: python protos/generate.py", file=sys.stderr)  # noqa: T201
+            print(f"{name} is not what its .proto says; run: python protos/generate.py", file=sys.stderr)  # noqa: T201
         return 1 if names else 0
     if arguments:
         print("usage: python protos/generate.py [--check]", file=sys.stderr)  # noqa: T201

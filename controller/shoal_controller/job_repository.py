@@ -46,9 +46,6 @@ EVENT_BYTES = 256 << 10
 
 DELETED_PER_TRANSACTION = 100
 
-LISTED_RECORDS = 64
-"""Read at a time: most are small, a few have half a megabyte."""
-
 BEGIN_SECONDS = 8.0
 """How long the store may take for a new job, for somebody waits for the answer."""
 
@@ -353,11 +350,7 @@ async def _stored(store: Store, entry: Entry, writer: str) -> Stored | None:
 
 async def _stored_records(store: Store, head: Head) -> tuple[RecordSet, Durable]:
     """Raises `Unreadable`."""
-    prefix, last = record_prefix(head.job), ""
-    values: dict[str, bytes] = {}
-    while entries := (await store.list(prefix, after=last, limit=LISTED_RECORDS)).entries:
-        values |= {entry.key: entry.value for entry in entries}
-        last = entries[-1].key
+    values = {entry.key: entry.value for entry in (await store.list(record_prefix(head.job))).entries}
     records, packed_texts = records_of(head.job, values, head.number, head.since)
     if len(packed_texts) != head.records:
         raise Unreadable(f"its state in the store is damaged ({len(packed_texts)} of {head.records} records are there)")

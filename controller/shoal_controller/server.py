@@ -50,7 +50,7 @@ async def serve(settings: Settings) -> AsyncIterator[Server]:
     logs.configure(settings.log_level)
     async with AsyncExitStack() as ends:
         metrics = Metrics()
-        store = await open_store(settings.store, metrics.timed)
+        store = await open_store(settings.store, metrics.timed, settings.etcd)
         ends.push_async_callback(store.close)
         shell = Shell(store, forget_after_seconds=settings.forget_after_seconds)
         http_host, http_port = split_address(settings.http)

@@ -16,6 +16,8 @@ from shoal_protos.addresses import is_here, split_address
 from shoal_protos.errors import UserError
 from shoal_protos.validation import first_sentence
 
+from shoal_controller.store.etcd_url import EtcdAccess
+
 DEFAULT_WORKERS = 2
 """Wanted by a job that does not say, on a machine without CUDA devices."""
 
@@ -32,7 +34,15 @@ class Settings(BaseSettings):
     grpc: str = "127.0.0.1:7071"
     """Address that workers connect to, `HOST:PORT`; port 0 picks a free port, the last one where it is free."""
     store: str = "embedded:.shoal"
-    """Store for the controller's state: `embedded:DIR`."""
+    """Store for the controller's state: `embedded:DIR` or `etcd://[USER@]HOST:PORT,HOST:PORT/PREFIX`."""
+    etcd_password: SecretStr | None = None
+    """Password of the user that an etcd URL names."""
+    etcd_ca: Path | None = None
+    """PEM file with the authorities that sign the certificates of etcd's servers. Default: no TLS to etcd."""
+    etcd_certificate: Path | None = None
+    """PEM file with the controller's certificate for etcd, where its servers ask for one."""
+    etcd_key: Path | None = None
+    """PEM file with that certificate's private key."""
     data: Path = Path(".shoal")
     """Folder for workers' logs and process records, and for the token that `run` and `demo` create."""
     token: SecretStr | None = None
@@ -101,6 +111,11 @@ class Settings(BaseSettings):
     @property
     def allowed_launchers(self) -> frozenset[str]:
         return frozenset(name.strip() for name in self.launchers.split(","))
+
+    @property
+    def etcd(self) -> EtcdAccess:
+        """As whom an etcd is asked."""
+        return EtcdAccess(self.etcd_ca, self.etcd_certificate, self.etcd_key, self.etcd_password)
 
     @property
     def folder(self) -> Path:

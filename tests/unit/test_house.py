@@ -57,19 +57,21 @@ PURE_VOCABULARY = {
 
 SHARED_CLASS_NAMES = {
     "Change": "of a key in the store; of the world, as a worker reports it",
+    "Compacted": "of the store; of etcd's client, which knows nothing of it",
     "Dialogue": "the two ends of a session",
     "Entry": "of the store; of a layout in a manifest",
     "Process": "as its launcher sees it; as its job does",
     "Request": "of a script to a vote; of a worker to its controller",
     "Resize": "in a job's history; a worker's part in it",
     "SessionSettings": "the two ends of a session",
+    "UnknownOutcome": "of the store; of etcd's client, which knows nothing of it",
 }
 """Names that two public classes of the product have, each in a world of its own."""
 
 SHARED_MODULE_NAMES = {
     "corruption": "the vocabulary; the phase that decides by it",
     "dialogue": "the two ends of a session",
-    "errors": "of all; of checkpoints",
+    "errors": "of all; of checkpoints; of etcd",
     "logs": "the two processes write different ones",
     "settings": "of the controller, of its sessions, of a worker's",
 }

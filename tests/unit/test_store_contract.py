@@ -1,20 +1,24 @@
 """The contract of `Store`: every implementation passes all of this, unchanged.
 
-A new implementation is one more entry of `STORES`. What only the embedded one promises (locks, files, kill -9) is in
-`test_store_embedded.py`.
+A new implementation is one more entry of `PLACES`. What only one of them promises is in `test_store_embedded.py` and
+`tests/integration/test_store_etcd.py`.
 """
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from asynchronous import asynchronous
+from etcd_cluster import Cluster, etcd_cluster
+from shoal_controller.store.database import HISTORY_REVISIONS
 from shoal_controller.store.open import open_store
 from shoal_controller.store.store import (
     MAX_OPERATIONS,
+    MAX_TRANSACTION_BYTES,
     MAX_VALUE_BYTES,
     Change,
     Changes,
@@ -28,29 +32,71 @@ from shoal_controller.store.store import (
 from shoal_protos.errors import StoreError
 
 
-@asynccontextmanager
-async def embedded(directory: Path) -> AsyncIterator[Store]:
-    store = await open_store(f"embedded:{directory}")
-    try:
-        yield store
-    finally:
-        await store.close()
+@dataclass
+class Place:
+    """Where an empty store is, and what its operator can do to it."""
+
+    url: str
+    forget: Callable[[Store], Awaitable[None]]
+    """Have it forget the changes of all revisions that were there."""
+
+    async def open(self) -> Store:
+        return await open_store(self.url)
 
 
-STORES: dict[str, Callable[[Path], AbstractAsyncContextManager[Store]]] = {"embedded": embedded}
+def embedded(folder: Path, _: Cluster) -> Place:
+    async def forget(store: Store) -> None:
+        for number in range(2 * HISTORY_REVISIONS + 1):
+            await store.transact([], [Put("/filling", b"%d" % number)])
+
+    return Place(f"embedded:{folder}", forget)
+
+
+def etcd(_: Path, cluster: Cluster) -> Place:
+    """All tests share one etcd, each has a prefix of its own."""
+
+    async def forget(store: Store) -> None:
+        await store.transact([], [Put("/filling", b"")])
+        await asyncio.to_thread(cluster.compact)
+
+    return Place(f"etcd://{','.join(cluster.addresses)}/test/{secrets.token_hex(8)}", forget)
+
+
+PLACES = {"embedded": embedded, "etcd": etcd}
+
+
+@pytest.fixture(scope="session")
+def one_etcd(tmp_path_factory):
+    with etcd_cluster(tmp_path_factory.mktemp("etcd")) as cluster:
+        yield cluster
 
 
 def contract(test):
-    """Run the test once with every kind of store; its first parameter is an open, empty one."""
+    """Run the test once with every kind of store; its first parameter is an open, empty one, its second, if it is
+    called so, the store's `place`.
+    """
+    wants_place = "place" in inspect.signature(test).parameters
 
-    async def with_store(kind, tmp_path, **given):
-        async with STORES[kind](tmp_path / "store") as store:
-            await test(store, **given)
+    async def with_store(kind, tmp_path, one_etcd, **given):
+        place = PLACES[kind](tmp_path / "store", one_etcd)
+        store = await place.open()
+        try:
+            await test(store, **({"place": place} if wants_place else {}), **given)
+        finally:
+            await store.close()
 
-    with_store.__name__, parameters = test.__name__, list(inspect.signature(test).parameters.values())[1:]
-    own = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("kind", "tmp_path")]
+    with_store.__name__ = test.__name__
+    parameters = [one for one in list(inspect.signature(test).parameters.values())[1:] if one.name != "place"]
+    own = [
+        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("kind", "tmp_path", "one_etcd")
+    ]
     with_store.__signature__ = inspect.Signature(own + parameters)
-    return pytest.mark.parametrize("kind", sorted(STORES))(asynchronous(with_store))
+    return pytest.mark.parametrize("kind", sorted(PLACES))(asynchronous(with_store))
+
+
+async def now(store: Store) -> int:
+    """The store's revision. A shared one has had others before, and may have forgotten them."""
+    return (await store.list("/")).revision
 
 
 @contract
@@ -102,6 +148,34 @@ async def test_a_list_can_be_read_in_pages(store):
 
 
 @contract
+async def test_a_list_of_many_pages_is_of_one_revision(store):
+    keys = [f"/n/{number:04}" for number in range(700)]
+    for first in range(0, len(keys), 100):
+        await store.transact([], [Put(key, b"old") for key in keys[first : first + 100]])
+    listing = asyncio.ensure_future(store.list("/n/"))
+    changing = [
+        asyncio.ensure_future(store.transact([], [Put(key, b"new") for key in keys[first : first + 100]]))
+        for first in range(0, len(keys), 100)
+    ]
+    found = await listing
+    outcomes = await asyncio.gather(*changing)
+    assert [entry.key for entry in found.entries] == keys
+    for first, outcome in zip(range(0, len(keys), 100), outcomes, strict=True):
+        value = b"new" if outcome.revision <= found.revision else b"old"
+        assert {entry.value for entry in found.entries[first : first + 100]} == {value}
+
+
+@contract
+async def test_the_first_keys_beyond_a_key_are_listed_however_many_there_are(store):
+    for first in range(0, 400, 100):
+        await store.transact([], [Put(f"/n/{number:04}", b"") for number in range(first, first + 100)])
+    found = (await store.list("/n/", after="/n/0099", limit=200)).entries
+    assert [entry.key for entry in found] == [f"/n/{number:04}" for number in range(100, 300)]
+    assert len((await store.list("/n/", after="/a")).entries) == 400
+    assert (await store.list("/n/", after="/z")).entries == ()
+
+
+@contract
 async def test_a_lists_revision_is_the_one_to_watch_from(store):
     await store.transact([], [Put("/a", b"1")])
     listing = await store.list("/")
@@ -146,13 +220,6 @@ async def test_of_many_that_create_one_key_at_once_exactly_one_succeeds(store):
 
 
 @contract
-async def test_a_transaction_may_only_compare(store):
-    await store.transact([], [Put("/a", b"1")])
-    assert not (await store.transact([Compare("/a", 0)], [])).succeeded
-    assert (await store.transact([Compare("/b", 0)], [])).succeeded
-
-
-@contract
 async def test_deleting_what_is_not_there_changes_nothing(store):
     before = (await store.transact([], [Put("/a", b"")])).revision
     outcome = await store.transact([], [Delete("/b")])
@@ -165,6 +232,11 @@ async def test_deleting_what_is_not_there_changes_nothing(store):
         ([Put("/a", b""), Delete("/a")], "writes the key /a twice"),
         ([Put("/a", bytes(MAX_VALUE_BYTES + 1))], f"at most {MAX_VALUE_BYTES} are allowed"),
         ([Put(f"/{number}", b"") for number in range(MAX_OPERATIONS + 1)], f"at most {MAX_OPERATIONS} of each"),
+        (
+            [Put(f"/{n}", bytes(MAX_TRANSACTION_BYTES // 2 + 1)) for n in range(2)],
+            f"at most {MAX_TRANSACTION_BYTES} are",
+        ),
+        ([], "a transaction without operations changes nothing"),
         ([Put("a", b"")], "keys begin with /"),
         ([Put("/ä", b"")], "printable ASCII"),
     ],
@@ -182,13 +254,22 @@ async def test_the_largest_value_fits(store):
     assert len((await store.get("/a")).value) == MAX_VALUE_BYTES
 
 
+@contract
+async def test_the_largest_transaction_fits(store):
+    keys = [f"/{number:0>511}" for number in range(MAX_OPERATIONS)]
+    value = bytes(MAX_TRANSACTION_BYTES // MAX_OPERATIONS)
+    assert (await store.transact([Compare(key) for key in keys], [Put(key, value) for key in keys])).succeeded
+    assert [entry.key for entry in (await store.list("/")).entries] == keys
+
+
 # ---- watch
 
 
 @contract
 async def test_a_watch_gives_what_was_and_then_what_comes_each_revision_once(store):
-    first = await store.transact([], [Put("/w/a", b"1"), Put("/w/b", b"1"), Put("/x", b"")])
-    async with store.watch("/w/", 0) as changes:
+    before = await now(store)
+    first = await store.transact([], [Put("/w/b", b"1"), Put("/w/a", b"1"), Put("/x", b"")])
+    async with store.watch("/w/", before) as changes:
         assert await anext(changes) == Changes(first.revision, (Change("/w/a", b"1"), Change("/w/b", b"1")))
         coming = asyncio.ensure_future(anext(changes))
         await store.transact([], [Put("/x", b"other prefix")])
@@ -206,47 +287,56 @@ async def test_a_watch_from_a_revision_misses_nothing_and_repeats_nothing(store)
 
 @contract
 async def test_watches_do_not_take_from_each_other(store):
-    async with store.watch("/", 0) as one, store.watch("/", 0) as two:
+    before = await now(store)
+    async with store.watch("/", before) as one, store.watch("/", before) as two:
         await store.transact([], [Put("/a", b"1")])
         assert await anext(one) == await anext(two)
 
 
 @contract
-async def test_a_watch_from_a_compacted_revision_says_to_list_again(store):
-    for number in range(5):
-        revision = (await store.transact([], [Put("/a", f"{number}".encode())])).revision
-    await store.compact(revision - 1)
-    async with store.watch("/", 0) as changes:
-        with pytest.raises(Compacted, match="List the keys again"):
+async def test_a_watch_sees_what_is_written_once_its_context_is_entered(store):
+    async with store.watch("/w/", await now(store)) as changes:
+        written = await store.transact([], [Put("/w/a", b"1")])
+        assert (await anext(changes)).revision == written.revision
+
+
+@contract
+async def test_a_revision_of_a_mebibyte_is_handed_over_whole(store):
+    puts = [Put(f"/w/{number:03}", bytes(MAX_TRANSACTION_BYTES // MAX_OPERATIONS)) for number in range(MAX_OPERATIONS)]
+    async with store.watch("/w/", await now(store)) as changes:
+        written = [(await store.transact([], puts)).revision for _ in range(3)]
+        for revision in written:
+            found = await anext(changes)
+            assert (found.revision, len(found.changes)) == (revision, MAX_OPERATIONS)
+
+
+@contract
+async def test_a_watch_from_a_revision_that_is_forgotten_says_to_list_again(store, place):
+    before = await now(store)
+    await store.transact([], [Put("/a", b"1")])
+    await place.forget(store)
+    async with store.watch("/", before) as changes:
+        with pytest.raises(Compacted, match=f"after revision {before} .*List the keys again"):
             await anext(changes)
-    async with store.watch("/", revision - 1) as changes:
-        assert (await anext(changes)).revision == revision
+    listing = await store.list("/")
+    assert (await store.get("/a")).value == b"1", "the keys as they stand are kept"
+    async with store.watch("/", listing.revision) as changes:
+        last = await store.transact([], [Put("/a", b"2")])
+        assert (await anext(changes)).revision == last.revision
 
 
 @contract
-async def test_compaction_keeps_the_keys_as_they_stand(store):
-    revision = (await store.transact([], [Put("/a", b"1")])).revision
-    await store.compact(revision)
-    assert (await store.get("/a")).value == b"1"
-
-
-@contract
-async def test_an_idle_watch_outlives_a_compaction(store):
-    revision = (await store.transact([], [Put("/other", b"1")])).revision
-    async with store.watch("/mine/", revision) as changes:
+async def test_an_idle_watch_outlives_what_is_forgotten(store, place):
+    async with store.watch("/mine/", await now(store)) as changes:
         coming = asyncio.ensure_future(anext(changes))
-        for number in range(5):
-            revision = (await store.transact([], [Put("/other", f"{number}".encode())])).revision
-            await asyncio.sleep(0)
-        await store.get("/other")  # the watch, which reads in the same order, has caught up
-        await store.compact(revision)
+        await place.forget(store)
         await store.transact([], [Put("/mine/a", b"")])
         assert (await coming).changes == (Change("/mine/a", b""),)
 
 
 @contract
 async def test_a_watch_ends_with_an_error_when_its_store_closes(store):
-    async with store.watch("/", 0) as changes:
+    async with store.watch("/", await now(store)) as changes:
         coming = asyncio.ensure_future(anext(changes))
         await asyncio.sleep(0)
         await store.close()
@@ -258,57 +348,70 @@ async def test_a_watch_ends_with_an_error_when_its_store_closes(store):
 
 
 @contract
-async def test_a_lease_that_gives_no_sign_of_life_takes_its_keys_with_it(store):
-    lease = await store.grant(0.05)
-    granted = await store.transact([], [Put("/mine", b"", lease), Put("/kept", b"")])
-    async with store.watch("/", granted.revision) as changes, asyncio.timeout(5):
+async def test_a_lease_is_granted_for_at_least_what_was_asked_for_and_says_until_when(store):
+    asked = asyncio.get_running_loop().time()
+    async with store.lease(3) as lease:
+        assert lease.seconds >= 3
+        assert asked + lease.seconds <= lease.valid_until <= asyncio.get_running_loop().time() + lease.seconds
+        assert not lease.lost.is_set()
+
+
+@contract
+async def test_a_lease_lives_with_its_context_and_takes_its_keys_with_it(store):
+    async with store.lease(2) as lease:
+        granted = await store.transact([], [Put("/mine", b"", lease.id), Put("/kept", b"")])
+        first = lease.valid_until
+        await asyncio.sleep(1.1 * lease.seconds)
+        assert lease.valid_until > first and not lease.lost.is_set()
+        assert (await store.get("/mine")).lease == lease.id
+    async with store.watch("/", granted.revision) as changes:
         assert (await anext(changes)).changes == (Change("/mine", None),)
     assert [entry.key for entry in (await store.list("/")).entries] == ["/kept"]
-    with pytest.raises(LeaseGone):
-        await store.keep_alive(lease)
 
 
 @contract
-async def test_a_lease_lives_as_long_as_it_gives_signs_of_life(store):
-    lease, other = await store.grant(0.4), await store.grant(0.8)
-    granted = await store.transact([], [Put("/mine", b"", lease), Put("/other", b"", other)])
-
-    async def live():
-        while True:
-            await store.keep_alive(lease)
-            await asyncio.sleep(0.02)
-
-    living = asyncio.ensure_future(live())
+async def test_a_lease_whose_store_is_gone_is_lost_and_its_keys_go_in_its_time(store, place):
+    async with store.lease(2) as lease:
+        await store.transact([], [Put("/mine", b"", lease.id)])
+        await store.close()
+        async with asyncio.timeout(lease.seconds):
+            await lease.lost.wait()
+    again = await place.open()
     try:
-        async with store.watch("/", granted.revision) as changes, asyncio.timeout(5):
-            assert (await anext(changes)).changes == (Change("/other", None),)
-        assert (await store.get("/mine")).lease == lease
+        listing = await again.list("/")
+        assert [entry.key for entry in listing.entries] == ["/mine"]
+        async with again.watch("/", listing.revision) as changes:
+            assert (await anext(changes)).changes == (Change("/mine", None),)
     finally:
-        living.cancel()
-
-
-@contract
-async def test_a_revoked_lease_takes_its_keys_at_once_and_again_is_no_error(store):
-    lease = await store.grant(100)
-    await store.transact([], [Put("/mine", b"", lease)])
-    await store.revoke(lease)
-    assert await store.get("/mine") is None
-    await store.revoke(lease)
+        await again.close()
 
 
 @contract
 async def test_a_key_written_again_without_its_lease_stays(store):
-    lease = await store.grant(100)
-    await store.transact([], [Put("/mine", b"", lease)])
-    await store.transact([], [Put("/mine", b"now for good")])
-    await store.revoke(lease)
+    async with store.lease(100) as lease:
+        await store.transact([], [Put("/mine", b"", lease.id)])
+        await store.transact([], [Put("/mine", b"now for good")])
     assert (await store.get("/mine")).value == b"now for good"
 
 
 @contract
 async def test_nothing_is_written_on_a_lease_that_is_gone(store):
-    lease = await store.grant(100)
-    await store.revoke(lease)
+    async with store.lease(100) as lease:
+        pass
+    assert lease.lost.is_set()
     with pytest.raises(LeaseGone):
-        await store.transact([], [Put("/kept", b""), Put("/mine", b"", lease)])
+        await store.transact([], [Put("/kept", b""), Put("/mine", b"", lease.id)])
     assert (await store.list("/")).entries == ()
+
+
+@contract
+async def test_a_closed_store_refuses_every_request(store):
+    await store.close()
+    await store.close()
+    for request in (store.get("/a"), store.list("/"), store.transact([], [Delete("/a")])):
+        with pytest.raises(StoreError, match="is closed"):
+            await request
+    for context in (store.lease(2), store.watch("/", 0)):
+        with pytest.raises(StoreError, match="is closed"):
+            async with context as changes:
+                await anext(changes)

@@ -7,6 +7,7 @@ import socket
 import sqlite3
 import subprocess
 import sys
+import threading
 
 import pytest
 from asynchronous import asynchronous
@@ -71,12 +72,12 @@ async def test_a_store_that_is_held_is_refused_naming_its_holder(tmp_path):
 @asynchronous
 async def test_a_lease_counts_from_the_opening_again(tmp_path):
     store = await open_store(f"embedded:{tmp_path}")
-    lease = await store.grant(0.3)
-    await store.transact([], [Put("/mine", b"", lease)])
-    await store.close()
+    async with store.lease(0.3) as lease:
+        await store.transact([], [Put("/mine", b"", lease.id)])
+        await store.close()
     await asyncio.sleep(0.35)
     store = await open_store(f"embedded:{tmp_path}")
-    assert (await store.get("/mine")).lease == lease
+    assert (await store.get("/mine")).lease == lease.id
     async with store.watch("/", (await store.list("/")).revision) as changes, asyncio.timeout(5):
         assert (await anext(changes)).changes[0].value is None
     await store.close()
@@ -217,19 +218,33 @@ async def test_a_full_disk_changes_nothing_and_says_so(tmp_path):
 
 
 @asynchronous
-async def test_a_closed_store_refuses_every_request(tmp_path):
+async def test_a_lease_of_a_process_that_was_away_for_too_long_is_lost_though_it_is_there_again(tmp_path):
     store = await open_store(f"embedded:{tmp_path}")
+    async with store.lease(0.3) as lease:
+        await store.transact([], [Put("/mine", b"", lease.id)])
+        threading.Event().wait(0.4)  # nothing of this process runs
+        assert asyncio.get_running_loop().time() > lease.valid_until
+        await lease.lost.wait()
+        async with store.watch("/", 1) as changes:
+            assert (await anext(changes)).changes[0].value is None
     await store.close()
-    await store.close()
-    for request in (store.get("/a"), store.transact([], []), store.grant(1), store.keep_alive(1)):
-        with pytest.raises(StoreError, match="is closed"):
-            await request
 
 
 @pytest.mark.parametrize(
     ("url", "sentence"),
     [
-        ("etcd://127.0.0.1:2379/shoal", "etcd is not supported yet; use embedded:DIR"),
+        ("etcd://h:1,h/s", r"store etcd://h:1,h/s: 'h' is not a valid address \(expected HOST:PORT\)"),
+        ("etcd:///shoal", "'' is not a valid address"),
+        ("etcd://h:0/shoal", "'h:0' is not a valid address"),
+        ("etcd://h:1", "'/' is not a valid prefix of keys; expected a path such as /shoal"),
+        ("etcd://h:1/", "'/' is not a valid prefix"),
+        ("etcd://h:1/a//b", "'/a//b' is not a valid prefix"),
+        ("etcd://h:1/a/", "'/a/' is not a valid prefix"),
+        ("etcd://h:1/ä", "is not a valid prefix"),
+        ("etcd://@h:1/a", "has an empty user"),
+        ("etcd://shoal@h:1/a", "store etcd://h:1/a: SHOAL_ETCD_PASSWORD is not set; a user needs both"),
+        ("etcd://shoal:secret@h:1/a", "^the store's URL has a password in it, where everybody can read it; set SHOAL_"),
+        ("etcd:h:1/a", "store is 'etcd:h:1/a'; expected embedded:DIR or etcd://"),
         ("redis://x", "store is 'redis://x'; expected embedded:DIR or etcd://"),
         ("embedded:", "store is 'embedded:'; expected embedded:DIR"),
         ("", "store is ''; expected"),

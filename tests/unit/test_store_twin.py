@@ -11,7 +11,7 @@ from shoal_controller.store.store import Change, Changes, Compare, Delete, Put
 
 KEYS = st.sampled_from(["/a", "/a/b", "/a/c", "/b"])
 PUTS = st.builds(Put, KEYS, st.binary(max_size=3))
-OPERATIONS = st.lists(PUTS | st.builds(Delete, KEYS), max_size=4, unique_by=lambda operation: operation.key)
+OPERATIONS = st.lists(PUTS | st.builds(Delete, KEYS), min_size=1, max_size=4, unique_by=lambda operation: operation.key)
 COMPARES = st.lists(st.tuples(KEYS, st.sampled_from(["as it is", "absent", "older"])), max_size=2)
 STEPS = st.lists(st.tuples(COMPARES, OPERATIONS) | st.just("restart"), max_size=12)
 

@@ -173,10 +173,6 @@ class Database:
             keys = self._sql.execute("SELECT key FROM keys WHERE lease = ?", (lease,)).fetchall()
             return self._write(self._fact("revision"), [Delete(key) for (key,) in keys])
 
-    def compact(self, revision: Revision) -> None:
-        with self._writing():
-            self._compact(min(revision, self._fact("revision")))
-
     # ---- within a transaction
 
     def _write(self, revision: Revision, operations: Sequence[Operation]) -> Revision:

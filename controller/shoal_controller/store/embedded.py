@@ -14,7 +14,8 @@ import socket
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, ParamSpec, TypeVar
 
@@ -26,12 +27,13 @@ from shoal_controller.store.store import (
     Changes,
     Compare,
     Entry,
-    LeaseGone,
+    Lease,
     LeaseId,
     Listing,
     Operation,
     Outcome,
     Revision,
+    UnknownOutcome,
     check_key,
     check_transaction,
 )
@@ -40,12 +42,25 @@ from shoal_controller.tasks import end_task, guarded
 REQUEST_SECONDS = 10.0
 """How long a request may take before the disk counts as stuck."""
 
+SIGNS_OF_LIFE = 3
+"""In the time of a lease."""
+
 WATCH_REVISIONS = 64
 """How many revisions a watch reads at a time."""
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 log = structlog.get_logger("shoal.store")
+
+
+@dataclass(slots=True)
+class HeldLease:
+    """A lease of this process, which is the only one that has the store."""
+
+    id: LeaseId
+    seconds: float
+    valid_until: float
+    lost: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class EmbeddedStore:
@@ -61,8 +76,8 @@ class EmbeddedStore:
         self._refusal: StoreError | None = None
         self._revision: Revision = 0
         self._news = asyncio.Event()
-        self._lifetimes: dict[LeaseId, float] = {}
         self._expiry: dict[LeaseId, float] = {}
+        self._held: dict[LeaseId, HeldLease] = {}
         self._granted = asyncio.Event()
         self._expirer: asyncio.Task[None] | None = None
 
@@ -76,7 +91,7 @@ class EmbeddedStore:
             store._thread.shutdown(wait=False)
             store._lock.close()
             raise
-        store._expirer = guarded("store-leases", store._expire(), store._expirer_failed)
+        store._expirer = guarded("store-leases", store._expire(), store._leases_failed)
         return store
 
     async def get(self, key: str) -> Entry | None:
@@ -91,24 +106,19 @@ class EmbeddedStore:
         check_transaction(compares, operations)
         return await self._run("transact", self._transact, compares, operations)
 
-    async def grant(self, seconds: float) -> LeaseId:
-        lease = await self._run("grant", self._tables.grant, seconds)
-        self._lifetimes[lease] = seconds
-        self._expiry[lease] = self._loop.time() + seconds
+    @asynccontextmanager
+    async def lease(self, seconds: float) -> AsyncIterator[Lease]:
+        asked = self._loop.time()
+        held = HeldLease(await self._run("grant", self._tables.grant, seconds), seconds, asked + seconds)
+        self._held[held.id], self._expiry[held.id] = held, held.valid_until
         self._granted.set()
-        return lease
-
-    async def keep_alive(self, lease: LeaseId) -> None:
-        if self._refusal is not None:
-            raise self._refusal
-        if lease not in self._expiry:
-            raise LeaseGone(lease)
-        self._expiry[lease] = self._loop.time() + self._lifetimes[lease]
-
-    async def revoke(self, lease: LeaseId) -> None:
-        self._expiry.pop(lease, None)
-        self._lifetimes.pop(lease, None)
-        await self._run("revoke", self._revoke, lease)
+        keeping = guarded(f"lease {held.id}", self._keep(held), self._leases_failed)
+        try:
+            yield held
+        finally:
+            await end_task(keeping)
+            with suppress(StoreError):  # then it ends when the store is opened again, and its time is over
+                await self._revoke(held.id)
 
     @asynccontextmanager
     async def watch(self, prefix: str, after: Revision) -> AsyncIterator[AsyncIterator[Changes]]:
@@ -118,9 +128,6 @@ class EmbeddedStore:
             yield changes
         finally:
             await changes.aclose()
-
-    async def compact(self, revision: Revision) -> None:
-        await self._run("compact", self._tables.compact, revision)
 
     async def close(self) -> None:
         if self._expirer is None:
@@ -140,15 +147,14 @@ class EmbeddedStore:
     def _open(self) -> None:
         self._database = Database(self.directory / "store.db")
         self._revision = self._database.list("/", "", 1).revision
-        self._lifetimes = self._database.leases()
-        self._expiry = {lease: self._loop.time() + seconds for lease, seconds in self._lifetimes.items()}
+        self._expiry = {lease: self._loop.time() + seconds for lease, seconds in self._database.leases().items()}
 
     def _transact(self, compares: Sequence[Compare], operations: Sequence[Operation]) -> Outcome:
         outcome = self._tables.transact(compares, operations)
         self._loop.call_soon_threadsafe(self._advanced, outcome.revision)
         return outcome
 
-    def _revoke(self, lease: LeaseId) -> None:
+    def _delete_lease(self, lease: LeaseId) -> None:
         self._loop.call_soon_threadsafe(self._advanced, self._tables.revoke(lease))
 
     # ---- in the event loop
@@ -165,7 +171,7 @@ class EmbeddedStore:
             async with asyncio.timeout(REQUEST_SECONDS):
                 return await self._loop.run_in_executor(self._thread, work)
         except TimeoutError as error:
-            raise StoreError(
+            raise UnknownOutcome(
                 f"the store {self.directory} did not answer within {REQUEST_SECONDS:g} s (request: {kind}); "
                 "is its disk stuck?"
             ) from error
@@ -183,6 +189,8 @@ class EmbeddedStore:
         """From now on every request and watch gets this error."""
         self._refusal = self._refusal or error
         self._news.set()
+        for held in self._held.values():
+            held.lost.set()
 
     def _advanced(self, revision: Revision) -> None:
         """Wakes the watches; also for transactions whose caller has gone away meanwhile."""
@@ -198,6 +206,21 @@ class EmbeddedStore:
             while self._revision <= after and self._refusal is None:
                 await self._news.wait()
 
+    async def _keep(self, held: HeldLease) -> None:
+        """Signs of life, until the lease is over or this process was away for too long."""
+        while not held.lost.is_set():
+            await asyncio.sleep(held.seconds / SIGNS_OF_LIFE)
+            if self._loop.time() >= held.valid_until:
+                held.lost.set()
+            else:
+                held.valid_until = self._expiry[held.id] = self._loop.time() + held.seconds
+
+    async def _revoke(self, lease: LeaseId) -> None:
+        self._expiry.pop(lease, None)
+        if (held := self._held.pop(lease, None)) is not None:
+            held.lost.set()
+        await self._run("revoke", self._delete_lease, lease)
+
     async def _expire(self) -> None:
         """Ends each lease when its time is up, for as long as the store is open."""
         while True:
@@ -210,9 +233,9 @@ class EmbeddedStore:
             else:
                 lease = min(self._expiry, key=self._expiry.__getitem__)
                 log.info("a lease has expired", lease=lease)
-                await self.revoke(lease)
+                await self._revoke(lease)
 
-    def _expirer_failed(self, error: BaseException) -> None:
+    def _leases_failed(self, error: BaseException) -> None:
         """Without it keys would outlive their leases: whoever relies on the store must hear of it."""
         self._refuse(StoreError(f"the store {self.directory} can no longer expire leases: {error}"))
 

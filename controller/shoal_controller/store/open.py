@@ -1,4 +1,4 @@
-"""Opens the store that a URL names: `embedded:DIR`. The only place that knows which kinds of stores there are."""
+"""Opens the store that a URL names: `embedded:DIR` or `etcd://…`. The only place that knows which kinds there are."""
 
 from __future__ import annotations
 
@@ -8,17 +8,21 @@ from pathlib import Path
 from shoal_protos.errors import UserError
 
 from shoal_controller.store.embedded import EmbeddedStore
+from shoal_controller.store.etcd_store import EtcdStore
+from shoal_controller.store.etcd_url import FORM, EtcdAccess, parsed_etcd_url
 from shoal_controller.store.store import Store
 
 Timed = Callable[[str, float], None]
 """Called with the kind of each request and the seconds that it took."""
 
 
-async def open_store(url: str, timed: Timed | None = None) -> Store:
-    """The open store. A `UserError` refuses the URL, a `StoreError` a store that cannot be opened."""
+async def open_store(url: str, timed: Timed | None = None, etcd: EtcdAccess | None = None) -> Store:
+    """The open store. A `UserError` refuses the URL, or what etcd answers for good; a `StoreError` a directory that
+    cannot be opened; an etcd that cannot be reached is waited for.
+    """
     kind, separator, rest = url.partition(":")
     if kind == "embedded" and separator and rest:
         return await EmbeddedStore.open(Path(rest), timed)
-    if kind == "etcd":
-        raise UserError(f"store {url}: etcd is not supported yet; use embedded:DIR")
-    raise UserError(f"store is {url!r}; expected embedded:DIR or etcd://HOST:PORT,HOST:PORT/PREFIX")
+    if url.startswith("etcd://"):
+        return await EtcdStore.open(parsed_etcd_url(url), etcd or EtcdAccess(), timed)
+    raise UserError(f"store is {url!r}; expected embedded:DIR or {FORM}")

@@ -2,11 +2,13 @@
 
 One revision per transaction, over the whole store. A key's `modified` is the revision that wrote it last; comparing it
 is how a controller notices that another one has written (fencing). `tests/unit/test_store_contract.py` is the
-contract; every implementation must pass it. Implementations: `embedded.py`; `open.py` picks one by its URL.
+contract; every implementation must pass it. Implementations: `embedded.py`, `etcd_store.py`; `open.py` picks one by its
+URL. Forgetting past changes is not here: in a shared etcd that is its operator's business.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -102,8 +104,26 @@ class Changes:
     changes: tuple[Change, ...]
 
 
+class Lease(Protocol):
+    """A lease that is kept alive within its context. Keys that are put with its id go when it does."""
+
+    id: LeaseId
+    seconds: float
+    """What was granted, at least what was asked for: it lives so long after its last sign of life."""
+    valid_until: float
+    """By the event loop's clock, counted from before the store was asked: until then it surely lives. Whoever acts on
+    the strength of it looks at the clock first, for this process may have been frozen.
+    """
+    lost: asyncio.Event
+    """Set when it is over, or may be: it is not kept alive any longer."""
+
+
 class Unfit(StoreError):
     """A request that no store can carry out, however often it is made. Nothing has changed."""
+
+
+class UnknownOutcome(StoreError):
+    """The transaction was sent and not answered: it may have been carried out, or still be. Read to know."""
 
 
 class Compacted(StoreError):
@@ -125,40 +145,36 @@ class LeaseGone(StoreError):
 
 
 class Store(Protocol):
-    """Every call ends: by its result or by a `StoreError`. After a `StoreError` a transaction may or may not have been
-    carried out; read to know."""
+    """Every call ends: by its result or by a `StoreError`. After one that is not an `UnknownOutcome` surely nothing has
+    happened."""
 
     async def get(self, key: str) -> Entry | None:
         """The key as it stands, None where it does not exist."""
 
     async def list(self, prefix: str, *, after: str = "", limit: int = 0) -> Listing:
-        """The keys that begin with `prefix`, only those beyond the key `after`, at most `limit` (0: all)."""
+        """The keys that begin with `prefix`, only those beyond the key `after`, at most `limit` (0: all). All as they
+        were at one revision, however many pages a store makes of it."""
 
     async def transact(self, compares: Sequence[Compare], operations: Sequence[Operation]) -> Outcome:
-        """Carry out all operations if every comparison holds. Durable when it returns. No key occurs twice."""
+        """Carry out all operations, at least one, if every comparison holds. Durable when it returns. No key occurs
+        twice."""
 
-    async def grant(self, seconds: float) -> LeaseId:
-        """A new lease that lives so long after each sign of life."""
-
-    async def keep_alive(self, lease: LeaseId) -> None:
-        """A sign of life. Raises `LeaseGone`."""
-
-    async def revoke(self, lease: LeaseId) -> None:
-        """End the lease and delete its keys. One that is already gone is not an error."""
+    def lease(self, seconds: float) -> AbstractAsyncContextManager[Lease]:
+        """A new lease, kept alive within the context; at its end it is revoked, and its keys go."""
 
     def watch(self, prefix: str, after: Revision) -> AbstractAsyncContextManager[AsyncIterator[Changes]]:
         """All changes after that revision, one item per revision, in order, none missed, none twice; then those to
-        come. Iterating raises `Compacted` where the store no longer has them, `StoreError` when the store closes."""
-
-    async def compact(self, revision: Revision) -> None:
-        """Forget the changes up to and including this revision. The keys as they stand are kept."""
+        come. It is established when the context is entered, and waits while the store is away. Iterating raises
+        `Compacted` where the store no longer has them, `StoreError` when the store closes."""
 
     async def close(self) -> None:
-        """End watches and free what the store holds."""
+        """End watches and leases, and free what the store holds. Keys of leases go when their time is over."""
 
 
 def check_transaction(compares: Sequence[Compare], operations: Sequence[Operation]) -> None:
     """Raises `Unfit` for what no store can carry out. Every implementation calls it first."""
+    if not operations:
+        raise Unfit("a transaction without operations changes nothing; read instead")
     written = [operation.key for operation in operations]
     for key in [*written, *(compare.key for compare in compares)]:
         check_key(key)

@@ -1,0 +1,123 @@
+"""A watch: all changes of a range of keys, revision by revision, through any number of broken connections.
+
+What etcd sends of one revision is handed over together, also where it comes in fragments, and a new stream begins after
+the last revision that was complete: nothing is missed, nothing comes twice. While no server answers it waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from itertools import groupby
+
+from shoal_controller.etcd import etcd_pb2 as pb
+from shoal_controller.etcd.cluster import ATTEMPT_SECONDS, PAUSE_SECONDS, REQUEST_SECONDS, CallStream, Cluster
+from shoal_controller.etcd.endpoint import TRANSIENT, Method, TokenRefused
+from shoal_controller.etcd.errors import Compacted, Denied, Rejected, Unavailable
+
+WATCH = Method("/etcdserverpb.Watch/Watch", pb.WatchResponse)
+
+
+@dataclass(frozen=True, slots=True)
+class Revision:
+    """The changes that one transaction made to the watched keys."""
+
+    revision: int
+    events: tuple[pb.Event, ...]
+
+
+@asynccontextmanager
+async def watch(cluster: Cluster, key: bytes, end: bytes, after: int) -> AsyncIterator[AsyncIterator[Revision]]:
+    """The changes after a revision. Entered, the watch is established: what is written from then on is seen. Entering
+    raises `Unavailable`, `Denied`; iterating `Denied`, `Compacted`, `Closed`.
+    """
+    watching = _Watch(
+        cluster, pb.WatchCreateRequest(key=key, range_end=end, progress_notify=True, fragment=True), after
+    )
+    deadline = asyncio.get_running_loop().time() + REQUEST_SECONDS
+    while not await watching.establish():
+        if asyncio.get_running_loop().time() > deadline:
+            raise Unavailable(watching.why)
+    revisions = watching.revisions()
+    try:
+        yield revisions
+    finally:
+        await revisions.aclose()
+        watching.stream.cancel()
+
+
+class _Watch:
+    stream: CallStream[pb.WatchResponse]
+    """There is one from the first success of `establish` on."""
+
+    def __init__(self, cluster: Cluster, request: pb.WatchCreateRequest, after: int) -> None:
+        self._cluster = cluster
+        self._request = request
+        self._after = after
+        self._parts: list[pb.Event] = []
+        """Of a response that is not whole yet."""
+        self._has_new_login = False
+        self.why = ""
+
+    async def establish(self) -> bool:
+        """One attempt at a stream on which etcd has confirmed the watch; else `why` says what was in its way."""
+        try:
+            self.stream = await self._cluster.stream(WATCH)
+            try:
+                async with asyncio.timeout(ATTEMPT_SECONDS):
+                    await self._create()
+            except BaseException:
+                self.stream.drop()
+                raise
+        except TRANSIENT as error:
+            self.why = str(error) or f"{self.stream.endpoint} does not confirm a watch in time"
+            await asyncio.sleep(PAUSE_SECONDS)
+            return False
+        return True
+
+    async def _create(self) -> None:
+        self._parts = []
+        self._request.start_revision = self._after + 1
+        response = await self.stream.ask(pb.WatchRequest(create_request=self._request))
+        if response.canceled and "permission denied" in response.cancel_reason:
+            error = Denied(f"{self.stream.endpoint} answers: {response.cancel_reason}")
+            if self._cluster.login is None or self._has_new_login:
+                raise error
+            self._has_new_login = True  # etcd says the same of a token that it has forgotten
+            self._cluster.refuse_token(self.stream.metadata, error)
+            raise TokenRefused(str(error))
+        self._has_new_login = False
+        self._complete(response)
+
+    async def revisions(self) -> AsyncGenerator[Revision]:
+        while True:
+            try:
+                response = await self.stream.read()
+            except TRANSIENT:
+                self.stream.drop()
+                while not await self.establish():
+                    continue
+                continue
+            for revision in self._complete(response):
+                yield revision
+
+    def _complete(self, response: pb.WatchResponse) -> list[Revision]:
+        """The revisions that are complete with this response."""
+        if response.compact_revision:
+            sentence = f"{self.stream.endpoint} no longer has the changes after revision {self._after}"
+            raise Compacted(sentence, response.compact_revision)
+        if response.canceled:
+            raise Rejected(f"{self.stream.endpoint} has ended a watch: {response.cancel_reason}")
+        self._parts += response.events
+        if response.fragment or response.created:
+            return []
+        found = [
+            Revision(number, tuple(events))
+            for number, events in groupby(self._parts, lambda event: event.kv.mod_revision)
+        ]
+        self._parts = []
+        # without events it says that nothing has changed up to there
+        self._after = found[-1].revision if found else max(self._after, response.header.revision)
+        return found
