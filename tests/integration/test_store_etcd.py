@@ -5,6 +5,7 @@ from concurrent import futures
 from contextlib import asynccontextmanager, contextmanager, suppress
 
 import grpc
+import httpx
 import pytest
 from asynchronous import asynchronous
 from etcd_cluster import PASSWORD, Cluster, etcd_cluster
@@ -12,6 +13,8 @@ from integration.proxy import Proxy
 from ports import free_port
 from pydantic import SecretStr
 from shoal_controller.etcd.etcd_pb2 import StatusRequest, StatusResponse
+from shoal_controller.server import serve
+from shoal_controller.settings import Settings
 from shoal_controller.store.etcd_url import EtcdAccess
 from shoal_controller.store.open import open_store
 from shoal_controller.store.store import Change, Compacted, Compare, Put, UnknownOutcome
@@ -45,6 +48,15 @@ async def opened(url: str, etcd: EtcdAccess | None = None):
         yield store
     finally:
         await store.close()
+
+
+@asynccontextmanager
+async def controller(settings: Settings):
+    async with (
+        serve(settings) as server,
+        httpx.AsyncClient(base_url=f"http://{server.http}", trust_env=False) as client,
+    ):
+        yield client
 
 
 def url_of(cluster: Cluster, prefix: str, user: str = "shoal@") -> str:
@@ -214,6 +226,37 @@ async def test_what_etcd_sends_in_fragments_is_handed_over_by_whole_revisions(al
             for revision in written:
                 found = await anext(changes)
                 assert (found.revision, [one.key for one in found.changes]) == (revision, keys)
+
+
+@asynchronous
+async def test_a_controller_whose_store_is_away_answers_reads_refuses_writes_and_goes_on_with_it(alone, tmp_path):
+    settings = Settings(
+        http="127.0.0.1:0", grpc="127.0.0.1:0", store=url_of(alone, "/shoal", ""), data=tmp_path, log_level="error"
+    )
+    async with (
+        serve(settings) as server,
+        httpx.AsyncClient(base_url=f"http://{server.http}", trust_env=False) as client,
+    ):
+        assert (await client.post("/v1/jobs", json={"job": "a"})).status_code == 202
+        await asyncio.to_thread(alone.nodes[0].kill)
+        refused = await client.post("/v1/jobs/a/scale", json={"workers": 1}, timeout=30)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+        assert f"etcd at {alone.addresses[0]} cannot be reached" in refused.json()["detail"]
+        shown = await client.get("/v1/jobs/a")
+        assert shown.status_code == 200 and "the store has accepted no write for" in shown.json()["reason"]
+        assert (await client.get("/readyz")).status_code == 503
+        assert (await client.get("/healthz")).status_code == 200
+        await asyncio.to_thread(alone.start)
+        while (await client.get("/readyz")).status_code != 200:
+            continue
+        assert (await client.post("/v1/jobs/a/scale", json={"workers": 2}, timeout=30)).status_code == 202
+    async with (
+        serve(settings) as server,
+        httpx.AsyncClient(base_url=f"http://{server.http}", trust_env=False) as client,
+    ):
+        assert (await client.get("/v1/jobs/a")).json()["workers"]["wanted"] == 2
+        events = (await client.get("/v1/jobs/a/events")).json()["events"]
+        assert [one["message"] for one in events if "scaled" in one["message"]], events
 
 
 # ---- the start

@@ -26,6 +26,14 @@ BODIES: Mapping[str, tuple[str, type[BaseModel]]] = {
 }
 """By the route's name: what its body is called, and what it must be."""
 
+RETRY_SECONDS = 5
+"""When what the store did not take may be tried again."""
+
+HEADERS: Mapping[int, Mapping[str, str]] = {
+    HTTPStatus.UNAUTHORIZED: {"WWW-Authenticate": "Bearer"},
+    HTTPStatus.SERVICE_UNAVAILABLE: {"Retry-After": f"{RETRY_SECONDS}"},
+}
+
 DEFECT = "this is a bug in Shoal; see the controller's log"
 
 
@@ -38,7 +46,7 @@ class TooLarge(UserError):
 def problem(path: str, status: int, sentence: str) -> JSONResponse:
     """The answer for an error."""
     body = Problem(title=HTTPStatus(status).phrase, status=status, detail=sentence, instance=path)
-    headers = {"WWW-Authenticate": "Bearer"} if status == HTTPStatus.UNAUTHORIZED else {}
+    headers = HEADERS.get(status, {})
     return JSONResponse(body.model_dump(), status, headers, media_type="application/problem+json")
 
 
