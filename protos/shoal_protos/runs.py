@@ -23,9 +23,17 @@ class Runs:
 
     def __init__(self, spans: Iterable[Span] = ()) -> None:
         """Any spans: unsorted, touching and overlapping ones are joined, empty ones dropped."""
-        joined = [span for span in spans if span[0] < span[1]]
-        if len(joined) > 1:
-            joined = _joined(sorted(joined))
+        joined: list[Span] = []
+        end = -sys.maxsize
+        for span in sorted(spans):
+            start, stop = span
+            if start > end:
+                if start < stop:
+                    joined.append(span)
+                    end = stop
+            elif stop > end:
+                joined[-1] = (joined[-1][0], stop)
+                end = stop
         if joined and joined[0][0] < 0:
             raise ValueError(f"a block number is {joined[0][0]}; block numbers start at 0")
         self._spans = tuple(joined)
@@ -162,17 +170,6 @@ def _first_beyond(spans: tuple[Span, ...], start: int, low: int) -> int:
     """The index, `low` or more, of the first span that ends beyond `start`."""
     index = bisect_right(spans, (start, sys.maxsize), low)
     return index - 1 if index > low and spans[index - 1][1] > start else index
-
-
-def _joined(spans: list[Span]) -> list[Span]:
-    """Ascending spans, those that touch or overlap made one."""
-    joined = spans[:1]
-    for start, stop in spans[1:]:
-        if start <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
-        else:
-            joined.append((start, stop))
-    return joined
 
 
 NO_BLOCKS = Runs()

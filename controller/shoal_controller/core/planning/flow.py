@@ -271,7 +271,7 @@ class Flow:
         if to[0] in (_DEMAND, _SITE) and node[0] >= 0:
             return placing.placed[self._demand_of(to)].get(node, 0)
         if to[0] == _SITE:
-            return placing.demands[node[1]].count - placing.at_site[divmod(to[1], self._sites)]
+            return placing.demands[node[1]].size - placing.at_site[divmod(to[1], self._sites)]
         if node[0] == _DEMAND and to[0] >= 0:
             return placing.room_for(node[1], to)
         if node[0] == _EXTRA:

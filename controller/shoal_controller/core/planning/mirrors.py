@@ -80,7 +80,7 @@ def _where_they_are(
     if not group.holders.isdisjoint(group.mirrors):
         return group
     elsewhere = (group.holders & keepers) - {group.owner}
-    if len(elsewhere) < len(group.mirrors) or not elsewhere.isdisjoint(partners):
+    if not elsewhere.isdisjoint(partners):
         return group
     waiting = group.decided(group.owner, _holders_instead(group, sorted(elsewhere), domains), group.blocks)
     apart = {domains[keeper] for keeper in waiting.keepers}
@@ -95,7 +95,7 @@ def _more(groups: Sequence[BlockGroup], spread: Spread, sites: Sequence[int]) ->
     among = frozenset(spread.partners)
     demands = [
         Demand(
-            count=len(group.blocks),
+            size=len(group.blocks),
             holders=(group.owner, *sorted((group.holders & among).difference(group.keepers))),
             previous_owner=group.owner,
             owner=group.owner,

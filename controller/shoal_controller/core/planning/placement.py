@@ -12,7 +12,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from shoal_controller.core.planning.block_groups import NOBODY
 
@@ -38,11 +38,11 @@ class Reach(Enum):
     ANY = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Demand:
+class Demand(NamedTuple):
     """Alike blocks."""
 
-    count: int
+    size: int
+    """How many."""
     holders: tuple[int, ...]
     """Workers who take blocks and hold these already."""
     previous_owner: int = NOBODY
@@ -109,7 +109,7 @@ class Placement:
         self.demands = demands
         self.capacity = capacity
         self.placed: list[dict[Pair, int]] = [{} for _ in demands]
-        self.wanted = [demand.count * capacity.copies for demand in demands]
+        self.wanted = [demand.size * capacity.copies for demand in demands]
         self.reach = Reach.STAY
         self.users: defaultdict[Pair, dict[int, None]] = defaultdict(dict)
         """Demands that each pair has blocks of, where somebody may be displaced."""
@@ -163,9 +163,11 @@ class Placement:
         demand = self.demands[index]
         if self.reach is not Reach.ANY:
             for owner in self.owners_in_reach(index):
+                if not self.wanted[index]:
+                    return
                 self._fill_pairs_of(index, owner, self.mirrors_among_holders(index, owner))
             return
-        for owner in demand.owners:
+        for owner in self.owners_in_reach(index):
             self._fill_pairs_of(index, owner, self.capacity.partners[owner])
         if demand.owner == NOBODY:
             self._fill_beside_holders(index)
@@ -251,14 +253,14 @@ class Placement:
     def room_for(self, index: int, pair: Pair) -> int:
         """How many blocks of this demand the pair may have, besides those that it has."""
         demand, (owner, mirror) = self.demands[index], pair
-        most = demand.count
+        most = demand.size
         if mirror == NOBODY:
             # Owners alone are placed, and mirrors follow. A holder that owned a whole demand would leave the other
             # holders only copies of it to mirror, and evenness would then cost transfers.
             if self.reach is Reach.STAY:
                 most = demand.stays
             elif self.reach is Reach.SHARE and owner != demand.previous_owner:
-                most = -(-demand.count // self.capacity.parts)
+                most = -(-demand.size // self.capacity.parts)
         else:
             site = self.capacity.site[mirror]
             if mirror == owner or site == self.capacity.site[owner] or site in demand.barred:

@@ -7,6 +7,7 @@ filled. So it never needs to know why the world changes. Called by the job machi
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -294,7 +295,7 @@ def _meanwhile(group: BlockGroup, keepers: frozenset[int], mirrors: int) -> Kept
 def _shares(size: int, kept: Sequence[KeptBlocks], lanes: Mapping[int, Lanes]) -> list[Share]:
     owned: list[list[Span]] = [[] for _ in range(size)]
     mirrored: list[list[Span]] = [[] for _ in range(size)]
-    awaited: list[list[Span]] = [[] for _ in range(size)]
+    awaited: defaultdict[int, list[Span]] = defaultdict(list)
     for now in kept:
         owned[now.owner] += now.group.blocks.spans
         for mirror in now.mirrors:
@@ -302,7 +303,7 @@ def _shares(size: int, kept: Sequence[KeptBlocks], lanes: Mapping[int, Lanes]) -
         if now.owner != now.group.owner:
             awaited[now.group.owner] += now.group.blocks.spans
     return [
-        Share(lanes.get(worker, ()), Runs(owned[worker]), Runs(mirrored[worker]), awaited=Runs(awaited[worker]))
+        Share(lanes.get(worker, ()), Runs(owned[worker]), Runs(mirrored[worker]), awaited=Runs(awaited.get(worker, ())))
         for worker in range(size)
     ]
 
