@@ -258,7 +258,7 @@ class SimulatedWorker:
         self._publish()
 
     def _pass_a_step(self) -> None:
-        if self.committed_in == self.membership.generation and self.membership.point is MemberState.TRAINING:
+        if self.committed_in == self.membership.generation and self.membership.state is MemberState.TRAINING:
             self.job.pass_a_step()
             self._catch_up()
             self._publish()
@@ -279,7 +279,7 @@ class SimulatedWorker:
     def _status(self) -> Status:
         """The dialogue fills in what it and the membership know."""
         trains = self.step >= 0
-        return Status(0, 0, self.membership.point, 0, self.step, self.committed_in, self.boundaries, self.holds, trains)
+        return Status(0, 0, self.membership.state, 0, self.step, self.committed_in, self.boundaries, self.holds, trains)
 
     def _inventory(self, generation: int) -> Inventory:
         has_state = self.step >= 0
@@ -291,7 +291,7 @@ class SimulatedWorker:
 
 async def start_job(address: str, name: str, workers: int, blocks: int) -> JobWorkers:
     """All workers of a job that was submitted; returns when its first world has committed."""
-    worker_dialogue.check_plan = _checked_once
+    worker_dialogue.check_plan = _checked_once  # type: ignore[attr-defined]
     job, description = JobWorkers(name, blocks), describe(workers, blocks)
     for number in range(workers):
         worker = SimulatedWorker(job, number, address, description)
