@@ -255,6 +255,10 @@ def test_routes_are_computed_once_for_a_world_and_for_each_boundary_of_its_fills
     traffic = Traffic(plan, 0, LAYOUT)
     assert plan.boundaries > 1
     assert traffic.mirrored(0) is traffic.mirrored(0)
+    assert traffic.arriving(0) is traffic.arriving(0)
+    assert Counter(traffic.arriving(0)) == Counter(
+        extent for messages in traffic.mirrored(0).receives for _, extents in messages for extent in extents
+    )
     assert traffic.handed(plan.boundaries) is traffic.handed(plan.boundaries + 5)
     assert traffic.partials is traffic.partials
 

@@ -67,11 +67,6 @@ class CanonicalReduction:
         """The first parameter in this worker's blocks whose gradient is not finite, and where that comes from."""
         self._go_on()
 
-    @property
-    def arriving(self) -> list[Extent]:
-        """Where in the last live copy values come in that this worker mirrors, from the first `on_filled` on."""
-        return [one for messages in self._mirrored.receives for _, extents in messages for one in extents]
-
     def on_filled(self, bucket: int) -> None:
         """The last backward has filled this bucket: its sums leave for their owners, and what has come of earlier ones
         is reduced. Never waits, and never raises: `finish` will.

@@ -16,7 +16,16 @@ from shoal_protos.runs import Runs, Span
 from shoal.core.layout import Layout
 from shoal.core.tree import subtrees
 from shoal.exchange.host_sums import HostSums
-from shoal.exchange.pieces import ExchangePiece, Extents, cut_into_pieces, in_messages, piece_bytes, split, windows
+from shoal.exchange.pieces import (
+    ExchangePiece,
+    Extent,
+    Extents,
+    cut_into_pieces,
+    in_messages,
+    piece_bytes,
+    split,
+    windows,
+)
 from shoal.exchange.tree_sum import TreeSum
 
 FIRST_MESSAGE, PARTIALS, MIRRORED, HANDED, FILLED, BUFFERS, DIGESTS, STARTED, HYPER, GATHERED = range(10)
@@ -45,6 +54,14 @@ class Traffic:
         )
         self._mirrored = lru_cache(maxsize=2)(
             lambda boundaries: self._flow(lambda owner, mirror: self._owned(owner) & self.replays(boundaries)[mirror])
+        )
+        self._arriving = lru_cache(maxsize=2)(
+            lambda boundaries: tuple(
+                extent
+                for messages in self._mirrored(boundaries).receives
+                for _, extents in messages
+                for extent in extents
+            )
         )
         self._handed = lru_cache(maxsize=2)(
             lambda boundaries: self._flow(lambda owner, peer: self._owned(owner) - self.replays(boundaries)[peer])
@@ -140,6 +157,10 @@ class Traffic:
     def mirrored(self, boundaries: int) -> PieceTraffic:
         """The reduced gradients that owners send to whoever replays their blocks."""
         return self._mirrored(min(boundaries, self._fills_end))
+
+    def arriving(self, boundaries: int) -> tuple[Extent, ...]:
+        """Where in the last live copy such gradients come in, from the first `on_filled` on."""
+        return self._arriving(min(boundaries, self._fills_end))
 
     def handed(self, boundaries: int) -> PieceTraffic:
         """The updated parameters that owners hand out to whoever does not."""

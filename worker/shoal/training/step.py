@@ -55,10 +55,11 @@ class Step:
         assert self._reduction is not None
         self.number = self._context.state.step + 1
         loop, state = self._context.loop, self._context.state
+        arriving = self._world.traffic.arriving(self._context.boundaries)
         state.sums.begin_push(loop.lane)
         self._hooks.arm(self._reduction.on_filled)
         try:
-            loop.backward(loss, state, self._reduction.arriving)
+            loop.backward(loss, state, arriving)
         finally:
             self._hooks.disarm()
         state.sums.end_push()
