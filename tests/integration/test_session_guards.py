@@ -12,13 +12,12 @@ import pytest
 from certificates import authority, certificate
 from integration.session_port import HELLO, SECONDS, WELCOME, Port, Worker, on_port, receives_only
 from pydantic import SecretStr, ValidationError
+from shoal_controller.core.machine.events import MessageReceived
 from shoal_controller.sessions.settings import SessionSettings
 from shoal_controller.tokens import token_of_job
 from shoal_protos.channel import MAX_MESSAGE_BYTES, METHOD
 from shoal_protos.errors import UserError
-from shoal_protos.messages import (
-    Refusal,
-)
+from shoal_protos.messages import Heartbeat, Refusal, Telemetry
 
 
 def test_a_message_beyond_all_bounds_never_reaches_the_job() -> None:
@@ -117,9 +116,64 @@ def test_with_certificates_only_a_worker_with_one_of_the_house_is_heard(tmp_path
     on_port(scene, **{field: tmp_path / name for field, name in files.items()})
 
 
+def _issue(folder: Path) -> dict[str, Path]:
+    """An authority, and what it signs for the controller and for a worker, in the folder; the service's settings."""
+    authority(folder, "house")
+    for name in ("controller", "worker"):
+        certificate(folder, name, "house")
+    files = {"certificate": "controller.pem", "key": "controller.key", "client_ca": "house.pem"}
+    return {field: folder / name for field, name in files.items()}
+
+
+def test_certificates_that_are_renewed_are_read_again_and_no_stream_breaks(tmp_path: Path) -> None:
+    old, new = tmp_path / "used", tmp_path / "new"
+    for folder in (old, new):
+        folder.mkdir()
+    settings = _issue(old)
+    _issue(new)
+
+    async def scene(port: Port) -> None:
+        before = _credentials(old, "worker")
+        async with port.worker(credentials=before) as steady:
+            await steady.send(HELLO)
+            assert await steady.receive() == WELCOME
+            for path in settings.values():
+                (new / path.name).replace(path)
+            after = grpc.ssl_channel_credentials(
+                (old / "house.pem").read_bytes(), (new / "worker.key").read_bytes(), (new / "worker.pem").read_bytes()
+            )
+            async with port.worker(credentials=after) as worker:
+                await worker.send(HELLO)
+                assert await worker.receive() == WELCOME
+            async with port.worker(credentials=before) as late:
+                assert await late.code() is grpc.StatusCode.UNAVAILABLE
+            (old / "controller.key").write_text("half a ke")
+            async with port.worker(credentials=after) as worker:
+                await worker.send(HELLO)
+                assert await worker.receive() == WELCOME
+            while not port.jobs.events.empty():
+                port.jobs.events.get_nowait()
+            await steady.send(Heartbeat(HELLO.status, Telemetry()))
+            assert isinstance(await port.jobs.next(), MessageReceived)
+
+    on_port(scene, **settings)
+
+
+def test_a_key_of_another_certificate_is_one_sentence(tmp_path: Path) -> None:
+    settings = _issue(tmp_path)
+    certificate(tmp_path, "other", "house")
+    with pytest.raises(
+        UserError, match=r"certificate .*controller\.pem and key .*other\.key of the gRPC port cannot be "
+    ):
+        SessionSettings(**{**settings, "key": tmp_path / "other.key"}).credentials()
+    (tmp_path / "empty.pem").touch()
+    with pytest.raises(UserError, match=r"client_ca of the gRPC port, .*empty\.pem, cannot be used"):
+        SessionSettings(**{**settings, "client_ca": tmp_path / "empty.pem"}).credentials()
+
+
 def test_half_a_set_of_certificates_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValidationError, match="mutual TLS needs certificate, key and client_ca; only key given"):
         SessionSettings(key=tmp_path / "key")
     missing = SessionSettings(key=tmp_path / "k", certificate=tmp_path / "c", client_ca=tmp_path / "a")
-    with pytest.raises(UserError, match=r"key of the gRPC port cannot be read from .*/k: No such file or directory"):
+    with pytest.raises(UserError, match=r"certificate of the gRPC port cannot be read from .*/c: No such file"):
         missing.credentials()

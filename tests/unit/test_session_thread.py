@@ -6,12 +6,14 @@ import asyncio
 import itertools
 import threading
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from shoal.session import thread
 from shoal.session.driver import REPORT_SECONDS, SessionDriver
+from shoal.session.settings import SessionSettings
 from shoal.session.thread import LONGEST_PAUSE_SECONDS, STEADY_SECONDS, SessionThread
 from shoal_protos.messages import NO_CONTROLLER, Ending
 
@@ -45,6 +47,27 @@ class Streams(SessionThread):
         assert seconds is not None
         self.pauses.append(seconds)
         self.now += seconds
+
+
+class Certified(SessionThread):
+    """A session without a thread, of which only the certificates matter."""
+
+    def __init__(self, settings: SessionSettings) -> None:
+        self._settings, self._credentials = settings, settings.credentials()
+        self._address, self._closing, self._complained = "one", False, False
+
+
+def test_a_worker_reads_its_certificates_again_for_every_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.session.settings.grpc.ssl_channel_credentials", lambda *files: files)
+    authority = tmp_path / "ca.pem"
+    authority.write_text("old")
+    session = Certified(SessionSettings(controller="one:1", job="train", tls_ca=authority))
+    authority.write_text("new")
+    assert session._current_credentials() == (b"new", None, None)
+    authority.unlink()
+    assert session._current_credentials() == (b"new", None, None), "what cannot be read changes nothing"
 
 
 def test_attempts_to_reach_a_controller_become_rarer_until_a_stream_lasts(monkeypatch: pytest.MonkeyPatch) -> None:

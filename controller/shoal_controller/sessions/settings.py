@@ -9,8 +9,9 @@ from pathlib import Path
 
 import grpc
 from pydantic import BaseModel, ConfigDict, SecretStr, model_validator
-from shoal_protos.errors import Refused, UserError
+from shoal_protos.errors import Refused
 
+from shoal_controller.sessions.certificate_files import CertificateFiles
 from shoal_controller.tokens import is_same, job_of_token
 
 
@@ -38,11 +39,15 @@ class SessionSettings(BaseModel):
         return self
 
     def credentials(self) -> grpc.ServerCredentials | None:
-        """Credentials for mutual TLS; None without certificates."""
+        """Credentials for mutual TLS, read again when the files change; None without certificates."""
         if self.certificate is None or self.key is None or self.client_ca is None:
             return None
-        pair = (_read("key", self.key), _read("certificate", self.certificate))
-        return grpc.ssl_server_credentials([pair], _read("client_ca", self.client_ca), require_client_auth=True)
+        files = CertificateFiles(self.certificate, self.key, self.client_ca)
+        return grpc.dynamic_ssl_server_credentials(
+            files.first,
+            files.newer,  # type: ignore[arg-type]  # its None means unchanged, which the stubs leave out
+            require_client_authentication=True,
+        )
 
     def opened_by(self, authorization: str | bytes | None) -> str | None:
         """The only job that the shown token opens, None: any. Raises `Refused` for another token, or none."""
@@ -58,10 +63,3 @@ class SessionSettings(BaseModel):
             found = "another token" if shown else "no token"
             raise Refused(f"the worker showed {found}; set SHOAL_TOKEN to what `shoal token JOB` prints there")
         return job
-
-
-def _read(part: str, path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{part} of the gRPC port cannot be read from {path}: {error.strerror}") from None

@@ -137,7 +137,7 @@ class SessionThread:
     async def _converse(self) -> None:
         """One stream, from hello to end."""
         self._welcomed = False
-        address, credentials = self._address, self._credentials
+        address, credentials = self._address, self._current_credentials()
         if credentials is None:
             channel = grpc.aio.insecure_channel(address, options=OPTIONS)
         else:
@@ -145,6 +145,14 @@ class SessionThread:
         self._connections = Connections(split_address(address)[1])
         with self._connections:
             await self._converse_over(channel)
+
+    def _current_credentials(self) -> grpc.ChannelCredentials | None:
+        """Read again for every stream: certificates are renewed in place. What cannot be read changes nothing."""
+        try:
+            self._credentials = self._settings.credentials()
+        except UserError as error:
+            self._complain(str(error))
+        return self._credentials
 
     async def _converse_over(self, channel: grpc.aio.Channel) -> None:
         async with channel:
