@@ -17,8 +17,9 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from shoal_controller.api.failed_logins import FailedLogins
 from shoal_controller.api.problems import DEFECT, TooLarge, problem
-from shoal_controller.callers import Caller, Role
+from shoal_controller.callers import Caller, Role, Unauthorized
 from shoal_controller.token_register import TokenRegister
 
 MOST_BODY_BYTES = 256 * 1024
@@ -44,6 +45,7 @@ class Guard:
         self._app = app
         self._tokens = tokens
         self._here_only = here_only
+        self._failed_logins = FailedLogins()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -58,6 +60,9 @@ class Guard:
         try:
             scope.setdefault("state", {})["caller"] = self._check(Headers(scope=scope), scope)
             await self._app(scope, _limited(scope, receive), noted)
+        except Unauthorized as error:
+            await self._failed_logins.delay(_address(scope))
+            await problem(scope["path"], error.http_status, str(error))(scope, receive, send)
         except ShoalError as error:
             await problem(scope["path"], error.http_status, str(error))(scope, receive, send)
         except Exception as error:
@@ -77,9 +82,10 @@ class Guard:
         if scope["path"] in OPEN_PATHS:
             return None
         self._check_page(headers)
-        address = str(scope["client"][0]) if scope.get("client") else ""
+        address = _address(scope)
         if not self._tokens.is_required:
             return Caller("", Role.ADMIN, address)
+        self._failed_logins.check(address)
         caller = self._tokens.caller(_shown(headers.get("authorization", "")), address)
         _check_role(caller, scope["method"], scope["path"])
         return caller
@@ -93,6 +99,10 @@ class Guard:
                 f"the request comes from a web page of {origin or 'another site'}; a controller answers to programs "
                 "and to its own pages only"
             )
+
+
+def _address(scope: Scope) -> str:
+    return str(scope["client"][0]) if scope.get("client") else ""
 
 
 def needed_role(method: str, path: str) -> Role:

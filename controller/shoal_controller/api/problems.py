@@ -27,12 +27,14 @@ BODIES: Mapping[str, tuple[str, type[BaseModel]]] = {
 """By the route's name: what its body is called, and what it must be."""
 
 RETRY_SECONDS = 5
-"""When what the store did not take may be tried again."""
+"""When what the store did not take, or what was too much of one address, may be tried again."""
 
 HEADERS: Mapping[int, Mapping[str, str]] = {
     HTTPStatus.UNAUTHORIZED: {"WWW-Authenticate": "Bearer"},
+    HTTPStatus.TOO_MANY_REQUESTS: {"Retry-After": f"{RETRY_SECONDS}"},
     HTTPStatus.SERVICE_UNAVAILABLE: {"Retry-After": f"{RETRY_SECONDS}"},
 }
+"""By the status that needs them."""
 
 DEFECT = "this is a bug in Shoal; see the controller's log"
 

@@ -1,0 +1,87 @@
+"""Requests with a wrong token are slowed, per address: whoever guesses gets an answer later and later.
+
+A right token is never delayed. Only an address with many wrong ones under way at once waits with all of its requests,
+or guesses could be made side by side. Used by `guard.py`; it keeps time by the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+from collections import OrderedDict
+from dataclasses import dataclass
+from http import HTTPStatus
+
+from shoal_protos.errors import UserError
+
+FREE_FAILURES = 5
+"""Answered at once: a typo, a token that was just revoked."""
+FIRST_DELAY_SECONDS = 0.1
+LONGEST_DELAY_SECONDS = 5.0
+FORGIVEN_SECONDS = 60.0
+"""After so long without a failure an address begins anew."""
+MOST_WAITING = 16
+"""Failures of one address that wait at a time."""
+MOST_ADDRESSES = 4096
+"""Addresses that are remembered; of more, whoever failed longest ago is forgotten."""
+IPV6_NETWORK = 64
+"""Bits that one site usually has: all of its addresses count as one."""
+
+
+class TooManyFailures(UserError):
+    """An address has too many wrong tokens under way."""
+
+    http_status = HTTPStatus.TOO_MANY_REQUESTS
+
+
+@dataclass(slots=True)
+class _Failures:
+    count: int = 0
+    last: float = 0.0
+    waiting: int = 0
+
+
+class FailedLogins:
+    """What is remembered of the addresses that showed wrong tokens."""
+
+    def __init__(self) -> None:
+        self._by_network: OrderedDict[str, _Failures] = OrderedDict()
+
+    def check(self, address: str) -> None:
+        """Raises `TooManyFailures` before a token of this address is looked at."""
+        failures = self._by_network.get(_network(address))
+        if failures is not None and failures.waiting >= MOST_WAITING:
+            raise TooManyFailures(
+                f"{failures.waiting} requests from {address} with wrong tokens wait for their answers; try again in "
+                f"{LONGEST_DELAY_SECONDS:g} s"
+            )
+
+    async def delay(self, address: str) -> None:
+        """Wait before a wrong token is answered, also where nobody waits for the answer any more."""
+        failures = self._noted(_network(address), asyncio.get_running_loop().time())
+        over = failures.count - FREE_FAILURES
+        if over <= 0:
+            return
+        failures.waiting += 1
+        try:
+            await asyncio.sleep(min(FIRST_DELAY_SECONDS * 2 ** min(over - 1, 16), LONGEST_DELAY_SECONDS))
+        finally:
+            failures.waiting -= 1
+
+    def _noted(self, network: str, now: float) -> _Failures:
+        failures = self._by_network.setdefault(network, _Failures())
+        if now - failures.last > FORGIVEN_SECONDS:
+            failures.count = 0
+        failures.count, failures.last = failures.count + 1, now
+        self._by_network.move_to_end(network)
+        if len(self._by_network) > MOST_ADDRESSES:
+            self._by_network.popitem(last=False)
+        return failures
+
+
+def _network(address: str) -> str:
+    try:
+        found = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    return address if found.version == 4 else str(ipaddress.ip_network((found, IPV6_NETWORK), strict=False))

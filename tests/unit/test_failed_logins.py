@@ -1,0 +1,104 @@
+"""Whoever guesses tokens gets later and later answers; nobody else notices."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from api_port import serving
+from asynchronous import asynchronous
+from shoal_controller.api import failed_logins
+from shoal_controller.api.failed_logins import (
+    FREE_FAILURES,
+    MOST_ADDRESSES,
+    MOST_WAITING,
+    FailedLogins,
+    TooManyFailures,
+)
+
+
+@pytest.fixture
+def sleeps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What was slept, without sleeping."""
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    monkeypatch.setattr(failed_logins.asyncio, "sleep", sleep)
+    return slept
+
+
+@asynchronous
+async def test_each_failure_of_an_address_is_answered_later_than_the_one_before(sleeps: list[float]) -> None:
+    logins = FailedLogins()
+    for _ in range(FREE_FAILURES + 9):
+        await logins.delay("10.0.0.7")
+    assert sleeps == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0, 5.0]
+    await logins.delay("10.0.0.8")
+    assert len(sleeps) == 9, "another address has not failed yet"
+
+
+@asynchronous
+async def test_the_addresses_of_one_ipv6_site_count_as_one(sleeps: list[float]) -> None:
+    logins = FailedLogins()
+    for number in range(FREE_FAILURES + 1):
+        await logins.delay(f"2001:db8::{number:x}")
+    assert sleeps == [0.1]
+
+
+@asynchronous
+async def test_an_address_is_forgiven_after_a_while_and_few_are_remembered(
+    sleeps: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logins = FailedLogins()
+    for _ in range(FREE_FAILURES + 1):
+        await logins.delay("10.0.0.7")
+    monkeypatch.setattr(failed_logins, "FORGIVEN_SECONDS", -1.0)
+    await logins.delay("10.0.0.7")
+    assert sleeps == [0.1]
+    for number in range(MOST_ADDRESSES + 5):
+        await logins.delay(f"host{number}")
+    assert len(logins._by_network) == MOST_ADDRESSES
+
+
+@asynchronous
+async def test_guesses_side_by_side_are_refused_before_they_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failed_logins, "FREE_FAILURES", 0)
+    monkeypatch.setattr(failed_logins, "FIRST_DELAY_SECONDS", 3600.0)
+    monkeypatch.setattr(failed_logins, "LONGEST_DELAY_SECONDS", 3600.0)
+    logins = FailedLogins()
+    guesses = [asyncio.ensure_future(logins.delay("10.0.0.7")) for _ in range(MOST_WAITING)]
+    await asyncio.sleep(0)
+    with pytest.raises(TooManyFailures, match=r"16 requests from 10\.0\.0\.7 with wrong tokens wait"):
+        logins.check("10.0.0.7")
+    logins.check("10.0.0.8")
+    for guess in guesses:
+        guess.cancel()
+    await asyncio.gather(*guesses, return_exceptions=True)
+    logins.check("10.0.0.7")
+
+
+@asynchronous
+async def test_a_right_token_is_answered_at_once_beside_wrong_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failed_logins, "FREE_FAILURES", 0)
+    monkeypatch.setattr(failed_logins, "FIRST_DELAY_SECONDS", 3600.0)
+    monkeypatch.setattr(failed_logins, "LONGEST_DELAY_SECONDS", 3600.0)
+    monkeypatch.setattr(failed_logins, "MOST_WAITING", 2)
+    async with serving(tmp_path, token="secret") as api:
+        wrong, right = ({"authorization": f"Bearer {token}"} for token in ("guess", "secret"))
+        guesses = [asyncio.ensure_future(api.client.get("/v1/jobs", headers=wrong))]
+        assert await api.ask("GET", "/v1/jobs", headers=right) == {"jobs": []}
+        guesses.append(asyncio.ensure_future(api.client.get("/v1/jobs", headers=wrong)))
+        async with asyncio.timeout(10):
+            answer = await api.client.get("/v1/jobs", headers=right)
+            while answer.status_code == 200:
+                answer = await api.client.get("/v1/jobs", headers=right)
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "5")
+        assert not any(guess.done() for guess in guesses)
+        for guess in guesses:
+            guess.cancel()
+        await asyncio.gather(*guesses, return_exceptions=True)
