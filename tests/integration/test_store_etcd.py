@@ -176,6 +176,23 @@ async def test_a_server_that_is_away_is_a_store_error_in_time_and_then_all_goes_
 
 
 @asynchronous
+async def test_whoever_waits_for_a_store_that_is_away_hears_of_its_closing(alone):
+    store = await open_store(url_of(alone, "/shoal", ""))
+    start = (await store.list("/")).revision
+    async with store.watch("/", start) as changes, store.lease(60) as lease:
+        coming = asyncio.ensure_future(anext(changes))
+        await asyncio.to_thread(alone.nodes[0].kill)
+        reading = asyncio.ensure_future(store.get("/a"))
+        done, _ = await asyncio.wait([coming, reading], timeout=1)
+        assert not done
+        await store.close()
+        for waiting in (coming, reading):
+            with pytest.raises(StoreError, match="is closed"):
+                await waiting
+    assert lease.lost.is_set()
+
+
+@asynchronous
 async def test_a_frozen_server_leaves_writes_unknown_and_a_lease_lost_in_its_time(alone):
     loop = asyncio.get_running_loop()
     async with opened(url_of(alone, "/shoal", "")) as store, store.lease(2) as lease:

@@ -104,8 +104,9 @@ class Cluster:
         raise self.closed() if self._is_closed else Unavailable(why)
 
     async def _attempt(self, endpoint: Endpoint, method: Method[Answer], request: Message, seconds: float) -> Answer:
-        metadata = await self._metadata(endpoint)
+        metadata: Metadata = ()
         try:
+            metadata = await self._metadata(endpoint)
             return await endpoint.attempt(method, request, seconds, metadata)
         except TokenRefused as error:
             self.refuse_token(metadata, error)

@@ -96,6 +96,8 @@ class Endpoint:
         try:
             async with asyncio.timeout(seconds):
                 while (state := self.channel.get_state(try_to_connect=True)) is not grpc.ChannelConnectivity.READY:
+                    if state is grpc.ChannelConnectivity.SHUTDOWN:
+                        raise NotSent(f"the channel to {self} is closed")
                     if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
                         raise NotSent(f"{self} cannot be reached: {await self._why(seconds)}")
                     await self.channel.wait_for_state_change(state)

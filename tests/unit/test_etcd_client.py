@@ -1,0 +1,111 @@
+"""The etcd client where a real server cannot be made to behave so: lost answers, closing while nobody answers."""
+
+import asyncio
+import socket
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+from asynchronous import asynchronous
+from shoal_controller.etcd.client import EtcdClient, delete, is_guarded, modified_at, put
+from shoal_controller.etcd.cluster import Login
+from shoal_controller.etcd.errors import Closed, Rejected, UnknownOutcome
+from shoal_controller.etcd.etcd_pb2 import TxnRequest, TxnResponse
+
+LOST = (grpc.StatusCode.UNAVAILABLE, "etcdserver: request timed out")
+NOT_BEGUN = (grpc.StatusCode.UNAVAILABLE, "etcdserver: no leader")
+REFUSED = (grpc.StatusCode.INVALID_ARGUMENT, "etcdserver: too many operations in txn request")
+
+
+@asynccontextmanager
+async def server(*answers):
+    """A client, and the requests of transactions that its server got; these are the answers, one after the other."""
+    left, asked = list(answers), []
+
+    async def txn(request, context):
+        asked.append(request)
+        answer = left.pop(0)
+        if isinstance(answer, tuple):
+            await context.abort(*answer)
+        return TxnResponse(succeeded=answer)
+
+    method = grpc.unary_unary_rpc_method_handler(txn, TxnRequest.FromString, TxnResponse.SerializeToString)
+    one = grpc.aio.server(handlers=[grpc.method_handlers_generic_handler("etcdserverpb.KV", {"Txn": method})])
+    client = EtcdClient([f"127.0.0.1:{one.add_insecure_port('127.0.0.1:0')}"])
+    await one.start()
+    try:
+        yield client, asked
+    finally:
+        await client.close()
+        await one.stop(None)
+
+
+GUARDED = ([modified_at(b"/a", 7)], [put(b"/a", b"")])
+
+
+@asynchronous
+async def test_a_guarded_write_whose_answer_was_lost_is_sent_again():
+    async with server(LOST, LOST, True) as (client, asked):
+        assert (await client.transact(*GUARDED)).succeeded
+        assert len(asked) == 3
+
+
+@pytest.mark.parametrize("then", [False, REFUSED])
+@asynchronous
+async def test_one_that_is_refused_after_a_lost_answer_may_have_been_carried_out(then):
+    async with server(LOST, then) as (client, _):
+        with pytest.raises(UnknownOutcome, match=r"^etcd at 127.0.0.1:\d+ does not answer: etcdserver: req"):
+            await client.transact(*GUARDED)
+
+
+@asynchronous
+async def test_a_write_without_a_guard_is_sent_once_when_its_answer_is_lost():
+    async with server(LOST, True) as (client, asked):
+        with pytest.raises(UnknownOutcome):
+            await client.transact([], [put(b"/a", b"")])
+        assert len(asked) == 1
+
+
+@asynchronous
+async def test_what_surely_has_not_happened_is_tried_again_without_a_guard_or_refused_as_it_is():
+    async with server(NOT_BEGUN, NOT_BEGUN, True, REFUSED) as (client, asked):
+        assert (await client.transact([], [put(b"/a", b"")])).succeeded
+        with pytest.raises(Rejected, match="too many operations"):
+            await client.transact([], [put(b"/a", b"")])
+        assert len(asked) == 4
+
+
+@pytest.mark.parametrize(
+    ("compares", "operations", "guarded"),
+    [
+        ([modified_at(b"/a", 7)], [put(b"/a", b"")], True),
+        ([modified_at(b"/a", 0)], [put(b"/a", b"")], True),
+        ([modified_at(b"/a", 7)], [delete(b"/a")], True),
+        ([modified_at(b"/a", 0)], [delete(b"/a")], False),
+        ([modified_at(b"/a", 7)], [put(b"/b", b"")], False),
+        ([], [put(b"/a", b"")], False),
+    ],
+)
+def test_a_guard_is_a_comparison_that_the_write_itself_makes_fail(compares, operations, guarded):
+    assert is_guarded(TxnRequest(compare=compares, success=operations)) == guarded
+
+
+@pytest.mark.parametrize("login", [None, Login("user", "password")])
+@asynchronous
+async def test_whoever_waits_for_a_server_that_says_nothing_hears_of_the_closing(login):
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        client = EtcdClient([f"127.0.0.1:{silent.getsockname()[1]}"], None, login)
+        requests = (client.range(b"/a", b""), client.lease(5).__aenter__(), client.watch(b"/a", b"", 0).__aenter__())
+        waiting = [asyncio.ensure_future(one) for one in requests]
+        done, _ = await asyncio.wait(waiting, timeout=0.2)
+        assert not done
+        await client.close()
+        for one in waiting:
+            with pytest.raises(Closed):
+                await one
+
+
+def test_a_password_is_not_shown():
+    assert "secret" not in repr(Login("user", "secret"))
