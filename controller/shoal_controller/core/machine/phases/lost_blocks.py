@@ -35,8 +35,8 @@ def may_come_back(turn: Turn, attempt: Attempt) -> bool:
 
 
 def give_up(turn: Turn, attempt: Attempt) -> bool:
-    """End the job, or begin it anew, where nothing else is left. Returns whether those who are left have to go back to
-    the newest checkpoint instead.
+    """End the job, or begin it anew, where nothing else is left. Returns whether whoever is left has to go back to the
+    newest checkpoint instead.
     """
     if _all_done(turn):
         ending.succeed(turn)
@@ -44,10 +44,10 @@ def give_up(turn: Turn, attempt: Attempt) -> bool:
     why = f"{turn.durable.reason}; {_why_no_more(_possible_holders(turn, attempt), turn.now - attempt.since)}"
     history.count_resize(turn, attempt.reason, "failed")
     found = checkpoints.latest(turn.durable)
-    if found is not None and attempt.respondents:
+    if found is not None:
         turn.keep(reason=why)
         return True
-    if found is None and turn.spec.launcher == "none":
+    if turn.spec.launcher == "none":
         ending.fail(turn, f"{why}. Set checkpoint.path or more mirrors.")
     else:
         start_anew(turn, why)
