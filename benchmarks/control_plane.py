@@ -14,12 +14,13 @@ import gc
 import os
 import random
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from statistics import median
 
 from controller_process import Controller, controller
-from shoal_controller.core.planning.planner import Candidate, PlanRequest, Terms, plan_recovery, plan_start
-from shoal_protos.plan import Member, Reason
+from shoal_controller.core.planning.planner import Candidate, PlanRequest, Terms, plan_change, plan_recovery, plan_start
+from shoal_protos.plan import Member, Plan, Reason
 from shoal_protos.runs import every
 from simulated_workers import JobWorkers, start_job
 from tables import show, verdict
@@ -163,22 +164,49 @@ async def scrape(jobs: int, each: int, blocks: int) -> list[str]:
 # ---- the planner
 
 
-def planner(workers: int, blocks: int, lost: int, target: float) -> list[str]:
-    """One row: CPU seconds of a plan after the loss of a rack."""
-    begun = [
-        Candidate(Member(f"w{n}", f"i{n:013}", f"10.0.{n >> 8}.{n & 255}:{30000 + n % 9999}"), f"rack{n // RACK}", n)
-        for n in range(workers)
-    ]
-    terms = Terms(workers, blocks, mirrors=1, mirror_partners=4, fill_blocks_per_step=4)
+PLANNER = ["workers", "blocks", "lost", "CPU s of the loss", "of the change after its fills", "of a join"]
+PLANNER_SIZES = ((100, 65_536), (300, 65_536), (1_000, 4_096), (1_000, 16_384), (1_000, 65_536), (3_000, 65_536),
+                 (10_000, 65_536))  # fmt: skip
+PLANNER_SECONDS = {(1_000, 65_536): 0.3, (10_000, 65_536): 2.0}
+
+
+def planner(workers: int, blocks: int) -> list[str]:
+    """One row: CPU seconds of the plans after the loss of a rack (a tenth of all, at most 100), and of a join."""
+    lost, terms = min(RACK, workers // 10), Terms(workers, blocks, 1, 4, fill_blocks_per_step=4)
+    begun = [_candidate(n, lost) for n in range(workers)]
     world = plan_start(PlanRequest(terms, 1, Reason.START), begun)
-    held = [replace(one, holds=world.shares[rank].keeps, current=every(blocks)) for rank, one in enumerate(begun)]
-    left = [one for n, one in enumerate(held) if not 3 * RACK <= n < 3 * RACK + lost]
-    gc.disable()  # as in the planner's process
+    held = _filled(world, begun)
+    left = [replace(one, current=every(blocks)) for one in (*held[:lost], *held[2 * lost :])]
+    loss, after = _seconds(lambda: plan_recovery(PlanRequest(terms, 2, Reason.KILL), left, world, 7, b""))
+    ready, joining = _filled(after, left), [*held, _candidate(workers, lost)]
+    change, _ = _seconds(lambda: plan_change(PlanRequest(terms, 3, Reason.BALANCE), ready, after))
+    join, _ = _seconds(lambda: plan_change(PlanRequest(terms, 2, Reason.JOIN), joining, world))
+    target = PLANNER_SECONDS.get((workers, blocks))
+    told = f"{loss:.3f} ({verdict(loss, target)})" if target else f"{loss:.3f}"
+    return [f"{workers:,}", f"{blocks:,}", str(lost), told, f"{change:.3f}", f"{join:.3f}"]
+
+
+def _candidate(n: int, rack: int) -> Candidate:
+    return Candidate(Member(f"w{n}", f"i{n:013}", f"10.0.{n >> 8}.{n & 255}:{30000 + n % 9999}"), f"rack{n // rack}", n)
+
+
+def _filled(world: Plan, members: list[Candidate]) -> list[Candidate]:
+    """Those of the world, with all that it keeps for them and fills."""
+    known = {one.member: one for one in members}
+    holds = [share.keeps for share in world.shares]
+    for fill in world.fills:
+        holds[fill.target] |= fill.blocks
+    return [replace(known[member], holds=blocks) for member, blocks in zip(world.members, holds, strict=True)]
+
+
+def _seconds(plan: Callable[[], Plan]) -> tuple[float, Plan]:
+    """CPU seconds, without the garbage collector, as in the planner's process."""
+    gc.disable()
     before = time.process_time()
-    plan_recovery(PlanRequest(terms, 2, Reason.KILL), left, world, 7, b"")
+    made = plan()
     seconds = time.process_time() - before
     gc.enable()
-    return [f"{workers:,}", f"{blocks:,}", str(lost), f"{seconds:.3f} ({verdict(seconds, target)})"]
+    return seconds, made
 
 
 def main() -> None:
@@ -200,8 +228,7 @@ def main() -> None:
         head = ["jobs", "workers", "series", "MB", "wall, s", "CPU s", "held, CPU ms"]
         show("A scrape of /metrics", head, [asyncio.run(scrape(100, 10, given.blocks))])
     if "planner" in given.parts:
-        head = ["workers", "blocks", "lost", "CPU s"]
-        show("The planner alone", head, [planner(1_000, 65_536, RACK, 0.3), planner(10_000, 65_536, RACK, 2.0)])
+        show("The planner alone", PLANNER, [planner(workers, blocks) for workers, blocks in PLANNER_SIZES])
 
 
 if __name__ == "__main__":
