@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import sys
 import time
 from dataclasses import dataclass, field
 
@@ -33,6 +34,8 @@ RECORD = b"r" * 256
 LARGE = 4096
 """A message of so many bytes is a plan, which all members are sent."""
 STEP_SECONDS = 1.0
+AGAIN_SECONDS = 0.5
+"""Until the hello after a stream that has ended."""
 HOST_WORKERS, RACK_WORKERS = 8, 80
 
 checked: dict[int, Plan] = {}
@@ -189,6 +192,15 @@ class SimulatedWorker:
     # ---- its stream
 
     async def _converse(self) -> None:
+        """Stream after stream: one that the controller ends, or that breaks, is followed by another."""
+        while True:
+            try:
+                await self._serve_stream()
+            except* (grpc.aio.AioRpcError, asyncio.InvalidStateError) as ended:
+                print(f"{self.name} of {self.job.name} says hello again: {ended.exceptions[0]!r}", file=sys.stderr)
+            await asyncio.sleep(AGAIN_SECONDS)
+
+    async def _serve_stream(self) -> None:
         assert self.dialogue is not None
         async with grpc.aio.insecure_channel(self.address, options=OPTIONS) as channel:
             call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(METHOD)()
