@@ -23,7 +23,7 @@ from shoal_protos.errors import StoreError
 
 from shoal_controller.core.machine.event_kind import EventKind
 
-FORMAT = 4
+FORMAT = 5
 """Format of the records that this code reads and writes."""
 
 LATEST = 253_402_300_800.0
