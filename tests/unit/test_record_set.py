@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from shoal_controller import record_set
-from shoal_controller.record_set import RecordSet, records_of
+from shoal_controller.record_set import RecordSet, Write, records_of
 from shoal_controller.records import Unreadable, record_key
 from shoal_controller.store.store import MAX_OPERATIONS, Operation, Put, check_transaction
 
@@ -20,6 +20,10 @@ ACTS = st.lists(st.tuples(CHANGES, st.integers(1, 6), st.none() | st.integers(0,
 
 THREE: dict[str, bytes | None] = {"plans/7": b"1", "workers/w1": b"2", "spec": b"3"}
 
+HEAD = Put("/jobs/job", b"head")
+ROOM = MAX_OPERATIONS - 1
+"""Operations of a transaction besides the head."""
+
 
 class Store:
     """Keys, and the numbers of the head."""
@@ -28,8 +32,16 @@ class Store:
         self.keys: dict[str, bytes] = {}
         self.number = self.since = 0
 
+    def finish(self, write: Write) -> None:
+        """The last transaction, which has the head in it."""
+        check_transaction([], [HEAD, *write.last])
+        self._carry_out(write.last)
+
     def transact(self, operations: Sequence[Operation]) -> None:
         check_transaction([], operations)
+        self._carry_out(operations)
+
+    def _carry_out(self, operations: Sequence[Operation]) -> None:
         for operation in operations:
             if isinstance(operation, Put):
                 self.keys[operation.key] = operation.value
@@ -60,7 +72,7 @@ def live(acts: list[Act]) -> None:
             store.transact(transaction)
             assert store.read()[1] == expected, "nothing of it is true yet"
         if alive:
-            store.transact(write.last)
+            store.finish(write)
             store.number, store.since = write.number, write.number if renews else store.since
             kept = {} if renews else expected
             expected = {name: value for name, value in {**kept, **changed}.items() if value is not None}
@@ -74,9 +86,10 @@ def live(acts: list[Act]) -> None:
 def check_tidied(store: Store, records: RecordSet, expected: dict[str, bytes]) -> None:
     """With time, all goes that does not count."""
     for _ in range(3):
-        write = records.write({}, MAX_OPERATIONS)
-        for transaction in (*write.ahead, write.last):
+        write = records.write({}, ROOM)
+        for transaction in write.ahead:
             store.transact(transaction)
+        store.finish(write)
         store.number, records = write.number, write.done
     assert store.read()[1] == expected
     assert set(store.keys) == {key for keys in records.keys.values() for key in keys}
@@ -87,8 +100,9 @@ def test_an_attempt_that_was_given_up_is_undone_before_the_next_change_is_true()
     write = RecordSet("job").write({"a": b"1", "b": b"2", "c": b"3"}, room=2)
     store.transact(write.ahead[0])
     second = write.begun.write({"a": b"4"}, room=2)
-    for transaction in (*second.ahead, second.last):
+    for transaction in second.ahead:
         store.transact(transaction)
+    store.finish(second)
     store.number = second.number
     assert store.read()[1] == {"a": b"4"}
 
@@ -96,17 +110,17 @@ def test_an_attempt_that_was_given_up_is_undone_before_the_next_change_is_true()
 def test_a_change_that_fits_is_one_transaction_and_leaves_nothing_behind() -> None:
     store, records = Store(), RecordSet("job")
     for value in (b"1", b"2", b"3"):
-        write = records.write({"workers/w1": value, "workers/w2": b"same" if value == b"1" else None}, MAX_OPERATIONS)
+        write = records.write({"workers/w1": value, "workers/w2": b"same" if value == b"1" else None}, ROOM)
         assert not write.ahead
-        store.transact(write.last)
+        store.finish(write)
         store.number, records = write.number, write.done
     assert list(store.keys.values()) == [b"3"]
 
 
 def test_no_transaction_of_a_change_is_larger_than_a_store_takes() -> None:
     changed = {f"workers/w{number}": bytes(10_000) for number in range(1000)} | {"plans/1": bytes(3_000_000)}
-    write = RecordSet("job").write(changed, MAX_OPERATIONS)
-    for transaction in (*write.ahead, write.last):
+    write = RecordSet("job").write(changed, ROOM)
+    for transaction in (*write.ahead, [HEAD, *write.last]):
         check_transaction([], transaction)
     assert len(write.ahead) > 20 and len(write.done.keys) == 1001
 

@@ -28,7 +28,7 @@ from shoal_controller.core.machine.place import Place
 from shoal_controller.core.machine.spec import JobSpec, Phase, State, WorkerView
 from shoal_controller.core.machine.stored_form import durable_from
 from shoal_controller.probes import ProbeResult
-from shoal_controller.records import Head, Unreadable, packed, record_prefix, unpacked
+from shoal_controller.records import FORMAT, Head, Unreadable, packed, record_prefix, unpacked
 from shoal_controller.store.open import open_store
 from shoal_controller.store.store import Delete, Put
 from shoal_protos.errors import Conflict, StoreError
@@ -217,7 +217,7 @@ async def test_a_machine_that_refuses_what_nobody_wished_has_failed(tmp_path, ev
 
 
 OTHER = (
-    "its record in the store has format {}, written by another version of Shoal; this one reads 4. "
+    f"its record in the store has format {{}}, written by another version of Shoal; this one reads {FORMAT}. "
     "Install that version again"
 )
 HEAD, STATE = "/jobs/train", "its state in the store is damaged"
@@ -287,8 +287,8 @@ DAMAGES = {
         with_field("job", "other"),
         "its record in the store is damaged, or of another Shoal (its job is 'other')",
     ),
-    "a newer head": (HEAD, with_field("format", 5), OTHER.format(5)),
-    "an older head": (HEAD, with_field("format", 3), OTHER.format(3)),
+    "a newer head": (HEAD, with_field("format", FORMAT + 1), OTHER.format(FORMAT + 1)),
+    "an older head": (HEAD, with_field("format", FORMAT - 1), OTHER.format(FORMAT - 1)),
     "a head with a field of a newer version": (
         HEAD,
         with_field("priority", 3),
