@@ -191,9 +191,13 @@ class CallStream(Generic[Answer]):
 
     async def ask(self, message: Message) -> Answer:
         """Send it, and read the next message, which may be of another."""
-        with suppress(AioRpcError, asyncio.InvalidStateError):  # reading says why
-            await self._call.write(message)
+        await self.write(message)
         return await self.read()
+
+    async def write(self, message: Message) -> None:
+        """Send it, if the stream has not ended: reading says why it has."""
+        with suppress(AioRpcError, asyncio.InvalidStateError):
+            await self._call.write(message)
 
     async def read(self) -> Answer:
         """The next message. Raises `NotSent`, `Unanswered`, what etcd refuses it with, and `Closed`."""

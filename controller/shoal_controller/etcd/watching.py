@@ -14,10 +14,18 @@ from itertools import groupby
 
 from shoal_controller.etcd import etcd_pb2 as pb
 from shoal_controller.etcd.cluster import ATTEMPT_SECONDS, PAUSE_SECONDS, REQUEST_SECONDS, CallStream, Cluster
-from shoal_controller.etcd.endpoint import TRANSIENT, Method, TokenRefused
+from shoal_controller.etcd.endpoint import TRANSIENT, Method, TokenRefused, Unanswered
 from shoal_controller.etcd.errors import Compacted, Denied, Rejected, Unavailable
 
 WATCH = Method("/etcdserverpb.Watch/Watch", pb.WatchResponse)
+
+QUIET_SECONDS = 3.0
+"""After so long without a message the server is asked for a sign of life."""
+
+SIGN_OF_LIFE = pb.WatchRequest(progress_request=pb.WatchProgressRequest())
+
+OF_NO_WATCH = -1
+"""The id in its answer. Before etcd 3.5.8 its revision may be ahead of changes that are still to come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +102,7 @@ class _Watch:
     async def revisions(self) -> AsyncGenerator[Revision]:
         while True:
             try:
-                response = await self.stream.read()
+                response = await self._next()
             except TRANSIENT:
                 self.stream.drop()
                 while not await self.establish():
@@ -102,6 +110,22 @@ class _Watch:
                 continue
             for revision in self._complete(response):
                 yield revision
+
+    async def _next(self) -> pb.WatchResponse:
+        """The next message. A server that sends none is asked for a sign of life: one that is frozen keeps its
+        connections, and gRPC's own pings have missed it. Raises `Unanswered` where it gives none, or what reading does.
+        """
+        reading = asyncio.create_task(self.stream.read(), name="etcd-watch")
+        try:
+            while not (await asyncio.wait([reading], timeout=QUIET_SECONDS))[0]:
+                async with asyncio.timeout(ATTEMPT_SECONDS):
+                    await self.stream.write(SIGN_OF_LIFE)
+                if not (await asyncio.wait([reading], timeout=ATTEMPT_SECONDS))[0]:
+                    raise Unanswered(f"{self.stream.endpoint} gives no sign of life on a watch")
+            return reading.result()
+        finally:
+            reading.cancel()
+            await asyncio.wait([reading])
 
     def _complete(self, response: pb.WatchResponse) -> list[Revision]:
         """The revisions that are complete with this response."""
@@ -111,7 +135,7 @@ class _Watch:
         if response.canceled:
             raise Rejected(f"{self.stream.endpoint} has ended a watch: {response.cancel_reason}")
         self._parts += response.events
-        if response.fragment or response.created:
+        if response.fragment or response.created or response.watch_id == OF_NO_WATCH:
             return []
         found = [
             Revision(number, tuple(events))
