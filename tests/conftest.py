@@ -30,6 +30,7 @@ THREADS_THAT_STAY = (
     "pytest_timeout",  # watches this very test
     "grpc",  # gRPC's own live as long as the process
     "_grpc",
+    "Dummy-",  # one of gRPC's own in which it has called us
     "fsspecIO",  # fsspec's event loop for object stores lives as long as the process
     "asyncio_",  # and so do the threads in which it looks up names; `asyncio.run` ends those of ours
 )

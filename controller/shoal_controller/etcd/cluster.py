@@ -67,11 +67,11 @@ class Cluster:
         await asyncio.gather(*(endpoint.channel.close() for endpoint in self.endpoints))
 
     async def call(self, method: Method[Answer], request: Message, seconds: float = REQUEST_SECONDS) -> Answer:
-        """What may be sent any number of times. Raises `Unavailable`, or what etcd refuses it with."""
+        """What may be sent any number of times. Raises `Unavailable`, `Closed`, or what etcd refuses it with."""
         try:
             return (await self.send(method, request, True, seconds))[0]
         except UnknownOutcome as error:
-            raise Unavailable(str(error)) from None
+            raise self.closed() if self._is_closed else Unavailable(str(error)) from None
 
     async def send(
         self, method: Method[Answer], request: Message, repeatable: bool, seconds: float = REQUEST_SECONDS
