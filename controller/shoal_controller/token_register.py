@@ -15,13 +15,14 @@ import json
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 import structlog
 from shoal_protos.errors import Conflict, NotFound, StoreError
 
 from shoal_controller.callers import Caller, Role, Unauthorized
+from shoal_controller.core.machine.codec import plain, restored
 from shoal_controller.store.store import Compacted, Compare, Delete, Put, Store
 from shoal_controller.tasks import end_task, guarded
 from shoal_controller.tokens import is_for_workers
@@ -62,7 +63,7 @@ class NamedToken:
     previous_expires: float = 0.0
 
     def encoded(self) -> bytes:
-        return json.dumps(asdict(self) | {"format": FORMAT}).encode()
+        return json.dumps(plain(self) | {"format": FORMAT}).encode()
 
     @classmethod
     def decoded(cls, value: bytes) -> NamedToken:
@@ -70,11 +71,7 @@ class NamedToken:
         found = json.loads(value)
         if (number := found.pop("format", None)) != FORMAT:
             raise ValueError(f"its format is {number}, this version reads {FORMAT}")
-        token = cls(**found | {"role": Role(found["role"])})
-        texts = (token.name, token.digest, token.created_by, token.previous)
-        times = (token.created, token.previous_expires, token.expires or 0.0)
-        if not all(isinstance(text, str) for text in texts) or not all(isinstance(at, int | float) for at in times):
-            raise ValueError("it has a value of the wrong type")
+        token: NamedToken = restored(cls, found)
         return token
 
 

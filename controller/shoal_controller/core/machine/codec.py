@@ -1,7 +1,8 @@
 """Frozen dataclasses to JSON and back, by their type hints.
 
-Serves `durable.py`: plans, descriptions and the roster are plain dataclasses already, so their text is derived from
-their fields and nothing is listed twice. Runs are written as run lengths. Standard library only.
+Serves `durable.py` and `token_register.py`: plans, descriptions, the roster and tokens are plain dataclasses already,
+so their text is derived from their fields and nothing is listed twice. Runs are written as run lengths. Standard
+library only.
 """
 
 from __future__ import annotations
