@@ -32,7 +32,8 @@ KEEP_ALIVE = Method("/etcdserverpb.Lease/LeaseKeepAlive", pb.LeaseKeepAliveRespo
 
 @asynccontextmanager
 async def lease(cluster: Cluster, seconds: float) -> AsyncIterator[KeptLease]:
-    """A new lease, kept alive within the context and revoked at its end. Raises what `Cluster.call` does."""
+    """A new lease, kept alive within the context, and revoked at its end unless it is lost. Raises what `Cluster.call`
+    does."""
     asked = asyncio.get_running_loop().time()
     granted = await cluster.call(GRANT, pb.LeaseGrantRequest(TTL=max(SHORTEST_SECONDS, ceil(seconds))))
     kept = KeptLease(cluster, granted.ID, float(granted.TTL), asked + granted.TTL)
@@ -42,9 +43,10 @@ async def lease(cluster: Cluster, seconds: float) -> AsyncIterator[KeptLease]:
     finally:
         keeping.cancel()
         await asyncio.wait([keeping])
-        kept.lost.set()
-        with suppress(EtcdError):  # then it ends by itself
-            await cluster.call(REVOKE, pb.LeaseRevokeRequest(ID=kept.id), REVOKE_SECONDS)
+        if not kept.lost.is_set():  # a lease that is lost ends by itself: its keys may have been put on another one
+            kept.lost.set()
+            with suppress(EtcdError):
+                await cluster.call(REVOKE, pb.LeaseRevokeRequest(ID=kept.id), REVOKE_SECONDS)
 
 
 class KeptLease:

@@ -1,8 +1,8 @@
 """The embedded store, `embedded:DIR`: SQLite behind the `Store` protocol, for one controller on one machine.
 
 All work with files is done in one thread of its own (`database.py`), so the event loop never waits for a disk. A lock
-on `DIR/lock` keeps a second controller out; it goes with the process, however that ends. Leases count from the
-opening again, as etcd's do after a change of its leader.
+on `DIR/lock` keeps a second controller out; it goes with the process, however that ends. So do leases: those that lie
+there when the store is opened are over.
 """
 
 from __future__ import annotations
@@ -117,8 +117,10 @@ class EmbeddedStore:
             yield held
         finally:
             await end_task(keeping)
-            with suppress(StoreError):  # then it ends when the store is opened again, and its time is over
-                await self._revoke(held.id)
+            if not held.lost.is_set():
+                held.lost.set()
+                with suppress(StoreError):  # then it ends when the store is opened again
+                    await self._revoke(held.id)
 
     @asynccontextmanager
     async def watch(self, prefix: str, after: Revision) -> AsyncIterator[AsyncIterator[Changes]]:
@@ -147,7 +149,7 @@ class EmbeddedStore:
     def _open(self) -> None:
         self._database = Database(self.directory / "store.db")
         self._revision = self._database.list("/", "", 1).revision
-        self._expiry = {lease: self._loop.time() + seconds for lease, seconds in self._database.leases().items()}
+        self._expiry = dict.fromkeys(self._database.leases(), self._loop.time())
 
     def _transact(self, compares: Sequence[Compare], operations: Sequence[Operation]) -> Outcome:
         outcome = self._tables.transact(compares, operations)
