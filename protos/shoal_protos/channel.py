@@ -22,6 +22,13 @@ KEEPALIVE_SECONDS = 10
 KEEPALIVE_TIMEOUT_SECONDS = 5
 """A question without an answer for so long breaks the channel. Heartbeats notice a silent worker much earlier."""
 
+ALIVE_SECONDS = 2.0
+"""A controller says so often on every stream that it is there."""
+
+SILENT_SECONDS = 7.0
+"""A stream of a controller that has said nothing for so long is given up: it has frozen, though its machine answers for
+it. Another one may lead by now."""
+
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),

@@ -285,6 +285,13 @@ class Welcome:
     """The job's committed steps: what a script is shown until its worker has a step of its own."""
     loss: float | None = None
     """The job's last loss, for the same purpose; None: none yet."""
+    controllers: tuple[str, ...] = ()
+    """`HOST:PORT` where workers reach the controllers of this store, the one that leads first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """The controller is there, and has nothing to say. One that has frozen keeps its connections, and is not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,6 +399,8 @@ class Refusal:
     unknown_job: bool = False
     """Not final either for a worker that was launched or welcomed for the job before: this controller has lost it, or
     is another one."""
+    leader: str = ""
+    """`HOST:PORT` where workers reach the controller that leads, of one that does not; empty: not known."""
 
 
-ToWorker = Describe | Welcome | Ping | Prepare | PlanMessage | Open | Ask | Drain | Shutdown | Refusal
+ToWorker = Describe | Welcome | Alive | Ping | Prepare | PlanMessage | Open | Ask | Drain | Shutdown | Refusal

@@ -1011,6 +1011,7 @@ class ControllerMessage(_message.Message):
     SHUTDOWN_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     DESCRIBE_FIELD_NUMBER: _builtins.int
+    ALIVE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
@@ -1031,6 +1032,8 @@ class ControllerMessage(_message.Message):
     def error(self) -> Global___Refusal: ...
     @_builtins.property
     def describe(self) -> Global___Describe: ...
+    @_builtins.property
+    def alive(self) -> Global___Alive: ...
     def __init__(
         self,
         *,
@@ -1044,12 +1047,13 @@ class ControllerMessage(_message.Message):
         shutdown: Global___Shutdown | None = ...,
         error: Global___Refusal | None = ...,
         describe: Global___Describe | None = ...,
+        alive: Global___Alive | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "describe", b"describe", "drain", b"drain", "error", b"error", "open", b"open", "ping", b"ping", "plan", b"plan", "prepare", b"prepare", "request", b"request", "shutdown", b"shutdown", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "body", b"body", "describe", b"describe", "drain", b"drain", "error", b"error", "open", b"open", "ping", b"ping", "plan", b"plan", "prepare", b"prepare", "request", b"request", "shutdown", b"shutdown", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "describe", b"describe", "drain", b"drain", "error", b"error", "open", b"open", "ping", b"ping", "plan", b"plan", "prepare", b"prepare", "request", b"request", "shutdown", b"shutdown", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "body", b"body", "describe", b"describe", "drain", b"drain", "error", b"error", "open", b"open", "ping", b"ping", "plan", b"plan", "prepare", b"prepare", "request", b"request", "shutdown", b"shutdown", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "ping", "prepare", "plan", "open", "request", "drain", "shutdown", "error", "describe"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "ping", "prepare", "plan", "open", "request", "drain", "shutdown", "error", "describe", "alive"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -1070,6 +1074,7 @@ class Welcome(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     LOSS_FIELD_NUMBER: _builtins.int
     CLUSTER_FIELD_NUMBER: _builtins.int
+    CONTROLLERS_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     heartbeat_seconds: _builtins.float
     reconnect_seconds: _builtins.float
@@ -1082,6 +1087,8 @@ class Welcome(_message.Message):
     cluster: _builtins.str
     @_builtins.property
     def opened_generations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def controllers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
         self,
         *,
@@ -1096,10 +1103,11 @@ class Welcome(_message.Message):
         step: _builtins.int = ...,
         loss: _builtins.float | None = ...,
         cluster: _builtins.str = ...,
+        controllers: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "cluster", b"cluster", "generation", b"generation", "heartbeat_seconds", b"heartbeat_seconds", "loss", b"loss", "opened_generations", b"opened_generations", "reconnect_seconds", b"reconnect_seconds", "resume", b"resume", "run", b"run", "stall_seconds", b"stall_seconds", "step", b"step", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "cluster", b"cluster", "controllers", b"controllers", "generation", b"generation", "heartbeat_seconds", b"heartbeat_seconds", "loss", b"loss", "opened_generations", b"opened_generations", "reconnect_seconds", b"reconnect_seconds", "resume", b"resume", "run", b"run", "stall_seconds", b"stall_seconds", "step", b"step", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__loss: _TypeAlias = _typing.Literal["loss"]  # noqa: Y015
     _WhichOneofArgType__loss: _TypeAlias = _typing.Literal["_loss", b"_loss"]  # noqa: Y015
@@ -1121,6 +1129,21 @@ class Describe(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Describe: _TypeAlias = Describe  # noqa: Y015
+
+@_typing.final
+class Alive(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Alive: _TypeAlias = Alive  # noqa: Y015
 
 @_typing.final
 class Ping(_message.Message):
@@ -1264,12 +1287,14 @@ class Refusal(_message.Message):
     ENDS_MEMBERS_FIELD_NUMBER: _builtins.int
     CLUSTER_FIELD_NUMBER: _builtins.int
     UNKNOWN_JOB_FIELD_NUMBER: _builtins.int
+    LEADER_FIELD_NUMBER: _builtins.int
     sentence: _builtins.str
     final: _builtins.bool
     generation: _builtins.int
     ends_members: _builtins.bool
     cluster: _builtins.str
     unknown_job: _builtins.bool
+    leader: _builtins.str
     def __init__(
         self,
         *,
@@ -1279,10 +1304,11 @@ class Refusal(_message.Message):
         ends_members: _builtins.bool = ...,
         cluster: _builtins.str = ...,
         unknown_job: _builtins.bool = ...,
+        leader: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "ends_members", b"ends_members", "final", b"final", "generation", b"generation", "sentence", b"sentence", "unknown_job", b"unknown_job"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "ends_members", b"ends_members", "final", b"final", "generation", b"generation", "leader", b"leader", "sentence", b"sentence", "unknown_job", b"unknown_job"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

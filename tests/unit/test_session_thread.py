@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import threading
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 from shoal.session import thread
+from shoal.session.controller_addresses import ControllerAddresses
 from shoal.session.driver import REPORT_SECONDS, SessionDriver
 from shoal.session.settings import SessionSettings
 from shoal.session.thread import LONGEST_PAUSE_SECONDS, STEADY_SECONDS, SessionThread
@@ -30,15 +30,14 @@ class Streams(SessionThread):
         self.unreachable: list[float] = []
         monkeypatch.setattr(thread.time, "monotonic", lambda: self.now)
         self._driver: Any = SimpleNamespace(silent=False, on_controller_unreachable=self.unreachable.append)
-        self._addresses = itertools.cycle(["one", "two"])
-        self._address = next(self._addresses)
+        self._addresses, self._leader = ControllerAddresses(["one", "two"]), ""
         self._term, self._closing, self._welcomed = None, False, False
         self._running = threading.Event()
         asyncio.run(self._live())
 
     async def _converse(self) -> None:
         lasts = self._left.pop(0)
-        self.tried.append(self._address)
+        self.tried.append(self._addresses.current)
         self._welcomed = lasts is not None
         self.now += lasts or 0.0
         self._closing = not self._left
@@ -54,7 +53,7 @@ class Certified(SessionThread):
 
     def __init__(self, settings: SessionSettings) -> None:
         self._settings, self._credentials = settings, settings.credentials()
-        self._address, self._closing, self._complained = "one", False, False
+        self._addresses, self._closing, self._complained = ControllerAddresses(["one"]), False, False
 
 
 def test_a_worker_reads_its_certificates_again_for_every_stream(
@@ -83,6 +82,23 @@ def test_only_where_nobody_welcomes_it_a_worker_tries_the_next_address(monkeypat
 def test_a_controller_is_away_since_it_was_last_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = Streams(monkeypatch, None, None, 5.0, None, None)
     assert streams.unreachable == pytest.approx([0.0, 0.1, 0.05, 0.15])
+
+
+def test_a_worker_asks_the_leader_that_a_controller_names_at_once_and_the_others_when_that_one_is_gone() -> None:
+    addresses = ControllerAddresses(["a:1", "b:1"])
+    assert addresses.on_failure("c:1") and addresses.current == "c:1"
+    assert not addresses.on_failure() and addresses.current == "b:1"
+    assert not addresses.on_failure("b:1"), "it names itself: there is nothing new to try"
+    assert addresses.current == "a:1"
+
+
+def test_a_worker_knows_all_controllers_that_it_was_given_and_told_of() -> None:
+    addresses = ControllerAddresses(["service:1"])
+    addresses.on_told(["a:1", "service:1", "b:1"])
+    tried = [addresses.current for _ in range(4) if not addresses.on_failure()]
+    assert tried == ["a:1", "b:1", "service:1", "a:1"]
+    addresses.on_told([])
+    assert addresses.current == "service:1", "whoever is gone from the store is forgotten, whoever was given is not"
 
 
 @pytest.mark.parametrize(

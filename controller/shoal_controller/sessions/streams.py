@@ -9,11 +9,13 @@ import asyncio
 import itertools
 
 import grpc.aio
-from shoal_protos.messages import PlanMessage, ToWorker
+from shoal_protos.messages import Alive, PlanMessage, ToWorker
 from shoal_protos.plan import Plan
 from shoal_protos.wire import encode_controller
 
 from shoal_controller.sessions.dialogue import Dialogue
+
+ALIVE = encode_controller(Alive())
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
 
@@ -30,7 +32,12 @@ class Stream:
     def stir(self) -> None:
         """Look at the dialogue again: it has something to say, is closing, or is cut off."""
         self.stirred.set()
-        if self.dialogue.overflowed and not self.cut.done():
+        if self.dialogue.overflowed:
+            self.cut_off()
+
+    def cut_off(self) -> None:
+        """End it now, whatever was still to be said."""
+        if not self.cut.done():
             self.cut.set_result(None)
 
     async def write(self) -> None:
@@ -69,12 +76,24 @@ class Streams:
             stream.dialogue.say(self._encoded(message))
             stream.stir()
 
+    def show_life(self) -> None:
+        """Say on every stream that is read that this controller is there."""
+        for stream in self._open.values():
+            if stream.dialogue.hello is not None and not stream.dialogue.outbox:
+                stream.dialogue.say(ALIVE)
+                stream.stir()
+
     def close(self, connection: int) -> None:
         """End a stream after what was sent on it."""
         stream = self._open.get(connection)
         if stream is not None:
             stream.dialogue.close()
             stream.stir()
+
+    def cut(self) -> None:
+        """End all streams at once and without a word: their workers look for whoever leads now."""
+        for stream in self._open.values():
+            stream.cut_off()
 
     def states(self) -> dict[str, int]:
         """How many streams there are, by state."""

@@ -9,6 +9,7 @@ from google.protobuf.message import DecodeError
 from shoal_protos import session_pb2 as pb
 from shoal_protos.errors import UserError
 from shoal_protos.messages import (
+    Alive,
     Ask,
     AskKind,
     Describe,
@@ -49,6 +50,8 @@ def _write(message: ToWorker) -> pb.ControllerMessage:
             return pb.ControllerMessage(describe=pb.Describe())
         case Welcome():
             return pb.ControllerMessage(welcome=_write_welcome(message))
+        case Alive():
+            return pb.ControllerMessage(alive=pb.Alive())
         case Ping():
             return pb.ControllerMessage(ping=pb.Ping(number=message.number, generation=message.generation))
         case Prepare():
@@ -79,6 +82,8 @@ def decode_controller(data: bytes) -> ToWorker:
             return Describe()
         case "welcome":
             return _read_welcome(message.welcome)
+        case "alive":
+            return Alive()
         case "ping":
             ping = message.ping
             return Ping(bounds.whole("ping.number", ping.number), bounds.whole("ping.generation", ping.generation))
@@ -113,6 +118,7 @@ def _write_welcome(welcome: Welcome) -> pb.Welcome:
         cluster=welcome.cluster,
         step=welcome.step,
         loss=welcome.loss,
+        controllers=welcome.controllers,
     )
 
 
@@ -135,6 +141,10 @@ def _read_welcome(message: pb.Welcome) -> Welcome:
         cluster=message.cluster and bounds.name("welcome.cluster", message.cluster),
         step=bounds.whole("welcome.step", message.step),
         loss=message.loss if message.HasField("loss") else None,
+        controllers=tuple(
+            bounds.address("welcome.controllers", one)
+            for one in bounds.few("welcome.controllers", message.controllers, bounds.MAX_CONTROLLERS)
+        ),
     )
 
 
@@ -181,6 +191,7 @@ def _write_refusal(refusal: Refusal) -> pb.Refusal:
         cluster=refusal.cluster,
         unknown_job=refusal.unknown_job,
         generation=refusal.generation,
+        leader=refusal.leader,
     )
 
 
@@ -192,4 +203,5 @@ def _read_refusal(message: pb.Refusal) -> Refusal:
         cluster=message.cluster and bounds.name("error.cluster", message.cluster),
         unknown_job=message.unknown_job,
         generation=bounds.whole("error.generation", message.generation),
+        leader=message.leader and bounds.address("error.leader", message.leader),
     )

@@ -18,6 +18,7 @@ from shoal_protos.description import Description, brief
 from shoal_protos.messages import (
     GRACE_SECONDS,
     PROTOCOL_VERSION,
+    Alive,
     Ask,
     Describe,
     Drain,
@@ -303,7 +304,7 @@ class Dialogue:
                 self.refusal = message.sentence
                 ended = _is_final(message, self.membership.generation, self.cluster, self.job.run)
                 return self.end(Shutdown(Ending.FAILED, message.sentence)) if ended else []
-            case Open() | Ask() | Drain():
+            case Open() | Ask() | Drain() | Alive():
                 pass  # came before; a drain needs nothing but the plan that will leave us out
         return []
 

@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import threading
 import time
 
 import grpc
 import grpc.aio
 from shoal_protos.addresses import split_address
-from shoal_protos.channel import CHANNEL_OPTIONS, METHOD
+from shoal_protos.channel import CHANNEL_OPTIONS, METHOD, SILENT_SECONDS
 from shoal_protos.errors import UserError
 from shoal_protos.messages import Refusal, Result, Shutdown, Welcome
 from shoal_protos.wire import decode_controller, encode_worker
 
 from shoal.group.forks import Connections
 from shoal.logs import get_logger
+from shoal.session.controller_addresses import ControllerAddresses
 from shoal.session.driver import SessionDriver
 from shoal.session.settings import SessionSettings
 from shoal.session.signals import TermSignal
@@ -54,8 +54,9 @@ class SessionThread:
     def __init__(self, driver: SessionDriver, settings: SessionSettings, term: TermSignal | None) -> None:
         self._driver, self._settings, self._term = driver, settings, term
         self._credentials = settings.credentials()
-        self._addresses = itertools.cycle(settings.addresses)
-        self._address = next(self._addresses)
+        self._addresses = ControllerAddresses(settings.addresses)
+        self._leader = ""
+        """The leader, as a controller named it that does not lead."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._woken = asyncio.Event()
         self._closing = False
@@ -108,7 +109,8 @@ class SessionThread:
                 lost = now
             else:
                 self._driver.on_controller_unreachable(now - lost)
-                self._address = next(self._addresses)
+                if self._addresses.on_failure(self._leader):
+                    continue
             steady = self._welcomed and now - began > STEADY_SECONDS
             pause = FIRST_PAUSE_SECONDS if steady else min(2 * pause, LONGEST_PAUSE_SECONDS)
             if not self._closing and not self._driver.silent:
@@ -136,8 +138,8 @@ class SessionThread:
 
     async def _converse(self) -> None:
         """One stream, from hello to end."""
-        self._welcomed = False
-        address, credentials = self._address, self._current_credentials()
+        self._welcomed, self._leader = False, ""
+        address, credentials = self._addresses.current, self._current_credentials()
         if credentials is None:
             channel = grpc.aio.insecure_channel(address, options=OPTIONS)
         else:
@@ -165,9 +167,11 @@ class SessionThread:
             except grpc.aio.AioRpcError as error:
                 self._complain(error.details() or error.code().name)
             except TimeoutError:
-                self._complain(f"nothing was received for {WELCOME_SECONDS:g} s")
+                waited = SILENT_SECONDS if self._welcomed else WELCOME_SECONDS
+                self._complain(f"nothing was received for {waited:g} s")
+                self._welcomed = False
             except UserError as error:
-                log.error("message_not_understood", controller=self._address, why=str(error))
+                log.error("message_not_understood", controller=self._addresses.current, why=str(error))
             finally:
                 self._patience = None
                 call.cancel()
@@ -175,7 +179,7 @@ class SessionThread:
     def _complain(self, why: str) -> None:
         """Once for each time that the controller goes away."""
         if not self._complained and not self._closing:
-            log.warning("no_controller", controller=self._address, why=why)
+            log.warning("no_controller", controller=self._addresses.current, why=why)
         self._complained = True
 
     async def _talk(self, call: Call) -> None:
@@ -198,7 +202,7 @@ class SessionThread:
 
     async def _read(self, call: Call) -> None:
         while True:
-            async with asyncio.timeout(None if self._welcomed else WELCOME_SECONDS):
+            async with asyncio.timeout(SILENT_SECONDS if self._welcomed else WELCOME_SECONDS):
                 data = await call.read()
             if not isinstance(data, bytes):
                 return
@@ -206,6 +210,9 @@ class SessionThread:
             if isinstance(message, Welcome):
                 self._welcomed, self._complained = True, False
                 self._connections.settle()
+                self._addresses.on_told(message.controllers)
+            elif isinstance(message, Refusal):
+                self._leader = message.leader
             self._driver.on_message(message)
             if isinstance(message, Shutdown | Refusal):
                 return
