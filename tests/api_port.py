@@ -8,6 +8,7 @@ import httpx
 from shoal_controller import logs
 from shoal_controller.api.app import ApiSettings, build_app
 from shoal_controller.api.web import Web
+from shoal_controller.leadership.controller_state import ControllerState
 from shoal_controller.shell import Shell
 from shoal_controller.store.open import open_store
 from shoal_controller.token_register import TokenRegister
@@ -29,6 +30,14 @@ class Api:
         return answer.json()
 
 
+class LeadingAlone(ControllerState):
+    """As it is of a controller that has its store for itself."""
+
+    def __init__(self, shell: Shell) -> None:
+        super().__init__()
+        self.shell = shell
+
+
 async def figures() -> bytes:
     return b"figures 1\n"
 
@@ -42,10 +51,10 @@ async def serving(directory, settings=None, machine=None, token=None):
     shell.connect(Written().outside())
     await shell.start()
     web = Web("127.0.0.1", 0)
-    tokens = TokenRegister(store, token)
-    await tokens.start(shell.give_up)
+    tokens = TokenRegister(token)
+    await tokens.start(store, shell.give_up)
     settings = settings or ApiSettings(default_workers=2)
-    await web.start(build_app(shell, figures, settings, tokens), shell.give_up)
+    await web.start(build_app(LeadingAlone(shell), figures, settings, tokens), shell.give_up)
     try:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{web.port}", trust_env=False) as client:
             yield Api(shell, machine, client, web.port)

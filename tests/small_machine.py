@@ -136,11 +136,11 @@ class Written:
 class World:
     """A shell with everything around it."""
 
-    def __init__(self, store, machine=None, clock=None) -> None:
+    def __init__(self, store, machine=None, clock=None, lapsed=str) -> None:
         self.store = store
         self.machine = machine or SmallMachine()
         self.written = Written()
-        self.shell = Shell(store, clock, step=self.machine.step, view=self.machine.view)
+        self.shell = Shell(store, clock, step=self.machine.step, view=self.machine.view, lapsed=lapsed)
         self.shell.connect(self.written.outside())
 
     def events(self, job="train"):

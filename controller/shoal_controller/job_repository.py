@@ -36,7 +36,7 @@ from shoal_controller.records import (
     record_prefix,
     unpacked,
 )
-from shoal_controller.store.store import MAX_OPERATIONS, Compare, Delete, Entry, Operation, Put, Store, Unfit
+from shoal_controller.store.store import MAX_OPERATIONS, Compare, Delete, Entry, Fenced, Operation, Put, Store, Unfit
 
 EVENTS_PER_TRANSACTION = 50
 """That leaves room for records."""
@@ -52,10 +52,6 @@ BEGIN_SECONDS = 8.0
 LONGEST_PAUSE_SECONDS = 2.0
 
 log = structlog.get_logger("shoal.job_repository")
-
-
-class Fenced(StoreError):
-    """Another controller has written a job of this one's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,6 +312,8 @@ class Stored:
     durable: Durable
     unreadable: str
     """Why there is no state: a sentence. Then what is durable has but a name, and nothing is to be written."""
+    forgotten: bool
+    """An earlier life has not forgotten it whole: to be done by whoever may write."""
 
 
 def new_repository(store: Store, spec: JobSpec, writer: str) -> JobRepository:
@@ -324,14 +322,11 @@ def new_repository(store: Store, spec: JobSpec, writer: str) -> JobRepository:
 
 
 async def stored_jobs(store: Store, writer: str) -> list[Stored]:
-    """Every job in the store. What their repositories write from now on is written by `writer`. What an earlier life
-    has not forgotten whole is forgotten.
-    """
-    stored = [await _stored(store, entry, writer) for entry in (await store.list("/jobs/")).entries]
-    return [job for job in stored if job is not None]
+    """Every job in the store. What their repositories write from now on is written by `writer`."""
+    return [await _stored(store, entry, writer) for entry in (await store.list("/jobs/")).entries]
 
 
-async def _stored(store: Store, entry: Entry, writer: str) -> Stored | None:
+async def _stored(store: Store, entry: Entry, writer: str) -> Stored:
     job = entry.key.removeprefix("/jobs/")
     head, records = Head(job, writer), RecordSet(job)
     durable, why = Durable(JobSpec(job, wanted=1), wanted=1), ""
@@ -342,10 +337,7 @@ async def _stored(store: Store, entry: Entry, writer: str) -> Stored | None:
     except Unreadable as error:
         why = str(error)
     repository = JobRepository(store, head, entry.modified, records, durable)
-    if head.forgotten:
-        await repository.forget()
-        return None
-    return Stored(repository, durable, why)
+    return Stored(repository, durable, why, head.forgotten)
 
 
 async def _stored_records(store: Store, head: Head) -> tuple[RecordSet, Durable]:
@@ -384,4 +376,4 @@ def _batches(events: Sequence[JobEvent]) -> Iterator[list[JobEvent]]:
 
 
 def _fenced(job: str) -> Fenced:
-    return Fenced(f"job {job} was written by another controller; this one stops, so that only one decides")
+    return Fenced(f"job {job} was written by another controller; this one decides nothing more, so that only one does")

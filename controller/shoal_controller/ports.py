@@ -41,3 +41,5 @@ class Outside:
     """What answers the machine's questions."""
     probe: Callable[[str, str], Awaitable[ProbeResult]] = probe
     """What a connection to an address meets where a process of that incarnation should be."""
+    controllers: Callable[[], tuple[str, ...]] = tuple
+    """Where workers reach the controllers of this store, the one that leads first."""

@@ -2,9 +2,10 @@
 
 One task per job takes from a bounded inbox all that lies there, first come, first served, and never waits for more: a
 batch for the machine. A tick comes after all that lies there by then, so time never overtakes what was heard: the
-machine counts on that when it counts silence. While the store takes no write nothing is decided, training goes on, and
-what streams say is kept in a `Backlog`: to the job it is as if its controller were slow. Made by `shell.py`.
-What is slow (starting processes, probing, planning) is done by `background.py` and comes back as an event.
+machine counts on that when it counts silence. While the store takes no write, or another controller may lead, nothing
+is decided, training goes on, and what streams say is kept in a `Backlog`: to the job it is as if its controller were
+slow. Made by `shell.py`. What is slow (starting processes, probing, planning) is done by `background.py` and comes back
+as an event.
 """
 
 from __future__ import annotations
@@ -78,6 +79,8 @@ class Life:
     clock: Callable[[], float]
     alarm: Callable[[BaseException], None]
     """Hears that a job can no longer be decided for by this controller."""
+    lapsed: Callable[[], str] = str
+    """Why nothing may be decided at present, as a sentence; empty while it may."""
     cluster: str = ""
     """The store's own id."""
 
@@ -92,7 +95,7 @@ class _Submission:
 
 
 class Runner:
-    """One job. `begin` or `restore`, then events by `submit` and `tick`, then `stop`."""
+    """One job. `begin`, or `restore` and `go_on`, then events by `submit` and `tick`, then `stop`."""
 
     def __init__(self, spec: JobSpec, repository: JobRepository, life: Life) -> None:
         self.spec = spec
@@ -125,7 +128,11 @@ class Runner:
 
     @property
     def trouble(self) -> str:
-        """That the store does not take what is to be written, as a sentence; empty while it does."""
+        """Why nothing is decided at present, as a sentence: the store does not take what is to be written, or another
+        controller may lead. Empty while neither is so.
+        """
+        if lapsed := self._life.lapsed():
+            return lapsed
         trouble = self.repository.trouble
         if trouble is None:
             return ""
@@ -148,7 +155,7 @@ class Runner:
         self._job = new_job(self.spec, self._life.clock())
         await self.repository.renew(self._job.durable, self._audit(Create(), by))
         self._carried_out = self._job
-        self._start()
+        self.go_on()
 
     def restore(self, durable: Durable, unreadable: str = "") -> None:
         """A job of an earlier life. One that cannot be read is not served and left as it is; no other is harmed."""
@@ -163,9 +170,9 @@ class Runner:
         except Exception as error:
             self._unserved = f"job {self.spec.job} is not served, its records are left as they are: {error}"
             log.error("a job is not served", job=self.spec.job, error=str(error), exc_info=not unreadable)
-        self._start()
 
-    def _start(self) -> None:
+    def go_on(self) -> None:
+        """Handle what comes from now on."""
         self._background.start(self._life.alarm)
         self._loop = guarded(f"job {self.spec.job}", self._run(), self._life.alarm)
 
@@ -197,7 +204,7 @@ class Runner:
         submission = _Submission(event, done, by)
         if self.trouble:
             if isinstance(event, OperatorRequest):
-                raise StoreError(f"job {self.spec.job} cannot be changed now: {self.trouble}. Try again later")
+                raise self._not_now()
             return self._aside.add(event)
         if self._inbox.full():
             await self._put_in_time(submission)
@@ -216,6 +223,9 @@ class Runner:
             )
         return done.result()
 
+    def _not_now(self) -> StoreError:
+        return StoreError(f"job {self.spec.job} cannot be changed now: {self.trouble}. Try again later")
+
     async def _put_in_time(self, submission: _Submission) -> None:
         try:
             async with asyncio.timeout(SUBMIT_SECONDS):
@@ -226,13 +236,19 @@ class Runner:
     def _take_aside(self) -> None:
         """The store fails: whoever has said something need not wait until it answers again."""
         _settle([one for one in self._in_hand if not isinstance(one.event, OperatorRequest)], None)
-        for submission in _empty(self._inbox):
-            if isinstance(submission.event, OperatorRequest):
-                self._inbox.put_nowait(submission)
-            elif not isinstance(submission.event, Tick):
-                self._aside.add(submission.event)
-                _settle([submission], None)
+        for request in self._laid_aside(_empty(self._inbox)):
+            self._inbox.put_nowait(request)
+
+    def _laid_aside(self, submissions: Sequence[_Submission]) -> list[_Submission]:
+        """Keep what was said for later, but for ticks; the operators' requests among it are returned."""
+        requests = [one for one in submissions if isinstance(one.event, OperatorRequest)]
+        others = [one for one in submissions if not isinstance(one.event, OperatorRequest)]
+        for one in others:
+            if not isinstance(one.event, Tick):
+                self._aside.add(one.event)
+        _settle(others, None)
         self._tick_waits = False
+        return requests
 
     def tick(self) -> None:
         """Put a tick at the end of the line, unless one stands there already or none is wanted."""
@@ -244,8 +260,13 @@ class Runner:
         if not (self._broken or self._unserved):
             await self._handle([Started()])
         while self._halted is None:
+            first = await self._inbox.get()
+            if self._life.lapsed():
+                requests = self._laid_aside([first, *_empty(self._inbox)])
+                _settle(requests, self._not_now())
+                continue
             await self._catch_up()
-            await self._answer(self._take_batch(await self._inbox.get()))
+            await self._answer(self._take_batch(first))
 
     async def _catch_up(self) -> None:
         """Hear what was said while the store failed."""
@@ -318,7 +339,11 @@ class Runner:
 
     def _act(self, effect: Send | Close | Probe | Adopt | Spawn | Kill | AskPlanner) -> None:
         match effect:
-            case Send(connection, Welcome() | Refusal() as message):
+            case Send(connection, Welcome() as message):
+                others = self._life.outside.controllers()
+                message = replace(message, cluster=self._life.cluster, controllers=others)
+                self._life.outside.streams.send(connection, message)
+            case Send(connection, Refusal() as message):
                 self._life.outside.streams.send(connection, replace(message, cluster=self._life.cluster))
             case Send(connection, message):
                 self._life.outside.streams.send(connection, message)

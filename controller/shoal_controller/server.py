@@ -1,16 +1,19 @@
-"""A whole controller: store, shell, sessions, launchers and REST, wired together. Nothing else is here.
+"""A whole controller: REST, sessions, the store, and the election in which it leads or follows. Wiring, nothing else.
 
-`async with running(settings) as server` is used by the command and by tests. Everything ends with the context, in the
-order in which nothing is said that cannot be heard; when the controller must stop by itself, the body is cancelled
-and the context raises why.
+`async with serve(settings) as server` is used by the command and by tests. What a leader has besides is made for each
+of its terms (`leadership/term.py`). Everything ends with the context, in the order in which nothing is said that cannot
+be heard; when the controller must stop by itself, the body is cancelled and the context raises why.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+import secrets
+import socket
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from shoal_protos.addresses import is_here, join_address, split_address
 from shoal_protos.errors import StoreError
@@ -19,17 +22,25 @@ from shoal_controller import logs
 from shoal_controller.api.app import ApiSettings, build_app
 from shoal_controller.api.web import Web
 from shoal_controller.launchers.local import LocalLauncher, WorkerEnvironment
+from shoal_controller.leadership.controller_state import ControllerState
+from shoal_controller.leadership.election import ControllerPlace, Election
+from shoal_controller.leadership.term import Means, leading
 from shoal_controller.metrics import Metrics, Sources
-from shoal_controller.planner_process import PlannerProcess
-from shoal_controller.ports import Outside
 from shoal_controller.sessions.service import SessionService
 from shoal_controller.sessions.settings import SessionSettings
 from shoal_controller.sessions.streams import Streams
 from shoal_controller.settings import Settings, inherited_environment
 from shoal_controller.shell import Shell
 from shoal_controller.store.open import open_store
+from shoal_controller.tasks import end_task, guarded
 from shoal_controller.token_register import TokenRegister
 from shoal_controller.worker_port import bind_again
+
+END_SECONDS = 15.0
+"""How long a leader may take to end its term: its jobs finish the write in hand."""
+
+EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+"""Hosts on which a port is open to everybody, and how this machine reaches it itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,44 +51,64 @@ class Server:
     """`HOST:PORT` of REST."""
     grpc: str
     """`HOST:PORT` for workers."""
-    shell: Shell
+    controller: ControllerState
     launcher: LocalLauncher
+
+    @property
+    def shell(self) -> Shell:
+        """Raises `NotLeading` where another controller leads."""
+        return self.controller.leading()
 
 
 @asynccontextmanager
 async def serve(settings: Settings) -> AsyncIterator[Server]:
-    """A controller that serves for as long as the context lasts."""
+    """A controller that serves for as long as the context lasts. It answers for its health at once; the context is
+    entered when a controller leads, this or another one.
+    """
     logs.configure(settings.log_level)
+    stopped: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+
+    def fail(error: BaseException) -> None:
+        if not stopped.done():
+            stopped.set_result(error)
+
     async with AsyncExitStack() as ends:
-        metrics = Metrics()
-        store = await open_store(settings.store, metrics.timed, settings.etcd)
-        ends.push_async_callback(store.close)
-        shell = Shell(store, forget_after_seconds=settings.forget_after_seconds)
+        metrics, controller, streams = Metrics(), ControllerState(), Streams()
+        metrics.show(Sources(controller.jobs, lambda: controller.leads, streams.states))
         http_host, http_port = split_address(settings.http)
-        tokens = TokenRegister(store, _secret(settings))
-        ends.push_async_callback(tokens.stop)
         web = Web(http_host, http_port)
         ends.push_async_callback(web.stop)
-        streams = Streams()
-        sessions = SessionService(shell, streams, _session_settings(settings))
+        sessions = SessionService(controller, streams, _session_settings(settings))
         ends.push_async_callback(sessions.stop)
-        port = bind_again(settings.folder, settings.grpc, sessions.bind)
-        grpc = join_address(split_address(settings.grpc)[0], port)
-        launcher = LocalLauncher(settings.folder, _worker_environment(settings, grpc), shell.submit)
-        ends.push_async_callback(launcher.close)
+        grpc = join_address(split_address(settings.grpc)[0], bind_again(settings.folder, settings.grpc, sessions.bind))
+        tokens = TokenRegister(_secret(settings))
+        await web.start(build_app(controller, metrics.scrape, _api_settings(settings), tokens), fail)
+        ends.enter_context(_cancelled_when(stopped))
+        store = await open_store(settings.store, metrics.timed, settings.etcd)
+        ends.push_async_callback(store.close)
+        await tokens.start(store, fail)
+        ends.push_async_callback(tokens.stop)
+        election = Election(store, _place_of(settings, web.port, grpc))
+        controller.join(store, election)
+        launcher = LocalLauncher(settings.folder, _worker_environment(settings, grpc, controller), controller.submit)
         launchers = {"local": launcher} if "local" in settings.allowed_launchers else {}
-        planner = PlannerProcess()
-        ends.push_async_callback(planner.stop)
-        shell.connect(Outside(streams, launchers, planner.answer))
-        metrics.show(Sources(shell.jobs, lambda: not shell.stopped.done(), streams.states))
-        ends.push_async_callback(shell.stop)
-        await shell.start()
-        await tokens.start(shell.give_up)
-        app = build_app(shell, metrics.scrape, _api_settings(settings), tokens)
-        await web.start(app, shell.give_up)
+        means = Means(store, streams, controller, launchers, settings.forget_after_seconds, fail)
+        electing = guarded("election", election.run(partial(leading, means)), fail)
+        ends.push_async_callback(end_task, electing, END_SECONDS)
+        await controller.settled()
         await sessions.serve()
-        with _cancelled_when(shell.stopped):
-            yield Server(join_address(http_host, web.port), grpc, shell, launcher)
+        yield Server(join_address(http_host, web.port), grpc, controller, launcher)
+
+
+def _place_of(settings: Settings, http_port: int, grpc: str) -> ControllerPlace:
+    """This controller, as the others and their workers reach it."""
+    places = [(split_address(settings.http)[0], http_port), split_address(grpc)]
+    http, workers = (join_address(settings.advertise or _reached_at(host), port) for host, port in places)
+    return ControllerPlace(secrets.token_hex(8), http, workers)
+
+
+def _reached_at(host: str) -> str:
+    return socket.gethostname() if host in EVERYWHERE else host
 
 
 def _session_settings(settings: Settings) -> SessionSettings:
@@ -96,11 +127,15 @@ def _secret(settings: Settings) -> str | None:
     return None if settings.token is None else settings.token.get_secret_value()
 
 
-def _worker_environment(settings: Settings, grpc: str) -> WorkerEnvironment:
+def _worker_environment(settings: Settings, grpc: str, controller: ControllerState) -> WorkerEnvironment:
     """What local workers get. They reach a port that is open to everybody by this machine's own address."""
     host, port = split_address(grpc)
-    near = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return WorkerEnvironment(join_address(near, port), _secret(settings), inherited_environment())
+    near = join_address(EVERYWHERE.get(host, host), port)
+
+    def controllers() -> Sequence[str]:
+        return tuple(dict.fromkeys([near, *controller.places()]))
+
+    return WorkerEnvironment(controllers, _secret(settings), inherited_environment())
 
 
 @contextmanager

@@ -33,6 +33,9 @@ class Settings(BaseSettings):
     """Address of the REST API, `HOST:PORT`; port 0 picks a free port."""
     grpc: str = "127.0.0.1:7071"
     """Address that workers connect to, `HOST:PORT`; port 0 picks a free port, the last one where it is free."""
+    advertise: str | None = None
+    """Host at which other controllers of the store, and workers, reach this one. Default: the host that it listens on,
+    or this machine's name where it listens on all."""
     store: str = "embedded:.shoal"
     """Store for the controller's state: `embedded:DIR` or `etcd://[USER@]HOST:PORT,HOST:PORT/PREFIX`."""
     etcd_password: SecretStr | None = None

@@ -23,11 +23,11 @@ from shoal_controller.core.machine import machine
 from shoal_controller.core.machine.events import Cancel, Event
 from shoal_controller.core.machine.spec import JobSpec, JobView
 from shoal_controller.event_bounds import EVENTS_KEPT, bound_events
-from shoal_controller.job_repository import Fenced, JobRepository, new_repository, stored_jobs
+from shoal_controller.job_repository import JobRepository, new_repository, stored_jobs
 from shoal_controller.ports import Outside, Step, View
 from shoal_controller.records import JobEvent
 from shoal_controller.runner import Life, Runner
-from shoal_controller.store.store import Put, Store
+from shoal_controller.store.store import Fenced, Put, Store
 from shoal_controller.tasks import end_task, guarded
 
 TICK_SECONDS = 0.1
@@ -74,10 +74,13 @@ class Shell:
         *,
         step: Step = machine.step,
         view: View = machine.view,
+        lapsed: Callable[[], str] = str,
     ) -> None:
+        """`lapsed`: why this controller may decide nothing at present, as a sentence; empty while it may."""
         self._store = store
         self._step = step
         self._view = view
+        self._lapsed = lapsed
         self._clock = clock or steady_clock()
         self._forget_after_seconds = forget_after_seconds
         self._writer = secrets.token_hex(8)
@@ -98,14 +101,25 @@ class Shell:
         """Restore every job and go on with it."""
         self._cluster = await ensure_cluster_id(self._store)
         for job in await stored_jobs(self._store, self._writer):
+            if job.forgotten:
+                await job.repository.forget()
+                continue
             runner = self._runners[job.repository.spec.job] = self._runner(job.repository.spec, job.repository)
             runner.restore(job.durable, job.unreadable)
+            runner.go_on()
         log.info("jobs restored", jobs=sorted(self._runners))
         self._tasks = [
             guarded("ticks", self._tick(), self.give_up),
             guarded("forgetting", self._forget_the_old(), self.give_up),
             guarded("events", self._bound_events(), self.give_up),
         ]
+
+    async def look(self) -> None:
+        """Read every job as it lies in the store, to be shown; in place of `start`. Nothing is decided or written."""
+        for job in await stored_jobs(self._store, self._writer):
+            if not job.forgotten:
+                runner = self._runners[job.repository.spec.job] = self._runner(job.repository.spec, job.repository)
+                runner.restore(job.durable, job.unreadable)
 
     async def stop(self, why: StoreError | None = None) -> None:
         """Decide nothing any more. Workers train on."""
@@ -116,10 +130,14 @@ class Shell:
         for runner in self._runners.values():
             runner.repository.close()
 
-    async def check(self) -> None:
-        """Raises `StoreError` unless this controller can decide and remember: a write is tried."""
+    def check_running(self) -> None:
+        """Raises `StoreError` where it has ended by itself."""
         if self.stopped.done():
             raise StoreError(f"this controller has stopped: {self.stopped.result()}")
+
+    async def check(self) -> None:
+        """Raises `StoreError` unless this controller can decide and remember: a write is tried."""
+        self.check_running()
         if self.trouble:
             raise StoreError(self.trouble)
         try:
@@ -131,7 +149,7 @@ class Shell:
     @property
     def trouble(self) -> str:
         """What keeps this controller from deciding, as a sentence; empty while nothing does."""
-        return next(
+        return self._lapsed() or next(
             (f"job {name}: {trouble}" for name, runner in self._runners.items() if (trouble := runner.trouble)), ""
         )
 
@@ -282,9 +300,8 @@ class Shell:
 
     def _runner(self, spec: JobSpec, repository: JobRepository) -> Runner:
         assert self._outside is not None, "connect comes before start"
-        return Runner(
-            spec, repository, Life(self._step, self._view, self._outside, self._clock, self.give_up, self._cluster)
-        )
+        life = Life(self._step, self._view, self._outside, self._clock, self.give_up, self._lapsed, self._cluster)
+        return Runner(spec, repository, life)
 
     async def _tick(self) -> None:
         for number in itertools.count():
@@ -297,7 +314,7 @@ class Shell:
         """A job can no longer be written, or something has ended that must not: nothing is decided from here on."""
         if self.stopped.done():
             return
-        log.error("the controller stops", error=str(error))
+        log.error("nothing more is decided here", error=str(error))
         self.stopped.set_result(error)
         for runner in self._runners.values():
             runner.halt(StoreError(f"this controller has stopped: {error}"))

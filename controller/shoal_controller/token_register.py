@@ -14,7 +14,7 @@ import hmac
 import json
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
@@ -23,7 +23,8 @@ from shoal_protos.errors import Conflict, NotFound, StoreError
 
 from shoal_controller.callers import Caller, Role, Unauthorized
 from shoal_controller.core.machine.codec import plain, restored
-from shoal_controller.store.store import Compacted, Compare, Delete, Put, Store
+from shoal_controller.store.following import follow
+from shoal_controller.store.store import Compare, Delete, Put, Store
 from shoal_controller.tasks import end_task, guarded
 from shoal_controller.tokens import is_for_workers
 
@@ -34,9 +35,6 @@ ROOT = "root"
 """Name of the token that is `SHOAL_TOKEN`."""
 
 MOST_TOKENS = 1000
-
-WATCH_PAUSE_SECONDS = 1.0
-"""Between two attempts to watch a store that fails."""
 
 HINT = (
     "send the header `Authorization: Bearer TOKEN` with the controller's SHOAL_TOKEN or a token of "
@@ -78,17 +76,19 @@ class NamedToken:
 class TokenRegister:
     """All tokens but those of workers. `start` reads and follows the store; without it there is `root` alone."""
 
-    def __init__(self, store: Store, root: str | None, clock: Callable[[], float] = time.time) -> None:
-        self._store = store
+    def __init__(self, root: str | None, clock: Callable[[], float] = time.time) -> None:
+        self._opened: Store | None = None
         self._root = None if root is None else _digest(root)
         self._clock = clock
         self._tokens: dict[str, NamedToken] = {}
         self._following: asyncio.Task[None] | None = None
+        self._read = asyncio.Event()
 
-    async def start(self, failed: Callable[[BaseException], None]) -> None:
-        """`failed` hears when following the store ends unexpectedly."""
-        revision = await self._read()
-        self._following = guarded("tokens", self._follow(revision), failed)
+    async def start(self, store: Store, failed: Callable[[BaseException], None]) -> None:
+        """Returns when it has read them. `failed` hears when following the store ends unexpectedly."""
+        self._opened = store
+        self._following = guarded("tokens", follow(store, PREFIX, self._on_records), failed)
+        await self._read.wait()
 
     async def stop(self) -> None:
         if self._following is not None:
@@ -177,34 +177,20 @@ class TokenRegister:
 
     # ---- the store
 
-    async def _read(self) -> int:
-        """The revision at which what is known is true."""
-        listing = await self._store.list(PREFIX)
-        found = {entry.key: entry.value for entry in listing.entries}
+    @property
+    def _store(self) -> Store:
+        if self._opened is None:
+            raise StoreError("the store has not answered yet; try again later")
+        return self._opened
+
+    def _on_records(self, records: Mapping[str, bytes]) -> None:
         self._tokens = {}
-        for key, value in found.items():
+        for key, value in records.items():
             self._take(key, value)
-        return listing.revision
+        self._read.set()
 
-    async def _follow(self, revision: int) -> None:
-        while True:
-            try:
-                async with self._store.watch(PREFIX, revision) as watch:
-                    async for changes in watch:
-                        for change in changes.changes:
-                            self._take(change.key, change.value)
-                        revision = changes.revision
-            except Compacted:
-                revision = await self._read()
-            except StoreError as error:
-                log.warning("changes of tokens are not heard of", error=str(error))
-                await asyncio.sleep(WATCH_PAUSE_SECONDS)
-
-    def _take(self, key: str, value: bytes | None) -> None:
+    def _take(self, key: str, value: bytes) -> None:
         name = key.removeprefix(PREFIX)
-        self._tokens.pop(name, None)
-        if value is None:
-            return
         try:
             token = NamedToken.decoded(value)
             if token.name != name:

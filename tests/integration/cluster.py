@@ -122,11 +122,11 @@ class Cluster:
     def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
         if kind is not None:
             print(self.story())
-        processes = [*self.pids.values(), *self._local_pids(), self._controller]
+        forked = {*self.pids.values(), *self.controller_pids()}
+        processes = {*forked, *self._local_pids()}
         self._rest.close()
-        for pid in filter(None, processes):
-            _signal(pid, signal.SIGKILL, group=True)
-        forked = {*self.pids.values(), self._controller} - {0}
+        for pid in processes:
+            send_signal(pid, signal.SIGKILL, group=True)
         until("all processes to end", lambda: forked <= ended().keys())
         shutil.rmtree(self.folder)
 
@@ -163,9 +163,13 @@ class Cluster:
 
     def kill_controller(self) -> None:
         """SIGKILL; returns when it is gone."""
-        _signal(self._controller, signal.SIGKILL)
+        send_signal(self._controller, signal.SIGKILL)
         until("the controller to be gone", lambda: self._controller in ended())
         self._controller = 0
+
+    def controller_pids(self) -> set[int]:
+        """Of those that run."""
+        return {self._controller} - {0}
 
     def wait_controller_death(self) -> None:
         """It dies by itself."""
@@ -180,11 +184,11 @@ class Cluster:
 
     def stop_controller(self) -> None:
         """SIGSTOP: frozen, not dead."""
-        _signal(self._controller, signal.SIGSTOP)
+        send_signal(self._controller, signal.SIGSTOP)
 
     def cont_controller(self) -> None:
         """SIGCONT: thawed."""
-        _signal(self._controller, signal.SIGCONT)
+        send_signal(self._controller, signal.SIGCONT)
 
     def add(self, count: int = 1, **options: Any) -> list[str]:
         """Start more workers with the next free ids; `options` differ from the cluster's for these."""
@@ -195,32 +199,35 @@ class Cluster:
 
     def start(self, worker: str, **options: Any) -> None:
         """Start a process with this id (again: a second one, whose log is the same file)."""
-        port = self.detours.get(worker, self.grpc_port)
-        env = {"SHOAL_CONTROLLER": f"127.0.0.1:{port}", "SHOAL_JOB": self.job_name, "SHOAL_WORKER_ID": worker}
+        env = {"SHOAL_CONTROLLER": self.controllers_of(worker), "SHOAL_JOB": self.job_name, "SHOAL_WORKER_ID": worker}
         if self.faults:
             env["SHOAL_FAULT"] = self.faults
         given = {**self.options, **self._pace, **options, "result": str(self.result_file(worker))}
         self.pids[worker] = fork(self.script, given, env, self.folder / f"{worker}.log")
 
+    def controllers_of(self, worker: str) -> str:
+        """Where it looks for its controller."""
+        return f"127.0.0.1:{self.detours.get(worker, self.grpc_port)}"
+
     def kill(self, *workers: str) -> None:
         """SIGKILL, all at once."""
         for worker in workers:
-            _signal(self._pid(worker), signal.SIGKILL)
+            send_signal(self._pid(worker), signal.SIGKILL)
 
     def stop(self, *workers: str) -> None:
         """SIGSTOP: frozen, not dead."""
         for worker in workers:
-            _signal(self._pid(worker), signal.SIGSTOP)
+            send_signal(self._pid(worker), signal.SIGSTOP)
 
     def cont(self, *workers: str) -> None:
         """SIGCONT: thawed."""
         for worker in workers:
-            _signal(self._pid(worker), signal.SIGCONT)
+            send_signal(self._pid(worker), signal.SIGCONT)
 
     def terminate(self, *workers: str) -> None:
         """SIGTERM, as a preemption notice."""
         for worker in workers:
-            _signal(self._pid(worker), signal.SIGTERM)
+            send_signal(self._pid(worker), signal.SIGTERM)
 
     def exit_code(self, worker: str) -> int | None:
         """None while it runs; negative: the signal that ended it."""
@@ -386,7 +393,7 @@ class Cluster:
         return "\n".join(parts)
 
 
-def _signal(pid: int, number: signal.Signals, group: bool = False) -> None:
+def send_signal(pid: int, number: signal.Signals, group: bool = False) -> None:
     """To a process that may be gone already."""
     try:
         (os.killpg if group else os.kill)(pid, number)

@@ -37,7 +37,7 @@ class Controller:
     def __init__(self, folder: Path, **environment: str) -> None:
         self.exits: asyncio.Queue[tuple[str, Exited]] = asyncio.Queue()
         self.refusal: Exception | None = None
-        inherited = WorkerEnvironment("127.0.0.1:7071", "secret", {"PATH": os.environ["PATH"], **environment})
+        inherited = WorkerEnvironment(lambda: ["127.0.0.1:7071"], "secret", {"PATH": os.environ["PATH"], **environment})
         self.folder = folder
         self.launcher = LocalLauncher(folder, inherited, self.submit)
 
@@ -65,7 +65,7 @@ def with_controller(folder: Path, scene: Callable[[Controller], Coroutine[object
         try:
             await scene(controller)
         finally:
-            await controller.launcher.close()
+            await controller.launcher.release()
         assert open_files() <= before
 
     asyncio.run(play())
@@ -121,10 +121,10 @@ def test_a_worker_is_told_who_it_is_and_writes_to_its_log(tmp_path: Path) -> Non
 
 def test_one_thread_is_the_default_and_the_controllers_own_environment_goes_before_it() -> None:
     job = spec("true")
-    assert WorkerEnvironment("h:1").of("w0", job)["OMP_NUM_THREADS"] == "1"
-    assert WorkerEnvironment("h:1", None, {"OMP_NUM_THREADS": "2"}).of("w0", job)["OMP_NUM_THREADS"] == "2"
-    assert "SHOAL_TOKEN" not in WorkerEnvironment("h:1").of("w0", job)
-    assert WorkerEnvironment("h:1").of("w0", job)["GRPC_ENABLE_FORK_SUPPORT"] == "0"
+    assert WorkerEnvironment(lambda: ["h:1"]).of("w0", job)["OMP_NUM_THREADS"] == "1"
+    assert WorkerEnvironment(lambda: ["h:1"], None, {"OMP_NUM_THREADS": "2"}).of("w0", job)["OMP_NUM_THREADS"] == "2"
+    assert "SHOAL_TOKEN" not in WorkerEnvironment(lambda: ["h:1"]).of("w0", job)
+    assert WorkerEnvironment(lambda: ["h:1"]).of("w0", job)["GRPC_ENABLE_FORK_SUPPORT"] == "0"
 
 
 def test_a_worker_leads_a_session_of_its_own_and_a_kill_ends_all_of_its_group(tmp_path: Path) -> None:
@@ -203,17 +203,17 @@ def test_a_page_lives_from_the_start_until_the_job_has_heard_of_the_end(tmp_path
         await until(lambda: "began" in written(spawned.log))
         os.kill(spawned.pid, signal.SIGTERM)
         assert (await controller.end()).code == -15
-        await controller.launcher.close()
+        await controller.launcher.release()
         assert controller.records() == ["w0.json"]
         later = Controller(tmp_path)
         assert await later.launcher.adopt((), spec(SLEEPER)) == {}
         assert await later.end() == Exited("w0", -15, f"its process {spawned.pid} was killed by SIGTERM", "began")
-        await later.launcher.close()
+        await later.launcher.release()
         assert controller.records() == []
         controller.refusal = NotFound("there is no job demo")
         await controller.launcher.spawn("w1", spec("true"))
         await controller.end()
-        await controller.launcher.close()
+        await controller.launcher.release()
         assert controller.records() == []
 
     with_controller(tmp_path, scene)
@@ -226,7 +226,7 @@ from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.launchers.local import LocalLauncher, WorkerEnvironment
 
 async def main():
-    launcher = LocalLauncher(Path(sys.argv[1]), WorkerEnvironment("127.0.0.1:7071"), None)
+    launcher = LocalLauncher(Path(sys.argv[1]), WorkerEnvironment(lambda: ["127.0.0.1:7071"]), None)
     for worker, script in enumerate(sys.argv[2:]):
         spec = JobSpec("demo", 1, launcher="local", command=("/bin/sh", "-c", script))
         await launcher.spawn(f"w{worker}", spec)
@@ -289,14 +289,14 @@ def test_a_worker_without_a_page_is_found_by_its_log_or_was_never_started(tmp_pa
     async def scene(controller: Controller) -> None:
         spawned = await controller.launcher.spawn("w0", spec(f"({SLEEPER}) & {SLEEPER}"))
         await until(partial(written, spawned.log))
-        await controller.launcher.close()
+        await controller.launcher.release()
         (tmp_path / "jobs/demo/w0.json").unlink()  # as if its controller had died before it wrote one
         later = Controller(tmp_path)
         assert await later.launcher.adopt(("w0", "w1"), spec("")) == {"w0": spawned, "w1": None}
         assert later.records() == ["w0.json"]
         await later.launcher.kill("w0", spec(""))
         assert (await later.end()).code == -9
-        await later.launcher.close()
+        await later.launcher.release()
 
     with_controller(tmp_path, scene)
 
@@ -381,9 +381,8 @@ local.TIDY_SECONDS = 0.01
 
 async def main():
     ended = asyncio.Queue()
-    launcher = local.LocalLauncher(
-        Path(sys.argv[1]), local.WorkerEnvironment("", None, dict(os.environ)), lambda job, exited: ended.put(exited)
-    )
+    environment = local.WorkerEnvironment(lambda: [""], None, dict(os.environ))
+    launcher = local.LocalLauncher(Path(sys.argv[1]), environment, lambda job, exited: ended.put(exited))
     job = JobSpec("demo", wanted=1, launcher="local", command=("/bin/sh", "-c", "sleep 600 & sleep 600 & wait"))
     worker = psutil.Process((await launcher.spawn("w0", job)).pid)
     async with asyncio.timeout(20):
@@ -393,7 +392,7 @@ async def main():
         print((await ended.get()).code)
         while me.children():
             await asyncio.sleep(0.01)
-    await launcher.close()
+    await launcher.release()
 
 asyncio.run(main())
 """
@@ -418,12 +417,12 @@ def test_a_job_that_is_forgotten_leaves_neither_process_nor_log(tmp_path: Path) 
 def test_closing_lets_workers_live(tmp_path: Path) -> None:
     async def scene(controller: Controller) -> None:
         spawned = await controller.launcher.spawn("w0", spec(SLEEPER))
-        await controller.launcher.close()
+        await controller.launcher.release()
         assert psutil.Process(spawned.pid).is_running()
         later = Controller(tmp_path)
         assert await later.launcher.adopt((), spec(SLEEPER)) == {"w0": spawned}
         await later.launcher.kill("w0", spec(SLEEPER))
         assert (await later.end()).code == -9
-        await later.launcher.close()
+        await later.launcher.release()
 
     with_controller(tmp_path, scene)

@@ -149,14 +149,20 @@ async def test_an_address_of_another_machine_is_refused(tmp_path, http):
 
 
 @asynchronous
-async def test_a_controller_whose_job_another_one_writes_ends_its_body_and_says_why(tmp_path):
-    with pytest.raises(StoreError, match="the controller has stopped: job a was written by another controller"):
-        async with controller(tmp_path) as (server, client):
-            await client.post("/v1/jobs", json={"job": "a"})
-            await server.shell._store.transact([], [Put("/jobs/a", b"another's")])
-            refused = await client.post("/v1/jobs/a/scale", json={"workers": 1})
-            assert refused.status_code == 503
-            await asyncio.Event().wait()
+async def test_a_controller_whose_job_another_one_writes_decides_nothing_more_and_begins_anew(tmp_path):
+    async with controller(tmp_path) as (server, client):
+        await client.post("/v1/jobs", json={"job": "a"})
+        before = server.shell
+        await before._store.transact([], [Put("/jobs/a", b"another's")])
+        refused = await client.post("/v1/jobs/a/scale", json={"workers": 1})
+        assert refused.status_code == 503
+        assert "job a was written by another controller" in str(before.stopped.result())
+        while (found := (await client.get("/v1/jobs/a")).json()).get("phase") != "failed":
+            continue
+        assert "job a is not served" in found["reason"]
+        while not server.controller.leads:
+            await client.get("/healthz")
+        assert server.shell is not before
 
 
 @asynchronous

@@ -455,6 +455,35 @@ async def test_a_store_that_fails_for_long_is_waited_for_while_streams_are_heard
 
 
 @asynchronous
+async def test_a_controller_that_may_have_been_replaced_decides_nothing_until_it_is_sure_and_forgets_nothing(tmp_path):
+    events, why = [], ["its lease is over"]
+    machine = SmallMachine({MessageReceived: lambda _, event: events.append(event.message) or ()})
+    store = await open_store(f"embedded:{tmp_path}")
+    world = World(store, machine, lapsed=lambda: why[0])
+    why[0] = ""
+    await world.shell.start()
+    await world.shell.create(SPEC)
+    waiting = asyncio.create_task(world.shell.submit("train", MessageReceived(7, Heartbeat(STATUS, Telemetry()))))
+    asked = asyncio.create_task(world.shell.submit("train", Scale(4)))
+    await asyncio.sleep(0)  # both lie in the inbox, and nobody has looked: so a process finds them that was frozen
+    why[0] = "its lease is over"
+    await waiting
+    with pytest.raises(StoreError, match="job train cannot be changed now: its lease is over"):
+        await asked
+    later = replace(STATUS, sequence=STATUS.sequence + 1)
+    await world.shell.submit("train", MessageReceived(7, Heartbeat(later, Telemetry())))
+    with pytest.raises(StoreError, match="its lease is over"):
+        await world.shell.submit("train", Scale(5))
+    assert world.shell.trouble == "its lease is over" and "its lease is over" in world.shell.view("train").reason
+    assert not events
+    why[0] = ""
+    await world.shell.submit("train", Save())
+    assert [message.status for message in events] == [later], "of each stream the latest heartbeat"
+    await world.shell.stop()
+    await store.close()
+
+
+@asynchronous
 async def test_an_operator_is_answered_though_the_store_is_not(tmp_path, monkeypatch):
     monkeypatch.setattr("shoal_controller.runner.REQUEST_SECONDS", 0.2)
     monkeypatch.setattr("shoal_controller.job_repository.BEGIN_SECONDS", 0.2)

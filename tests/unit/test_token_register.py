@@ -29,8 +29,8 @@ async def register(
     store: Store, clock: Clock | None = None, root: str | None = "secret"
 ) -> AsyncIterator[TokenRegister]:
     failures: list[BaseException] = []
-    one = TokenRegister(store, root, clock or Clock())
-    await one.start(failures.append)
+    one = TokenRegister(root, clock or Clock())
+    await one.start(store, failures.append)
     try:
         yield one
     finally:

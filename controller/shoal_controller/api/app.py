@@ -1,6 +1,7 @@
-"""The REST API as one ASGI app, made from a shell; `server.py` serves it.
+"""The REST API as one ASGI app; `server.py` serves it.
 
-`/healthz` says that the process answers, `/readyz` that it can decide and remember, `/metrics` what it has counted.
+`/healthz` says that the process answers, `/readyz` that it serves requests, whether it leads or follows (and
+`/readyz?store` that its store can be written), `/metrics` what it has counted.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from starlette.types import ASGIApp
 
 from shoal_controller.api import problems
 from shoal_controller.api.answers import HealthAnswer
+from shoal_controller.api.forwarding import Forwarding
 from shoal_controller.api.guard import Guard
 from shoal_controller.api.routes import router
-from shoal_controller.shell import Shell
+from shoal_controller.leadership.controller_state import ControllerState
 from shoal_controller.token_register import TokenRegister
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -35,11 +37,11 @@ class ApiSettings:
 
 
 def build_app(
-    shell: Shell, scrape: Callable[[], Awaitable[bytes]], settings: ApiSettings, tokens: TokenRegister
+    controller: ControllerState, scrape: Callable[[], Awaitable[bytes]], settings: ApiSettings, tokens: TokenRegister
 ) -> ASGIApp:
     """The whole API, guarded."""
     app = FastAPI(title="Shoal", version=version("shoal"), redoc_url=None)
-    app.state.shell = shell
+    app.state.controller = controller
     app.state.settings = settings
     app.state.tokens = tokens
     app.state.followers = set()
@@ -49,17 +51,19 @@ def build_app(
     @app.get("/healthz")
     async def healthz() -> HealthAnswer:
         """The process answers; `trouble` says what it waits for."""
-        return HealthAnswer(status="ok", trouble=shell.trouble)
+        return HealthAnswer(status="ok", trouble=controller.trouble)
 
     @app.get("/readyz")
-    async def readyz() -> HealthAnswer:
-        """This controller can decide and remember."""
-        await shell.check()  # what keeps it from that is the problem's detail
-        return HealthAnswer(status="ready")
+    async def readyz(store: str | None = None) -> HealthAnswer:
+        """This controller serves requests. With `?store`, only while its store can be used."""
+        controller.check()  # what keeps it from that is the problem's detail
+        if store is not None:
+            await controller.check_store()
+        return HealthAnswer(status="ready", trouble=controller.trouble)
 
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
         """Metrics for Prometheus."""
         return Response(await scrape(), media_type=METRICS_TYPE)
 
-    return Guard(app, tokens, settings.here_only)
+    return Guard(Forwarding(app, controller), tokens, settings.here_only)

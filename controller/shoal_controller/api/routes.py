@@ -1,6 +1,7 @@
 """The REST routes under `/v1`: each calls the shell and returns what it says.
 
-Nothing is decided here. Errors are raised as they are and become problems in `problems.py`.
+A controller that does not lead has forwarded what it could (`forwarding.py`); what comes here nevertheless is read from
+the store, or refused. Nothing is decided here. Errors are raised as they are and become problems in `problems.py`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from shoal_controller.api.models import DrainBody, JobBody, ScaleBody
 from shoal_controller.api.stream import EventStream, event_stream, wants_stream
 from shoal_controller.api.token_routes import ACaller
 from shoal_controller.core.machine.events import ConfirmLost, DrainWorker, Pause, Resume, Save, Scale
+from shoal_controller.leadership.controller_state import ControllerState
 from shoal_controller.shell import Shell
 
 ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": Problem}, "5XX": {"model": Problem}}
@@ -34,24 +36,35 @@ ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": Problem}, "5XX": {"m
 router = APIRouter(prefix="/v1", responses=ERRORS)
 
 
-def shell_of(request: Request) -> Shell:
-    """The shell that `app.py` was given."""
-    shell = request.app.state.shell
-    assert isinstance(shell, Shell)
-    return shell
+def controller_of(request: Request) -> ControllerState:
+    """What `app.py` was given."""
+    controller = request.app.state.controller
+    assert isinstance(controller, ControllerState)
+    return controller
 
 
-AShell = Annotated[Shell, Depends(shell_of)]
+async def shell_to_read(request: Request) -> Shell:
+    """All jobs, as far as this controller knows them."""
+    return await controller_of(request).readable()
+
+
+def shell_to_change(request: Request) -> Shell:
+    """All jobs, of the controller that leads."""
+    return controller_of(request).leading()
+
+
+Readable = Annotated[Shell, Depends(shell_to_read)]
+Leading = Annotated[Shell, Depends(shell_to_change)]
 
 
 @router.get("/jobs")
-async def list_jobs(shell: AShell) -> JobsAnswer:
+async def list_jobs(shell: Readable) -> JobsAnswer:
     """List all jobs, including finished ones."""
     return JobsAnswer(jobs=[JobAnswer.of(view) for view in shell.jobs()])
 
 
 @router.post("/jobs", status_code=202)
-async def create_job(body: JobBody, shell: AShell, caller: ACaller, request: Request, response: Response) -> JobAnswer:
+async def create_job(body: JobBody, shell: Leading, caller: ACaller, request: Request, response: Response) -> JobAnswer:
     """Create a job. A finished job with the same name is replaced."""
     settings = request.app.state.settings
     if body.launcher not in settings.launchers:
@@ -65,47 +78,47 @@ async def create_job(body: JobBody, shell: AShell, caller: ACaller, request: Req
 
 
 @router.get("/jobs/{job}")
-async def get_job(job: str, shell: AShell) -> JobAnswer:
+async def get_job(job: str, shell: Readable) -> JobAnswer:
     """Show a job."""
     return JobAnswer.of(shell.view(job))
 
 
 @router.delete("/jobs/{job}", status_code=202)
-async def delete_job(job: str, shell: AShell, caller: ACaller) -> JobAnswer:
+async def delete_job(job: str, shell: Leading, caller: ACaller) -> JobAnswer:
     """Stop a job; its events stay. Forget a finished job, with its events and logs; its checkpoints stay."""
     return JobAnswer.of(await shell.delete(job, caller))
 
 
 @router.post("/jobs/{job}/scale", status_code=202)
-async def scale_job(job: str, body: ScaleBody, shell: AShell, caller: ACaller) -> JobAnswer:
+async def scale_job(job: str, body: ScaleBody, shell: Leading, caller: ACaller) -> JobAnswer:
     """Set the number of workers."""
     await shell.submit(job, Scale(body.workers), caller)
     return JobAnswer.of(shell.view(job))
 
 
 @router.post("/jobs/{job}/pause", status_code=202)
-async def pause_job(job: str, shell: AShell, caller: ACaller) -> JobAnswer:
+async def pause_job(job: str, shell: Leading, caller: ACaller) -> JobAnswer:
     """Pause training; workers stay connected."""
     await shell.submit(job, Pause(), caller)
     return JobAnswer.of(shell.view(job))
 
 
 @router.post("/jobs/{job}/resume", status_code=202)
-async def resume_job(job: str, shell: AShell, caller: ACaller) -> JobAnswer:
+async def resume_job(job: str, shell: Leading, caller: ACaller) -> JobAnswer:
     """Resume a paused job."""
     await shell.submit(job, Resume(), caller)
     return JobAnswer.of(shell.view(job))
 
 
 @router.get("/jobs/{job}/workers")
-async def list_workers(job: str, shell: AShell) -> WorkersAnswer:
+async def list_workers(job: str, shell: Readable) -> WorkersAnswer:
     """List the job's workers, including those that are lost or have left."""
     return WorkersAnswer(workers=[WorkerAnswer.of(view) for view in shell.view(job).workers])
 
 
 @router.post("/jobs/{job}/workers/{worker}/drain", status_code=202)
 async def drain_worker(
-    job: str, worker: str, shell: AShell, caller: ACaller, body: DrainBody | None = None
+    job: str, worker: str, shell: Leading, caller: ACaller, body: DrainBody | None = None
 ) -> JobAnswer:
     """Drain a worker: copy its blocks elsewhere, then let it go."""
     await shell.submit(job, DrainWorker(worker, (body or DrainBody()).grace_seconds), caller)
@@ -113,7 +126,7 @@ async def drain_worker(
 
 
 @router.post("/jobs/{job}/workers/{worker}/lost", status_code=202)
-async def lose_worker(job: str, worker: str, shell: AShell, caller: ACaller) -> JobAnswer:
+async def lose_worker(job: str, worker: str, shell: Leading, caller: ACaller) -> JobAnswer:
     """Confirm that a silent worker is dead, so that nobody waits for it."""
     await shell.submit(job, ConfirmLost(worker), caller)
     return JobAnswer.of(shell.view(job))
@@ -122,7 +135,7 @@ async def lose_worker(job: str, worker: str, shell: AShell, caller: ACaller) -> 
 @router.get("/jobs/{job}/events", response_model=EventsAnswer)
 async def list_events(
     job: str,
-    shell: AShell,
+    shell: Readable,
     request: Request,
     after: Annotated[int, Query(ge=0)] = 0,
     last_event_id: Annotated[int, Header(ge=0, include_in_schema=False)] = 0,
@@ -130,24 +143,24 @@ async def list_events(
     """List the job's events after a revision. With `Accept: text/event-stream`, stream them as they happen."""
     after = max(after, last_event_id)
     if wants_stream(request):
-        return event_stream(shell, job, after, request.app.state.followers)
+        return event_stream(shell_to_change(request), job, after, request.app.state.followers)
     return EventsAnswer(events=[EventAnswer.of(event) for event in await shell.events(job, after)])
 
 
 @router.get("/jobs/{job}/report")
-async def get_report(job: str, shell: AShell) -> ReportAnswer:
+async def get_report(job: str, shell: Readable) -> ReportAnswer:
     """Show the run report, as `--json` writes it."""
     return ReportAnswer.of(shell.view(job))
 
 
 @router.get("/jobs/{job}/checkpoints")
-async def list_checkpoints(job: str, shell: AShell) -> CheckpointsAnswer:
+async def list_checkpoints(job: str, shell: Readable) -> CheckpointsAnswer:
     """List the job's checkpoints, newest first."""
     return CheckpointsAnswer(checkpoints=[CheckpointAnswer.of(one) for one in shell.view(job).checkpoints])
 
 
 @router.post("/jobs/{job}/checkpoints", status_code=202)
-async def save_checkpoint(job: str, shell: AShell, caller: ACaller) -> JobAnswer:
+async def save_checkpoint(job: str, shell: Leading, caller: ACaller) -> JobAnswer:
     """Save a checkpoint after the next step; it is listed once it is complete."""
     await shell.submit(job, Save(), caller)
     return JobAnswer.of(shell.view(job))

@@ -15,7 +15,7 @@ from shoal_controller.core.machine.spec import JobSpec
 
 
 class Launcher(Protocol):
-    """Starts and ends workers. Ends that it sees it reports by `shell.submit(job, Exited(…))`.
+    """Starts and ends workers. It reports the ends that it sees, as `Exited`.
 
     The shell calls it in the order of the effects, one call per job at a time, and gives each call a deadline.
     """
@@ -34,5 +34,7 @@ class Launcher(Protocol):
     async def forget(self, job: str) -> None:
         """End what is left of a job that is over, and delete its logs. Raises `OSError`."""
 
-    async def close(self) -> None:
-        """Let go of everything of this controller's; the workers live on."""
+    async def release(self) -> None:
+        """Let go of everything; the workers live on, and whoever leads next adopts them: another controller, or this
+        one again.
+        """

@@ -55,8 +55,8 @@ Name = tuple[str, WorkerId]
 class WorkerEnvironment:
     """What every worker of this controller gets in its environment."""
 
-    controller: str
-    """`HOST:PORT` of the gRPC side, as a worker reaches it."""
+    controllers: Callable[[], Sequence[str]]
+    """`HOST:PORT` of the gRPC sides of all controllers, as a worker reaches them; this one's own first."""
     secret: str | None = None
     """The operators' token, from which a worker's is derived."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class WorkerEnvironment:
         """The environment of one worker. The spec's goes before the controller's, who it is before both."""
         defaults = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **FORK_SAFE}
         identity = {
-            "SHOAL_CONTROLLER": self.controller, "SHOAL_JOB": spec.job, "SHOAL_RUN": spec.run,
+            "SHOAL_CONTROLLER": ",".join(self.controllers()), "SHOAL_JOB": spec.job, "SHOAL_RUN": spec.run,
             "SHOAL_WORKER_ID": worker, "SHOAL_LAUNCHER": "local",
         }  # fmt: skip
         token = {} if self.secret is None else {"SHOAL_TOKEN": token_of_job(self.secret, spec.job)}
@@ -156,10 +156,14 @@ class LocalLauncher:
         if records.folder.exists():
             await asyncio.to_thread(shutil.rmtree, records.folder)
 
-    async def close(self) -> None:
-        """Let go of everything of this controller's; the workers live on."""
+    async def release(self) -> None:
+        """Let go of everything; the workers live on, and whoever leads next adopts them: another controller, or this
+        one again.
+        """
         if self._tidying is not None:
             await end_task(self._tidying)
+        self._tidying = None
+        self._adopted.clear()
         if self._reports:
             await asyncio.wait(self._reports, timeout=REPORT_SECONDS)
         await asyncio.gather(*map(end_task, self._reports))

@@ -15,6 +15,7 @@ from shoal_protos.messages import Hello, Refusal
 from shoal_protos.wire import decode_worker, encode_controller, job_of_hello
 
 from shoal_controller.core.machine.events import Connected, MessageReceived
+from shoal_controller.leadership.election import NotLeading
 
 OUTBOX_MESSAGES = 64
 """A worker that leaves so many messages unread is cut off. It comes back with a hello, and hears what is current."""
@@ -88,7 +89,8 @@ class Dialogue:
     def refuse(self, error: ShoalError) -> None:
         """Say why as the last message. Only what the user can cure is final; else the worker may try again."""
         final, unknown_job = isinstance(error, UserError), isinstance(error, NotFound)
-        self.say(encode_controller(Refusal(str(error), final, unknown_job=unknown_job)))
+        leader = error.leader if isinstance(error, NotLeading) else ""
+        self.say(encode_controller(Refusal(str(error), final, unknown_job=unknown_job, leader=leader)))
         self.refusal = self.refusal or error
         self.close()
 

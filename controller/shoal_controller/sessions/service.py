@@ -1,8 +1,8 @@
 """The gRPC side of the controller: one stream per worker.
 
-A thin driver of `Dialogue`: it moves bytes between streams and dialogues and hands events to the shell, which answers
-on the streams (`streams.py`). It knows no job and decides nothing. gRPC carries bytes; the wire reads them, so that a
-message that cannot be read is answered by a sentence. See docs/decisions/0011-how-a-plan-travels.md.
+A thin driver of `Dialogue`: it moves bytes between streams and dialogues and hands events to the shell of the leader,
+which answers on the streams (`streams.py`). It knows no job and decides nothing. gRPC carries bytes; the wire reads
+them, so that a message that cannot be read is answered by a sentence. See docs/decisions/0011-how-a-plan-travels.md.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from contextlib import contextmanager
 import grpc
 import grpc.aio
 import structlog
-from shoal_protos.channel import CHANNEL_OPTIONS, KEEPALIVE_SECONDS, METHOD
+from shoal_protos.channel import ALIVE_SECONDS, CHANNEL_OPTIONS, KEEPALIVE_SECONDS, METHOD
 from shoal_protos.errors import NotFound, ShoalError, UserError
 
 from shoal_controller.core.machine.events import Connected, Disconnected, MessageReceived
+from shoal_controller.leadership.controller_state import ControllerState
 from shoal_controller.sessions.dialogue import Dialogue
 from shoal_controller.sessions.settings import SessionSettings
 from shoal_controller.sessions.streams import Context, Stream, Streams
-from shoal_controller.shell import Shell
-from shoal_controller.tasks import guarded
+from shoal_controller.tasks import end_task, guarded
 
 MOST_STREAMS = 1 << 14
 """Most streams of all workers together; one more is told to try again later by gRPC."""
@@ -47,14 +47,15 @@ log = structlog.get_logger("shoal.sessions")
 class SessionService:
     """Opens the port and serves the streams."""
 
-    def __init__(self, shell: Shell, streams: Streams, settings: SessionSettings) -> None:
-        self._shell = shell
+    def __init__(self, controller: ControllerState, streams: Streams, settings: SessionSettings) -> None:
+        self._controller = controller
         self._streams = streams
         self._settings = settings
         self._ending: set[asyncio.Task[None]] = set()
         """What `stop` waits for: the streams' tasks and their farewells."""
         self._server: grpc.aio.Server | None = None
         self._serving = False
+        self._showing_life: asyncio.Task[None] | None = None
 
     # ---- life
 
@@ -83,9 +84,12 @@ class SessionService:
         assert self._server is not None, "bind comes before serve"
         self._serving = True
         await self._server.start()
+        self._showing_life = guarded("signs of life", self._show_life(), _ignore_failure)
 
     async def stop(self) -> None:
         """End all streams without a word (their workers will be back) and wait until the jobs have heard of it."""
+        if self._showing_life is not None:
+            await end_task(self._showing_life)
         if self._server is not None:
             if not self._serving:
                 await self._server.start()  # one that was never started does not let go of its port
@@ -98,6 +102,11 @@ class SessionService:
         except TimeoutError:
             late = sorted(task.get_name() for task in self._ending)
             log.error("streams did not end in time", seconds=STOP_SECONDS, tasks=late)
+
+    async def _show_life(self) -> None:
+        while True:
+            await asyncio.sleep(ALIVE_SECONDS)
+            self._streams.show_life()
 
     # ---- one stream
 
@@ -145,7 +154,7 @@ class SessionService:
         if dialogue.hello is None:
             dialogue.only_job = self._settings.opened_by(_metadata(stream.context).get("authorization"))
             with _hint():
-                self._shell.expect(dialogue.job_named(data))
+                self._controller.expect(dialogue.job_named(data))
         event = dialogue.hear(data)
         assert dialogue.hello is not None
         await self._submit(dialogue.hello.job, event)
@@ -162,7 +171,7 @@ class SessionService:
 
     async def _submit(self, job: str, event: Connected | MessageReceived) -> None:
         with _hint():
-            await self._shell.submit(job, event)
+            await self._controller.submit(job, event)
 
     def _say_farewell(self, dialogue: Dialogue) -> None:
         """Tell the job that the stream ended, in a task of its own: gRPC may have cancelled the stream's."""
@@ -180,7 +189,7 @@ class SessionService:
 
     async def _submit_farewell(self, job: str, event: Disconnected) -> None:
         try:
-            await self._shell.submit(job, event)
+            await self._controller.submit(job, event)
         except ShoalError as error:
             log.info("a stream ended that its job does not know", job=job, connection=event.connection, why=str(error))
 
@@ -204,7 +213,7 @@ def _hint() -> Iterator[None]:
 
 
 def _ignore_failure(_: BaseException) -> None:
-    """The guard has logged it; the job itself notices that the worker is silent."""
+    """The guard has logged it. A job notices a silent worker, and a worker a silent controller."""
 
 
 def _metadata(context: Context) -> Mapping[str, str | bytes]:

@@ -122,6 +122,14 @@ class Unfit(StoreError):
     """A request that no store can carry out, however often it is made. Nothing has changed."""
 
 
+class Fenced(StoreError):
+    """Another controller has written what one at a time may write. Nothing has changed."""
+
+
+class Damaged(StoreError):
+    """What lies in the store cannot be what was written there. No waiting mends it."""
+
+
 class UnknownOutcome(StoreError):
     """The transaction was sent and not answered: it may have been carried out, or still be. Read to know."""
 
@@ -160,7 +168,8 @@ class Store(Protocol):
         twice."""
 
     def lease(self, seconds: float) -> AbstractAsyncContextManager[Lease]:
-        """A new lease, kept alive within the context; at its end it is revoked, and its keys go."""
+        """A new lease, kept alive within the context; at its end it is revoked, and its keys go. One that is lost goes
+        by itself, in the store's own time."""
 
     def watch(self, prefix: str, after: Revision) -> AbstractAsyncContextManager[AsyncIterator[Changes]]:
         """All changes after that revision, one item per revision, in order, none missed, none twice; then those to

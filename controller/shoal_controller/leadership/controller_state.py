@@ -1,0 +1,172 @@
+"""What this controller is at present: it leads, it follows another one, or it waits for its store.
+
+REST and the sessions look here before they do anything for a job. `server.py` makes it; a term (`term.py`) puts its
+shell here. Nothing is decided here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from shoal_protos.errors import ShoalError, StoreError
+
+from shoal_controller.core.machine.events import Event
+from shoal_controller.core.machine.spec import JobView
+from shoal_controller.core.planning.question import Answer, Question
+from shoal_controller.leadership.election import ControllerPlace, Election, Leadership, NotLeading
+from shoal_controller.ports import Outside
+from shoal_controller.sessions.streams import Streams
+from shoal_controller.shell import Shell
+from shoal_controller.store.store import Store
+
+COPY_SECONDS = 1.0
+"""How old the copy may be from which a controller answers when nobody leads."""
+
+CHECK_SECONDS = 2.0
+"""How long the store may take to be read when it is asked whether it can be."""
+
+
+class ControllerState:
+    """One controller's. `join` when the store is open, `lead` and `leave` by each of its terms."""
+
+    def __init__(self) -> None:
+        self.shell: Shell | None = None
+        """All jobs, while this controller leads."""
+        self._leadership: Leadership | None = None
+        self._store: Store | None = None
+        self._election: Election | None = None
+        self._led = asyncio.Event()
+        self._copy: Shell | None = None
+        self._copied = 0.0
+        self._copying = asyncio.Lock()
+
+    def join(self, store: Store, election: Election) -> None:
+        """The store is open, and this controller stands for election."""
+        self._store, self._election = store, election
+
+    def lead(self, leadership: Leadership, shell: Shell) -> None:
+        """It leads, with this shell."""
+        self.shell, self._leadership = shell, leadership
+        self._led.set()
+
+    def leave(self) -> None:
+        """It leads no longer."""
+        self.shell = self._leadership = None
+
+    async def settled(self) -> None:
+        """Returns when somebody leads: this controller, or another one."""
+        assert self._election is not None, "join comes before settled"
+        leading = asyncio.create_task(self._led.wait(), name="until this controller leads")
+        following = asyncio.create_task(self._election.until_another_leads(), name="until another one leads")
+        try:
+            await asyncio.wait({leading, following}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            leading.cancel()
+            following.cancel()
+            await asyncio.wait({leading, following})
+
+    # ---- what it is
+
+    @property
+    def leads(self) -> bool:
+        """Whether this controller surely leads."""
+        return self._leadership is not None and not self._leadership.trouble
+
+    @property
+    def other(self) -> ControllerPlace | None:
+        """The controller that leads in place of this one; None: this one, or nobody is known to."""
+        if self._election is None or self.shell is not None or self._election.is_own:
+            return None
+        return self._election.leader
+
+    def places(self) -> tuple[str, ...]:
+        """Where workers reach the controllers of the store, as far as is known, the one that leads first."""
+        return tuple(one.grpc for one in self._election.places) if self._election is not None else ()
+
+    @property
+    def trouble(self) -> str:
+        """What keeps this controller from its work, as a sentence; empty while nothing does."""
+        if self.shell is not None:
+            return self.shell.trouble
+        if self._store is None:
+            return "the store has not answered yet"
+        return "" if self.other is not None else "no controller leads at present"
+
+    @property
+    def age_seconds(self) -> float:
+        """How old what this controller can say of its own may be."""
+        if self._leadership is not None:
+            return self._leadership.lapsed_seconds
+        return self._election.leaderless_seconds if self._election is not None else 0.0
+
+    def jobs(self) -> list[JobView]:
+        """All jobs, of the one that leads; nothing elsewhere, so that nothing is counted twice."""
+        return self.shell.jobs() if self.shell is not None else []
+
+    def check(self) -> None:
+        """Raises `StoreError` unless requests are served: the store has answered once, and nothing has stopped."""
+        if self.shell is not None:
+            self.shell.check_running()
+        elif self._store is None:
+            raise StoreError(self.trouble)
+
+    async def check_store(self) -> None:
+        """Raises `StoreError` unless the store answers: the leader writes, others read."""
+        self.check()
+        if self.shell is not None:
+            return await self.shell.check()
+        assert self._store is not None
+        try:
+            async with asyncio.timeout(CHECK_SECONDS):
+                await self._store.get("/ready")
+        except TimeoutError as error:
+            raise StoreError(f"the store has not answered for {CHECK_SECONDS:g} s") from error
+
+    # ---- for REST
+
+    def leading(self) -> Shell:
+        """For whatever only the leader may do. Raises `NotLeading`."""
+        if self.shell is None:
+            leader = self.other.grpc if self.other is not None else ""
+            where = f"the controller at {self.other.http} does" if self.other is not None else f"{self.trouble}"
+            raise NotLeading(f"this controller does not lead ({where}); try again", leader)
+        return self.shell
+
+    async def readable(self) -> Shell:
+        """To read from: the leader's own jobs; where nobody leads, a copy of what lies in the store."""
+        if self.shell is not None:
+            return self.shell
+        if self._store is None:
+            raise StoreError(f"{self.trouble}; try again")
+        async with self._copying:
+            now = asyncio.get_running_loop().time()
+            if self._copy is None or now - self._copied > COPY_SECONDS:
+                self._copy, self._copied = await _copy_of(self._store), now
+            return self._copy
+
+    # ---- for sessions
+
+    def expect(self, job: str) -> None:
+        """Raises `NotFound` for a job that there is not, `NotLeading` where another controller is to be asked."""
+        self.leading().expect(job)
+
+    async def submit(self, job: str, event: Event) -> None:
+        """What a worker's stream or a launcher says, to the shell."""
+        await self.leading().submit(job, event)
+
+
+async def _no_planner(_: Question) -> Answer:
+    raise StoreError("nothing is planned for jobs that are only looked at")
+
+
+async def _copy_of(store: Store) -> Shell:
+    """All jobs as they lie in the store, to be looked at."""
+    copy = Shell(store)
+    copy.connect(Outside(Streams(), {}, _no_planner))
+    try:
+        await copy.look()
+    except StoreError:
+        raise
+    except ShoalError as error:
+        raise StoreError(f"the store cannot be read: {error}") from error
+    return copy

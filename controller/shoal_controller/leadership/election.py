@@ -1,0 +1,241 @@
+"""Which controller leads: any number of them share a store, and one at a time decides.
+
+Each keeps one lease alive. On it lie where it is reached (`/controllers/at/ID`) and, of the one that leads,
+`/controllers/leader`: the key goes with the lease, and whoever writes it next is elected. `/controllers/term` is
+written with each election and by nothing else, so the revision at which it was written is the fence of all that this
+leader writes (`fenced_store.py`). A leader whose lease has lapsed (the store was away, this process frozen) leads on
+only if nobody was elected meanwhile. What a leader does is not here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import asdict, dataclass
+
+import structlog
+from shoal_protos.errors import StoreError
+
+from shoal_controller.store.following import follow
+from shoal_controller.store.store import Compare, Damaged, Lease, Put, Revision, Store
+from shoal_controller.tasks import end_task, guarded
+
+PREFIX = "/controllers/"
+PLACES = f"{PREFIX}at/"
+LEADER = f"{PREFIX}leader"
+TERM = f"{PREFIX}term"
+
+LEASE_SECONDS = 2.0
+"""After so long without a sign of life a leader is no longer one: the shortest that etcd grants."""
+
+PAUSE_SECONDS = 0.5
+"""Before a store that has failed is asked again, and before a vacancy of which no word came is looked for."""
+
+log = structlog.get_logger("shoal.leadership")
+
+
+class NotLeading(StoreError):
+    """This controller does not lead, and does what only a leader may do for nobody."""
+
+    def __init__(self, sentence: str, leader: str = "") -> None:
+        super().__init__(sentence)
+        self.leader = leader
+        """Where workers reach the one that leads; empty: not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerPlace:
+    """A controller, as others reach it."""
+
+    id: str
+    """Random, of this process."""
+    http: str
+    grpc: str
+
+    def encoded(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+
+class Leadership:
+    """One term of this controller: its fence, and how sure it is."""
+
+    def __init__(self, term: Revision, lease: Lease) -> None:
+        self.fence = Compare(TERM, term)
+        """Holds for as long as nobody else is elected."""
+        self.lease = lease
+        """The present one. Others may follow it."""
+        self.why_lapsed = ""
+        """What the store said to the last attempt at another lease."""
+        self.given_up = asyncio.Event()
+        """Set by whoever leads: it cannot go on."""
+
+    @property
+    def lapsed_seconds(self) -> float:
+        """How long somebody else may have been elected already; 0: surely nobody."""
+        return max(0.0, asyncio.get_running_loop().time() - self.lease.valid_until)
+
+    @property
+    def trouble(self) -> str:
+        """What keeps this controller from deciding, as a sentence; empty while it surely leads."""
+        if not (seconds := self.lapsed_seconds):
+            return ""
+        why = f" ({self.why_lapsed})" if self.why_lapsed else ""
+        return (
+            f"this controller's lease ended {seconds:.0f} s ago, and the store has not given it another one{why}; "
+            "nothing is decided until it does, or another controller leads"
+        )
+
+
+class Election:
+    """This controller among the others of its store. `run` stands for election until it is cancelled."""
+
+    def __init__(self, store: Store, me: ControllerPlace) -> None:
+        self._store = store
+        self._me = me
+        self._found: Mapping[str, ControllerPlace] = {}
+        self._news = asyncio.Event()
+        self._leader_seen = asyncio.get_running_loop().time()
+
+    # ---- what is known
+
+    @property
+    def leader(self) -> ControllerPlace | None:
+        """Who leads, as far as is known."""
+        return self._found.get(LEADER)
+
+    @property
+    def places(self) -> tuple[ControllerPlace, ...]:
+        """All controllers of this store, the one that leads first."""
+        others = sorted((one for key, one in self._found.items() if key != LEADER), key=lambda one: one.id)
+        return tuple(dict.fromkeys([*filter(None, [self.leader]), *others]))
+
+    @property
+    def leaderless_seconds(self) -> float:
+        """How long nobody has been known to lead."""
+        return 0.0 if self.leader is not None else asyncio.get_running_loop().time() - self._leader_seen
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is this controller that leads, or has just led."""
+        return self.leader is not None and self.leader.id == self._me.id
+
+    async def until_another_leads(self) -> None:
+        """Returns when another controller is known to lead."""
+        while self.leader is None or self.is_own:
+            await self._news.wait()
+
+    # ---- the election
+
+    async def run(self, lead: Callable[[Leadership], AbstractAsyncContextManager[object]]) -> None:
+        """Stand for election, and lead within the context of `lead` for as long as it is this controller's turn: for
+        ever. Raises `Damaged` where the store can be of use to nobody.
+        """
+        following = guarded("controllers", follow(self._store, PREFIX, self._on_controllers), _ignore_failure)
+        try:
+            while True:
+                try:
+                    await self._stand(lead)
+                except Damaged:
+                    raise
+                except StoreError as error:
+                    log.warning("this controller stands for election again", why=str(error))
+                await asyncio.sleep(PAUSE_SECONDS)
+        finally:
+            await end_task(following)
+
+    async def _stand(self, lead: Callable[[Leadership], AbstractAsyncContextManager[object]]) -> None:
+        async with AsyncExitStack() as held:
+            lease = await held.enter_async_context(self._store.lease(LEASE_SECONDS))
+            await self._store.transact([], [self._place(lease)])
+            if not (term := await self._win(lease)):
+                return
+            leadership = Leadership(term, lease)
+            log.info("this controller leads", term=term)
+            async with lead(leadership):  # ends before its lease: whoever is elected next meets no trace of it
+                while await _until_lapsed(leadership):
+                    log.warning("this controller's lease is over", means="decides nothing until it has another one")
+                    if not await self._lead_on(leadership, held):
+                        break
+            log.info("this controller leads no longer", term=term)
+
+    async def _win(self, lease: Lease) -> Revision:
+        """The term to which it is elected. 0: its lease is lost."""
+        while not lease.lost.is_set():
+            news = self._news
+            found = await self._store.get(LEADER)
+            if found is not None and found.lease == lease.id:
+                return found.modified
+            if found is None:
+                mine = Put(LEADER, self._me.encoded(), lease.id)
+                outcome = await self._store.transact([Compare(LEADER)], [mine, Put(TERM, self._me.encoded())])
+                if outcome.succeeded:
+                    return outcome.revision
+            await _first(lease.lost.wait(), news.wait(), asyncio.sleep(LEASE_SECONDS))
+        return 0
+
+    async def _lead_on(self, leadership: Leadership, held: AsyncExitStack) -> bool:
+        """Whether it may, as nobody was elected since its lease was over. Waits for a store that is away."""
+        while not leadership.given_up.is_set():
+            await held.pop_all().aclose()  # of leases that are lost: nothing is revoked
+            try:
+                lease = await held.enter_async_context(self._store.lease(LEASE_SECONDS))
+                found = await self._store.get(LEADER)
+                guards = [leadership.fence, Compare(LEADER, found.modified if found is not None else 0)]
+                mine = Put(LEADER, self._me.encoded(), lease.id)
+                outcome = await self._store.transact(guards, [mine, self._place(lease)])
+                if outcome.succeeded:
+                    leadership.lease, leadership.why_lapsed = lease, ""
+                    log.info("this controller leads on", term=leadership.fence.modified)
+                    return True
+                term = await self._store.get(TERM)
+                if term is None or term.modified != leadership.fence.modified:
+                    return False
+            except StoreError as error:
+                leadership.why_lapsed = str(error)
+                log.warning("this controller has no lease", why=str(error))
+            await asyncio.sleep(PAUSE_SECONDS)
+        return False
+
+    def _place(self, lease: Lease) -> Put:
+        return Put(f"{PLACES}{self._me.id}", self._me.encoded(), lease.id)
+
+    def _on_controllers(self, entries: Mapping[str, bytes]) -> None:
+        if self.leader is not None:
+            self._leader_seen = asyncio.get_running_loop().time()
+        found = {key: _place_of(value) for key, value in entries.items() if key != TERM}
+        self._found = {key: one for key, one in found.items() if one is not None}
+        self._news.set()
+        self._news = asyncio.Event()
+
+
+def _place_of(value: bytes) -> ControllerPlace | None:
+    """None for one that cannot be read: of a later version, say. It is not known where that one is."""
+    try:
+        fields = json.loads(value)
+        return ControllerPlace(str(fields["id"]), str(fields["http"]), str(fields["grpc"]))
+    except (ValueError, TypeError, KeyError) as error:
+        log.warning("a controller's place cannot be read", error=str(error))
+        return None
+
+
+async def _until_lapsed(leadership: Leadership) -> bool:
+    """Returns when the lease is over (True), or the leader has given up (False)."""
+    await _first(leadership.lease.lost.wait(), leadership.given_up.wait())
+    return not leadership.given_up.is_set()
+
+
+async def _first(*waits: object) -> None:
+    """Returns when the first of these coroutines has."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]  # type: ignore[call-overload]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+def _ignore_failure(_: BaseException) -> None:
+    """The guard has logged it; the election goes by what it reads itself."""

@@ -1,0 +1,180 @@
+"""Which controller leads: one at a time, whoever is next when it ends, and itself again where nobody was elected."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+from asynchronous import asynchronous
+from shoal_controller.leadership import election
+from shoal_controller.leadership.election import LEADER, TERM, ControllerPlace, Election, Leadership
+from shoal_controller.leadership.fenced_store import FencedStore
+from shoal_controller.store.open import open_store
+from shoal_controller.store.store import Compare, Damaged, Fenced, Put, Store, UnknownOutcome
+from shoal_protos.errors import StoreError
+
+
+class Stander:
+    """One controller that stands for election, and what became of it."""
+
+    def __init__(self, store: Store, name: str) -> None:
+        self.name = name
+        self.election = Election(store, ControllerPlace(name, f"{name}:1", f"{name}:2"))
+        self.terms: list[Leadership] = []
+        self.leads = False
+        self.changed = asyncio.Event()
+        self.fails: Callable[[], None] = lambda: None
+        self.task = asyncio.create_task(self.election.run(self._lead))
+
+    @asynccontextmanager
+    async def _lead(self, leadership: Leadership) -> AsyncIterator[None]:
+        self.fails()
+        self.terms.append(leadership)
+        self._say(True)
+        try:
+            yield
+        finally:
+            self._say(False)
+
+    def _say(self, leads: bool) -> None:
+        self.leads = leads
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    async def until(self, seen: Callable[[], object]) -> None:
+        while not seen():
+            await self.changed.wait()
+
+    async def end(self) -> None:
+        self.task.cancel()
+        await asyncio.wait([self.task])
+
+
+@asynccontextmanager
+async def standing(directory, *names: str) -> AsyncIterator[tuple[Store, list[Stander]]]:
+    """Controllers in the order in which they stand; the first one leads."""
+    store = await open_store(f"embedded:{directory}")
+    standers: list[Stander] = []
+    for name in names:
+        standers.append(Stander(store, name))
+        await standers[0].until(lambda: standers[0].leads)
+    try:
+        yield store, standers
+    finally:
+        for one in standers:
+            await one.end()
+        await store.close()
+
+
+@asynchronous
+async def test_one_leads_and_when_it_ends_another_one_does_and_all_know_who(tmp_path):
+    async with standing(tmp_path, "a", "b", "c") as (store, (a, b, c)):
+        assert (a.leads, b.leads, c.leads) == (True, False, False)
+        await b.election.until_another_leads()
+        assert b.election.leader == ControllerPlace("a", "a:1", "a:2") and not b.election.is_own
+        fence = a.terms[0].fence
+        await a.end()
+        assert not a.leads
+        waits = [asyncio.create_task(one.until(lambda one=one: one.leads)) for one in (b, c)]
+        _, waiting = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waiting:
+            wait.cancel()
+        assert (b.leads, c.leads) in ((True, False), (False, True))
+        leader = b if b.leads else c
+        assert leader.terms[0].fence.modified > fence.modified, "no two terms have one fence"
+        assert leader.terms[0].fence.modified == (await store.get(TERM)).modified
+
+
+@asynchronous
+async def test_a_leader_whose_lease_was_lost_leads_on_where_nobody_was_elected_meanwhile(tmp_path):
+    async with standing(tmp_path, "a") as (store, (a,)):
+        leadership, lease = a.terms[0], a.terms[0].lease
+        lease.lost.set()
+        while leadership.lease is lease:
+            await store.get(LEADER)
+        assert a.leads and a.terms == [leadership] and leadership.trouble == ""
+        assert (await store.get(LEADER)).lease == leadership.lease.id
+
+
+@asynchronous
+async def test_a_leader_whose_lease_was_lost_ends_its_term_where_another_one_was_elected(tmp_path):
+    async with standing(tmp_path, "a") as (store, (a,)):
+        await store.transact([], [Put(TERM, b"another's"), Put(LEADER, ControllerPlace("x", "x:1", "x:2").encoded())])
+        a.terms[0].lease.lost.set()
+        await a.until(lambda: not a.leads)
+        assert a.election.leader == ControllerPlace("x", "x:1", "x:2")
+
+
+@asynchronous
+async def test_a_leader_that_gives_up_stands_again(tmp_path):
+    async with standing(tmp_path, "a") as (_, (a,)):
+        a.terms[0].given_up.set()
+        await a.until(lambda: len(a.terms) == 2)
+        assert a.terms[1].fence.modified > a.terms[0].fence.modified
+
+
+@asynchronous
+async def test_a_term_that_cannot_begin_is_tried_again_unless_the_store_is_damaged(tmp_path, monkeypatch):
+    monkeypatch.setattr(election, "PAUSE_SECONDS", 0.01)
+    failures: list[StoreError] = [Damaged("no use"), StoreError("away"), StoreError("away")]
+
+    def fail_at_first() -> None:
+        if failures:
+            raise failures.pop()
+
+    async with standing(tmp_path, "a") as (_, (a,)):
+        a.fails = fail_at_first
+        a.terms[0].given_up.set()
+        with pytest.raises(Damaged, match="no use"):
+            await a.task
+        assert len(a.terms) == 1 and not a.leads
+
+
+@asynchronous
+async def test_a_place_that_cannot_be_read_is_nobodys_and_harms_nobody(tmp_path):
+    async with standing(tmp_path, "a") as (store, (a,)):
+        for value in (b"\xff", b"[]", b'{"id": "z"}'):
+            await store.transact([], [Put(f"{election.PLACES}z", value)])
+        await store.transact([], [Put(f"{election.PLACES}y", ControllerPlace("y", "y:1", "y:2").encoded())])
+        while len(a.election.places) < 2:
+            await store.get(LEADER)
+        assert [one.id for one in a.election.places] == ["a", "y"], "the one that leads first"
+
+
+@asynchronous
+async def test_a_leader_writes_only_while_nobody_else_was_elected_and_its_lease_lasts(tmp_path):
+    async with standing(tmp_path, "a") as (store, (a,)):
+        leadership = a.terms[0]
+        fenced = FencedStore(store, leadership)
+        assert (await fenced.transact([], [Put("/x", b"1")])).succeeded
+        assert not (await fenced.transact([Compare("/x")], [Put("/x", b"2")])).succeeded, "its own conditions hold too"
+
+        valid, leadership.lease.valid_until = leadership.lease.valid_until, 0.0
+        with pytest.raises(StoreError, match=r"this controller's lease ended .* nothing is decided until it does"):
+            await fenced.transact([], [Put("/x", b"3")])
+        assert (await fenced.get("/x")).value == b"1"
+        leadership.lease.valid_until = valid
+
+        await store.transact([], [Put(TERM, b"another's")])
+        with pytest.raises(Fenced, match="another controller was elected"):
+            await fenced.transact([], [Put("/x", b"4")])
+        assert (await store.get("/x")).value == b"1"
+
+
+@asynchronous
+async def test_what_is_written_at_the_end_of_a_lease_is_not_acted_on(tmp_path):
+    """The process may have been frozen between the write and the answer."""
+    async with standing(tmp_path, "a") as (store, (a,)):
+        leadership = a.terms[0]
+
+        class Late:
+            async def transact(self, *given):
+                outcome = await store.transact(*given)
+                leadership.lease.valid_until = 0.0
+                return outcome
+
+        with pytest.raises(UnknownOutcome):
+            await FencedStore(Late(), leadership).transact([], [Put("/x", b"1")])
+        assert (await store.get("/x")).value == b"1"
