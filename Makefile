@@ -55,12 +55,12 @@ packages:
 		apt-get update -qq && apt-get install -y -qq --no-install-recommends $(PACKAGES) >/dev/null; \
 	fi
 
-# Unit tests share the cores; the others start several processes each, and would wait for each other's.
+# Two files at a time; what a file's tests share, a cluster of etcd say, is started once.
 unit: $(READY) packages
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 tests/unit $(ARGS)
 
 whole: $(READY) packages
-	OMP_NUM_THREADS=1 $(BIN)/pytest tests/simulation tests/integration $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile tests/simulation tests/integration $(ARGS)
 
 pytest: $(READY) packages
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(ARGS)

@@ -24,6 +24,7 @@ from shoal_controller.api.web import Web
 from shoal_controller.launchers.local import LocalLauncher, WorkerEnvironment
 from shoal_controller.leadership.controller_state import ControllerState
 from shoal_controller.leadership.election import ControllerPlace, Election
+from shoal_controller.leadership.neighbours import term_of
 from shoal_controller.leadership.term import Means, leading
 from shoal_controller.metrics import Metrics, Sources
 from shoal_controller.sessions.service import SessionService
@@ -74,7 +75,7 @@ async def serve(settings: Settings) -> AsyncIterator[Server]:
 
     async with AsyncExitStack() as ends:
         metrics, controller, streams = Metrics(), ControllerState(), Streams()
-        metrics.show(Sources(controller.jobs, lambda: controller.leads, streams.states))
+        metrics.show(Sources(controller.jobs, lambda: controller.term > 0, streams.states))
         http_host, http_port = split_address(settings.http)
         web = Web(http_host, http_port)
         ends.push_async_callback(web.stop)
@@ -88,7 +89,7 @@ async def serve(settings: Settings) -> AsyncIterator[Server]:
         ends.push_async_callback(store.close)
         await tokens.start(store, fail)
         ends.push_async_callback(tokens.stop)
-        election = Election(store, _place_of(settings, web.port, grpc))
+        election = Election(store, _place_of(settings, web.port, grpc), term_of)
         controller.join(store, election)
         launcher = LocalLauncher(settings.folder, _worker_environment(settings, grpc, controller), controller.submit)
         launchers = {"local": launcher} if "local" in settings.allowed_launchers else {}

@@ -364,7 +364,7 @@ class Cluster:
     def _answers(self) -> bool:
         assert self._controller not in ended(), "the controller ended at its start"
         try:
-            return self._rest.get("/jobs").is_success
+            return self._rest.get(f"{self.url}/readyz").is_success
         except httpx.TransportError:
             return False
 

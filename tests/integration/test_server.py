@@ -88,7 +88,7 @@ async def test_where_any_port_will_do_workers_find_the_next_controller_where_the
 @asynchronous
 async def test_a_controller_answers_on_ports_of_its_choice_and_ends_without_a_trace(tmp_path):
     async with controller(tmp_path) as (server, client):
-        assert (await client.get("/readyz")).json() == {"status": "ready", "trouble": ""}
+        assert (await client.get("/readyz")).json()["status"] == "ready"
         assert server.grpc.startswith("127.0.0.1:") and not server.grpc.endswith(":0")
         assert (await client.post("/v1/jobs", json={"job": "a"})).status_code == 202
         samples = {
@@ -160,7 +160,7 @@ async def test_a_controller_whose_job_another_one_writes_decides_nothing_more_an
         while (found := (await client.get("/v1/jobs/a")).json()).get("phase") != "failed":
             continue
         assert "job a is not served" in found["reason"]
-        while not server.controller.leads:
+        while not server.controller.term:
             await client.get("/healthz")
         assert server.shell is not before
 

@@ -14,7 +14,7 @@ import pytest
 
 from .run import attempt, children, gather, many, replay_log, tasks
 
-SEEDS = int(os.environ.get("SHOAL_SIMULATION_SEEDS", "1000"))
+SEEDS = int(os.environ.get("SHOAL_SIMULATION_SEEDS", "2000"))
 PARTS = 8
 PROCESSES = 2
 
@@ -26,7 +26,7 @@ def pool() -> Iterator[ProcessPoolExecutor]:
         yield pool
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_no_seed_breaks_an_invariant(pool: ProcessPoolExecutor, part: int) -> None:
     count = SEEDS // PARTS

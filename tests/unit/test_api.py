@@ -295,7 +295,7 @@ async def test_our_own_defect_is_a_problem_without_its_traceback(tmp_path, monke
         monkeypatch.setattr(api.shell, "jobs", lambda: 1 / 0)
         problem = await api.ask("GET", "/v1/jobs", 500)
         assert problem["detail"] == "this is a bug in Shoal; see the controller's log"
-        assert await api.ask("GET", "/healthz") == {"status": "ok", "trouble": ""}
+        assert await api.ask("GET", "/healthz") == {"status": "ok", "trouble": "", "term": 0}
 
 
 # ---- health, figures, doors
@@ -304,12 +304,12 @@ async def test_our_own_defect_is_a_problem_without_its_traceback(tmp_path, monke
 @asynchronous
 async def test_health_readiness_and_figures_are_told_apart(tmp_path):
     async with serving(tmp_path) as api:
-        assert await api.ask("GET", "/healthz") == {"status": "ok", "trouble": ""}
-        assert await api.ask("GET", "/readyz") == {"status": "ready", "trouble": ""}
+        assert await api.ask("GET", "/healthz") == {"status": "ok", "trouble": "", "term": 0}
+        assert await api.ask("GET", "/readyz") == {"status": "ready", "trouble": "", "term": 0}
         figures = await api.client.get("/metrics")
         assert figures.text == "figures 1\n" and figures.headers["content-type"].startswith("text/plain; version=0.0.4")
         api.shell.give_up(RuntimeError("the disk is gone"))
-        assert await api.ask("GET", "/healthz") == {"status": "ok", "trouble": ""}
+        assert await api.ask("GET", "/healthz") == {"status": "ok", "trouble": "", "term": 0}
         problem = await api.ask("GET", "/readyz", 503)
         assert problem["detail"] == "this controller has stopped: the disk is gone"
 

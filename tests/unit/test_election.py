@@ -21,7 +21,8 @@ class Stander:
 
     def __init__(self, store: Store, name: str) -> None:
         self.name = name
-        self.election = Election(store, ControllerPlace(name, f"{name}:1", f"{name}:2"))
+        self.neighbours_say = 0
+        self.election = Election(store, ControllerPlace(name, f"{name}:1", f"{name}:2"), self._term_of)
         self.terms: list[Leadership] = []
         self.leads = False
         self.changed = asyncio.Event()
@@ -37,6 +38,9 @@ class Stander:
             yield
         finally:
             self._say(False)
+
+    async def _term_of(self, place: ControllerPlace) -> int:
+        return self.neighbours_say
 
     def _say(self, leads: bool) -> None:
         self.leads = leads
@@ -105,6 +109,29 @@ async def test_a_leader_whose_lease_was_lost_ends_its_term_where_another_one_was
         a.terms[0].lease.lost.set()
         await a.until(lambda: not a.leads)
         assert a.election.leader == ControllerPlace("x", "x:1", "x:2")
+
+
+@asynchronous
+async def test_a_leader_that_is_cut_off_from_the_store_leads_until_a_neighbour_does(tmp_path, monkeypatch):
+    monkeypatch.setattr(election, "PAUSE_SECONDS", 0.01)
+    async with standing(tmp_path, "a", "b") as (store, (a, _)):
+        while len(a.election.places) < 2:
+            await store.get(LEADER)
+        leadership, away = a.terms[0], asyncio.Event()
+
+        def lease(seconds: float) -> None:
+            away.set()
+            raise StoreError("cannot be reached")
+
+        monkeypatch.setattr(store, "lease", lease)
+        leadership.lease.valid_until = 0.0
+        leadership.lease.lost.set()
+        await away.wait()
+        away.clear()
+        await away.wait()
+        assert a.leads and "cannot be reached" in leadership.trouble
+        a.neighbours_say = leadership.fence.modified + 1
+        await a.until(lambda: not a.leads)
 
 
 @asynchronous

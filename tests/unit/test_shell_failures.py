@@ -1,9 +1,7 @@
-"""What the shell does when others fail: processes that do not start, a machine with a defect, a store that is away."""
+"""What the shell does when others fail: processes that do not start, a machine with a defect, records that are damaged."""
 
 import asyncio
 import json
-from contextlib import aclosing
-from dataclasses import replace
 
 import pytest
 from asynchronous import asynchronous
@@ -12,9 +10,7 @@ from shoal_controller.core.machine.durable import Durable
 from shoal_controller.core.machine.effects import Adopt, Kill, Note, Persist, Probe, Spawn
 from shoal_controller.core.machine.events import (
     Connected,
-    Disconnected,
     Exited,
-    MessageReceived,
     NeverStarted,
     Pause,
     Probed,
@@ -29,11 +25,10 @@ from shoal_controller.core.machine.spec import JobSpec, Phase, State, WorkerView
 from shoal_controller.core.machine.stored_form import durable_from
 from shoal_controller.probes import ProbeResult
 from shoal_controller.records import FORMAT, Head, Unreadable, packed, record_prefix, unpacked
-from shoal_controller.store.open import open_store
 from shoal_controller.store.store import Delete, Put
 from shoal_protos.errors import Conflict, StoreError
-from shoal_protos.messages import Ending, Heartbeat, MemberState, Refusal, Shutdown, Status, Telemetry
-from small_machine import SPEC, SmallMachine, World, running
+from shoal_protos.messages import Ending, MemberState, Refusal, Shutdown, Status
+from small_machine import SPEC, SmallMachine, running
 
 STATUS = Status(0, 0, MemberState.WAITING, 0, -1, 0)
 
@@ -372,137 +367,3 @@ async def test_events_larger_than_a_transaction_are_written_in_several(tmp_path)
         events = await world.shell.events("train")
         assert [len(event.message) for event in events[:-1]] == [len(note.message) for note in notes]
         assert events[-1].message.endswith("… (3000000 characters)")
-
-
-# ---- a store that fails
-
-
-class Shaky:
-    """A store whose transactions fail as told: before or after they were carried out."""
-
-    def __init__(self, store) -> None:
-        self.store = store
-        self.fail: list[str] = []
-        self.failures = asyncio.Semaphore(0)
-
-    async def transact(self, compares, operations):
-        how = self.fail.pop(0) if self.fail else ""
-        if how:
-            self.failures.release()
-        if how == "before":
-            raise StoreError("it does not answer")
-        outcome = await self.store.transact(compares, operations)
-        if how == "after":
-            raise StoreError("it did not answer")
-        return outcome
-
-    async def has_failed(self, times):
-        async with asyncio.timeout(5):
-            for _ in range(times):
-                await self.failures.acquire()
-
-    def __getattr__(self, name):
-        return getattr(self.store, name)
-
-
-@pytest.mark.parametrize("fail", [["before"], ["after"], ["before", "after", "before"], ["after", "after"]])
-@asynchronous
-async def test_a_store_that_fails_for_a_moment_is_asked_again_and_written_once(tmp_path, fail):
-    store = Shaky(await open_store(f"embedded:{tmp_path}"))
-    world = World(store)
-    await world.shell.start()
-    await world.shell.create(SPEC)
-    store.fail = fail
-    await world.shell.submit("train", Scale(4))
-    await world.shell.submit("train", Scale(5))
-    assert [event.message for event in await world.shell.events("train")] == ["scaled to 4", "scaled to 5"]
-    await world.shell.stop()
-    await store.close()
-
-
-@asynchronous
-async def test_a_store_that_fails_for_long_is_waited_for_while_streams_are_heard(tmp_path):
-    events = []
-    machine = SmallMachine({MessageReceived: lambda _, event: events.append(event.message) or ()})
-    store = Shaky(await open_store(f"embedded:{tmp_path}"))
-    world = World(store, machine)
-    await world.shell.start()
-    await world.shell.create(SPEC)
-    await world.shell.create(JobSpec("other", wanted=1))
-    store.fail = ["before"] * 100_000
-    scaled = asyncio.create_task(world.shell.submit("train", Scale(4)))
-    await store.has_failed(2)
-    with pytest.raises(StoreError, match="job train cannot be changed now: the store has accepted no write for 0 s"):
-        await world.shell.submit("train", Scale(5))
-    for number in range(3_000):
-        await world.shell.submit("train", MessageReceived(7, Heartbeat(replace(STATUS, sequence=number), Telemetry())))
-    await world.shell.submit("train", Connected(8, None))
-    await world.shell.submit("train", MessageReceived(8, Heartbeat(STATUS, Telemetry())))
-    await world.shell.submit("train", Disconnected(8, "it gave up"))
-    assert "nothing is decided until it does" in world.shell.view("train").reason
-    with pytest.raises(StoreError, match="it does not answer"):
-        await world.shell.check()
-    assert not events and not world.shell.stopped.done()
-    store.fail = []
-    await scaled
-    await world.shell.submit("train", Save())
-    assert [message.status.sequence for message in events] == [2_999], "of each stream the latest heartbeat"
-    assert world.shell.view("train").wanted == 4 and not world.shell.trouble
-    assert world.shell.view("train").reason == "as it should be"
-    await world.shell.check()
-    await world.shell.stop()
-    await store.close()
-
-
-@asynchronous
-async def test_a_controller_that_may_have_been_replaced_decides_nothing_until_it_is_sure_and_forgets_nothing(tmp_path):
-    events, why = [], ["its lease is over"]
-    machine = SmallMachine({MessageReceived: lambda _, event: events.append(event.message) or ()})
-    store = await open_store(f"embedded:{tmp_path}")
-    world = World(store, machine, lapsed=lambda: why[0])
-    why[0] = ""
-    await world.shell.start()
-    await world.shell.create(SPEC)
-    waiting = asyncio.create_task(world.shell.submit("train", MessageReceived(7, Heartbeat(STATUS, Telemetry()))))
-    asked = asyncio.create_task(world.shell.submit("train", Scale(4)))
-    await asyncio.sleep(0)  # both lie in the inbox, and nobody has looked: so a process finds them that was frozen
-    why[0] = "its lease is over"
-    await waiting
-    with pytest.raises(StoreError, match="job train cannot be changed now: its lease is over"):
-        await asked
-    later = replace(STATUS, sequence=STATUS.sequence + 1)
-    await world.shell.submit("train", MessageReceived(7, Heartbeat(later, Telemetry())))
-    with pytest.raises(StoreError, match="its lease is over"):
-        await world.shell.submit("train", Scale(5))
-    assert world.shell.trouble == "its lease is over" and "its lease is over" in world.shell.view("train").reason
-    assert not events
-    why[0] = ""
-    await world.shell.submit("train", Save())
-    assert [message.status for message in events] == [later], "of each stream the latest heartbeat"
-    await world.shell.stop()
-    await store.close()
-
-
-@asynchronous
-async def test_an_operator_is_answered_though_the_store_is_not(tmp_path, monkeypatch):
-    monkeypatch.setattr("shoal_controller.runner.REQUEST_SECONDS", 0.2)
-    monkeypatch.setattr("shoal_controller.job_repository.BEGIN_SECONDS", 0.2)
-    store = Shaky(await open_store(f"embedded:{tmp_path}"))
-    world = World(store)
-    await world.shell.start()
-    await world.shell.create(SPEC)
-    store.fail = ["before"] * 100_000
-    with pytest.raises(StoreError, match="could not store this within"):
-        await world.shell.submit("train", Scale(4))
-    with pytest.raises(StoreError, match="job new could not be written within"):
-        await world.shell.create(JobSpec("new", wanted=1))
-    store.fail = ["after", "before", "before", "before", "before", "before", "before"]
-    with pytest.raises(StoreError, match="Submit it again"):
-        await world.shell.create(JobSpec("new", wanted=1))
-    store.fail = []
-    await world.shell.create(JobSpec("new", wanted=2))
-    async with aclosing(world.shell.follow("train", 0, 10)) as events:
-        assert (await anext(events)).message == "scaled to 4"
-    assert (world.shell.view("train").wanted, world.shell.view("new").wanted) == (4, 2)
-    await world.shell.stop()
-    await store.close()

@@ -195,6 +195,8 @@ class HealthAnswer(Answer):
     status: str
     trouble: str = ""
     """What keeps the controller from deciding; empty while nothing does."""
+    term: int = 0
+    """The term in which it surely leads; 0: it does not."""
 
 
 class Problem(Answer):

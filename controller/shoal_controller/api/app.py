@@ -51,7 +51,7 @@ def build_app(
     @app.get("/healthz")
     async def healthz() -> HealthAnswer:
         """The process answers; `trouble` says what it waits for."""
-        return HealthAnswer(status="ok", trouble=controller.trouble)
+        return HealthAnswer(status="ok", trouble=controller.trouble, term=controller.term)
 
     @app.get("/readyz")
     async def readyz(store: str | None = None) -> HealthAnswer:
@@ -59,7 +59,7 @@ def build_app(
         controller.check()  # what keeps it from that is the problem's detail
         if store is not None:
             await controller.check_store()
-        return HealthAnswer(status="ready", trouble=controller.trouble)
+        return HealthAnswer(status="ready", trouble=controller.trouble, term=controller.term)
 
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:

@@ -2,7 +2,8 @@
 
 Whatever is below `/v1/` is asked of the leader and its answer handed on as it comes, streams of events too. Where the
 leader is not reached, what only reads is answered here from the store, and `Age` says how old that may be; the rest
-gets a 503. A request is forwarded once: two controllers that take each other for the leader do not pass it to and fro.
+waits for the next leader for a moment, or gets a 503. A request is forwarded once: two controllers that take each other
+for the leader do not pass it to and fro.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ CONNECT_SECONDS = 1.0
 ANSWER_SECONDS = 30.0
 """How long the leader may be silent: longer than any request takes, or the next comment on a stream of events."""
 
+ELECTION_SECONDS = 5.0
+"""How long what changes something waits for the next leader: longer than an election takes."""
+
 READS = ("GET", "HEAD", "OPTIONS")
 
 log = structlog.get_logger("shoal.api")
@@ -52,6 +56,8 @@ class Forwarding:
         if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
             await self._app(scope, receive, send)
             return
+        if scope["method"] not in READS:
+            await self._controller.await_leader(ELECTION_SECONDS)
         leader = self._controller.other
         if leader is not None and FORWARDED not in Headers(scope=scope):
             request = Request(scope, receive)

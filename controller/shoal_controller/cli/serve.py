@@ -68,10 +68,17 @@ class Places:
 @asynccontextmanager
 async def serving(places: Places, own: bool) -> AsyncIterator[Here]:
     """A running controller. Its addresses are the first line on standard output."""
+    from shoal_protos.errors import UserError
+
     from shoal_controller.server import serve
 
     settings = places.settings(own)
     async with serve(settings) as server:
+        if own and (leader := server.controller.other) is not None:
+            raise UserError(
+                f"another controller leads with the store {settings.store} (at {leader.http}); submit the job there "
+                "with `shoal submit --url`, or give this one another --store"
+            )
         typer.echo(f"http={server.http} grpc={server.grpc}")
         sys.stdout.flush()
         token = settings.token.get_secret_value() if settings.token is not None else ""

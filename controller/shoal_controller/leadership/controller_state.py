@@ -7,6 +7,7 @@ shell here. Nothing is decided here.
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 from shoal_protos.errors import ShoalError, StoreError
 
@@ -17,7 +18,7 @@ from shoal_controller.leadership.election import ControllerPlace, Election, Lead
 from shoal_controller.ports import Outside
 from shoal_controller.sessions.streams import Streams
 from shoal_controller.shell import Shell
-from shoal_controller.store.store import Store
+from shoal_controller.store.store import Revision, Store
 
 COPY_SECONDS = 1.0
 """How old the copy may be from which a controller answers when nobody leads."""
@@ -36,6 +37,8 @@ class ControllerState:
         self._store: Store | None = None
         self._election: Election | None = None
         self._led = asyncio.Event()
+        """Set while this controller leads."""
+        self._has_settled = False
         self._copy: Shell | None = None
         self._copied = 0.0
         self._copying = asyncio.Lock()
@@ -51,6 +54,7 @@ class ControllerState:
 
     def leave(self) -> None:
         """It leads no longer."""
+        self._led.clear()
         self.shell = self._leadership = None
 
     async def settled(self) -> None:
@@ -60,6 +64,7 @@ class ControllerState:
         following = asyncio.create_task(self._election.until_another_leads(), name="until another one leads")
         try:
             await asyncio.wait({leading, following}, return_when=asyncio.FIRST_COMPLETED)
+            self._has_settled = True
         finally:
             leading.cancel()
             following.cancel()
@@ -68,9 +73,9 @@ class ControllerState:
     # ---- what it is
 
     @property
-    def leads(self) -> bool:
-        """Whether this controller surely leads."""
-        return self._leadership is not None and not self._leadership.trouble
+    def term(self) -> Revision:
+        """The term in which this controller surely leads; 0: it does not."""
+        return self._leadership.fence.modified if self._leadership is not None and not self._leadership.trouble else 0
 
     @property
     def other(self) -> ControllerPlace | None:
@@ -100,14 +105,14 @@ class ControllerState:
         return self._election.leaderless_seconds if self._election is not None else 0.0
 
     def jobs(self) -> list[JobView]:
-        """All jobs, of the one that leads; nothing elsewhere, so that nothing is counted twice."""
-        return self.shell.jobs() if self.shell is not None else []
+        """All jobs, of the one that surely leads; nothing elsewhere, so that nothing is counted twice."""
+        return self.shell.jobs() if self.shell is not None and self.term else []
 
     def check(self) -> None:
-        """Raises `StoreError` unless requests are served: the store has answered once, and nothing has stopped."""
+        """Raises `StoreError` unless requests are served: a controller has led once, and nothing has stopped."""
         if self.shell is not None:
             self.shell.check_running()
-        elif self._store is None:
+        elif not self._has_settled:
             raise StoreError(self.trouble)
 
     async def check_store(self) -> None:
@@ -123,6 +128,14 @@ class ControllerState:
             raise StoreError(f"the store has not answered for {CHECK_SECONDS:g} s") from error
 
     # ---- for REST
+
+    async def await_leader(self, seconds: float) -> None:
+        """Returns when somebody is known to lead, or after so long."""
+        if self.shell is not None or self.other is not None or self._election is None:
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self.settled()
 
     def leading(self) -> Shell:
         """For whatever only the leader may do. Raises `NotLeading`."""

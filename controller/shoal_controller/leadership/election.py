@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import asdict, dataclass
 
@@ -91,9 +91,13 @@ class Leadership:
 class Election:
     """This controller among the others of its store. `run` stands for election until it is cancelled."""
 
-    def __init__(self, store: Store, me: ControllerPlace) -> None:
+    def __init__(
+        self, store: Store, me: ControllerPlace, term_of: Callable[[ControllerPlace], Awaitable[Revision]]
+    ) -> None:
+        """`term_of`: in which term another controller says that it leads; 0: in none."""
         self._store = store
         self._me = me
+        self._term_of = term_of
         self._found: Mapping[str, ControllerPlace] = {}
         self._news = asyncio.Event()
         self._leader_seen = asyncio.get_running_loop().time()
@@ -195,8 +199,16 @@ class Election:
             except StoreError as error:
                 leadership.why_lapsed = str(error)
                 log.warning("this controller has no lease", why=str(error))
+                if await self._is_overtaken(leadership):
+                    return False
             await asyncio.sleep(PAUSE_SECONDS)
         return False
+
+    async def _is_overtaken(self, leadership: Leadership) -> bool:
+        """Whether a neighbour leads, which a controller that is cut off from the store cannot read there."""
+        neighbours = [one for one in self.places if one.id != self._me.id]
+        terms = await asyncio.gather(*map(self._term_of, neighbours))
+        return any(term > leadership.fence.modified for term in terms)
 
     def _place(self, lease: Lease) -> Put:
         return Put(f"{PLACES}{self._me.id}", self._me.encoded(), lease.id)
