@@ -1,4 +1,4 @@
-"""What the shell does when others fail: processes that do not start, a machine with a defect, records that are damaged."""
+"""What the shell does when others fail: processes that do not start, machines with a defect, damaged records."""
 
 import asyncio
 import json
