@@ -10,7 +10,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,10 +57,22 @@ class Controllers(Cluster):
 
     def __init__(self, etcd: Etcd, controllers: int = 2, **given: Any) -> None:
         self.etcd = etcd
+        self.routes: dict[str, Sequence[int]] = {}
+        """By controller: other ports at which it finds the servers of etcd."""
         self.all = [Controller("abcdefgh"[number], free_port(), free_port()) for number in range(controllers)]
         super().__init__(**given)
 
     # ---- processes
+
+    def start_one(self, one: Controller) -> None:
+        """Start it again, and wait until it serves."""
+        self._start_one(one, "shoal", "integration.scripts:controller")
+        until("it to serve", lambda: self._serves(one))
+
+    def kill_one(self, one: Controller) -> None:
+        """SIGKILL; returns when it is gone."""
+        send(one.pid, signal.SIGKILL)
+        until("the controller to be gone", lambda: not one.runs)
 
     def start_controller(self, store: str = "shoal", program: str = "integration.scripts:controller") -> None:
         """Start all that do not run, and wait until each serves and one leads."""
@@ -73,7 +85,9 @@ class Controllers(Cluster):
     def _start_one(self, one: Controller, store: str, program: str) -> None:
         one.lives += 1
         addresses = {"http": f"127.0.0.1:{one.http}", "grpc": f"127.0.0.1:{one.grpc}"}
-        url = f"etcd://{','.join(self.etcd.addresses)}/{store}"
+        ports = self.routes.get(one.name)
+        servers = [f"127.0.0.1:{port}" for port in ports] if ports else self.etcd.addresses
+        url = f"etcd://{','.join(servers)}/{store}"
         log = self.folder / f"controller-{one.name}-{one.lives}.log"
         one.pid = fork(program, {**addresses, "store": url, "data": str(self.folder / "data")}, {}, log)
 
@@ -107,8 +121,7 @@ class Controllers(Cluster):
     def kill_leader(self) -> Controller:
         """SIGKILL; returns which one it was, when it is gone."""
         leader = self.leader()
-        send(leader.pid, signal.SIGKILL)
-        until("the leader to be gone", lambda: not leader.runs)
+        self.kill_one(leader)
         return leader
 
     # ---- answers

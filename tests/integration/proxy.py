@@ -1,4 +1,4 @@
-"""A TCP proxy between workers and their controller that can hold back every byte: a network that swallows packets.
+"""A TCP proxy before a controller or an etcd that can hold every byte back: a network that loses packets, or is slow.
 
 Connections stay open while it holds, and what was sent meanwhile arrives when it lets go; new ones wait too.
 """
@@ -16,8 +16,9 @@ PATIENCE_SECONDS = 10.0
 class Proxy:
     """See the module's text. `port` is where it listens."""
 
-    def __init__(self, target: int) -> None:
+    def __init__(self, target: int, delay_seconds: float = 0.0) -> None:
         self._target = target
+        self._delay_seconds = delay_seconds
         self.port = 0
         self._started = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="proxy")
@@ -76,6 +77,7 @@ class Proxy:
 
     async def _carry(self, source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
         while data := await source.read(1 << 16):
+            await asyncio.sleep(self._delay_seconds)
             await self._open.wait()
             target.write(data)
             await target.drain()

@@ -34,6 +34,8 @@ def test_any_controller_answers_and_changes_a_job_as_the_one_that_leads(etcd: Et
         assert refused.status_code == 400 and refused.headers["content-type"] == "application/problem+json"
         assert follower.ask("/v1/jobs/job/scale", method="POST", json={"workers": 1}).status_code == 202
         assert leader.ask("/v1/jobs/job").json()["workers"]["wanted"] == 1
+        again = follower.ask("/v1/jobs/job/pause", method="POST", headers={"shoal-forwarded": "1"})
+        assert again.status_code == 503 and "this controller does not lead" in again.json()["detail"]
         with httpx.stream(
             "GET", f"{follower.url}/v1/jobs/job/events", headers={"accept": "text/event-stream"}, trust_env=False
         ) as stream:
