@@ -155,13 +155,16 @@ def test_a_leader_that_is_cut_off_from_etcd_gives_way_and_hears_what_was_compact
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("rescales", one_or([4, 20]))
 def test_the_controllers_are_restarted_one_after_the_other_while_the_job_is_scaled(etcd: Etcd, rescales: int) -> None:
-    with Controllers(etcd, workers=3, options={"max_steps": 150}, spec=PATIENT, pace=PACE) as cluster:
+    with Controllers(etcd, workers=3, options={"max_steps": 30 * rescales}, spec=PATIENT, pace=0.05) as cluster:
         cluster.wait_step(2)
         for number in range(rescales):
-            one = cluster.all[number % 2]
-            cluster.scale(2 if number % 2 == 0 else 3)
+            size, one = 2 + number % 2, cluster.all[number % 2]
+            cluster.scale(size)
+            if size == 3:
+                cluster.add()
             cluster.kill_one(one)
             cluster.start_one(one)
+            cluster.wait_world(size)
         cluster.wait_undisturbed()
 
 
