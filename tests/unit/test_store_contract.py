@@ -385,6 +385,13 @@ async def test_a_lease_whose_store_is_gone_is_lost_and_its_keys_go_in_its_time(s
 
 
 @contract
+async def test_the_keys_of_a_lease_are_gone_when_its_context_has_ended(store):
+    async with store.lease(100) as lease:
+        await store.transact([], [Put("/mine", b"", lease.id)])
+    assert await store.get("/mine") is None, "whoever waits for them need not wait for the lease's time"
+
+
+@contract
 async def test_a_key_written_again_without_its_lease_stays(store):
     async with store.lease(100) as lease:
         await store.transact([], [Put("/mine", b"", lease.id)])

@@ -41,10 +41,11 @@ async def lease(cluster: Cluster, seconds: float) -> AsyncIterator[KeptLease]:
     try:
         yield kept
     finally:
+        was_lost = kept.lost.is_set()
         keeping.cancel()
         await asyncio.wait([keeping])
-        if not kept.lost.is_set():  # a lease that is lost ends by itself: its keys may have been put on another one
-            kept.lost.set()
+        kept.lost.set()
+        if not was_lost:  # one that is lost ends by itself: its keys may have been put on another one
             with suppress(EtcdError):
                 await cluster.call(REVOKE, pb.LeaseRevokeRequest(ID=kept.id), REVOKE_SECONDS)
 
