@@ -236,10 +236,10 @@ class Runner:
     def _take_aside(self) -> None:
         """The store fails: whoever has said something need not wait until it answers again."""
         _settle([one for one in self._in_hand if not isinstance(one.event, OperatorRequest)], None)
-        for request in self._laid_aside(_empty(self._inbox)):
+        for request in self._lay_aside(_empty(self._inbox)):
             self._inbox.put_nowait(request)
 
-    def _laid_aside(self, submissions: Sequence[_Submission]) -> list[_Submission]:
+    def _lay_aside(self, submissions: Sequence[_Submission]) -> list[_Submission]:
         """Keep what was said for later, but for ticks; the operators' requests among it are returned."""
         requests = [one for one in submissions if isinstance(one.event, OperatorRequest)]
         others = [one for one in submissions if not isinstance(one.event, OperatorRequest)]
@@ -262,7 +262,7 @@ class Runner:
         while self._halted is None:
             first = await self._inbox.get()
             if self._life.lapsed():
-                requests = self._laid_aside([first, *_empty(self._inbox)])
+                requests = self._lay_aside([first, *_empty(self._inbox)])
                 _settle(requests, self._not_now())
                 continue
             await self._catch_up()

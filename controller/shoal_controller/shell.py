@@ -46,7 +46,7 @@ FORGET_SECONDS = 60.0
 """How long it may take to forget one job."""
 
 CHECK_SECONDS = 2.0
-"""How long the store may take for the write that tells whether this controller is ready."""
+"""How long the store may take for the request that tells whether it can be used."""
 
 MOST_JOBS = 1000
 """Most jobs, of which those that are over are forgotten, the oldest first, when new ones come."""
@@ -100,12 +100,9 @@ class Shell:
     async def start(self) -> None:
         """Restore every job and go on with it."""
         self._cluster = await ensure_cluster_id(self._store)
-        for job in await stored_jobs(self._store, self._writer):
-            if job.forgotten:
-                await job.repository.forget()
-                continue
-            runner = self._runners[job.repository.spec.job] = self._runner(job.repository.spec, job.repository)
-            runner.restore(job.durable, job.unreadable)
+        for half_forgotten in await self.look():
+            await half_forgotten.forget()
+        for runner in self._runners.values():
             runner.go_on()
         log.info("jobs restored", jobs=sorted(self._runners))
         self._tasks = [
@@ -114,12 +111,16 @@ class Shell:
             guarded("events", self._bound_events(), self.give_up),
         ]
 
-    async def look(self) -> None:
-        """Read every job as it lies in the store, to be shown; in place of `start`. Nothing is decided or written."""
-        for job in await stored_jobs(self._store, self._writer):
+    async def look(self) -> list[JobRepository]:
+        """Read every job as it lies in the store, to be shown; nothing is decided or written. Returned: those that an
+        earlier life has not forgotten whole.
+        """
+        stored = await stored_jobs(self._store, self._writer)
+        for job in stored:
             if not job.forgotten:
                 runner = self._runners[job.repository.spec.job] = self._runner(job.repository.spec, job.repository)
                 runner.restore(job.durable, job.unreadable)
+        return [job.repository for job in stored if job.forgotten]
 
     async def stop(self, why: StoreError | None = None) -> None:
         """Decide nothing any more. Workers train on."""

@@ -32,6 +32,17 @@ def guarded(
     return task
 
 
+async def first_of(*waits: Coroutine[object, object, object]) -> None:
+    """Returns when the first of these has returned; the others are cancelled."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
 async def end_task(task: asyncio.Task[None], seconds: float = END_SECONDS) -> None:
     """Cancel it and wait until it is gone. What it ended by has been heard by its guard."""
     task.cancel()

@@ -401,6 +401,11 @@ def send_signal(pid: int, number: signal.Signals, group: bool = False) -> None:
         return
 
 
+def state_of(pid: int) -> str:
+    """A process's state as the system tells it: T is stopped."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
 def alone(options: Mapping[str, Any], script: str = TRAIN, env: Mapping[str, str] | None = None) -> Json:
     """What a world of one without a controller ends with: the result that its script writes."""
     folder = Path(tempfile.mkdtemp(prefix="alone-"))

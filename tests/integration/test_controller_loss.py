@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import signal
-from pathlib import Path
 from typing import Any
 
 import pytest
-from integration.cluster import Cluster, until
+from integration.cluster import Cluster, state_of, until
 
 LONG: dict[str, Any] = {"max_steps": 60}
 TWO_MIRRORS: dict[str, Any] = {**LONG, "mirrors": 2}
@@ -135,8 +134,3 @@ def test_the_controller_is_killed_five_times() -> None:
             cluster.kill_controller()
             cluster.start_controller()
         cluster.wait_undisturbed()
-
-
-def state_of(pid: int) -> str:
-    """A process's state as the system tells it: T is stopped."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

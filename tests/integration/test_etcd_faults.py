@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from etcd_cluster import Cluster as Etcd
 from etcd_cluster import etcd_cluster
-from integration.cluster import send_signal, until
+from integration.cluster import send_signal, state_of, until
 from integration.controllers import Controllers
 from integration.proxy import Proxy
 
@@ -73,7 +73,7 @@ def test_each_server_of_etcd_is_killed_and_started_again_in_turn(etcd: Etcd) -> 
 def test_the_leading_server_of_etcd_is_killed_in_a_resize(etcd: Etcd) -> None:
     faults = "w1@4:exchange:kill,w2@3:prepare:stop"
     with Controllers(etcd, workers=4, options=TWO_MIRRORS, faults=faults, pace=PACE) as cluster:
-        until("w2 to be frozen", lambda: is_stopped(cluster.pids["w2"]))
+        until("w2 to be frozen", lambda: state_of(cluster.pids["w2"]) == "T")
         leader = etcd.leader()
         leader.kill()
         cluster.cont("w2")
@@ -121,7 +121,7 @@ def test_the_leader_dies_or_freezes_in_a_resize(etcd: Etcd, manner: signal.Signa
     """A frozen one goes on when another one has taken over: nothing that it writes or says is heard."""
     faults = f"w1@4:exchange:kill,w2@3:{instant}:stop"
     with Controllers(etcd, workers=4, options=TWO_MIRRORS, faults=faults, pace=PACE) as cluster:
-        until("w2 to be frozen", lambda: is_stopped(cluster.pids["w2"]))
+        until("w2 to be frozen", lambda: state_of(cluster.pids["w2"]) == "T")
         leader = cluster.leader()
         send_signal(leader.pid, manner)
         cluster.wait_leader(but=leader)
@@ -178,7 +178,3 @@ def test_all_goes_well_where_etcd_is_slow_to_reach(etcd: Etcd) -> None:
         cluster.add()
         cluster.wait_world(3)
         cluster.wait_undisturbed()
-
-
-def is_stopped(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] == "T"

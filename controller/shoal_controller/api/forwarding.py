@@ -8,7 +8,6 @@ for the leader do not pass it to and fro.
 
 from __future__ import annotations
 
-import ssl
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
 
@@ -21,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shoal_controller.leadership.controller_state import ControllerState
 from shoal_controller.leadership.election import ControllerPlace
+from shoal_controller.leadership.neighbours import client_for
 from shoal_controller.store.store import UnknownOutcome
 
 FORWARDED = "shoal-forwarded"
@@ -50,7 +50,6 @@ class Forwarding:
     def __init__(self, app: ASGIApp, controller: ControllerState) -> None:
         self._app = app
         self._controller = controller
-        self._tls = ssl.create_default_context()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
@@ -75,7 +74,7 @@ class Forwarding:
     ) -> StreamingResponse | None:
         """What the leader answers; None where it does not, and nothing can have come of the request."""
         patience = httpx.Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS)
-        client = await ends.enter_async_context(httpx.AsyncClient(verify=self._tls, timeout=patience, trust_env=False))
+        client = await ends.enter_async_context(client_for(patience))
         headers = {name: request.headers[name] for name in PASSED_ON if name in request.headers}
         url = httpx.URL(f"http://{leader.http}").join(str(request.url.replace(scheme="", netloc="")))
         asked = client.build_request(request.method, url, headers={**headers, FORWARDED: "1"}, content=body or None)

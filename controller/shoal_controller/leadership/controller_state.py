@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
-from shoal_protos.errors import ShoalError, StoreError
+from shoal_protos.errors import StoreError
 
 from shoal_controller.core.machine.events import Event
 from shoal_controller.core.machine.spec import JobView
@@ -17,14 +17,12 @@ from shoal_controller.core.planning.question import Answer, Question
 from shoal_controller.leadership.election import ControllerPlace, Election, Leadership, NotLeading
 from shoal_controller.ports import Outside
 from shoal_controller.sessions.streams import Streams
-from shoal_controller.shell import Shell
+from shoal_controller.shell import CHECK_SECONDS, Shell
 from shoal_controller.store.store import Revision, Store
+from shoal_controller.tasks import first_of
 
 COPY_SECONDS = 1.0
 """How old the copy may be from which a controller answers when nobody leads."""
-
-CHECK_SECONDS = 2.0
-"""How long the store may take to be read when it is asked whether it can be."""
 
 
 class ControllerState:
@@ -60,15 +58,8 @@ class ControllerState:
     async def settled(self) -> None:
         """Returns when somebody leads: this controller, or another one."""
         assert self._election is not None, "join comes before settled"
-        leading = asyncio.create_task(self._led.wait(), name="until this controller leads")
-        following = asyncio.create_task(self._election.until_another_leads(), name="until another one leads")
-        try:
-            await asyncio.wait({leading, following}, return_when=asyncio.FIRST_COMPLETED)
-            self._has_settled = True
-        finally:
-            leading.cancel()
-            following.cancel()
-            await asyncio.wait({leading, following})
+        await first_of(self._led.wait(), self._election.until_another_leads())
+        self._has_settled = True
 
     # ---- what it is
 
@@ -176,10 +167,5 @@ async def _copy_of(store: Store) -> Shell:
     """All jobs as they lie in the store, to be looked at."""
     copy = Shell(store)
     copy.connect(Outside(Streams(), {}, _no_planner))
-    try:
-        await copy.look()
-    except StoreError:
-        raise
-    except ShoalError as error:
-        raise StoreError(f"the store cannot be read: {error}") from error
+    await copy.look()
     return copy

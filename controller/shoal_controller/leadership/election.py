@@ -20,7 +20,7 @@ from shoal_protos.errors import StoreError
 
 from shoal_controller.store.following import follow
 from shoal_controller.store.store import Compare, Damaged, Lease, Put, Revision, Store
-from shoal_controller.tasks import end_task, guarded
+from shoal_controller.tasks import end_task, first_of, guarded
 
 PREFIX = "/controllers/"
 PLACES = f"{PREFIX}at/"
@@ -31,7 +31,7 @@ LEASE_SECONDS = 2.0
 """After so long without a sign of life a leader is no longer one: the shortest that etcd grants."""
 
 PAUSE_SECONDS = 0.5
-"""Before a store that has failed is asked again, and before a vacancy of which no word came is looked for."""
+"""Before a store that has failed is asked again."""
 
 log = structlog.get_logger("shoal.leadership")
 
@@ -176,7 +176,7 @@ class Election:
                 outcome = await self._store.transact([Compare(LEADER)], [mine, Put(TERM, self._me.encoded())])
                 if outcome.succeeded:
                     return outcome.revision
-            await _first(lease.lost.wait(), news.wait(), asyncio.sleep(LEASE_SECONDS))
+            await first_of(lease.lost.wait(), news.wait(), asyncio.sleep(LEASE_SECONDS))
         return 0
 
     async def _lead_on(self, leadership: Leadership, held: AsyncExitStack) -> bool:
@@ -234,19 +234,8 @@ def _place_of(value: bytes) -> ControllerPlace | None:
 
 async def _until_lapsed(leadership: Leadership) -> bool:
     """Returns when the lease is over (True), or the leader has given up (False)."""
-    await _first(leadership.lease.lost.wait(), leadership.given_up.wait())
+    await first_of(leadership.lease.lost.wait(), leadership.given_up.wait())
     return not leadership.given_up.is_set()
-
-
-async def _first(*waits: object) -> None:
-    """Returns when the first of these coroutines has."""
-    tasks = [asyncio.ensure_future(wait) for wait in waits]  # type: ignore[call-overload]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
 
 
 def _ignore_failure(_: BaseException) -> None:

@@ -167,14 +167,18 @@ class SessionThread:
             except grpc.aio.AioRpcError as error:
                 self._complain(error.details() or error.code().name)
             except TimeoutError:
-                waited = SILENT_SECONDS if self._welcomed else WELCOME_SECONDS
-                self._complain(f"nothing was received for {waited:g} s")
+                self._complain(f"nothing was received for {self._silence_seconds:g} s")
                 self._welcomed = False
             except UserError as error:
                 log.error("message_not_understood", controller=self._addresses.current, why=str(error))
             finally:
                 self._patience = None
                 call.cancel()
+
+    @property
+    def _silence_seconds(self) -> float:
+        """How long the controller may say nothing."""
+        return SILENT_SECONDS if self._welcomed else WELCOME_SECONDS
 
     def _complain(self, why: str) -> None:
         """Once for each time that the controller goes away."""
@@ -202,7 +206,7 @@ class SessionThread:
 
     async def _read(self, call: Call) -> None:
         while True:
-            async with asyncio.timeout(SILENT_SECONDS if self._welcomed else WELCOME_SECONDS):
+            async with asyncio.timeout(self._silence_seconds):
                 data = await call.read()
             if not isinstance(data, bytes):
                 return
