@@ -23,6 +23,7 @@ from shoal.core.module_names import named_buffers, named_parameters
 from shoal.core.sampler import Sampler
 from shoal.data.fetch import Fetcher, samples_of
 from shoal.faults import Faults
+from shoal.heap import keep_freed_memory
 from shoal.numerics import identity, make_exact
 from shoal.optim.elementwise import check_optimizer
 from shoal.optim.from_config import build_optimizer, build_scheduler
@@ -52,6 +53,7 @@ def initialize(
     check_given(model, optimizer, scheduler)
     settled = load_config(config)
     make_exact(settled.exact, settled.torch_threads)
+    keep_freed_memory()
     sampler = Sampler(
         samples_of(dataset), settled.lanes, settled.micro_batch_size, settled.micro_batches_per_lane, settled.seed
     )

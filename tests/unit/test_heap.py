@@ -1,0 +1,47 @@
+"""What a step frees stays with the process. In processes of their own: the heap's settings are the process's."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import resource, sys, torch
+from shoal.heap import keep_freed_memory
+
+def a_step():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    kept = [torch.ones(2 << 20) for _ in range(8)]  # 8 MiB each
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+if "keep" in sys.argv:
+    keep_freed_memory()
+a_step()
+a_step()
+print(a_step())
+"""
+FEW = 500
+PAGES = 16_384
+"""Of 64 MiB."""
+
+
+def faults_of_a_step(*arguments: str, **environment: str) -> int:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *arguments],
+        env={**os.environ, **environment}, capture_output=True, text=True, check=True, timeout=120,
+    )  # fmt: skip
+    return int(done.stdout)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+def test_a_step_meets_the_pages_that_the_one_before_has_freed() -> None:
+    assert faults_of_a_step("keep") < FEW
+
+
+def test_the_users_own_settings_of_the_heap_stand() -> None:
+    tuned = {"MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_MMAP_THRESHOLD_": "131072"}
+    assert faults_of_a_step("keep", **tuned) > PAGES // 2
