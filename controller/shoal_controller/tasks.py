@@ -32,6 +32,10 @@ def guarded(
     return task
 
 
+def only_logged(_: BaseException) -> None:
+    """Enough for a task that nobody waits for: `guarded` has logged what ended it."""
+
+
 async def first_of(*waits: Coroutine[object, object, object]) -> None:
     """Returns when the first of these has returned; the others are cancelled."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]

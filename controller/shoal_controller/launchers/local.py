@@ -27,7 +27,7 @@ from shoal_controller.core.machine.place import Place
 from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.launchers.process import Process, reap_orphans
 from shoal_controller.launchers.process_record import ProcessRecord, ProcessRecords, boot_id
-from shoal_controller.tasks import end_task, guarded
+from shoal_controller.tasks import end_task, guarded, only_logged
 from shoal_controller.tokens import token_of_job
 
 REPORT_SECONDS = 5.0
@@ -225,7 +225,7 @@ class LocalLauncher:
         assert name not in self._watched, f"two processes for {name}: ids of workers are never used twice"
         self._watched[name] = (process, record)
         if self._tidying is None:
-            self._tidying = guarded("tidying", self._tidy(), _ignore_failure)
+            self._tidying = guarded("tidying", self._tidy(), only_logged)
         asyncio.get_running_loop().add_reader(process.descriptor, partial(self._end, name))
 
     async def _tidy(self) -> None:
@@ -253,7 +253,7 @@ class LocalLauncher:
         self._report_later(job, record.end(process.end()))
 
     def _report_later(self, job: str, ended: ProcessRecord) -> None:
-        report = guarded(f"end of {ended.worker} of {job}", self._report(job, ended), _ignore_failure)
+        report = guarded(f"end of {ended.worker} of {job}", self._report(job, ended), only_logged)
         self._reports.add(report)
         report.add_done_callback(self._reports.discard)
 
@@ -306,7 +306,3 @@ def _why(record: ProcessRecord) -> str:
         names = {known.value: known.name for known in signal.Signals}
         return f"{who} was killed by {names.get(-record.code, f'signal {-record.code}')}"
     return f"{who} ended with status {record.code}"
-
-
-def _ignore_failure(_: BaseException) -> None:
-    """The guard has logged it, and the record still says that the process has ended."""

@@ -20,7 +20,7 @@ from shoal_protos.errors import StoreError
 
 from shoal_controller.store.following import follow
 from shoal_controller.store.store import Compare, Damaged, Lease, Put, Revision, Store
-from shoal_controller.tasks import end_task, first_of, guarded
+from shoal_controller.tasks import end_task, first_of, guarded, only_logged
 
 PREFIX = "/controllers/"
 PLACES = f"{PREFIX}at/"
@@ -136,7 +136,7 @@ class Election:
         """Stand for election, and lead within the context of `lead` for as long as it is this controller's turn: for
         ever. Raises `Damaged` where the store can be of use to nobody.
         """
-        following = guarded("controllers", follow(self._store, PREFIX, self._on_controllers), _ignore_failure)
+        following = guarded("controllers", follow(self._store, PREFIX, self._on_controllers), only_logged)
         try:
             while True:
                 try:
@@ -236,7 +236,3 @@ async def _until_lapsed(leadership: Leadership) -> bool:
     """Returns when the lease is over (True), or the leader has given up (False)."""
     await first_of(leadership.lease.lost.wait(), leadership.given_up.wait())
     return not leadership.given_up.is_set()
-
-
-def _ignore_failure(_: BaseException) -> None:
-    """The guard has logged it; the election goes by what it reads itself."""

@@ -22,7 +22,7 @@ from shoal_controller.leadership.controller_state import ControllerState
 from shoal_controller.sessions.dialogue import Dialogue
 from shoal_controller.sessions.settings import SessionSettings
 from shoal_controller.sessions.streams import Context, Stream, Streams
-from shoal_controller.tasks import end_task, guarded
+from shoal_controller.tasks import end_task, guarded, only_logged
 
 MOST_STREAMS = 1 << 14
 """Most streams of all workers together; one more is told to try again later by gRPC."""
@@ -84,7 +84,7 @@ class SessionService:
         assert self._server is not None, "bind comes before serve"
         self._serving = True
         await self._server.start()
-        self._showing_life = guarded("signs of life", self._show_life(), _ignore_failure)
+        self._showing_life = guarded("signs of life", self._show_life(), only_logged)
 
     async def stop(self) -> None:
         """End all streams without a word (their workers will be back) and wait until the jobs have heard of it."""
@@ -179,7 +179,7 @@ class SessionService:
             return
         event = Disconnected(dialogue.connection, dialogue.farewell())
         name = f"session {dialogue.connection} says farewell"
-        task = guarded(name, self._submit_farewell(dialogue.hello.job, event), _ignore_failure)
+        task = guarded(name, self._submit_farewell(dialogue.hello.job, event), only_logged)
         self._stop_waits_for(task)
 
     def _stop_waits_for(self, task: asyncio.Task[None] | None) -> None:
@@ -210,10 +210,6 @@ def _hint() -> Iterator[None]:
         yield
     except NotFound as error:
         raise NotFound(f"{error}. Set SHOAL_JOB to the job's name, or submit the job first.") from error
-
-
-def _ignore_failure(_: BaseException) -> None:
-    """The guard has logged it. A job notices a silent worker, and a worker a silent controller."""
 
 
 def _metadata(context: Context) -> Mapping[str, str | bytes]:
