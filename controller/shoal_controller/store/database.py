@@ -143,9 +143,9 @@ class Database:
         found = tuple(Changes(at, tuple(changes)) for at, changes in grouped.items())
         return found, (found[-1].revision if len(found) == limit else max(after, revision))
 
-    def leases(self) -> dict[LeaseId, float]:
+    def leases(self) -> tuple[LeaseId, ...]:
         with self._reading():
-            return dict(self._sql.execute("SELECT lease, seconds FROM leases").fetchall())
+            return tuple(lease for (lease,) in self._sql.execute("SELECT lease FROM leases").fetchall())
 
     # ---- writing
 
