@@ -162,11 +162,11 @@ def test_a_key_of_another_certificate_is_one_sentence(tmp_path: Path) -> None:
     settings = _issue(tmp_path)
     certificate(tmp_path, "other", "house")
     with pytest.raises(
-        UserError, match=r"certificate .*controller\.pem and key .*other\.key of the gRPC port cannot be "
+        UserError, match=r"SHOAL_GRPC_CERTIFICATE \(.*controller\.pem\) and SHOAL_GRPC_KEY \(.*other\.key\) cannot be"
     ):
         SessionSettings(**{**settings, "key": tmp_path / "other.key"}).credentials()
     (tmp_path / "empty.pem").touch()
-    with pytest.raises(UserError, match=r"client_ca of the gRPC port, .*empty\.pem, cannot be used"):
+    with pytest.raises(UserError, match=r"SHOAL_GRPC_CLIENT_CA names .*empty\.pem, which is not a PEM file"):
         SessionSettings(**{**settings, "client_ca": tmp_path / "empty.pem"}).credentials()
 
 
@@ -174,5 +174,5 @@ def test_half_a_set_of_certificates_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValidationError, match="mutual TLS needs certificate, key and client_ca; only key given"):
         SessionSettings(key=tmp_path / "key")
     missing = SessionSettings(key=tmp_path / "k", certificate=tmp_path / "c", client_ca=tmp_path / "a")
-    with pytest.raises(UserError, match=r"certificate of the gRPC port cannot be read from .*/c: No such file"):
+    with pytest.raises(UserError, match=r"SHOAL_GRPC_CERTIFICATE names .*/c, which cannot be read: No such file"):
         missing.credentials()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from shoal.session.alone import AloneLink
 from shoal.session.controller_link import ControllerLink
@@ -66,12 +64,6 @@ def test_a_script_started_by_another_launcher_is_told_that_each_process_would_tr
     link, _ = open_link({variable: "4", "SHOAL_CONTROLLER": "127.0.0.1:1", "SHOAL_JOB": "j"})
     assert not link.alone
     link.close()
-
-
-def test_a_certificate_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    settings = SessionSettings(tls_ca=tmp_path / "ca.pem")
-    with pytest.raises(UserError, match=r"SHOAL_TLS_CA names .*ca\.pem, which cannot be read: No such file"):
-        settings.credentials()
 
 
 def test_a_worker_beside_its_controller_is_reached_by_loopback() -> None:

@@ -16,6 +16,7 @@ from shoal.session.driver import REPORT_SECONDS, SessionDriver
 from shoal.session.settings import SessionSettings
 from shoal.session.thread import LONGEST_PAUSE_SECONDS, STEADY_SECONDS, SessionThread
 from shoal_protos.messages import NO_CONTROLLER, Ending
+from shoal_protos.pem import MARK
 
 
 class Streams(SessionThread):
@@ -61,12 +62,14 @@ def test_a_worker_reads_its_certificates_again_for_every_stream(
 ) -> None:
     monkeypatch.setattr("shoal.session.settings.grpc.ssl_channel_credentials", lambda *files: files)
     authority = tmp_path / "ca.pem"
-    authority.write_text("old")
+    authority.write_bytes(MARK + b"old")
     session = Certified(SessionSettings(controller="one:1", job="train", tls_ca=authority))
-    authority.write_text("new")
-    assert session._current_credentials() == (b"new", None, None)
+    authority.write_bytes(MARK + b"new")
+    assert session._current_credentials() == (MARK + b"new", None, None)
+    authority.write_bytes(b"half of")
+    assert session._current_credentials() == (MARK + b"new", None, None), "what is half written changes nothing"
     authority.unlink()
-    assert session._current_credentials() == (b"new", None, None), "what cannot be read changes nothing"
+    assert session._current_credentials() == (MARK + b"new", None, None), "what cannot be read changes nothing"
 
 
 def test_attempts_to_reach_a_controller_become_rarer_until_a_stream_lasts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,13 @@ from pathlib import Path
 import grpc
 import structlog
 from shoal_protos.errors import UserError
+from shoal_protos.pem import read_pem, unreadable
 
 Stamp = tuple[tuple[int, int, int], ...]
 """Inode, size and time of each file: what tells a new one."""
+
+CERTIFICATE, KEY, CLIENT_CA = "SHOAL_GRPC_CERTIFICATE", "SHOAL_GRPC_KEY", "SHOAL_GRPC_CLIENT_CA"
+"""The settings that name the files."""
 
 log = structlog.get_logger("shoal.certificates")
 
@@ -43,19 +47,19 @@ class CertificateFiles:
         return configuration
 
     def _stamped(self) -> Stamp:
-        files = {"certificate": self._certificate, "key": self._key, "client_ca": self._client_ca}
+        files = {CERTIFICATE: self._certificate, KEY: self._key, CLIENT_CA: self._client_ca}
         stamp = []
-        for part, path in files.items():
+        for setting, path in files.items():
             try:
                 found = path.stat()
             except OSError as error:
-                raise _unreadable(part, path, error) from None
+                raise unreadable(setting, path, error) from None
             stamp.append((found.st_ino, found.st_size, found.st_mtime_ns))
         return tuple(stamp)
 
     def _configuration(self) -> grpc.ServerCertificateConfiguration:
-        key, certificate = _read("key", self._key), _read("certificate", self._certificate)
-        client_ca = _read("client_ca", self._client_ca)
+        key, certificate = read_pem(KEY, self._key), read_pem(CERTIFICATE, self._certificate)
+        client_ca = read_pem(CLIENT_CA, self._client_ca)
         self._check()
         return grpc.ssl_server_certificate_configuration([(key, certificate)], client_ca)
 
@@ -66,24 +70,13 @@ class CertificateFiles:
             context.load_cert_chain(self._certificate, self._key)
         except (ssl.SSLError, OSError) as error:
             raise UserError(
-                f"certificate {self._certificate} and key {self._key} of the gRPC port cannot be used together "
-                f"({error}); expected a PEM certificate chain and its private key"
+                f"{CERTIFICATE} ({self._certificate}) and {KEY} ({self._key}) cannot be used together ({error}); "
+                "expected a certificate chain and its private key"
             ) from None
         try:
             context.load_verify_locations(self._client_ca)
         except (ssl.SSLError, OSError) as error:
             raise UserError(
-                f"client_ca of the gRPC port, {self._client_ca}, cannot be used ({error}); expected the PEM "
-                "certificates of the authorities that sign the workers' certificates"
+                f"{CLIENT_CA} ({self._client_ca}) cannot be used ({error}); expected the certificates of the "
+                "authorities that sign the workers' certificates"
             ) from None
-
-
-def _read(part: str, path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise _unreadable(part, path, error) from None
-
-
-def _unreadable(part: str, path: Path, error: OSError) -> UserError:
-    return UserError(f"{part} of the gRPC port cannot be read from {path}: {error.strerror}")

@@ -10,10 +10,10 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from pathlib import Path
 
 import structlog
 from shoal_protos.errors import StoreError, UserError
+from shoal_protos.pem import read_pem
 
 from shoal_controller.etcd import errors
 from shoal_controller.etcd.client import EtcdClient, delete, modified_at, put
@@ -229,17 +229,11 @@ def _tls(access: EtcdAccess) -> Tls | None:
         return None
     if (access.certificate is None) != (access.key is None):
         raise UserError("SHOAL_ETCD_CERTIFICATE and SHOAL_ETCD_KEY go together; only one of them is set")
-    authorities = _read("SHOAL_ETCD_CA", access.authorities)
+    authorities = read_pem("SHOAL_ETCD_CA", access.authorities)
     if access.certificate is None or access.key is None:
         return Tls(authorities)
-    return Tls(authorities, _read("SHOAL_ETCD_CERTIFICATE", access.certificate), _read("SHOAL_ETCD_KEY", access.key))
-
-
-def _read(setting: str, file: Path) -> bytes:
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise UserError(f"{setting} names {file}, which cannot be read: {error.strerror}") from error
+    certificate, key = read_pem("SHOAL_ETCD_CERTIFICATE", access.certificate), read_pem("SHOAL_ETCD_KEY", access.key)
+    return Tls(authorities, certificate, key)
 
 
 def _login(url: EtcdUrl, access: EtcdAccess) -> Login | None:

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, SecretStr, ValidationError, field_va
 from shoal_protos.addresses import is_connectable, split_address
 from shoal_protos.errors import UserError
 from shoal_protos.messages import GRACE_SECONDS
+from shoal_protos.pem import read_pem
 from shoal_protos.validation import first_sentence
 
 LONGEST_GRACE_SECONDS = 7 * 24 * 3600.0
@@ -125,9 +126,9 @@ class SessionSettings(BaseModel):
         if self.tls_ca is None:
             return None
         return grpc.ssl_channel_credentials(
-            _read("SHOAL_TLS_CA", self.tls_ca),
-            _read("SHOAL_TLS_KEY", self.tls_key) if self.tls_key else None,
-            _read("SHOAL_TLS_CERTIFICATE", self.tls_certificate) if self.tls_certificate else None,
+            read_pem("SHOAL_TLS_CA", self.tls_ca),
+            read_pem("SHOAL_TLS_KEY", self.tls_key) if self.tls_key else None,
+            read_pem("SHOAL_TLS_CERTIFICATE", self.tls_certificate) if self.tls_certificate else None,
         )
 
     def own_host(self) -> str:
@@ -150,10 +151,3 @@ def _own_end_of_the_route_to(controller: str) -> str:
     with socket.socket(kind, socket.SOCK_DGRAM) as probe:
         probe.connect(address)  # sends nothing; the kernel chooses the route
         return str(probe.getsockname()[0])
-
-
-def _read(variable: str, path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{variable} names {path}, which cannot be read: {error.strerror}") from None

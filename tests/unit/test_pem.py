@@ -1,0 +1,46 @@
+"""Whichever side names a file of certificates: what is wrong with it is one sentence, and of the same form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from asynchronous import asynchronous
+from shoal.session.settings import SessionSettings as WorkerSettings
+from shoal_controller.sessions.settings import SessionSettings as PortSettings
+from shoal_controller.store.etcd_store import EtcdStore
+from shoal_controller.store.etcd_url import EtcdAccess, parsed_etcd_url
+from shoal_protos.errors import UserError
+
+URL = parsed_etcd_url("etcd://127.0.0.1:1/shoal")
+
+
+def of_a_worker(file: Path) -> None:
+    WorkerSettings(controller="127.0.0.1:1", job="j", tls_ca=file).credentials()
+
+
+def of_the_workers_port(file: Path) -> None:
+    PortSettings(certificate=file, key=file, client_ca=file).credentials()
+
+
+@asynchronous
+async def of_etcd(file: Path) -> None:
+    await EtcdStore.open(URL, EtcdAccess(authorities=file), None)
+
+
+READERS = {
+    "SHOAL_TLS_CA": of_a_worker,
+    "SHOAL_GRPC_(KEY|CERTIFICATE)": of_the_workers_port,
+    "SHOAL_ETCD_CA": of_etcd,
+}
+
+
+@pytest.mark.parametrize(("setting", "read"), READERS.items(), ids=list(READERS))
+def test_a_file_of_no_use_is_named_with_its_setting(tmp_path: Path, setting: str, read: Callable[[Path], None]) -> None:
+    file = tmp_path / "house.pem"
+    with pytest.raises(UserError, match=rf"^{setting} names .*house\.pem, which cannot be read: No such file"):
+        read(file)
+    file.write_text("half a certificate, or none")
+    with pytest.raises(UserError, match=rf"^{setting} names .*house\.pem, which is not a PEM file \(no line"):
+        read(file)
