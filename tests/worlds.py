@@ -19,7 +19,7 @@ def _shares(workers: str, blocks: int) -> tuple[Share, ...]:
     holders = [worker for worker in workers if worker.islower()]
     size = -(-blocks // len(holders))
     shares = {
-        worker: Share((lane,), every(blocks).within(lane * size, (lane + 1) * size))
+        worker: Share((lane,), every(blocks) & Runs(((lane * size, (lane + 1) * size),)))
         for lane, worker in enumerate(holders)
     }
     return tuple(shares.get(worker, Share()) for worker in workers)

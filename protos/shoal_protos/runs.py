@@ -71,10 +71,6 @@ class Runs:
             count -= stop - start
         return Runs.of_canonical(taken)
 
-    def within(self, start: int, stop: int) -> Runs:
-        """The blocks in `[start, stop)`."""
-        return self & Runs(((start, stop),))
-
     def __or__(self, other: Runs) -> Runs:
         return Runs(self._spans + other._spans) if other._spans else self
 
