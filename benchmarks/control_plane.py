@@ -120,10 +120,10 @@ async def one_job(workers: int, blocks: int) -> list[str]:
         before, since = there.cpu_seconds(), time.monotonic()
         await _kill(job, 1)
         opened = await job.until_after(since, job.opened_at)
-        await _heard(job)
+        await _until_handled(job)
         built = there.cpu_seconds()
         job.commit(max(job.opened_at))
-        await _heard(job)
+        await _until_handled(job)
         committed = there.cpu_seconds() - built
         row = [
             str(workers), str(blocks), f"{started:.1f}", held, f"{built - before:.2f}", f"{opened - since:.2f}",
@@ -133,7 +133,7 @@ async def one_job(workers: int, blocks: int) -> list[str]:
         return row
 
 
-async def _heard(job: JobWorkers) -> None:
+async def _until_handled(job: JobWorkers) -> None:
     """Returns when what the workers have said is handled: a new hello comes after it in the inbox."""
     await next(iter(job.workers.values())).connect()
 
@@ -182,8 +182,8 @@ def planner(workers: int, blocks: int) -> list[str]:
     change, _ = _seconds(lambda: plan_change(PlanRequest(terms, 3, Reason.BALANCE), ready, after))
     join, _ = _seconds(lambda: plan_change(PlanRequest(terms, 2, Reason.JOIN), joining, world))
     target = PLANNER_SECONDS.get((workers, blocks))
-    told = f"{loss:.3f} ({verdict(loss, target)})" if target else f"{loss:.3f}"
-    return [f"{workers:,}", f"{blocks:,}", str(lost), told, f"{change:.3f}", f"{join:.3f}"]
+    judged = f"{loss:.3f} ({verdict(loss, target)})" if target else f"{loss:.3f}"
+    return [f"{workers:,}", f"{blocks:,}", str(lost), judged, f"{change:.3f}", f"{join:.3f}"]
 
 
 def _candidate(n: int, rack: int) -> Candidate:

@@ -284,8 +284,8 @@ class SimulatedWorker:
     def _publish(self) -> None:
         assert self.dialogue is not None
         seconds = float(max(self.step, 0))
-        told = Telemetry(1.0, 1.0, 1.0, seconds, 0, {"parameters": 1 << 26, "state": 1 << 24, "rss": 1 << 29})
-        self.dialogue.update_status(self._status(), told)
+        telemetry = Telemetry(1.0, 1.0, 1.0, seconds, 0, {"parameters": 1 << 26, "state": 1 << 24, "rss": 1 << 29})
+        self.dialogue.update_status(self._status(), telemetry)
         self._due.set()
 
     def _status(self) -> Status:

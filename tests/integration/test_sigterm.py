@@ -38,10 +38,10 @@ def test_sigterm_asks_for_a_drain_though_the_main_thread_is_blocked() -> None:
                 controller.sends("a", Prepare(2))
 
         with ThreadPoolExecutor(1) as preemption:
-            heard = preemption.submit(preempt)
+            outcome = preemption.submit(preempt)
             with pytest.raises(WorldChanged):
                 a.gathers()  # the main thread: a Python handler could not run in here
-            grace_seconds, status = heard.result()
+            grace_seconds, status = outcome.result()
         assert (grace_seconds, status.drain, status.grace_seconds) == (7.5, True, 7.5)
         a.stops(2)
         a.close()

@@ -294,8 +294,8 @@ class Watch:
         seen_after = UNREACHABLE_SECONDS + 2 * self.simulation.host.late
         silent = [worker for worker, at in since.items() if at < now - seen_after]
         long = self.simulation.spec.stall_seconds - UNREACHABLE_SECONDS
-        heard = {record.worker: self.simulation.processes[record.incarnation].heard_at for record in here}
-        gone = [worker for worker in silent if heard[worker] < now - long]  # it may have thawed for a moment
+        heard_at = {record.worker: self.simulation.processes[record.incarnation].heard_at for record in here}
+        gone = [worker for worker in silent if heard_at[worker] < now - long]  # it may have thawed for a moment
         if 2 * len(silent) > len(here) and set(lost) & set(silent) - set(gone):
             self.violated("a worker was evicted though most were silent", *lost)
 
@@ -313,8 +313,8 @@ class Watch:
         now, known = self.simulation.clock.now, job.processes.get(worker)
         reachable = process.alive and process.unreachable_since > now
         long = process.reachable_since < now - WELL_SECONDS - 2 * self.simulation.host.late
-        heard = known is not None and known.connection is not None and process.session.welcomed
-        return reachable and long and heard
+        welcomed = known is not None and known.connection is not None and process.session.welcomed
+        return reachable and long and welcomed
 
     def _gave_up(self, before: Job, after: Job, events: Sequence[Event], loss: str) -> None:
         """Only where no process that lives has the blocks, `stall_seconds` are over, or an operator said so."""

@@ -63,17 +63,17 @@ LARGE = replace(HELLO.description, parameters=(Parameter("weight", (4096, 40), "
 
 
 def test_a_hello_that_names_its_parameters_may_be_followed_by_one_that_tells_them() -> None:
-    named, told = replace(HELLO, description=brief(LARGE)), replace(HELLO, description=with_digest(LARGE))
+    named, described = replace(HELLO, description=brief(LARGE)), replace(HELLO, description=with_digest(LARGE))
     dialogue = Dialogue(7)
     assert dialogue.hear(encode_worker(named)) == Connected(7, named)
     with pytest.raises(UserError, match="a second hello came on one stream"):
         dialogue.hear(encode_worker(named))
     with pytest.raises(UserError, match="a second hello came on one stream"):
-        dialogue.hear(encode_worker(replace(told, job="other")))
-    assert dialogue.hear(encode_worker(told)) == Connected(7, told)
+        dialogue.hear(encode_worker(replace(described, job="other")))
+    assert dialogue.hear(encode_worker(described)) == Connected(7, described)
     assert dialogue.hello is not None and not dialogue.hello.description.parameters, "a stream keeps no text"
     with pytest.raises(UserError, match="a second hello came on one stream"):
-        dialogue.hear(encode_worker(told))
+        dialogue.hear(encode_worker(described))
 
 
 def test_blocks_are_held_to_the_count_that_the_hello_told() -> None:

@@ -196,10 +196,10 @@ def test_what_one_sends_the_other_receives_in_the_same_order(number: int, domain
             for piece in range(len(traffics[0].pieces)):
                 sent, got = defaultdict(list), defaultdict(list)
                 for rank, flow in enumerate(of_ranks):
-                    for to, what in flow.sends[piece]:
-                        sent[rank, to].append(what)
-                    for source, what in flow.receives[piece]:
-                        got[source, rank].append(what)
+                    for to, spans in flow.sends[piece]:
+                        sent[rank, to].append(spans)
+                    for source, spans in flow.receives[piece]:
+                        got[source, rank].append(spans)
                 assert sent == got
 
 

@@ -134,9 +134,9 @@ async def test_a_question_that_the_planner_cannot_answer_is_an_error_and_not_its
 
 @asynchronous
 async def test_a_job_goes_on_while_a_question_is_answered_and_the_newest_one_is_the_next(tmp_path: Path) -> None:
-    heard: asyncio.Queue[Event] = asyncio.Queue()
+    events: asyncio.Queue[Event] = asyncio.Queue()
     machine = SmallMachine(
-        {kind: lambda _, event: heard.put_nowait(event) or () for kind in (PlannerAnswered, PlannerFailed)}
+        {kind: lambda _, event: events.put_nowait(event) or () for kind in (PlannerAnswered, PlannerFailed)}
     )
     async with running(tmp_path, machine) as world:
         answers = [asyncio.get_running_loop().create_future() for _ in range(2)]
@@ -149,6 +149,6 @@ async def test_a_job_goes_on_while_a_question_is_answered_and_the_newest_one_is_
             await world.shell.submit("train", Save())
         plan = answer(asked[0].question)
         answers[0].set_result(plan)
-        assert await asyncio.wait_for(heard.get(), 5) == PlannerAnswered(asked[0], plan)
+        assert await asyncio.wait_for(events.get(), 5) == PlannerAnswered(asked[0], plan)
         answers[1].set_exception(PeerError("the planner's process has ended"))
-        assert await asyncio.wait_for(heard.get(), 5) == PlannerFailed(3, "the planner's process has ended")
+        assert await asyncio.wait_for(events.get(), 5) == PlannerFailed(3, "the planner's process has ended")

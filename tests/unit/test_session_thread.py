@@ -97,10 +97,10 @@ def test_a_worker_asks_the_leader_that_a_controller_names_at_once_and_the_others
 
 def test_a_worker_knows_all_controllers_that_it_was_given_and_told_of() -> None:
     addresses = ControllerAddresses(["service:1"])
-    addresses.on_told(["a:1", "service:1", "b:1"])
+    addresses.on_welcome(["a:1", "service:1", "b:1"])
     tried = [addresses.current for _ in range(4) if not addresses.on_failure()]
     assert tried == ["a:1", "b:1", "service:1", "a:1"]
-    addresses.on_told([])
+    addresses.on_welcome([])
     assert addresses.current == "service:1", "whoever is gone from the store is forgotten, whoever was given is not"
 
 

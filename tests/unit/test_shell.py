@@ -313,9 +313,9 @@ async def test_what_lies_in_the_inbox_is_one_batch_but_for_an_operators_request(
         world.machine.batches.clear()
         runner = world.shell._runners["train"]
         before = [Probed(f"w{number}", "", refused=False) for number in range(3)]
-        heard = [asyncio.ensure_future(runner.submit(event)) for event in (*before, Scale(2), *before)]
+        submitted = [asyncio.ensure_future(runner.submit(event)) for event in (*before, Scale(2), *before)]
         runner.tick()
-        await asyncio.gather(*heard)
+        await asyncio.gather(*submitted)
         assert world.machine.batches["train"][:3] == [("Probed",) * 3, ("Scale",), (*("Probed",) * 3, "Tick")]
 
 

@@ -22,7 +22,7 @@ class ControllerAddresses:
         """The address to try."""
         return self._leader or self._all[self._at]
 
-    def on_told(self, addresses: Sequence[str]) -> None:
+    def on_welcome(self, addresses: Sequence[str]) -> None:
         """A controller that welcomed this worker names all of its store. Those that were given stay."""
         here = self.current
         self._all = tuple(dict.fromkeys([*self._given, *addresses]))

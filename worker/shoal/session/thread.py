@@ -214,7 +214,7 @@ class SessionThread:
             if isinstance(message, Welcome):
                 self._welcomed, self._complained = True, False
                 self._connections.settle()
-                self._addresses.on_told(message.controllers)
+                self._addresses.on_welcome(message.controllers)
             elif isinstance(message, Refusal):
                 self._leader = message.leader
             self._driver.on_message(message)
