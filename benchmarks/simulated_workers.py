@@ -159,7 +159,7 @@ class SimulatedWorker:
         return await self._welcomed - began
 
     def _on_end(self, session: asyncio.Task[None]) -> None:
-        """One that fails is a defect, of the benchmark or of the controller: nobody waits for it any longer."""
+        """One that fails is a bug, of the benchmark or of the controller: nobody waits for it any longer."""
         if session.cancelled() or (error := session.exception()) is None:
             return
         self.job.failure = error

@@ -34,7 +34,7 @@ from shoal_controller.ports import Outside
 from shoal_controller.tasks import end_task, guarded
 
 LAUNCHES = 4096
-"""Processes that may wait to be started; more is a defect."""
+"""Processes that may wait to be started; more is a bug."""
 
 LAUNCH_SECONDS = 60.0
 """How long a launcher may take for one process."""

@@ -359,7 +359,7 @@ def test_an_unsound_plan_ends_the_worker_with_the_reason() -> None:
 
 def test_a_defect_in_the_building_of_a_group_ends_the_worker_with_the_reason() -> None:
     def broken(spec: GroupSpec, cancellation: Cancellation) -> Group:
-        raise ZeroDivisionError("a defect")
+        raise ZeroDivisionError("a bug")
 
     with SmallController() as controller:
         worker = Worker("a", controller)
@@ -369,7 +369,7 @@ def test_a_defect_in_the_building_of_a_group_ends_the_worker_with_the_reason() -
         worker.stops(1)
         controller.sends("a", PlanMessage(at(recovery(1, "a"), [worker])))
         ended = worker.takes(Ended)
-        assert ended.ending is Ending.FAILED and "a defect" in ended.reason
+        assert ended.ending is Ending.FAILED and "a bug" in ended.reason
         worker.close()
 
 

@@ -41,7 +41,7 @@ class Checkpoints:
         self.there: dict[CheckpointRef, Part] = {}
         """The whole ones that were not deleted."""
         self.damaged: set[str] = set()
-        self.made = self.failed = self.parted = 0
+        self.made = self.failed = self.final_drains = 0
         """Saves that were completed or given up, and last workers that left their state in one."""
 
     def publish(self, reference: CheckpointRef, writers: Collection[str], in_use: str) -> bool:

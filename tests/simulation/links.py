@@ -30,7 +30,7 @@ class Links:
         self.chance = Random(f"links of {simulation.seed}")
         self._held: dict[tuple[SimWorker, SimWorker], list[tuple[Any, ...]]] = {}
         self._down_until: dict[frozenset[int], float] = {}
-        self.cuts = self.parted = self.ended = 0
+        self.cuts = self.separated = self.ended = 0
 
     # ---- what they carry
 
@@ -100,7 +100,7 @@ class Links:
     def noted(self, note: Note) -> None:
         """● Nobody is evicted whose links all carry, nor for slow code."""
         if note.kind in ("lost", "kept_out") and "cannot reach" in note.message:
-            self.parted += 1
+            self.separated += 1
             pid = self._pid_of(note.worker)
             since = max((at for pair, at in self._down_until.items() if pid in pair), default=NEVER)
             if since < self.clock.now - LATE_SECONDS - 4 * self.simulation.host.late:

@@ -49,13 +49,13 @@ def attempt(task: Task) -> Outcome:
     happened["all went back"] += sum(plan.reason is Reason.RESTORE for plan in simulation.watch.opened.values())
     happened["damaged"] += len(durable.unreadable_checkpoints)
     happened["links down"] += simulation.links.cuts
-    happened["parted"] += simulation.links.parted
+    happened["separated"] += simulation.links.separated
     happened["stuck code ended"] += simulation.links.ended
     happened["planner answers"] += simulation.planner.answered
     happened["planner deaths"] += simulation.planner.deaths
     happened["planner answers lost"] += simulation.planner.dropped
     happened["failed saves"] += simulation.checkpoints.failed
-    happened["last ones parted"] += simulation.checkpoints.parted
+    happened["final drains"] += simulation.checkpoints.final_drains
     return seed, "", happened
 
 

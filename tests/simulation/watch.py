@@ -118,7 +118,7 @@ class Watch:
 
     def drained(self, worker: SimWorker, why: str) -> None:
         """A worker was let go by a world that trains without it: whatever copies it had are gone."""
-        self.simulation.checkpoints.parted += "its state is in" in why
+        self.simulation.checkpoints.final_drains += "its state is in" in why
         self.simulation.promises.parts(worker, why)
         world = self.simulation.host.job.durable.current
         if world is None or not world.steps or LAST_ONE in why:

@@ -100,7 +100,7 @@ def test_of_a_broken_link_whose_one_end_has_died_meanwhile_the_other_stays() -> 
 # ---- back-offs, and reports of broken connections
 
 
-def parted() -> Driver:
+def with_one_quarantined() -> Driver:
     """w1 was evicted for a while, and a world trains without it."""
     job = training()
     cut(job, "w0", "w1")
@@ -112,7 +112,7 @@ def parted() -> Driver:
 
 
 def test_a_back_off_of_an_address_where_nobody_is_any_more_is_forgotten_when_it_is_over_as_long_as_it_lasted() -> None:
-    job = parted()
+    job = with_one_quarantined()
     job.die("w1")
     assert job.job.durable.backoff_counts
     job.wait(15)
@@ -122,7 +122,7 @@ def test_a_back_off_of_an_address_where_nobody_is_any_more_is_forgotten_when_it_
 
 
 def test_a_clock_that_was_set_back_makes_no_back_off_longer() -> None:
-    job = parted()
+    job = with_one_quarantined()
     job.now -= 1000.0
     job.restart()
     assert all(until <= job.now + 10.0 for until in job.job.durable.backoff_until.values())

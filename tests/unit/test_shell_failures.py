@@ -1,4 +1,4 @@
-"""What the shell does when others fail: processes that do not start, machines with a defect, damaged records."""
+"""What the shell does when others fail: processes that do not start, machines with a bug, damaged records."""
 
 import asyncio
 import json

@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shoal_controller.api.failed_logins import FailedLogins
-from shoal_controller.api.problems import DEFECT, TooLarge, problem
+from shoal_controller.api.problems import BUG, TooLarge, problem
 from shoal_controller.callers import Caller, Role, Unauthorized
 from shoal_controller.token_register import TokenRegister
 
@@ -70,7 +70,7 @@ class Guard:
             if begun and not finished:
                 raise  # only the end of the connection can say so now
             if not begun:
-                await problem(scope["path"], ShoalError.http_status, DEFECT)(scope, receive, send)
+                await problem(scope["path"], ShoalError.http_status, BUG)(scope, receive, send)
 
     def _check(self, headers: Headers, scope: Scope) -> Caller | None:
         """Who asks; None where anybody may."""

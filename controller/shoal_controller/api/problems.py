@@ -36,7 +36,7 @@ HEADERS: Mapping[int, Mapping[str, str]] = {
 }
 """By the status that needs them."""
 
-DEFECT = "this is a bug in Shoal; see the controller's log"
+BUG = "this is a bug in Shoal; see the controller's log"
 
 
 class TooLarge(UserError):
@@ -93,4 +93,4 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
 
 async def _defect(request: Request, _: Exception) -> JSONResponse:
     """Our own bug. The guard, to which it is raised again after this, logs it."""
-    return problem(request.url.path, ShoalError.http_status, DEFECT)
+    return problem(request.url.path, ShoalError.http_status, BUG)

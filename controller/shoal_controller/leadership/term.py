@@ -56,7 +56,7 @@ async def leading(means: Means, leadership: Leadership) -> AsyncIterator[None]:
 
 
 def _on_stopped(error: BaseException, leadership: Leadership, fail: Callable[[BaseException], None]) -> None:
-    """One that was overtaken follows from now on; what else stops a shell is a defect."""
+    """One that was overtaken follows from now on; what else stops a shell is a bug."""
     if isinstance(error, Fenced):
         leadership.given_up.set()
     else:
