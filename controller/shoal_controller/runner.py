@@ -16,11 +16,10 @@ from dataclasses import dataclass, replace
 
 import structlog
 from shoal_protos.errors import Conflict, ShoalError, StoreError, UserError
-from shoal_protos.messages import Ending, Refusal, Shutdown, Welcome
+from shoal_protos.messages import Ending, Refusal, Shutdown
 
 from shoal_controller.audit import Create, audit_entry
 from shoal_controller.background import BackgroundWork
-from shoal_controller.backlog import Backlog
 from shoal_controller.callers import Caller
 from shoal_controller.core.machine.durable import Durable
 from shoal_controller.core.machine.effects import (
@@ -39,26 +38,19 @@ from shoal_controller.core.machine.effects import (
 from shoal_controller.core.machine.events import (
     Cancel,
     Connected,
-    Disconnected,
     Event,
     OperatorRequest,
     Started,
-    Tick,
-    first_batch,
 )
-from shoal_controller.core.machine.job import new_job, restore
+from shoal_controller.core.machine.job import Job, new_job, restore
 from shoal_controller.core.machine.spec import JobSpec, JobView, Phase
+from shoal_controller.job_inbox import JobInbox, Submission, settle
 from shoal_controller.job_repository import JobRepository
+from shoal_controller.job_streams import JobStreams
 from shoal_controller.ports import Outside, Step, View
 from shoal_controller.records import JobEvent
 from shoal_controller.store.store import Unfit
 from shoal_controller.tasks import end_task, guarded
-
-INBOX = 1024
-"""Events that may wait for one job; whoever brings more waits too."""
-
-SUBMIT_SECONDS = 30.0
-"""How long an event may wait for a place in the inbox."""
 
 REQUEST_SECONDS = 10.0
 """How long an operator waits for the answer."""
@@ -85,15 +77,6 @@ class Life:
     """The store's own id."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Submission:
-    event: Event
-    done: asyncio.Future[None] | None = None
-    """None: nobody waits for it."""
-    by: Caller | None = None
-    """Who asked for it; None: no operator."""
-
-
 class Runner:
     """One job. `begin`, or `restore` and `go_on`, then events by `submit` and `tick`, then `stop`."""
 
@@ -101,17 +84,15 @@ class Runner:
         self.spec = spec
         self.repository = repository
         self._life = life
-        self._inbox: asyncio.Queue[_Submission] = asyncio.Queue(INBOX)
-        self._tick_waits = False
-        self._connections: set[int] = set()
+        self._inbox = JobInbox(spec.job)
+        self._streams = JobStreams(life.outside, life.cluster)
         self._job = new_job(spec, life.clock())
         self._carried_out = self._job
         """The job as it is in the store: what people see, so that nothing they have seen is forgotten."""
         self._broken = ""
         self._unserved = ""
-        self._aside = Backlog()
-        self._in_hand: Sequence[_Submission] = ()
-        repository.on_trouble = self._take_aside
+        self._in_hand: Sequence[Submission] = ()
+        repository.on_trouble = self._on_trouble
         self._shown = _blank_view(spec)
         self._background = BackgroundWork(spec, life.outside, self.submit)
         self._loop: asyncio.Task[None] | None = None
@@ -179,8 +160,7 @@ class Runner:
     def halt(self, why: ShoalError) -> None:
         """Handle nothing more than the event in hand; whoever submits from now on gets `why`."""
         self._halted = self._halted or why
-        if self._inbox.empty():
-            self._inbox.put_nowait(_Submission(Tick()))
+        self._inbox.wake()
 
     async def stop(self, why: ShoalError) -> None:
         """Stop and wait for the end. A write in hand is finished, if the store does not take too long."""
@@ -189,29 +169,25 @@ class Runner:
             await asyncio.wait([self._loop], timeout=STOP_SECONDS)
             await end_task(self._loop)
         await self._background.stop()
-        _settle(_empty(self._inbox), self._halted)
+        self._inbox.end(self._halted)
 
     def leave(self) -> None:
         """Let go of the streams of a job that another run replaces."""
-        for connection in sorted(self._connections):
-            self._life.outside.streams.close(connection)
+        self._streams.close_all()
 
     async def submit(self, event: Event, by: Caller | None = None) -> None:
         """Returns when its effects are carried out, or, while the store fails, when it was heard. Raises the
         `UserError` that refuses an operator's request, and a `StoreError` where that could not be stored in time.
         """
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        submission = _Submission(event, done, by)
+        submission = Submission(event, done, by)
         if self.trouble:
             if isinstance(event, OperatorRequest):
                 raise self._not_now()
-            return self._aside.add(event)
-        if self._inbox.full():
-            await self._put_in_time(submission)
-        else:
-            self._inbox.put_nowait(submission)  # a timer for each heartbeat would cost more than to hear it
+            return self._inbox.keep(event)
+        await self._inbox.put(submission)
         if self._halted is not None and (self._loop is None or self._loop.done()):
-            _settle([submission], self._halted)
+            settle([submission], self._halted)
         if not isinstance(event, OperatorRequest):
             return await done
         await asyncio.wait([done], timeout=REQUEST_SECONDS)
@@ -226,82 +202,52 @@ class Runner:
     def _not_now(self) -> StoreError:
         return StoreError(f"job {self.spec.job} cannot be changed now: {self.trouble}. Try again later")
 
-    async def _put_in_time(self, submission: _Submission) -> None:
-        try:
-            async with asyncio.timeout(SUBMIT_SECONDS):
-                await self._inbox.put(submission)
-        except TimeoutError as error:
-            raise StoreError(f"job {self.spec.job} is too busy; try again later") from error
-
-    def _take_aside(self) -> None:
+    def _on_trouble(self) -> None:
         """The store fails: whoever has said something need not wait until it answers again."""
-        _settle([one for one in self._in_hand if not isinstance(one.event, OperatorRequest)], None)
-        for request in self._lay_aside(_empty(self._inbox)):
-            self._inbox.put_nowait(request)
-
-    def _lay_aside(self, submissions: Sequence[_Submission]) -> list[_Submission]:
-        """Keep what was said for later, but for ticks; the operators' requests among it are returned."""
-        requests = [one for one in submissions if isinstance(one.event, OperatorRequest)]
-        others = [one for one in submissions if not isinstance(one.event, OperatorRequest)]
-        for one in others:
-            if not isinstance(one.event, Tick):
-                self._aside.add(one.event)
-        _settle(others, None)
-        self._tick_waits = False
-        return requests
+        settle([one for one in self._in_hand if not one.is_request], None)
+        self._inbox.set_aside_but_requests()
 
     def tick(self) -> None:
-        """Put a tick at the end of the line, unless one stands there already or none is wanted."""
-        if not (self._tick_waits or self._broken or self._unserved or self.trouble or self._inbox.full()):
-            self._tick_waits = True
-            self._inbox.put_nowait(_Submission(Tick()))
+        """Time has passed, for a job that is handled at all."""
+        if not (self._broken or self._unserved or self.trouble):
+            self._inbox.put_tick()
 
     async def _run(self) -> None:
         if not (self._broken or self._unserved):
             await self._handle([Started()])
         while self._halted is None:
-            first = await self._inbox.get()
+            first = await self._inbox.take_first()
             if self._life.lapsed():
-                requests = self._lay_aside([first, *_empty(self._inbox)])
-                _settle(requests, self._not_now())
+                settle(self._inbox.set_aside(first), self._not_now())
                 continue
             await self._catch_up()
-            await self._answer(self._take_batch(first))
+            await self._answer(self._inbox.take_batch(first))
 
     async def _catch_up(self) -> None:
         """Hear what was said while the store failed."""
-        while self._halted is None and (events := self._aside.take()):
+        while self._halted is None and (events := self._inbox.take_kept()):
             await self._handle(events)
 
-    def _take_batch(self, first: _Submission) -> list[_Submission]:
-        """What lies in the inbox, from its first on, as far as it is one batch."""
-        batch, later = first_batch([first, *_empty(self._inbox)], lambda submission: submission.event)
-        for submission in later:
-            self._inbox.put_nowait(submission)
-        if any(isinstance(submission.event, Tick) for submission in batch):
-            self._tick_waits = False
-        return batch
-
-    async def _answer(self, batch: Sequence[_Submission]) -> None:
+    async def _answer(self, batch: Sequence[Submission]) -> None:
         """Handle it, unless the job has been halted, and tell whoever submitted it."""
         if self._halted is not None:
-            return _settle(batch, self._halted)
+            return settle(batch, self._halted)
         self._in_hand = batch
         try:
             await self._handle([submission.event for submission in batch], batch[0].by)
         except UserError as error:
-            _settle(batch, error)
+            settle(batch, error)
         except BaseException as error:
-            _settle(batch, self._halted or (error if isinstance(error, StoreError) else _gone(self.spec)))
+            settle(batch, self._halted or (error if isinstance(error, StoreError) else _gone(self.spec)))
             raise
         else:
-            _settle(batch, None)
+            settle(batch, None)
 
     # ---- one batch
 
     async def _handle(self, events: Sequence[Event], by: Caller | None = None) -> None:
         for event in events:
-            self._follow_stream(event)
+            self._streams.on_event(event)
         if self._broken or self._unserved:
             for event in events:
                 self._answer_broken(event)
@@ -323,9 +269,8 @@ class Runner:
         """Carry out effects in order; all notes are written with the first `Persist`, which writes the state as it is
         after the step.
         """
-        notes = [effect for effect in effects if isinstance(effect, Note)]
         lasting = any(isinstance(effect, Persist) for effect in effects)
-        events = [*audit, *self._events(notes)]
+        events = [*audit, *_recorded(effects, self._job, self._life.clock())]
         for effect in effects:
             if isinstance(effect, Persist) and lasting:
                 await self.repository.write(events, self._job.durable)
@@ -339,27 +284,12 @@ class Runner:
 
     def _act(self, effect: Send | Close | Probe | Adopt | Spawn | Kill | AskPlanner) -> None:
         match effect:
-            case Send(connection, Welcome() as message):
-                others = self._life.outside.controllers()
-                message = replace(message, cluster=self._life.cluster, controllers=others)
-                self._life.outside.streams.send(connection, message)
-            case Send(connection, Refusal() as message):
-                self._life.outside.streams.send(connection, replace(message, cluster=self._life.cluster))
             case Send(connection, message):
-                self._life.outside.streams.send(connection, message)
+                self._streams.send(connection, message)
             case Close(connection):
-                self._life.outside.streams.close(connection)
+                self._streams.close(connection)
             case Probe() | Adopt() | Spawn() | Kill() | AskPlanner():
                 self._background.run(effect)
-
-    def _events(self, notes: Sequence[Note]) -> list[JobEvent]:
-        now, world = self._life.clock(), self._job.durable.current
-        generation = world.generation if world is not None else 0
-        for note in notes:
-            log.info(
-                note.message, job=self.spec.job, kind=str(note.kind), generation=generation, worker=note.worker or None
-            )
-        return [JobEvent(now, str(note.kind), generation, note.worker, note.message, dict(note.data)) for note in notes]
 
     def _audit(self, request: Event | Create, by: Caller | None) -> list[JobEvent]:
         """What the history says of a request of an operator, before what came of it."""
@@ -370,12 +300,6 @@ class Runner:
         log.info(entry.message, job=self.spec.job, kind=entry.kind, token=by.token, address=by.address)
         return [entry]
 
-    def _follow_stream(self, event: Event) -> None:
-        if isinstance(event, Connected):
-            self._connections.add(event.connection)
-        elif isinstance(event, Disconnected):
-            self._connections.discard(event.connection)
-
     # ---- a machine that fails
 
     async def _break(self, error: Exception) -> None:
@@ -383,8 +307,7 @@ class Runner:
         self._note_break(error)
         event = JobEvent(self._life.clock(), "failed", self._shown.generation, "", self._broken)
         await self.repository.write([event], broken=self._broken)
-        for connection in sorted(self._connections):
-            self._shut_down(connection)
+        self._streams.send_last_to_all(Shutdown(Ending.FAILED, self._broken))
         for worker in self._shown.workers:
             self._background.run(Kill(worker.worker))
 
@@ -396,36 +319,25 @@ class Runner:
     def _answer_broken(self, event: Event) -> None:
         """Workers that come are sent home, or to wait where another version may serve them; requests are refused."""
         if isinstance(event, Connected) and self._unserved:
-            self._life.outside.streams.send(event.connection, Refusal(self._unserved, final=False))
-            self._life.outside.streams.close(event.connection)
+            self._streams.send_last(event.connection, Refusal(self._unserved, final=False))
         elif isinstance(event, Connected):
-            self._shut_down(event.connection)
+            self._streams.send_last(event.connection, Shutdown(Ending.FAILED, self._broken))
         elif isinstance(event, OperatorRequest) and not (self._broken and isinstance(event, Cancel)):
             raise Conflict(self._broken or self._unserved)
 
-    def _shut_down(self, connection: int) -> None:
-        self._life.outside.streams.send(connection, Shutdown(Ending.FAILED, self._broken))
-        self._life.outside.streams.close(connection)
+
+def _recorded(effects: Sequence[Effect], job: Job, now: float) -> list[JobEvent]:
+    """What the history, and the log, say of these effects of a step to `job`."""
+    world = job.durable.current
+    generation = world.generation if world is not None else 0
+    notes = [effect for effect in effects if isinstance(effect, Note)]
+    for note in notes:
+        log.info(note.message, job=job.spec.job, kind=str(note.kind), generation=generation, worker=note.worker or None)
+    return [JobEvent(now, str(note.kind), generation, note.worker, note.message, dict(note.data)) for note in notes]
 
 
 def _gone(spec: JobSpec) -> StoreError:
     return StoreError(f"the controller stopped before job {spec.job} had answered")
-
-
-def _empty(inbox: asyncio.Queue[_Submission]) -> list[_Submission]:
-    """What stands in the line now, which nobody finds there any more."""
-    return [inbox.get_nowait() for _ in range(inbox.qsize())]
-
-
-def _settle(submissions: Sequence[_Submission], error: BaseException | None) -> None:
-    """Tell whoever submitted them, unless they have gone."""
-    for submission in submissions:
-        if submission.done is None or submission.done.done():
-            continue
-        if error is None:
-            submission.done.set_result(None)
-        else:
-            submission.done.set_exception(error)
 
 
 def _blank_view(spec: JobSpec) -> JobView:

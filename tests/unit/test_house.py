@@ -25,11 +25,6 @@ LONGEST_FILE = 500
 MOST_PARAMETERS = 6
 MOST_METHODS = 25
 
-MANY_METHODS = {
-    "Runner": "a job's life in the shell",
-}
-"""Classes that have more."""
-
 ENTRY_MODULES = {
     "shoal_controller.cli.console": "the console script",
     "shoal.config.reference": "writes docs/configuration.md, `python -m`",
@@ -160,7 +155,7 @@ def test_no_class_has_more_methods_than_one_can_survey() -> None:
     many = {}
     for file, tree in sources().items():
         for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef) and node.name not in MANY_METHODS and file.parts[0] != "tests":
+            if isinstance(node, ast.ClassDef) and file.parts[0] != "tests":
                 count = sum(isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef) for part in node.body)
                 if count > MOST_METHODS:
                     many[f"{file}:{node.lineno} {node.name}"] = count
