@@ -35,6 +35,7 @@ from shoal_controller.core.machine.effects import (
     Send,
     Spawn,
 )
+from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.events import (
     Cancel,
     Connected,
@@ -305,7 +306,7 @@ class Runner:
     async def _break(self, error: Exception) -> None:
         """The job has failed; the controller and its other jobs have not."""
         self._note_break(error)
-        event = JobEvent(self._life.clock(), "failed", self._shown.generation, "", self._broken)
+        event = JobEvent(self._life.clock(), str(EventKind.FAILED), self._shown.generation, "", self._broken)
         await self.repository.write([event], broken=self._broken)
         self._streams.send_last_to_all(Shutdown(Ending.FAILED, self._broken))
         for worker in self._shown.workers:
