@@ -1,5 +1,7 @@
 """Who gets in at the REST port: tokens and their roles, hosts, pages of other sites."""
 
+import asyncio
+
 import pytest
 from api_port import TRAIN, serving
 from asynchronous import asynchronous
@@ -211,3 +213,31 @@ async def test_a_name_that_anybody_can_give_this_address_makes_no_page_its_own(t
 async def test_its_own_pages_and_programs_are_answered(tmp_path, headers):
     async with serving(tmp_path) as api:
         assert await api.ask("GET", "/v1/jobs", headers=headers) == {"jobs": []}
+
+
+HALF_REQUESTS = {
+    "nothing": b"",
+    "half a header": b"GET /v1/jobs HTTP/1.1\r\nhost: 127.0.0.1\r\n",
+    "half a body": b"POST /v1/jobs HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 100\r\n\r\n{",
+    "a request, and half of another": b"GET /healthz HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\nGET /heal",
+}
+
+
+@pytest.mark.parametrize("sent", HALF_REQUESTS.values(), ids=list(HALF_REQUESTS))
+@asynchronous
+async def test_a_connection_without_a_request_ends_and_one_with_an_answer_under_way_does_not(
+    tmp_path, monkeypatch, sent
+):
+    monkeypatch.setattr("shoal_controller.api.web.REQUEST_SECONDS", 0.1)
+    async with serving(tmp_path) as api:
+        await api.ask("POST", "/v1/jobs", 202, json=TRAIN)
+        follower, following = await asyncio.open_connection("127.0.0.1", api.port)
+        following.write(b"GET /v1/jobs/train/events HTTP/1.1\r\nhost: 127.0.0.1\r\naccept: text/event-stream\r\n\r\n")
+        reader, writer = await asyncio.open_connection("127.0.0.1", api.port)
+        writer.write(sent)
+        await asyncio.wait_for(reader.read(), 10)
+        assert b"HTTP/1.1 200" in await follower.readuntil(b"\r\n\r\n")
+        await api.shell.submit("train", Pause())
+        assert await asyncio.wait_for(follower.read(1), 10)
+        for stream in (writer, following):
+            stream.close()

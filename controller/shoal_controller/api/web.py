@@ -1,6 +1,7 @@
 """Serves the API with uvicorn: takes the port when made, answers when started, ends within a deadline.
 
-Signals are the command's business, so uvicorn gets none.
+Signals are the command's business, so uvicorn gets none. Connections that bring no request end: each holds a file
+descriptor, which the controller needs to hear workers and to start them.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from contextlib import contextmanager
 import uvicorn
 from shoal_protos.errors import UserError
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from shoal_controller.tasks import end_task, guarded
 
 START_SECONDS = 10.0
 FINISH_SECONDS = 3
 """How long requests under way may take when the server stops."""
+REQUEST_SECONDS = 10.0
+"""How long a client may take to send a request; at most twice as long until its connection ends."""
 MOST_CONNECTIONS = 1024
 BACKLOG = 128
 
@@ -39,6 +43,30 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
+class _Connection(H11Protocol):
+    """Ends where its client has been waited for at two looks in a row, and has completed no request between them."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        super().connection_made(transport)
+        self._waited_after: object = self
+        """The request after which its client was waited for at the last look; itself where it was not."""
+        self._next_look = self.loop.call_later(REQUEST_SECONDS, self._look)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._next_look.cancel()
+        super().connection_lost(exc)
+
+    def _look(self) -> None:
+        cycle = self.cycle
+        is_waited_for = cycle is None or cycle.more_body or cycle.response_complete
+        if is_waited_for and self._waited_after is cycle:
+            return self.transport.close()
+        self._waited_after = cycle if is_waited_for else self
+        self._next_look = self.loop.call_later(REQUEST_SECONDS, self._look)
+        return None
+
+
 class Web:
     """One port and what answers on it."""
 
@@ -57,7 +85,7 @@ class Web:
     async def start(self, app: ASGIApp, failed: Callable[[BaseException], None]) -> None:
         """Answer requests from now on. `failed` hears when that ends unexpectedly."""
         config = uvicorn.Config(
-            app, lifespan="off", ws="none", http="h11", log_config=None, access_log=False, server_header=False,
+            app, lifespan="off", ws="none", http=_Connection, log_config=None, access_log=False, server_header=False,
             proxy_headers=False, limit_concurrency=MOST_CONNECTIONS, timeout_graceful_shutdown=FINISH_SECONDS,
         )  # fmt: skip
         self._server = _Uvicorn(config)
