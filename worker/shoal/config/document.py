@@ -47,7 +47,8 @@ class Optimizer(Section):
     `Adam` decouples weight decay (it is AdamW) unless `params.adam_w_mode` is false."""
     params: Parameters = {}
     """Arguments of the class: `lr`, `betas`, `eps`, `weight_decay`, …; also DeepSpeed's `torch_adam` and
-    `adam_w_mode`. `"auto"` (not for `lr`) is the class's own default."""
+    `adam_w_mode`. What is not given, or `"auto"` (not for `lr`), is the class's own default; but the `weight_decay` of
+    Adam and AdamW is 0, as in DeepSpeed, unless `torch_adam` is true."""
 
 
 class Scheduler(Section):
