@@ -218,6 +218,17 @@ def test_every_tensor_that_is_passed_has_its_shape_beside_it() -> None:
     assert bare == []
 
 
+def test_letters_for_dimensions_have_a_legend_in_their_file() -> None:
+    shapes = re.compile(r"# \(((?:[\w ]+(?:, ?|(?=\))))+)\)")
+    unexplained = []
+    for file in modules().values():
+        text = (ROOT / file).read_text()
+        letters = {one.strip() for shape in shapes.findall(text) for one in shape.split(",") if len(one.strip()) == 1}
+        legend = "".join(re.findall(r"Legend of shapes: (.*)", text))
+        unexplained += [f"{file}: {one}" for one in sorted(letters) if not re.search(rf"\b{one} ", legend)]
+    assert unexplained == []
+
+
 QUESTION = re.compile(r"_?(is|has|have|are|can|may|might|could)_")
 CHANGES = {
     *("add", "append", "change", "clear", "count", "discard", "do", "drop", "enlist", "enter", "extend", "insert"),

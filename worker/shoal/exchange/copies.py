@@ -23,8 +23,8 @@ NO_COPY = 0
 class Comparison:
     """Blocks that one vote compares. The same on all members but for `checksums`."""
 
-    blocks: Tensor  # (n,) int64: their numbers
-    checksums: Tensor  # (n,) int64: of this member's copies; NO_COPY where it has none
+    blocks: Tensor  # (blocks compared,) int64: their numbers
+    checksums: Tensor  # (blocks compared,) int64: of this member's copies; NO_COPY where it has none
     first_step: int
     """At which each of them was compared before, or the job's first."""
     step: int
@@ -42,7 +42,7 @@ class Findings:
 
 def compare(
     comparison: Comparison,
-    rows: Tensor,  # (members, n) int64: everybody's checksums, by rank
+    rows: Tensor,  # (members, blocks compared) int64: everybody's checksums, by rank
     workers: Sequence[str],
 ) -> Findings:
     """What everybody's checksums come to."""

@@ -48,7 +48,7 @@ def subtree_sums(
 
 
 def _tree_sum(
-    values: Tensor,  # (n,) float64, n > 0
+    values: Tensor,  # (values,) float64, at least one
 ) -> Tensor:  # ()
     """Sum in the shape of the fixed tree: an odd one passes up unchanged."""
     while values.numel() > 1:
