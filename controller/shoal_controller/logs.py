@@ -1,4 +1,4 @@
-"""Where the controller's log goes and how it looks: standard error, one line per entry, JSON unless a person reads it.
+"""Where the controller's log goes and how it looks: standard error, in the form of `log_form`.
 
 Configured once, by `server.py`. Libraries (uvicorn, gRPC, asyncio) are heard from warnings on, in the same form.
 """
@@ -10,6 +10,7 @@ import sys
 from typing import TextIO
 
 import structlog
+from shoal_protos.log_form import rendering
 
 
 class _StandardError(logging.StreamHandler[TextIO]):
@@ -40,7 +41,7 @@ def configure(level: str) -> None:
     handler = _StandardError()
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
-            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *_rendering(sys.stderr.isatty())],
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *rendering(sys.stderr.isatty())],
             foreign_pre_chain=before,
         )
     )
@@ -49,10 +50,3 @@ def configure(level: str) -> None:
     root.addHandler(handler)
     root.setLevel(logging.WARNING)
     logging.getLogger("shoal").setLevel(level.upper())
-
-
-def _rendering(for_people: bool) -> list[structlog.typing.Processor]:
-    """Plain tracebacks in both: rich ones take seconds to draw, in which no heartbeat is heard."""
-    if for_people:
-        return [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
-    return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]

@@ -117,7 +117,7 @@ def began_at(cluster: Cluster, worker: str, generation: int) -> int:
     """The step at which a generation began, as a member tells it."""
     found = until(
         f"{worker} to be in generation {generation}",
-        lambda: re.search(rf"event='world' generation={generation} .* step=(\d+)", cluster.log(worker)),
+        lambda: re.search(rf'"generation": {generation}, .*"step": (\d+), .*"event": "world"', cluster.log(worker)),
     )
     return int(found[1])
 

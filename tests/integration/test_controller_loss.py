@@ -96,7 +96,7 @@ def test_a_planned_change_begins_without_the_controller_that_has_planned_it() ->
         until("w2 to be about to meet the others", lambda: state_of(cluster.pids["w2"]) == "T")
         cluster.kill_controller()
         cluster.cont("w2")
-        until("w2 to be in a world", lambda: "event='world'" in cluster.log("w2"))
+        until("w2 to be in a world", lambda: '"event": "world"' in cluster.log("w2"))
         cluster.start_controller()
         cluster.wait_world(3)
         cluster.wait_undisturbed()

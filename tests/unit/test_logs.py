@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 from typing import TextIO
 
@@ -14,6 +16,7 @@ import pytest
 import structlog
 from crew import Crew, Task, undisturbed
 from shoal.logs import get_logger, say
+from shoal_protos.log_form import is_entry
 
 TASK = Task({"max_steps": 6})
 
@@ -65,14 +68,17 @@ def test_the_scripts_own_level_silences_no_line(capsys: pytest.CaptureFixture[st
         get_logger("shoal.world").info("world", generation=2)
     finally:
         structlog.configure(**before)
-    assert "event='world'" in capsys.readouterr().err
+    assert '"event": "world"' in capsys.readouterr().err
 
 
 def test_what_can_be_written_is(capsys: pytest.CaptureFixture[str]) -> None:
     get_logger("shoal.world").info("world", generation=2)
     say("a sentence")
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0].endswith("logger='shoal.world' event='world' generation=2")
+    assert is_entry(lines[0])
+    entry = json.loads(lines[0])
+    assert datetime.fromisoformat(entry.pop("timestamp"))
+    assert entry == {"event": "world", "generation": 2, "level": "info", "logger": "shoal.world"}
     assert lines[1:] == ["shoal: a sentence"]
 
 
@@ -81,3 +87,12 @@ def test_a_kill_costs_no_survivor_whose_standard_error_is_full() -> None:
         crew.train_to(2)
         crew.kill("b")
         assert crew.finish() == undisturbed(TASK)
+
+
+def test_a_terminal_gets_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    get_logger("shoal.world").info("world", generation=2)
+    line = terminal.getvalue()
+    assert "world" in line and "generation" in line and not is_entry(line)

@@ -1,4 +1,4 @@
-"""The training side's log: standard error, one line an entry, whatever the user's script does with its own logging.
+"""The training side's log: standard error, in the form of `log_form`, whatever the user's script does with its own.
 
 Standard output belongs to the script; a library does not configure other people's structlog. Where a line cannot be
 written (a full disk, a pipe that nobody reads) it is lost: no training process fails for the sake of its log.
@@ -10,6 +10,7 @@ import contextlib
 import sys
 
 import structlog
+from shoal_protos.log_form import rendering
 
 
 class _StandardError:
@@ -25,6 +26,12 @@ class _StandardError:
         with contextlib.suppress(OSError, ValueError):
             if sys.stderr is not None:
                 sys.stderr.flush()
+
+    def isatty(self) -> bool:
+        try:
+            return sys.stderr is not None and sys.stderr.isatty()
+        except (OSError, ValueError):
+            return False
 
 
 STANDARD_ERROR = _StandardError()
@@ -45,9 +52,18 @@ def get_logger(name: str) -> structlog.typing.FilteringBoundLogger:
         processors=[
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper("iso", utc=True),
-            structlog.processors.format_exc_info,
-            structlog.processors.KeyValueRenderer(key_order=["timestamp", "level", "logger", "event"]),
+            _rendered,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(EVERYTHING),  # not the script's own, with its level
     ).bind(logger=name)
     return log
+
+
+def _rendered(
+    logger: structlog.typing.WrappedLogger, method: str, entry: structlog.typing.EventDict
+) -> structlog.typing.ProcessorReturnValue:
+    """As a script's standard error is now: it may be replaced."""
+    shown: structlog.typing.ProcessorReturnValue = entry
+    for processor in rendering(STANDARD_ERROR.isatty()):
+        shown = processor(logger, method, shown)  # type: ignore[arg-type]
+    return shown

@@ -9,12 +9,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from shoal_protos.log_form import is_entry
+
 from shoal_controller.cli.client import Json
 
 MOST_BYTES = 1 << 16
 """Most bytes shown at one look; of more, the end is shown."""
-OWN = re.compile(r"timestamp='[^']*' level='\w+' logger='shoal")
-"""A line of Shoal's own log, which stands in the same file."""
 UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 """What would move the cursor of a terminal."""
 
@@ -72,7 +72,7 @@ class Printed:
             lines = [*self._tail.skip(), *self._tail.take_lines()] if self._tail is not None else []
         except OSError:
             return []
-        return [line for line in lines if not OWN.match(line)]
+        return [line for line in lines if not is_entry(line)]
 
 
 def lengths(folder: Path) -> dict[str, int]:
