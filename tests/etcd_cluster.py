@@ -12,7 +12,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,8 +34,9 @@ def _program(name: str) -> str:
 class Node:
     """One server. Its address stays when it is killed and started again."""
 
-    def __init__(self, folder: Path, name: str, tls: bool) -> None:
+    def __init__(self, folder: Path, name: str, tls: bool, arguments: Sequence[str] = ()) -> None:
         self.folder, self.name = folder, name
+        self._arguments = arguments
         self._scheme = "https" if tls else "http"
         self._client, self._peer = free_port(), free_port()
         self.address = f"localhost:{self._client}"
@@ -50,6 +51,7 @@ class Node:
         arguments += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", peers]
         if self._scheme == "https":
             arguments += ["--cert-file", "server.pem", "--key-file", "server.key", "--trusted-ca-file", "ca.pem"]
+        arguments += self._arguments
         self._log = self.folder / f"{self.name}.{time.monotonic_ns()}.log"
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -91,9 +93,9 @@ class Node:
 class Cluster:
     """Servers that are one store."""
 
-    def __init__(self, folder: Path, size: int, tls: bool) -> None:
+    def __init__(self, folder: Path, size: int, tls: bool, arguments: Sequence[str] = ()) -> None:
         self.folder, self.tls = folder, tls
-        self.nodes = [Node(folder, f"n{number}", tls) for number in range(size)]
+        self.nodes = [Node(folder, f"n{number}", tls, arguments) for number in range(size)]
         self._peers = ",".join(node.peer for node in self.nodes)
         self._root: list[str] = []
 
@@ -144,20 +146,35 @@ class Cluster:
         fields = self.ctl("endpoint", "status", "--write-out", "fields").splitlines()
         return next(int(line.split(" : ")[1]) for line in fields if line.startswith('"Revision"'))
 
+    def save(self) -> None:
+        """A backup of a single server."""
+        self.ctl("snapshot", "save", "backup")
+
+    def restore(self) -> None:
+        """From that backup. What was written after it has never been."""
+        (node,) = self.nodes
+        node.kill()
+        shutil.rmtree(self.folder / node.name)
+        peer = node.peer.partition("=")[2]
+        command = [_program("etcdutl"), "snapshot", "restore", "backup", "--data-dir", node.name, "--name", node.name]
+        command += ["--initial-cluster", node.peer, "--initial-advertise-peer-urls", peer]
+        subprocess.run(command, cwd=self.folder, capture_output=True, timeout=30, check=True)
+        self.start()
+
     def compact(self) -> None:
         """Forget all changes up to now."""
         self.ctl("compaction", str(self.revision()))
 
 
 @contextmanager
-def etcd_cluster(folder: Path, size: int = 1, tls: bool = False) -> Iterator[Cluster]:
-    """Servers that have begun to serve."""
+def etcd_cluster(folder: Path, size: int = 1, tls: bool = False, arguments: Sequence[str] = ()) -> Iterator[Cluster]:
+    """Servers that have begun to serve. `arguments`: more of each of them."""
     folder.mkdir(parents=True, exist_ok=True)
     if tls:
         authority(folder, "ca")
         for name in ("server", "client"):
             certificate(folder, name, "ca")
-    cluster = Cluster(folder, size, tls)
+    cluster = Cluster(folder, size, tls, arguments)
     try:
         cluster.start()
         yield cluster

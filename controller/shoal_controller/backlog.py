@@ -1,10 +1,13 @@
 """What was said to a job while its store could not be written: kept in order, and bounded by who there is to say it.
 
 No message is an event, so of everything that one stream or one worker says of a kind only the latest counts; a stream
-that came and went meanwhile has said nothing. To the job it is as if the controller had been slow.
+that came and went meanwhile has said nothing, and one that went meanwhile only how its script has ended, which nobody
+says again. To the job it is as if the controller had been slow.
 """
 
 from __future__ import annotations
+
+from shoal_protos.messages import Result
 
 from shoal_controller.core.machine.events import (
     Connected,
@@ -29,7 +32,10 @@ class Backlog:
     def add(self, event: Event) -> None:
         if isinstance(event, Disconnected):
             came = (Connected, event.connection) in self._events
-            self._events = {key: one for key, one in self._events.items() if key[1] != event.connection}
+            lasting = () if came else ((MessageReceived, event.connection, Result),)
+            self._events = {
+                key: one for key, one in self._events.items() if key[1] != event.connection or key in lasting
+            }
             if came:
                 return
         key = _key(event)

@@ -76,6 +76,8 @@ class JobRepository:
         """As it is in the store."""
         self._doubtful: set[bytes] = set()
         """Heads whose writing failed: nobody knows yet whether it was carried out all the same."""
+        self._may_be_gone = False
+        """Its head was to be deleted, and perhaps it was, though the store did not say so."""
         self._writing = asyncio.Lock()
         self._news = asyncio.Event()
         self.closed = False
@@ -106,7 +108,7 @@ class JobRepository:
             async with asyncio.timeout(BEGIN_SECONDS):
                 changed = changed_records(None, durable)
                 since = self._records.number + 1
-                await self._write(events, changed, since=since, broken="", state=state_of(durable))
+                await self._write(events, changed, since=since, broken="", forgotten=False, state=state_of(durable))
         except TimeoutError as error:
             why = self.trouble.why if self.trouble is not None else "it does not answer"
             raise StoreError(
@@ -179,12 +181,14 @@ class JobRepository:
 
     async def forget(self) -> None:
         """Remove the job and all that is kept of it. First the head says so, then everything goes, and the head last:
-        whoever is killed on the way leaves what the next one can go on with.
+        whoever is killed on the way leaves what the next one can go on with, and an attempt that seemed to fail may be
+        made again.
         """
         await self._write(forgotten=True)
         for prefix in (event_prefix(self._name), audit_prefix(self._name), record_prefix(self._name)):
             while entries := (await self._store.list(prefix, limit=DELETED_PER_TRANSACTION)).entries:
                 await self._guarded([Delete(entry.key) for entry in entries])
+        self._may_be_gone = True
         await self._guarded([Delete(head_key(self._name))])
         self.close()
 
@@ -243,13 +247,18 @@ class JobRepository:
             self._doubtful.add(value)
             await self._insist(attempt)
         self._doubtful.clear()
+        self._may_be_gone = False
         return revision
 
     async def _adopt_head(self, value: bytes = b"") -> int:
         """Somebody has written the head. An attempt of our own that seemed to fail had been carried out: its revision,
-        or 0 where it was another than that of `value`: then it is written over.
+        or 0 where it was another than that of `value`: then it is written over. So is one that was deleted by an
+        attempt to forget the job.
         """
         found = await self._store.get(head_key(self._name))
+        if found is None and self._may_be_gone:
+            self.modified = 0
+            return 0
         if found is None or found.value not in self._doubtful:
             raise _fenced(self._name)
         self.modified = found.modified

@@ -91,7 +91,7 @@ async def serve(settings: Settings) -> AsyncIterator[Server]:
         ends.push_async_callback(tokens.stop)
         election = Election(store, _place_of(settings, web.port, grpc), term_of)
         controller.join(store, election)
-        launcher = LocalLauncher(settings.folder, _worker_environment(settings, grpc, controller), controller.submit)
+        launcher = LocalLauncher(settings.folder, _worker_environment(settings, grpc, controller), controller.report)
         launchers = {"local": launcher} if "local" in settings.allowed_launchers else {}
         means = Means(store, streams, controller, launchers, settings.forget_after_seconds, fail)
         electing = guarded("election", election.run(partial(leading, means)), fail)

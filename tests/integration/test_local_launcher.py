@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -125,6 +126,22 @@ def test_one_thread_is_the_default_and_the_controllers_own_environment_goes_befo
     assert WorkerEnvironment(lambda: ["h:1"], None, {"OMP_NUM_THREADS": "2"}).of("w0", job)["OMP_NUM_THREADS"] == "2"
     assert "SHOAL_TOKEN" not in WorkerEnvironment(lambda: ["h:1"]).of("w0", job)
     assert WorkerEnvironment(lambda: ["h:1"]).of("w0", job)["GRPC_ENABLE_FORK_SUPPORT"] == "0"
+
+
+def test_what_another_run_left_is_ended_by_the_controller_that_finds_it(tmp_path: Path) -> None:
+    """The one before began the new run, and died before it had ended what the old one left."""
+
+    async def scene(controller: Controller) -> None:
+        old = await controller.launcher.spawn("w0", spec(SLEEPER))
+        await controller.launcher.release()
+        run = replace(spec(SLEEPER), run="run-2")
+        assert await controller.launcher.adopt([], run) == {}
+        assert ended(old.pid) and controller.records() == []
+        new = await controller.launcher.spawn("w0", run)
+        await controller.launcher.kill("w0", run)
+        assert (await controller.end()).why == f"its process {new.pid} was killed by SIGKILL"
+
+    with_controller(tmp_path, scene)
 
 
 def test_a_worker_leads_a_session_of_its_own_and_a_kill_ends_all_of_its_group(tmp_path: Path) -> None:

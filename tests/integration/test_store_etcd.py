@@ -231,6 +231,44 @@ async def test_what_was_forgotten_while_a_watch_was_cut_off_is_said(alone):
 
 
 @asynchronous
+async def test_a_watch_of_a_store_that_was_restored_from_a_backup_says_to_list_again(alone):
+    """Its revisions begin again before those that were seen: etcd would hold all changes back until it is there."""
+    async with opened(url_of(alone, "/shoal", "")) as store:
+        await store.transact([], [Put("/a", b"1")])
+        await asyncio.to_thread(alone.save)
+        for number in range(20):
+            last = await store.transact([], [Put("/a", b"%d" % number)])
+        async with store.watch("/", last.revision) as changes:
+            await asyncio.to_thread(alone.restore)
+            with pytest.raises(Compacted, match="List the keys again"):
+                await anext(changes)
+        listing = await store.list("/")
+        assert [one.value for one in listing.entries] == [b"1"] and listing.revision < last.revision
+        async with store.watch("/", listing.revision) as changes:
+            written = await store.transact([], [Put("/a", b"2")])
+            assert (await anext(changes)).revision == written.revision
+
+
+@asynchronous
+async def test_a_store_that_is_full_refuses_writes_and_is_waited_for_at_the_start(tmp_path):
+    room = ["--quota-backend-bytes", str(8 << 20)]
+    with etcd_cluster(tmp_path / "etcd", arguments=room) as cluster:
+        async with opened(url_of(cluster, "/shoal", "")) as store:
+            with pytest.raises(StoreError, match="database space exceeded") as full:
+                for _ in range(20):
+                    await store.transact([], [Put("/a", b"1" * (1 << 20))])
+            assert not isinstance(full.value, UnknownOutcome)
+            opening = asyncio.create_task(open_store(url_of(cluster, "/shoal", "")))
+            done, _ = await asyncio.wait([opening], timeout=1)
+            assert not done
+            await asyncio.to_thread(cluster.compact)
+            await asyncio.to_thread(cluster.ctl, "defrag")
+            await asyncio.to_thread(cluster.ctl, "alarm", "disarm")
+            await (await opening).close()
+            await store.transact([], [Put("/a", b"1")])
+
+
+@asynchronous
 async def test_what_etcd_sends_in_fragments_is_handed_over_by_whole_revisions(alone):
     async with opened(url_of(alone, "/shoal", "")) as store:
         start = (await store.list("/")).revision

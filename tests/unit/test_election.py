@@ -12,7 +12,7 @@ from shoal_controller.leadership import election
 from shoal_controller.leadership.election import LEADER, TERM, ControllerPlace, Election, Leadership
 from shoal_controller.leadership.fenced_store import FencedStore
 from shoal_controller.store.open import open_store
-from shoal_controller.store.store import Compare, Damaged, Fenced, Put, Store, UnknownOutcome
+from shoal_controller.store.store import Compare, Damaged, Delete, Fenced, Put, Store, UnknownOutcome
 from shoal_protos.errors import StoreError
 
 
@@ -25,6 +25,8 @@ class Stander:
         self.election = Election(store, ControllerPlace(name, f"{name}:1", f"{name}:2"), self._term_of)
         self.terms: list[Leadership] = []
         self.leads = False
+        self.slow = False
+        """Whether its terms wait for ever before they have begun."""
         self.changed = asyncio.Event()
         self.fails: Callable[[], None] = lambda: None
         self.task = asyncio.create_task(self.election.run(self._lead))
@@ -33,6 +35,9 @@ class Stander:
     async def _lead(self, leadership: Leadership) -> AsyncIterator[None]:
         self.fails()
         self.terms.append(leadership)
+        if self.slow:
+            self._say(False)
+            await asyncio.Event().wait()
         self._say(True)
         try:
             yield
@@ -132,6 +137,42 @@ async def test_a_leader_that_is_cut_off_from_the_store_leads_until_a_neighbour_d
         assert a.leads and "cannot be reached" in leadership.trouble
         a.neighbours_say = leadership.fence.modified + 1
         await a.until(lambda: not a.leads)
+
+
+@asynchronous
+async def test_a_leader_that_another_one_has_replaced_ends_its_term_though_its_lease_lives(tmp_path):
+    """Where an operator has deleted the key, or restored the store from a backup."""
+    async with standing(tmp_path, "a") as (store, (a,)):
+        while not a.election.is_own:
+            await store.get(LEADER)
+        other = ControllerPlace("x", "x:1", "x:2").encoded()
+        await store.transact([], [Put(LEADER, other), Put(TERM, other)])
+        await a.until(lambda: not a.leads)
+
+
+@asynchronous
+async def test_a_leader_whose_key_was_deleted_writes_it_again_where_nobody_was_elected(tmp_path):
+    async with standing(tmp_path, "a") as (store, (a,)):
+        while not a.election.is_own:
+            await store.get(LEADER)
+        await store.transact([], [Delete(LEADER)])
+        while (found := await store.get(LEADER)) is None:
+            continue
+        assert a.leads and len(a.terms) == 1 and found.lease == a.terms[0].lease.id
+
+
+@asynchronous
+async def test_a_term_whose_lease_is_lost_before_it_has_begun_begins_anew(tmp_path, monkeypatch):
+    """What waits for the store in its beginning would wait for ever: only a term that has begun gets another lease."""
+    monkeypatch.setattr(election, "PAUSE_SECONDS", 0.01)
+    async with standing(tmp_path, "a") as (_, (a,)):
+        a.slow = True
+        a.terms[0].given_up.set()
+        await a.until(lambda: len(a.terms) == 2)
+        assert not a.leads
+        a.slow = False
+        a.terms[1].lease.lost.set()
+        await a.until(lambda: len(a.terms) == 3 and a.leads)
 
 
 @asynchronous

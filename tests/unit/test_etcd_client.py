@@ -9,8 +9,18 @@ import pytest
 from asynchronous import asynchronous
 from shoal_controller.etcd.client import EtcdClient, delete, is_guarded, modified_at, put
 from shoal_controller.etcd.cluster import Login
-from shoal_controller.etcd.errors import Closed, Rejected, UnknownOutcome
-from shoal_controller.etcd.etcd_pb2 import TxnRequest, TxnResponse
+from shoal_controller.etcd.errors import Closed, Compacted, Denied, Exhausted, Rejected, UnknownOutcome
+from shoal_controller.etcd.etcd_pb2 import (
+    AuthenticateRequest,
+    AuthenticateResponse,
+    RangeRequest,
+    RangeResponse,
+    ResponseHeader,
+    TxnRequest,
+    TxnResponse,
+    WatchRequest,
+    WatchResponse,
+)
 
 LOST = (grpc.StatusCode.UNAVAILABLE, "etcdserver: request timed out")
 NOT_BEGUN = (grpc.StatusCode.UNAVAILABLE, "etcdserver: no leader")
@@ -38,6 +48,96 @@ async def server(*answers):
     finally:
         await client.close()
         await one.stop(None)
+
+
+@asynccontextmanager
+async def watched(*answers, now=0):
+    """A client, and the requests for watches that its server got: the answers are handed out, one to each; then it says
+    nothing. To a read it answers that it is at revision `now`.
+    """
+    left, asked = list(answers), []
+
+    async def watch(requests, context):
+        async for request in requests:
+            asked.append(request.create_request.start_revision)
+            yield left.pop(0)
+        await asyncio.Event().wait()
+
+    async def get(request, context):
+        return RangeResponse(header=ResponseHeader(revision=now))
+
+    async def log_in(request, context):
+        return AuthenticateResponse(token=f"token {len(asked)}")
+
+    one = grpc.aio.server(
+        handlers=[
+            grpc.method_handlers_generic_handler(f"etcdserverpb.{service}", {name: handler})
+            for service, name, handler in (
+                ("Watch", "Watch", grpc.stream_stream_rpc_method_handler(
+                    watch, WatchRequest.FromString, WatchResponse.SerializeToString)),
+                ("KV", "Range", grpc.unary_unary_rpc_method_handler(
+                    get, RangeRequest.FromString, RangeResponse.SerializeToString)),
+                ("Auth", "Authenticate", grpc.unary_unary_rpc_method_handler(
+                    log_in, AuthenticateRequest.FromString, AuthenticateResponse.SerializeToString)),
+            )
+        ]
+    )  # fmt: skip
+    port = one.add_insecure_port("127.0.0.1:0")
+    client = EtcdClient([f"127.0.0.1:{port}"], None, Login("user", "password"))
+    await one.start()
+    try:
+        yield client, asked
+    finally:
+        await client.close()
+        await one.stop(None)
+
+
+def at(revision: int, **fields) -> WatchResponse:
+    return WatchResponse(header=ResponseHeader(revision=revision), created=True, **fields)
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "rpc error: code = PermissionDenied desc = etcdserver: permission denied",
+        "rpc error: code = Unauthenticated desc = etcdserver: invalid auth token",
+        "rpc error: code = InvalidArgument desc = etcdserver: revision of auth store is old",
+    ],
+)
+@asynchronous
+async def test_a_watch_whose_token_is_refused_is_asked_for_again_after_a_login(reason):
+    refused = at(1, canceled=True, cancel_reason=reason)
+    async with watched(refused, at(1)) as (client, asked), client.watch(b"/a", b"/b", 1):
+        assert len(asked) == 2
+
+
+@asynchronous
+async def test_a_watch_of_what_was_restored_from_a_backup_says_to_list_again():
+    async with watched(at(20), now=20) as (client, asked):
+        with pytest.raises(Compacted, match="is at revision 20, before revision 30, which it had"):
+            async with client.watch(b"/a", b"/b", 30):
+                raise AssertionError("what comes again would be held back")
+        assert asked == [31]
+
+
+@asynchronous
+async def test_a_watch_on_a_server_that_lags_behind_waits_for_it():
+    async with watched(at(20), now=31) as (client, asked), client.watch(b"/a", b"/b", 30):
+        assert asked == [31]
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        ((grpc.StatusCode.RESOURCE_EXHAUSTED, "etcdserver: mvcc: database space exceeded"), Exhausted),
+        ((grpc.StatusCode.INVALID_ARGUMENT, "etcdserver: revision of auth store is old"), Denied),
+    ],
+)
+@asynchronous
+async def test_what_etcd_means_by_its_errors(answer, error):
+    async with server(answer) as (client, _):
+        with pytest.raises(error):
+            await client.transact(*GUARDED)
 
 
 GUARDED = ([modified_at(b"/a", 7)], [put(b"/a", b"")])

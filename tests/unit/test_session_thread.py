@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,11 +13,26 @@ from typing import Any
 import pytest
 from shoal.session import thread
 from shoal.session.controller_addresses import ControllerAddresses
+from shoal.session.dialogue import RECONNECT_SECONDS
 from shoal.session.driver import REPORT_SECONDS, SessionDriver
 from shoal.session.settings import SessionSettings
 from shoal.session.thread import LONGEST_PAUSE_SECONDS, STEADY_SECONDS, SessionThread
-from shoal_protos.messages import NO_CONTROLLER, Ending
+from shoal_protos.description import Description
+from shoal_protos.messages import (
+    NO_CONTROLLER,
+    PROTOCOL_VERSION,
+    Ending,
+    Heartbeat,
+    Hello,
+    MemberState,
+    Status,
+    Telemetry,
+)
 from shoal_protos.pem import MARK
+
+MADE_OF = Description(4, 8, 4096, 8, 1, 0, 100, (), "SGD", {}, {}, False, False)
+STATUS = Status(0, 0, MemberState.WAITING, 0, -1, 0)
+HELLO = Hello(PROTOCOL_VERSION, "train", "w0", "w0.1", "127.0.0.1:9", "host", 1, "", MADE_OF, STATUS)
 
 
 class Streams(SessionThread):
@@ -77,6 +93,62 @@ def test_attempts_to_reach_a_controller_become_rarer_until_a_stream_lasts(monkey
     assert streams.pauses == [0.1, 0.2, 0.4, 0.8, *[LONGEST_PAUSE_SECONDS] * 3, 0.05, 0.1]
 
 
+def test_a_controller_that_is_frozen_is_left_in_time_for_others_though_its_machine_takes_the_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert 2 * thread.CONNECT_SECONDS < RECONNECT_SECONDS, "or two of them would have healthy workers evicted"
+    monkeypatch.setattr(thread, "CONNECT_SECONDS", 0.1)
+    with socket.socket() as frozen:
+        frozen.bind(("127.0.0.1", 0))
+        frozen.listen()
+        session = Certified(SessionSettings(controller="one:1", job="train"))
+        session._addresses = ControllerAddresses([f"127.0.0.1:{frozen.getsockname()[1]}"])
+        session._driver = SimpleNamespace(say_hello=lambda: HELLO)
+        asyncio.run(asyncio.wait_for(session._converse(), 5))
+    assert session._complained and not session._welcomed
+
+
+class EndedChannel:
+    """Of a stream that the controller ends after the hello, while something is about to be written."""
+
+    def __init__(self) -> None:
+        self.hellos, self.cancelled = 0, False
+
+    async def __aenter__(self) -> EndedChannel:
+        return self
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+    def stream_stream(self, _: str) -> Any:
+        return lambda metadata: self
+
+    async def write(self, _: bytes) -> None:
+        self.hellos += 1
+        if self.hellos > 1:
+            raise asyncio.InvalidStateError("RPC already finished.")
+
+    async def read(self) -> bytes:
+        await asyncio.Event().wait()
+        raise AssertionError("nobody sets it")
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+def test_a_stream_that_ends_just_before_something_is_written_on_it_does_not_end_the_session(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(thread, "FAREWELL_SECONDS", 0.01)
+    session, channel = Certified(SessionSettings(controller="one:1", job="train")), EndedChannel()
+    session._driver = SimpleNamespace(
+        say_hello=lambda: HELLO, heartbeat_seconds=0.0, take_outgoing=lambda beat: [Heartbeat(STATUS, Telemetry())]
+    )
+    session._welcomed = False
+    session._woken = asyncio.Event()
+    asyncio.run(asyncio.wait_for(session._converse_over(channel), 10))  # type: ignore[arg-type]
+    assert channel.cancelled and session._complained
+
+
 def test_only_where_nobody_welcomes_it_a_worker_tries_the_next_address(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = Streams(monkeypatch, None, 5.0, 5.0, None, None)
     assert streams.tried == ["one", "two", "two", "two", "one"]
@@ -93,6 +165,14 @@ def test_a_worker_asks_the_leader_that_a_controller_names_at_once_and_the_others
     assert not addresses.on_failure() and addresses.current == "b:1"
     assert not addresses.on_failure("b:1"), "it names itself: there is nothing new to try"
     assert addresses.current == "a:1"
+
+
+def test_two_controllers_that_name_each_other_are_not_asked_without_a_pause() -> None:
+    addresses = ControllerAddresses(["a:1", "b:1"])
+    assert addresses.on_failure("b:1"), "the first one that is named is asked at once"
+    for named in ("a:1", "b:1", "a:1"):
+        assert not addresses.on_failure(named) and addresses.current == named
+    assert not addresses.on_failure() and addresses.current == "b:1", "the others get their turn"
 
 
 def test_a_worker_knows_all_controllers_that_it_was_given_and_told_of() -> None:

@@ -9,14 +9,17 @@ from asynchronous import asynchronous
 from shoal_controller.core.machine.events import (
     Connected,
     Disconnected,
+    Exited,
     MessageReceived,
     Save,
     Scale,
 )
 from shoal_controller.core.machine.spec import JobSpec
+from shoal_controller.leadership.controller_state import ControllerState
+from shoal_controller.leadership.election import ControllerPlace, Election
 from shoal_controller.store.open import open_store
 from shoal_protos.errors import StoreError
-from shoal_protos.messages import Heartbeat, MemberState, Status, Telemetry
+from shoal_protos.messages import Heartbeat, MemberState, Result, Status, Telemetry
 from small_machine import SPEC, SmallMachine, World
 
 STATUS = Status(0, 0, MemberState.WAITING, 0, -1, 0)
@@ -126,6 +129,72 @@ async def test_a_controller_that_may_have_been_replaced_decides_nothing_until_it
     assert [message.status for message in events] == [later], "of each stream the latest heartbeat"
     await world.shell.stop()
     await store.close()
+
+
+@asynchronous
+async def test_how_a_script_ended_is_not_forgotten_though_its_stream_ended_while_the_store_was_away(tmp_path):
+    """Its worker says so once, and the end of the stream tells it that it was heard."""
+    machine, why = SmallMachine(), ["its lease is over"]
+    store = await open_store(f"embedded:{tmp_path}")
+    world = World(store, machine, lapsed=lambda: why[0])
+    why[0] = ""
+    await world.shell.start()
+    await world.shell.create(SPEC)
+    await world.shell.submit("train", Connected(7, None))
+    why[0] = "its lease is over"
+    for message in (Heartbeat(STATUS, Telemetry()), Result(3, failure="ValueError: no such file", everyone=True)):
+        await world.shell.submit("train", MessageReceived(7, message))
+    await world.shell.submit("train", Disconnected(7, "it has ended"))
+    why[0] = ""
+    await world.shell.submit("train", Save())
+    assert world.events() == ("Started", "Connected", "MessageReceived", "Disconnected", "Save")
+    await world.shell.stop()
+    await store.close()
+
+
+@asynchronous
+async def test_whoever_forgets_what_it_reports_is_told_where_nothing_was_decided(tmp_path):
+    why = [""]
+    store = await open_store(f"embedded:{tmp_path}")
+    world = World(store, lapsed=lambda: why[0])
+    controller = ControllerState()
+    controller.shell = world.shell
+    await world.shell.start()
+    await world.shell.create(SPEC)
+    await controller.report("train", Exited("w0", 0, "it ended"))
+    why[0] = "its lease is over"
+    with pytest.raises(StoreError, match="nothing was decided yet: its lease is over"):
+        await controller.report("train", Exited("w1", 1, "it ended"))
+    why[0] = ""
+    await world.shell.submit("train", Save())
+    assert world.events() == ("Started", "Exited", "Exited", "Save")
+    await world.shell.stop()
+    await store.close()
+
+
+@asynchronous
+async def test_readers_of_a_store_that_is_away_do_not_wait_behind_each_other(tmp_path):
+    lists, listing, let_go = [], asyncio.Event(), asyncio.Event()
+
+    class Away:
+        async def list(self, prefix, **given):
+            lists.append(prefix)
+            listing.set()
+            await let_go.wait()
+            raise StoreError("it does not answer")
+
+    controller = ControllerState()
+    controller.join(Away(), Election(Away(), ControllerPlace("me", "me:1", "me:2"), None))
+    readers = [asyncio.create_task(controller.readable()) for _ in range(5)]
+    await listing.wait()
+    readers[0].cancel()
+    let_go.set()
+    for reader in readers[1:]:
+        with pytest.raises(StoreError, match="it does not answer"):
+            await reader
+    assert lists == ["/jobs/"]
+    with pytest.raises(StoreError, match="it does not answer"):
+        await controller.readable()
 
 
 @asynchronous

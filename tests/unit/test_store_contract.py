@@ -335,6 +335,28 @@ async def test_an_idle_watch_outlives_what_is_forgotten(store, place):
 
 
 @contract
+async def test_a_watch_whose_context_is_left_ends_for_whoever_else_reads_from_it(store):
+    start = await now(store)
+    seen, has_seen = [], asyncio.Event()
+
+    async def read(changes) -> None:
+        async for one in changes:
+            seen.append(one.revision)
+            has_seen.set()
+
+    with pytest.raises(StoreError, match="what went wrong"):
+        async with store.watch("/", start) as changes:
+            reading = asyncio.create_task(read(changes))
+            written = await store.transact([], [Put("/a", b"1")])
+            await has_seen.wait()
+            raise StoreError("what went wrong")
+    await reading
+    assert seen == [written.revision]
+    with pytest.raises(StopAsyncIteration):
+        await anext(changes)
+
+
+@contract
 async def test_a_watch_ends_with_an_error_when_its_store_closes(store):
     async with store.watch("/", await now(store)) as changes:
         coming = asyncio.ensure_future(anext(changes))

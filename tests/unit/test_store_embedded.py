@@ -11,7 +11,7 @@ import threading
 
 import pytest
 from asynchronous import asynchronous
-from shoal_controller.store.database import FORMAT, HISTORY_REVISIONS
+from shoal_controller.store.database import FORMAT, HISTORY_REVISIONS, Database
 from shoal_controller.store.open import open_store
 from shoal_controller.store.store import Change, Compacted, Delete, Put
 from shoal_protos.errors import StoreError, UserError
@@ -53,6 +53,34 @@ async def test_what_was_written_outlives_kill_9_and_what_was_not_leaves_no_half(
         await store.close()
         assert written <= int(number.value) <= written + 1
         assert number.value == twin.value and number.modified == twin.modified
+
+
+@asynchronous
+async def test_the_end_of_a_lease_that_the_disk_does_not_take_is_tried_again(tmp_path, monkeypatch):
+    """Or its keys would stay, and the store be of no use to anybody until it is opened again."""
+    monkeypatch.setattr("shoal_controller.store.embedded.AGAIN_SECONDS", 0.01)
+    failures = ["its end", "its end again", "its time is over", "its time is over again"]
+    revoke = Database.revoke
+
+    def unlucky(self, lease):
+        if failures:
+            raise StoreError(f"the disk is full ({failures.pop(0)})")
+        return revoke(self, lease)
+
+    monkeypatch.setattr(Database, "revoke", unlucky)
+    store = await open_store(f"embedded:{tmp_path}")
+    async with store.watch("/", 0) as changes:
+        async with store.lease(60) as lease:
+            await store.transact([], [Put("/a", b"1", lease.id)])
+        async with store.lease(60) as lease:
+            await store.transact([], [Put("/b", b"1", lease.id)])
+            store._expiry[lease.id] = 0.0  # as after a process was frozen
+            store._granted.set()
+            deleted = set()
+            while deleted != {"/a", "/b"}:
+                deleted |= {one.key for one in (await anext(changes)).changes if one.value is None}
+    assert not failures and not store._expiry
+    await store.close()
 
 
 @asynchronous

@@ -1,20 +1,23 @@
 """Requests to a controller that follows: the one that leads answers them.
 
-Whatever is below `/v1/` is asked of the leader and its answer handed on as it comes, streams of events too. Where the
-leader is not reached, what only reads is answered here from the store, and `Age` says how old that may be; the rest
-waits for the next leader for a moment, or gets a 503. A request is forwarded once: two controllers that take each other
-for the leader do not pass it to and fro.
+Whatever is below `/v1/` is asked of the leader, by the very path that was sent, and its answer handed on as it comes,
+streams of events too. Where the leader is not reached, what only reads is answered here from the store, and `Age` says
+how old that may be; the rest waits for the next leader for a moment, or gets a 503. A leader that says nothing is
+waited for while it leads: a frozen one takes connections. A request is forwarded once: two controllers that take each
+other for the leader do not pass it to and fro.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import AsyncExitStack, suppress
+from typing import TypeVar
 
 import httpx
 import structlog
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -36,12 +39,22 @@ CONNECT_SECONDS = 1.0
 ANSWER_SECONDS = 30.0
 """How long the leader may be silent: longer than any request takes, or the next comment on a stream of events."""
 
+LATE_SECONDS = 0.5
+"""How long an answer may be under way of one that leads no longer."""
+
 ELECTION_SECONDS = 5.0
 """How long what changes something waits for the next leader: longer than an election takes."""
 
 READS = ("GET", "HEAD", "OPTIONS")
 
+EVENTS = "text/event-stream"
+
+Result = TypeVar("Result")
 log = structlog.get_logger("shoal.api")
+
+
+class LeadsNoLonger(Exception):
+    """The leader that was asked has not answered, and is one no more."""
 
 
 class Forwarding:
@@ -57,17 +70,34 @@ class Forwarding:
             return
         if scope["method"] not in READS:
             await self._controller.await_leader(ELECTION_SECONDS)
-        leader = self._controller.other
-        if leader is not None and FORWARDED not in Headers(scope=scope):
-            request = Request(scope, receive)
-            body = await request.body()
+        if self._controller.other is not None and FORWARDED not in Headers(scope=scope):
+            try:
+                body = await Request(scope, receive).body()
+            except ClientDisconnect:
+                return
+            receive = _repeated(body, receive)
+            if await self._handed_on(Request(scope, receive), body, send):
+                return
+        await self._app(scope, receive, self._dated(send))
+
+    async def _handed_on(self, request: Request, body: bytes, send: Send) -> bool:
+        """Whether a leader has answered; if not, nothing can have come of the request."""
+        loop, reads = asyncio.get_running_loop(), request.method in READS
+        deadline = loop.time() + ELECTION_SECONDS
+        while (leader := self._controller.other) is not None:
             async with AsyncExitStack() as ends:
                 answer = await self._ask(leader, request, body, ends)
                 if answer is not None:
-                    await answer(scope, receive, send)
-                    return
-            receive = _repeated(body, receive)
-        await self._app(scope, receive, self._dated(send))
+                    await answer(request.scope, request.receive, send)
+                    return True
+            if (reads and self._controller.other == leader) or loop.time() >= deadline:
+                break
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(deadline):
+                    await self._controller.until_succeeded(leader)
+            if not reads:
+                await self._controller.await_leader(deadline - loop.time())
+        return False
 
     async def _ask(
         self, leader: ControllerPlace, request: Request, body: bytes, ends: AsyncExitStack
@@ -76,22 +106,54 @@ class Forwarding:
         patience = httpx.Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS)
         client = await ends.enter_async_context(client_for(patience))
         headers = {name: request.headers[name] for name in PASSED_ON if name in request.headers}
-        url = httpx.URL(f"http://{leader.http}").join(str(request.url.replace(scheme="", netloc="")))
-        asked = client.build_request(request.method, url, headers={**headers, FORWARDED: "1"}, content=body or None)
+        asked = client.build_request(
+            request.method, f"http://{leader.http}/", headers={**headers, FORWARDED: "1"}, content=body or None,
+            extensions={"target": _target(request.scope)},
+        )  # fmt: skip
         try:
-            answer = await client.send(asked, stream=True)
-        except httpx.HTTPError as error:
+            answer = await self._while_it_leads(leader, client.send(asked, stream=True))
+        except (httpx.HTTPError, LeadsNoLonger) as error:
             why = str(error) or type(error).__name__
             log.warning("the leader does not answer", leader=leader.http, error=why)
             if request.method in READS or isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
                 return None
             raise UnknownOutcome(
-                f"the controller at {leader.http}, which leads, was asked and has not answered ({why}); it may have "
-                "been done: look before you try again"
+                f"the controller at {leader.http}, which leads or has led, was asked and has not answered ({why}); it "
+                "may have been done: look before you try again"
             ) from error
         ends.push_async_callback(answer.aclose)
         back = {name: answer.headers[name] for name in HANDED_BACK if name in answer.headers}
-        return StreamingResponse(_content(answer), answer.status_code, back)
+        is_events = back.get("content-type", "").startswith(EVENTS)
+        content = self._events(leader, answer) if is_events else answer.aiter_raw()
+        return StreamingResponse(content, answer.status_code, back)
+
+    async def _events(self, leader: ControllerPlace, answer: httpx.Response) -> AsyncGenerator[bytes]:
+        """As they come. When the leader goes away or is one no more they end, as at its own end: whoever reads them
+        asks for the next ones.
+        """
+        try:
+            parts = answer.aiter_raw()
+            while part := await self._while_it_leads(leader, anext(parts, b"")):
+                yield part
+        except (httpx.HTTPError, LeadsNoLonger) as error:
+            log.info("the leader's events broke off", error=str(error) or type(error).__name__)
+
+    async def _while_it_leads(self, leader: ControllerPlace, work: Awaitable[Result]) -> Result:
+        """Raises `LeadsNoLonger` where somebody else may lead, and the work is not done soon after."""
+        tasks = asyncio.ensure_future(work), asyncio.ensure_future(self._until_late(leader))
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if not tasks[0].done():
+                raise LeadsNoLonger("it leads no longer")
+            return tasks[0].result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _until_late(self, leader: ControllerPlace) -> None:
+        await self._controller.until_succeeded(leader)
+        await asyncio.sleep(LATE_SECONDS)
 
     def _dated(self, send: Send) -> Send:
         """Says how old an answer of this controller's own may be, where nobody surely leads."""
@@ -105,13 +167,11 @@ class Forwarding:
         return dated
 
 
-async def _content(answer: httpx.Response) -> AsyncGenerator[bytes]:
-    """As it comes. A leader that goes away in the middle of it ends it there, as its own end would."""
-    try:
-        async for data in answer.aiter_raw():
-            yield data
-    except httpx.HTTPError as error:
-        log.info("the leader's answer broke off", error=str(error) or type(error).__name__)
+def _target(scope: Scope) -> bytes:
+    """The path and query as they were sent: decoded, another path may come of them."""
+    path: bytes = scope["raw_path"]
+    query: bytes = scope["query_string"]
+    return path + b"?" + query if query else path
 
 
 def _repeated(body: bytes, receive: Receive) -> Receive:

@@ -65,6 +65,8 @@ class Guard:
             await problem(scope["path"], error.http_status, str(error))(scope, receive, send)
         except ShoalError as error:
             await problem(scope["path"], error.http_status, str(error))(scope, receive, send)
+        except HTTPException as error:
+            await problem(scope["path"], error.status_code, error.detail)(scope, receive, send)
         except Exception as error:
             log.error("a request failed", path=scope["path"], error=str(error), exc_info=error)
             if begun and not finished:

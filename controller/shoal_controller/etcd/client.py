@@ -13,9 +13,8 @@ from shoal_controller.etcd.cluster import Cluster, Login
 from shoal_controller.etcd.endpoint import Method, Tls
 from shoal_controller.etcd.errors import UnknownOutcome
 from shoal_controller.etcd.leases import KeptLease, lease
-from shoal_controller.etcd.watching import Revision, watch
+from shoal_controller.etcd.watching import RANGE, Revision, watch
 
-RANGE = Method("/etcdserverpb.KV/Range", pb.RangeResponse)
 TXN = Method("/etcdserverpb.KV/Txn", pb.TxnResponse)
 
 PAGE_KEYS = 128

@@ -16,7 +16,7 @@ from grpc import StatusCode
 from grpc.aio import AioRpcError
 
 from shoal_controller.etcd import etcd_pb2 as pb
-from shoal_controller.etcd.errors import Compacted, Denied, LeaseNotFound, Rejected
+from shoal_controller.etcd.errors import Compacted, Denied, Exhausted, LeaseNotFound, Rejected
 
 Answer = TypeVar("Answer", bound=Message)
 Metadata = tuple[tuple[str, str], ...]
@@ -33,12 +33,14 @@ OPTIONS = (
     ("grpc.enable_retries", 0),  # only the caller knows what may be sent twice
     ("grpc.use_local_subchannel_pool", 1),  # another client's broken connection is not this one's
 )
-TOKEN_IS_OLD = ("etcdserver: invalid auth token", "auth: revision in header is old")
+TOKEN_IS_OLD = (
+    "etcdserver: invalid auth token", "auth: revision in header is old", "etcdserver: revision of auth store is old",
+)  # fmt: skip
 NOT_BEGUN = ("etcdserver: no leader", "etcdserver: too many requests", "etcdserver: not capable")
 """Answers of a server that may do it later."""
 REFUSALS = (
     StatusCode.INVALID_ARGUMENT, StatusCode.OUT_OF_RANGE, StatusCode.NOT_FOUND, StatusCode.ALREADY_EXISTS,
-    StatusCode.FAILED_PRECONDITION, StatusCode.RESOURCE_EXHAUSTED,
+    StatusCode.FAILED_PRECONDITION,
 )  # fmt: skip
 """With these etcd answers what it does not begin, or undoes as a whole."""
 
@@ -143,6 +145,8 @@ class Endpoint:
             return Compacted(sentence)
         if code is StatusCode.UNIMPLEMENTED:
             return Rejected(f"{self} does not speak etcd's API of version 3 ({details})")
+        if code is StatusCode.RESOURCE_EXHAUSTED:
+            return Exhausted(sentence)
         return Rejected(sentence) if code in REFUSALS else Unanswered(f"{self} does not answer: {details or code}")
 
 

@@ -4,6 +4,7 @@ EtcdError                  every sentence names the endpoint
 ├── Unavailable            no endpoint took it in time; surely nothing has happened, and it may work later
 ├── UnknownOutcome         a write was sent and not answered; it may have been carried out, or still be
 ├── Rejected               etcd does not do it; nothing has happened
+│   ├── Exhausted          it has no room left, until its operator makes some
 │   ├── Denied             wrong user or password, or no right to the keys
 │   ├── LeaseNotFound      the lease has expired or was revoked, and its keys with it
 │   └── Compacted          the revision asked for is no longer kept
@@ -23,6 +24,9 @@ class UnknownOutcome(EtcdError): ...
 
 
 class Rejected(EtcdError): ...
+
+
+class Exhausted(Rejected): ...
 
 
 class Denied(Rejected): ...

@@ -45,6 +45,7 @@ async def lease(cluster: Cluster, seconds: float) -> AsyncIterator[KeptLease]:
         keeping.cancel()
         await asyncio.wait([keeping])
         kept.lost.set()
+        kept.valid_until = min(kept.valid_until, asyncio.get_running_loop().time())
         if not was_lost:  # one that is lost ends by itself: its keys may have been put on another one
             with suppress(EtcdError):
                 await cluster.call(REVOKE, pb.LeaseRevokeRequest(ID=kept.id), REVOKE_SECONDS)

@@ -12,12 +12,17 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import groupby
 
+from shoal_controller.endable import Endable
 from shoal_controller.etcd import etcd_pb2 as pb
 from shoal_controller.etcd.cluster import ATTEMPT_SECONDS, PAUSE_SECONDS, REQUEST_SECONDS, CallStream, Cluster
-from shoal_controller.etcd.endpoint import TRANSIENT, Method, TokenRefused, Unanswered
+from shoal_controller.etcd.endpoint import TOKEN_IS_OLD, TRANSIENT, Method, NotSent, TokenRefused, Unanswered
 from shoal_controller.etcd.errors import Compacted, Denied, Rejected, Unavailable
 
+RANGE = Method("/etcdserverpb.KV/Range", pb.RangeResponse)
 WATCH = Method("/etcdserverpb.Watch/Watch", pb.WatchResponse)
+
+REFUSALS = ("permission denied", *TOKEN_IS_OLD)
+"""Why etcd ends a watch at once: before 3.5.10 it says the first of a token, too, that it has forgotten."""
 
 QUIET_SECONDS = 3.0
 """After so long without a message the server is asked for a sign of life."""
@@ -48,11 +53,11 @@ async def watch(cluster: Cluster, key: bytes, end: bytes, after: int) -> AsyncIt
     while not await watching.establish():
         if asyncio.get_running_loop().time() > deadline:
             raise Unavailable(watching.why)
-    revisions = watching.revisions()
+    revisions = Endable(watching.revisions())
     try:
         yield revisions
     finally:
-        await revisions.aclose()
+        await revisions.end()
         watching.stream.cancel()
 
 
@@ -89,15 +94,29 @@ class _Watch:
         self._parts = []
         self._request.start_revision = self._after + 1
         response = await self.stream.ask(pb.WatchRequest(create_request=self._request))
-        if response.canceled and "permission denied" in response.cancel_reason:
+        if response.canceled and any(reason in response.cancel_reason for reason in REFUSALS):
             error = Denied(f"{self.stream.endpoint} answers: {response.cancel_reason}")
             if self._cluster.login is None or self._has_new_login:
                 raise error
-            self._has_new_login = True  # etcd says the same of a token that it has forgotten
+            self._has_new_login = True
             self._cluster.refuse_token(self.stream.metadata, error)
             raise TokenRefused(str(error))
         self._has_new_login = False
         self._complete(response)
+        if response.header.revision < self._after:
+            await self._check_revision()
+
+    async def _check_revision(self) -> None:
+        """This server lags behind, or all of them were restored from a backup: then revisions up to the last one that
+        was handed over come again, with other changes, and etcd would hold them back. Raises `Compacted` for that.
+        """
+        try:
+            now = (await self._cluster.call(RANGE, pb.RangeRequest(key=self._request.key, limit=1))).header.revision
+        except Unavailable as error:
+            raise NotSent(str(error)) from None
+        if now < self._after:
+            sentence = f"{self.stream.endpoint} is at revision {now}, before revision {self._after}, which it had"
+            raise Compacted(sentence, now)
 
     async def revisions(self) -> AsyncGenerator[Revision]:
         while True:

@@ -136,13 +136,14 @@ class LocalLauncher:
     async def adopt(self, workers: Sequence[WorkerId], spec: JobSpec) -> Mapping[WorkerId, Place | None]:
         """The processes that an earlier controller has started for this job and that live; None: one of `workers` that
         it has not started. What has ended is reported as every end is. Asked again in one controller's life, the job is
-        a new run of that name: what the old run left is ended.
+        a new run of that name: what the old run left is ended. So it is where an earlier controller began the new run.
         """
         records = self._records(spec.job)
         if spec.job in self._adopted:
             await self._clear(spec.job, records)
             return {}
         self._adopted.add(spec.job)
+        await self._end_other_runs(spec, records)
         recorded = {record.worker: self._found(spec.job, records, record) for record in list(records)}
         unrecorded = {
             worker: self._unrecorded(spec.job, records, worker) for worker in workers if worker not in recorded
@@ -192,7 +193,7 @@ class LocalLauncher:
 
     def _found(self, job: str, records: ProcessRecords, record: ProcessRecord) -> Place | None:
         """One process of an earlier life: watched from now on, or what is known of its end is reported."""
-        alive = None if record.ended or record.boot != self._boot else Process.find(record.pid, record.started_at)
+        alive = self._alive(record)
         if alive is None:
             self._report_later(job, record.end(record.code))
             return None
@@ -219,6 +220,27 @@ class LocalLauncher:
         self._ending -= {process.pid for process in ending}
         for record in records:
             records.remove(record.worker)
+
+    async def _end_other_runs(self, spec: JobSpec, records: ProcessRecords) -> None:
+        """Their workers have the names of this run's, which are to be started."""
+        for record in list(records):
+            process = self._alive(record)
+            if process is None:
+                continue
+            if process.variable("SHOAL_RUN") in ("", spec.run):
+                process.release()
+                continue
+            log.warning("a worker of another run is killed", job=spec.job, worker=record.worker, pid=process.pid)
+            process.kill()
+            self._ending.add(process.pid)
+            await _ended(process)
+            self._ending.discard(process.pid)
+            records.remove(record.worker)
+
+    def _alive(self, record: ProcessRecord) -> Process | None:
+        if record.ended or record.boot != self._boot:
+            return None
+        return Process.find(record.pid, record.started_at)
 
     def _watch(self, job: str, process: Process, record: ProcessRecord) -> None:
         name = (job, record.worker)

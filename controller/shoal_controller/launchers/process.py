@@ -76,6 +76,16 @@ class Process:
                     return cls.find(pid, started_at)
         return None
 
+    def variable(self, name: str) -> str:
+        """This variable of the environment that it was started with; empty where it has none, or that is not known."""
+        try:
+            variables = Path(f"/proc/{self.pid}/environ").read_bytes().split(b"\0")
+        except OSError:
+            return ""
+        before = f"{name}=".encode()
+        found = next((one for one in variables if one.startswith(before)), before)
+        return os.fsdecode(found.removeprefix(before))
+
     def kill(self) -> None:
         """SIGKILL to it and to all that it started and left in its group."""
         if start_time(self.pid) == self.started_at:

@@ -39,7 +39,8 @@ class ControllerState:
         self._has_settled = False
         self._copy: Shell | None = None
         self._copied = 0.0
-        self._copying = asyncio.Lock()
+        self._copying: asyncio.Task[Shell] | None = None
+        """One for all that ask meanwhile: where the store is away they do not wait behind each other."""
 
     def join(self, store: Store, election: Election) -> None:
         """The store is open, and this controller stands for election."""
@@ -128,6 +129,11 @@ class ControllerState:
             async with asyncio.timeout(seconds):
                 await self.settled()
 
+    async def until_succeeded(self, leader: ControllerPlace) -> None:
+        """Returns when this one, which is or was known to lead, does so no longer."""
+        assert self._election is not None, "who has none knows no leader"
+        await self._election.until_not_led_by(leader)
+
     def leading(self) -> Shell:
         """For whatever only the leader may do. Raises `NotLeading`."""
         if self.shell is None:
@@ -142,11 +148,23 @@ class ControllerState:
             return self.shell
         if self._store is None:
             raise StoreError(f"{self.trouble}; try again")
-        async with self._copying:
+        if self._copying is None:
             now = asyncio.get_running_loop().time()
-            if self._copy is None or now - self._copied > COPY_SECONDS:
-                self._copy, self._copied = await _copy_of(self._store), now
-            return self._copy
+            if self._copy is not None and now - self._copied <= COPY_SECONDS:
+                return self._copy
+            self._copying = asyncio.create_task(self._copy_store(self._store, now), name="a copy of the store")
+            self._copying.add_done_callback(self._end_copying)
+        return await asyncio.shield(self._copying)
+
+    async def _copy_store(self, store: Store, now: float) -> Shell:
+        self._copy, self._copied = await _copy_of(store), now
+        return self._copy
+
+    def _end_copying(self, task: asyncio.Task[Shell]) -> None:
+        """Whoever has waited for it gets the shell or the error; whoever asks later, another one."""
+        self._copying = None
+        if not task.cancelled():
+            task.exception()
 
     # ---- for sessions
 
@@ -155,8 +173,19 @@ class ControllerState:
         self.leading().expect(job)
 
     async def submit(self, job: str, event: Event) -> None:
-        """What a worker's stream or a launcher says, to the shell."""
+        """What a worker's stream says, to the shell."""
         await self.leading().submit(job, event)
+
+    # ---- for launchers
+
+    async def report(self, job: str, event: Event) -> None:
+        """The same for one who then forgets it: raises `StoreError`, too, where it may only have been heard, and the
+        next leader would not know.
+        """
+        shell = self.leading()
+        await shell.submit(job, event)
+        if shell.trouble:
+            raise StoreError(f"nothing was decided yet: {shell.trouble}")
 
 
 async def _no_planner(_: Question) -> Answer:

@@ -130,6 +130,11 @@ class Election:
         while self.leader is None or self.is_own:
             await self._news.wait()
 
+    async def until_not_led_by(self, place: ControllerPlace) -> None:
+        """Returns when this one is no longer known to lead."""
+        while self.leader == place:
+            await self._news.wait()
+
     # ---- the election
 
     async def run(self, lead: Callable[[Leadership], AbstractAsyncContextManager[object]]) -> None:
@@ -157,9 +162,10 @@ class Election:
                 return
             leadership = Leadership(term, lease)
             log.info("this controller leads", term=term)
-            async with lead(leadership):  # ends before its lease: whoever is elected next meets no trace of it
-                while await _until_lapsed(leadership):
-                    log.warning("this controller's lease is over", means="decides nothing until it has another one")
+            async with AsyncExitStack() as ends:  # before its lease does: whoever is elected next meets no trace of it
+                await _unless_lost(lease, ends.enter_async_context(lead(leadership)))
+                while await self._until_doubtful(leadership):
+                    log.warning("another controller may lead", means="leads on only if none was elected")
                     if not await self._lead_on(leadership, held):
                         break
             log.info("this controller leads no longer", term=term)
@@ -179,10 +185,39 @@ class Election:
             await first_of(lease.lost.wait(), news.wait(), asyncio.sleep(LEASE_SECONDS))
         return 0
 
+    async def _until_doubtful(self, leadership: Leadership) -> bool:
+        """Returns when the lease is over, or the key on it has gone or is another's (True), or when the leader has
+        given up (False). Keys may go without their lease: by an operator's hand, or with a backup that is restored.
+        """
+        lease = leadership.lease
+        while not (leadership.given_up.is_set() or lease.lost.is_set()):
+            displaced = asyncio.Event()
+            await first_of(lease.lost.wait(), leadership.given_up.wait(), self._until_displaced(displaced))
+            if displaced.is_set() and not await self._has_key(lease):
+                break
+        return not leadership.given_up.is_set()
+
+    async def _has_key(self, lease: Lease) -> bool:
+        """Whether the leader's key surely lies on this lease."""
+        try:
+            found = await self._store.get(LEADER)
+        except StoreError as error:
+            log.warning("it is not known who leads", error=str(error))
+            return False
+        return found is not None and found.lease == lease.id
+
+    async def _until_displaced(self, displaced: asyncio.Event) -> None:
+        """What is followed may lag behind: so first it says that this controller leads, and then no longer."""
+        while not self.is_own:
+            await self._news.wait()
+        while self.is_own:
+            await self._news.wait()
+        displaced.set()
+
     async def _lead_on(self, leadership: Leadership, held: AsyncExitStack) -> bool:
         """Whether it may, as nobody was elected since its lease was over. Waits for a store that is away."""
         while not leadership.given_up.is_set():
-            await held.pop_all().aclose()  # of leases that are lost: nothing is revoked
+            await held.pop_all().aclose()  # one that is lost is not revoked: its keys may lie on another one
             try:
                 lease = await held.enter_async_context(self._store.lease(LEASE_SECONDS))
                 found = await self._store.get(LEADER)
@@ -232,7 +267,19 @@ def _place_of(value: bytes) -> ControllerPlace | None:
         return None
 
 
-async def _until_lapsed(leadership: Leadership) -> bool:
-    """Returns when the lease is over (True), or the leader has given up (False)."""
-    await first_of(leadership.lease.lost.wait(), leadership.given_up.wait())
-    return not leadership.given_up.is_set()
+async def _unless_lost(lease: Lease, beginning: Awaitable[object]) -> None:
+    """Raises `StoreError` where the lease is lost meanwhile: what waits for the store to take a write would wait for
+    ever, as only a term that has begun gets another lease.
+    """
+    losing = asyncio.create_task(lease.lost.wait(), name="a term begins")
+    patience = asyncio.timeout(None)
+    try:
+        async with patience:
+            losing.add_done_callback(lambda task: None if task.cancelled() else patience.reschedule(0.0))
+            await beginning
+    except TimeoutError as error:
+        if not patience.expired():
+            raise
+        raise StoreError("this controller's lease was lost before its term had begun") from error
+    finally:
+        losing.cancel()

@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, ParamSpec, TypeVar
@@ -22,6 +22,7 @@ from typing import IO, ParamSpec, TypeVar
 import structlog
 from shoal_protos.errors import StoreError
 
+from shoal_controller.endable import Endable
 from shoal_controller.store.database import Database
 from shoal_controller.store.store import (
     Changes,
@@ -44,6 +45,9 @@ REQUEST_SECONDS = 10.0
 
 SIGNS_OF_LIFE = 3
 """In the time of a lease."""
+
+AGAIN_SECONDS = 1.0
+"""After so long the end of a lease that could not be written is tried again."""
 
 WATCH_REVISIONS = 64
 """How many revisions a watch reads at a time."""
@@ -119,17 +123,17 @@ class EmbeddedStore:
             await end_task(keeping)
             if not held.lost.is_set():
                 held.lost.set()
-                with suppress(StoreError):  # then it ends when the store is opened again
-                    await self._revoke(held.id)
+                held.valid_until = self._expiry[held.id] = min(held.valid_until, self._loop.time())
+                await self._revoke(held.id)
 
     @asynccontextmanager
     async def watch(self, prefix: str, after: Revision) -> AsyncIterator[AsyncIterator[Changes]]:
         check_key(prefix)
-        changes = self._changes(prefix, after)
+        changes = Endable(self._changes(prefix, after))
         try:
             yield changes
         finally:
-            await changes.aclose()
+            await changes.end()
 
     async def close(self) -> None:
         if self._expirer is None:
@@ -218,14 +222,22 @@ class EmbeddedStore:
                 held.valid_until = self._expiry[held.id] = self._loop.time() + held.seconds
 
     async def _revoke(self, lease: LeaseId) -> None:
-        self._expiry.pop(lease, None)
-        if (held := self._held.pop(lease, None)) is not None:
+        """End it; what the store does not take now is tried again."""
+        if (held := self._held.get(lease)) is not None:
             held.lost.set()
-        await self._run("revoke", self._delete_lease, lease)
+        try:
+            await self._run("revoke", self._delete_lease, lease)
+        except StoreError as error:
+            log.warning("a lease could not be ended yet", lease=lease, error=str(error))
+            self._expiry[lease] = self._loop.time() + AGAIN_SECONDS
+            self._granted.set()
+        else:
+            self._expiry.pop(lease, None)
+            self._held.pop(lease, None)
 
     async def _expire(self) -> None:
         """Ends each lease when its time is up, for as long as the store is open."""
-        while True:
+        while self._refusal is None:
             self._granted.clear()
             due = min(self._expiry.values(), default=None)
             if due is None:

@@ -1,7 +1,7 @@
 """The etcd store, `etcd://…`: the `Store` protocol over `etcd/client.py`, every key below the URL's prefix.
 
 Any number of controllers share it. Before it is used it is looked at: what no waiting can mend (a version, a password,
-a right that is missing) is a `UserError`; a cluster that cannot be reached is said once and waited for.
+a right that is missing) is a `UserError`; a cluster that cannot be reached, or is full, is said once and waited for.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 
 import structlog
 from shoal_protos.errors import StoreError, UserError
 from shoal_protos.pem import read_pem
 
+from shoal_controller.endable import Endable
 from shoal_controller.etcd import errors
 from shoal_controller.etcd.client import EtcdClient, delete, modified_at, put
 from shoal_controller.etcd.cluster import Login
@@ -117,8 +118,11 @@ class EtcdStore:
             context = self._client.watch(self._name(prefix), self._end_of(prefix), after)
             revisions = await context.__aenter__()
         try:
-            async with aclosing(self._changes(revisions, after)) as changes:
+            changes = Endable(self._changes(revisions, after))
+            try:
                 yield changes
+            finally:
+                await changes.end()
         finally:
             await context.__aexit__(None, None, None)
 
@@ -174,11 +178,11 @@ class EtcdStore:
         while True:
             try:
                 return await self._look()
-            except errors.Rejected as error:
-                raise UserError(f"store {self._url}: {error}") from error
             except errors.EtcdError as error:
+                if isinstance(error, errors.Rejected) and not isinstance(error, errors.Exhausted):
+                    raise UserError(f"store {self._url}: {error}") from error
                 if not waiting:
-                    log.warning(f"the store {self._url} cannot be reached, waiting for it", error=str(error))
+                    log.warning(f"the store {self._url} cannot be used yet, waiting for it", error=str(error))
                 waiting = True
                 await asyncio.sleep(PAUSE_SECONDS)
 

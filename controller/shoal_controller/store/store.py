@@ -174,7 +174,8 @@ class Store(Protocol):
     def watch(self, prefix: str, after: Revision) -> AbstractAsyncContextManager[AsyncIterator[Changes]]:
         """All changes after that revision, one item per revision, in order, none missed, none twice; then those to
         come. It is established when the context is entered, and waits while the store is away. Iterating raises
-        `Compacted` where the store no longer has them, `StoreError` when the store closes."""
+        `Compacted` where the store no longer has them, or was restored from a backup, `StoreError` when the store
+        closes; it ends with the context, also for whoever else reads from it."""
 
     async def close(self) -> None:
         """End watches and leases, and free what the store holds. Keys of leases go when their time is over."""

@@ -30,12 +30,13 @@ class ControllerAddresses:
             self._at = self._all.index(here) if here in self._all else 0
 
     def on_failure(self, leader: str = "") -> bool:
-        """The controller at `current` was of no use; it may have named the one that leads. Whether that one, which has
-        not been tried since, is next.
+        """The controller at `current` was of no use; it may have named the one that leads, which is next. Whether that
+        one is to be tried at once: not where this one had been named itself, or two that name each other would be asked
+        without a pause.
         """
-        failed, self._leader = self.current, ""
+        failed, was_named, self._leader = self.current, bool(self._leader), ""
         if leader and leader != failed:
             self._leader = leader
-            return True
+            return not was_named
         self._at = (self._at + 1) % len(self._all)
         return False

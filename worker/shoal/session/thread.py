@@ -32,6 +32,10 @@ LONGEST_PAUSE_SECONDS = 1.0
 """Between two attempts to reach the controller."""
 STEADY_SECONDS = 1.0
 """A stream that ends sooner has failed: the next attempt waits longer."""
+CONNECT_SECONDS = 4.0
+"""How long a connection may take. A frozen controller's never comes, and those that are not frozen are waiting: in
+`reconnect_seconds` there must be time for some of them.
+"""
 WELCOME_SECONDS = 10.0
 """A stream on which nothing was received for so long after the hello is given up."""
 FAREWELL_SECONDS = 5.0
@@ -160,14 +164,17 @@ class SessionThread:
         async with channel:
             call: Call = channel.stream_stream(METHOD)(metadata=self._settings.metadata)
             try:
-                async with asyncio.timeout(WELCOME_SECONDS) as self._patience:
+                async with asyncio.timeout(CONNECT_SECONDS) as self._patience:
                     await call.write(encode_worker(self._driver.say_hello()))
                 self._patience = None
                 await self._talk(call)
             except grpc.aio.AioRpcError as error:
                 self._complain(error.details() or error.code().name)
+            except asyncio.InvalidStateError:  # it ended just before something was to be written
+                self._complain("the stream has ended")
             except TimeoutError:
-                self._complain(f"nothing was received for {self._silence_seconds:g} s")
+                seconds = CONNECT_SECONDS if self._patience is not None else self._silence_seconds
+                self._complain(f"nothing was received for {seconds:g} s")
                 self._welcomed = False
             except UserError as error:
                 log.error("message_not_understood", controller=self._addresses.current, why=str(error))

@@ -1,0 +1,87 @@
+"""A job that is forgotten while its store fails at any moment: it is gone in the end, or as if it had never been."""
+
+from dataclasses import replace
+
+import pytest
+from asynchronous import asynchronous
+from shoal_controller.core.machine.spec import Phase
+from shoal_controller.store.open import open_store
+from shoal_protos.errors import NotFound, StoreError
+from small_machine import SPEC, World
+
+MANNERS = ["nothing was done", "it was done all the same"]
+
+
+class FailsOnce:
+    """A store whose transaction of a number fails, counted from `counting` on."""
+
+    def __init__(self, store) -> None:
+        self.store = store
+        self.left = -1
+        self.was_done = False
+
+    def counting(self, number: int, manner: str) -> None:
+        self.left, self.was_done = number, manner != MANNERS[0]
+
+    async def transact(self, compares, operations):
+        self.left -= 1
+        fails = self.left == -1
+        if not fails or self.was_done:
+            outcome = await self.store.transact(compares, operations)
+        if fails:
+            raise StoreError("it did not answer")
+        return outcome
+
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+
+
+async def forgotten(world: World) -> bool:
+    """Whether it is at this attempt."""
+    try:
+        await world.shell.delete("train")
+    except StoreError:
+        return False
+    return True
+
+
+async def begun(directory):
+    store = FailsOnce(await open_store(f"embedded:{directory}"))
+    world = World(store)
+    await world.shell.start()
+    await world.shell.create(SPEC)
+    await world.shell.delete("train")
+    return store, world
+
+
+@pytest.mark.parametrize("number", range(5))
+@pytest.mark.parametrize("manner", MANNERS)
+@asynchronous
+async def test_whatever_write_fails_a_job_is_forgotten_at_the_next_attempt(tmp_path, manner, number):
+    store, world = await begun(tmp_path)
+    store.counting(number, manner)
+    while not await forgotten(world):
+        continue
+    with pytest.raises(NotFound):
+        world.shell.view("train")
+    assert not [entry.key for entry in (await store.list("/")).entries if "train" in entry.key]
+    await world.shell.create(SPEC)
+    assert world.shell.view("train").phase is Phase.WAITING and not world.shell.stopped.done()
+    await world.shell.stop()
+    await store.close()
+
+
+@pytest.mark.parametrize("number", range(1, 5))
+@pytest.mark.parametrize("manner", MANNERS)
+@asynchronous
+async def test_a_new_run_of_a_job_that_was_half_forgotten_lives_on_with_the_next_leader(tmp_path, manner, number):
+    store, world = await begun(tmp_path)
+    store.counting(number, manner)
+    await forgotten(world)
+    await world.shell.create(replace(SPEC, wanted=2))
+    await world.shell.stop()
+    after = World(store)
+    await after.shell.start()
+    assert (after.shell.view("train").phase, after.shell.view("train").wanted) == (Phase.WAITING, 2)
+    await after.shell.stop()
+    await store.close()
