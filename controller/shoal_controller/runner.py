@@ -189,6 +189,7 @@ class Runner:
         await self._inbox.put(submission)
         if self._halted is not None and (self._loop is None or self._loop.done()):
             settle([submission], self._halted)
+            self._inbox.end(self._halted)  # others may be waiting for a place
         if not isinstance(event, OperatorRequest):
             return await done
         await asyncio.wait([done], timeout=REQUEST_SECONDS)
@@ -196,7 +197,7 @@ class Runner:
             done.add_done_callback(asyncio.Future.exception)  # nobody waits for it any more
             raise StoreError(
                 f"job {self.spec.job} could not store this within {REQUEST_SECONDS:g} s: "
-                f"{self.trouble or 'it is busy'}. It will be done once it can be stored"
+                f"{self.trouble or 'it is busy'}. It may still be done: look before you try again"
             )
         return done.result()
 

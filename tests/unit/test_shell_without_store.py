@@ -173,6 +173,34 @@ async def test_whoever_forgets_what_it_reports_is_told_where_nothing_was_decided
 
 
 @asynchronous
+async def test_however_many_wait_for_a_place_in_the_inbox_all_hear_at_once_that_the_controller_stops(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("shoal_controller.runner.INBOX", 4)
+    monkeypatch.setattr("shoal_controller.runner.STOP_SECONDS", 0.05)
+
+    class Stuck(Shaky):
+        async def transact(self, compares, operations):
+            if self.fail:
+                await asyncio.Event().wait()
+            return await super().transact(compares, operations)
+
+    store = Stuck(await open_store(f"embedded:{tmp_path}"))
+    world = World(store)
+    await world.shell.start()
+    await world.shell.create(SPEC)
+    store.fail = ["before"]
+    beat = Heartbeat(STATUS, Telemetry())
+    events = [Scale(4), *(MessageReceived(number, beat) for number in range(20))]
+    waiting = [asyncio.create_task(world.shell.submit("train", event)) for event in events]
+    await asyncio.wait(waiting, timeout=0.05)
+    await world.shell.stop()
+    done, left = await asyncio.wait(waiting, timeout=1)
+    assert not left and all("is stopping" in str(one.exception()) for one in done)
+    await store.close()
+
+
+@asynchronous
 async def test_readers_of_a_store_that_is_away_do_not_wait_behind_each_other(tmp_path):
     lists, listing, let_go = [], asyncio.Event(), asyncio.Event()
 

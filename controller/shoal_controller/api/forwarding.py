@@ -152,8 +152,12 @@ class Forwarding:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _until_late(self, leader: ControllerPlace) -> None:
-        await self._controller.until_succeeded(leader)
-        await asyncio.sleep(LATE_SECONDS)
+        """It may be elected again at once, as where its key was deleted."""
+        while True:
+            await self._controller.until_succeeded(leader)
+            await asyncio.sleep(LATE_SECONDS)
+            if self._controller.other != leader:
+                return
 
     def _dated(self, send: Send) -> Send:
         """Says how old an answer of this controller's own may be, where nobody surely leads."""
