@@ -127,6 +127,28 @@ async def test_a_change_waits_for_the_next_leader_where_the_last_one_is_gone(tmp
 
 
 @asynchronous
+async def test_a_change_waits_for_the_next_leader_where_the_last_one_says_that_it_leads_no_longer(tmp_path):
+    answers = asyncio.Semaphore(0)
+
+    async def ended(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 503 Service Unavailable\r\nshoal-not-leading: 1\r\ncontent-length: 0\r\n\r\n")
+        await writer.drain()
+        answers.release()
+        writer.close()
+
+    async with answering(ended) as port, following(tmp_path, port) as follower:
+        asked = asyncio.create_task(follower.client.post("/v1/jobs", json=TRAIN))
+        await answers.acquire()
+        assert (await follower.client.get("/v1/jobs")).json() == {"jobs": []}, "what the store has"
+        forwarded = await follower.client.post("/v1/jobs", json=TRAIN, headers={"shoal-forwarded": "1"})
+        assert forwarded.status_code == 503 and forwarded.headers["shoal-not-leading"], "it does not lead either"
+        assert not asked.done()
+        await follower.store.transact([], [Delete(LEADER)])
+        assert (await asked).status_code == 202
+
+
+@asynchronous
 async def test_a_change_is_refused_when_no_other_leader_comes_in_time(tmp_path, monkeypatch):
     monkeypatch.setattr(forwarding, "ELECTION_SECONDS", 0.3)
     async with following(tmp_path, free_port()) as follower:

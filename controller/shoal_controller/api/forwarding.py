@@ -21,13 +21,17 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from shoal_controller.api.problems import problem
 from shoal_controller.leadership.controller_state import ControllerState
-from shoal_controller.leadership.election import ControllerPlace
+from shoal_controller.leadership.election import ControllerPlace, NotLeading
 from shoal_controller.leadership.neighbours import client_for
 from shoal_controller.store.store import UnknownOutcome
 
 FORWARDED = "shoal-forwarded"
 """The header of a request that another controller has handed on."""
+
+NOT_LEADING = "shoal-not-leading"
+"""The header of an answer to such a request by a controller that does not lead: nothing has come of it."""
 
 PASSED_ON = ("authorization", "accept", "content-type", "last-event-id", "if-match")
 """What the leader hears of a request's headers."""
@@ -68,9 +72,12 @@ class Forwarding:
         if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
             await self._app(scope, receive, send)
             return
+        if FORWARDED in Headers(scope=scope):
+            await self._answer_forwarded(scope, receive, send)
+            return
         if scope["method"] not in READS:
             await self._controller.await_leader(ELECTION_SECONDS)
-        if self._controller.other is not None and FORWARDED not in Headers(scope=scope):
+        if self._controller.other is not None:
             try:
                 body = await Request(scope, receive).body()
             except ClientDisconnect:
@@ -79,6 +86,18 @@ class Forwarding:
             if await self._handed_on(Request(scope, receive), body, send):
                 return
         await self._app(scope, receive, self._dated(send))
+
+    async def _answer_forwarded(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """At once also where this controller does not lead: whoever has forwarded it may know better by now."""
+        if self._controller.shell is not None:
+            await self._app(scope, receive, self._dated(send))
+            return
+        try:
+            self._controller.leading()
+        except NotLeading as error:
+            answer = problem(scope["path"], error.http_status, str(error))
+            answer.headers[NOT_LEADING] = "1"
+            await answer(scope, receive, send)
 
     async def _handed_on(self, request: Request, body: bytes, send: Send) -> bool:
         """Whether a leader has answered; if not, nothing can have come of the request."""
@@ -122,6 +141,8 @@ class Forwarding:
                 "may have been done: look before you try again"
             ) from error
         ends.push_async_callback(answer.aclose)
+        if NOT_LEADING in answer.headers:
+            return None
         back = {name: answer.headers[name] for name in HANDED_BACK if name in answer.headers}
         is_events = back.get("content-type", "").startswith(EVENTS)
         content = self._events(leader, answer) if is_events else answer.aiter_raw()
