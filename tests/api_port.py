@@ -8,7 +8,9 @@ import httpx
 from shoal_controller import logs
 from shoal_controller.api.app import ApiSettings, build_app
 from shoal_controller.api.web import Web
+from shoal_controller.client_tls import ClientTls
 from shoal_controller.leadership.controller_state import ControllerState
+from shoal_controller.leadership.neighbours import Neighbours
 from shoal_controller.shell import Shell
 from shoal_controller.store.open import open_store
 from shoal_controller.token_register import TokenRegister
@@ -43,18 +45,19 @@ async def figures() -> bytes:
 
 
 @asynccontextmanager
-async def serving(directory, settings=None, machine=None, token=None):
+async def serving(directory, settings=None, machine=None, token=None, tls=None):
     logs.configure("warning")
     store = await open_store(f"embedded:{directory}")
     machine = machine or SmallMachine()
     shell = Shell(store, step=machine.step, view=machine.view)
     shell.connect(Written().outside())
     await shell.start()
-    web = Web("127.0.0.1", 0)
+    web = Web("127.0.0.1", 0, tls)
     tokens = TokenRegister(token)
     await tokens.start(store, shell.give_up)
     settings = settings or ApiSettings(default_workers=2)
-    await web.start(build_app(LeadingAlone(shell), figures, settings, tokens), shell.give_up)
+    alone, neighbours = LeadingAlone(shell), Neighbours(ClientTls(None))
+    await web.start(build_app(alone, figures, settings, tokens, neighbours), shell.give_up)
     try:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{web.port}", trust_env=False) as client:
             yield Api(shell, machine, client, web.port)

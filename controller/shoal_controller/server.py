@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
+import ssl
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -21,10 +22,12 @@ from shoal_protos.errors import StoreError
 from shoal_controller import logs
 from shoal_controller.api.app import ApiSettings, build_app
 from shoal_controller.api.web import Web
+from shoal_controller.api.web_certificate import web_certificate
+from shoal_controller.client_tls import ClientTls
 from shoal_controller.launchers.local import LocalLauncher, WorkerEnvironment
 from shoal_controller.leadership.controller_state import ControllerState
 from shoal_controller.leadership.election import ControllerPlace, Election
-from shoal_controller.leadership.neighbours import term_of
+from shoal_controller.leadership.neighbours import Neighbours
 from shoal_controller.leadership.term import Means, leading
 from shoal_controller.metrics import Metrics, Sources
 from shoal_controller.sessions.service import SessionService
@@ -52,8 +55,15 @@ class Server:
     """`HOST:PORT` of REST."""
     grpc: str
     """`HOST:PORT` for workers."""
+    scheme: str
+    """`http` or `https`, of REST."""
     controller: ControllerState
     launcher: LocalLauncher
+
+    @property
+    def url(self) -> str:
+        """Of REST."""
+        return f"{self.scheme}://{self.http}"
 
     @property
     def shell(self) -> Shell:
@@ -77,19 +87,20 @@ async def serve(settings: Settings) -> AsyncIterator[Server]:
         metrics, controller, streams = Metrics(), ControllerState(), Streams()
         metrics.show(Sources(controller.jobs, lambda: controller.term > 0, streams.states))
         http_host, http_port = split_address(settings.http)
-        web = Web(http_host, http_port)
+        neighbours = Neighbours(ClientTls(settings.ca))
+        web = Web(http_host, http_port, _tls(settings))
         ends.push_async_callback(web.stop)
         sessions = SessionService(controller, streams, _session_settings(settings))
         ends.push_async_callback(sessions.stop)
         grpc = join_address(split_address(settings.grpc)[0], bind_again(settings.folder, settings.grpc, sessions.bind))
         tokens = TokenRegister(_secret(settings))
-        await web.start(build_app(controller, metrics.scrape, _api_settings(settings), tokens), fail)
+        await web.start(build_app(controller, metrics.scrape, _api_settings(settings), tokens, neighbours), fail)
         ends.enter_context(_cancelled_when(stopped))
         store = await open_store(settings.store, metrics.timed, settings.etcd)
         ends.push_async_callback(store.close)
         await tokens.start(store, fail)
         ends.push_async_callback(tokens.stop)
-        election = Election(store, _place_of(settings, web.port, grpc), term_of)
+        election = Election(store, _place_of(settings, web.port, grpc), neighbours.term_of)
         controller.join(store, election)
         launcher = LocalLauncher(settings.folder, _worker_environment(settings, grpc, controller), controller.report)
         launchers = {"local": launcher} if "local" in settings.allowed_launchers else {}
@@ -98,18 +109,25 @@ async def serve(settings: Settings) -> AsyncIterator[Server]:
         ends.push_async_callback(end_task, electing, END_SECONDS)
         await controller.settled()
         await sessions.serve()
-        yield Server(join_address(http_host, web.port), grpc, controller, launcher)
+        yield Server(join_address(http_host, web.port), grpc, settings.http_scheme, controller, launcher)
 
 
 def _place_of(settings: Settings, http_port: int, grpc: str) -> ControllerPlace:
     """This controller, as the others and their workers reach it."""
     places = [(split_address(settings.http)[0], http_port), split_address(grpc)]
     http, workers = (join_address(settings.advertise or _reached_at(host), port) for host, port in places)
-    return ControllerPlace(secrets.token_hex(8), http, workers)
+    return ControllerPlace(secrets.token_hex(8), http, workers, settings.http_scheme)
 
 
 def _reached_at(host: str) -> str:
     return socket.gethostname() if host in EVERYWHERE else host
+
+
+def _tls(settings: Settings) -> ssl.SSLContext | None:
+    """With what REST is served; None: plain HTTP."""
+    if settings.http_certificate is None or settings.http_key is None:
+        return None
+    return web_certificate(settings.http_certificate, settings.http_key)
 
 
 def _session_settings(settings: Settings) -> SessionSettings:

@@ -55,6 +55,13 @@ class Settings(BaseSettings):
     """Listen beyond this machine without a token or certificates. Default: false."""
     launchers: str = "local,none"
     """Launchers that jobs may use to start processes, separated by commas."""
+    http_certificate: Path | None = None
+    """PEM file with REST's certificate chain. With its key the port speaks HTTPS only. Read again when it changes."""
+    http_key: Path | None = None
+    """PEM file with that certificate's private key."""
+    ca: Path | None = None
+    """PEM file with the authorities that sign REST's certificates, for the commands and for controllers that ask each
+    other. Default: those that this system trusts."""
     grpc_certificate: Path | None = None
     """PEM file with the gRPC port's certificate chain. With key and client CA the port accepts mutual TLS only."""
     grpc_key: Path | None = None
@@ -110,6 +117,17 @@ class Settings(BaseSettings):
                     "SHOAL_TOKEN (gRPC: or certificates), listen on 127.0.0.1, or use --open to admit everybody"
                 )
         return self
+
+    @model_validator(mode="after")
+    def _both_files_of_rest_or_none(self) -> Settings:
+        if (self.http_certificate is None) != (self.http_key is None):
+            raise ValueError("SHOAL_HTTP_CERTIFICATE and SHOAL_HTTP_KEY go together; only one of them is set")
+        return self
+
+    @property
+    def http_scheme(self) -> str:
+        """What REST is served with."""
+        return "http" if self.http_certificate is None else "https"
 
     @property
     def allowed_launchers(self) -> frozenset[str]:

@@ -14,8 +14,10 @@ from ports import free_port
 from shoal_controller.api import forwarding
 from shoal_controller.api.app import ApiSettings, build_app
 from shoal_controller.api.web import Web
+from shoal_controller.client_tls import ClientTls
 from shoal_controller.leadership.controller_state import ControllerState
 from shoal_controller.leadership.election import LEADER, ControllerPlace, Election, Leadership
+from shoal_controller.leadership.neighbours import Neighbours
 from shoal_controller.ports import Outside
 from shoal_controller.sessions.streams import Streams
 from shoal_controller.shell import Shell
@@ -71,7 +73,8 @@ async def following(directory, port: int):
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{web.port}", trust_env=False, timeout=20) as client:
         follower = Follower(store, client)
         standing = asyncio.create_task(follower.election.run(follower.lead))
-        await web.start(build_app(follower.controller, figures, ApiSettings(2), tokens), lambda error: None)
+        app = build_app(follower.controller, figures, ApiSettings(2), tokens, Neighbours(ClientTls(None)))
+        await web.start(app, lambda error: None)
         await follower.follow(port)
         try:
             yield follower

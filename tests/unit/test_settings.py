@@ -91,6 +91,15 @@ def test_certificates_guard_the_workers_port_and_not_rest(tmp_path):
         Settings(http="0.0.0.0:7070", **certificates)
 
 
+@pytest.mark.parametrize("given", ["http_certificate", "http_key"])
+def test_half_of_what_https_needs_is_refused(given, tmp_path):
+    with pytest.raises(UserError) as refusal:
+        Settings(**{given: tmp_path / "file"})
+    assert str(refusal.value) == "SHOAL_HTTP_CERTIFICATE and SHOAL_HTTP_KEY go together; only one of them is set"
+    assert Settings().http_scheme == "http"
+    assert Settings(http_certificate=tmp_path / "c", http_key=tmp_path / "k").http_scheme == "https"
+
+
 def test_which_launchers_are_allowed_is_a_list():
     assert Settings().allowed_launchers == {"local", "none"}
     assert Settings(launchers="none").allowed_launchers == {"none"}

@@ -19,6 +19,7 @@ from shoal_controller.api.forwarding import Forwarding
 from shoal_controller.api.guard import Guard
 from shoal_controller.api.routes import router
 from shoal_controller.leadership.controller_state import ControllerState
+from shoal_controller.leadership.neighbours import Neighbours
 from shoal_controller.token_register import TokenRegister
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -37,9 +38,13 @@ class ApiSettings:
 
 
 def build_app(
-    controller: ControllerState, scrape: Callable[[], Awaitable[bytes]], settings: ApiSettings, tokens: TokenRegister
+    controller: ControllerState,
+    scrape: Callable[[], Awaitable[bytes]],
+    settings: ApiSettings,
+    tokens: TokenRegister,
+    neighbours: Neighbours,
 ) -> ASGIApp:
-    """The whole API, guarded."""
+    """The whole API, guarded. What a follower is asked goes to its neighbours."""
     app = FastAPI(title="Shoal", version=version("shoal"), redoc_url=None)
     app.state.controller = controller
     app.state.settings = settings
@@ -66,4 +71,4 @@ def build_app(
         """Metrics for Prometheus."""
         return Response(await scrape(), media_type=METRICS_TYPE)
 
-    return Guard(Forwarding(app, controller), tokens, settings.here_only)
+    return Guard(Forwarding(app, controller, neighbours), tokens, settings.here_only)

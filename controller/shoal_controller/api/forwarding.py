@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from shoal_controller.api.problems import problem
 from shoal_controller.leadership.controller_state import ControllerState
 from shoal_controller.leadership.election import ControllerPlace, NotLeading
-from shoal_controller.leadership.neighbours import client_for
+from shoal_controller.leadership.neighbours import Neighbours
 from shoal_controller.store.store import UnknownOutcome
 
 FORWARDED = "shoal-forwarded"
@@ -64,9 +64,10 @@ class LeadsNoLonger(Exception):
 class Forwarding:
     """ASGI middleware before the routes."""
 
-    def __init__(self, app: ASGIApp, controller: ControllerState) -> None:
+    def __init__(self, app: ASGIApp, controller: ControllerState, neighbours: Neighbours) -> None:
         self._app = app
         self._controller = controller
+        self._neighbours = neighbours
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
@@ -123,16 +124,16 @@ class Forwarding:
     ) -> StreamingResponse | None:
         """What the leader answers; None where it does not, and nothing can have come of the request."""
         patience = httpx.Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS)
-        client = await ends.enter_async_context(client_for(patience))
+        client = await ends.enter_async_context(self._neighbours.client_for(leader, patience))
         headers = {name: request.headers[name] for name in PASSED_ON if name in request.headers}
         asked = client.build_request(
-            request.method, f"http://{leader.http}/", headers={**headers, FORWARDED: "1"}, content=body or None,
+            request.method, leader.url, headers={**headers, FORWARDED: "1"}, content=body or None,
             extensions={"target": _target(request.scope)},
         )  # fmt: skip
         try:
             answer = await self._while_it_leads(leader, client.send(asked, stream=True))
         except (httpx.HTTPError, LeadsNoLonger) as error:
-            why = str(error) or type(error).__name__
+            why = self._neighbours.why(error, leader)
             log.warning("the leader does not answer", leader=leader.http, error=why)
             if request.method in READS or isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
                 return None

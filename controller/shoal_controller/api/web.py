@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -70,8 +71,11 @@ class _Connection(H11Protocol):
 class Web:
     """One port and what answers on it."""
 
-    def __init__(self, host: str, port: int) -> None:
-        """Takes the port; 0: a free one. Nobody is answered before `start`."""
+    def __init__(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> None:
+        """Takes the port; 0: a free one. Nobody is answered before `start`. `tls`: with it the port speaks nothing
+        else.
+        """
+        self._tls = tls
         try:
             self._socket = _listening(host, port)
         except OSError as error:
@@ -88,6 +92,8 @@ class Web:
             app, lifespan="off", ws="none", http=_Connection, log_config=None, access_log=False, server_header=False,
             proxy_headers=False, limit_concurrency=MOST_CONNECTIONS, timeout_graceful_shutdown=FINISH_SECONDS,
         )  # fmt: skip
+        config.load()
+        config.ssl = self._tls
         self._server = _Uvicorn(config)
         self._task = guarded("rest", self._server.serve(sockets=[self._socket]), failed)
         async with asyncio.timeout(START_SECONDS):

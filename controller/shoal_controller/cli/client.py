@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
@@ -20,6 +21,7 @@ from shoal_protos.addresses import is_here
 from shoal_protos.errors import Conflict, NotFound, Refused, ShoalError, StoreError, UserError
 
 from shoal_controller.cli.endings import Unreachable
+from shoal_controller.client_tls import ClientTls, https_instead
 from shoal_controller.tokens import kept_token
 
 Json = dict[str, Any]
@@ -38,16 +40,26 @@ def local_folder() -> Path:
     return Path(os.environ.get("SHOAL_DATA") or ".shoal")
 
 
+def _authorities() -> Path | None:
+    given = os.environ.get("SHOAL_CA")
+    return Path(given) if given else None
+
+
 class Client:
     """One controller, by the URL of its REST API. An async context manager."""
 
-    def __init__(self, url: str, token: str | None = None) -> None:
-        """`token`: the operators'. Default: SHOAL_TOKEN, else what `shoal run` keeps in this folder."""
+    def __init__(self, url: str, token: str | None = None, tls: ssl.SSLContext | None = None) -> None:
+        """`token`: the operators'. Default: SHOAL_TOKEN, else what `shoal run` keeps in this folder. `tls`: for a
+        controller whose certificate needs no authority. Default: SHOAL_CA, else what this system trusts.
+        """
         self.url = url.rstrip("/")
         parts = urlsplit(self.url)
+        if "@" in parts.netloc:
+            raise UserError("the controller's URL has a user or a password in it; set SHOAL_TOKEN instead")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UserError(f"the controller's URL is {url!r}; expected something like http://127.0.0.1:7070")
         here = is_here(parts.hostname)
+        self._tls = ClientTls(_authorities() if parts.scheme == "https" else None)
         if token is None:
             token = os.environ.get("SHOAL_TOKEN") or (kept_token(local_folder()) if here else "")
         self._http = httpx.AsyncClient(
@@ -55,7 +67,7 @@ class Client:
             timeout=ANSWER_SECONDS,
             headers={"Authorization": f"Bearer {token}"} if token else {},
             trust_env=not here,  # no proxy stands between two processes of one machine
-            verify=parts.scheme == "https",
+            verify=(tls or self._tls.context()) if parts.scheme == "https" else False,
         )
 
     async def __aenter__(self) -> Self:
@@ -167,6 +179,8 @@ class Client:
                 await answer.aread()
                 await answer.aclose()
         except httpx.TransportError as error:
+            if trouble := self._tls.trouble(error, self.url) or await https_instead(error, self.url):
+                raise Unreachable(trouble) from error
             raise Unreachable(
                 f"no controller answers at {self.url} ({_why(error)}); "
                 "start one with `shoal controller`, or name another with --url or SHOAL_URL"

@@ -70,19 +70,20 @@ async def serving(places: Places, own: bool) -> AsyncIterator[Here]:
     """A running controller. Its addresses are the first line on standard output."""
     from shoal_protos.errors import UserError
 
+    from shoal_controller.client_tls import unverified
     from shoal_controller.server import serve
 
     settings = places.settings(own)
     async with serve(settings) as server:
         if own and (leader := server.controller.other) is not None:
             raise UserError(
-                f"another controller leads with the store {settings.store} (at {leader.http}); submit the job there "
+                f"another controller leads with the store {settings.store} (at {leader.url}); submit the job there "
                 "with `shoal submit --url`, or give this one another --store"
             )
         typer.echo(f"http={server.http} grpc={server.grpc}")
         sys.stdout.flush()
         token = settings.token.get_secret_value() if settings.token is not None else ""
-        async with Client(f"http://{server.http}", token) as client:
+        async with Client(server.url, token, unverified()) as client:
             here = Here(client, server)
             try:
                 yield here

@@ -53,6 +53,13 @@ class ControllerPlace:
     """Random, of this process."""
     http: str
     grpc: str
+    scheme: str = "http"
+    """`https` where its REST speaks TLS."""
+
+    @property
+    def url(self) -> str:
+        """Of its REST."""
+        return f"{self.scheme}://{self.http}"
 
     def encoded(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -261,7 +268,8 @@ def _place_of(value: bytes) -> ControllerPlace | None:
     """None for one that cannot be read: of a later version, say. It is not known where that one is."""
     try:
         fields = json.loads(value)
-        return ControllerPlace(str(fields["id"]), str(fields["http"]), str(fields["grpc"]))
+        scheme = "https" if fields.get("scheme") == "https" else "http"
+        return ControllerPlace(str(fields["id"]), str(fields["http"]), str(fields["grpc"]), scheme)
     except (ValueError, TypeError, KeyError) as error:
         log.warning("a controller's place cannot be read", error=str(error))
         return None

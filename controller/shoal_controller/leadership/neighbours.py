@@ -11,6 +11,7 @@ import structlog
 from pydantic import ValidationError
 
 from shoal_controller.api.answers import HealthAnswer
+from shoal_controller.client_tls import ClientTls
 from shoal_controller.leadership.election import ControllerPlace
 from shoal_controller.store.store import Revision
 
@@ -19,17 +20,27 @@ ANSWER_SECONDS = 1.0
 log = structlog.get_logger("shoal.leadership")
 
 
-def client_for(patience: httpx.Timeout) -> httpx.AsyncClient:
-    """For requests to other controllers. They speak plain HTTP: to read all authorities for each client takes 30 ms."""
-    return httpx.AsyncClient(verify=False, timeout=patience, trust_env=False)
+class Neighbours:
+    """The other controllers of the store."""
 
+    def __init__(self, tls: ClientTls) -> None:
+        self._tls = tls
 
-async def term_of(place: ControllerPlace) -> Revision:
-    """The term in which it surely leads; 0: it does not, or does not answer."""
-    try:
-        async with client_for(httpx.Timeout(ANSWER_SECONDS)) as client:
-            answer = await client.get(f"http://{place.http}/healthz")
-        return HealthAnswer.model_validate_json(answer.content).term
-    except (httpx.HTTPError, ValidationError) as error:
-        log.info("a neighbour does not say who leads", neighbour=place.http, error=str(error) or type(error).__name__)
-        return 0
+    def client_for(self, place: ControllerPlace, patience: httpx.Timeout) -> httpx.AsyncClient:
+        """For requests to it. One that serves plain HTTP needs no authorities: to read them takes 30 ms."""
+        verify = self._tls.context() if place.scheme == "https" else False
+        return httpx.AsyncClient(verify=verify, timeout=patience, trust_env=False)
+
+    def why(self, error: Exception, place: ControllerPlace) -> str:
+        """Why it does not answer."""
+        return self._tls.trouble(error, place.url) or str(error) or type(error).__name__
+
+    async def term_of(self, place: ControllerPlace) -> Revision:
+        """The term in which it surely leads; 0: it does not, or does not answer."""
+        try:
+            async with self.client_for(place, httpx.Timeout(ANSWER_SECONDS)) as client:
+                answer = await client.get(f"{place.url}/healthz")
+            return HealthAnswer.model_validate_json(answer.content).term
+        except (httpx.HTTPError, ValidationError) as error:
+            log.info("a neighbour does not say who leads", neighbour=place.http, error=self.why(error, place))
+            return 0
