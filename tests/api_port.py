@@ -10,6 +10,7 @@ from shoal_controller.api.app import ApiSettings, build_app
 from shoal_controller.api.web import Web
 from shoal_controller.client_tls import ClientTls
 from shoal_controller.leadership.controller_state import ControllerState
+from shoal_controller.leadership.introductions import Introductions
 from shoal_controller.leadership.neighbours import Neighbours
 from shoal_controller.shell import Shell
 from shoal_controller.store.open import open_store
@@ -35,9 +36,9 @@ class Api:
 class LeadingAlone(ControllerState):
     """As it is of a controller that has its store for itself."""
 
-    def __init__(self, shell: Shell) -> None:
+    def __init__(self, shell: Shell, introductions: Introductions | None = None) -> None:
         super().__init__()
-        self.shell = shell
+        self.shell, self.introductions = shell, introductions
 
 
 async def figures() -> bytes:
@@ -45,7 +46,7 @@ async def figures() -> bytes:
 
 
 @asynccontextmanager
-async def serving(directory, settings=None, machine=None, token=None, tls=None):
+async def serving(directory, settings=None, machine=None, token=None, tls=None, introductions=None):
     logs.configure("warning")
     store = await open_store(f"embedded:{directory}")
     machine = machine or SmallMachine()
@@ -56,7 +57,7 @@ async def serving(directory, settings=None, machine=None, token=None, tls=None):
     tokens = TokenRegister(token)
     await tokens.start(store, shell.give_up)
     settings = settings or ApiSettings(default_workers=2)
-    alone, neighbours = LeadingAlone(shell), Neighbours(ClientTls(None))
+    alone, neighbours = LeadingAlone(shell, introductions), Neighbours(ClientTls(None))
     await web.start(build_app(alone, figures, settings, tokens, neighbours), shell.give_up)
     try:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{web.port}", trust_env=False) as client:

@@ -27,6 +27,7 @@ from shoal_controller.client_tls import ClientTls
 from shoal_controller.launchers.local import LocalLauncher, WorkerEnvironment
 from shoal_controller.leadership.controller_state import ControllerState
 from shoal_controller.leadership.election import ControllerPlace, Election
+from shoal_controller.leadership.introductions import introductions
 from shoal_controller.leadership.neighbours import Neighbours
 from shoal_controller.leadership.term import Means, leading
 from shoal_controller.metrics import Metrics, Sources
@@ -100,8 +101,9 @@ async def serve(settings: Settings) -> AsyncIterator[Server]:
         ends.push_async_callback(store.close)
         await tokens.start(store, fail)
         ends.push_async_callback(tokens.stop)
-        election = Election(store, _place_of(settings, web.port, grpc), neighbours.term_of)
-        controller.join(store, election)
+        me = _place_of(settings, web.port, grpc)
+        election = Election(store, me, neighbours.term_of)
+        controller.join(store, election, await introductions(store, me.id))
         launcher = LocalLauncher(settings.folder, _worker_environment(settings, grpc, controller), controller.report)
         launchers = {"local": launcher} if "local" in settings.allowed_launchers else {}
         means = Means(store, streams, controller, launchers, settings.forget_after_seconds, fail)

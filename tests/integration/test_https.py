@@ -19,6 +19,8 @@ from shoal_controller.server import serve
 from shoal_controller.settings import Settings
 
 PORTS = ["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0"]
+ELSEWHERE = "127.0.0.2"
+"""Another address of this machine, from which a client asks."""
 JOB = {"job": "job", "launcher": "none", "workers": {"wanted": 2}, "lanes": 8}
 
 
@@ -96,11 +98,16 @@ async def test_controllers_forward_requests_and_streams_to_each_other_by_https(h
             leader, follower = (first, second) if first.controller.term else (second, first)
             assert follower.controller.other.url == f"https://localhost:{leader.http.rpartition(':')[2]}"
             client = await ends.enter_async_context(
-                httpx.AsyncClient(verify=believed, trust_env=False, headers=token, timeout=10)
-            )
+                httpx.AsyncClient(
+                    transport=httpx.AsyncHTTPTransport(verify=believed, local_address=ELSEWHERE), headers=token,
+                    timeout=10,
+                )
+            )  # fmt: skip
             url = f"https://localhost:{follower.http.rpartition(':')[2]}"
             made = await client.post(f"{url}/v1/jobs", json=JOB)
             assert made.status_code == 202 and "job" in {view.job for view in leader.controller.jobs()}
+            events = (await client.get(f"{url}/v1/jobs/job/events")).json()["events"]
+            assert f"token root from {ELSEWHERE}: create the job" in [event["message"] for event in events]
             stream = client.stream("GET", f"{url}/v1/jobs/job/events", headers={"accept": "text/event-stream"})
             async with stream as answer:
                 assert answer.headers["content-type"].startswith("text/event-stream")

@@ -17,6 +17,7 @@ from shoal_controller.api.web import Web
 from shoal_controller.client_tls import ClientTls
 from shoal_controller.leadership.controller_state import ControllerState
 from shoal_controller.leadership.election import LEADER, ControllerPlace, Election, Leadership
+from shoal_controller.leadership.introductions import Introductions
 from shoal_controller.leadership.neighbours import Neighbours
 from shoal_controller.ports import Outside
 from shoal_controller.sessions.streams import Streams
@@ -36,7 +37,7 @@ class Follower:
         self.client = client
         self.controller = ControllerState()
         self.election = Election(store, ControllerPlace("me", "me:1", "me:2"), self._term_of)
-        self.controller.join(store, self.election)
+        self.controller.join(store, self.election, Introductions("me", "5" * 64))
 
     async def _term_of(self, place: ControllerPlace) -> int:
         return 0

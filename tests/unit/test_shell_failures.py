@@ -298,9 +298,11 @@ async def test_a_store_whose_own_id_is_damaged_is_refused_in_a_sentence(tmp_path
     async with running(tmp_path) as world:
         await world.shell.stop()
         await world.store.transact([], [Put("/cluster", value)])
-    with pytest.raises(
-        StoreError, match=r"^the store's /cluster is damaged \(b'.*'\); restore the store from a backup$"
-    ):
+    sentence = (
+        r"^the store's /cluster is damaged \(\d+ bytes; expected 16 hexadecimal digits\); restore "
+        r"the store from a backup$"
+    )
+    with pytest.raises(StoreError, match=sentence):
         async with running(tmp_path):
             raise AssertionError("it was opened")
 

@@ -71,4 +71,4 @@ def build_app(
         """Metrics for Prometheus."""
         return Response(await scrape(), media_type=METRICS_TYPE)
 
-    return Guard(Forwarding(app, controller, neighbours), tokens, settings.here_only)
+    return Guard(Forwarding(app, controller, neighbours), tokens, settings.here_only, controller)

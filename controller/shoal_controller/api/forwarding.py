@@ -24,11 +24,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from shoal_controller.api.problems import problem
 from shoal_controller.leadership.controller_state import ControllerState
 from shoal_controller.leadership.election import ControllerPlace, NotLeading
+from shoal_controller.leadership.introductions import HEADER, HandedOn
 from shoal_controller.leadership.neighbours import Neighbours
 from shoal_controller.store.store import UnknownOutcome
-
-FORWARDED = "shoal-forwarded"
-"""The header of a request that another controller has handed on."""
 
 NOT_LEADING = "shoal-not-leading"
 """The header of an answer to such a request by a controller that does not lead: nothing has come of it."""
@@ -73,7 +71,7 @@ class Forwarding:
         if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
             await self._app(scope, receive, send)
             return
-        if FORWARDED in Headers(scope=scope):
+        if HEADER in Headers(scope=scope):
             await self._answer_forwarded(scope, receive, send)
             return
         if scope["method"] not in READS:
@@ -126,8 +124,9 @@ class Forwarding:
         patience = httpx.Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS)
         client = await ends.enter_async_context(self._neighbours.client_for(leader, patience))
         headers = {name: request.headers[name] for name in PASSED_ON if name in request.headers}
+        headers[HEADER] = self._controller.word(request.state.caller.address, HandedOn.of(request.scope, leader.id))
         asked = client.build_request(
-            request.method, leader.url, headers={**headers, FORWARDED: "1"}, content=body or None,
+            request.method, leader.url, headers=headers, content=body or None,
             extensions={"target": _target(request.scope)},
         )  # fmt: skip
         try:

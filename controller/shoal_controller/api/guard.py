@@ -20,6 +20,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from shoal_controller.api.failed_logins import FailedLogins
 from shoal_controller.api.problems import BUG, TooLarge, problem
 from shoal_controller.callers import Caller, Role, Unauthorized
+from shoal_controller.leadership.controller_state import ControllerState
+from shoal_controller.leadership.introductions import HEADER, HandedOn
 from shoal_controller.token_register import TokenRegister
 
 MOST_BODY_BYTES = 256 * 1024
@@ -41,8 +43,10 @@ log = structlog.get_logger("shoal.api")
 class Guard:
     """ASGI middleware around the whole app."""
 
-    def __init__(self, app: ASGIApp, tokens: TokenRegister, here_only: bool) -> None:
+    def __init__(self, app: ASGIApp, tokens: TokenRegister, here_only: bool, controller: ControllerState) -> None:
+        """`controller`: knows whom neighbours speak for."""
         self._app = app
+        self._controller = controller
         self._tokens = tokens
         self._here_only = here_only
         self._failed_logins = FailedLogins()
@@ -61,7 +65,7 @@ class Guard:
             scope.setdefault("state", {})["caller"] = self._check(Headers(scope=scope), scope)
             await self._app(scope, _limited(scope, receive), noted)
         except Unauthorized as error:
-            await self._failed_logins.delay(_address(scope))
+            await self._failed_logins.delay(self._address(scope))
             await problem(scope["path"], error.http_status, str(error))(scope, receive, send)
         except ShoalError as error:
             await problem(scope["path"], error.http_status, str(error))(scope, receive, send)
@@ -84,13 +88,21 @@ class Guard:
         if scope["path"] in OPEN_PATHS:
             return None
         self._check_page(headers)
-        address = _address(scope)
+        address = self._address(scope)
         if not self._tokens.is_required:
             return Caller("", Role.ADMIN, address)
         self._failed_logins.check(address)
         caller = self._tokens.caller(_shown(headers.get("authorization", "")), address)
         _check_role(caller, scope["method"], scope["path"])
         return caller
+
+    def _address(self, scope: Scope) -> str:
+        """Where the request comes from: the other end of its connection, or the client for whom a neighbour asks."""
+        address = str(scope["client"][0]) if scope.get("client") else ""
+        headers, neighbours = Headers(scope=scope), self._controller.introductions
+        if HEADER not in headers or neighbours is None:
+            return address
+        return neighbours.address(headers[HEADER], HandedOn.of(scope, neighbours.me)) or address
 
     def _check_page(self, headers: Headers) -> None:
         """● Only browsers send these headers, and always for a page of another site."""
@@ -101,10 +113,6 @@ class Guard:
                 f"the request comes from a web page of {origin or 'another site'}; a controller answers to programs "
                 "and to its own pages only"
             )
-
-
-def _address(scope: Scope) -> str:
-    return str(scope["client"][0]) if scope.get("client") else ""
 
 
 def needed_role(method: str, path: str) -> Role:

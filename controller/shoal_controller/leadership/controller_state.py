@@ -15,6 +15,7 @@ from shoal_controller.core.machine.events import Event
 from shoal_controller.core.machine.spec import JobView
 from shoal_controller.core.planning.question import Answer, Question
 from shoal_controller.leadership.election import ControllerPlace, Election, Leadership, NotLeading
+from shoal_controller.leadership.introductions import UNPROVED, HandedOn, Introductions
 from shoal_controller.ports import Outside
 from shoal_controller.sessions.streams import Streams
 from shoal_controller.shell import CHECK_SECONDS, Shell
@@ -34,6 +35,8 @@ class ControllerState:
         self._leadership: Leadership | None = None
         self._store: Store | None = None
         self._election: Election | None = None
+        self.introductions: Introductions | None = None
+        """What neighbours say of their clients; None until the store is open."""
         self._led = asyncio.Event()
         """Set while this controller leads."""
         self._has_settled = False
@@ -42,9 +45,9 @@ class ControllerState:
         self._copying: asyncio.Task[Shell] | None = None
         """One for all that ask meanwhile: where the store is away they do not wait behind each other."""
 
-    def join(self, store: Store, election: Election) -> None:
+    def join(self, store: Store, election: Election, introductions: Introductions) -> None:
         """The store is open, and this controller stands for election."""
-        self._store, self._election = store, election
+        self._store, self._election, self.introductions = store, election, introductions
 
     def lead(self, leadership: Leadership, shell: Shell) -> None:
         """It leads, with this shell."""
@@ -99,6 +102,10 @@ class ControllerState:
     def jobs(self) -> list[JobView]:
         """All jobs, of the one that surely leads; nothing elsewhere, so that nothing is counted twice."""
         return self.shell.jobs() if self.shell is not None and self.term else []
+
+    def word(self, address: str, request: HandedOn) -> str:
+        """What the controller to which a request is handed on is told of its client."""
+        return self.introductions.word(address, request) if self.introductions is not None else UNPROVED
 
     def check(self) -> None:
         """Raises `StoreError` unless requests are served: a controller has led once, and nothing has stopped."""
