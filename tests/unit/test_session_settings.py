@@ -84,3 +84,11 @@ def test_the_token_is_shown_and_never_printed() -> None:
     settings = SessionSettings(controller="h:1", job="j", token="secret")
     assert settings.metadata == (("authorization", "Bearer secret"),)
     assert "secret" not in repr(settings)
+
+
+@pytest.mark.parametrize("token", ["hush\n", "hushé", " hush"])
+def test_a_token_that_cannot_be_sent_is_not_repeated(token: str) -> None:
+    given = {"SHOAL_CONTROLLER": "localhost:1", "SHOAL_JOB": "a", "SHOAL_TOKEN": token}
+    with pytest.raises(UserError) as refusal:
+        SessionSettings.from_environment(given)
+    assert str(refusal.value) == "SHOAL_TOKEN has characters that an HTTP header cannot carry; use printable ones"

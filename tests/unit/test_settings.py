@@ -53,6 +53,8 @@ ADDRESS = "is not a valid address; expected HOST:PORT, such as 127.0.0.1:7070"
         ({"grpc": "h:７"}, f"'h:７' {ADDRESS}"),
         ({"log_level": "loud"}, '`SHOAL_LOG_LEVEL` is "loud"; expected debug, info, warning or error'),
         ({"token": "a\nb"}, "SHOAL_TOKEN has characters that an HTTP header cannot carry; use printable ones"),
+        ({"token": "sécret"}, "SHOAL_TOKEN has characters that an HTTP header cannot carry; use printable ones"),
+        ({"token": "secret "}, "SHOAL_TOKEN has characters that an HTTP header cannot carry; use printable ones"),
         ({"forget_after_seconds": "a week"}, '`SHOAL_FORGET_AFTER_SECONDS` is "a week"; expected a number'),
         ({"htpp": "x"}, '`SHOAL_HTPP` is an unknown key (given: "x")'),
     ],
@@ -117,6 +119,7 @@ def test_logs_and_the_token_lie_in_a_folder_of_their_own_whatever_the_store(tmp_
 def test_workers_inherit_the_environment_without_what_is_the_controllers_alone(monkeypatch):
     for name in ("SHOAL_TOKEN", "SHOAL_STORE", "SHOAL_GRPC_KEY", "SHOAL_URL", "SHOAL_DATA"):
         monkeypatch.setenv(name, "the controller's")
+    monkeypatch.setenv("shoal_etcd_password", "the controller's")  # settings are read in small letters, too
     monkeypatch.setenv("SHOAL_FAULT", "w1@3:vote:kill")
     inherited = inherited_environment()
     assert "the controller's" not in inherited.values()

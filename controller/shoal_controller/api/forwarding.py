@@ -123,8 +123,9 @@ class Forwarding:
         """What the leader answers; None where it does not, and nothing can have come of the request."""
         patience = httpx.Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS)
         client = await ends.enter_async_context(self._neighbours.client_for(leader, patience))
-        headers = {name: request.headers[name] for name in PASSED_ON if name in request.headers}
-        headers[HEADER] = self._controller.word(request.state.caller.address, HandedOn.of(request.scope, leader.id))
+        headers = [(name, value) for name, value in request.headers.raw if name.decode("latin-1") in PASSED_ON]
+        known = HandedOn.of(request.scope, leader.id)
+        headers.append((HEADER.encode(), self._controller.word(request.state.caller.address, known).encode()))
         asked = client.build_request(
             request.method, leader.url, headers=headers, content=body or None,
             extensions={"target": _target(request.scope)},

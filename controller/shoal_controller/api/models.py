@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
-from shoal_protos.validation import Allowed, wrong_value
+from shoal_protos.validation import Allowed, Unshown, wrong_value
 
 from shoal_controller.core.machine.spec import JobSpec
 
@@ -55,7 +55,7 @@ class JobBody(Body):
     """Launcher that starts the workers. Default: `none`; they join by themselves (`shoal worker`)."""
     command: Annotated[list[str], Field(max_length=1000)] = []
     """Program and arguments that a launched worker runs."""
-    env: Annotated[dict[str, str], Field(max_length=1000)] = {}
+    env: Annotated[dict[str, str], Field(max_length=1000), Unshown()] = {}
     """Environment variables of launched workers, added to the controller's."""
     heartbeat_seconds: Annotated[float, Field(ge=0.01, le=LONGEST_SECONDS, allow_inf_nan=False)] = 1.0
     """Heartbeat interval. Default: 1."""
@@ -111,7 +111,11 @@ class JobBody(Body):
     def _an_env_for_the_system(cls, env: dict[str, str]) -> dict[str, str]:
         for name, value in env.items():
             if not name or "=" in name:
-                raise ValueError(f"`env` has a variable named {name!r}; expected a name that is not empty and has no =")
+                shown = name.partition("=")[0]
+                raise ValueError(
+                    f"`env` has a variable named {shown + '=…' if name else name!r}; expected a name that is not empty "
+                    "and has no ="
+                )
             if name in SET_BY_SHOAL:
                 raise ValueError(f"`env.{name}` is set by Shoal itself; leave it out")
             _check_text("a name in `env`", name)

@@ -18,6 +18,7 @@ from urllib.parse import quote, urlsplit
 
 import httpx
 from shoal_protos.addresses import is_here
+from shoal_protos.bearer import UNSENDABLE, is_sendable
 from shoal_protos.errors import Conflict, NotFound, Refused, ShoalError, StoreError, UserError
 
 from shoal_controller.cli.endings import Unreachable
@@ -62,6 +63,8 @@ class Client:
         self._tls = ClientTls(_authorities() if parts.scheme == "https" else None)
         if token is None:
             token = os.environ.get("SHOAL_TOKEN") or (kept_token(local_folder()) if here else "")
+        if not is_sendable(token):
+            raise UserError(UNSENDABLE)
         self._http = httpx.AsyncClient(
             base_url=f"{self.url}/v1",
             timeout=ANSWER_SECONDS,

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from shoal_protos.errors import UserError
 
 from shoal_controller.cli.options import DEFAULT_URL, Url
+
+if TYPE_CHECKING:
+    import yaml
 
 
 async def submit(
@@ -51,4 +55,12 @@ def _yaml(text: str) -> object:
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ValueError(" ".join(str(error).split())) from error
+        raise ValueError(_without_content(error)) from None
+
+
+def _without_content(error: yaml.YAMLError) -> str:
+    """What is wrong and where, without the lines of the file around it: they may hold a secret."""
+    mark = getattr(error, "problem_mark", None)
+    problem = re.sub(r"'[\w!*&][^']*'", "'…'", getattr(error, "problem", None) or "")
+    place = f" in line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
+    return f"it is not YAML{place}" + (f": {problem}" if problem else "")

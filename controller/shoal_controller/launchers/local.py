@@ -57,7 +57,7 @@ class WorkerEnvironment:
 
     controllers: Callable[[], Sequence[str]]
     """`HOST:PORT` of the gRPC sides of all controllers, as a worker reaches them; this one's own first."""
-    secret: str | None = None
+    secret: str | None = field(default=None, repr=False)
     """The operators' token, from which a worker's is derived."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """The controller's own, which workers inherit."""

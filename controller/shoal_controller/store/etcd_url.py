@@ -43,7 +43,9 @@ class EtcdAccess:
 
 def parsed_etcd_url(url: str) -> EtcdUrl:
     """Raises `UserError` with what is wrong."""
-    rest = url.removeprefix("etcd://")
+    rest, _, query = url.removeprefix("etcd://").partition("?")
+    if query:
+        raise UserError("the store's URL has a query (what comes after its `?`), which means nothing; leave it out")
     user, separator, place = rest.rpartition("@")
     if ":" in user:
         raise UserError("the store's URL has a password in it, where everybody can read it; set SHOAL_ETCD_PASSWORD")

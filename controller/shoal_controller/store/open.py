@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,4 +26,5 @@ async def open_store(url: str, timed: Timed | None = None, etcd: EtcdAccess | No
         return await EmbeddedStore.open(Path(rest), timed)
     if url.startswith("etcd://"):
         return await EtcdStore.open(parsed_etcd_url(url), etcd or EtcdAccess(), timed)
-    raise UserError(f"store is {url!r}; expected embedded:DIR or {FORM}")
+    shown = re.sub(r"//.*@", "//…@", url)  # there may be a password
+    raise UserError(f"store is {shown!r}; expected embedded:DIR or {FORM}")

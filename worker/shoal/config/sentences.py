@@ -42,7 +42,7 @@ def unknown_key(key: str, value: object, model: type[BaseModel] = Document, sect
     known = set(keys_of(model, section))
     foreign = {known for known in WITHOUT_MEANING | NOT_BUILT.keys() if not known.endswith("*")}
     beside = [other.rpartition(".")[2] for other in known if other.rpartition(".")[0] == parent]
-    refused = validation.unknown_key(parent, name, value, beside, _nearest(key, name, known | foreign))
+    refused = validation.unknown_key(parent, name, shown(value), beside, _nearest(key, name, known | foreign))
     if beside:
         return f"{refused}."
     return f"{refused}{'' if refused.endswith('?') else '.'} See {REFERENCE} for the allowed keys."

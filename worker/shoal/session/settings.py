@@ -9,6 +9,7 @@ from pathlib import Path
 import grpc
 from pydantic import BaseModel, ConfigDict, SecretStr, ValidationError, field_validator, model_validator
 from shoal_protos.addresses import is_connectable, split_address
+from shoal_protos.bearer import UNSENDABLE, is_sendable
 from shoal_protos.errors import UserError
 from shoal_protos.messages import GRACE_SECONDS
 from shoal_protos.pem import read_pem
@@ -87,6 +88,13 @@ class SessionSettings(BaseModel):
                     "separated by commas"
                 )
         return controller
+
+    @field_validator("token")
+    @classmethod
+    def _a_token_that_can_be_sent(cls, token: SecretStr | None) -> SecretStr | None:
+        if token is not None and not is_sendable(token.get_secret_value()):
+            raise ValueError(UNSENDABLE)
+        return token
 
     @field_validator("grace_seconds", mode="before")
     @classmethod
