@@ -72,7 +72,7 @@ class JobRepository:
         self.modified = modified
         """The store's revision of its last write."""
         self._records = records
-        self._durable = durable
+        self.durable = durable
         """As it is in the store."""
         self._doubtful: set[bytes] = set()
         """Heads whose writing failed: nobody knows yet whether it was carried out all the same."""
@@ -87,7 +87,7 @@ class JobRepository:
 
     @property
     def spec(self) -> JobSpec:
-        return self._durable.spec
+        return self.durable.spec
 
     @property
     def broken(self) -> str:
@@ -114,23 +114,23 @@ class JobRepository:
             raise StoreError(
                 f"job {self._name} could not be written within {BEGIN_SECONDS:g} s: {why}. Submit it again later"
             ) from error
-        self._durable = durable
+        self.durable = durable
 
     async def write(self, events: Sequence[JobEvent], durable: Durable | None = None, broken: str = "") -> None:
         """Make events, and the state where given, durable: all before it returns, in this order."""
         *first, last = _batches(events)
         for batch in first:
             await self._write(batch)
-        durable = durable or self._durable
-        changed = changed_records(self._durable, durable)
+        durable = durable or self.durable
+        changed = changed_records(self.durable, durable)
         await self._write(last, changed, state=state_of(durable), broken=broken or self.broken)
-        self._durable = durable
+        self.durable = durable
 
     async def write_step(self, step: int) -> None:
         """Make the step that people are shown durable: with the head, which every transaction writes."""
-        durable = replace(self._durable, step=step)
+        durable = replace(self.durable, step=step)
         await self._write(state=state_of(durable))
-        self._durable = durable
+        self.durable = durable
 
     @property
     def event_bytes(self) -> int:

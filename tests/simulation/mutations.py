@@ -15,7 +15,6 @@ from shoal.core.save_part import SaveAct, SavePart, SaveStatus
 from shoal_controller import record_set
 from shoal_controller.core.machine import machine
 from shoal_controller.core.machine.durable import Durable, Failures, LinkFault, SaveRequest, Standing
-from shoal_controller.core.machine.effects import PersistStep
 from shoal_controller.core.machine.events import NeverStarted
 from shoal_controller.core.machine.job import Listening, Process
 from shoal_controller.core.machine.phases import (
@@ -196,10 +195,6 @@ def _gives_no_grace(turn: Turn) -> None:
         turn.mark(record.worker, leaves_at=turn.now)
 
 
-def _shows_what_is_not_written(self: Turn) -> list[Any]:
-    return [effect for effect in EFFECTS_IN_ORDER(self) if not isinstance(effect, PersistStep)]
-
-
 POPULATION_RESTARTED = scaling.on_restart
 
 
@@ -313,7 +308,6 @@ MUTATIONS: dict[str, list[Patch]] = {
         (machine.TABLE, (Phase.WAITING, NeverStarted), lambda turn, event: None),
         (machine.TABLE, (Phase.RUNNING, NeverStarted), lambda turn, event: None),
     ],
-    "the shown step is written before it is shown": [(Turn, "effects_in_order", _shows_what_is_not_written)],
     "every phase of a recovery has its own time limit": [(recovery, "_overdue", _has_one_time_for_all_phases)],
     "a thawed worker is readmitted where no steps run": [
         (running, "_could_rejoin", lambda turn, world, process: False)

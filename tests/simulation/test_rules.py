@@ -62,7 +62,6 @@ NOTICED_BY: dict[str, str | int] = {
     "a save that was accepted is made over a controller's restart": "save_over_a_restart",
     "a process that was told to end is killed over a controller's restart": 459,
     "a worker that no controller has started is started by the next": "never_started",
-    "the shown step is written before it is shown": 0,
     "a joiner is not waited for in a recovery": "joiner_freezes_in_a_recovery",
     "one of two that cannot reach each other is evicted": "link_down",
     "only waits older than the limit count": 78,

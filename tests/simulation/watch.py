@@ -268,7 +268,11 @@ class Watch:
             self.violated("a checkpoint cannot be what the plan says", path, plan.recovery.step)
 
     def shows(self, job: Job) -> None:
-        """What people see, in whichever controller's life: the step never goes back, but with the job itself."""
+        """What people see: the step never goes back, but with the job itself. Another life of the controller may know
+        an older one, until all members have said theirs.
+        """
+        if not job.figures_known:
+            return
         if job.durable.step < self.shown:
             self.violated("the shown step went back", self.shown, job.durable.step)
         self.shown = job.durable.step

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from machine_driver import MADE_OF, Driver
-from shoal_controller.core.machine.effects import Adopt, Effect, Kill, Note, Persist, PersistStep, Spawn
+from shoal_controller.core.machine.effects import Adopt, Effect, Kill, Note, Spawn
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.events import Cancel, DrainWorker, Exited, NeverStarted, Save, Tick
 from shoal_controller.core.machine.figures import series_key
@@ -197,27 +197,6 @@ def test_a_job_that_is_over_asks_for_those_that_have_not_ended() -> None:
     job.feed(NeverStarted("w2"))
     effects = job.wait(30, beating=False)
     assert Kill("w0") in effects and Kill("w2") not in effects
-
-
-# ---- what people see
-
-
-def test_the_shown_step_is_written_before_it_is_shown_and_never_goes_back() -> None:
-    job, whole = training(), 0
-    stored = job.view.step
-    for step in range(2, 40):
-        effects = [effect for worker in ("w0", "w1") for effect in job.beat(worker, step=step)]
-        job.now += 0.25
-        effects += job.feed(Tick())
-        written = [effect.step for effect in effects if isinstance(effect, PersistStep)]
-        stored = job.view.step if Persist() in effects else written[-1] if written else stored
-        assert job.view.step == stored, "what is shown is what another controller would find"
-        whole += effects.count(Persist())
-    assert whole <= 3, "a step alone is a small write"
-    shown = job.view.step
-    assert shown >= 39 - 4, "it is shown every second"
-    restarted(job)
-    assert job.view.step == shown
 
 
 # ---- the end

@@ -1,7 +1,6 @@
 """What a job wants done: the outputs of `machine.step`, carried out by the shell strictly in order.
 
-`Persist` is durable before anything after it goes out, so a generation is in the store before anyone hears of it;
-so is `PersistStep`, so that what people are shown never goes back when a controller is started again.
+`Persist` is durable before anything after it goes out, so a generation is in the store before anyone hears of it.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ class Persist:
 
 @dataclass(frozen=True, slots=True)
 class PersistStep:
-    """Write the step that people are shown, and nothing else: a small write, because it comes every second."""
+    """Write the step that people are shown, and nothing else: a small write, for all jobs make it every minute."""
 
     step: int
 

@@ -65,7 +65,7 @@ HISTOGRAMS: Mapping[str, HistogramKind] = {
         "Pause of training by a change, from the first stopped worker to the first lane begun.",
         labels={"reason": REASONS},
     ),
-    "shoal_step_seconds": HistogramKind("Wall time of a committed step."),
+    "shoal_step_seconds": HistogramKind("Wall time of a committed step. Renewed once a minute."),
     "shoal_checkpoint_seconds": HistogramKind(
         "Duration of the phases of a save; training waits for the copy phase only.",
         (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0),

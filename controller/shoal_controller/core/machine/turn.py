@@ -162,13 +162,15 @@ class Turn:
 
         So a number is in the store before anyone hears of it, a world before it is opened, a worker before it is
         started; and a controller that dies between two effects has only left something unsaid, which it will say again.
+        The shown step alone is no reason to write at once: workers know where they are (`phases/progress.py`).
         """
         before, after = self.before.durable, self.job.durable
         if after == before:
             return self.effects
-        if after == replace(before, step=after.step):
-            return [PersistStep(after.step), *self.effects]
-        return [Persist(), *self.effects]
+        if after != replace(before, step=after.step):
+            return [Persist(), *self.effects]
+        due = self.job.step_written_at != self.before.step_written_at
+        return [PersistStep(after.step), *self.effects] if due else self.effects
 
 
 # ---- what would cost the square of the workers

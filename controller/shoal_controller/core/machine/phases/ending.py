@@ -29,6 +29,7 @@ def finish(turn: Turn, phase: Phase, reason: str) -> None:
     turn.enter(phase, reason)
     turn.keep(planned=(), save=None, ended_at=turn.now)
     turn.change(attempt=None, reaped_at=turn.now)
+    turn.keep_figures(turn.job.figures)
     turn.note(EventKind[phase.name], reason)
     send_all_if_due(turn)
     _kill_the_unheard(turn)

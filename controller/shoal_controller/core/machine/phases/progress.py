@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from statistics import median
 
+from shoal_controller.core.machine.durable import Durable
 from shoal_controller.core.machine.job import Job
 from shoal_controller.core.machine.phases import step_figures
 from shoal_controller.core.machine.turn import Turn
 
 SHOW_SECONDS = 1.0
-"""How often the step that people are shown is written and shown, where nothing else is written: workers say theirs with
-their heartbeats.
+"""How often the step that people are shown moves: workers say theirs with their heartbeats."""
+
+WRITE_SECONDS = 60.0
+"""How often it is written where nothing else is: a store has better to do than to follow every job's steps. It goes
+with every other write, so a controller that is started again shows one that is so old at most, until the members have
+said theirs.
 """
 
 
@@ -22,7 +28,7 @@ def known_step(turn: Turn) -> int:
 
 
 def update(turn: Turn) -> None:
-    """Notice the step that every member has committed, and count it. It is written before it is shown."""
+    """Notice the step that every member has committed, and count it. Now and then it is written."""
     job, world = turn.job, turn.world
     if world is None:
         return
@@ -34,9 +40,16 @@ def update(turn: Turn) -> None:
     step_figures.count_steps(turn, step)
     if not turn.job.figures_known:
         turn.change(figures_known=True)
-    if step > turn.durable.step and turn.now - job.step_written_at >= SHOW_SECONDS:
+    if step > turn.durable.step and turn.now - job.step_shown_at >= SHOW_SECONDS:
         turn.keep(step=step)
-        turn.change(step_written_at=turn.now)
+        turn.change(step_shown_at=turn.now)
+        if turn.now - turn.job.step_written_at >= WRITE_SECONDS:
+            turn.change(step_written_at=turn.now)
+
+
+def as_of_now(job: Job) -> Durable:
+    """What to write where a controller ends in good order: with the steps that were not written yet."""
+    return job.durable if job.durable.phase.over else replace(job.durable, figures=job.figures)
 
 
 def shown_loss(job: Job) -> float | None:

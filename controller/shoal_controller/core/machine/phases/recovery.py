@@ -244,6 +244,7 @@ def _go_back(turn: Turn, attempt: Attempt, why: str) -> None:
     failures.on_world_lost(turn)
     if turn.durable.phase.over:
         return None
+    turn.keep(step=max(turn.durable.step, known_step(turn)))  # a later life must see that all have gone back
     attempt = replace(
         attempt,
         reason=Reason.RESTORE,
@@ -251,7 +252,7 @@ def _go_back(turn: Turn, attempt: Attempt, why: str) -> None:
         start=True,
         starters=attempt.respondents,
         lost_blocks=NO_BLOCKS,
-        back_from=max(turn.durable.step, known_step(turn)),
+        back_from=turn.durable.step,
     )
     turn.change(attempt=attempt)
     turn.enter(Phase.RESIZING)
