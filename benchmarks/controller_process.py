@@ -1,4 +1,7 @@
-"""A `shoal controller` in a process of its own, for control_plane.py: what it costs, seen from outside."""
+"""A `shoal controller` in a process of its own, for control_plane.py: what it costs, seen from outside.
+
+Its store is embedded, or a real etcd of three servers, whose own CPU is not the controller's.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,17 @@ import psutil
 
 MB = 1_000_000
 HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE.parent / "tests"))
+
+from etcd_cluster import etcd_cluster  # noqa: E402
+
+STORES = ("embedded", "etcd")
 TRANSACTIONS = re.compile(r'^shoal_store_request_duration_seconds_count\{request="transact"\} (\S+)$', re.MULTILINE)
 
 
 @dataclass
 class Controller:
-    """A controller with an embedded store: its process, its addresses, its folder."""
+    """A controller: its process, its addresses, its folder."""
 
     process: psutil.Process
     http: str
@@ -72,12 +80,15 @@ class Controller:
 
 
 @contextlib.contextmanager
-def controller() -> Iterator[Controller]:
-    """One that listens on loopback, until the context ends."""
-    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as name:
+def controller(store: str) -> Iterator[Controller]:
+    """One that listens on loopback, with a store of that kind, until the context ends."""
+    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as name, contextlib.ExitStack() as ends:
         folder = Path(name)
+        url = f"embedded:{name}/store"
+        if store == "etcd":
+            url = f"etcd://{','.join(ends.enter_context(etcd_cluster(folder / 'etcd', 3)).addresses)}/shoal"
         command = [sys.executable, str(HERE / "held_loop.py"), str(folder / "held"), "controller"]
-        command += ["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--store", f"embedded:{name}/store"]
+        command += ["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--store", url]
         with (folder / "log").open("wb") as log:
             process = subprocess.Popen([*command, "--data", name], stdout=subprocess.PIPE, stderr=log)
         try:

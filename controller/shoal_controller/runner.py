@@ -42,8 +42,10 @@ from shoal_controller.core.machine.events import (
     Event,
     OperatorRequest,
     Started,
+    first_batch,
 )
 from shoal_controller.core.machine.job import Job, new_job, restore
+from shoal_controller.core.machine.phases.progress import as_of_now
 from shoal_controller.core.machine.spec import JobSpec, JobView, Phase
 from shoal_controller.job_inbox import JobInbox, Submission, settle
 from shoal_controller.job_repository import JobRepository
@@ -58,6 +60,9 @@ REQUEST_SECONDS = 10.0
 
 STOP_SECONDS = 5.0
 """How long a write in hand may take when the job's loop is to end."""
+
+LAST_WRITE_SECONDS = 1.0
+"""How long the write of its steps may take after that: nothing is decided by them."""
 
 log = structlog.get_logger("shoal.job")
 
@@ -165,12 +170,26 @@ class Runner:
 
     async def stop(self, why: ShoalError) -> None:
         """Stop and wait for the end. A write in hand is finished, if the store does not take too long."""
+        in_order = self._halted is None and not (self.trouble or self._broken or self._unserved)
         self.halt(why)
         if self._loop is not None:
             await asyncio.wait([self._loop], timeout=STOP_SECONDS)
             await end_task(self._loop)
         await self._background.stop()
         self._inbox.end(self._halted)
+        if in_order and self._job is self._carried_out:
+            await self._write_steps()
+
+    async def _write_steps(self) -> None:
+        """Those that were shown since the last write: the next life goes on from there."""
+        durable = as_of_now(self._job)
+        if durable == self.repository.durable:
+            return
+        try:
+            async with asyncio.timeout(LAST_WRITE_SECONDS):
+                await self.repository.write([], durable)
+        except (TimeoutError, StoreError) as error:
+            log.warning("the last steps could not be written", job=self.spec.job, error=str(error))
 
     def leave(self) -> None:
         """Let go of the streams of a job that another run replaces."""
@@ -224,11 +243,15 @@ class Runner:
                 continue
             await self._catch_up()
             await self._answer(self._inbox.take_batch(first))
+            await asyncio.sleep(0)  # an inbox that is not empty is no wait: other jobs come before its next batch
 
     async def _catch_up(self) -> None:
         """Hear what was said while the store failed."""
         while self._halted is None and (events := self._inbox.take_kept()):
-            await self._handle(events)
+            while events and self._halted is None:
+                batch, events = first_batch(events, lambda event: event)
+                await self._handle(batch)
+                await asyncio.sleep(0)
 
     async def _answer(self, batch: Sequence[Submission]) -> None:
         """Handle it, unless the job has been halted, and tell whoever submitted it."""
@@ -272,6 +295,8 @@ class Runner:
         after the step.
         """
         lasting = any(isinstance(effect, Persist) for effect in effects)
+        if lasting:
+            await asyncio.sleep(0)  # for a thousand workers the text alone takes long enough
         events = [*audit, *_recorded(effects, self._job, self._life.clock())]
         for effect in effects:
             if isinstance(effect, Persist) and lasting:

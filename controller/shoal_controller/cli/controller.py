@@ -27,9 +27,11 @@ async def controller(
 
     from shoal_controller.cli.endings import DONE, INTERRUPTED
     from shoal_controller.cli.serve import Places, interrupts, serving
+    from shoal_controller.garbage import spare_what_lasts
 
     async def serve() -> None:
         async with serving(Places(http, grpc, store, data, open_to_all), own=False):
+            spare_what_lasts()
             begun.set()
             await signals.first.wait()
 

@@ -8,6 +8,7 @@ them, so that a message that cannot be read is answered by a sentence. See docs/
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -30,6 +31,8 @@ FLUSH_SECONDS = 5.0
 """How long a stream that ends may take to carry its last messages."""
 LINGER_SECONDS = 1.0
 """How long a worker may take to hang up after the last one."""
+ALIVE_PARTS = 20
+"""In so many parts the streams are shown that the controller lives, each in its own turn within `ALIVE_SECONDS`."""
 STOP_SECONDS = 5.0
 """How long the jobs may take to hear that their streams ended when the service stops."""
 
@@ -104,9 +107,9 @@ class SessionService:
             log.error("streams did not end in time", seconds=STOP_SECONDS, tasks=late)
 
     async def _show_life(self) -> None:
-        while True:
-            await asyncio.sleep(ALIVE_SECONDS)
-            self._streams.show_life()
+        for part in itertools.cycle(range(ALIVE_PARTS)):
+            await asyncio.sleep(ALIVE_SECONDS / ALIVE_PARTS)
+            self._streams.show_life(part, ALIVE_PARTS)
 
     # ---- one stream
 

@@ -28,17 +28,26 @@ class OfAnotherType(ValueError):
 
 def plain(value: Any) -> Any:
     """What `json.dumps` takes."""
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, Runs):
-        return value.encode()
-    if is_dataclass(value):
-        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, tuple):
-        return [plain(item) for item in value]
-    return value.hex() if isinstance(value, bytes) else value
+    kind: Any = type(value)
+    write = _writer(kind)
+    return value if write is None else write(value)
+
+
+@cache
+def _writer(kind: Any) -> Callable[[Any], Any] | None:
+    """How values of that type are written; None: as they are. A plan for a thousand workers has 20,000 of them."""
+    if issubclass(kind, Enum):
+        return lambda value: value.value
+    if issubclass(kind, Runs):
+        return Runs.encode
+    if is_dataclass(kind):
+        names = [field.name for field in fields(kind)]
+        return lambda value: {name: plain(getattr(value, name)) for name in names}
+    if issubclass(kind, Mapping):
+        return lambda value: {key: plain(item) for key, item in value.items()}
+    if issubclass(kind, tuple):
+        return lambda value: [plain(item) for item in value]
+    return bytes.hex if issubclass(kind, bytes) else None
 
 
 def restored(kind: Any, value: Any) -> Any:

@@ -156,12 +156,16 @@ Event = (
 One = TypeVar("One")
 
 
+MOST_AT_ONCE = 64
+"""Events of one batch. A thousand hellos are not handled in one go: other jobs' heartbeats wait meanwhile."""
+
+
 def first_batch(waiting: Sequence[One], event_of: Callable[[One], Event]) -> tuple[list[One], list[One]]:
-    """Of what waits, the oldest first: what the machine is given now, and the rest. All that is there is one batch, but
-    for an operator's request, which is one by itself: where it is refused, nothing else is. ● A tick comes last: time
-    never overtakes what was heard.
+    """Of what waits, the oldest first: what the machine is given now, and the rest. All that is there is one batch up
+    to `MOST_AT_ONCE`, but for an operator's request, which is one by itself: where it is refused, nothing else is. ● A
+    tick comes last: time never overtakes what was heard.
     """
     line = sorted(waiting, key=lambda one: isinstance(event_of(one), Tick))
     requests = (place for place, one in enumerate(line) if isinstance(event_of(one), OperatorRequest))
-    size = next(requests, len(line)) or 1
+    size = min(next(requests, len(line)), MOST_AT_ONCE) or 1
     return line[:size], line[size:]

@@ -2,7 +2,7 @@
 
 `TABLE` says what records an event: (phase, event type) → function; a worker's message has a table of its own
 (`worker_messages.MESSAGES`). Then, once for the batch, the phase's `settle` draws the conclusions from all that is
-known: so nothing hangs on the order of messages, and what a thousand workers say at once is concluded once. Which
+known: so nothing hangs on the order of messages, and what many workers say at once is concluded once. Which
 phase leads to which: `transitions.py`. Pure: it reads no clock, draws no chance and does no I/O; an operator's
 impossible request raises a `UserError`, and nothing has changed.
 """

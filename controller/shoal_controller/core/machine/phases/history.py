@@ -98,13 +98,10 @@ def _enter(turn: Turn, plan: Plan, step: int, lost_steps: int) -> None:
         turn.count("shoal_repartition_bytes_total", filled, source="peer")
     resize = Resize(plan.generation, plan.world_size, plan.reason, step, lost_steps=lost_steps)
     turn.keep(history=(*history, resize)[-HISTORY:])
-    turn.change(
-        changes={},
-        processes={
-            worker: replace(process, fill_bytes_before=process.telemetry.fill_bytes)
-            for worker, process in turn.job.processes.items()
-        },
-    )
+    turn.change(changes={})
+    for worker, process in tuple(turn.job.processes.items()):
+        if process.fill_bytes_before != process.telemetry.fill_bytes:
+            turn.see(worker, fill_bytes_before=process.telemetry.fill_bytes)
     count_resize(turn, plan.reason, "done")
 
 
