@@ -127,7 +127,9 @@ def test_an_unusable_file_of_authorities_is_one_sentence(tmp_path):
 def test_a_pair_that_cannot_be_used_is_one_sentence(tmp_path, house):
     with pytest.raises(UserError, match=r"SHOAL_HTTP_KEY names .*/none\.key, which cannot be read: No such file"):
         web_certificate(house / "rest.pem", tmp_path / "none.key")
-    with pytest.raises(UserError, match=r"SHOAL_HTTP_CERTIFICATE .*rest\.pem\) and SHOAL_HTTP_KEY .*expired\.key\) cannot be "):
+    with pytest.raises(
+        UserError, match=r"SHOAL_HTTP_CERTIFICATE .*rest\.pem\) and SHOAL_HTTP_KEY .*expired\.key\) cannot be "
+    ):
         web_certificate(house / "rest.pem", house / "expired.key")
 
 
