@@ -24,7 +24,10 @@ from shoal_protos.errors import StoreError
 from shoal_controller.core.machine.event_kind import EventKind
 
 FORMAT = 5
-"""Format of the records that this code reads and writes."""
+"""Format of the records that this code writes: a higher one than any before it that reads them otherwise."""
+
+OLDEST_FORMAT = 5
+"""Of those that it reads: every one from here to `FORMAT`."""
 
 LATEST = 253_402_300_800.0
 """The year 10000, in seconds since the epoch."""
@@ -112,11 +115,10 @@ class Head:
     """The job is over and all that is kept of it is being removed."""
     state: Mapping[str, Any] = field(default_factory=dict)
     """What `stored_form.state_of` gave."""
-    format: int = FORMAT
 
     def encoded(self) -> bytes:
         head = {one.name: getattr(self, one.name) for one in fields(self)}
-        return json.dumps(head | {"broken": self.broken[:MOST_REASON_CHARACTERS]}).encode()
+        return json.dumps(head | {"broken": self.broken[:MOST_REASON_CHARACTERS], "format": FORMAT}).encode()
 
     def check(self, job: str) -> None:
         """Raises `ValueError` for a field that is none: one damaged record must not keep a controller from serving."""
@@ -135,7 +137,7 @@ class Head:
         """The head of this job. Raises `Unreadable`."""
         try:
             found = json.loads(value)
-            if (number := found.get("format")) != FORMAT:
+            if (number := found.pop("format", None)) not in range(OLDEST_FORMAT, FORMAT + 1):
                 raise Unreadable(
                     f"its record in the store has format {number}, written by another version of Shoal; this one reads "
                     f"{FORMAT}. Install that version again"

@@ -81,6 +81,8 @@ class TokenRegister:
         self._root = None if root is None else _digest(root)
         self._clock = clock
         self._tokens: dict[str, NamedToken] = {}
+        self._are_kept = False
+        """Whether the store has any, also such as cannot be read."""
         self._following: asyncio.Task[None] | None = None
         self._read = asyncio.Event()
 
@@ -99,7 +101,7 @@ class TokenRegister:
     @property
     def is_required(self) -> bool:
         """Whether requests must show a token: also of a controller that lost its `SHOAL_TOKEN`, but has named ones."""
-        return self._root is not None or bool(self._tokens)
+        return self._root is not None or self._are_kept or bool(self._tokens)
 
     def caller(self, shown: str, address: str = "") -> Caller:
         """Whose token this is. Raises `Unauthorized`. Takes as long for a near miss as for nonsense."""
@@ -184,7 +186,7 @@ class TokenRegister:
         return self._opened
 
     def _on_records(self, records: Mapping[str, bytes]) -> None:
-        self._tokens = {}
+        self._tokens, self._are_kept = {}, bool(records)
         for key, value in records.items():
             self._take(key, value)
         self._read.set()
