@@ -353,3 +353,19 @@ def test_routes_and_bodies_are_the_frozen_ones():
 
     file = HERE / "frozen" / "rest.txt"
     assert listing() == file.read_text(), f"REST has changed; if that is meant: python tests/rest_listing.py > {file}"
+
+
+@asynchronous
+async def test_the_openapi_document_says_of_every_route_what_it_answers_when_something_is_wrong(tmp_path):
+    async with serving(tmp_path) as api:
+        document = await api.ask("GET", "/openapi.json")
+        for operations in document["paths"].values():
+            for operation in operations.values():
+                answers = operation["responses"]
+                assert "422" not in answers and {"4XX", "5XX", "401", "429", "503"} <= answers.keys()
+                for status in ("4XX", "5XX", "503"):
+                    assert list(answers[status]["content"]) == ["application/problem+json"]
+                assert answers["503"]["headers"]["Retry-After"]["required"]
+        events = document["paths"]["/v1/jobs/{job}/events"]["get"]["responses"]["200"]["content"]
+        assert set(events) == {"application/json", "text/event-stream"}
+        assert "ValidationError" not in document["components"]["schemas"]

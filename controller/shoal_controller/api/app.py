@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from importlib.metadata import version
+from typing import Any
 
 from fastapi import FastAPI, Response
 from starlette.types import ASGIApp
 
-from shoal_controller.api import problems
+from shoal_controller.api import openapi, problems
 from shoal_controller.api.answers import HealthAnswer
 from shoal_controller.api.forwarding import Forwarding
 from shoal_controller.api.guard import Guard
@@ -23,6 +24,9 @@ from shoal_controller.leadership.neighbours import Neighbours
 from shoal_controller.token_register import TokenRegister
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+METRICS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
+"""What the OpenAPI document says of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,7 @@ def build_app(
     app.state.tokens = tokens
     app.state.followers = set()
     problems.install(app)
+    openapi.install(app)
     app.include_router(router)
 
     @app.get("/healthz")
@@ -66,7 +71,7 @@ def build_app(
             await controller.check_store()
         return HealthAnswer(status="ready", trouble=controller.trouble, term=controller.term)
 
-    @app.get("/metrics", response_class=Response)
+    @app.get("/metrics", response_class=Response, responses=METRICS)
     async def metrics() -> Response:
         """Metrics for Prometheus."""
         return Response(await scrape(), media_type=METRICS_TYPE)

@@ -36,6 +36,8 @@ HEADERS: Mapping[int, Mapping[str, str]] = {
 }
 """By the status that needs them."""
 
+PROBLEM_TYPE = "application/problem+json"
+
 BUG = "this is a bug in Shoal; see the controller's log"
 
 
@@ -49,7 +51,7 @@ def problem(path: str, status: int, sentence: str) -> JSONResponse:
     """The answer for an error."""
     body = Problem(title=HTTPStatus(status).phrase, status=status, detail=sentence, instance=path)
     headers = HEADERS.get(status, {})
-    return JSONResponse(body.model_dump(), status, headers, media_type="application/problem+json")
+    return JSONResponse(body.model_dump(), status, headers, media_type=PROBLEM_TYPE)
 
 
 def install(app: FastAPI) -> None:

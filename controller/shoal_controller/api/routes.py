@@ -33,6 +33,9 @@ from shoal_controller.shell import Shell
 
 ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": Problem}, "5XX": {"model": Problem}}
 
+A_STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+"""What else events may come as."""
+
 router = APIRouter(prefix="/v1", responses=ERRORS)
 
 
@@ -132,7 +135,7 @@ async def lose_worker(job: str, worker: str, shell: Leading, caller: ACaller) ->
     return JobAnswer.of(shell.view(job))
 
 
-@router.get("/jobs/{job}/events", response_model=EventsAnswer)
+@router.get("/jobs/{job}/events", response_model=EventsAnswer, responses=A_STREAM)
 async def list_events(
     job: str,
     shell: Readable,
