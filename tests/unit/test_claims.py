@@ -231,6 +231,28 @@ def test_a_store_from_a_backup_believes_the_higher_numbers_of_its_workers_and_ma
 # ---- results and checkpoints
 
 
+def test_nobody_is_believed_to_be_in_a_world_of_which_it_is_not_a_member() -> None:
+    job = Driver(wanted=2, max_workers=3)
+    job.start(2)
+    job.hello("stranger")
+    job.hello("w9")
+    (planned,) = job.job.durable.planned
+    others = {"stranger", "w9"} - set(planned.workers)
+    assert len(others) == 1, "there is room for one of them"
+    (other,) = others
+    for generation in (1, planned.generation):
+        claim = replace(OLD, sequence=901, generation=generation, promised=generation, step=2, committed_in=generation)
+        before = job.job
+        for message in (Heartbeat(claim, Telemetry()), Ready(generation, claim)):
+            job.say(other, message)
+            assert job.job.durable == before.durable
+            assert job.job.processes[other].status == before.processes[other].status
+        job.hello(other, status=claim)
+        assert f"is in generation {generation}, of which it is not a member" in job.messages_to(other)[0].sentence
+        job.hello(other, status=NEW)
+    assert job.job.durable.current.generation == 1
+
+
 def test_only_a_member_says_something_of_the_whole_job() -> None:
     job = Driver(wanted=2)
     job.start(2)
@@ -239,6 +261,17 @@ def test_only_a_member_says_something_of_the_whole_job() -> None:
     assert job.job.durable.fingerprint == ""
     job.say("w9", Result(0, failure="no such file", everyone=True))
     assert job.view.phase is Phase.RUNNING and job.job.durable.roster["w9"].standing is Standing.DEAD
+
+
+def test_workers_that_were_in_no_world_and_that_nobody_launched_fail_for_themselves_alone() -> None:
+    job = Driver(wanted=2, max_workers=2)
+    job.start(2)
+    for number in range(6):
+        job.hello(f"stranger-{number}")
+        job.say(f"stranger-{number}", Result(90, failure="no such file"))
+    assert job.view.phase is Phase.RUNNING and job.job.durable.failures.times == 0
+    job.say("w1", Result(2, failure="no such file"))
+    assert job.job.durable.failures.times == 1
 
 
 @pytest.mark.parametrize(

@@ -63,16 +63,20 @@ def false_hello(turn: Turn, hello: Hello) -> str:
     highest = turn.durable.last_generation + (0 if known or turn.world is None else GREATEST_LEAP)
     if hello.next_generation > turn.durable.last_generation + GREATEST_LEAP:
         return f"knows a checkpoint of generation {hello.next_generation}; expected at most {highest}"
-    return _false_status(turn, hello.status, highest)
+    return _false_status(turn, hello.status, highest) or _false_world(turn, hello.worker, hello.status.generation)
 
 
 def false_claim(turn: Turn, worker: WorkerId, message: Heartbeat | Ready | Inventory | Request | Result) -> str:
     """● Why a message of an accepted worker cannot be true; empty where it can."""
     match message:
         case Heartbeat(status) | Ready(status=status):
-            return _false_sequence(turn, worker, status) or _false_status(turn, status, turn.durable.last_generation)
+            return (
+                _false_sequence(turn, worker, status)
+                or _false_status(turn, status, turn.durable.last_generation)
+                or _false_world(turn, worker, status.generation)
+            )
         case Inventory():
-            return _false_inventory(turn, message)
+            return _false_inventory(turn, message) or _false_world(turn, worker, message.generation)
         case Result():
             return _false_step(turn, message.step)
         case Request():
@@ -112,6 +116,14 @@ def _false_order(claim: Status | Inventory, promised: int, highest: int) -> str:
         f"has committed in generation {claim.committed_in}, is in {claim.generation} and has promised {promised}; "
         f"expected numbers that do not decrease, and at most {highest}"
     )
+
+
+def _false_world(turn: Turn, worker: WorkerId, generation: int) -> str:
+    """● Nobody is in a world whose plan does not have it: a stranger's word would begin a change that is planned."""
+    plans = [turn.durable.current, *turn.durable.planned, turn.job.attempt.plan if turn.job.attempt else None]
+    if all(plan is None or plan.generation != generation or is_member(plan, worker) for plan in plans):
+        return ""
+    return f"is in generation {generation}, of which it is not a member"
 
 
 def _false_step(turn: Turn, step: int) -> str:

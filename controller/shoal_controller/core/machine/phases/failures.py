@@ -17,7 +17,7 @@ from shoal_protos.plan import Plan, WorkerId
 
 from shoal_controller.core.machine.durable import Failures, Standing, WorkerRecord
 from shoal_controller.core.machine.event_kind import EventKind
-from shoal_controller.core.machine.phases import ending
+from shoal_controller.core.machine.phases import claims, ending
 from shoal_controller.core.machine.phases.progress import known_step
 from shoal_controller.core.machine.turn import Turn
 
@@ -37,6 +37,8 @@ def on_failure(turn: Turn, worker: WorkerId, why: str, fault: Fault | None = Non
     turn.note(EventKind.FAILED, f"worker {worker} failed: {why}", worker)
     turn.expect_end(worker)
     turn.drop("spawned_at", worker)
+    if turn.world is not None and not record.launched and not claims.counts_for_all(turn, worker):
+        return  # ● it fails for itself alone: nobody starts another one in its place, and the others train on
     if _is_new(turn, record):
         _count(turn, _generation(turn, worker), step, script=1)
     elif turn.durable.failures.by_death:  # the end of its stream came before its reason
