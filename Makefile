@@ -5,6 +5,7 @@
 #   make simulate   run more of the simulation: make simulate SEEDS=20000, or SEED=17 to replay one
 #   make faults     run real jobs under mixed faults for an hour; each must end with the undisturbed bits
 #   make outages    run jobs while etcd or the leading controller dies, freezes or is cut off, at every phase of a change
+#   make fuzz       send 5,000 requests of schemathesis and 1,000 fuzzed sessions to a controller whose job trains on
 #   make mutants    break every rule of docs/rules.md in a copy, and report what no test notices
 #   make protos     regenerate the code of protos/shoal_protos/session.proto
 #   make docs       regenerate pages of docs/: phases, events, controller, configuration
@@ -18,7 +19,7 @@ PACKAGES := nftables iproute2
 
 
 .DEFAULT_GOAL := help
-.PHONY: help setup packages demo test lint types imports generated unit whole pytest simulate faults outages mutants protos docs format clean
+.PHONY: help setup packages demo test lint types imports generated unit whole pytest simulate faults outages fuzz mutants protos docs format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -74,6 +75,9 @@ faults: $(READY) packages
 
 outages: $(READY)
 	SHOAL_OUTAGES=1 OMP_NUM_THREADS=1 $(BIN)/pytest tests/integration/test_etcd_faults.py $(ARGS)
+
+fuzz: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.run $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 mutants: $(READY)
 	$(BIN)/python -m tests.mutants.run $(if $(RULE),--rule "$(RULE)") $(ARGS)

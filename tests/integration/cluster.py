@@ -78,6 +78,9 @@ def until(goal: str, seen: Callable[[], Any], patience: float = PATIENCE_SECONDS
 class Cluster:
     """One controller, one job, its workers. Leaving the `with` ends every process, whatever state they are in."""
 
+    token = ""
+    """What all must show; empty: nobody asks."""
+
     def __init__(
         self,
         workers: int = 2,
@@ -138,7 +141,9 @@ class Cluster:
 
     def _take_ports(self) -> None:
         self._ports = free_port(), free_port()
-        self._rest = httpx.Client(base_url=f"http://127.0.0.1:{self._ports[0]}/v1", timeout=10, trust_env=False)
+        shown = {"Authorization": f"Bearer {self.token}"} if self.token else {}
+        base = f"http://127.0.0.1:{self._ports[0]}/v1"
+        self._rest = httpx.Client(base_url=base, headers=shown, timeout=10, trust_env=False)
 
     def _start_anywhere(self) -> None:
         """A free port may be taken by somebody else before the controller has it: then at others."""
@@ -158,7 +163,7 @@ class Cluster:
         addresses = {name: f"127.0.0.1:{port}" for name, port in zip(("http", "grpc"), self._ports, strict=True)}
         arguments = {**addresses, "store": f"embedded:{self.folder / store}", "data": str(self.folder / store)}
         log = self.folder / f"controller-{self._lives}.log"
-        self._controller = fork(program, arguments, {}, log)
+        self._controller = self.fork("a", program, arguments, self._secrets, log)
         until("the controller to answer", self._answers)
 
     def kill_controller(self) -> None:
@@ -200,10 +205,11 @@ class Cluster:
     def start(self, worker: str, **options: Any) -> None:
         """Start a process with this id (again: a second one, whose log is the same file)."""
         env = {"SHOAL_CONTROLLER": self.controllers_of(worker), "SHOAL_JOB": self.job_name, "SHOAL_WORKER_ID": worker}
+        env |= self._secrets
         if self.faults:
             env["SHOAL_FAULT"] = self.faults
         given = {**self.options, **self._pace, **options, "result": str(self.result_file(worker))}
-        self.pids[worker] = fork(self.script, given, env, self.folder / f"{worker}.log")
+        self.pids[worker] = self.fork(worker, self.script, given, env, self.folder / f"{worker}.log")
 
     def controllers_of(self, worker: str) -> str:
         """Where it looks for its controller."""
@@ -355,6 +361,14 @@ class Cluster:
         return ended()[self.pids[worker]]
 
     # ---- inside
+
+    def fork(self, who: str, call: str, arguments: Mapping[str, Any], env: Mapping[str, str], log: Path) -> int:
+        """Start the process of that worker or controller, wherever it belongs."""
+        return fork(call, arguments, env, log)
+
+    @property
+    def _secrets(self) -> dict[str, str]:
+        return {"SHOAL_TOKEN": self.token} if self.token else {}
 
     def _answer(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Json:
         answer = self._rest.request(method, path, json=body)
