@@ -73,8 +73,8 @@ simulate: $(READY)
 faults: $(READY) packages
 	$(BIN)/python -m tests.faults.run --minutes $(or $(MINUTES),60) $(ARGS)
 
-outages: $(READY)
-	SHOAL_OUTAGES=1 OMP_NUM_THREADS=1 $(BIN)/pytest tests/integration/test_etcd_faults.py $(ARGS)
+outages: $(READY) packages
+	SHOAL_OUTAGES=1 OMP_NUM_THREADS=1 $(BIN)/pytest tests/integration/test_etcd_faults.py tests/integration/test_etcd_links.py $(ARGS)
 
 fuzz: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.run $(if $(SEED),--seed $(SEED)) $(ARGS)

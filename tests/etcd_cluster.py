@@ -34,18 +34,19 @@ def _program(name: str) -> str:
 class Node:
     """One server. Its address stays when it is killed and started again."""
 
-    def __init__(self, folder: Path, name: str, tls: bool, arguments: Sequence[str] = ()) -> None:
+    def __init__(self, folder: Path, name: str, tls: bool, host: str, arguments: Sequence[str] = ()) -> None:
         self.folder, self.name = folder, name
         self._arguments = arguments
+        self._listens = "127.0.0.1" if host == "localhost" else host
         self._scheme = "https" if tls else "http"
         self._client, self._peer = free_port(), free_port()
-        self.address = f"localhost:{self._client}"
+        self.address = f"{host}:{self._client}"
         self.peer = f"{name}=http://127.0.0.1:{self._peer}"
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, peers: str) -> None:
         """Ask for it; `wait` waits."""
-        client, peer = f"{self._scheme}://127.0.0.1:{self._client}", self.peer.partition("=")[2]
+        client, peer = f"{self._scheme}://{self._listens}:{self._client}", self.peer.partition("=")[2]
         arguments = ["--name", self.name, "--data-dir", str(self.folder / self.name), "--unsafe-no-fsync"]
         arguments += ["--listen-client-urls", client, "--advertise-client-urls", client, "--bcrypt-cost", "4"]
         arguments += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", peers]
@@ -93,9 +94,9 @@ class Node:
 class Cluster:
     """Servers that are one store."""
 
-    def __init__(self, folder: Path, size: int, tls: bool, arguments: Sequence[str] = ()) -> None:
+    def __init__(self, folder: Path, size: int, tls: bool, host: str, arguments: Sequence[str] = ()) -> None:
         self.folder, self.tls = folder, tls
-        self.nodes = [Node(folder, f"n{number}", tls, arguments) for number in range(size)]
+        self.nodes = [Node(folder, f"n{number}", tls, host, arguments) for number in range(size)]
         self._peers = ",".join(node.peer for node in self.nodes)
         self._root: list[str] = []
 
@@ -167,14 +168,16 @@ class Cluster:
 
 
 @contextmanager
-def etcd_cluster(folder: Path, size: int = 1, tls: bool = False, arguments: Sequence[str] = ()) -> Iterator[Cluster]:
-    """Servers that have begun to serve. `arguments`: more of each of them."""
+def etcd_cluster(
+    folder: Path, size: int = 1, tls: bool = False, host: str = "localhost", arguments: Sequence[str] = ()
+) -> Iterator[Cluster]:
+    """Servers that have begun to serve, at this address of this machine. `arguments`: more of each of them."""
     folder.mkdir(parents=True, exist_ok=True)
     if tls:
         authority(folder, "ca")
         for name in ("server", "client"):
             certificate(folder, name, "ca")
-    cluster = Cluster(folder, size, tls, arguments)
+    cluster = Cluster(folder, size, tls, host, arguments)
     try:
         cluster.start()
         yield cluster

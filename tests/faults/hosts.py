@@ -67,8 +67,7 @@ class Hosts:
     def __enter__(self) -> Self:
         try:
             self._make()
-            with Path(f"/run/netns/{self._space(0)}").open() as space:
-                _enter(space.fileno())
+            enter_host(self.space(0))
         except BaseException:
             self.__exit__()
             raise
@@ -77,14 +76,14 @@ class Hosts:
     def __exit__(self, *_: object) -> None:
         _enter(self._home)
         for host in self._hosts:
-            subprocess.run(["ip", "netns", "del", self._space(host)], check=False, stderr=subprocess.DEVNULL)
+            subprocess.run(["ip", "netns", "del", self.space(host)], check=False, stderr=subprocess.DEVNULL)
 
     def address(self, host: int) -> str:
         return f"{self._net}.{host + 1}"
 
     def command(self, host: int) -> list[str]:
         """What a command is started with on a host."""
-        return ["ip", "netns", "exec", self._space(host)]
+        return ["ip", "netns", "exec", self.space(host)]
 
     def cut(self, source: int, target: int) -> None:
         """Packets from one host to another are dropped where they arrive."""
@@ -120,7 +119,7 @@ class Hosts:
 
     def _make(self) -> None:
         for host in self._hosts:
-            _run(f"ip netns add {self._space(host)}")
+            _run(f"ip netns add {self.space(host)}")
             _run(f"{self._at(host)} ip link set lo up")
             _run(f"{self._at(host)} nft add table inet cuts")
             hook = "{ type filter hook input priority 0 ; }"
@@ -132,16 +131,23 @@ class Hosts:
         _run(f"{switch} ip addr add {self.address(0)}/24 dev switch")
         _run(f"{switch} ip link set switch up")
         for host in self._hosts[1:]:
-            _run(f"{switch} ip link add port{host} type veth peer name wire netns {self._space(host)}")
+            _run(f"{switch} ip link add port{host} type veth peer name wire netns {self.space(host)}")
             _run(f"{switch} ip link set port{host} master switch up")
             _run(f"{self._at(host)} ip addr add {self.address(host)}/24 dev wire")
             _run(f"{self._at(host)} ip link set wire up")
 
-    def _space(self, host: int) -> str:
+    def space(self, host: int) -> str:
+        """The name of its network namespace."""
         return f"{self._name}-{host}"
 
     def _at(self, host: int) -> str:
         return " ".join(self.command(host))
+
+
+def enter_host(space: str) -> None:
+    """This thread, and what it starts, live on that host from here on."""
+    with Path(f"/run/netns/{space}").open() as opened:
+        _enter(opened.fileno())
 
 
 def _enter(space: int) -> None:

@@ -7,6 +7,7 @@ with etcd_cluster(folder, 3) as etcd, Controllers(etcd, workers=3) as cluster:
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -16,11 +17,14 @@ from typing import Any
 
 import httpx
 from etcd_cluster import Cluster as Etcd
-from integration.cluster import PATIENCE_SECONDS, Cluster, Json, ended, fork, until
+from integration.cluster import PATIENCE_SECONDS, Cluster, Json, ended, until
 from integration.cluster import send_signal as send
 from ports import free_port
 
 LEADS = "shoal_leader 1.0"
+
+ALL_OUTAGES = bool(os.environ.get("SHOAL_OUTAGES"))
+"""Whether all tests of what becomes of controllers and their store are run, or one of each kind."""
 
 
 @dataclass(slots=True)
@@ -30,6 +34,7 @@ class Controller:
     name: str
     http: int
     grpc: int
+    host: str = "127.0.0.1"
     pid: int = 0
     lives: int = 0
 
@@ -39,7 +44,7 @@ class Controller:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.http}"
+        return f"http://{self.host}:{self.http}"
 
     def ask(self, path: str, **given: Any) -> httpx.Response:
         """What it answers itself, or hands on. Raises `httpx.TransportError`."""
@@ -84,12 +89,13 @@ class Controllers(Cluster):
 
     def _start_one(self, one: Controller, store: str, program: str) -> None:
         one.lives += 1
-        addresses = {"http": f"127.0.0.1:{one.http}", "grpc": f"127.0.0.1:{one.grpc}"}
+        addresses = {"http": f"{one.host}:{one.http}", "grpc": f"{one.host}:{one.grpc}"}
         ports = self.routes.get(one.name)
         servers = [f"127.0.0.1:{port}" for port in ports] if ports else self.etcd.addresses
         url = f"etcd://{','.join(servers)}/{store}"
         log = self.folder / f"controller-{one.name}-{one.lives}.log"
-        one.pid = fork(program, {**addresses, "store": url, "data": str(self.folder / "data")}, {}, log)
+        arguments = {**addresses, "store": url, "data": str(self.folder / "data")}
+        one.pid = self.fork(one.name, program, arguments, {}, log)
 
     def _serves(self, one: Controller) -> bool:
         assert one.runs, f"controller {one.name} ended at its start"
@@ -102,7 +108,7 @@ class Controllers(Cluster):
         return {one.pid for one in self.all if one.pid}
 
     def controllers_of(self, worker: str) -> str:
-        return ",".join(f"127.0.0.1:{one.grpc}" for one in self.all)
+        return ",".join(f"{one.host}:{one.grpc}" for one in self.all)
 
     def leader(self) -> Controller:
         """The one that leads now."""

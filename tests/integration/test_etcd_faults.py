@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ import pytest
 from etcd_cluster import Cluster as Etcd
 from etcd_cluster import etcd_cluster
 from integration.cluster import send_signal, state_of, until
-from integration.controllers import Controllers
+from integration.controllers import ALL_OUTAGES, Controllers
 from integration.proxy import Proxy
 
 LONG: dict[str, Any] = {"max_steps": 60}
@@ -25,13 +24,12 @@ TWO_MIRRORS: dict[str, Any] = {**LONG, "mirrors": 2}
 PACE = 0.01
 PATIENT = {"stall_seconds": 600.0}
 """A job that waits for its store has not stalled."""
-ALL = bool(os.environ.get("SHOAL_OUTAGES"))
 INSTANTS = ["prepare", "group", "promote"]
 """Of a world that is being built, at which a worker is frozen so that it is still under way."""
 
 
 def one_or(everything: list[Any]) -> list[Any]:
-    return everything if ALL else everything[:1]
+    return everything if ALL_OUTAGES else everything[:1]
 
 
 @pytest.fixture
