@@ -1,18 +1,16 @@
 """What the etcd store promises beyond the contract, on real servers: faults of a cluster, users, TLS, bad starts."""
 
 import asyncio
-from concurrent import futures
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 
-import grpc
 import httpx
 import pytest
 from asynchronous import asynchronous
 from etcd_cluster import PASSWORD, Cluster, etcd_cluster
+from etcd_status import server_of_version
 from integration.proxy import Proxy
 from ports import free_port
 from pydantic import SecretStr
-from shoal_controller.etcd.etcd_pb2 import StatusRequest, StatusResponse
 from shoal_controller.server import serve
 from shoal_controller.settings import Settings
 from shoal_controller.store import etcd_store
@@ -318,26 +316,6 @@ async def test_a_controller_whose_store_is_away_answers_reads_refuses_writes_and
 # ---- the start
 
 
-@contextmanager
-def server_of_version(version: str):
-    """Answers Status, and nothing else."""
-
-    def status(request, context):
-        return StatusResponse(version=version)
-
-    method = grpc.unary_unary_rpc_method_handler(status, StatusRequest.FromString, StatusResponse.SerializeToString)
-    server = grpc.server(futures.ThreadPoolExecutor(1))
-    server.add_generic_rpc_handlers(
-        [grpc.method_handlers_generic_handler("etcdserverpb.Maintenance", {"Status": method})]
-    )
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    try:
-        yield f"127.0.0.1:{port}"
-    finally:
-        server.stop(None).wait()
-
-
 async def refusal(url: str, etcd: EtcdAccess | None = None) -> str:
     with pytest.raises(UserError) as error:
         await open_store(url, etcd=etcd)
@@ -377,6 +355,13 @@ async def test_an_older_server_is_refused_by_its_address_and_version():
         sentence = await refusal(f"etcd://{address}/shoal")
     expected = f"store etcd://{address}/shoal: etcd at {address} has version '3.3.27'; expected 3.4 or newer"
     assert sentence == expected
+
+
+@asynchronous
+async def test_one_older_server_beside_good_ones_is_refused_by_its_address(alone):
+    with server_of_version("3.3.27") as address:
+        sentence = await refusal(f"etcd://{alone.addresses[0]},{address}/shoal")
+    assert sentence.endswith(f": etcd at {address} has version '3.3.27'; expected 3.4 or newer")
 
 
 @asynchronous
