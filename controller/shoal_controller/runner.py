@@ -331,17 +331,14 @@ class Runner:
 
     async def _break(self, error: Exception) -> None:
         """The job has failed; the controller and its other jobs have not."""
-        self._note_break(error)
+        cause = str(error) if isinstance(error, ShoalError) else f"{type(error).__name__}: {error}"
+        self._broken = f"job {self.spec.job} cannot continue because of a bug in Shoal: {cause}"
+        log.error("a job cannot go on", job=self.spec.job, error=cause, exc_info=error)
         event = JobEvent(self._life.clock(), str(EventKind.FAILED), self._shown.generation, "", self._broken)
         await self.repository.write([event], broken=self._broken)
         self._streams.send_last_to_all(Shutdown(Ending.FAILED, self._broken))
         for worker in self._shown.workers:
             self._background.run(Kill(worker.worker))
-
-    def _note_break(self, error: Exception) -> None:
-        cause = str(error) if isinstance(error, ShoalError) else f"{type(error).__name__}: {error}"
-        self._broken = f"job {self.spec.job} cannot continue because of a bug in Shoal: {cause}"
-        log.error("a job cannot go on", job=self.spec.job, error=cause, exc_info=error)
 
     def _answer_broken(self, event: Event) -> None:
         """Workers that come are sent home, or to wait where another version may serve them; requests are refused."""

@@ -127,7 +127,7 @@ def random_bytes(chance: random.Random, target: Target) -> Session:
 
 def truncated(chance: random.Random, target: Target) -> Session:
     """Genuine messages that end early."""
-    messages = [encode_worker(one) for one in _said(chance, target)]
+    messages = [encode_worker(one) for one in _messages_of(chance, target)]
     place = chance.randrange(len(messages))
     messages[place] = messages[place][: chance.randrange(len(messages[place]))]
     return Session(messages, target.token)
@@ -135,7 +135,7 @@ def truncated(chance: random.Random, target: Target) -> Session:
 
 def turned_bits(chance: random.Random, target: Target) -> Session:
     """Genuine messages, some bytes of which are others."""
-    messages = [bytearray(encode_worker(one)) for one in _said(chance, target)]
+    messages = [bytearray(encode_worker(one)) for one in _messages_of(chance, target)]
     for _ in range(chance.randrange(1, 6)):
         message = chance.choice(messages)
         message[chance.randrange(len(message))] = chance.randrange(256)
@@ -144,14 +144,14 @@ def turned_bits(chance: random.Random, target: Target) -> Session:
 
 def out_of_order(chance: random.Random, target: Target) -> Session:
     """Everything that a worker may say, in any order, the hello where chance has it."""
-    said = _said(chance, target)
-    chance.shuffle(said)
-    return Session([encode_worker(one) for one in said], target.token)
+    messages = _messages_of(chance, target)
+    chance.shuffle(messages)
+    return Session([encode_worker(one) for one in messages], target.token)
 
 
 def replayed(chance: random.Random, target: Target) -> Session:
     """The same again and again: hellos, heartbeats with the numbers of old ones."""
-    messages = [encode_worker(one) for one in _said(chance, target)]
+    messages = [encode_worker(one) for one in _messages_of(chance, target)]
     return Session([messages[0], *chance.choices(messages, k=20)], target.token)
 
 
@@ -167,10 +167,10 @@ def oversized(chance: random.Random, target: Target) -> Session:
 
 def lying(chance: random.Random, target: Target) -> Session:
     """One field of one message is at the end of its numbers, of a bad kind, too long or not there."""
-    messages = [encode_worker(one) for one in _said(chance, target)]
+    messages = [encode_worker(one) for one in _messages_of(chance, target)]
     place = chance.randrange(len(messages))
-    told = list(islice(lies(pb.WorkerMessage.FromString(messages[place])), MOST_LIES))
-    messages[place] = chance.choice(told)[1].SerializeToString()
+    false = list(islice(lies(pb.WorkerMessage.FromString(messages[place])), MOST_LIES))
+    messages[place] = chance.choice(false)[1].SerializeToString()
     return Session(messages, target.token)
 
 
@@ -198,8 +198,8 @@ def as_another_worker(chance: random.Random, target: Target) -> Session:
     hello = replace(_stranger(chance, target), worker=chance.choice(target.members))
     if chance.random() < 0.3:
         hello = replace(hello, run="another-run", worker=f"w{chance.randrange(9)}")
-    said = [hello, *_said(chance, target)[1:]]
-    return Session([encode_worker(one) for one in said], target.token)
+    messages = [hello, *_messages_of(chance, target)[1:]]
+    return Session([encode_worker(one) for one in messages], target.token)
 
 
 def of_another_config(chance: random.Random, target: Target) -> Session:
@@ -229,7 +229,7 @@ def _beat(hello: Hello) -> Heartbeat:
     return Heartbeat(replace(hello.status, sequence=hello.status.sequence + 1), Telemetry())
 
 
-def _said(chance: random.Random, target: Target) -> list[ToController]:
+def _messages_of(chance: random.Random, target: Target) -> list[ToController]:
     """A hello, and then all that a worker may say, with small numbers that may be those of the job."""
     hello = _stranger(chance, target)
     generation, step = chance.randrange(1, 4), chance.randrange(30)

@@ -360,12 +360,12 @@ async def test_a_crowd_is_heard_in_batches_between_which_others_have_their_turn_
         await world.shell.submit("train", Save())
         world.machine.batches.clear()
         crowd = [Probed(f"w{number}", "", refused=False) for number in range(9 * MOST_AT_ONCE)]
-        heard = [asyncio.ensure_future(world.shell.submit("train", event)) for event in crowd]
+        submitted = [asyncio.ensure_future(world.shell.submit("train", event)) for event in crowd]
         world.shell._runners["train"].tick()
         await asyncio.sleep(0)
         await world.shell.submit("other", Save())
         assert len(world.machine.batches["train"]) < 9, "whoever comes to another job waits for one batch, not for all"
-        await asyncio.gather(*heard)
+        await asyncio.gather(*submitted)
         batches = world.machine.batches["train"]
         assert [len(batch) for batch in batches[:9]] == [MOST_AT_ONCE] * 9
         assert "Tick" not in {event for batch in batches[:9] for event in batch}
