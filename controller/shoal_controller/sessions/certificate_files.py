@@ -29,7 +29,7 @@ class CertificateFiles:
         self.newer = self._files.newer
 
     def _configuration(self) -> grpc.ServerCertificateConfiguration:
-        key, certificate = read_pem(KEY, self._key), read_pem(CERTIFICATE, self._certificate)
+        certificate, key = read_pem(CERTIFICATE, self._certificate), read_pem(KEY, self._key)
         client_ca = read_pem(CLIENT_CA, self._client_ca)
         self._check()
         return grpc.ssl_server_certificate_configuration([(key, certificate)], client_ca)
