@@ -118,7 +118,7 @@ class Shell:
         stored = await stored_jobs(self._store, self._writer)
         for job in stored:
             if not job.forgotten:
-                runner = self._runners[job.repository.spec.job] = self._runner(job.repository.spec, job.repository)
+                runner = self._runners[job.repository.spec.job] = self._new_runner(job.repository.spec, job.repository)
                 runner.restore(job.durable, job.unreadable)
         return [job.repository for job in stored if job.forgotten]
 
@@ -161,11 +161,11 @@ class Shell:
         return [self._runners[name].view() for name in sorted(self._runners)]
 
     def view(self, job: str) -> JobView:
-        return self._of(job).view()
+        return self.runner(job).view()
 
     def command(self, job: str) -> tuple[str, ...]:
         """What each worker of it runs."""
-        return self._of(job).spec.command
+        return self.runner(job).spec.command
 
     async def create(self, spec: JobSpec, by: Caller | None = None) -> JobView:
         """A new run of a job, durable when this returns. One of that name that is over is replaced; its events stay."""
@@ -186,7 +186,7 @@ class Shell:
                 repository = before.repository
                 await before.stop(StoreError(f"job {spec.job} has been replaced by a new run"))
                 before.leave()
-            runner = self._runner(spec, repository)
+            runner = self._new_runner(spec, repository)
             await runner.begin(by)
             self._begun.pop(spec.job, None)
             self._runners[spec.job] = runner
@@ -205,7 +205,7 @@ class Shell:
     async def delete(self, job: str, by: Caller | None = None) -> JobView:
         """Stop it; it stays visible, with its events. One that is over is forgotten, its events and logs too."""
         async with self._creating:
-            runner = self._of(job)
+            runner = self.runner(job)
             if runner.unserved:
                 raise Conflict(runner.unserved)
             view = runner.view()
@@ -258,28 +258,28 @@ class Shell:
             except StoreError as error:
                 log.warning("old events could not be dropped", error=str(error))
 
-    def expect(self, job: str) -> None:
-        """Raises `NotFound` for a job that there is not."""
-        self._of(job)
-
     async def submit(self, job: str, event: Event, by: Caller | None = None) -> None:
         """Feed an event to a job; returns when its effects are carried out. Raises what refuses a request. `by`: the
         operator who asks, for the history.
         """
-        await self._of(job).submit(event, by)
+        await self.runner(job).submit(event, by)
+
+    def hear(self, job: str, event: Event) -> None:
+        """The same for what may wait for the job's next tick, and for which nobody waits."""
+        self.runner(job).hear(event)
 
     # ---- events
 
     async def events(self, job: str, after: int = 0, limit: int = EVENTS_KEPT) -> list[JobEvent]:
         """The job's history beyond event number `after`, oldest first."""
-        return await self._of(job).repository.events(after, limit)
+        return await self.runner(job).repository.events(after, limit)
 
     async def follow(self, job: str, after: int, idle_seconds: float) -> AsyncGenerator[JobEvent | None]:
         """The same, and then every event as it becomes durable; None whenever nothing came for so long.
 
         Ends with the shell.
         """
-        repository = self._of(job).repository
+        repository = self.runner(job).repository
         while not repository.closed:
             try:
                 async with asyncio.timeout(idle_seconds):
@@ -293,13 +293,14 @@ class Shell:
 
     # ---- inside
 
-    def _of(self, job: str) -> Runner:
+    def runner(self, job: str) -> Runner:
+        """Raises `NotFound` for a job that there is not."""
         try:
             return self._runners[job]
         except KeyError:
             raise NotFound(f"there is no job {job}; {_names(sorted(self._runners))}") from None
 
-    def _runner(self, spec: JobSpec, repository: JobRepository) -> Runner:
+    def _new_runner(self, spec: JobSpec, repository: JobRepository) -> Runner:
         assert self._outside is not None, "connect comes before start"
         life = Life(self._step, self._view, self._outside, self._clock, self.give_up, self._lapsed, self._cluster)
         return Runner(spec, repository, life)

@@ -135,6 +135,13 @@ class Status:
     corrupt: tuple[CorruptBlock, ...] = ()
     """Blocks whose copies it has seen to differ since all began, or went back to a checkpoint; the newest last."""
 
+    @property
+    def position(self) -> tuple[object, ...]:
+        """What is said at once when it changes; step and holdings wait for the next heartbeat."""
+        ends = self.done, self.ended, self.drain
+        knows = self.checkpoint, self.unreadable_checkpoint, self.corrupt
+        return self.generation, self.state, self.promised, self.committed_in, self.broken, ends, knows
+
 
 # ---- worker → controller
 

@@ -62,6 +62,10 @@ class Jobs:
         await self.answer(event)
         await self.events.put(event)
 
+    def hear(self, job: str, event: Event) -> None:
+        self.expect(job)
+        self.events.put_nowait(event)
+
     async def welcome(self, event: Event) -> None:
         if isinstance(event, Connected):
             self.streams.send(event.connection, WELCOME)

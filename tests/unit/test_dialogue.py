@@ -9,7 +9,17 @@ from shoal_controller.core.machine.events import Connected, MessageReceived
 from shoal_controller.sessions.dialogue import OUTBOX_MESSAGES, Dialogue
 from shoal_protos.description import Description, Parameter, brief, with_digest
 from shoal_protos.errors import NotFound, Refused, StoreError, UserError
-from shoal_protos.messages import PROTOCOL_VERSION, Heartbeat, Hello, MemberState, Prepare, Refusal, Status, Telemetry
+from shoal_protos.messages import (
+    PROTOCOL_VERSION,
+    Heartbeat,
+    Hello,
+    MemberState,
+    Prepare,
+    Ready,
+    Refusal,
+    Status,
+    Telemetry,
+)
 from shoal_protos.runs import NO_BLOCKS, Runs
 from shoal_protos.wire import decode_controller, encode_controller, encode_worker
 
@@ -34,6 +44,18 @@ def test_a_hello_connects_and_what_follows_is_said() -> None:
     dialogue = Dialogue(7)
     assert dialogue.hear(encode_worker(HELLO)) == Connected(7, HELLO)
     assert dialogue.hear(encode_worker(beat())) == MessageReceived(7, beat())
+
+
+def test_a_heartbeat_in_which_only_the_step_is_new_is_routine_and_every_other_message_is_news() -> None:
+    dialogue = greeted()
+    changed = replace(beat().status, committed_in=2, generation=2, promised=2)
+    told = [beat(), beat(), Heartbeat(replace(beat().status, step=4, holds=Runs(((0, 3),))), Telemetry(loss=1.0))]
+    told += [Heartbeat(changed, Telemetry()), Heartbeat(changed, Telemetry()), Ready(2, changed)]
+    routine = []
+    for message in told:
+        dialogue.hear(encode_worker(message))
+        routine.append(dialogue.routine)
+    assert routine == [False, True, True, False, True, False]
 
 
 def test_a_stream_begins_with_a_hello() -> None:

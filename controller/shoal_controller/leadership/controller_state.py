@@ -177,11 +177,15 @@ class ControllerState:
 
     def expect(self, job: str) -> None:
         """Raises `NotFound` for a job that there is not, `NotLeading` where another controller is to be asked."""
-        self.leading().expect(job)
+        self.leading().runner(job)
 
     async def submit(self, job: str, event: Event) -> None:
         """What a worker's stream says, to the shell."""
         await self.leading().submit(job, event)
+
+    def hear(self, job: str, event: Event) -> None:
+        """What a worker's stream says that is not news, to the shell."""
+        self.leading().hear(job, event)
 
     # ---- for launchers
 

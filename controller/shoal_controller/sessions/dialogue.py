@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import replace
 
 from shoal_protos.errors import NotFound, Refused, ShoalError, UserError
-from shoal_protos.messages import Hello, Refusal
+from shoal_protos.messages import Heartbeat, Hello, Refusal
 from shoal_protos.wire import decode_worker, encode_controller, job_of_hello
 
 from shoal_controller.core.machine.events import Connected, MessageReceived
@@ -28,6 +28,10 @@ class Dialogue:
         self.connection = connection
         self.hello: Hello | None = None
         self._is_brief = False
+        self._position: object = None
+        """What the last status said that is said at once when it changes."""
+        self.routine = False
+        """Whether the last message was a heartbeat with nothing new in it: the next tick is soon enough for it."""
         self.only_job: str | None = None
         """The only job that the worker's token opens; None: any."""
         self.outbox: deque[bytes] = deque()
@@ -60,6 +64,9 @@ class Dialogue:
             assert isinstance(message, Hello)
             return self._greet(message)
         message = decode_worker(data, self.hello.description.blocks)
+        self.routine = isinstance(message, Heartbeat) and message.status.position == self._position
+        if isinstance(message, Heartbeat):
+            self._position = message.status.position
         if not isinstance(message, Hello):
             return MessageReceived(self.connection, message)
         if message.job != self.hello.job or message.description.is_brief or not self._is_brief:

@@ -160,7 +160,10 @@ class SessionService:
                 self._controller.expect(dialogue.job_named(data))
         event = dialogue.hear(data)
         assert dialogue.hello is not None
-        await self._submit(dialogue.hello.job, event)
+        if not dialogue.routine:
+            return await self._submit(dialogue.hello.job, event)
+        with _hint():
+            return self._controller.hear(dialogue.hello.job, event)
 
     def _expect_hello(self, stream: Stream) -> None:
         if stream.dialogue.hello is None and not stream.dialogue.over:

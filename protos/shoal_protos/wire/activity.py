@@ -6,6 +6,8 @@ from shoal_protos import session_pb2 as pb
 from shoal_protos.activity import MOST_NAMED, Activity, StepPhase
 from shoal_protos.wire import bounds
 
+LAST_PHASE = max(StepPhase)
+
 
 def write_activity(activity: Activity) -> pb.Activity:
     return pb.Activity(
@@ -24,7 +26,7 @@ def read_activity(message: pb.Activity) -> Activity:
     return Activity(
         bounds.whole("activity.generation", message.generation),
         bounds.whole("activity.boundary", message.boundary),
-        StepPhase(bounds.whole("activity.phase", message.phase, most=max(StepPhase))),
+        StepPhase(bounds.whole("activity.phase", message.phase, most=LAST_PHASE)),
         bounds.whole("activity.bucket", message.bucket),
         tuple(
             bounds.name("activity.waits_for", peer)

@@ -187,10 +187,7 @@ def _all_in(turn: Turn, world: Plan) -> bool:
 def waiting_joiners(turn: Turn, world: Plan) -> list[WorkerId]:
     """Who may become a member, oldest first, as many as there is room for."""
     members = world.workers
-    if any(process.status.done for process in turn.serving() if process.worker in members):
-        return []  # after the last step nobody joins any more
     expected = turn.durable.planned[-1].workers if turn.durable.planned else frozenset()
-    staying = sum(not turn.record(worker).leaving for worker in members)
     ready = [
         process
         for process in turn.serving()
@@ -200,7 +197,10 @@ def waiting_joiners(turn: Turn, world: Plan) -> list[WorkerId]:
         and not turn.record(process.worker).leaving
         and not link_faults.is_backing_off(turn, process.worker)
     ]
+    if not ready or any(process.status.done for process in turn.serving() if process.worker in members):
+        return []  # after the last step nobody joins any more
     ready.sort(key=lambda process: turn.record(process.worker).join_order)
+    staying = sum(not turn.record(worker).leaving for worker in members)
     return [process.worker for process in ready[: max(0, most_workers(turn) - staying)]]
 
 

@@ -45,18 +45,19 @@ def on_message(turn: Turn, event: MessageReceived) -> bool:
 
 def on_heartbeat(turn: Turn, worker: WorkerId, heartbeat: Heartbeat) -> bool:
     """Where a worker stands, its figures, and what its training thread does."""
-    known = turn.job.processes[worker]
-    before = known.status
+    known, status = turn.job.processes[worker], heartbeat.status
     in_steps = known.telemetry.training_seconds
-    activity = _activity(turn, known, heartbeat) if heartbeat.status.sequence >= before.sequence else {}
-    pace_before = (before.step, in_steps) if in_steps else None
-    note_alive(turn, worker, telemetry=heartbeat.telemetry, pace_before=pace_before, **activity)
+    is_newer = status.sequence >= known.status.sequence
+    stands = {**_activity(turn, known, heartbeat), **_standing(known, status)} if is_newer else {}
+    pace_before = (known.status.step, in_steps) if in_steps else None
+    note_alive(turn, worker, telemetry=heartbeat.telemetry, pace_before=pace_before, **stands)
     history.on_telemetry(turn, worker)
     checkpoints.on_telemetry(turn, worker)
     training_data.on_telemetry(turn, worker)
-    on_status(turn, worker, heartbeat.status)
+    if is_newer:
+        _learn(turn, worker, status)
     send_if_due(turn, worker)
-    return _differs(before, heartbeat.status)
+    return known.status.position != status.position  # for step and holdings a tick is soon enough
 
 
 def on_ready(turn: Turn, worker: WorkerId, ready: Ready) -> bool:
@@ -124,11 +125,20 @@ def note_alive(turn: Turn, worker: WorkerId, **seen: Any) -> None:
 def on_status(turn: Turn, worker: WorkerId, status: Status) -> None:
     """A worker says where it stands."""
     process = turn.job.processes[worker]
-    if status.sequence < process.status.sequence:
-        return
-    turn.see(
-        worker, status=status, can_train=process.can_train or (status.parameters_current and status.generation > 0)
-    )
+    if status.sequence >= process.status.sequence:
+        turn.see(worker, **_standing(process, status))
+        _learn(turn, worker, status)
+
+
+def _standing(process: Process, status: Status) -> dict[str, Any]:
+    """What a status tells of its process."""
+    return {
+        "status": status, "can_train": process.can_train or (status.parameters_current and status.generation > 0),
+    }  # fmt: skip
+
+
+def _learn(turn: Turn, worker: WorkerId, status: Status) -> None:
+    """What it tells of the job."""
     durable = turn.durable
     highest = max(durable.last_generation, status.promised, status.generation)
     if highest > durable.last_generation:
@@ -142,17 +152,6 @@ def on_status(turn: Turn, worker: WorkerId, status: Status) -> None:
     failures.forgive(turn, status)
     if status.drain:
         scaling.drain(turn, worker, Leaving.DRAIN, status.grace_seconds)
-
-
-def _differs(before: Status, after: Status) -> bool:
-    """Whether anything but step and holdings has changed: for those a tick is soon enough."""
-    return _position(before) != _position(after)
-
-
-def _position(status: Status) -> tuple[object, ...]:
-    ends = status.done, status.ended, status.drain
-    knows = status.checkpoint, status.unreadable_checkpoint, status.corrupt
-    return status.generation, status.state, status.promised, status.committed_in, status.broken, ends, knows
 
 
 def _take_result(turn: Turn, worker: WorkerId, result: Result) -> None:

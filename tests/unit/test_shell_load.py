@@ -1,0 +1,104 @@
+"""The shell with many workers: bounded batches, heartbeats that are no news, steps that are not written at once."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from asynchronous import asynchronous
+from shoal_controller.core.machine.events import MOST_AT_ONCE, MessageReceived, Probed, Save, Scale, Tick
+from shoal_controller.store.store import Put
+from shoal_protos.errors import StoreError
+from shoal_protos.messages import Heartbeat, MemberState, Status, Telemetry
+from small_machine import SPEC, SmallMachine, running
+
+
+@asynchronous
+async def test_a_crowd_is_heard_in_batches_between_which_others_have_their_turn_and_time_comes_last(tmp_path):
+    async with running(tmp_path) as world:
+        await world.shell.create(SPEC)
+        await world.shell.create(replace(SPEC, job="other"))
+        await world.shell.submit("train", Save())
+        world.machine.batches.clear()
+        crowd = [Probed(f"w{number}", "", refused=False) for number in range(9 * MOST_AT_ONCE)]
+        heard = [asyncio.ensure_future(world.shell.submit("train", event)) for event in crowd]
+        world.shell._runners["train"].tick()
+        await asyncio.sleep(0)
+        await world.shell.submit("other", Save())
+        assert len(world.machine.batches["train"]) < 9, "whoever comes to another job waits for one batch, not for all"
+        await asyncio.gather(*heard)
+        batches = world.machine.batches["train"]
+        assert [len(batch) for batch in batches[:9]] == [MOST_AT_ONCE] * 9
+        assert "Tick" not in {event for batch in batches[:9] for event in batch}
+
+
+def beat(connection, step=0):
+    return MessageReceived(connection, Heartbeat(Status(1, 1, MemberState.TRAINING, 1, step, 1), Telemetry()))
+
+
+@asynchronous
+async def test_what_is_no_news_is_heard_before_the_next_tick_the_latest_of_each_stream_and_all_at_once(tmp_path):
+    heard, ticked = [], asyncio.Event()
+    machine = SmallMachine(
+        {
+            MessageReceived: lambda _, event: heard.append((event.connection, event.message.status.step)) or (),
+            Tick: lambda *_: (heard and ticked.set()) or (),
+        }
+    )
+    async with running(tmp_path, machine) as world:
+        await world.shell.create(SPEC)
+        world.machine.batches.clear()
+        for step in (1, 2):
+            for connection in range(5):
+                world.shell.hear("train", beat(connection, step))
+        await ticked.wait()
+        assert heard == [(connection, 2) for connection in range(5)]
+        spoken = [batch for batch in world.machine.batches["train"] if "MessageReceived" in batch]
+        assert spoken == [("MessageReceived",) * 5]
+        before = world.machine.batches["train"].index(spoken[0])
+        assert "Tick" in world.machine.batches["train"][before + 1]
+
+
+@asynchronous
+async def test_what_is_news_takes_with_it_what_was_said_before_it(tmp_path):
+    order = []
+    machine = SmallMachine(
+        {MessageReceived: lambda *_: order.append("beat") or (), Save: lambda *_: order.append("save") or ()}
+    )
+    async with running(tmp_path, machine) as world:
+        await world.shell.create(SPEC)
+        world.shell.hear("train", beat(1))
+        await world.shell.submit("train", Save())
+        assert order == ["beat", "save"]
+
+
+class Trainer(SmallMachine):
+    """Its job is a step further with each probe, which is no reason to write."""
+
+    def step(self, job, events, now):
+        job, effects = super().step(job, events, now)
+        passed = sum(isinstance(event, Probed) for event in events)
+        return replace(job, durable=replace(job.durable, step=job.durable.step + passed)), effects
+
+
+@asynchronous
+async def test_steps_that_were_shown_and_not_written_are_written_by_a_controller_that_ends_in_good_order(tmp_path):
+    async with running(tmp_path, Trainer()) as world:
+        await world.shell.create(SPEC)
+        for _ in range(3):
+            await world.shell.submit("train", Probed("w0", "", refused=False))
+        assert world.shell._runners["train"].repository.durable.step == 0
+    async with running(tmp_path) as world:
+        assert world.shell._runners["train"].repository.durable.step == 3
+
+
+@asynchronous
+async def test_a_controller_that_was_overtaken_writes_no_last_steps(tmp_path):
+    async with running(tmp_path, Trainer()) as world:
+        await world.shell.create(SPEC)
+        await world.shell.submit("train", Probed("w0", "", refused=False))
+        head = await world.store.get("/jobs/train")
+        await world.store.transact([], [Put("/jobs/train", head.value)])
+        with pytest.raises(StoreError):
+            await world.shell.submit("train", Scale(5))
+        await world.shell.stop()
+        assert (await world.store.get("/jobs/train")).value == head.value
