@@ -40,6 +40,7 @@ from shoal_controller.store.open import open_store
 from shoal_controller.tasks import end_task, guarded
 from shoal_controller.token_register import TokenRegister
 from shoal_controller.worker_port import bind_again
+from shoal_controller.worker_tokens import WorkerTokens
 
 END_SECONDS = 15.0
 """How long a leader may take to end its term: its jobs finish the write in hand."""
@@ -85,17 +86,20 @@ async def serve(settings: Settings) -> AsyncIterator[Server]:
             stopped.set_result(error)
 
     async with AsyncExitStack() as ends:
-        metrics, controller, streams = Metrics(), ControllerState(), Streams()
+        session_settings = _session_settings(settings)
+        worker_tokens = session_settings.worker_tokens()
+        metrics, controller, streams = Metrics(), ControllerState(), Streams(worker_tokens)
         metrics.show(Sources(controller.jobs, lambda: controller.term > 0, streams.states))
         http_host, http_port = split_address(settings.http)
         neighbours = Neighbours(ClientTls(settings.ca))
         web = Web(http_host, http_port, _tls(settings))
         ends.push_async_callback(web.stop)
-        sessions = SessionService(controller, streams, _session_settings(settings))
+        sessions = SessionService(controller, streams, session_settings)
         ends.push_async_callback(sessions.stop)
         grpc = join_address(split_address(settings.grpc)[0], bind_again(settings.folder, settings.grpc, sessions.bind))
         tokens = TokenRegister(_secret(settings))
-        await web.start(build_app(controller, metrics.scrape, _api_settings(settings), tokens, neighbours), fail)
+        app = build_app(controller, metrics.scrape, _api_settings(settings, worker_tokens), tokens, neighbours)
+        await web.start(app, fail)
         ends.enter_context(_cancelled_when(stopped))
         store = await open_store(settings.store, metrics.timed, settings.etcd)
         ends.push_async_callback(store.close)
@@ -104,7 +108,8 @@ async def serve(settings: Settings) -> AsyncIterator[Server]:
         me = _place_of(settings, web.port, grpc)
         election = Election(store, me, neighbours.term_of)
         controller.join(store, election, await introductions(store, me.id))
-        launcher = LocalLauncher(settings.folder, _worker_environment(settings, grpc, controller), controller.report)
+        environment = _worker_environment(grpc, controller, worker_tokens)
+        launcher = LocalLauncher(settings.folder, environment, controller.report)
         launchers = {"local": launcher} if "local" in settings.allowed_launchers else {}
         means = Means(store, streams, controller, launchers, settings.forget_after_seconds, fail)
         electing = guarded("election", election.run(partial(leading, means)), fail)
@@ -139,16 +144,16 @@ def _session_settings(settings: Settings) -> SessionSettings:
     )  # fmt: skip
 
 
-def _api_settings(settings: Settings) -> ApiSettings:
+def _api_settings(settings: Settings, tokens: WorkerTokens | None) -> ApiSettings:
     here_only = is_here(split_address(settings.http)[0])
-    return ApiSettings(settings.default_workers, here_only, settings.allowed_launchers)
+    return ApiSettings(settings.default_workers, here_only, settings.allowed_launchers, tokens)
 
 
 def _secret(settings: Settings) -> str | None:
     return None if settings.token is None else settings.token.get_secret_value()
 
 
-def _worker_environment(settings: Settings, grpc: str, controller: ControllerState) -> WorkerEnvironment:
+def _worker_environment(grpc: str, controller: ControllerState, tokens: WorkerTokens | None) -> WorkerEnvironment:
     """What local workers get. They reach a port that is open to everybody by this machine's own address."""
     host, port = split_address(grpc)
     near = join_address(EVERYWHERE.get(host, host), port)
@@ -156,7 +161,7 @@ def _worker_environment(settings: Settings, grpc: str, controller: ControllerSta
     def controllers() -> Sequence[str]:
         return tuple(dict.fromkeys([near, *controller.places()]))
 
-    return WorkerEnvironment(controllers, _secret(settings), inherited_environment())
+    return WorkerEnvironment(controllers, tokens, inherited_environment())
 
 
 @contextmanager

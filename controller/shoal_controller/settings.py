@@ -50,7 +50,7 @@ class Settings(BaseSettings):
     data: Path = Path(".shoal")
     """Folder for workers' logs and process records, and for the token that `run` and `demo` create."""
     token: SecretStr | None = None
-    """Bearer token for REST and workers; workers may use one of their job instead (`shoal token JOB`). Default: no
+    """Bearer token for REST and workers; workers may use one of their run instead (`shoal token JOB`). Default: no
     authentication; `run` and `demo` create a token."""
     open: bool = False
     """Listen beyond this machine without a token or certificates. Default: false."""

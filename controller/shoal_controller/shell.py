@@ -163,9 +163,9 @@ class Shell:
     def view(self, job: str) -> JobView:
         return self.runner(job).view()
 
-    def command(self, job: str) -> tuple[str, ...]:
-        """What each worker of it runs."""
-        return self.runner(job).spec.command
+    def spec(self, job: str) -> JobSpec:
+        """What it was made with: what each worker runs, which run of that name it is."""
+        return self.runner(job).spec
 
     async def create(self, spec: JobSpec, by: Caller | None = None) -> JobView:
         """A new run of a job, durable when this returns. One of that name that is over is replaced; its events stay."""

@@ -26,7 +26,7 @@ from shoal_controller.core.machine.codec import plain, restored
 from shoal_controller.store.following import follow
 from shoal_controller.store.store import Compare, Delete, Put, Store
 from shoal_controller.tasks import end_task, guarded
-from shoal_controller.tokens import is_for_workers
+from shoal_controller.worker_tokens import is_for_workers
 
 PREFIX = "/tokens/"
 FORMAT = 1

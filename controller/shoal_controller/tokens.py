@@ -1,12 +1,10 @@
-"""Tokens: the operators' is a secret; one for workers is derived from it and opens nothing but the sessions of one job.
+"""The operators' token of this machine: `shoal run` and `shoal demo` keep it in a file, commands look for it there.
 
-So nothing about workers' tokens is stored, and a training script cannot submit commands. Both ports check tokens here,
-the launcher and `shoal token` make them, `shoal run` and `shoal demo` keep the operators' in a file of this machine.
+Also how tokens are compared. Those of workers are made in `worker_tokens.py`, named ones in `token_register.py`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import secrets
 import tempfile
@@ -15,25 +13,6 @@ from pathlib import Path
 from shoal_protos.errors import UserError
 
 FILE = "token"
-_KIND = "worker"
-
-
-def token_of_job(secret: str, job: str) -> str:
-    """What workers of this job may show: `worker:JOB:` and 64 digits that only who knows the secret can make."""
-    mac = hmac.new(secret.encode(), f"shoal {_KIND}\0{job}".encode(), hashlib.sha256)
-    return f"{_KIND}:{job}:{mac.hexdigest()}"
-
-
-def job_of_token(secret: str, shown: str) -> str | None:
-    """The job whose workers show this token, None where it was not made from the secret."""
-    kind, _, rest = shown.partition(":")
-    job = rest.rpartition(":")[0]
-    return job if kind == _KIND and is_same(shown, token_of_job(secret, job)) else None
-
-
-def is_for_workers(shown: str) -> bool:
-    """Whether it looks like a token for workers, sound or not."""
-    return shown.startswith(f"{_KIND}:")
 
 
 def is_same(shown: str, expected: str) -> bool:

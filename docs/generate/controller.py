@@ -41,9 +41,9 @@ DOOR = """\
 [Security](security.md) says it in full. Anyone who may submit a job can run commands as the controller's user, so a
 port that other machines can reach requires a token. Give it a certificate too (`SHOAL_HTTP_CERTIFICATE`,
 `SHOAL_HTTP_KEY`), because the token is sent with every request. `SHOAL_TOKEN` opens everything, named tokens what their
-role allows; `shoal token JOB` prints one that opens only the sessions of that job's workers, and launchers give their
-workers such a token. It does not protect the user from the script: local workers are processes of the controller's user
-and can read that user's files. `SHOAL_LAUNCHERS=none` keeps a controller from starting any.
+role allows; `shoal token JOB` prints one that brings workers into this run of the job and opens nothing else, and
+launchers give their workers such a token. It does not protect the user from the script: local workers are processes of
+the controller's user and can read that user's files. `SHOAL_LAUNCHERS=none` keeps a controller from starting any.
 
 `shoal run` and `shoal demo` create a token if `SHOAL_TOKEN` is unset, in the file `token` of their data folder. The
 commands look for it there (in `$SHOAL_DATA`, else in `.shoal` of the current folder), and use it only for a controller

@@ -10,6 +10,9 @@ FORK_SAFE = {"GRPC_ENABLE_FORK_SUPPORT": "0"}
 """Variables for a worker's environment before gRPC is imported, which reads it then. gRPC's own fork handlers crash
 children that are forked beside a busy stream, such as a DataLoader's workers."""
 
+SESSION_TOKEN = "shoal-session-token"
+"""Header of a stream beside `authorization`: the session token of a process that shows its join token there again."""
+
 METHOD = "/shoal.v1.Sessions/Session"
 """The one bidirectional stream; see session.proto."""
 

@@ -302,6 +302,15 @@ class Alive:
 
 
 @dataclass(frozen=True, slots=True)
+class SessionToken:
+    """What opens this process's session again, after its welcome and anew before it ends. Nobody else is given it."""
+
+    token: str = field(repr=False)
+    seconds: float
+    """How long it is to be shown by itself; later it is shown beside the token that the process was started with."""
+
+
+@dataclass(frozen=True, slots=True)
 class Ping:
     """Answer with a heartbeat at once."""
 
@@ -410,4 +419,6 @@ class Refusal:
     """`HOST:PORT` where workers reach the controller that leads, of one that does not; empty: not known."""
 
 
-ToWorker = Describe | Welcome | Alive | Ping | Prepare | PlanMessage | Open | Ask | Drain | Shutdown | Refusal
+ToWorker = (
+    Describe | Welcome | Alive | SessionToken | Ping | Prepare | PlanMessage | Open | Ask | Drain | Shutdown | Refusal
+)

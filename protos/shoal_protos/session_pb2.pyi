@@ -1012,6 +1012,7 @@ class ControllerMessage(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     DESCRIBE_FIELD_NUMBER: _builtins.int
     ALIVE_FIELD_NUMBER: _builtins.int
+    SESSION_TOKEN_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
@@ -1034,6 +1035,8 @@ class ControllerMessage(_message.Message):
     def describe(self) -> Global___Describe: ...
     @_builtins.property
     def alive(self) -> Global___Alive: ...
+    @_builtins.property
+    def session_token(self) -> Global___SessionToken: ...
     def __init__(
         self,
         *,
@@ -1048,12 +1051,13 @@ class ControllerMessage(_message.Message):
         error: Global___Refusal | None = ...,
         describe: Global___Describe | None = ...,
         alive: Global___Alive | None = ...,
+        session_token: Global___SessionToken | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "body", b"body", "describe", b"describe", "drain", b"drain", "error", b"error", "open", b"open", "ping", b"ping", "plan", b"plan", "prepare", b"prepare", "request", b"request", "shutdown", b"shutdown", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "body", b"body", "describe", b"describe", "drain", b"drain", "error", b"error", "open", b"open", "ping", b"ping", "plan", b"plan", "prepare", b"prepare", "request", b"request", "session_token", b"session_token", "shutdown", b"shutdown", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "body", b"body", "describe", b"describe", "drain", b"drain", "error", b"error", "open", b"open", "ping", b"ping", "plan", b"plan", "prepare", b"prepare", "request", b"request", "shutdown", b"shutdown", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "body", b"body", "describe", b"describe", "drain", b"drain", "error", b"error", "open", b"open", "ping", b"ping", "plan", b"plan", "prepare", b"prepare", "request", b"request", "session_token", b"session_token", "shutdown", b"shutdown", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "ping", "prepare", "plan", "open", "request", "drain", "shutdown", "error", "describe", "alive"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "ping", "prepare", "plan", "open", "request", "drain", "shutdown", "error", "describe", "alive", "session_token"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -1144,6 +1148,28 @@ class Alive(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Alive: _TypeAlias = Alive  # noqa: Y015
+
+@_typing.final
+class SessionToken(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    token: _builtins.str
+    seconds: _builtins.float
+    def __init__(
+        self,
+        *,
+        token: _builtins.str = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["seconds", b"seconds", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionToken: _TypeAlias = SessionToken  # noqa: Y015
 
 @_typing.final
 class Ping(_message.Message):

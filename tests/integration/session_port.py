@@ -47,9 +47,12 @@ Event = Connected | MessageReceived | Disconnected
 class Jobs:
     """A shell that knows one job, `demo`, welcomes everybody and writes down what it hears."""
 
+    is_leading = True
+
     def __init__(self, **settings: object) -> None:
-        self.streams = Streams()
-        self.service = SessionService(self, self.streams, SessionSettings.model_validate(settings))
+        session_settings = SessionSettings.model_validate(settings)
+        self.streams = Streams(session_settings.worker_tokens())
+        self.service = SessionService(self, self.streams, session_settings)
         self.events: asyncio.Queue[Event] = asyncio.Queue()
         self.answer: Callable[[Event], Awaitable[None]] = self.welcome
 

@@ -26,6 +26,9 @@ PATIENCE_SECONDS = 25.0
 NO_HEARTBEAT_SECONDS = 3600.0
 """So that only what is said at once is heard."""
 
+UNBOUNDED = ("grpc.max_send_message_length", -1)
+OPTIONS = (*(option for option in CHANNEL_OPTIONS if option[0] != UNBOUNDED[0]), UNBOUNDED, ("grpc.so_reuseport", 0))
+
 Message = TypeVar("Message", bound=ToController)
 Context = grpc.aio.ServicerContext[bytes, bytes]
 
@@ -102,7 +105,7 @@ class SmallController:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(PATIENCE_SECONDS)
 
     async def _start(self) -> None:
-        self._server = grpc.aio.server(options=(*CHANNEL_OPTIONS, ("grpc.so_reuseport", 0)))
+        self._server = grpc.aio.server(options=OPTIONS)
         service, _, method = METHOD.removeprefix("/").partition("/")
         handler = grpc.stream_stream_rpc_method_handler(self._serve)
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))

@@ -19,7 +19,7 @@ import psutil
 import pytest
 from integration.cluster import Cluster, undisturbed, until
 from ports import free_port
-from shoal_controller.tokens import token_of_job
+from shoal_controller.worker_tokens import WorkerTokens
 
 SHOAL = str(Path(sys.executable).with_name("shoal"))
 TESTS = Path(__file__).resolve().parents[1]
@@ -151,7 +151,8 @@ def test_run_makes_itself_a_token_and_its_workers_get_one_that_commands_nothing(
         shown = until("its worker's token", lambda: log.exists() and log.read_text().strip())
         own = (tmp_path / ".shoal/token").read_text().strip()
         assert stat.S_IMODE((tmp_path / ".shoal/token").stat().st_mode) == 0o600
-        assert shown == token_of_job(own, "train")
+        assert re.fullmatch(r"join:train:[0-9a-f]{16}:[0-9a-f]{64}", shown)
+        assert WorkerTokens(own).read(shown) is not None
         answers = [
             httpx.delete(f"{command.rest}/jobs/train", trust_env=False, headers=headers).status_code
             for headers in ({}, {"authorization": f"Bearer {shown}"}, {"authorization": f"Bearer {own}"})

@@ -19,12 +19,13 @@ from shoal_controller.core.machine.events import Exited
 from shoal_controller.core.machine.place import Place
 from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.launchers.local import LocalLauncher, WorkerEnvironment
-from shoal_controller.tokens import token_of_job
+from shoal_controller.worker_tokens import WorkerTokens
 from shoal_protos.errors import NotFound, StoreError, UserError
 
 SECONDS = 20.0
 """No wait of a test takes longer."""
 
+TOKENS = WorkerTokens("secret")
 SLEEPER = "echo began; exec sleep 600"
 
 
@@ -38,7 +39,7 @@ class Controller:
     def __init__(self, folder: Path, **environment: str) -> None:
         self.exits: asyncio.Queue[tuple[str, Exited]] = asyncio.Queue()
         self.refusal: Exception | None = None
-        inherited = WorkerEnvironment(lambda: ["127.0.0.1:7071"], "secret", {"PATH": os.environ["PATH"], **environment})
+        inherited = WorkerEnvironment(lambda: ["127.0.0.1:7071"], TOKENS, {"PATH": os.environ["PATH"], **environment})
         self.folder = folder
         self.launcher = LocalLauncher(folder, inherited, self.submit)
 
@@ -110,7 +111,7 @@ def test_a_worker_is_told_who_it_is_and_writes_to_its_log(tmp_path: Path) -> Non
         variables = dict(line.partition("=")[::2] for line in lines if "=" in line)
         expected = {
             "SHOAL_CONTROLLER": "127.0.0.1:7071", "SHOAL_JOB": "demo", "SHOAL_RUN": "run-1", "SHOAL_WORKER_ID": "w0",
-            "SHOAL_TOKEN": token_of_job("secret", "demo"), "OMP_NUM_THREADS": "3", "PYTHONUNBUFFERED": "1",
+            "SHOAL_TOKEN": TOKENS.join("demo", "run-1"), "OMP_NUM_THREADS": "3", "PYTHONUNBUFFERED": "1",
             "MINE": "yes", "PATH": os.environ["PATH"],
         }  # fmt: skip
         assert {key: variables.get(key) for key in expected} == expected

@@ -14,7 +14,7 @@ from integration.session_port import HELLO, SECONDS, WELCOME, Port, Worker, on_p
 from pydantic import SecretStr, ValidationError
 from shoal_controller.core.machine.events import MessageReceived
 from shoal_controller.sessions.settings import SessionSettings
-from shoal_controller.tokens import token_of_job
+from shoal_controller.worker_tokens import WorkerTokens
 from shoal_protos.channel import MAX_MESSAGE_BYTES, METHOD
 from shoal_protos.errors import UserError
 from shoal_protos.messages import Heartbeat, Refusal, Telemetry
@@ -60,7 +60,7 @@ def test_noise_on_the_raw_socket_harms_nothing() -> None:
 
 def test_only_who_shows_the_token_is_heard() -> None:
     async def scene(port: Port) -> None:
-        forged = token_of_job("guess", "demo")
+        forged = WorkerTokens("guess").join("demo", "run-1")
         for token, found in ((None, "no token"), ("guess", "another token"), ("", "another token"),
                              (forged, "another token")):  # fmt: skip
             async with port.worker(token) as worker:
@@ -69,7 +69,7 @@ def test_only_who_shows_the_token_is_heard() -> None:
                 await receives_only(worker, Refusal(sentence))
                 assert await worker.code() is grpc.StatusCode.PERMISSION_DENIED
         assert port.jobs.events.empty()
-        for token in ("secret", token_of_job("secret", "demo")):
+        for token in ("secret", WorkerTokens("secret").join("demo", "run-1")):
             async with port.worker(token) as worker:
                 await worker.send(HELLO)
                 assert await worker.receive() == WELCOME
@@ -77,9 +77,21 @@ def test_only_who_shows_the_token_is_heard() -> None:
     on_port(scene, token=SecretStr("secret"))
 
 
+def test_a_controller_that_does_not_lead_refuses_nobody_for_good() -> None:
+    async def scene(port: Port) -> None:
+        port.jobs.is_leading = False
+        for token in ("guess", WorkerTokens("secret").join("other", "run-1")):
+            async with port.worker(token) as worker:
+                await worker.send(HELLO)
+                refusal = await worker.receive()
+                assert isinstance(refusal, Refusal) and not refusal.final
+
+    on_port(scene, token=SecretStr("secret"))
+
+
 def test_a_token_for_the_workers_of_one_job_opens_no_other() -> None:
     async def scene(port: Port) -> None:
-        async with port.worker(token_of_job("secret", "other")) as worker:
+        async with port.worker(WorkerTokens("secret").join("other", "run-1")) as worker:
             await worker.send(HELLO)
             await receives_only(worker, Refusal("the worker shows a token of job other and says hello to job demo"))
         assert port.jobs.events.empty()

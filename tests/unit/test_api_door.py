@@ -7,7 +7,7 @@ from api_port import TRAIN, serving
 from asynchronous import asynchronous
 from shoal_controller.api.app import ApiSettings
 from shoal_controller.core.machine.events import ConfirmLost, DrainWorker, Pause, Resume, Save
-from shoal_controller.tokens import token_of_job
+from shoal_controller.worker_tokens import WorkerTokens
 from small_machine import SmallMachine
 
 
@@ -18,7 +18,10 @@ from small_machine import SmallMachine
         ("Bearer nope", "another token"),
         ("Basic c2VjcmV0", "another token"),
         ("Bearer sécret", "another token"),
-        (f"Bearer {token_of_job('secret', 'demo')}", "a token for workers, which is not one for operators"),
+        (
+            f"Bearer {WorkerTokens('secret').join('demo', 'run-1')}",
+            "a token for workers, which is not one for operators",
+        ),
     ],
 )
 @asynchronous
@@ -241,3 +244,27 @@ async def test_a_connection_without_a_request_ends_and_one_with_an_answer_under_
         assert await asyncio.wait_for(follower.read(1), 10)
         for stream in (writer, following):
             stream.close()
+
+
+@asynchronous
+async def test_the_join_token_of_a_run_is_for_those_who_may_change_the_job(tmp_path):
+    settings = ApiSettings(default_workers=2, worker_tokens=WorkerTokens("secret"))
+    async with serving(tmp_path, settings, token="secret") as api:
+        root = {"authorization": "Bearer secret"}
+        await api.ask("POST", "/v1/jobs", 202, json=TRAIN, headers=root)
+        view = (await api.ask("POST", "/v1/tokens", 201, json={"name": "eve", "role": "view"}, headers=root))["token"]
+        await api.ask("POST", "/v1/jobs/train/token", 403, headers={"authorization": f"Bearer {view}"})
+        answered = await api.ask("POST", "/v1/jobs/train/token", headers=root)
+        run = api.shell.spec("train").run
+        assert answered == {"job": "train", "run": run, "token": settings.worker_tokens.join("train", run)}
+        assert (await api.ask("POST", "/v1/jobs/other/token", 404, headers=root))["detail"].startswith(
+            "there is no job"
+        )
+
+
+@asynchronous
+async def test_where_workers_need_no_token_none_is_made(tmp_path):
+    async with serving(tmp_path) as api:
+        await api.ask("POST", "/v1/jobs", 202, json=TRAIN)
+        problem = await api.ask("POST", "/v1/jobs/train/token", 409)
+        assert problem["detail"] == "this controller was started without SHOAL_TOKEN: its workers need no token"

@@ -27,7 +27,7 @@ from shoal_controller.cli.progress import Rate
 from shoal_controller.cli.run import keeps_another, name_of, own
 from shoal_controller.cli.submit import read_spec
 from shoal_controller.cli.tables import amount, jobs_table, seconds
-from shoal_controller.tokens import made_token, token_of_job
+from shoal_controller.tokens import made_token
 from shoal_protos.errors import JobFailed, StoreError, UserError
 
 SHOAL = str(Path(sys.executable).with_name("shoal"))
@@ -52,7 +52,7 @@ FLAGS = {
     "logs": "--follow --url JOB WORKER",
     "workers": "--output --url JOB",
     "top": "--url",
-    "token job": "JOB",
+    "token job": "--url JOB",
     "token create": "--days --role --url NAME",
     "token list": "--output --url",
     "token rotate": "--keep-seconds --url NAME",
@@ -279,15 +279,11 @@ def test_the_token_of_this_folder_is_shown_to_this_machine_only(controller: str,
             assert Client(url)._http.headers.get("authorization") == shown
 
 
-def test_a_token_for_workers_is_derived_from_the_operators(tmp_path: Path) -> None:
-    done = shoal("token", "train", env={"SHOAL_TOKEN": "secret"})
-    assert (done.returncode, done.stdout) == (0, token_of_job("secret", "train") + "\n")
-    kept = made_token(tmp_path / ".shoal")
-    assert shoal("token", "train", folder=tmp_path).stdout == token_of_job(kept, "train") + "\n"
-    (tmp_path / "empty").mkdir()
-    done = shoal("token", "train", folder=tmp_path / "empty")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("shoal: there is no operators' token to derive one from: set SHOAL_TOKEN")
+def test_the_token_of_a_runs_workers_is_the_controllers_answer(controller: str) -> None:
+    Controller.body = json.dumps({"job": "train", "run": "r1", "token": "join:train:r1:abc"})
+    done = shoal("token", "train", env={"SHOAL_URL": controller, "SHOAL_TOKEN": "secret"})
+    assert (done.returncode, done.stdout, done.stderr) == (0, "join:train:r1:abc\n", "")
+    assert Controller.requests == [("POST", "/v1/jobs/train/token", "", "Bearer secret")]
 
 
 @pytest.mark.parametrize(("status", "code"), [(404, 2), (409, 2), (400, 2), (403, 2), (503, 3), (500, 1)])

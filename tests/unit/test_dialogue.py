@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from shoal_controller.core.machine.events import Connected, MessageReceived
+from shoal_controller.core.machine.proof import Proof
 from shoal_controller.sessions.dialogue import OUTBOX_MESSAGES, Dialogue
 from shoal_protos.description import Description, Parameter, brief, with_digest
 from shoal_protos.errors import NotFound, Refused, StoreError, UserError
@@ -67,7 +68,7 @@ def test_who_has_no_business_here_is_turned_away_before_the_rest_of_its_hello_is
     unreadable = replace(HELLO, status=replace(HELLO.status, step=-7))
     dialogue = Dialogue(7)
     assert dialogue.job_named(encode_worker(unreadable)) == "demo"
-    dialogue.only_job = "other"
+    dialogue.proof = Proof("other", "run-1")
     for read in (dialogue.job_named, dialogue.hear):
         with pytest.raises(Refused, match="shows a token of job other and says hello to job demo"):
             read(encode_worker(unreadable))

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from api_port import serving
 from asynchronous import asynchronous
-from shoal_controller.api import failed_logins
-from shoal_controller.api.failed_logins import (
+from shoal_controller import failed_logins
+from shoal_controller.failed_logins import (
     FREE_FAILURES,
     MOST_ADDRESSES,
     MOST_WAITING,

@@ -97,7 +97,7 @@ def test_a_refused_first_model_is_nobodys_and_the_next_is_asked() -> None:
     other = replace(model(), lanes=4)
     says_hello(job, "w0", replace(brief(model()), parameters_digest=brief(other).parameters_digest, lanes=4))
     says_hello(job, "w1", brief(other))
-    job.feed(Connected(1, replace(job.job.greeting[1], description=with_digest(model()))))
+    job.feed(Connected(1, replace(job.job.greeting[1].hello, description=with_digest(model()))))
     assert answers(job, Refusal) == [1] and answers(job, Describe) == [2]
     tells(job, "w1", other)
     assert answers(job, Welcome) == [2]

@@ -80,9 +80,9 @@ def test_a_controller_may_have_several_addresses_of_which_one_is_enough_to_find_
         SessionSettings(controller="no.such.host.invalid:1,nor.this.invalid:1", job="j").own_host()
 
 
-def test_the_token_is_shown_and_never_printed() -> None:
+def test_the_token_is_never_printed() -> None:
     settings = SessionSettings(controller="h:1", job="j", token="secret")
-    assert settings.metadata == (("authorization", "Bearer secret"),)
+    assert settings.token is not None and settings.token.get_secret_value() == "secret"
     assert "secret" not in repr(settings)
 
 

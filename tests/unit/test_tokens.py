@@ -1,35 +1,13 @@
-"""Tokens: what opens what, and where a controller of this machine keeps its own."""
+"""Where a controller of this machine keeps the operators' token."""
 
 from __future__ import annotations
 
-import re
 import stat
 from pathlib import Path
 
 import pytest
-from shoal_controller.tokens import is_for_workers, job_of_token, kept_token, made_token, token_of_job
+from shoal_controller.tokens import kept_token, made_token
 from shoal_protos.errors import UserError
-
-TOKEN = token_of_job("secret", "train")
-
-
-def test_a_token_for_workers_names_its_job_and_is_made_from_the_operators() -> None:
-    assert re.fullmatch(r"worker:train:[0-9a-f]{64}", TOKEN)
-    assert is_for_workers(TOKEN) and not is_for_workers("secret")
-    assert job_of_token("secret", TOKEN) == "train"
-    assert token_of_job("secret", "train") == TOKEN != token_of_job("secret2", "train")
-
-
-@pytest.mark.parametrize(
-    "shown",
-    [
-        "", "secret", "worker:", "worker:train:", "worker::", TOKEN[:-1], TOKEN + "0", TOKEN.upper(),
-        TOKEN.replace("train", "other"), TOKEN.replace("train", "train:x"), TOKEN.removeprefix("worker:"),
-        token_of_job("another", "train"), "worker:train:" + "é" * 64, "worker:train:\udcff",
-    ],
-)  # fmt: skip
-def test_nothing_else_opens_a_job(shown: str) -> None:
-    assert job_of_token("secret", shown) is None
 
 
 def test_a_token_of_this_machine_is_made_once_and_read_by_its_user_only(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from shoal_controller.api.routes import router
 from shoal_controller.leadership.controller_state import ControllerState
 from shoal_controller.leadership.neighbours import Neighbours
 from shoal_controller.token_register import TokenRegister
+from shoal_controller.worker_tokens import WorkerTokens
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -39,6 +40,8 @@ class ApiSettings:
     """The port is reached from this machine only."""
     launchers: frozenset[str] = frozenset({"local", "none"})
     """Launchers that jobs may use."""
+    worker_tokens: WorkerTokens | None = None
+    """What makes the join tokens; None: workers need none."""
 
 
 def build_app(

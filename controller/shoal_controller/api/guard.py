@@ -17,9 +17,9 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from shoal_controller.api.failed_logins import FailedLogins
 from shoal_controller.api.problems import BUG, TooLarge, problem
 from shoal_controller.callers import Caller, Role, Unauthorized
+from shoal_controller.failed_logins import FailedLogins
 from shoal_controller.leadership.controller_state import ControllerState
 from shoal_controller.leadership.introductions import HEADER, HandedOn
 from shoal_controller.token_register import TokenRegister

@@ -26,7 +26,7 @@ from shoal_controller.api.answers import (
 )
 from shoal_controller.api.models import DrainBody, JobBody, ScaleBody
 from shoal_controller.api.stream import EventStream, event_stream, wants_stream
-from shoal_controller.api.token_routes import ACaller
+from shoal_controller.api.token_routes import ACaller, JoinTokenAnswer
 from shoal_controller.core.machine.events import ConfirmLost, DrainWorker, Pause, Resume, Save, Scale
 from shoal_controller.leadership.controller_state import ControllerState
 from shoal_controller.shell import Shell
@@ -167,6 +167,14 @@ async def save_checkpoint(job: str, shell: Leading, caller: ACaller) -> JobAnswe
     """Save a checkpoint after the next step; it is listed once it is complete."""
     await shell.submit(job, Save(), caller)
     return JobAnswer.of(shell.view(job))
+
+
+@router.post("/jobs/{job}/token")
+async def get_join_token(
+    job: str, shell: Leading, caller: ACaller, request: Request, response: Response
+) -> JoinTokenAnswer:
+    """Show the join token for workers of this run of the job; it opens sessions of that run and nothing else."""
+    return token_routes.join_token(request, response, caller, job, shell.spec(job).run)
 
 
 router.include_router(token_routes.router)

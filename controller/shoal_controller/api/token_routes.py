@@ -1,4 +1,5 @@
-"""The REST routes of tokens, with their bodies and answers: `/v1/tokens`, for admins only (`guard.py`).
+"""The REST routes of tokens, with their bodies and answers: `/v1/tokens`, for admins only (`guard.py`), and the answer
+with a job's join token, for whoever may change the job.
 
 A secret is in one answer, that of the request which made it, and nowhere else.
 """
@@ -7,8 +8,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
+import structlog
 from fastapi import APIRouter, Depends, Request, Response
 from pydantic import Field
+from shoal_protos.errors import Conflict
 from shoal_protos.validation import Allowed
 
 from shoal_controller.api.answers import Answer
@@ -18,6 +21,8 @@ from shoal_controller.token_register import NamedToken, TokenRegister
 
 MOST_DAYS = 3650
 DAY_SECONDS = 86_400.0
+
+log = structlog.get_logger("shoal.tokens")
 
 router = APIRouter(prefix="/tokens")
 
@@ -75,6 +80,24 @@ class NewTokenAnswer(TokenAnswer):
 
 class TokensAnswer(Answer):
     tokens: list[TokenAnswer]
+
+
+class JoinTokenAnswer(Answer):
+    """What workers of this run of a job are started with."""
+
+    job: str
+    run: str
+    token: str
+
+
+def join_token(request: Request, response: Response, caller: Caller, job: str, run: str) -> JoinTokenAnswer:
+    """Raises `Conflict` where workers need no token."""
+    tokens = request.app.state.settings.worker_tokens
+    if tokens is None:
+        raise Conflict("this controller was started without SHOAL_TOKEN: its workers need no token")
+    response.headers["Cache-Control"] = "no-store"
+    log.info("a join token was shown", job=job, run=run, token=caller.token, address=caller.address)
+    return JoinTokenAnswer(job=job, run=run, token=tokens.join(job, run))
 
 
 def register_of(request: Request) -> TokenRegister:

@@ -147,6 +147,9 @@ class Client:
 
     # ---- tokens
 
+    async def join_token(self, job: str) -> str:
+        return str((await self._ask("POST", f"/jobs/{quote(job, safe='')}/token"))["token"])
+
     async def tokens(self) -> list[Json]:
         return await self._list("/tokens", "tokens")
 

@@ -74,7 +74,7 @@ async def run(
     with interrupts() as signals:
         async with serving(Places(http, grpc, store, data), own=True) as here:
             revision = await take_up(here.client, spec)
-            if warning := keeps_another(name, here.server.shell.command(name), command):
+            if warning := keeps_another(name, here.server.shell.spec(name).command, command):
                 typer.echo(warning, err=True)
             return await attend(here, name, revision, signals, report, printed)
 

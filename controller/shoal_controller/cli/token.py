@@ -1,12 +1,10 @@
-"""`shoal token`: the named tokens of people and programs, and the token of a job's workers (`shoal token JOB`)."""
+"""`shoal token`: the named tokens of people and programs, and the token of a run's workers (`shoal token JOB`)."""
 
 from __future__ import annotations
 
-import os
 from typing import Annotated
 
 import typer
-from shoal_protos.errors import UserError
 from typer.core import TyperGroup
 
 from shoal_controller.callers import Role
@@ -25,18 +23,12 @@ class JobOrCommand(TyperGroup):
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the token.", show_default=False)]
 
 
-def job_(job: Job) -> None:
-    """Print the token for workers of a job; REST refuses it."""
-    from shoal_controller.cli.client import local_folder
-    from shoal_controller.tokens import kept_token, token_of_job
+async def job_(job: Job, url: Url = DEFAULT_URL) -> None:
+    """Print the token for workers of this run of a job; REST refuses it."""
+    from shoal_controller.cli.client import Client
 
-    secret = os.environ.get("SHOAL_TOKEN") or kept_token(local_folder())
-    if not secret:
-        raise UserError(
-            f"there is no operators' token to derive one from: set SHOAL_TOKEN to the controller's, or go where "
-            f"`shoal run` keeps its own ({local_folder() / 'token'})"
-        )
-    typer.echo(token_of_job(secret, job))
+    async with Client(url) as client:
+        typer.echo(await client.join_token(job))
 
 
 async def create(

@@ -28,7 +28,7 @@ from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.launchers.process import Process, reap_orphans
 from shoal_controller.launchers.process_record import ProcessRecord, ProcessRecords, boot_id
 from shoal_controller.tasks import end_task, guarded, only_logged
-from shoal_controller.tokens import token_of_job
+from shoal_controller.worker_tokens import WorkerTokens
 
 REPORT_SECONDS = 5.0
 """How long the jobs may take to hear of an end when the launcher closes. What they do not hear stays on its record."""
@@ -57,8 +57,8 @@ class WorkerEnvironment:
 
     controllers: Callable[[], Sequence[str]]
     """`HOST:PORT` of the gRPC sides of all controllers, as a worker reaches them; this one's own first."""
-    secret: str | None = field(default=None, repr=False)
-    """The operators' token, from which a worker's is derived."""
+    tokens: WorkerTokens | None = None
+    """What makes the join tokens; None: workers need none."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """The controller's own, which workers inherit."""
 
@@ -69,7 +69,7 @@ class WorkerEnvironment:
             "SHOAL_CONTROLLER": ",".join(self.controllers()), "SHOAL_JOB": spec.job, "SHOAL_RUN": spec.run,
             "SHOAL_WORKER_ID": worker, "SHOAL_LAUNCHER": "local",
         }  # fmt: skip
-        token = {} if self.secret is None else {"SHOAL_TOKEN": token_of_job(self.secret, spec.job)}
+        token = {} if self.tokens is None else {"SHOAL_TOKEN": self.tokens.join(spec.job, spec.run)}
         return {**defaults, **self.environment, **spec.env, **identity, **token}
 
 

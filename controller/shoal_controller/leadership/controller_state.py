@@ -73,6 +73,11 @@ class ControllerState:
         return self._leadership.fence.modified if self._leadership is not None and not self._leadership.trouble else 0
 
     @property
+    def is_leading(self) -> bool:
+        """Whether this controller leads, as far as it knows."""
+        return self.shell is not None
+
+    @property
     def other(self) -> ControllerPlace | None:
         """The controller that leads in place of this one; None: this one, or nobody is known to."""
         if self._election is None or self.shell is not None or self._election.is_own:

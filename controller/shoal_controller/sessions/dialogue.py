@@ -15,6 +15,7 @@ from shoal_protos.messages import Heartbeat, Hello, Refusal
 from shoal_protos.wire import decode_worker, encode_controller, job_of_hello
 
 from shoal_controller.core.machine.events import Connected, MessageReceived
+from shoal_controller.core.machine.proof import Proof
 from shoal_controller.leadership.election import NotLeading
 
 OUTBOX_MESSAGES = 64
@@ -32,8 +33,8 @@ class Dialogue:
         """What the last status said that is said at once when it changes."""
         self.routine = False
         """Whether the last message was a heartbeat with nothing new in it: the next tick is soon enough for it."""
-        self.only_job: str | None = None
-        """The only job that the worker's token opens; None: any."""
+        self.proof: Proof | None = None
+        """What the worker's token proves; None: it may open any session."""
         self.outbox: deque[bytes] = deque()
         self.closing = False
         """Nothing more is said; the stream ends when the outbox is empty."""
@@ -52,8 +53,8 @@ class Dialogue:
         job = job_of_hello(data)
         if job is None:
             raise UserError(f"a stream must begin with a hello; this one began with {_kind(decode_worker(data))}")
-        if self.only_job not in (None, job):
-            raise Refused(f"the worker shows a token of job {self.only_job} and says hello to job {job}")
+        if self.proof is not None and self.proof.job != job:
+            raise Refused(f"the worker shows a token of job {self.proof.job} and says hello to job {job}")
         return job
 
     def hear(self, data: bytes) -> Connected | MessageReceived:
@@ -77,7 +78,7 @@ class Dialogue:
         """What the stream keeps of a hello has no text of parameters: there are many streams."""
         self._is_brief = hello.description.is_brief
         self.hello = replace(hello, description=replace(hello.description, parameters=()))
-        return Connected(self.connection, hello)
+        return Connected(self.connection, hello, self.proof)
 
     def late(self, seconds: float) -> UserError:
         """What to refuse the stream with when no hello came in time."""
@@ -93,9 +94,11 @@ class Dialogue:
             return
         self.outbox.append(message)
 
-    def refuse(self, error: ShoalError) -> None:
-        """Say why as the last message. Only what the user can cure is final; else the worker may try again."""
-        final, unknown_job = isinstance(error, UserError), isinstance(error, NotFound)
+    def refuse(self, error: ShoalError, *, leading: bool = True) -> None:
+        """Say why as the last message. Only what the user can cure is final, and only where a controller leads; else
+        the worker may try again.
+        """
+        final, unknown_job = leading and isinstance(error, UserError), isinstance(error, NotFound)
         leader = error.leader if isinstance(error, NotLeading) else ""
         self.say(encode_controller(Refusal(str(error), final, unknown_job=unknown_job, leader=leader)))
         self.refusal = self.refusal or error

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import grpc
 import grpc.aio
@@ -20,8 +20,11 @@ from shoal_protos.errors import NotFound, ShoalError, UserError
 
 from shoal_controller.core.machine.events import Connected, Disconnected, MessageReceived
 from shoal_controller.leadership.controller_state import ControllerState
+from shoal_controller.peer_address import address_of_peer
 from shoal_controller.sessions.dialogue import Dialogue
+from shoal_controller.sessions.door import Door
 from shoal_controller.sessions.settings import SessionSettings
+from shoal_controller.sessions.stream_counts import StreamCounts
 from shoal_controller.sessions.streams import Context, Stream, Streams
 from shoal_controller.tasks import end_task, guarded, only_logged
 
@@ -36,12 +39,17 @@ ALIVE_PARTS = 20
 STOP_SECONDS = 5.0
 """How long the jobs may take to hear that their streams ended when the service stops."""
 
+MAX_HEADER_BYTES = 8192
+"""Two tokens have less than 1 KiB."""
+
 SERVER_OPTIONS = (
     *CHANNEL_OPTIONS,
     ("grpc.so_reuseport", 0),  # or a second controller would take half of the workers
     ("grpc.max_concurrent_streams", 64),
     ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_SECONDS * 500),
     ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.max_metadata_size", MAX_HEADER_BYTES),
+    ("grpc.absolute_max_metadata_size", MAX_HEADER_BYTES),
 )
 
 log = structlog.get_logger("shoal.sessions")
@@ -54,6 +62,8 @@ class SessionService:
         self._controller = controller
         self._streams = streams
         self._settings = settings
+        self._door = Door(streams.tokens)
+        self._counts = StreamCounts(settings.limits)
         self._ending: set[asyncio.Task[None]] = set()
         """What `stop` waits for: the streams' tasks and their farewells."""
         self._server: grpc.aio.Server | None = None
@@ -98,6 +108,7 @@ class SessionService:
                 await self._server.start()  # one that was never started does not let go of its port
             await self._server.stop(grace=None)
             self._server = None
+        await self._door.stop()
         try:
             async with asyncio.timeout(STOP_SECONDS):
                 while self._ending:
@@ -117,11 +128,23 @@ class SessionService:
         self._stop_waits_for(asyncio.current_task())
         stream = self._streams.open(context)
         try:
-            await self._converse(stream)
+            with ExitStack() as places:
+                await self._admit(stream, places)
+                await self._converse(stream)
             _set_status(stream)
         finally:
             self._streams.forget(stream)
             self._say_farewell(stream.dialogue)
+
+    async def _admit(self, stream: Stream, places: ExitStack) -> None:
+        """● Who shows a wrong token, or has too many streams, is refused before anything that it says is read."""
+        address = address_of_peer(stream.context.peer())
+        try:
+            places.enter_context(self._counts.of_address(address))
+            stream.dialogue.proof = await self._door.proof_of(_metadata(stream.context), address)
+            places.enter_context(self._counts.of_token(stream.dialogue.proof))
+        except ShoalError as error:
+            self._refuse(stream, error)
 
     async def _converse(self, stream: Stream) -> None:
         """Read and write until one side is done, then let go of the stream."""
@@ -155,7 +178,6 @@ class SessionService:
     async def _hear(self, stream: Stream, data: bytes) -> None:
         dialogue = stream.dialogue
         if dialogue.hello is None:
-            dialogue.only_job = self._settings.opened_by(_metadata(stream.context).get("authorization"))
             with _hint():
                 self._controller.expect(dialogue.job_named(data))
         event = dialogue.hear(data)
@@ -172,7 +194,7 @@ class SessionService:
     def _refuse(self, stream: Stream, error: ShoalError) -> None:
         connection = stream.dialogue.connection
         log.warning("a stream was refused", connection=connection, peer=stream.context.peer(), why=str(error))
-        stream.dialogue.refuse(error)
+        stream.dialogue.refuse(error, leading=self._controller.is_leading)
         stream.stir()
 
     async def _submit(self, job: str, event: Connected | MessageReceived) -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import grpc
 from pydantic import BaseModel, ConfigDict, SecretStr, model_validator
-from shoal_protos.errors import Refused
 
 from shoal_controller.sessions.certificate_files import CertificateFiles
-from shoal_controller.tokens import is_same, job_of_token
+from shoal_controller.sessions.stream_counts import StreamLimits
+from shoal_controller.worker_tokens import WorkerTokens
 
 
 class SessionSettings(BaseModel):
@@ -21,13 +21,15 @@ class SessionSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     token: SecretStr | None = None
-    """The operators' token: workers must show it, or one of their job's that is derived from it."""
+    """The operators' token: workers must show it, or one that is derived from it."""
     certificate: Path | None = None
     """PEM file with the controller's certificate chain. With it, and the next two, the port speaks mutual TLS only."""
     key: Path | None = None
     """PEM file with the certificate's private key."""
     client_ca: Path | None = None
     """PEM file with the authorities that sign the workers' certificates."""
+    limits: StreamLimits = StreamLimits()
+    """How many streams one caller may have open."""
     hello_seconds: float = 10.0
     """A stream whose hello does not come in time is ended: it holds a place and says nothing."""
 
@@ -49,17 +51,6 @@ class SessionSettings(BaseModel):
             require_client_authentication=True,
         )
 
-    def opened_by(self, authorization: str | bytes | None) -> str | None:
-        """The only job that the shown token opens, None: any. Raises `Refused` for another token, or none."""
-        if self.token is None:
-            return None
-        shown = authorization.decode(errors="replace") if isinstance(authorization, bytes) else authorization or ""
-        kind, _, token = shown.partition(" ")
-        secret = self.token.get_secret_value()
-        if kind == "Bearer" and is_same(token, secret):
-            return None
-        job = job_of_token(secret, token) if kind == "Bearer" else None
-        if job is None:
-            found = "another token" if shown else "no token"
-            raise Refused(f"the worker showed {found}; set SHOAL_TOKEN to what `shoal token JOB` prints there")
-        return job
+    def worker_tokens(self) -> WorkerTokens | None:
+        """What makes and reads the workers' tokens; None where they need none."""
+        return None if self.token is None else WorkerTokens(self.token.get_secret_value())

@@ -1,19 +1,29 @@
 """The open streams of the workers, each with a number that is never used again: what the shell sends on.
 
-`service.py` opens and serves them. No call here waits or raises: what is for a stream that is gone is dropped.
+`service.py` opens and serves them. Whoever is welcomed is given its session token here, and a new one in time. No call
+here waits or raises: what is for a stream that is gone is dropped.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import time
+from collections.abc import Callable
 
 import grpc.aio
-from shoal_protos.messages import Alive, PlanMessage, ToWorker
+from shoal_protos.messages import Alive, PlanMessage, SessionToken, ToWorker, Welcome
 from shoal_protos.plan import Plan
 from shoal_protos.wire import encode_controller
 
+from shoal_controller.core.machine.proof import Proof
 from shoal_controller.sessions.dialogue import Dialogue
+from shoal_controller.worker_tokens import SESSION_SECONDS, WorkerTokens
+
+RENEW_SECONDS = SESSION_SECONDS / 3
+"""A session token is replaced by a newer one so often."""
+ALONE_SECONDS = SESSION_SECONDS / 2
+"""So long a worker shows it by itself: the clocks of two controllers may be as far apart as what is left."""
 
 ALIVE = encode_controller(Alive())
 
@@ -27,6 +37,10 @@ class Stream:
         self.dialogue = Dialogue(connection)
         self.context = context
         self.stirred = asyncio.Event()
+        self.holder: Proof | None = None
+        """Whose session token it carries; None: it was not welcomed."""
+        self.renewed = 0.0
+        """When it was given, by the event loop's time."""
         self.cut = asyncio.get_running_loop().create_future()
 
     def stir(self) -> None:
@@ -54,7 +68,10 @@ class Stream:
 class Streams:
     """All open streams by number."""
 
-    def __init__(self) -> None:
+    def __init__(self, tokens: WorkerTokens | None = None, clock: Callable[[], float] = time.time) -> None:
+        """`tokens`: None where sessions need none."""
+        self.tokens = tokens
+        self._clock = clock
         self._numbers = itertools.count(1)
         self._open: dict[int, Stream] = {}
         self._last_plan: tuple[Plan, bytes] | None = None
@@ -74,15 +91,21 @@ class Streams:
         stream = self._open.get(connection)
         if stream is not None:
             stream.dialogue.say(self._encoded(message))
+            if isinstance(message, Welcome) and (hello := stream.dialogue.hello) is not None:
+                stream.holder = Proof(hello.job, message.run, message.worker, hello.incarnation)
+                self._give_token(stream)
             stream.stir()
 
     def show_life(self, part: int, parts: int) -> None:
-        """Say on every stream of a part of them that is read that this controller is there. A thousand at once would
-        hold up everything else.
+        """Say on every stream of a part of them that is read that this controller is there, and renew what ends soon. A
+        thousand at once would hold up everything else.
         """
+        due = asyncio.get_running_loop().time() - RENEW_SECONDS
         for connection, stream in self._open.items():
             if connection % parts == part and stream.dialogue.hello is not None and not stream.dialogue.outbox:
                 stream.dialogue.say(ALIVE)
+                if stream.renewed <= due:
+                    self._give_token(stream)
                 stream.stir()
 
     def close(self, connection: int) -> None:
@@ -103,6 +126,13 @@ class Streams:
         greeting = sum(dialogue.hello is None and not dialogue.over for dialogue in dialogues)
         ending = sum(dialogue.over for dialogue in dialogues)
         return {"greeting": greeting, "open": len(dialogues) - greeting - ending, "ending": ending}
+
+    def _give_token(self, stream: Stream) -> None:
+        if self.tokens is None or stream.holder is None:
+            return
+        token = self.tokens.session(stream.holder, self._clock() + SESSION_SECONDS)
+        stream.dialogue.say(encode_controller(SessionToken(token, ALONE_SECONDS)))
+        stream.renewed = asyncio.get_running_loop().time()
 
     def _encoded(self, message: ToWorker) -> bytes:
         """One plan goes to all its members: it is written once."""

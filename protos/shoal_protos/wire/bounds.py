@@ -53,6 +53,7 @@ SHOWN_CHARACTERS = 60
 """How much of a wrong value an error repeats."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
+_CREDENTIAL = re.compile(r"[!-~]+", re.ASCII)
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _CONTROL_IN_TEXT = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
 
@@ -139,6 +140,14 @@ def label(field: str, value: str) -> str:
     _short(field, value, LABEL_CHARACTERS)
     if _CONTROL.search(value):
         raise UserError(f"{field} is {_shown(value)}; control characters are not allowed")
+    return value
+
+
+def credential(field: str, value: str) -> str:
+    """What a header can carry. It is not repeated in an error."""
+    _short(field, value, LABEL_CHARACTERS)
+    if not _CREDENTIAL.fullmatch(value):
+        raise UserError(f"{field} has characters that a header cannot carry, or none; expected printable ASCII")
     return value
 
 

@@ -20,6 +20,7 @@ from shoal_protos.messages import (
     PlanMessage,
     Prepare,
     Refusal,
+    SessionToken,
     Shutdown,
     ToWorker,
     Welcome,
@@ -52,6 +53,8 @@ def _write(message: ToWorker) -> pb.ControllerMessage:
             return pb.ControllerMessage(welcome=_write_welcome(message))
         case Alive():
             return pb.ControllerMessage(alive=pb.Alive())
+        case SessionToken(token, seconds):
+            return pb.ControllerMessage(session_token=pb.SessionToken(token=token, seconds=seconds))
         case Ping():
             return pb.ControllerMessage(ping=pb.Ping(number=message.number, generation=message.generation))
         case Prepare():
@@ -84,6 +87,8 @@ def decode_controller(data: bytes) -> ToWorker:
             return _read_welcome(message.welcome)
         case "alive":
             return Alive()
+        case "session_token":
+            return _read_session_token(message.session_token)
         case "ping":
             ping = message.ping
             return Ping(bounds.whole("ping.number", ping.number), bounds.whole("ping.generation", ping.generation))
@@ -158,6 +163,13 @@ def _read_resume(text: str) -> str:
     if not is_one:
         raise UserError(f"welcome.resume is {text[:60]!r}; expected a text, a step, true or false as JSON, or nothing")
     return text
+
+
+def _read_session_token(message: pb.SessionToken) -> SessionToken:
+    return SessionToken(
+        token=bounds.credential("session_token.token", message.token),
+        seconds=bounds.seconds("session_token.seconds", message.seconds),
+    )
 
 
 def _read_ask(message: pb.Ask) -> Ask:

@@ -49,7 +49,7 @@ class SessionSettings(BaseModel):
     worker: str = ""
     """This worker's id, as a launcher chose it. Empty: the controller gives one."""
     token: SecretStr | None = None
-    """Shown as `authorization: Bearer TOKEN`."""
+    """What opens the first stream: the join token of its run, from a launcher or `shoal token JOB`."""
     domain: str = ""
     """Failure domain: copies of a block lie in different ones where possible, and partial sums are added up before they
     leave one. Default: the host's name."""
@@ -123,11 +123,6 @@ class SessionSettings(BaseModel):
     def addresses(self) -> tuple[str, ...]:
         """Addresses of the controller, in the order in which they are tried."""
         return tuple(address.strip() for address in self.controller.split(","))
-
-    @property
-    def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What every stream shows."""
-        return () if self.token is None else (("authorization", f"Bearer {self.token.get_secret_value()}"),)
 
     def credentials(self) -> grpc.ChannelCredentials | None:
         """Credentials for TLS; None for a plain channel."""

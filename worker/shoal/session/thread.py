@@ -17,7 +17,7 @@ import grpc.aio
 from shoal_protos.addresses import split_address
 from shoal_protos.channel import CHANNEL_OPTIONS, METHOD, SILENT_SECONDS
 from shoal_protos.errors import UserError
-from shoal_protos.messages import Refusal, Result, Shutdown, Welcome
+from shoal_protos.messages import Refusal, Result, SessionToken, Shutdown, Welcome
 from shoal_protos.wire import decode_controller, encode_worker
 
 from shoal.group.forks import Connections
@@ -25,6 +25,7 @@ from shoal.logs import get_logger
 from shoal.session.controller_addresses import ControllerAddresses
 from shoal.session.driver import SessionDriver
 from shoal.session.settings import SessionSettings
+from shoal.session.shown_tokens import ShownTokens
 from shoal.session.signals import TermSignal
 
 FIRST_PAUSE_SECONDS = 0.05
@@ -59,6 +60,9 @@ class SessionThread:
         self._driver, self._settings, self._term = driver, settings, term
         self._credentials = settings.credentials()
         self._addresses = ControllerAddresses(settings.addresses)
+        self._tokens = ShownTokens(settings.token.get_secret_value() if settings.token is not None else None)
+        self._incarnation = ""
+        """Whose stream is open."""
         self._leader = ""
         """The leader, as a controller named it that does not lead."""
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -162,10 +166,13 @@ class SessionThread:
 
     async def _converse_over(self, channel: grpc.aio.Channel) -> None:
         async with channel:
-            call: Call = channel.stream_stream(METHOD)(metadata=self._settings.metadata)
+            hello = self._driver.say_hello()
+            self._incarnation = hello.incarnation
+            shown = self._tokens.headers(hello.incarnation, time.monotonic())
+            call: Call = channel.stream_stream(METHOD)(metadata=shown)
             try:
                 async with asyncio.timeout(CONNECT_SECONDS) as self._patience:
-                    await call.write(encode_worker(self._driver.say_hello()))
+                    await call.write(encode_worker(hello))
                 self._patience = None
                 await self._talk(call)
             except grpc.aio.AioRpcError as error:
@@ -222,8 +229,12 @@ class SessionThread:
                 self._welcomed, self._complained = True, False
                 self._connections.settle()
                 self._addresses.on_welcome(message.controllers)
+            elif isinstance(message, SessionToken):
+                self._tokens.on_given(message, self._incarnation, time.monotonic())
+                continue
             elif isinstance(message, Refusal):
                 self._leader = message.leader
+                self._tokens.on_refused()
             self._driver.on_message(message)
             if isinstance(message, Shutdown | Refusal):
                 return

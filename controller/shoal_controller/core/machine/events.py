@@ -14,6 +14,7 @@ from shoal_protos.plan import WorkerId
 
 from shoal_controller.core.machine.effects import AskPlanner
 from shoal_controller.core.machine.place import Place
+from shoal_controller.core.machine.proof import Proof
 from shoal_controller.core.planning.question import Answer
 
 
@@ -33,6 +34,8 @@ class Connected:
 
     connection: int
     hello: Hello
+    proof: Proof | None = None
+    """What its token proves; None: nothing need be proved."""
 
 
 @dataclass(frozen=True, slots=True)

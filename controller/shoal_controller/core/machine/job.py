@@ -21,12 +21,12 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from shoal_protos.activity import Activity
-from shoal_protos.messages import Change, Hello, Inventory, Status, Telemetry
+from shoal_protos.messages import Change, Inventory, Status, Telemetry
 from shoal_protos.plan import Plan, Reason, WorkerId
 from shoal_protos.runs import NO_BLOCKS, Runs
 
 from shoal_controller.core.machine.durable import Durable
-from shoal_controller.core.machine.events import PlannerAnswered
+from shoal_controller.core.machine.events import Connected, PlannerAnswered
 from shoal_controller.core.machine.figures import Figures
 from shoal_controller.core.machine.goal import Goal
 from shoal_controller.core.machine.spec import JobSpec
@@ -193,8 +193,8 @@ class Job:
     """When a probe was last sent to a process."""
     live_processes: frozenset[WorkerId] = frozenset()
     """Whose process the launcher has started or adopted in this life, and has not seen end."""
-    greeting: Mapping[int, Hello] = field(default_factory=dict)
-    """Hellos by connection that name a model whose text is not known yet."""
+    greeting: Mapping[int, Connected] = field(default_factory=dict)
+    """Hellos by connection that name a model whose text is not known yet, with what their tokens prove."""
     asked_to_describe: Mapping[int, float] = field(default_factory=dict)
     """Of these: when they were asked for it."""
     attempt: Attempt | None = None
@@ -213,6 +213,8 @@ class Job:
     """When the processes of a job that is over were last killed."""
     refusals: Mapping[str, str] = field(default_factory=dict)
     """The last sentence that turned away each incarnation. One that trains on tries again every second."""
+    refused_tokens: tuple[str, ...] = ()
+    """Sentences that turned away streams by their tokens, the last ones."""
     distrusted: frozenset[WorkerId] = frozenset()
     """Workers whose false claims are in the history."""
     changes: Mapping[WorkerId, Change] = field(default_factory=dict)

@@ -19,7 +19,7 @@ from shoal_controller.core.machine.effects import Close, Probe, Send
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.events import Connected
 from shoal_controller.core.machine.job import Process
-from shoal_controller.core.machine.phases import claims, ending, failure_detector, introduction, worker_messages
+from shoal_controller.core.machine.phases import claims, ending, failure_detector, introduction, proofs, worker_messages
 from shoal_controller.core.machine.phases.next_message import send_if_due
 from shoal_controller.core.machine.phases.progress import shown_loss
 from shoal_controller.core.machine.place import Place
@@ -46,6 +46,8 @@ def _on_hello(turn: Turn, event: Connected) -> None:
     hello = event.hello
     if mismatch := claims.run_mismatch(turn.spec, hello):
         return claims.refuse_run(turn, event, mismatch)
+    if (refusal := proofs.why_not(turn, event)) is not None:
+        return proofs.refuse(turn, event, refusal)
     sentence = _impossible(turn, hello)
     if sentence is not None:
         return _refuse(turn, event, Refusal(sentence))

@@ -11,7 +11,7 @@ from shoal_controller.core.machine.durable import Standing, WorkerRecord
 from shoal_controller.core.machine.effects import Adopt, Close, Kill, Send
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.events import Connected, Disconnected, Exited, MessageReceived, NeverStarted, Started
-from shoal_controller.core.machine.phases import claims
+from shoal_controller.core.machine.phases import claims, proofs
 from shoal_controller.core.machine.phases.next_message import send_all_if_due, send_if_due, shutdown_of_all
 from shoal_controller.core.machine.spec import Phase
 from shoal_controller.core.machine.turn import Turn
@@ -72,6 +72,9 @@ def on_connected(turn: Turn, event: Connected) -> None:
     """A worker connects to a job that is over: tell it how the job ended, if the run is its own."""
     if sentence := claims.run_mismatch(turn.spec, event.hello):
         claims.refuse_run(turn, event, sentence)
+        return
+    if (refusal := proofs.why_not(turn, event)) is not None:
+        proofs.refuse(turn, event, refusal)
         return
     turn.do(Send(event.connection, shutdown_of_all(turn.durable)))
     turn.do(Close(event.connection))

@@ -26,7 +26,7 @@ def is_unknown(turn: Turn, hello: Hello) -> bool:
 
 def wait(turn: Turn, event: Connected) -> None:
     """It is answered when the text is known."""
-    turn.put("greeting", event.connection, event.hello)
+    turn.put("greeting", event.connection, event)
     ask(turn, [event.connection])
 
 
@@ -46,16 +46,15 @@ def on_disconnected(turn: Turn, connection: int) -> None:
 
 def known_now(turn: Turn) -> list[Connected]:
     """The hellos that wait without need, in the order in which they came."""
-    greeting = turn.job.greeting.items()
-    return [Connected(number, hello) for number, hello in greeting if not is_unknown(turn, hello)]
+    return [event for event in turn.job.greeting.values() if not is_unknown(turn, event.hello)]
 
 
 def ask(turn: Turn, numbers: Iterable[int]) -> None:
     """Of those who wait on these connections, ask one of each model that nobody has been asked for."""
     greeting = turn.job.greeting
-    asked = {greeting[number].description.parameters_digest for number in turn.job.asked_to_describe}
+    asked = {greeting[number].hello.description.parameters_digest for number in turn.job.asked_to_describe}
     for number in numbers:
-        digest = greeting[number].description.parameters_digest
+        digest = greeting[number].hello.description.parameters_digest
         if digest not in asked:
             asked.add(digest)
             turn.put("asked_to_describe", number, turn.now)

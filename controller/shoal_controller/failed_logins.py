@@ -1,18 +1,20 @@
 """Requests with a wrong token are slowed, per address: whoever guesses gets an answer later and later.
 
 A right token is never delayed. Only an address with many wrong ones under way at once waits with all of its requests,
-or guesses could be made side by side. Used by `guard.py`; it keeps time by the event loop.
+or guesses could be made side by side. Each door has one: REST (`api/guard.py`) and the workers' port
+(`sessions/door.py`). It keeps time by the event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 from collections import OrderedDict
 from dataclasses import dataclass
 from http import HTTPStatus
 
-from shoal_protos.errors import UserError
+from shoal_protos.errors import ShoalError
+
+from shoal_controller.peer_address import network_of
 
 FREE_FAILURES = 5
 """Answered at once: a typo, a token that was just revoked."""
@@ -24,14 +26,13 @@ MOST_WAITING = 16
 """Failures of one address that wait at a time."""
 MOST_ADDRESSES = 4096
 """Addresses that are remembered; of more, whoever failed longest ago is forgotten."""
-IPV6_NETWORK = 64
-"""Bits that one site usually has: all of its addresses count as one."""
 
 
-class TooManyFailures(UserError):
-    """An address has too many wrong tokens under way."""
+class TooManyFailures(ShoalError):
+    """An address has too many wrong tokens under way. Nothing is said of the token that was shown."""
 
     http_status = HTTPStatus.TOO_MANY_REQUESTS
+    grpc_status = "RESOURCE_EXHAUSTED"
 
 
 @dataclass(slots=True)
@@ -49,7 +50,7 @@ class FailedLogins:
 
     def check(self, address: str) -> None:
         """Raises `TooManyFailures` before a token of this address is looked at."""
-        failures = self._by_network.get(_network(address))
+        failures = self._by_network.get(network_of(address))
         if failures is not None and failures.waiting >= MOST_WAITING:
             raise TooManyFailures(
                 f"{failures.waiting} requests from {address} with wrong tokens wait for their answers; try again in "
@@ -58,7 +59,7 @@ class FailedLogins:
 
     async def delay(self, address: str) -> None:
         """Wait before a wrong token is answered, also where nobody waits for the answer any more."""
-        failures = self._noted(_network(address), asyncio.get_running_loop().time())
+        failures = self._noted(network_of(address), asyncio.get_running_loop().time())
         over = failures.count - FREE_FAILURES
         if over <= 0:
             return
@@ -77,11 +78,3 @@ class FailedLogins:
         if len(self._by_network) > MOST_ADDRESSES:
             self._by_network.popitem(last=False)
         return failures
-
-
-def _network(address: str) -> str:
-    try:
-        found = ipaddress.ip_address(address)
-    except ValueError:
-        return address
-    return address if found.version == 4 else str(ipaddress.ip_network((found, IPV6_NETWORK), strict=False))

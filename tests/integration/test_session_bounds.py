@@ -1,0 +1,157 @@
+"""Over real gRPC: whoever guesses tokens is answered later and later, and nobody takes the places of all others."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack, suppress
+from dataclasses import replace
+
+import grpc
+import grpc.aio
+import pytest
+from integration.linked_workers import Worker as LinkedWorker
+from integration.session_port import HELLO, SECONDS, WELCOME, Port, Worker, on_port
+from integration.small_controller import SmallController
+from pydantic import SecretStr
+from shoal_controller import failed_logins
+from shoal_controller.core.machine.proof import Proof
+from shoal_controller.sessions.service import MAX_HEADER_BYTES
+from shoal_controller.sessions.stream_counts import StreamLimits
+from shoal_controller.worker_tokens import WorkerTokens
+from shoal_protos.channel import MAX_MESSAGE_BYTES, METHOD
+from shoal_protos.messages import Hello, Refusal
+
+TOKENS = WorkerTokens("secret")
+JOIN = TOKENS.join("demo", "")
+AN_HOUR = 3600.0
+
+
+async def refusal_of(worker: Worker) -> Refusal:
+    """What a stream is told that shows what it shows; nothing is said on it."""
+    message = await worker.receive()
+    assert isinstance(message, Refusal)
+    return message
+
+
+def delays(monkeypatch: pytest.MonkeyPatch, free: int, seconds: float, waiting: int = 16) -> None:
+    monkeypatch.setattr(failed_logins, "FREE_FAILURES", free)
+    monkeypatch.setattr(failed_logins, "FIRST_DELAY_SECONDS", seconds)
+    monkeypatch.setattr(failed_logins, "LONGEST_DELAY_SECONDS", seconds)
+    monkeypatch.setattr(failed_logins, "MOST_WAITING", waiting)
+
+
+def test_a_wrong_token_is_answered_later_than_the_one_before_and_a_right_one_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    delays(monkeypatch, free=1, seconds=0.5)
+
+    async def scene(port: Port) -> None:
+        loop = asyncio.get_running_loop()
+        waited = []
+        for _ in range(2):
+            began = loop.time()
+            async with port.worker("guess") as worker:
+                refusal = await refusal_of(worker)
+                assert refusal.final and "the worker showed another token" in refusal.sentence
+            waited.append(loop.time() - began)
+        assert waited[1] >= 0.5 > waited[0]
+        monkeypatch.setattr(failed_logins, "LONGEST_DELAY_SECONDS", AN_HOUR)
+        monkeypatch.setattr(failed_logins, "FIRST_DELAY_SECONDS", AN_HOUR)
+        async with port.worker("guess"):
+            for right in ("secret", JOIN):
+                async with port.worker(right) as worker:
+                    await worker.send(HELLO)
+                    assert await worker.receive() == WELCOME
+
+    on_port(scene, token=SecretStr("secret"))
+
+
+def test_guesses_side_by_side_are_not_looked_at_and_hold_up_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    delays(monkeypatch, free=0, seconds=AN_HOUR, waiting=2)
+
+    async def scene(port: Port) -> None:
+        guesses = 0
+        async with asyncio.timeout(SECONDS), AsyncExitStack() as open_streams:
+            while guesses < 2:
+                worker = await open_streams.enter_async_context(port.worker("guess"))
+                await worker.send(HELLO)
+                guesses = sum(one.waiting for one in port.service._door._failed_logins._by_network.values())
+                await asyncio.sleep(0)
+            for token in ("guess", "secret"):
+                async with port.worker(token) as worker:
+                    refusal = await refusal_of(worker)
+                    assert not refusal.final and "with wrong tokens wait for their answers" in refusal.sentence
+                    assert await worker.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            async with port.worker(JOIN) as worker:
+                await worker.send(HELLO)
+                assert await worker.receive() == WELCOME
+        async with port.worker("guess") as worker:
+            refusal = await refusal_of(worker)
+            assert "wait for their answers" in refusal.sentence, "to hang up makes no room for another guess"
+
+    on_port(scene, token=SecretStr("secret"))
+
+
+@pytest.mark.parametrize(
+    ("limits", "token", "whose"),
+    [
+        (StreamLimits(of_address=2), JOIN, "address 127.0.0.1"),
+        (StreamLimits(of_token=2), JOIN, "the join token of job demo"),
+        (StreamLimits(of_token=2), "secret", "the operators' token"),
+        (
+            StreamLimits(of_worker=2), TOKENS.session(Proof("demo", "", "w0", "a1"), 4e9),
+            "worker w0 of job demo",
+        ),
+    ],
+)  # fmt: skip
+def test_a_caller_has_so_many_streams_and_one_more_when_one_has_ended(
+    limits: StreamLimits, token: str, whose: str
+) -> None:
+    async def scene(port: Port) -> None:
+        async with port.worker(token) as first:
+            await first.send(HELLO)
+            assert await first.receive() == WELCOME
+            async with port.worker(token) as second:
+                await second.send(HELLO)
+                assert await second.receive() == WELCOME
+                async with port.worker(token) as third:
+                    refusal = await refusal_of(third)
+                    expected = f"{whose} has 2 streams open, the most that it may; try again when one has ended"
+                    assert refusal.sentence in (expected, expected.replace("127.0.0.1", "::1")) and not refusal.final
+                    assert await third.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+                if limits.of_address > 2:
+                    async with port.worker(TOKENS.join("demo", "another")) as other:
+                        await other.send(replace(HELLO, worker="w9", incarnation="c"))
+                        assert await other.receive() == WELCOME
+        async with asyncio.timeout(SECONDS):
+            while (await answer(port, token)) != WELCOME:
+                continue  # the port has not seen that the others ended
+
+    on_port(scene, token=SecretStr("secret"), limits=limits)
+
+
+async def answer(port: Port, token: str) -> object:
+    async with port.worker(token) as worker:
+        await worker.send(HELLO)
+        return await worker.receive()
+
+
+def test_headers_beyond_all_bounds_never_reach_the_door() -> None:
+    async def scene(port: Port) -> None:
+        async with grpc.aio.insecure_channel(f"localhost:{port.number}") as channel:
+            call = channel.stream_stream(METHOD)(metadata=(("authorization", "Bearer " + "x" * 2 * MAX_HEADER_BYTES),))
+            assert await Worker(call).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert port.jobs.events.empty()
+        await port.is_unharmed()
+
+    on_port(scene)
+
+
+def test_a_message_beyond_all_bounds_costs_a_worker_its_stream_and_nothing_else() -> None:
+    with SmallController() as small:
+        worker = LinkedWorker("a", small)
+        worker.introduce()
+        with suppress(Exception):  # it hangs up under the message
+            small.sends("a", bytes(MAX_MESSAGE_BYTES + 1))
+        assert small.receives(Hello).worker == "a", "it comes back"
+        worker.close()
