@@ -1,4 +1,4 @@
-"""Certificates for tests of TLS: an authority, and what it signs for `localhost`. Made by the openssl command."""
+"""Certificates for tests of TLS: an authority, and what it signs for a host. Made by the openssl command."""
 
 from __future__ import annotations
 

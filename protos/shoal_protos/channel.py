@@ -6,9 +6,10 @@ reads them, so that a broken one is answered by a sentence and not by gRPC's own
 
 from __future__ import annotations
 
-FORK_SAFE = {"GRPC_ENABLE_FORK_SUPPORT": "0"}
+GRPC_VARIABLES = {"GRPC_ENABLE_FORK_SUPPORT": "0", "GRPC_VERBOSITY": "ERROR"}
 """Variables for a worker's environment before gRPC is imported, which reads it then. gRPC's own fork handlers crash
-children that are forked beside a busy stream, such as a DataLoader's workers."""
+children that are forked beside a busy stream, such as a DataLoader's workers; and it would print two lines of its own
+whenever a handshake fails, once a second."""
 
 SESSION_TOKEN = "shoal-session-token"
 """Header of a stream beside `authorization`: the session token of a process that shows its join token there again."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from shoal_protos.channel import FORK_SAFE
+from shoal_protos.channel import GRPC_VARIABLES
 
 TESTS = Path(__file__).resolve().parents[1]
 WARM_MODULES = (
@@ -38,7 +38,7 @@ class Warm:
     """The tests' end: forks processes, knows how they ended."""
 
     def __init__(self) -> None:
-        env = {name: value for name, value in os.environ.items() if name not in FORK_SAFE}  # Shoal sets it
+        env = {name: value for name, value in os.environ.items() if name not in GRPC_VARIABLES}  # Shoal sets it
         path = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
         env |= ONE_THREAD | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
         self._process = subprocess.Popen(

@@ -11,11 +11,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from certificates import authority
 from shoal.session import thread
 from shoal.session.controller_addresses import ControllerAddresses
 from shoal.session.dialogue import RECONNECT_SECONDS
 from shoal.session.driver import REPORT_SECONDS, SessionDriver
 from shoal.session.settings import SessionSettings
+from shoal.session.shown_tokens import ShownTokens
 from shoal.session.thread import LONGEST_PAUSE_SECONDS, STEADY_SECONDS, SessionThread
 from shoal_protos.description import Description
 from shoal_protos.messages import (
@@ -28,7 +30,6 @@ from shoal_protos.messages import (
     Status,
     Telemetry,
 )
-from shoal_protos.pem import MARK
 
 MADE_OF = Description(4, 8, 4096, 8, 1, 0, 100, (), "SGD", {}, {}, False, False)
 STATUS = Status(0, 0, MemberState.WAITING, 0, -1, 0)
@@ -46,7 +47,10 @@ class Streams(SessionThread):
         self.tried: list[str] = []
         self.unreachable: list[float] = []
         monkeypatch.setattr(thread.time, "monotonic", lambda: self.now)
-        self._driver: Any = SimpleNamespace(silent=False, on_controller_unreachable=self.unreachable.append)
+        self._driver: Any = SimpleNamespace(
+            silent=False, on_controller_unreachable=lambda seconds, _: self.unreachable.append(seconds)
+        )
+        self._why = ""
         self._addresses, self._leader = ControllerAddresses(["one", "two"]), ""
         self._term, self._closing, self._welcomed = None, False, False
         self._running = threading.Event()
@@ -70,22 +74,23 @@ class Certified(SessionThread):
 
     def __init__(self, settings: SessionSettings) -> None:
         self._settings, self._credentials = settings, settings.credentials()
-        self._addresses, self._closing, self._complained = ControllerAddresses(["one"]), False, False
+        self._addresses, self._closing, self._complaints = ControllerAddresses(["one"]), False, set()
+        self._tokens = ShownTokens(None)
 
 
 def test_a_worker_reads_its_certificates_again_for_every_stream(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shoal.session.settings.grpc.ssl_channel_credentials", lambda *files: files)
-    authority = tmp_path / "ca.pem"
-    authority.write_bytes(MARK + b"old")
-    session = Certified(SessionSettings(controller="one:1", job="train", tls_ca=authority))
-    authority.write_bytes(MARK + b"new")
-    assert session._current_credentials() == (MARK + b"new", None, None)
-    authority.write_bytes(b"half of")
-    assert session._current_credentials() == (MARK + b"new", None, None), "what is half written changes nothing"
-    authority.unlink()
-    assert session._current_credentials() == (MARK + b"new", None, None), "what cannot be read changes nothing"
+    for name in ("old", "new"):
+        authority(tmp_path, name)
+    used, new = tmp_path / "old.pem", (tmp_path / "new.pem").read_bytes()
+    session = Certified(SessionSettings(controller="one:1", job="train", tls_ca=used))
+    used.write_bytes(new)
+    assert session._current_credentials() == (new, None, None)
+    for spoil in (lambda: used.write_bytes(new[:200]), used.unlink):
+        spoil()
+        assert session._current_credentials() == (new, None, None), "what cannot be used changes nothing"
 
 
 def test_attempts_to_reach_a_controller_become_rarer_until_a_stream_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +110,7 @@ def test_a_controller_that_is_frozen_is_left_in_time_for_others_though_its_machi
         session._addresses = ControllerAddresses([f"127.0.0.1:{frozen.getsockname()[1]}"])
         session._driver = SimpleNamespace(say_hello=lambda: HELLO)
         asyncio.run(asyncio.wait_for(session._converse(), 5))
-    assert session._complained and not session._welcomed
+    assert session._complaints and not session._welcomed
 
 
 class EndedChannel:
@@ -146,7 +151,7 @@ def test_a_stream_that_ends_just_before_something_is_written_on_it_does_not_end_
     session._welcomed = False
     session._woken = asyncio.Event()
     asyncio.run(asyncio.wait_for(session._converse_over(channel), 10))  # type: ignore[arg-type]
-    assert channel.cancelled and session._complained
+    assert channel.cancelled and session._complaints
 
 
 def test_only_where_nobody_welcomes_it_a_worker_tries_the_next_address(monkeypatch: pytest.MonkeyPatch) -> None:

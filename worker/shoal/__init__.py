@@ -15,14 +15,14 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from shoal_protos.channel import FORK_SAFE
+from shoal_protos.channel import GRPC_VARIABLES
 from shoal_protos.errors import JobFailed, PeerError, ShoalError, UserError
 
 if TYPE_CHECKING:
     from shoal.training.engine import Engine
     from shoal.training.start import initialize
 
-for _name, _value in FORK_SAFE.items():  # before gRPC, whichever module of Shoal is imported first
+for _name, _value in GRPC_VARIABLES.items():  # before gRPC, whichever module of Shoal is imported first
     os.environ.setdefault(_name, _value)
 
 __all__ = ["Engine", "JobFailed", "PeerError", "ShoalError", "UserError", "initialize"]

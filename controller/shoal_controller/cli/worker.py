@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 from shoal_protos.addresses import split_address
-from shoal_protos.channel import FORK_SAFE
+from shoal_protos.channel import GRPC_VARIABLES
 from shoal_protos.errors import UserError
 
 HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
@@ -40,7 +40,7 @@ def worker(
     program = shutil.which(command[0])
     if program is None:
         raise UserError(f"there is no program {command[0]!r} to run as a worker; expected a command after `--`")
-    environment = FORK_SAFE | os.environ | {"SHOAL_CONTROLLER": controller, "SHOAL_JOB": job}
+    environment = GRPC_VARIABLES | os.environ | {"SHOAL_CONTROLLER": controller, "SHOAL_JOB": job}
     if os.getpid() != 1:
         os.execve(program, command, environment)
     return as_first_process(program, command, environment)

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 import structlog
-from shoal_protos.channel import FORK_SAFE
+from shoal_protos.channel import GRPC_VARIABLES
 from shoal_protos.errors import ShoalError, StoreError, UserError
 from shoal_protos.plan import WorkerId
 
@@ -64,7 +64,7 @@ class WorkerEnvironment:
 
     def of(self, worker: WorkerId, spec: JobSpec) -> dict[str, str]:
         """The environment of one worker. The spec's goes before the controller's, who it is before both."""
-        defaults = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **FORK_SAFE}
+        defaults = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **GRPC_VARIABLES}
         identity = {
             "SHOAL_CONTROLLER": ",".join(self.controllers()), "SHOAL_JOB": spec.job, "SHOAL_RUN": spec.run,
             "SHOAL_WORKER_ID": worker, "SHOAL_LAUNCHER": "local",

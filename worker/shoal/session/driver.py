@@ -58,21 +58,22 @@ class SessionDriver:
             self._shared.last_word_arrived = True
             self._shared.spoken.notify_all()
 
-    def on_controller_unreachable(self, seconds: float) -> None:
-        """Who has nothing to lose waits only so long for a controller that is not there.
+    def on_controller_unreachable(self, seconds: float, why: str = "") -> None:
+        """Who has nothing to lose waits only so long for a controller that is not there. `why`: what keeps it away.
 
         That is a worker whose script has ended, and one in no world that a launcher has started: the launcher may be
         gone with the controller, and another one starts it again.
         """
         shared = self._shared
+        found = f" ({why})" if why else ""
         if shared.dialogue.script_has_ended and seconds > REPORT_SECONDS:
-            shared.end(Ending.DONE, f"no controller was reachable for {seconds:.0f} s, and the script had ended")
+            shared.end(Ending.DONE, f"no controller was reachable for {seconds:.0f} s{found}, and the script had ended")
         with shared.lock:
             in_no_world = not any(shared.membership.live)
         if shared.settings.launcher and in_no_world and seconds > shared.dialogue.reconnect_seconds + REPORT_SECONDS:
-            why = f"no controller was reachable for {seconds:.0f} s, and this worker is in no world"
-            log.warning("leaving", reason=why, status=NO_CONTROLLER)
-            shared.end(Ending.REPLACED, why, NO_CONTROLLER)
+            reason = f"no controller was reachable for {seconds:.0f} s{found}, and this worker is in no world"
+            log.warning("leaving", reason=reason, status=NO_CONTROLLER)
+            shared.end(Ending.REPLACED, reason, NO_CONTROLLER)
 
     def on_failure(self, error: Exception) -> None:
         self._shared.on_failure(error)

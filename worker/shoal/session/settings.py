@@ -15,6 +15,8 @@ from shoal_protos.messages import GRACE_SECONDS
 from shoal_protos.pem import read_pem
 from shoal_protos.validation import first_sentence
 
+from shoal.session.certificates import WorkerCertificates
+
 LONGEST_GRACE_SECONDS = 7 * 24 * 3600.0
 
 VARIABLES = {
@@ -124,15 +126,22 @@ class SessionSettings(BaseModel):
         """Addresses of the controller, in the order in which they are tried."""
         return tuple(address.strip() for address in self.controller.split(","))
 
+    @property
+    def certificates(self) -> WorkerCertificates | None:
+        """The files for TLS; None for a plain channel."""
+        return None if self.tls_ca is None else WorkerCertificates(self.tls_ca, self.tls_certificate, self.tls_key)
+
     def credentials(self) -> grpc.ChannelCredentials | None:
-        """Credentials for TLS; None for a plain channel."""
-        if self.tls_ca is None:
+        """Credentials for TLS; None for a plain channel. Raises `UserError` for files that cannot be used."""
+        if self.tls_ca is None or self.certificates is None:
             return None
-        return grpc.ssl_channel_credentials(
+        credentials = grpc.ssl_channel_credentials(
             read_pem("SHOAL_TLS_CA", self.tls_ca),
             read_pem("SHOAL_TLS_KEY", self.tls_key) if self.tls_key else None,
             read_pem("SHOAL_TLS_CERTIFICATE", self.tls_certificate) if self.tls_certificate else None,
         )
+        self.certificates.context()  # gRPC takes any bytes, and then says nothing but that no handshake succeeds
+        return credentials
 
     def own_host(self) -> str:
         """The address at which others reach this process; see `host`."""

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import threading
 import time
+from functools import partial
 
 import grpc
 import grpc.aio
@@ -27,6 +28,7 @@ from shoal.session.driver import SessionDriver
 from shoal.session.settings import SessionSettings
 from shoal.session.shown_tokens import ShownTokens
 from shoal.session.signals import TermSignal
+from shoal.session.unreachable import why_unreachable
 
 FIRST_PAUSE_SECONDS = 0.05
 LONGEST_PAUSE_SECONDS = 1.0
@@ -39,6 +41,9 @@ CONNECT_SECONDS = 4.0
 """
 WELCOME_SECONDS = 10.0
 """A stream on which nothing was received for so long after the hello is given up."""
+EXPLAIN_SECONDS = 5.0
+"""Between two looks at why no session comes about, and for each."""
+MOST_COMPLAINTS = 16
 FAREWELL_SECONDS = 5.0
 """Time for the controller to read what was sent before the stream ended."""
 
@@ -69,9 +74,14 @@ class SessionThread:
         self._woken = asyncio.Event()
         self._closing = False
         self._welcomed = False
+        self._why = ""
+        """Why there is no controller, as it was last said."""
         self._patience: asyncio.Timeout | None = None
         """Timeout of the controller while a stream is being opened."""
-        self._complained = False
+        self._complaints: set[str] = set()
+        """What has been said since the last welcome."""
+        self._explained = float("-inf")
+        """When it was last looked why no session came about."""
         self._running = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shoal-session", daemon=True)
         self._thread.start()
@@ -116,7 +126,7 @@ class SessionThread:
             if self._welcomed:
                 lost = now
             else:
-                self._driver.on_controller_unreachable(now - lost)
+                self._driver.on_controller_unreachable(now - lost, self._why)
                 if self._addresses.on_failure(self._leader):
                     continue
             steady = self._welcomed and now - began > STEADY_SECONDS
@@ -176,7 +186,7 @@ class SessionThread:
                 self._patience = None
                 await self._talk(call)
             except grpc.aio.AioRpcError as error:
-                self._complain(error.details() or error.code().name)
+                await self._explain(error)
             except asyncio.InvalidStateError:  # it ended just before something was to be written
                 self._complain("the stream has ended")
             except TimeoutError:
@@ -194,11 +204,26 @@ class SessionThread:
         """How long the controller may say nothing."""
         return SILENT_SECONDS if self._welcomed else WELCOME_SECONDS
 
+    async def _explain(self, error: grpc.aio.AioRpcError) -> None:
+        """Say what keeps the session from coming about. It is looked for now and then, not at every attempt."""
+        details, now = error.details() or error.code().name, time.monotonic()
+        if self._welcomed or error.code() is not grpc.StatusCode.UNAVAILABLE:
+            return self._complain(details)
+        if now - self._explained < EXPLAIN_SECONDS or self._closing:
+            return None
+        self._explained = now
+        look = partial(why_unreachable, self._addresses.current, self._settings.certificates, details)
+        with contextlib.suppress(TimeoutError):  # a name server that does not answer, say: it must hold up no attempt
+            async with asyncio.timeout(EXPLAIN_SECONDS):
+                details = await asyncio.to_thread(look)
+        return self._complain(details)
+
     def _complain(self, why: str) -> None:
-        """Once for each time that the controller goes away."""
-        if not self._complained and not self._closing:
-            log.warning("no_controller", controller=self._addresses.current, why=why)
-        self._complained = True
+        """Once for each reason, until a controller welcomes this worker again."""
+        self._why = why
+        if why not in self._complaints and len(self._complaints) < MOST_COMPLAINTS and not self._closing:
+            self._complaints.add(why)
+            log.warning("no_controller", controller=self._addresses.current, why=why, means="tries again")
 
     async def _talk(self, call: Call) -> None:
         """Both directions at once, until either ends."""
@@ -226,7 +251,8 @@ class SessionThread:
                 return
             message = decode_controller(data)
             if isinstance(message, Welcome):
-                self._welcomed, self._complained = True, False
+                self._welcomed, self._why = True, ""
+                self._complaints.clear()
                 self._connections.settle()
                 self._addresses.on_welcome(message.controllers)
             elif isinstance(message, SessionToken):
