@@ -50,10 +50,10 @@ def test_a_hello_connects_and_what_follows_is_said() -> None:
 def test_a_heartbeat_in_which_only_the_step_is_new_is_routine_and_every_other_message_is_news() -> None:
     dialogue = greeted()
     changed = replace(beat().status, committed_in=2, generation=2, promised=2)
-    told = [beat(), beat(), Heartbeat(replace(beat().status, step=4, holds=Runs(((0, 3),))), Telemetry(loss=1.0))]
-    told += [Heartbeat(changed, Telemetry()), Heartbeat(changed, Telemetry()), Ready(2, changed)]
+    messages = [beat(), beat(), Heartbeat(replace(beat().status, step=4, holds=Runs(((0, 3),))), Telemetry(loss=1.0))]
+    messages += [Heartbeat(changed, Telemetry()), Heartbeat(changed, Telemetry()), Ready(2, changed)]
     routine = []
-    for message in told:
+    for message in messages:
         dialogue.hear(encode_worker(message))
         routine.append(dialogue.routine)
     assert routine == [False, True, True, False, True, False]

@@ -20,12 +20,12 @@ async def test_a_crowd_is_heard_in_batches_between_which_others_have_their_turn_
         await world.shell.submit("train", Save())
         world.machine.batches.clear()
         crowd = [Probed(f"w{number}", "", refused=False) for number in range(9 * MOST_AT_ONCE)]
-        heard = [asyncio.ensure_future(world.shell.submit("train", event)) for event in crowd]
+        submitted = [asyncio.ensure_future(world.shell.submit("train", event)) for event in crowd]
         world.shell._runners["train"].tick()
         await asyncio.sleep(0)
         await world.shell.submit("other", Save())
         assert len(world.machine.batches["train"]) < 9, "whoever comes to another job waits for one batch, not for all"
-        await asyncio.gather(*heard)
+        await asyncio.gather(*submitted)
         batches = world.machine.batches["train"]
         assert [len(batch) for batch in batches[:9]] == [MOST_AT_ONCE] * 9
         assert "Tick" not in {event for batch in batches[:9] for event in batch}
@@ -37,11 +37,11 @@ def beat(connection, step=0):
 
 @asynchronous
 async def test_what_is_no_news_is_heard_before_the_next_tick_the_latest_of_each_stream_and_all_at_once(tmp_path):
-    heard, ticked = [], asyncio.Event()
+    received, ticked = [], asyncio.Event()
     machine = SmallMachine(
         {
-            MessageReceived: lambda _, event: heard.append((event.connection, event.message.status.step)) or (),
-            Tick: lambda *_: (heard and ticked.set()) or (),
+            MessageReceived: lambda _, event: received.append((event.connection, event.message.status.step)) or (),
+            Tick: lambda *_: (received and ticked.set()) or (),
         }
     )
     async with running(tmp_path, machine) as world:
@@ -51,7 +51,7 @@ async def test_what_is_no_news_is_heard_before_the_next_tick_the_latest_of_each_
             for connection in range(5):
                 world.shell.hear("train", beat(connection, step))
         await ticked.wait()
-        assert heard == [(connection, 2) for connection in range(5)]
+        assert received == [(connection, 2) for connection in range(5)]
         spoken = [batch for batch in world.machine.batches["train"] if "MessageReceived" in batch]
         assert spoken == [("MessageReceived",) * 5]
         before = world.machine.batches["train"].index(spoken[0])

@@ -17,6 +17,7 @@ from shoal_controller.core.machine.events import (
 from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.leadership.controller_state import ControllerState
 from shoal_controller.leadership.election import ControllerPlace, Election
+from shoal_controller.leadership.introductions import Introductions
 from shoal_controller.store.open import open_store
 from shoal_protos.errors import StoreError
 from shoal_protos.messages import Heartbeat, MemberState, Result, Status, Telemetry
@@ -176,7 +177,7 @@ async def test_whoever_forgets_what_it_reports_is_told_where_nothing_was_decided
 async def test_however_many_wait_for_a_place_in_the_inbox_all_hear_at_once_that_the_controller_stops(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("shoal_controller.runner.INBOX", 4)
+    monkeypatch.setattr("shoal_controller.job_inbox.INBOX", 4)
     monkeypatch.setattr("shoal_controller.runner.STOP_SECONDS", 0.05)
 
     class Stuck(Shaky):
@@ -212,7 +213,8 @@ async def test_readers_of_a_store_that_is_away_do_not_wait_behind_each_other(tmp
             raise StoreError("it does not answer")
 
     controller = ControllerState()
-    controller.join(Away(), Election(Away(), ControllerPlace("me", "me:1", "me:2"), None))
+    election = Election(Away(), ControllerPlace("me", "me:1", "me:2"), None)
+    controller.join(Away(), election, Introductions("me", "5" * 64))
     readers = [asyncio.create_task(controller.readable()) for _ in range(5)]
     await listing.wait()
     readers[0].cancel()
