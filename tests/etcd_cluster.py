@@ -119,7 +119,7 @@ class Cluster:
         command = [_program("etcdctl"), "--endpoints", address, *certificates, *self._root, *arguments]
         done = subprocess.run(command, cwd=self.folder, capture_output=True, timeout=30, check=False)
         assert done.returncode == 0, done.stderr.decode()
-        return done.stdout.decode()
+        return done.stdout.decode(errors="replace")  # what Shoal keeps is not all text
 
     def ask_for_users(self, prefix: str, password: str = PASSWORD) -> None:
         """From now on only `root`, and `shoal` with the password below the prefix."""

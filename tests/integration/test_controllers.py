@@ -106,6 +106,6 @@ def test_while_nobody_leads_reads_are_answered_with_their_age_and_writes_are_ref
 
 def write(controller: Any) -> httpx.Response | None:
     try:
-        return controller.ask("/v1/jobs/job/scale", method="POST", json={"workers": 2})
+        return controller.ask("/v1/jobs/job/scale", method="POST", json={"workers": 2}, timeout=20)
     except httpx.TransportError:
         return None

@@ -81,7 +81,7 @@ def test_a_store_that_cannot_be_reached_is_said_once_and_waited_for_and_nobody_i
     with controller(tmp_path, f"etcd://{nobody}/shoal") as (pid, port, log):
 
         def times_told() -> int:
-            return log.read_text().count("cannot be reached, waiting for it")
+            return log.read_text().count("cannot be used yet, waiting for it")
 
         until("it to be said", times_told)
         url = f"http://127.0.0.1:{port}"

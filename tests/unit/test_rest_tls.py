@@ -192,7 +192,7 @@ async def test_certificates_that_are_renewed_are_read_again_and_no_stream_breaks
     logged = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
     warnings = [line["why"] for line in logged if line["event"] == "certificates are not changed"]
     assert len(warnings) == 2, "one for each change that cannot be used"
-    assert "cannot be used together" in warnings[0] and "cannot be read" in warnings[1]
+    assert "is not a PEM file" in warnings[0] and "cannot be read" in warnings[1]
 
 
 async def until_data(lines):

@@ -268,8 +268,9 @@ def _place_of(value: bytes) -> ControllerPlace | None:
     """None for one that cannot be read: of a later version, say. It is not known where that one is."""
     try:
         fields = json.loads(value)
+        id_, http, grpc = (str(fields[name]) for name in ("id", "http", "grpc"))
         scheme = "https" if fields.get("scheme") == "https" else "http"
-        return ControllerPlace(str(fields["id"]), str(fields["http"]), str(fields["grpc"]), scheme)
+        return ControllerPlace(id_, http, grpc, scheme)
     except (ValueError, TypeError, KeyError) as error:
         log.warning("a controller's place cannot be read", error=str(error))
         return None
