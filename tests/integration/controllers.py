@@ -48,7 +48,8 @@ class Controller:
 
     def ask(self, path: str, **given: Any) -> httpx.Response:
         """What it answers itself, or hands on. Raises `httpx.TransportError`."""
-        return httpx.request(given.pop("method", "GET"), f"{self.url}{path}", trust_env=False, timeout=given.pop("timeout", 5), **given)
+        given = {"timeout": 5, **given}
+        return httpx.request(given.pop("method", "GET"), f"{self.url}{path}", trust_env=False, **given)
 
     def leads(self) -> bool:
         try:
