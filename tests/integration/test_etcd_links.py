@@ -7,6 +7,7 @@ undisturbed fingerprint and no step lost.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,12 @@ pytestmark = [
     pytest.mark.skipif(not Hosts.can_be_had(), reason="network namespaces need root, `ip`, `tc` and `nft`"),
     pytest.mark.timeout(300),
 ]
-outages = pytest.mark.skipif(not ALL_OUTAGES, reason="`make outages` runs it")
+
+
+def outages(test: Callable[..., None]) -> Callable[..., None] | None:
+    """A test of `make outages` alone."""
+    return test if ALL_OUTAGES else None
+
 
 PACE = 0.02
 LONG: dict[str, Any] = {"max_steps": 60}

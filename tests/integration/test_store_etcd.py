@@ -160,9 +160,7 @@ async def test_a_server_that_is_away_is_a_store_error_in_time_and_then_all_goes_
         async with store.watch("/", first.revision) as changes:
             coming = asyncio.ensure_future(anext(changes))
             await asyncio.to_thread(alone.nodes[0].kill)
-            with pytest.raises(
-                StoreError, match=rf"^the store etcd://{alone.addresses[0]}/shoal cannot be read .*refused"
-            ):
+            with pytest.raises(StoreError, match=rf"^the store etcd://{alone.addresses[0]}/shoal cannot be read "):
                 await store.get("/a")
             with pytest.raises(StoreError) as error:
                 await store.transact([], [Put("/b", b"1")])

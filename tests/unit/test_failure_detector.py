@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-from machine_driver import training
 from shoal_controller.core.machine.durable import Standing
 from shoal_controller.core.machine.effects import Note, Probe, Send
 from shoal_controller.core.machine.events import Connected, Disconnected, MessageReceived, Tick
@@ -165,15 +164,3 @@ def test_whose_stream_broke_is_asked_for_with_every_tick_at_first_and_then_once_
         world.job, effects = step(world.job, [Tick()], world.now)
     assert probes[:8] == [1] * 8
     assert sum(probes[8:]) == 3
-
-
-def test_strangers_that_came_and_fell_silent_keep_no_silent_member_in_its_place():
-    job = training(3, max_workers=3)
-    strangers = [f"stranger-{number}" for number in range(8)]
-    for stranger in strangers:
-        job.hello(stranger)
-    for silent in (*strangers, "w1"):
-        del job.connections[silent]  # its stream is there, and nothing comes
-    job.wait(10)
-    assert job.job.durable.roster["w1"].standing is Standing.LOST
-    assert {job.job.durable.roster[stranger].standing for stranger in strangers} == {Standing.LOST}
