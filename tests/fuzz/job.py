@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import httpx
 from fuzz.rest import Outcome, fuzz_rest
 from fuzz.sessions import Ends, Target, fuzz_sessions, genuine
 from integration.cluster import Cluster
-from shoal_controller.tokens import token_of_job
 
 WORKERS = 3
 LANES = 4
@@ -59,6 +59,11 @@ def rest(cluster: Guarded, cases: int, begin: int) -> Outcome:
 def sessions(cluster: Guarded, begin: int, numbers: range) -> Ends:
     """These sessions with its controller."""
     members = [f"w{number}" for number in range(WORKERS)]
-    token = token_of_job(SECRET, cluster.job_name)
+    asked = httpx.post(
+        f"{cluster.url}/v1/jobs/{cluster.job_name}/token",
+        headers={"Authorization": f"Bearer {SECRET}"},
+        trust_env=False,
+    )
+    token = str(asked.raise_for_status().json()["token"])
     hello = genuine(cluster.options, cluster.folder)
     return fuzz_sessions(Target(cluster.grpc_port, token, SECRET, hello, members), begin, numbers)

@@ -22,7 +22,7 @@ import grpc.aio
 from integration.cluster import TRAIN, ended, fork, send_signal, until
 from integration.small_controller import SmallController
 from lies import lies
-from shoal_controller.tokens import token_of_job
+from shoal_controller.worker_tokens import WorkerTokens
 from shoal_protos import session_pb2 as pb
 from shoal_protos.channel import MAX_MESSAGE_BYTES, METHOD
 from shoal_protos.messages import (
@@ -182,14 +182,20 @@ def wrong_types(chance: random.Random, target: Target) -> Session:
 def of_another_job(chance: random.Random, target: Target) -> Session:
     """A hello to a job that its token does not open, or that there is not."""
     hello = replace(_stranger(chance, target), job=chance.choice(["other", "job2", "jo", "JOB", "..", "victim-0"]))
-    tokens = (target.token, token_of_job(target.secret, "other"), "", "guess", f"{target.token}x")
+    tokens = (target.token, WorkerTokens(target.secret).join("other", "r1"), "", "guess", f"{target.token}x")
     return Session([encode_worker(hello), encode_worker(_beat(hello))], chance.choice(tokens))
 
 
 def without_a_right_token(chance: random.Random, target: Target) -> Session:
     """A hello to the job with a token of another one, or none."""
     hello = _stranger(chance, target)
-    tokens = (token_of_job(target.secret, "other"), "", "guess", target.token[:-1], token_of_job("guess", hello.job))
+    tokens = (
+        WorkerTokens(target.secret).join("other", "r1"),
+        "",
+        "guess",
+        target.token[:-1],
+        WorkerTokens("guess").join(hello.job, "r1"),
+    )
     return Session([encode_worker(hello)], chance.choice(tokens))
 
 
