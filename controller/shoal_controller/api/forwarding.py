@@ -128,7 +128,7 @@ class Forwarding:
         headers.append((HEADER.encode(), self._controller.word(request.state.caller.address, known).encode()))
         asked = client.build_request(
             request.method, leader.url, headers=headers, content=body or None,
-            extensions={"target": _target(request.scope)},
+            extensions={"target": known.target},
         )  # fmt: skip
         try:
             answer = await self._while_it_leads(leader, client.send(asked, stream=True))
@@ -191,13 +191,6 @@ class Forwarding:
             await send(message)
 
         return dated
-
-
-def _target(scope: Scope) -> bytes:
-    """The path and query as they were sent: decoded, another path may come of them."""
-    path: bytes = scope["raw_path"]
-    query: bytes = scope["query_string"]
-    return path + b"?" + query if query else path
 
 
 def _repeated(body: bytes, receive: Receive) -> Receive:
