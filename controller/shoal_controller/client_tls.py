@@ -15,6 +15,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
+from shoal_protos.certificate_faults import EXPIRED, NOT_YET_VALID, OTHER_NAMES, UNKNOWN_AUTHORITY
 from shoal_protos.errors import UserError
 
 from shoal_controller.renewed_files import RenewedFiles
@@ -27,10 +28,6 @@ NOT_TLS = {"WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST", "UNSU
 
 HUNG_UP = (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError)
 """What a port that speaks TLS does to a request without it."""
-
-EXPIRED, NOT_YET_VALID, WRONG_NAME, WRONG_ADDRESS = 10, 9, 62, 64
-UNKNOWN_AUTHORITY = (2, 18, 19, 20, 21)
-"""OpenSSL's numbers of what is wrong with a certificate."""
 
 
 class ClientTls:
@@ -76,7 +73,7 @@ class ClientTls:
             )
         if code == NOT_YET_VALID:
             return f"the certificate of {url} is not valid yet; look at the clocks of both machines"
-        if code in (WRONG_NAME, WRONG_ADDRESS):
+        if code in OTHER_NAMES:
             return f"the certificate of {url} does not name {host}; use a name that it has, or issue one for {host}"
         if code in UNKNOWN_AUTHORITY:
             known, todo = "that this system trusts", "set SHOAL_CA to a PEM file with"

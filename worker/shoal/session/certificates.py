@@ -12,10 +12,6 @@ from pathlib import Path
 
 from shoal_protos.errors import UserError
 
-NOT_YET_VALID, EXPIRED = 9, 10
-"""OpenSSL's numbers of what is wrong with a certificate."""
-HOST_MISMATCH, ADDRESS_MISMATCH = 62, 64
-
 
 @dataclass(frozen=True, slots=True)
 class WorkerCertificates:

@@ -13,16 +13,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from shoal_protos.addresses import split_address
+from shoal_protos.certificate_faults import EXPIRED, NOT_YET_VALID, OTHER_NAMES
 from shoal_protos.errors import UserError
 
-from shoal.session.certificates import (
-    ADDRESS_MISMATCH,
-    EXPIRED,
-    HOST_MISMATCH,
-    NOT_YET_VALID,
-    WorkerCertificates,
-    unverified,
-)
+from shoal.session.certificates import WorkerCertificates, unverified
 
 PROBE_SECONDS = 3.0
 """For each step."""
@@ -87,7 +81,7 @@ def _why_not_trusted(address: str, files: WorkerCertificates, error: ssl.SSLCert
     """What is wrong with the controller's certificate."""
     whose = f"the certificate of the controller at {address}"
     match error.verify_code:
-        case code if code in (HOST_MISMATCH, ADDRESS_MISMATCH):
+        case code if code in OTHER_NAMES:
             host = split_address(address)[0]
             return (
                 f"{whose} is for {_names_of(address, files)}, not for {host}; name one of these in SHOAL_CONTROLLER, "
