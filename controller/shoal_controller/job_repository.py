@@ -126,12 +126,6 @@ class JobRepository:
         await self._write(last, changed, state=state_of(durable), broken=broken or self.broken)
         self.durable = durable
 
-    async def write_step(self, step: int) -> None:
-        """Make the step that people are shown durable: with the head, which every transaction writes."""
-        durable = replace(self.durable, step=step)
-        await self._write(state=state_of(durable))
-        self.durable = durable
-
     @property
     def event_bytes(self) -> int:
         return self._head.event_bytes

@@ -30,7 +30,6 @@ from shoal_controller.core.machine.effects import (
     Kill,
     Note,
     Persist,
-    PersistStep,
     Probe,
     Send,
     Spawn,
@@ -297,8 +296,6 @@ class Runner:
             if isinstance(effect, Persist) and lasting:
                 await self.repository.write(events, self._job.durable)
                 events, lasting = [], False
-            elif isinstance(effect, PersistStep):
-                await self.repository.write_step(effect.step)
             elif not isinstance(effect, Note | Persist):
                 self._act(effect)
         if events:

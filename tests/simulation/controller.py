@@ -21,7 +21,6 @@ from shoal_controller.core.machine.effects import (
     Kill,
     Note,
     Persist,
-    PersistStep,
     Probe,
     Send,
     Spawn,
@@ -234,8 +233,6 @@ class ControllerHost:
             simulation.watch.stored(self.stored, self.job.durable)
             self._write(self.job.durable)
             simulation.promises.stored(self.stored)
-        elif isinstance(effect, PersistStep):
-            self._write(replace(self.stored, step=effect.step))
         elif isinstance(effect, Note):
             if effect.kind == "claim_refused" and effect.worker not in simulation.liars:
                 simulation.watch.violated("an honest worker was not believed", effect.message)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from random import Random
 from typing import TYPE_CHECKING
 
-from shoal_controller.core.machine.effects import Adopt, Kill, Persist, PersistStep, Send, Spawn
+from shoal_controller.core.machine.effects import Adopt, Kill, Persist, Send, Spawn
 from shoal_controller.core.machine.events import ConfirmLost, DrainWorker, Pause, Resume, Save, Scale
 
 from .liars import Liars
@@ -242,7 +242,7 @@ class Faults:
             self.simulation.start_process(claimed)
 
 
-EFFECTS = (Spawn, Spawn, Kill, Kill, Adopt, Persist, PersistStep, Send)
+EFFECTS = (Spawn, Spawn, Kill, Kill, Adopt, Persist, Send)
 """Those that a controller may die before."""
 
 KINDS = {

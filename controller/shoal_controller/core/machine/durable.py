@@ -2,8 +2,8 @@
 
 Everything that decides who may train, which numbers were given away, what an operator asked for and which deadlines run
 is here; what workers hold and where they stand is asked anew (`job.py`). It changes with the world; of the steps only
-the one that people are shown is kept, written with all else and now and then by itself (`effects.PersistStep`). Times
-are the machine's `now`: seconds since the epoch by the controller's clock, so they mean the same in another life. Pure.
+the one that people are shown is kept, which is written with all else. Times are the machine's `now`: seconds since the
+epoch by the controller's clock, so they mean the same in another life. Pure.
 """
 
 from __future__ import annotations

@@ -22,13 +22,6 @@ class Persist:
 
 
 @dataclass(frozen=True, slots=True)
-class PersistStep:
-    """Write the step that people are shown, and nothing else: a small write, for all jobs make it every minute."""
-
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
 class Send:
     """Send a message to one connection; drop it silently if the connection is gone."""
 
@@ -97,4 +90,4 @@ class Note:
     """Figures, JSON-able."""
 
 
-Effect = Persist | PersistStep | Send | Close | Probe | Adopt | Spawn | Kill | AskPlanner | Note
+Effect = Persist | Send | Close | Probe | Adopt | Spawn | Kill | AskPlanner | Note

@@ -235,8 +235,6 @@ class Job:
     """Who was last named for holding the others up, since a vote has passed."""
     step_shown_at: float = 0.0
     """When the step that people are shown last moved by itself."""
-    step_written_at: float = 0.0
-    """When it was last written for its own sake."""
     figures: Figures = field(default_factory=Figures)
     """What is counted; steps are ahead of `durable.figures`, all else is written at once."""
     figures_known: bool = True

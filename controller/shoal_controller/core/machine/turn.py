@@ -14,7 +14,7 @@ from shoal_protos.messages import ToWorker
 from shoal_protos.plan import Plan, WorkerId
 
 from shoal_controller.core.machine.durable import Durable, WorkerRecord
-from shoal_controller.core.machine.effects import Effect, Note, Persist, PersistStep, Send
+from shoal_controller.core.machine.effects import Effect, Note, Persist, Send
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.figures import Figures
 from shoal_controller.core.machine.job import Job, Process
@@ -162,15 +162,11 @@ class Turn:
 
         So a number is in the store before anyone hears of it, a world before it is opened, a worker before it is
         started; and a controller that dies between two effects has only left something unsaid, which it will say again.
-        The shown step alone is no reason to write at once: workers know where they are (`phases/progress.py`).
+        The shown step alone is no reason to write: workers know where they are, and the figures of its steps are
+        written once a minute (`phases/step_figures.py`).
         """
         before, after = self.before.durable, self.job.durable
-        if after == before:
-            return self.effects
-        if after != replace(before, step=after.step):
-            return [Persist(), *self.effects]
-        due = self.job.step_written_at != self.before.step_written_at
-        return [PersistStep(after.step), *self.effects] if due else self.effects
+        return self.effects if after == replace(before, step=after.step) else [Persist(), *self.effects]
 
 
 # ---- what would cost the square of the workers

@@ -13,12 +13,6 @@ from shoal_controller.core.machine.turn import Turn
 SHOW_SECONDS = 1.0
 """How often the step that people are shown moves: workers say theirs with their heartbeats."""
 
-WRITE_SECONDS = 60.0
-"""How often it is written where nothing else is: a store has better to do than to follow every job's steps. It goes
-with every other write, so a controller that is started again shows one that is so old at most, until the members have
-said theirs.
-"""
-
 
 def known_step(turn: Turn) -> int:
     """The highest step that any worker is known to have committed in this life of the job."""
@@ -28,7 +22,7 @@ def known_step(turn: Turn) -> int:
 
 
 def update(turn: Turn) -> None:
-    """Notice the step that every member has committed, and count it. Now and then it is written."""
+    """Notice the step that every member has committed, and count it."""
     job, world = turn.job, turn.world
     if world is None:
         return
@@ -43,8 +37,6 @@ def update(turn: Turn) -> None:
     if step > turn.durable.step and turn.now - job.step_shown_at >= SHOW_SECONDS:
         turn.keep(step=step)
         turn.change(step_shown_at=turn.now)
-        if turn.now - turn.job.step_written_at >= WRITE_SECONDS:
-            turn.change(step_written_at=turn.now)
 
 
 def as_of_now(job: Job) -> Durable:

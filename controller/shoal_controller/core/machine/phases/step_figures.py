@@ -12,7 +12,10 @@ from shoal_controller.core.machine.job import Job, Process
 from shoal_controller.core.machine.turn import Turn
 
 KEEP_SECONDS = 60.0
-"""How often the figures are written where nothing else is, the shown step with them."""
+"""How often the figures are written where nothing else is, the shown step with them: a store has better to do than to
+follow every job's steps. A controller that is started again shows a step that is so old at most, until the members have
+said theirs.
+"""
 FEWEST_AHEAD = 16
 """Steps that may be shown beyond those written, at least."""
 
@@ -58,7 +61,7 @@ def _write_ahead(turn: Turn, steps: int) -> None:
         ahead = max(FEWEST_AHEAD, 2 * (figures.steps - written.steps), steps)
         turn.keep_figures(replace(figures, steps_bound=figures.steps + ahead))
         turn.keep(step=max(turn.durable.step, figures.step))
-        turn.change(figures_written_at=turn.now, step_shown_at=turn.now, step_written_at=turn.now)
+        turn.change(figures_written_at=turn.now, step_shown_at=turn.now)
 
 
 def _step_seconds(job: Job) -> float:
