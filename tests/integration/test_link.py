@@ -171,6 +171,29 @@ def test_a_member_and_a_worker_that_nobody_launched_wait_for_their_controller(la
         worker.close()
 
 
+@pytest.mark.parametrize("launcher", ["local", ""])
+def test_a_member_that_was_told_to_end_waits_for_a_controller_to_drain_it_until_its_grace_is_over(
+    launcher: str,
+) -> None:
+    with SmallController() as controller:
+        patient = Worker("a", controller, launcher=launcher, grace_seconds=3600.0)
+        patient.introduce()
+        begin_a_world(controller, [patient])
+        patient.link.driver.on_sigterm()
+        patient.link.driver.on_controller_unreachable(1e6)
+        assert not patient.link.stopping, "its grace lasts"
+        patient.close()
+        hasty = Worker("b", controller, launcher=launcher, grace_seconds=1e-9)
+        hasty.introduce()
+        begin_a_world(controller, [hasty])
+        hasty.link.driver.on_controller_unreachable(1e6)
+        assert not hasty.link.stopping, "nobody told it to end"
+        hasty.link.driver.on_sigterm()
+        hasty.link.driver.on_controller_unreachable(1e6)
+        assert hasty.takes(Ended).status == NO_CONTROLLER
+        hasty.close()
+
+
 # ---- loss
 
 
