@@ -2,12 +2,14 @@
 
 It has imported torch, shoal and the controller and started no thread, so a fork of it is a process like any other after
 0.01 s instead of 2. Tests meet it through cluster.py only. `python -m integration.warm` is the process itself: it reads
-one JSON request a line from its standard input, answers one a line, and dies with whoever started it.
+one JSON request a line from its standard input, answers one a line, and dies with whoever started it, as its forks do
+with it: a run of the tests that is killed leaves no worker behind that trains for ever.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import importlib
 import json
@@ -16,7 +18,7 @@ import selectors
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -32,17 +34,23 @@ WARM_MODULES = (
 """`torch._dynamo`: a process's first optimizer imports it, which takes a second."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """A thread pool that is started at import would not survive the fork."""
+PR_SET_PDEATHSIG = 1
+"""From Linux's prctl.h."""
 
 
 class Warm:
     """The tests' end: forks processes, knows how they ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Sequence[str] = WARM_MODULES) -> None:
+        """To be called on the main thread: whatever is forked dies with the thread that calls it."""
         env = {name: value for name, value in os.environ.items() if name not in GRPC_VARIABLES}  # Shoal sets it
         path = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
         env |= ONE_THREAD | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "integration.warm"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env
+            [sys.executable, "-m", "integration.warm", str(os.getpid()), *modules],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=env,
         )
         self.pid = self._process.pid
 
@@ -101,8 +109,10 @@ def serve() -> Child | None:
                     return None
                 request = json.loads(line)
                 if request:
+                    here = os.getpid()
                     pid = os.fork()
                     if pid == 0:
+                        die_with(here)
                         selector.close()
                         return Child(**request)
                     ended.pop(pid, None)  # an earlier child's, where the kernel gives its number again
@@ -170,8 +180,16 @@ def _status_of(end: SystemExit) -> int:
     return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
 
 
-def main() -> None:
-    for module in WARM_MODULES:
+def die_with(parent: int) -> None:
+    """The kernel kills this process when its parent ends, however that ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)  # it has ended already
+
+
+def main(parent: str, *modules: str) -> None:
+    die_with(int(parent))
+    for module in modules:
         importlib.import_module(module)
     threads = list(Path("/proc/self/task").iterdir())
     assert len(threads) == 1, f"{len(threads)} threads run after the imports; a fork would lose all but one"
@@ -183,4 +201,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -95,23 +95,6 @@ def test_nothing_heavy_is_imported_for_help() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_an_interrupt_while_the_command_is_still_imported_is_exit_130_and_no_traceback() -> None:
-    code = """
-import sys
-from shoal_controller.cli import console
-
-class Interrupting:
-    def find_spec(self, name, *_):
-        if name == "typer":
-            raise KeyboardInterrupt
-
-sys.meta_path.insert(0, Interrupting())
-console.main()
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
-
-
 @pytest.mark.parametrize("command", [command for command in FLAGS if "--url" in FLAGS[command]])
 def test_an_unreachable_controller_is_exit_3_and_one_sentence(command: str, tmp_path: Path) -> None:
     (tmp_path / "job.json").write_text('{"job": "j"}')

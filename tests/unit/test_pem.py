@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from asynchronous import asynchronous
+from certificates import authority, certificate
 from shoal.session.settings import SessionSettings as WorkerSettings
 from shoal_controller.sessions.settings import SessionSettings as PortSettings
 from shoal_controller.store.etcd_store import EtcdStore
@@ -44,3 +46,39 @@ def test_a_file_of_no_use_is_named_with_its_setting(tmp_path: Path, setting: str
     file.write_text("half a certificate, or none")
     with pytest.raises(UserError, match=rf"^{setting} names .*house\.pem, which is not a PEM file \(no line"):
         read(file)
+
+
+@pytest.fixture(scope="module")
+def locked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `house.pem`, `one.pem`, and `one.key`, which has a password."""
+    folder = tmp_path_factory.mktemp("locked")
+    authority(folder, "house")
+    certificate(folder, "one", "house")
+    lock = ["openssl", "ec", "-in", "one.key", "-aes128", "-passout", "pass:hush", "-out", "locked.key"]
+    subprocess.run(lock, cwd=folder, check=True, capture_output=True, timeout=60)
+    (folder / "locked.key").replace(folder / "one.key")
+    return folder
+
+
+def of_a_worker_with_its_own(folder: Path) -> None:
+    own = {"tls_certificate": folder / "one.pem", "tls_key": folder / "one.key"}
+    WorkerSettings(controller="127.0.0.1:1", job="j", tls_ca=folder / "house.pem", **own).credentials()
+
+
+def of_the_workers_port_with_its_own(folder: Path) -> None:
+    files = {"certificate": folder / "one.pem", "key": folder / "one.key", "client_ca": folder / "house.pem"}
+    PortSettings(**files).credentials()
+
+
+@asynchronous
+async def of_etcd_with_its_own(folder: Path) -> None:
+    own = {"certificate": folder / "one.pem", "key": folder / "one.key"}
+    await EtcdStore.open(URL, EtcdAccess(authorities=folder / "house.pem", **own), None)
+
+
+@pytest.mark.parametrize("read", [of_a_worker_with_its_own, of_the_workers_port_with_its_own, of_etcd_with_its_own])
+def test_a_key_with_a_password_is_one_sentence_and_nobody_is_asked_for_it(
+    locked: Path, read: Callable[[Path], None]
+) -> None:
+    with pytest.raises(UserError, match=r"_KEY .*one\.key.* cannot be used together .*without a password$"):
+        read(locked)

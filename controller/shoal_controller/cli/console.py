@@ -5,6 +5,7 @@ def main() -> None:
     """`shoal`."""
     try:
         from shoal_controller.cli.main import main as command
+
+        command()
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-    command()

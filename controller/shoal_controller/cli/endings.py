@@ -6,6 +6,7 @@ Called by main.py around every command. Nothing heavy may be imported here.
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
+from contextlib import closing
 from typing import Any
 
 import typer
@@ -47,9 +48,10 @@ def ending(command: Command, flags: dict[str, Any]) -> int:
 def _status(answer: Coroutine[Any, Any, int | None] | int | None) -> int | None:
     if answer is None or isinstance(answer, int):
         return answer
-    import asyncio
+    with closing(answer):  # Ctrl-C may come before it has begun
+        import asyncio
 
-    return asyncio.run(answer)
+        return asyncio.run(answer)
 
 
 def say(sentence: str, code: int) -> int:

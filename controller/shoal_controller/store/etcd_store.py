@@ -7,6 +7,7 @@ a right that is missing) is a `UserError`; a cluster that cannot be reached, or 
 from __future__ import annotations
 
 import asyncio
+import ssl
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -22,6 +23,7 @@ from shoal_controller.etcd.cluster import Login
 from shoal_controller.etcd.endpoint import Tls
 from shoal_controller.etcd.etcd_pb2 import Event, KeyValue
 from shoal_controller.etcd.watching import Revision as EtcdRevision
+from shoal_controller.renewed_files import load_pair
 from shoal_controller.store.etcd_url import EtcdAccess, EtcdUrl
 from shoal_controller.store.store import (
     Change,
@@ -236,8 +238,9 @@ def _tls(access: EtcdAccess) -> Tls | None:
     authorities = read_pem("SHOAL_ETCD_CA", access.authorities)
     if access.certificate is None or access.key is None:
         return Tls(authorities)
-    certificate, key = read_pem("SHOAL_ETCD_CERTIFICATE", access.certificate), read_pem("SHOAL_ETCD_KEY", access.key)
-    return Tls(authorities, certificate, key)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # gRPC would take any pair, and say nothing
+    load_pair(context, ("SHOAL_ETCD_CERTIFICATE", access.certificate), ("SHOAL_ETCD_KEY", access.key))
+    return Tls(authorities, access.certificate.read_bytes(), access.key.read_bytes())
 
 
 def _login(url: EtcdUrl, access: EtcdAccess) -> Login | None:

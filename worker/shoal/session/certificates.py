@@ -59,11 +59,11 @@ class WorkerCertificates:
         if self.certificate is None or self.key is None:
             return
         try:
-            context.load_cert_chain(self.certificate, self.key)
+            context.load_cert_chain(self.certificate, self.key, password="")  # or OpenSSL asks for it in the terminal
         except (ssl.SSLError, OSError) as error:
             raise UserError(
                 f"SHOAL_TLS_CERTIFICATE {self.certificate} and SHOAL_TLS_KEY {self.key} cannot be used together "
-                f"({error}); expected a PEM certificate chain and its private key"
+                f"({error}); expected a PEM certificate chain and its private key, without a password"
             ) from None
 
 
