@@ -37,6 +37,7 @@ from shoal_controller.records import (
     unpacked,
 )
 from shoal_controller.store.store import MAX_OPERATIONS, Compare, Delete, Entry, Fenced, Operation, Put, Store, Unfit
+from shoal_controller.write_speed import WriteSpeed
 
 EVENTS_PER_TRANSACTION = 50
 """That leaves room for records."""
@@ -81,6 +82,7 @@ class JobRepository:
         self._writing = asyncio.Lock()
         self._news = asyncio.Event()
         self.closed = False
+        self.speed = WriteSpeed(head.job)
         self.trouble: Trouble | None = None
         self.on_trouble: Callable[[], None] = lambda: None
         """Called when it begins."""
@@ -234,7 +236,8 @@ class JobRepository:
 
         async def attempt() -> None:
             nonlocal revision
-            outcome = await self._store.transact([self._guard], [Put(key, value), *operations])
+            with self.speed.measured():
+                outcome = await self._store.transact([self._guard], [Put(key, value), *operations])
             revision = outcome.revision if outcome.succeeded else await self._adopt_head(value)
 
         while not revision:

@@ -108,8 +108,8 @@ class Runner:
         if self._broken or self._unserved:
             return replace(self._shown, phase=Phase.FAILED, reason=self._broken or self._unserved)
         self._shown = self._life.view(self._carried_out, self._life.clock())
-        if self.trouble:
-            return replace(self._shown, reason="; ".join(filter(None, (self.trouble, self._shown.reason))))
+        if hindrance := self.trouble or self.repository.speed.sentence:
+            return replace(self._shown, reason="; ".join(filter(None, (hindrance, self._shown.reason))))
         return self._shown
 
     @property

@@ -16,6 +16,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+from shoal_protos.address_space import check_address_space
 from shoal_protos.addresses import is_here, join_address, split_address
 from shoal_protos.errors import StoreError
 
@@ -44,6 +45,9 @@ from shoal_controller.worker_tokens import WorkerTokens
 
 END_SECONDS = 15.0
 """How long a leader may take to end its term: its jobs finish the write in hand."""
+
+NEEDED_MEBIBYTES = 512
+"""Address space of a controller: most of it is set aside for threads, and never used."""
 
 EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Hosts on which a port is open to everybody, and how this machine reaches it itself."""
@@ -78,6 +82,7 @@ async def serve(settings: Settings) -> AsyncIterator[Server]:
     """A controller that serves for as long as the context lasts. It answers for its health at once; the context is
     entered when a controller leads, this or another one.
     """
+    check_address_space("a controller", NEEDED_MEBIBYTES)
     logs.configure(settings.log_level)
     stopped: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
 

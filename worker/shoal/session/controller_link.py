@@ -11,6 +11,7 @@ import secrets
 import socket
 from collections.abc import Callable
 
+from shoal_protos.address_space import check_address_space
 from shoal_protos.description import Description
 from shoal_protos.errors import UserError
 from shoal_protos.messages import (
@@ -35,6 +36,9 @@ from shoal.session.settings import SessionSettings
 from shoal.session.shared import SharedSession
 from shoal.session.signals import TermSignal, install, uninstall
 from shoal.session.thread import SessionThread
+
+NEEDED_MEBIBYTES = 256
+"""Address space of a session's threads and buffers."""
 
 
 def _nothing() -> None:
@@ -73,6 +77,7 @@ class ControllerLink:
         return self._shared.dialogue
 
     def introduce(self, description: Description, status: Status) -> None:
+        check_address_space("the session with the controller", NEEDED_MEBIBYTES)
         self._server = self._open_server()
         hostname = socket.gethostname()
         process = ProcessInfo(

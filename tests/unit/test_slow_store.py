@@ -1,0 +1,55 @@
+"""A store that takes long for a write, and does not fail: what waits for it says so."""
+
+import asyncio
+
+from asynchronous import asynchronous
+from shoal_controller.core.machine.events import Scale
+from shoal_controller.store.open import open_store
+from small_machine import SPEC, World
+
+SLOW_SECONDS = 0.3
+
+
+class Slow:
+    """A store whose transactions wait until they may."""
+
+    def __init__(self, store) -> None:
+        self.store = store
+        self.may_write, self.writes = asyncio.Event(), asyncio.Event()
+
+    async def transact(self, compares, operations):
+        self.writes.set()
+        await self.may_write.wait()
+        return await self.store.transact(compares, operations)
+
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+
+
+@asynchronous
+async def test_a_write_that_takes_long_is_in_the_reason_until_one_does_not(tmp_path, monkeypatch):
+    monkeypatch.setattr("shoal_controller.write_speed.SLOW_SECONDS", SLOW_SECONDS)
+    store = Slow(await open_store(f"embedded:{tmp_path}"))
+    store.may_write.set()
+    world = World(store)
+    await world.shell.start()
+    await world.shell.create(SPEC)
+
+    def reason():
+        return world.shell.view("train").reason
+
+    assert reason() == "as it should be"
+    store.may_write.clear()
+    store.writes.clear()
+    scaling = asyncio.create_task(world.shell.submit("train", Scale(4)))
+    await store.writes.wait()
+    await asyncio.sleep(SLOW_SECONDS)
+    assert reason().startswith("the store is slow: a write takes 0.")
+    assert reason().endswith(" s (its disk?), and every change of the job waits for it; as it should be")
+    store.may_write.set()
+    await scaling
+    assert "the store is slow" in reason()
+    await world.shell.submit("train", Scale(5))
+    assert reason() == "as it should be"
+    await world.shell.stop()
+    await store.store.close()
