@@ -101,7 +101,8 @@ async def serve(settings: Settings) -> AsyncIterator[Server]:
         ends.push_async_callback(web.stop)
         sessions = SessionService(controller, streams, session_settings)
         ends.push_async_callback(sessions.stop)
-        grpc = join_address(split_address(settings.grpc)[0], bind_again(settings.folder, settings.grpc, sessions.bind))
+        found = bind_again(settings.folder, settings.grpc, sessions.bind)
+        grpc = join_address(split_address(settings.grpc)[0], found.port)
         tokens = TokenRegister(_secret(settings))
         app = build_app(controller, metrics.scrape, _api_settings(settings, worker_tokens), tokens, neighbours)
         await web.start(app, fail)
@@ -114,7 +115,8 @@ async def serve(settings: Settings) -> AsyncIterator[Server]:
         election = Election(store, me, neighbours.term_of)
         controller.join(store, election, await introductions(store, me.id))
         environment = _worker_environment(grpc, controller, worker_tokens)
-        launcher = LocalLauncher(settings.folder, environment, controller.report)
+        lost = found.lost if settings.store.startswith("embedded:") else 0  # where others lead, workers find them
+        launcher = LocalLauncher(settings.folder, environment, controller.report, lost)
         launchers = {"local": launcher} if "local" in settings.allowed_launchers else {}
         means = Means(store, streams, controller, launchers, settings.forget_after_seconds, fail)
         electing = guarded("election", election.run(partial(leading, means)), fail)

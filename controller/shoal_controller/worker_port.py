@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
@@ -19,23 +20,32 @@ FILE = "worker-port"
 log = structlog.get_logger("shoal.worker_port")
 
 
-def bind_again(folder: Path, address: str, bind: Callable[[str], int]) -> int:
-    """The port that `bind` has taken of `HOST:PORT`. Raises its `UserError`."""
+@dataclass(frozen=True, slots=True)
+class WorkerPort:
+    """What was taken."""
+
+    port: int
+    lost: int = 0
+    """The last controller's port, where somebody else has it now: whoever looks for a controller there finds none."""
+
+
+def bind_again(folder: Path, address: str, bind: Callable[[str], int]) -> WorkerPort:
+    """What `bind` has taken of `HOST:PORT`. Raises its `UserError`."""
     host, port = split_address(address)
     if port != 0:
-        return bind(address)
+        return WorkerPort(bind(address))
     last = _last(folder / FILE)
     if last:
         with suppress(UserError):
-            return bind(join_address(host, last))
-        log.warning("the last port for workers is taken; those that still run there are not heard", port=last)
+            return WorkerPort(bind(join_address(host, last)))
+        log.warning("the last port for workers is taken by another program", port=last)
     taken = bind(address)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / FILE).write_text(f"{taken}\n")
     except OSError as error:
         log.warning("the port for workers cannot be remembered", file=str(folder / FILE), error=str(error))
-    return taken
+    return WorkerPort(taken, last)
 
 
 def _last(file: Path) -> int:

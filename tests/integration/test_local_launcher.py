@@ -36,12 +36,12 @@ def spec(script: str, **env: str) -> JobSpec:
 class Controller:
     """A launcher, and what its jobs hear of it."""
 
-    def __init__(self, folder: Path, **environment: str) -> None:
+    def __init__(self, folder: Path, lost_port: int = 0, **environment: str) -> None:
         self.exits: asyncio.Queue[tuple[str, Exited]] = asyncio.Queue()
         self.refusal: Exception | None = None
         inherited = WorkerEnvironment(lambda: ["127.0.0.1:7071"], TOKENS, {"PATH": os.environ["PATH"], **environment})
         self.folder = folder
-        self.launcher = LocalLauncher(folder, inherited, self.submit)
+        self.launcher = LocalLauncher(folder, inherited, self.submit, lost_port)
 
     async def submit(self, job: str, event: Exited) -> None:
         await self.exits.put((job, event))
@@ -280,6 +280,22 @@ def test_a_later_controller_adopts_what_lives_and_tells_what_has_died(tmp_path: 
         }
         for record in records.values():
             await until(partial(ended, record["pid"]))
+
+    with_controller(tmp_path, scene)
+
+
+def test_workers_that_look_for_their_controller_where_another_program_listens_are_ended(tmp_path: Path) -> None:
+    """They would train on for ever, and this job would wait for them."""
+
+    async def scene(controller: Controller) -> None:
+        spawned_by_a_controller_that_died(tmp_path, SLEEPER)
+        for lost_port in (7072, 7071):
+            later = Controller(tmp_path, lost_port)
+            assert list(await later.launcher.adopt((), spec(SLEEPER))) == ["w0"]
+            if lost_port == 7071:  # that of the first controller
+                assert (await later.end()).worker == "w0"
+            await later.launcher.release()
+        assert later.exits.empty()
 
     with_controller(tmp_path, scene)
 

@@ -76,8 +76,10 @@ class WorkerEnvironment:
 class LocalLauncher:
     """A `Launcher`. Starts and watches processes on this machine. All calls come from one event loop."""
 
-    def __init__(self, folder: Path, environment: WorkerEnvironment, submit: Submit) -> None:
+    def __init__(self, folder: Path, environment: WorkerEnvironment, submit: Submit, lost_port: int = 0) -> None:
+        """`lost_port`: where workers of an earlier controller look for it, and somebody else listens."""
         self._folder = folder
+        self._lost_port = lost_port
         self._environment = environment
         self._submit = submit
         self._watched: dict[Name, tuple[Process, ProcessRecord]] = {}
@@ -198,6 +200,10 @@ class LocalLauncher:
             self._report_later(job, record.end(record.code))
             return None
         self._watch(job, alive, record)
+        if self._lost_port and _looks_only_at(alive, self._lost_port):
+            why = f"it looks for its controller at port {self._lost_port}, where another program listens now"
+            log.warning("a worker is killed", job=job, worker=record.worker, pid=alive.pid, why=why)
+            alive.kill()
         return _place(records, record)
 
     def _unrecorded(self, job: str, records: ProcessRecords, worker: WorkerId) -> Place | None:
@@ -314,6 +320,12 @@ async def _ended(process: Process) -> None:
         process.end()
     else:
         process.release()
+
+
+def _looks_only_at(process: Process, port: int) -> bool:
+    """Whether a worker can find no controller but one at this port."""
+    addresses = process.variable("SHOAL_CONTROLLER").split(",")
+    return all(address.endswith(f":{port}") for address in addresses)
 
 
 def _place(records: ProcessRecords, record: ProcessRecord) -> Place:
