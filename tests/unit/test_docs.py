@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 import typer
+from shoal.session.settings import VARIABLES
 from shoal_controller.cli.main import app
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,6 +55,11 @@ def test_every_command_that_a_page_names_exists() -> None:
     known = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
     named = {name for page in PAGES for name in re.findall(r"\bshoal ([a-z]+)\b(?!:)", code_of(page))}
     assert named - known == set()
+
+
+def test_every_variable_of_a_workers_environment_is_explained() -> None:
+    table = (ROOT / "docs" / "network.md").read_text()
+    assert [name for name in VARIABLES.values() if f"`{name}`" not in table] == ["SHOAL_FAULT"]
 
 
 def code_of(page: Path) -> str:
