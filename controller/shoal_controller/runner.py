@@ -51,7 +51,7 @@ from shoal_controller.job_repository import JobRepository
 from shoal_controller.job_streams import JobStreams
 from shoal_controller.ports import Outside, Step, View
 from shoal_controller.records import JobEvent
-from shoal_controller.store.store import Unfit
+from shoal_controller.store.store import Unfit, UnknownOutcome
 from shoal_controller.tasks import end_task, guarded
 
 REQUEST_SECONDS = 10.0
@@ -202,7 +202,7 @@ class Runner:
         await asyncio.wait([done], timeout=REQUEST_SECONDS)
         if not done.done():
             done.add_done_callback(asyncio.Future.exception)  # nobody waits for it any more
-            raise StoreError(
+            raise UnknownOutcome(
                 f"job {self.spec.job} could not store this within {REQUEST_SECONDS:g} s: "
                 f"{self.trouble or 'it is busy'}. It may still be done: look before you try again"
             )
@@ -257,7 +257,7 @@ class Runner:
         except UserError as error:
             settle(batch, error)
         except BaseException as error:
-            settle(batch, self._halted or (error if isinstance(error, StoreError) else _gone(self.spec)))
+            settle(batch, error if isinstance(error, StoreError) else _cut_off(self.spec))
             raise
         else:
             settle(batch, None)
@@ -368,8 +368,10 @@ def _not_now(runner: Runner) -> StoreError:
     return StoreError(f"job {runner.spec.job} cannot be changed now: {runner.trouble}. Try again later")
 
 
-def _gone(spec: JobSpec) -> StoreError:
-    return StoreError(f"the controller stopped before job {spec.job} had answered")
+def _cut_off(spec: JobSpec) -> UnknownOutcome:
+    return UnknownOutcome(
+        f"the controller stopped before job {spec.job} had answered; it may have been done: look before you try again"
+    )
 
 
 def _blank_view(spec: JobSpec) -> JobView:

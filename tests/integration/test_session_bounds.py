@@ -10,11 +10,13 @@ import grpc
 import grpc.aio
 import pytest
 from integration.linked_workers import Worker as LinkedWorker
-from integration.session_port import HELLO, SECONDS, WELCOME, Port, Worker, on_port
+from integration.session_port import BEAT, HELLO, SECONDS, WELCOME, Port, Worker, on_port
 from integration.small_controller import SmallController
 from pydantic import SecretStr
 from shoal_controller import failed_logins
+from shoal_controller.core.machine.events import Connected, MessageReceived
 from shoal_controller.core.machine.proof import Proof
+from shoal_controller.sessions import service
 from shoal_controller.sessions.service import MAX_HEADER_BYTES
 from shoal_controller.sessions.stream_counts import StreamLimits
 from shoal_controller.worker_tokens import WorkerTokens
@@ -24,6 +26,8 @@ from shoal_protos.messages import Hello, Refusal
 TOKENS = WorkerTokens("secret")
 JOIN = TOKENS.join("demo", "")
 AN_HOUR = 3600.0
+SETTINGS = b"\0\0\0\4\0\0\0\0\0"
+ENDS_AN_IDLE_CONNECTION = ("grpc.server_handshake_timeout_ms", "grpc.max_connection_idle_ms")
 
 
 async def refusal_of(worker: Worker) -> Refusal:
@@ -143,6 +147,33 @@ def test_headers_beyond_all_bounds_never_reach_the_door() -> None:
             assert await Worker(call).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert port.jobs.events.empty()
         await port.is_unharmed()
+
+    on_port(scene)
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + SETTINGS, b"PRI * HTTP/2.0\r\n\r\n", b"\x16\x03\x01"]
+)
+def test_a_connection_without_a_stream_ends(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+    """Whoever is not let in could else keep every descriptor of the controller."""
+    options = {name: 500 if name in ENDS_AN_IDLE_CONNECTION else value for name, value in service.SERVER_OPTIONS}
+    assert options.items() >= dict.fromkeys(ENDS_AN_IDLE_CONNECTION, 500).items()
+    monkeypatch.setattr(service, "SERVER_OPTIONS", tuple(options.items()))
+
+    async def scene(port: Port) -> None:
+        async with port.worker() as worker:
+            await worker.send(HELLO)
+            assert await worker.receive() == WELCOME
+            reader, writer = await asyncio.open_connection("localhost", port.number)
+            writer.write(sent)
+            async with asyncio.timeout(SECONDS):
+                with suppress(ConnectionError):
+                    while await reader.read(1024):
+                        continue
+            writer.close()
+            await worker.send(BEAT)
+            assert isinstance(await port.jobs.next(), Connected)
+            assert isinstance(await port.jobs.next(), MessageReceived), "a worker's own lasts"
 
     on_port(scene)
 

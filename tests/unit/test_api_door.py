@@ -1,6 +1,8 @@
 """Who gets in at the REST port: tokens and their roles, hosts, pages of other sites."""
 
 import asyncio
+import select
+import socket
 
 import pytest
 from api_port import TRAIN, serving
@@ -154,6 +156,46 @@ async def test_a_request_for_a_token_that_cannot_be_is_one_sentence(tmp_path):
             assert sentence in answer["detail"]
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("HEAD", "/v1/jobs", "GET, POST"), ("OPTIONS", "/v1/jobs", "GET, POST"), ("TRACE", "/v1/jobs/a", "DELETE, GET"),
+        ("PROPFIND", "/healthz", "GET"), ("get", "/v1/jobs/a/scale", "POST"),
+    ],
+)  # fmt: skip
+@asynchronous
+async def test_a_method_that_is_not_allowed_is_answered_with_all_that_are(tmp_path, method, path, allowed):
+    async with serving(tmp_path, token="secret") as api:
+        answer = await api.client.request(method, path, headers={"authorization": "Bearer secret"})
+        assert (answer.status_code, answer.headers["allow"]) == (405, allowed)
+        if method != "HEAD":
+            assert answer.json()["detail"] == f"{answer.request.method} is not allowed at {path}; expected {allowed}"
+
+
+STRANGE = [
+    "//v1/tokens", "/v1//tokens", "/v1/./tokens", "/v1/jobs/..%2ftokens", "/v1/jobs/%2e%2e/tokens", "/V1/tokens",
+    "/v1%2ftokens", "/v1/token%73", "/v1/tokens/", "/v1/tokens/%2e", "/v1/tokens%00", "http://127.0.0.1/v1/tokens",
+    "*", "/v1/tokens;x", "/v1/tokens?x", "/v1/jobs/../tokens",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("target", STRANGE)
+@asynchronous
+async def test_no_way_of_writing_a_path_opens_what_its_token_does_not(tmp_path, target):
+    async with serving(tmp_path, token="secret") as api:
+        root = {"authorization": "Bearer secret"}
+        made = await api.ask("POST", "/v1/tokens", 201, json={"name": "eye", "role": "view"}, headers=root)
+        for method in ("GET", "DELETE"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", api.port)
+            authorization = f"authorization: Bearer {made['token']}"
+            lines = [f"{method} {target} HTTP/1.1", "host: 127.0.0.1", authorization, "connection: close", "", ""]
+            writer.write("\r\n".join(lines).encode())
+            answer = await asyncio.wait_for(reader.read(), 10)
+            assert answer.split()[1] in (b"400", b"403", b"404"), answer
+            writer.close()
+        assert [one["name"] for one in (await api.ask("GET", "/v1/tokens", headers=root))["tokens"]] == ["eye"]
+
+
 @pytest.mark.parametrize("host", ["localhost", "localhost:1", "127.0.0.1:7", "127.1.2.3", "[::1]:7070"])
 @asynchronous
 async def test_this_machine_has_several_names(tmp_path, host):
@@ -244,6 +286,36 @@ async def test_a_connection_without_a_request_ends_and_one_with_an_answer_under_
         assert await asyncio.wait_for(follower.read(1), 10)
         for stream in (writer, following):
             stream.close()
+
+
+@asynchronous
+async def test_a_connection_whose_client_takes_no_answer_ends(tmp_path, monkeypatch):
+    """Without a token, too: each holds a descriptor, and answers that wait in memory."""
+    monkeypatch.setattr("shoal_controller.api.web.REQUEST_SECONDS", 0.2)
+    async with serving(tmp_path, token="secret") as api:
+        loop = asyncio.get_running_loop()
+        with socket.socket() as lazy:
+            lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+            lazy.setblocking(False)
+            await loop.sock_connect(lazy, ("127.0.0.1", api.port))
+            await loop.sock_sendall(lazy, b"GET /openapi.json HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n" * 200)
+            ends = select.poll()
+            ends.register(lazy, 0)
+            assert await asyncio.to_thread(ends.poll, 20_000), "it was not reset"
+
+
+@asynchronous
+async def test_a_client_that_takes_its_answer_slowly_gets_it_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr("shoal_controller.api.web.REQUEST_SECONDS", 0.2)
+    async with serving(tmp_path) as api:
+        whole = len((await api.client.get("/openapi.json")).content)
+        reader, writer = await asyncio.open_connection("127.0.0.1", api.port, limit=1024)
+        writer.write(b"GET /openapi.json HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n" * 200)
+        taken = 0
+        while taken < 200 * whole:
+            taken += len(await reader.read(1 << 18))
+            await asyncio.sleep(0.02)
+        writer.close()
 
 
 @asynchronous

@@ -158,6 +158,7 @@ async def test_a_change_is_refused_when_no_other_leader_comes_in_time(tmp_path, 
     async with following(tmp_path, free_port()) as follower:
         answer = await follower.client.post("/v1/jobs", json=TRAIN)
         assert answer.status_code == 503 and answer.headers["retry-after"]
+        assert answer.json()["type"] == "about:blank", "surely nothing has happened"
 
 
 @asynchronous
@@ -181,6 +182,7 @@ async def test_a_leader_that_is_frozen_is_waited_for_until_another_one_leads(tmp
             assert (await read).json() == {"jobs": []}
             refused = await change
             assert refused.status_code == 503 and "it may have been done" in refused.json()["detail"]
+            assert (refused.json()["type"], refused.headers["retry-after"]) == ("urn:shoal:outcome-unknown", "5")
             assert (await stream).status_code in (404, 503)
         frozen.set()
 

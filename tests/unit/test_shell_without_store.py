@@ -19,6 +19,7 @@ from shoal_controller.leadership.controller_state import ControllerState
 from shoal_controller.leadership.election import ControllerPlace, Election
 from shoal_controller.leadership.introductions import Introductions
 from shoal_controller.store.open import open_store
+from shoal_controller.store.store import UnknownOutcome
 from shoal_protos.errors import StoreError
 from shoal_protos.messages import Heartbeat, MemberState, Result, Status, Telemetry
 from small_machine import SPEC, SmallMachine, World
@@ -196,8 +197,10 @@ async def test_however_many_wait_for_a_place_in_the_inbox_all_hear_at_once_that_
     waiting = [asyncio.create_task(world.shell.submit("train", event)) for event in events]
     await asyncio.wait(waiting, timeout=0.05)
     await world.shell.stop()
-    done, left = await asyncio.wait(waiting, timeout=1)
-    assert not left and all("is stopping" in str(one.exception()) for one in done)
+    _, left = await asyncio.wait(waiting, timeout=1)
+    scaled, *others = waiting
+    assert not left and isinstance(scaled.exception(), UnknownOutcome), "its write was sent, and not answered"
+    assert all("is stopping" in str(one.exception()) for one in others)
     await store.close()
 
 

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -56,7 +57,7 @@ def build_app(
     app.state.controller = controller
     app.state.settings = settings
     app.state.tokens = tokens
-    app.state.followers = set()
+    app.state.followers = Counter[str]()
     problems.install(app)
     openapi.install(app)
     app.include_router(router)

@@ -21,7 +21,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from shoal_controller.api.problems import problem
+from shoal_controller.api.problems import problem_of
 from shoal_controller.leadership.controller_state import ControllerState
 from shoal_controller.leadership.election import ControllerPlace, NotLeading
 from shoal_controller.leadership.introductions import HEADER, HandedOn
@@ -34,7 +34,7 @@ NOT_LEADING = "shoal-not-leading"
 PASSED_ON = ("authorization", "accept", "content-type", "last-event-id", "if-match")
 """What the leader hears of a request's headers."""
 
-HANDED_BACK = ("content-type", "cache-control", "retry-after", "location", "etag", "age", "www-authenticate")
+HANDED_BACK = ("allow", "content-type", "cache-control", "retry-after", "location", "etag", "age", "www-authenticate")
 
 CONNECT_SECONDS = 1.0
 
@@ -94,7 +94,7 @@ class Forwarding:
         try:
             self._controller.leading()
         except NotLeading as error:
-            answer = problem(scope["path"], error.http_status, str(error))
+            answer = problem_of(scope["path"], error)
             answer.headers[NOT_LEADING] = "1"
             await answer(scope, receive, send)
 

@@ -8,6 +8,7 @@ that listens elsewhere believes no page under a name that anybody can give it (D
 from __future__ import annotations
 
 import ipaddress
+from functools import partial
 from urllib.parse import urlsplit
 
 import structlog
@@ -17,7 +18,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from shoal_controller.api.problems import BUG, TooLarge, problem
+from shoal_controller.api.problems import BUG, TooLarge, problem, problem_of
 from shoal_controller.callers import Caller, Role, Unauthorized
 from shoal_controller.failed_logins import FailedLogins
 from shoal_controller.leadership.controller_state import ControllerState
@@ -62,13 +63,15 @@ class Guard:
             begun, finished = True, message["type"] == "http.response.body" and not message.get("more_body", False)
 
         try:
-            scope.setdefault("state", {})["caller"] = self._check(Headers(scope=scope), scope)
+            state, headers = scope.setdefault("state", {}), Headers(scope=scope)
+            state["caller"] = self._check(headers, scope)
+            state["is_let_in"] = partial(self._is_let_in, headers)
             await self._app(scope, _limited(scope, receive), noted)
         except Unauthorized as error:
             await self._failed_logins.delay(self._address(scope))
-            await problem(scope["path"], error.http_status, str(error))(scope, receive, send)
+            await problem_of(scope["path"], error)(scope, receive, send)
         except ShoalError as error:
-            await problem(scope["path"], error.http_status, str(error))(scope, receive, send)
+            await problem_of(scope["path"], error)(scope, receive, send)
         except HTTPException as error:
             await problem(scope["path"], error.status_code, error.detail)(scope, receive, send)
         except Exception as error:
@@ -89,12 +92,24 @@ class Guard:
             return None
         self._check_page(headers)
         address = self._address(scope)
-        if not self._tokens.is_required:
-            return Caller("", Role.ADMIN, address)
-        self._failed_logins.check(address)
-        caller = self._tokens.caller(_shown(headers.get("authorization", "")), address)
+        if self._tokens.is_required:
+            self._failed_logins.check(address)
+        caller = self._caller(headers, address)
         _check_role(caller, scope["method"], scope["path"])
         return caller
+
+    def _caller(self, headers: Headers, address: str) -> Caller:
+        if not self._tokens.is_required:
+            return Caller("", Role.ADMIN, address)
+        return self._tokens.caller(_shown(headers.get("authorization", "")), address)
+
+    def _is_let_in(self, headers: Headers) -> bool:
+        """Whether a request that was let in would be again: its token may be revoked, or expire, while it lasts."""
+        try:
+            self._caller(headers, "")
+        except Unauthorized:
+            return False
+        return True
 
     def _address(self, scope: Scope) -> str:
         """Where the request comes from: the other end of its connection, or the client for whom a neighbour asks."""

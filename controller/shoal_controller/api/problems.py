@@ -12,10 +12,12 @@ from pydantic import BaseModel
 from shoal_protos.errors import ShoalError, UserError
 from shoal_protos.validation import first_sentence
 from starlette.exceptions import HTTPException
+from starlette.routing import compile_path
 
 from shoal_controller.api.answers import Problem
 from shoal_controller.api.models import DrainBody, JobBody, ScaleBody
 from shoal_controller.api.token_routes import RotateBody, TokenBody
+from shoal_controller.store.store import UnknownOutcome
 
 BODIES: Mapping[str, tuple[str, type[BaseModel]]] = {
     "create_job": ("the job spec", JobBody),
@@ -47,11 +49,21 @@ class TooLarge(UserError):
     http_status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
 
 
-def problem(path: str, status: int, sentence: str) -> JSONResponse:
+OUTCOME_UNKNOWN = "urn:shoal:outcome-unknown"
+"""Type of a problem after which a change may have been made: who sends it again without a look may make it twice."""
+
+
+def problem(path: str, status: int, sentence: str, kind: str = "about:blank") -> JSONResponse:
     """The answer for an error."""
-    body = Problem(title=HTTPStatus(status).phrase, status=status, detail=sentence, instance=path)
+    body = Problem(type=kind, title=HTTPStatus(status).phrase, status=status, detail=sentence, instance=path)
     headers = HEADERS.get(status, {})
     return JSONResponse(body.model_dump(), status, headers, media_type=PROBLEM_TYPE)
+
+
+def problem_of(path: str, error: ShoalError) -> JSONResponse:
+    """The answer for an error of Shoal's own."""
+    kind = OUTCOME_UNKNOWN if isinstance(error, UnknownOutcome) else "about:blank"
+    return problem(path, error.http_status, str(error), kind)
 
 
 def install(app: FastAPI) -> None:
@@ -64,7 +76,7 @@ def install(app: FastAPI) -> None:
 
 async def _shoal_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, ShoalError)
-    return problem(request.url.path, error.http_status, str(error))
+    return problem_of(request.url.path, error)
 
 
 async def _invalid(request: Request, error: Exception) -> JSONResponse:
@@ -88,9 +100,19 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
     elif error.status_code == HTTPStatus.BAD_REQUEST:
         sentence = "the body cannot be read as JSON; it is not UTF-8, or nested too deeply"
     elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
-        allowed = (error.headers or {}).get("Allow", "others; /docs lists them")
-        sentence = f"{request.method} is not allowed at {request.url.path}; expected {allowed}"
+        return _not_allowed(request, (error.headers or {}).get("Allow", ""))
     return problem(request.url.path, error.status_code, sentence)
+
+
+def _not_allowed(request: Request, allowed: str) -> JSONResponse:
+    """`allowed`: as the framework has it, which knows the methods of the first route of a path only."""
+    for path, operations in request.app.openapi()["paths"].items():
+        if compile_path(path)[0].match(request.url.path):
+            allowed = ", ".join(sorted(map(str.upper, operations)))
+    sentence = f"{request.method} is not allowed at {request.url.path}; expected {allowed}"
+    answer = problem(request.url.path, HTTPStatus.METHOD_NOT_ALLOWED, sentence)
+    answer.headers["Allow"] = allowed
+    return answer
 
 
 async def _defect(request: Request, _: Exception) -> JSONResponse:

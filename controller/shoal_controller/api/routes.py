@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
+from fastapi.responses import StreamingResponse
 from shoal_protos.errors import Refused
 
 from shoal_controller.api import token_routes
@@ -25,7 +26,7 @@ from shoal_controller.api.answers import (
     WorkersAnswer,
 )
 from shoal_controller.api.models import DrainBody, JobBody, ScaleBody
-from shoal_controller.api.stream import EventStream, event_stream, wants_stream
+from shoal_controller.api.stream import Follower, event_stream, wants_stream
 from shoal_controller.api.token_routes import ACaller, JoinTokenAnswer
 from shoal_controller.core.machine.events import ConfirmLost, DrainWorker, Pause, Resume, Save, Scale
 from shoal_controller.leadership.controller_state import ControllerState
@@ -139,14 +140,16 @@ async def lose_worker(job: str, worker: str, shell: Leading, caller: ACaller) ->
 async def list_events(
     job: str,
     shell: Readable,
+    caller: ACaller,
     request: Request,
     after: Annotated[int, Query(ge=0)] = 0,
     last_event_id: Annotated[int, Header(ge=0, include_in_schema=False)] = 0,
-) -> EventsAnswer | EventStream:
+) -> EventsAnswer | StreamingResponse:
     """List the job's events after a revision. With `Accept: text/event-stream`, stream them as they happen."""
     after = max(after, last_event_id)
     if wants_stream(request):
-        return event_stream(shell_to_change(request), job, after, request.app.state.followers)
+        follower = Follower(caller.token, request.state.is_let_in)
+        return event_stream(shell_to_change(request), job, after, follower, request.app.state.followers)
     return EventsAnswer(events=[EventAnswer.of(event) for event in await shell.events(job, after)])
 
 

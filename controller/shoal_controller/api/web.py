@@ -1,7 +1,7 @@
 """Serves the API with uvicorn: takes the port when made, answers when started, ends within a deadline.
 
-Signals are the command's business, so uvicorn gets none. Connections that bring no request end: each holds a file
-descriptor, which the controller needs to hear workers and to start them.
+Signals are the command's business, so uvicorn gets none. Connections that bring no request, or take no answer, end:
+each holds a file descriptor, which the controller needs to hear workers and to start them.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -24,6 +25,8 @@ FINISH_SECONDS = 3
 """How long requests under way may take when the server stops."""
 REQUEST_SECONDS = 10.0
 """How long a client may take to send a request; at most twice as long until its connection ends."""
+LEAST_TAKEN_BYTES = 1 << 14
+"""What a client must take meanwhile of an answer that waits for it. A whole answer may have less."""
 MOST_CONNECTIONS = 1024
 BACKLOG = 128
 
@@ -45,27 +48,44 @@ class _Uvicorn(uvicorn.Server):
 
 
 class _Connection(H11Protocol):
-    """Ends where its client has been waited for at two looks in a row, and has completed no request between them."""
+    """Ends where its client has been waited for at two looks in a row: it has completed no request between them, or
+    taken next to nothing of its answer.
+    """
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         super().connection_made(transport)
         self._waited_after: object = self
         """The request after which its client was waited for at the last look; itself where it was not."""
+        self._left = 0
+        """Bytes of answers that its client had not taken at the last look; 0 where it has caught up since."""
         self._next_look = self.loop.call_later(REQUEST_SECONDS, self._look)
+
+    def resume_writing(self) -> None:
+        self._left = 0
+        super().resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._next_look.cancel()
         super().connection_lost(exc)
 
     def _look(self) -> None:
+        before, self._left = self._left, self.transport.get_write_buffer_size()
+        if before and self._left and before < self._left + LEAST_TAKEN_BYTES:
+            return self._reset()
         cycle = self.cycle
-        is_waited_for = cycle is None or cycle.more_body or cycle.response_complete
+        is_waited_for = not self._left and (cycle is None or cycle.more_body or cycle.response_complete)
         if is_waited_for and self._waited_after is cycle:
             return self.transport.close()
         self._waited_after = cycle if is_waited_for else self
         self._next_look = self.loop.call_later(REQUEST_SECONDS, self._look)
         return None
+
+    def _reset(self) -> None:
+        """At once: the kernel would keep what was sent for a client that does not take it."""
+        opened = self.transport.get_extra_info("socket")
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.transport.abort()
 
 
 class Web:

@@ -42,10 +42,15 @@ STOP_SECONDS = 5.0
 MAX_HEADER_BYTES = 8192
 """Two tokens have less than 1 KiB."""
 
+IDLE_SECONDS = 15
+"""How long a connection may have no stream: each holds a file descriptor, whether it shows a token or not."""
+
 SERVER_OPTIONS = (
     *CHANNEL_OPTIONS,
     ("grpc.so_reuseport", 0),  # or a second controller would take half of the workers
     ("grpc.max_concurrent_streams", 64),
+    ("grpc.server_handshake_timeout_ms", IDLE_SECONDS * 1000),
+    ("grpc.max_connection_idle_ms", IDLE_SECONDS * 1000),
     ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_SECONDS * 500),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.max_metadata_size", MAX_HEADER_BYTES),
