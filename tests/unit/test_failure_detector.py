@@ -134,6 +134,24 @@ def test_as_most_are_heard_again_the_time_of_the_cut_is_nobodys_silence():
     assert "silent" not in view(world.job, world.now).reason
 
 
+def test_after_a_cut_that_broke_all_streams_who_comes_back_last_has_as_long_as_after_a_start():
+    """Each looks for a controller at its own pace: the others are back, and it is on its way."""
+    for returns in (True, False):
+        world = Silence(reconnect_seconds=6.0)
+        world.last(8.0, beating=(0, 1, 2))
+        for connection in range(3):
+            world.feed(Disconnected(connection, "its stream ended"))
+        world.last(14.0, beating=())
+        for connection in (1, 2):
+            world.feed(Connected(3 + connection, world.hello_of(connection)))
+        world.last(5.0, beating=(4, 5))
+        assert "lost" not in dict(world.happened).values()
+        if returns:
+            world.feed(Connected(3, world.hello_of(0)))
+        world.last(6.0, beating=(3, 4, 5) if returns else (4, 5))
+        assert ("lost" in dict(world.happened).values()) is not returns
+
+
 def test_a_controller_that_was_stopped_evicts_nobody_for_its_own_absence():
     world = Silence()
     world.last(1.0, beating=(0, 1, 2))

@@ -187,6 +187,8 @@ class Job:
     """Listening time in this life, up to the last tick."""
     doubt_shown: bool = False
     """Most workers are silent, and the history says so."""
+    back_at: float | None = None
+    """When a worker last came back while most were silent: others are on their way."""
     processes: Mapping[WorkerId, Process] = field(default_factory=dict)
     connections: Mapping[int, WorkerId] = field(default_factory=dict)
     probed_at: Mapping[WorkerId, float] = field(default_factory=dict)

@@ -19,7 +19,15 @@ from shoal_controller.core.machine.effects import Close, Probe, Send
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.events import Connected
 from shoal_controller.core.machine.job import Process
-from shoal_controller.core.machine.phases import claims, ending, failure_detector, introduction, proofs, worker_messages
+from shoal_controller.core.machine.phases import (
+    claims,
+    ending,
+    failure_detector,
+    introduction,
+    proofs,
+    silence,
+    worker_messages,
+)
 from shoal_controller.core.machine.phases.next_message import send_if_due
 from shoal_controller.core.machine.phases.progress import shown_loss
 from shoal_controller.core.machine.place import Place
@@ -184,6 +192,8 @@ def _take_in(turn: Turn, worker: WorkerId, event: Connected) -> None:
     turn.enlist(_record_with(hello, turn.enlist_new(worker) if known is None else known))
     turn.keep(last_generation=max(turn.durable.last_generation, hello.next_generation))
     before = turn.process(worker)
+    if before is not None:
+        silence.note_return(turn)
     if before is not None and before.connection not in (None, event.connection):
         turn.do(Close(before.connection))
     process = Process(worker, event.connection, hello.status, turn.now, turn.job.listening)

@@ -239,7 +239,7 @@ def _ask_the_silent(turn: Turn) -> list[WorkerId]:
             continue
         seconds = silence.silent_seconds(turn.job, worker)
         if process is None or process.connection is None:
-            if seconds > suspect_after:
+            if seconds > suspect_after and not silence.may_be_on_its_way(turn):
                 silent.append(worker)
         elif process.ping is not None:
             if seconds > suspect_after:

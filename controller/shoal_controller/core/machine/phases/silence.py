@@ -84,6 +84,20 @@ def is_reconnecting(job: Job, now: float) -> bool:
     return now - job.started_at < job.durable.spec.reconnect_seconds
 
 
+def note_return(turn: Turn) -> None:
+    """A worker is back, and is heard from now on."""
+    if is_cut_off(turn.job):
+        turn.change(back_at=turn.now)
+
+
+def may_be_on_its_way(turn: Turn) -> bool:
+    """● Whether a worker without a stream may lack it because the controller was cut off: as after the controller's
+    start it has `reconnect_seconds`, from when others came back. Each looks for a controller at its own pace.
+    """
+    back_at = turn.job.back_at
+    return back_at is not None and turn.now - back_at < turn.spec.reconnect_seconds
+
+
 def _counting(job: Job) -> list[WorkerId]:
     return [record.worker for record in job.durable.roster.values() if _counts(job, record)]
 
