@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 from fuzz.rest import Outcome, fuzz_rest
@@ -21,9 +21,10 @@ SECRET = "the operators' own"
 
 
 class Guarded(Cluster):
-    """A cluster whose controller asks for a token."""
+    """A cluster whose controller asks for a token, and starts nothing for whoever sends it a job."""
 
     token = SECRET
+    settings: ClassVar[Mapping[str, str]] = {"SHOAL_LAUNCHERS": "none"}
 
 
 @contextmanager

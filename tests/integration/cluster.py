@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import httpx
 from integration.warm import Warm
@@ -80,6 +80,8 @@ class Cluster:
 
     token = ""
     """What all must show; empty: nobody asks."""
+    settings: ClassVar[Mapping[str, str]] = {}
+    """Variables of the controller's environment."""
 
     def __init__(
         self,
@@ -163,7 +165,7 @@ class Cluster:
         addresses = {name: f"127.0.0.1:{port}" for name, port in zip(("http", "grpc"), self._ports, strict=True)}
         arguments = {**addresses, "store": f"embedded:{self.folder / store}", "data": str(self.folder / store)}
         log = self.folder / f"controller-{self._lives}.log"
-        self._controller = self.fork("a", program, arguments, self._secrets, log)
+        self._controller = self.fork("a", program, arguments, {**self._secrets, **self.settings}, log)
         until("the controller to answer", self._answers)
 
     def kill_controller(self) -> None:
