@@ -19,10 +19,11 @@ from shoal_protos.errors import StoreError
 class Stander:
     """One controller that stands for election, and what became of it."""
 
-    def __init__(self, store: Store, name: str) -> None:
+    def __init__(self, store: Store, name: str, address: str = "") -> None:
         self.name = name
         self.neighbours_say = 0
-        self.election = Election(store, ControllerPlace(name, f"{name}:1", f"{name}:2"), self._term_of)
+        address = address or name
+        self.election = Election(store, ControllerPlace(name, f"{address}:1", f"{address}:2"), self._term_of)
         self.terms: list[Leadership] = []
         self.leads = False
         self.slow = False
@@ -209,6 +210,43 @@ async def test_a_place_that_cannot_be_read_is_nobodys_and_harms_nobody(tmp_path)
         while len(a.election.places) < 2:
             await store.get(LEADER)
         assert [one.id for one in a.election.places] == ["a", "y"], "the one that leads first"
+
+
+@asynchronous
+async def test_two_controllers_with_one_address_are_told_so_and_one_leads(tmp_path, monkeypatch):
+    monkeypatch.setattr(election, "CONFLICT_SECONDS", 0.05)
+    async with standing(tmp_path, "a") as (store, (a,)):
+        b = Stander(store, "b", address="a")
+        async with asyncio.timeout(10):
+            while not (a.election.conflict and b.election.conflict):
+                await store.get(LEADER)
+        for one in (a, b):
+            assert one.election.conflict == (
+                "another controller of this store says, as this one does, that it is reached at a:1 and a:2: what is "
+                "meant for one may reach the other. Give each its own --http, --grpc and SHOAL_ADVERTISE"
+            )
+        assert (a.leads, b.leads, a.election.is_own, b.election.is_own) == (True, False, True, False)
+        await b.end()
+        async with asyncio.timeout(10):
+            while a.election.conflict:
+                await store.get(LEADER)
+
+
+@asynchronous
+async def test_the_place_that_a_dead_controller_has_left_is_no_second_one_with_its_address(tmp_path, monkeypatch):
+    monkeypatch.setattr(election, "CONFLICT_SECONDS", 0.2)
+    errors = []
+    monkeypatch.setattr(election.log, "error", lambda event, **fields: errors.append(event))
+    async with standing(tmp_path, "a") as (store, (a,)):
+        async with store.lease(2.0) as lease:
+            left = ControllerPlace("dead", "a:1", "a:2").encoded()
+            await store.transact([], [Put(f"{election.PLACES}dead", left, lease.id)])
+            while len(a.election.places) < 2:
+                await store.get(LEADER)
+        while len(a.election.places) > 1:
+            await store.get(LEADER)
+        await asyncio.sleep(0.5)
+        assert not errors and not a.election.conflict
 
 
 @asynchronous

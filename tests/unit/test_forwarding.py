@@ -162,6 +162,19 @@ async def test_a_change_is_refused_when_no_other_leader_comes_in_time(tmp_path, 
 
 
 @asynchronous
+async def test_a_follower_whose_leader_seems_to_be_itself_asks_itself_once(tmp_path, monkeypatch):
+    """Two controllers say that they are reached at one address."""
+    monkeypatch.setattr(forwarding, "ELECTION_SECONDS", 0.3)
+    async with following(tmp_path, free_port()) as follower:
+        await follower.follow(follower.client.base_url.port)
+        assert (await follower.client.get("/v1/jobs")).json() == {"jobs": []}, "what the store has"
+        refused = await follower.client.post("/v1/jobs", json=TRAIN)
+        assert refused.status_code == 503 and "this controller does not lead" in refused.json()["detail"]
+        assert refused.json()["type"] == "about:blank"
+        assert (await follower.client.get("/v1/jobs")).json() == {"jobs": []}, "nothing was done"
+
+
+@asynchronous
 async def test_a_leader_that_is_frozen_is_waited_for_until_another_one_leads(tmp_path):
     """It takes connections, for the kernel does, and answers nothing."""
     frozen = asyncio.Event()

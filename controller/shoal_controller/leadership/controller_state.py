@@ -91,11 +91,12 @@ class ControllerState:
     @property
     def trouble(self) -> str:
         """What keeps this controller from its work, as a sentence; empty while nothing does."""
+        conflict = self._election.conflict if self._election is not None else ""
         if self.shell is not None:
-            return self.shell.trouble
+            return self.shell.trouble or conflict
         if self._store is None:
             return "the store has not answered yet"
-        return "" if self.other is not None else "no controller leads at present"
+        return conflict if self.other is not None else "no controller leads at present"
 
     @property
     def age_seconds(self) -> float:
@@ -150,7 +151,8 @@ class ControllerState:
         """For whatever only the leader may do. Raises `NotLeading`."""
         if self.shell is None:
             leader = self.other.grpc if self.other is not None else ""
-            where = f"the controller at {self.other.http} does" if self.other is not None else f"{self.trouble}"
+            where = f"the controller at {self.other.http} does" if self.other is not None else ""
+            where = "; ".join(filter(None, [where, self.trouble]))
             raise NotLeading(f"this controller does not lead ({where}); try again", leader)
         return self.shell
 

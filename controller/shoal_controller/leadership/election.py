@@ -33,6 +33,9 @@ LEASE_SECONDS = 2.0
 PAUSE_SECONDS = 0.5
 """Before a store that has failed is asked again."""
 
+CONFLICT_SECONDS = 10.0
+"""The place of a controller that died, and was started again at the same address, lies in the store for less."""
+
 log = structlog.get_logger("shoal.leadership")
 
 
@@ -108,6 +111,8 @@ class Election:
         self._found: Mapping[str, ControllerPlace] = {}
         self._news = asyncio.Event()
         self._leader_seen = asyncio.get_running_loop().time()
+        self.conflict = ""
+        """Another controller says that it is reached where this one is, as a sentence; empty where none does."""
 
     # ---- what is known
 
@@ -149,6 +154,7 @@ class Election:
         ever. Raises `Damaged` where the store can be of use to nobody.
         """
         following = guarded("controllers", follow(self._store, PREFIX, self._on_controllers), only_logged)
+        comparing = guarded("addresses", self._compare_addresses(), only_logged)
         try:
             while True:
                 try:
@@ -159,6 +165,7 @@ class Election:
                     log.warning("this controller stands for election again", why=str(error))
                 await asyncio.sleep(PAUSE_SECONDS)
         finally:
+            await end_task(comparing)
             await end_task(following)
 
     async def _stand(self, lead: Callable[[Leadership], AbstractAsyncContextManager[object]]) -> None:
@@ -251,6 +258,27 @@ class Election:
         neighbours = [one for one in self.places if one.id != self._me.id]
         terms = await asyncio.gather(*map(self._term_of, neighbours))
         return any(term > leadership.fence.modified for term in terms)
+
+    async def _compare_addresses(self) -> None:
+        """Whoever asks one of two controllers with one address may reach the other: no harm, but of no use."""
+        while True:
+            while not (before := self._at_own_address()):
+                await self._news.wait()
+            await asyncio.sleep(CONFLICT_SECONDS)
+            while lasting := before & self._at_own_address():
+                found = next(iter(lasting))
+                shared = " and ".join(sorted({found.http, found.grpc} & {self._me.http, self._me.grpc}))
+                self.conflict = (
+                    f"another controller of this store says, as this one does, that it is reached at {shared}: what is "
+                    "meant for one may reach the other. Give each its own --http, --grpc and SHOAL_ADVERTISE"
+                )
+                log.error("two controllers have one address", why=self.conflict, other=found.id)
+                await self._news.wait()
+            self.conflict = ""
+
+    def _at_own_address(self) -> set[ControllerPlace]:
+        own = {self._me.http, self._me.grpc}
+        return {one for one in self.places if one.id != self._me.id and own & {one.http, one.grpc}}
 
     def _place(self, lease: Lease) -> Put:
         return Put(f"{PLACES}{self._me.id}", self._me.encoded(), lease.id)
