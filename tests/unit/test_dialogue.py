@@ -91,8 +91,9 @@ def test_a_hello_that_names_its_parameters_may_be_followed_by_one_that_tells_the
     assert dialogue.hear(encode_worker(named)) == Connected(7, named)
     with pytest.raises(UserError, match="a second hello came on one stream"):
         dialogue.hear(encode_worker(named))
-    with pytest.raises(UserError, match="a second hello came on one stream"):
-        dialogue.hear(encode_worker(replace(described, job="other")))
+    for other in ({"job": "other"}, {"worker": "w1"}, {"incarnation": "b1"}):
+        with pytest.raises(UserError, match="a second hello came on one stream"):
+            dialogue.hear(encode_worker(replace(described, **other)))
     assert dialogue.hear(encode_worker(described)) == Connected(7, described)
     assert dialogue.hello is not None and not dialogue.hello.description.parameters, "a stream keeps no text"
     with pytest.raises(UserError, match="a second hello came on one stream"):

@@ -46,10 +46,12 @@ def leading(folder):
 
 
 @asynccontextmanager
-async def follower(leader):
+async def follower(leader, tokens=None):
     """A client of a follower, from elsewhere."""
     web = Web("127.0.0.1", 0)
-    app = build_app(Following(leader), figures, ApiSettings(2), TokenRegister("secret"), Neighbours(ClientTls(None)))
+    app = build_app(
+        Following(leader), figures, ApiSettings(2), tokens or TokenRegister("secret"), Neighbours(ClientTls(None))
+    )
     await web.start(app, lambda error: None)
     try:
         transport = httpx.AsyncHTTPTransport(local_address=ELSEWHERE)
@@ -74,6 +76,21 @@ async def test_the_history_names_the_client_for_whom_a_neighbour_asked(tmp_path)
         assert await audit(api) == [
             f"token root from {ELSEWHERE}: create the job", f"token root from {ELSEWHERE}: scale to 4 workers"
         ]  # fmt: skip
+
+
+@asynchronous
+async def test_the_leader_itself_looks_at_the_token_of_what_is_handed_on(tmp_path):
+    """Whoever the follower has let in: here everybody."""
+    async with leading(tmp_path) as api, follower(place(api.port), TokenRegister(None)) as client:
+        await api.ask("POST", "/v1/jobs", 202, json=TRAIN, headers=ROOT)
+        made = await api.ask("POST", "/v1/tokens", 201, json={"name": "eye", "role": "view"}, headers=ROOT)
+        client.headers["authorization"] = f"Bearer {made['token']}"
+        assert (await client.get("/jobs/train")).status_code == 200
+        for method, path in (("POST", "/jobs/train/pause"), ("DELETE", "/jobs/train"), ("GET", "/tokens")):
+            refused = await client.request(method, path)
+            assert refused.status_code == 403 and "the token eye has the role view" in refused.json()["detail"]
+        client.headers["authorization"] = "Bearer guess"
+        assert (await client.get("/jobs")).status_code == 401
 
 
 @asynchronous

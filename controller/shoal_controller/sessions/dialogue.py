@@ -70,7 +70,7 @@ class Dialogue:
             self._position = message.status.position
         if not isinstance(message, Hello):
             return MessageReceived(self.connection, message)
-        if message.job != self.hello.job or message.description.is_brief or not self._is_brief:
+        if _process(message) != _process(self.hello) or message.description.is_brief or not self._is_brief:
             raise UserError("a second hello came on one stream; a worker opens a new stream to say hello again")
         return self._greet(message)
 
@@ -115,6 +115,11 @@ class Dialogue:
         if self.refusal is not None:
             return f"it was refused: {self.refusal}"
         return "the controller closed the stream" if self.closing else "its stream ended"
+
+
+def _process(hello: Hello) -> tuple[str, str, str]:
+    """● Who says it: the session token that answers a first hello is made out to whom the stream names by then."""
+    return hello.job, hello.worker, hello.incarnation
 
 
 def _kind(message: object) -> str:
