@@ -3,7 +3,9 @@
 import asyncio
 import select
 import socket
+from contextlib import suppress
 
+import httpx
 import pytest
 from api_port import TRAIN, serving
 from asynchronous import asynchronous
@@ -302,6 +304,24 @@ async def test_a_connection_whose_client_takes_no_answer_ends(tmp_path, monkeypa
             ends = select.poll()
             ends.register(lazy, 0)
             assert await asyncio.to_thread(ends.poll, 20_000), "it was not reset"
+
+
+@asynchronous
+async def test_one_address_takes_not_the_places_of_all_others(tmp_path, monkeypatch):
+    monkeypatch.setattr("shoal_controller.api.web.MOST_OF_ADDRESS", 3)
+    async with serving(tmp_path) as api:
+        idle = [await asyncio.open_connection("127.0.0.1", api.port, local_addr=("127.0.0.2", 0)) for _ in range(3)]
+        reader, writer = await asyncio.open_connection("127.0.0.1", api.port, local_addr=("127.0.0.2", 0))
+        with suppress(ConnectionError):
+            assert await asyncio.wait_for(reader.read(), 10) == b""
+        assert (await api.client.get("/healthz")).status_code == 200, "another address"
+        for _, one in idle:
+            one.close()
+            await one.wait_closed()
+        writer.close()
+        transport = httpx.AsyncHTTPTransport(local_address="127.0.0.2")
+        async with httpx.AsyncClient(transport=transport) as client:
+            assert (await client.get(f"http://127.0.0.1:{api.port}/healthz")).status_code == 200, "there is room again"
 
 
 @asynchronous

@@ -18,6 +18,7 @@ from shoal_protos.errors import UserError
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from shoal_controller.peer_address import network_of
 from shoal_controller.tasks import end_task, guarded
 
 START_SECONDS = 10.0
@@ -28,6 +29,8 @@ REQUEST_SECONDS = 10.0
 LEAST_TAKEN_BYTES = 1 << 14
 """What a client must take meanwhile of an answer that waits for it. A whole answer may have less."""
 MOST_CONNECTIONS = 1024
+MOST_OF_ADDRESS = 512
+"""Connections of one address; one more is ended at once: it does not take the places of all others."""
 BACKLOG = 128
 
 
@@ -55,6 +58,10 @@ class _Connection(H11Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         super().connection_made(transport)
+        self.network = network_of(self.client[0]) if self.client else ""
+        others = [one for one in self.connections if isinstance(one, _Connection)]
+        if sum(one.network == self.network for one in others) > MOST_OF_ADDRESS:
+            transport.abort()
         self._waited_after: object = self
         """The request after which its client was waited for at the last look; itself where it was not."""
         self._left = 0
