@@ -111,12 +111,16 @@ class _Reader:
         return form.unpack_from(self._content, self._at - form.size)
 
     def count(self) -> int:
-        return self.unpack(_COUNT)[0]
+        self._at += _COUNT.size
+        (found,) = _COUNT.unpack_from(self._content, self._at - _COUNT.size)
+        return int(found)
 
     def text(self) -> str:
-        start = self._at + _COUNT.size
-        self._at = start + self.count()
-        return str(self._content[start : self._at], "utf-8")
+        count = self.count()
+        if not count:
+            return ""
+        self._at += count
+        return str(self._content[self._at - count : self._at], "utf-8")
 
     def floats(self) -> list[float]:
         count = self.count()

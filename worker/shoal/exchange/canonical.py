@@ -219,7 +219,7 @@ class CanonicalReduction:
         self, tree_sum: TreeSum, arrived: Arrivals, extents: Extents
     ) -> Iterator[tuple[Extent, list[Tensor]]]:  # each (elements of the extent,)
         """The partial sums of the extents of one message, one extent after the other."""
-        messages = {peer: arrived[peer, extents] for peer in tree_sum.subtrees_from}
+        messages = {peer: arrived[peer, extents].unbind() for peer in tree_sum.subtrees_from}
         at = 0
         for extent in extents:
             yield extent, tree_sum.parts(self._sums.finished, messages, extent, at)

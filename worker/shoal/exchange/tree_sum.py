@@ -18,14 +18,23 @@ from shoal.core.tree import fold_up
 from shoal.exchange.host_sums import Source
 from shoal.exchange.pieces import Extent
 
+OWN = -1
+"""In place of a peer."""
+
 
 class TreeSum:
     """The sum of some members' partial sums, as far as they are siblings. Made once for a world."""
 
     def __init__(self, sources: Sequence[Source], rank: int, lanes: int) -> None:
-        self._sources, self._rank = sources, rank
+        self._sources = sources
         self.subtrees_from = Counter(peer for _, peer in sources if peer != rank)
         """How many subtrees' sums come from each peer."""
+        seen: Counter[int] = Counter()
+        self._places: list[tuple[int, int]] = []
+        """By source, the peer that it comes from, or OWN, and which of its sums it is."""
+        for _, peer in sources:
+            self._places.append((OWN if peer == rank else peer, seen[peer]))
+            seen[peer] += 1
         mine = [index for index, (_, peer) in enumerate(sources) if peer == rank]
         self._additions, self.left = fold_up([span for span, _ in sources], lanes, mine)
         """By number, the partial sums in which the sums end up; one, where all lanes are added."""
@@ -33,16 +42,16 @@ class TreeSum:
     def parts(
         self,
         own: Sequence[Flats],  # this member's sums, each per bucket (elements,)
-        messages: Mapping[int, Tensor],  # by peer, (its subtrees, elements in the message's extents)
+        messages: Mapping[int, Sequence[Tensor]],  # by peer, of each of its subtrees (elements in the extents,)
         extent: Extent,
         at: int,
     ) -> list[Tensor]:  # each (elements of the extent,)
         """The partial sums of one extent. `at`: where it begins in its message."""
         bucket, start, stop = extent
-        mine, theirs = iter(own), {peer: iter(message) for peer, message in messages.items()}
+        end = at + stop - start
         return [
-            next(mine)[bucket][start:stop] if peer == self._rank else next(theirs[peer])[at : at + stop - start]
-            for _, peer in self._sources
+            own[index][bucket][start:stop] if peer == OWN else messages[peer][index][at:end]
+            for peer, index in self._places
         ]
 
     def add_up(

@@ -18,14 +18,21 @@ from torch.optim import Optimizer
 
 Group = Mapping[str, Any]
 DIGEST_BYTES = 16
+PLAIN = frozenset({type(None), bool, int, float, str})
+"""Most values are of these types, and read at each step."""
 
 
 def hyper_parameters(optimizer: Optimizer) -> list[dict[str, Any]]:
     """One mapping a group, in the groups' order, keys sorted; tensors of one element as Python numbers."""
-    return [
-        {key: _plain(group[key], f"{key} of optimizer group {number}") for key in sorted(group) if key != "params"}
-        for number, group in enumerate(optimizer.param_groups)
-    ]
+    return [_plain_group(number, group) for number, group in enumerate(optimizer.param_groups)]
+
+
+def _plain_group(number: int, group: Group) -> dict[str, Any]:
+    return {
+        key: value if type(value) in PLAIN else _plain(value, f"{key} of optimizer group {number}")
+        for key, value in sorted(group.items())
+        if key != "params"
+    }
 
 
 def _plain(value: Any, where: str) -> Any:
@@ -46,6 +53,8 @@ def digest(hyper: Sequence[Group]) -> bytes:
 
 def first_difference(mine: Sequence[Group], others: Sequence[Group]) -> str:
     """The first value that differs, naming group and key; empty where none does."""
+    if repr(mine) == repr(others):
+        return ""  # as at each step
     for number, (here, there) in enumerate(zip(mine, others, strict=False)):
         for key in sorted(here.keys() | there.keys()):
             found, expected = (json.dumps(group[key]) if key in group else "not set" for group in (here, there))

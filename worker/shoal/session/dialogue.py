@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from operator import attrgetter
 
 from shoal_protos.activity import Activity, StepPhase
 from shoal_protos.description import Description, brief
@@ -343,9 +344,9 @@ class Dialogue:
         return [Deliver(Ended(shutdown.ending, shutdown.reason, status)), Abort()]
 
 
-def _without_progress(status: Status) -> Status:
-    """What is worth a heartbeat of its own when it changes."""
-    return replace(status, sequence=0, step=0, boundaries=0)
+_PROGRESS = frozenset({"sequence", "step", "boundaries"})
+_without_progress = attrgetter(*(field.name for field in fields(Status) if field.name not in _PROGRESS))
+"""Of a status, what is worth a heartbeat of its own when it changes."""
 
 
 def _is_final(refusal: Refusal, generation: int, cluster: str, run: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal_protos.messages import Status
+from shoal_protos.messages import MemberState, Status
 
 from shoal.training.checkpoint_loading import CheckpointLoading
 from shoal.training.checkpoint_saving import CheckpointSaving
@@ -27,7 +27,7 @@ class StatusReport:
         context = self._context
         state = context.state
         status = Status(
-            sequence=0, generation=0, state=context.link.membership().state, promised=0,
+            sequence=0, generation=0, state=MemberState.WARMING_UP, promised=0,  # the link says these
             step=state.step, committed_in=state.committed_in, boundaries=context.boundaries, holds=state.held.runs,
             parameters_current=state.is_current and context.world is not None, done=context.done, ended=context.ended,
             checkpoint=self._loading.known.reference,

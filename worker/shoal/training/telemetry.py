@@ -16,6 +16,8 @@ from shoal.training.state import TrainingState
 
 LATEST_CHANGES = 8
 LATEST_STEPS = 1000
+MEMORY_SECONDS = 0.5
+"""How old a count of memory may be: heartbeats tell of it once a second, and steps may be a thousand in that time."""
 
 
 class Meter:
@@ -33,6 +35,8 @@ class Meter:
         self._step_began = time.monotonic()
         self._changes: list[Change] = []
         self._change: Change | None = None
+        self._memory: dict[str, int] = {}
+        self._memory_counted = -MEMORY_SECONDS
 
     def on_step(self) -> None:
         """A step is committed and handed out."""
@@ -79,19 +83,13 @@ class Meter:
         record = state.record
         if record is not None and record.not_finite:
             self._not_finite = f"step {record.step}: {record.not_finite}"
-        parameters = sum(flat.nbytes for flat in state.flats)
         return Telemetry(
             loss=loss,
             step_seconds=self._step_seconds,
             step_seconds_median=self._median(),
             training_seconds=self._training_seconds,
             fill_bytes=self._fill_bytes,
-            memory_bytes={
-                "parameters": parameters,
-                "gradients": parameters * state.sums.copies,
-                "state": state.held.state_bytes(),
-                "rss": resident_bytes(),
-            },
+            memory_bytes=self._memory_bytes(state),
             changes=tuple(self._changes),
             saves=saves,
             skipped_folders=skipped_folders,
@@ -99,6 +97,19 @@ class Meter:
             not_finite_steps=record.not_finite_steps if record else 0,
             not_finite=self._not_finite,
         )
+
+    def _memory_bytes(self, state: TrainingState) -> dict[str, int]:
+        now = time.monotonic()
+        if now - self._memory_counted >= MEMORY_SECONDS:
+            parameters = sum(flat.nbytes for flat in state.flats)
+            self._memory_counted = now
+            self._memory = {
+                "parameters": parameters,
+                "gradients": parameters * state.sums.copies,
+                "state": state.held.state_bytes(),
+                "rss": resident_bytes(),
+            }
+        return self._memory
 
 
 def resident_bytes() -> int:
