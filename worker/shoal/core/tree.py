@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from typing import TypeVar
 
 from shoal_protos.runs import Runs, Span
@@ -104,7 +105,13 @@ def fold_numbers(parts: Sequence[tuple[Span, float]], leaves: int) -> float:
     """The root of plain numbers, in float64."""
     values = [value for _, value in parts]
     root = 0
-    for into, other in fold([span for span, _ in parts], leaves):
+    for into, other in _fold_once(tuple(span for span, _ in parts), leaves):
         values[into] = values[into] + values[other]
         root = into
     return values[root] if values else 0.0
+
+
+@lru_cache(maxsize=8)
+def _fold_once(spans: tuple[Span, ...], leaves: int) -> Additions:
+    """Of a world: its spans are the same at each step."""
+    return fold(spans, leaves)
