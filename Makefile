@@ -6,9 +6,11 @@
 #   make faults     run real jobs under mixed faults for an hour; each must end with the undisturbed bits
 #   make outages    run jobs while etcd or the leading controller dies, freezes or is cut off, at every phase of a change
 #   make fuzz       send 5,000 requests of schemathesis and 1,000 fuzzed sessions to a controller whose job trains on
+#   make charts     render the chart with both helms over all files of values, and check every manifest
 #   make mutants    break every rule of docs/rules.md in a copy, and report what no test notices
 #   make protos     regenerate the code of protos/shoal_protos/session.proto
-#   make docs       regenerate pages of docs/: phases, events, controller, configuration
+#   make docs       regenerate pages of docs/ (phases, events, controller, configuration, chart) and what the chart
+#                   has from the code: its values, the resource ElasticJob
 #   make format     format all files as `make lint` expects them
 
 PYTHON ?= $(shell for v in python3.11 python3.12 python3.13 python3; do $$v -c "" 2>/dev/null && echo $$v && exit; done)
@@ -16,21 +18,23 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PACKAGES := nftables iproute2
+PROMETHEUS := $(VENV)/prometheus/usr/bin/promtool
 
 
 .DEFAULT_GOAL := help
-.PHONY: help setup packages demo test lint types imports generated unit whole pytest simulate faults outages fuzz mutants protos docs format clean
+.PHONY: help setup packages demo test lint types imports generated unit whole pytest simulate faults outages fuzz charts mutants protos docs format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
 
 setup: $(READY)
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt tests/charts/binaries.py
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 11) <= v <= (3, 13) or sys.exit(f"Shoal needs Python 3.11 to 3.13; {sys.executable} is {v[0]}.{v[1]}. Name another one: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[all]' --group dev
+	$(BIN)/python tests/charts/binaries.py
 	@touch $@
 
 demo: $(READY)
@@ -51,15 +55,21 @@ imports: $(READY)
 generated: $(READY)
 	$(BIN)/python protos/generate.py --check
 
-# Network namespaces of the tests; only root can install them, and only root can use them.
-packages:
+# Network namespaces of the tests; only root can install them, and only root can use them. Prometheus is unpacked, not
+# installed: its package would start a server.
+packages: $(READY)
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! { command -v nft && command -v ip; } >/dev/null; then \
 		apt-get update -qq && apt-get install -y -qq --no-install-recommends $(PACKAGES) >/dev/null; \
+	fi
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! [ -x $(PROMETHEUS) ] && ! command -v promtool >/dev/null; then \
+		folder=$$(mktemp -d) && chmod 755 "$$folder" && apt-get update -qq \
+		&& (cd "$$folder" && apt-get download -qq -o APT::Sandbox::User=root prometheus) \
+		&& dpkg-deb --extract "$$folder"/prometheus_*.deb $(VENV)/prometheus && rm -r "$$folder"; \
 	fi
 
 # Two files at a time; what a file's tests share, a cluster of etcd say, is started once.
 unit: $(READY) packages
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 tests/unit $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 tests/unit tests/charts $(ARGS)
 
 whole: $(READY) packages
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile tests/simulation tests/integration $(ARGS)
@@ -79,6 +89,9 @@ outages: $(READY) packages
 fuzz: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.run $(if $(SEED),--seed $(SEED)) $(ARGS)
 
+charts: $(READY) packages
+	SHOAL_CHARTS=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 tests/charts $(ARGS)
+
 mutants: $(READY)
 	$(BIN)/python -m tests.mutants.run $(if $(RULE),--rule "$(RULE)") $(ARGS)
 
@@ -89,6 +102,8 @@ docs: $(READY)
 	$(BIN)/python docs/generate/phases.py
 	$(BIN)/python docs/generate/events.py
 	$(BIN)/python docs/generate/controller.py
+	$(BIN)/python docs/generate/chart.py
+	$(BIN)/python docs/generate/elasticjob.py
 	$(BIN)/python -m shoal.config.reference > docs/configuration.md
 
 format: $(READY)

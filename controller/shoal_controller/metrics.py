@@ -57,6 +57,10 @@ JOB_GAUGES: Mapping[str, tuple[str, JobFigure]] = {
         "Unix time at which the last complete checkpoint became known.",
         lambda view: view.figures.last_checkpoint,
     ),
+    "shoal_checkpoint_interval_seconds": (
+        "Time between the last two complete checkpoints.",
+        lambda view: view.figures.checkpoint_interval,
+    ),
 }
 WORKER_GAUGES: Mapping[str, tuple[str, WorkerFigure]] = {
     "shoal_worker_step_seconds": ("Wall time of the last step.", lambda worker: worker.step_seconds),

@@ -18,7 +18,7 @@ import grimp
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {"shoal_controller": "controller", "shoal": "worker", "shoal_protos": "protos"}
-FOLDERS = ("controller", "worker", "protos", "tests", "docs", "benchmarks", "examples")
+FOLDERS = ("controller", "worker", "protos", "tests", "docs", "benchmarks", "examples", "helm")
 
 LONGEST_FUNCTION = 70
 LONGEST_FILE = 500

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from machine_driver import MADE_OF, Driver
+from shoal_protos.checkpoint import CheckpointRef
 from shoal_protos.messages import MemberState, Result, Telemetry
 
 PER_STEP = 12
@@ -128,3 +129,13 @@ def test_steps_are_observed_with_the_time_between_two_heartbeats() -> None:
     count, total = job.observed("shoal_step_seconds")
     assert count == 22
     assert abs(total - 4.7) < 1e-6
+
+
+def test_the_time_between_two_checkpoints_is_known_from_the_second_on() -> None:
+    job = Driver(wanted=1, made_of=replace(MADE_OF, can_checkpoint=True))
+    job.start(1)
+    job.beat("w0", checkpoint=CheckpointRef(1, 4, "/saves/step-4"))
+    assert job.view.figures.checkpoint_interval is None
+    job.now += 60.0
+    job.beat("w0", checkpoint=CheckpointRef(1, 8, "/saves/step-8"))
+    assert job.view.figures.checkpoint_interval == 60.0

@@ -50,7 +50,7 @@ def scraped(metrics: Metrics) -> dict[str, float]:
 
 
 def all_observed() -> Figures:
-    figures = Figures(first_commit=4.0, last_checkpoint=5.0)
+    figures = Figures(first_commit=4.0).checkpointed(5.0).checkpointed(7.0)
     for name, kind in HISTOGRAMS.items():
         for labels in series_of(kind.labels):
             figures = figures.observed(name, 0.25, labels)

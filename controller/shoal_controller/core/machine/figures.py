@@ -105,6 +105,13 @@ class Figures:
     last_commit: float | None = None
     last_checkpoint: float | None = None
     """When the newest checkpoint became known."""
+    checkpoint_interval: float | None = None
+    """Seconds between the two newest ones."""
+
+    def checkpointed(self, now: float) -> Figures:
+        """A checkpoint has become known."""
+        interval = None if self.last_checkpoint is None else now - self.last_checkpoint
+        return replace(self, last_checkpoint=now, checkpoint_interval=interval)
 
     def counted(self, metric: str, value: float, labels: Mapping[str, str]) -> Figures:
         key = _checked_key(metric, COUNTERS[metric].labels, labels)

@@ -64,7 +64,7 @@ def on_status(turn: Turn, worker: WorkerId, status: Status) -> None:
         return
     _keep(turn, (*turn.durable.checkpoints, claimed))
     _exceed(turn, claimed.generation)
-    turn.keep_figures(replace(turn.job.figures, last_checkpoint=turn.now))
+    turn.keep_figures(turn.job.figures.checkpointed(turn.now))
     verb = "saved" if status.generation else "found"
     foreign = claimed.run and claimed.run != turn.spec.run
     whose = f"; run {claimed.run} has saved it, this is run {turn.spec.run}" if foreign else ""

@@ -1,0 +1,268 @@
+"""Writes the custom resource elasticjobs.shoal.dev: `python docs/generate/elasticjob.py` (`make docs`).
+
+Its `spec` has the keys of a job's specification (`JobBody`) but for the name, which is the resource's, with their
+limits. Rules that say more are CEL, each with its sentence. The API server refuses rules that could become expensive,
+so every text, list and map has a greatest length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from shoal_controller.api.models import JobBody
+
+FILE = Path(__file__).resolve().parents[2] / "helm" / "shoal" / "crd" / "elasticjobs.yaml"
+GROUP = "shoal.dev"
+OPENING = "# Written by `make docs` from docs/generate/elasticjob.py; do not edit.\n"
+
+LONGEST_NAME = 52
+"""With `-w` and five digits it is still a label of the DNS, which a pod's name must be."""
+LONGEST_TEXT = 16_384
+MOST_ENTRIES = 1000
+
+Schema = dict[str, Any]
+
+
+def rule(expression: str, message: str, path: str = "") -> Schema:
+    found = {"rule": expression, "message": message}
+    return {**found, "fieldPath": path} if path else found
+
+
+NAME_RULE = rule(
+    f"self.metadata.name.size() <= {LONGEST_NAME} && self.metadata.name.matches('^[a-z0-9]([-a-z0-9]*[a-z0-9])?$')",
+    f"metadata.name must be a DNS label of at most {LONGEST_NAME} characters: small letters, digits and '-', a letter "
+    "or digit first and last; its pods are named after it",
+)
+WORKERS_RULES = [
+    rule(
+        "!has(self.wanted) || self.min <= self.wanted",
+        "spec.workers.wanted must be at least spec.workers.min",
+        ".wanted",
+    ),
+    rule(
+        "!has(self.wanted) || !has(self.max) || self.wanted <= self.max",
+        "spec.workers.wanted must be at most spec.workers.max",
+        ".wanted",
+    ),
+    rule("!has(self.max) || self.min <= self.max", "spec.workers.min must be at most spec.workers.max", ".min"),
+]
+SPEC_RULES = [
+    rule(
+        f"!has(self.lanes) || !has(self.workers.{name}) || self.workers.{name} <= self.lanes",
+        f"spec.workers.{name} must be at most spec.lanes: every worker trains at least one lane",
+        f".workers.{name}",
+    )
+    for name in ("min", "wanted", "max")
+] + [
+    rule(
+        "has(self.lanes) == has(oldSelf.lanes) && (!has(self.lanes) || self.lanes == oldSelf.lanes)",
+        "spec.lanes cannot be changed; delete the resource and create it anew",
+    ),
+]
+FIELD_RULES = {
+    name: rule("self == oldSelf", f"spec.{name} cannot be changed; delete the resource and create it anew")
+    for name in ("launcher", "command")
+}
+
+
+def resource() -> Schema:
+    """The whole CustomResourceDefinition."""
+    names = {
+        "kind": "ElasticJob", "listKind": "ElasticJobList", "plural": "elasticjobs", "singular": "elasticjob",
+        "shortNames": ["ej"], "categories": ["all"],
+    }  # fmt: skip
+    version = {
+        "name": "v1alpha1",
+        "served": True,
+        "storage": True,
+        "subresources": {
+            "status": {},
+            "scale": {
+                "specReplicasPath": ".spec.workers.wanted",
+                "statusReplicasPath": ".status.workers.active",
+                "labelSelectorPath": ".status.selector",
+            },
+        },
+        "additionalPrinterColumns": columns(),
+        "schema": {"openAPIV3Schema": whole()},
+    }
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"elasticjobs.{GROUP}", "annotations": {"helm.sh/resource-policy": "keep"}},
+        "spec": {"group": GROUP, "scope": "Namespaced", "names": names, "versions": [version]},
+    }
+
+
+def columns() -> list[Schema]:
+    def column(name: str, path: str, text: str, priority: int = 0, kind: str = "string") -> Schema:
+        return {"name": name, "type": kind, "jsonPath": path, "description": text, "priority": priority}
+
+    return [
+        column("Phase", ".status.phase", "Phase of the job."),
+        column("Workers", ".status.shown.workers", "Active and wanted workers."),
+        column("Step", ".status.shown.step", "Committed steps, and the step at which the job ends."),
+        column("Left", ".status.shown.left", "Time left at the present speed."),
+        column("Last resize", ".status.shown.lastResize", "Reason of the last change of the world, and its age."),
+        column("Age", ".metadata.creationTimestamp", "Age of the resource.", kind="date"),
+        column("Loss", ".status.shown.loss", "Loss of the last step.", 1),
+        column("Goodput", ".status.shown.goodput", "Share of time that was spent in committed steps.", 1),
+        column("Checkpoint", ".status.shown.checkpoint", "Step and age of the last checkpoint.", 1),
+    ]
+
+
+def whole() -> Schema:
+    """The schema of a resource."""
+    return {
+        "description": "A training job whose workers come and go, and whose result stays the same.",
+        "type": "object",
+        "required": ["spec"],
+        "properties": {
+            "apiVersion": {"type": "string"},
+            "kind": {"type": "string"},
+            "metadata": {"type": "object"},
+            "spec": spec(),
+            "status": status(),
+        },
+        "x-kubernetes-validations": [NAME_RULE],
+    }
+
+
+def spec() -> Schema:
+    body = JobBody.model_json_schema()
+    fields = {name: structural(field, body["$defs"]) for name, field in body["properties"].items() if name != "job"}
+    fields["launcher"] |= {"enum": ["kubernetes"], "default": "kubernetes"}
+    fields["launcher"]["description"] = "Launcher that starts the workers: always `kubernetes`."
+    fields["command"] |= {"minItems": 1}
+    fields["resume"]["x-kubernetes-preserve-unknown-fields"] = True  # true, a number or a text: no one type
+    fields["workers"] |= {"default": {}, "x-kubernetes-validations": WORKERS_RULES}
+    fields["workers"]["properties"]["min"]["default"] = 1
+    fields["workers"]["properties"]["wanted"]["description"] = (
+        "Number of workers; `kubectl scale` and autoscalers set it. Default: `min`, until somebody scales."
+    )
+    for name, found in FIELD_RULES.items():
+        fields[name]["x-kubernetes-validations"] = [found]
+    return {
+        "description": "The job's specification; the job's name is the resource's.",
+        "type": "object",
+        "required": ["command"],
+        "properties": fields,
+        "x-kubernetes-validations": SPEC_RULES,
+    }
+
+
+def structural(field: Mapping[str, Any], definitions: Mapping[str, Any]) -> Schema:
+    """A field of pydantic's schema as the API server takes it: in place, without null, of one type and bounded."""
+    if "$ref" in field:
+        described = {key: value for key, value in field.items() if key == "description"}
+        return structural(definitions[field["$ref"].rpartition("/")[2]], definitions) | described
+    if "anyOf" in field:
+        kinds = [kind for kind in field["anyOf"] if kind != {"type": "null"}]
+        described = {key: value for key, value in field.items() if key == "description"}
+        found = structural(kinds[0], definitions) if len(kinds) == 1 else {}
+        return found | ({"description": " ".join(described["description"].split())} if described else {})
+    dropped = ("title", "default", "properties", "items", "additionalProperties", "exclusiveMinimum")
+    found = {key: value for key, value in field.items() if key not in dropped}
+    if "description" in found:
+        found["description"] = " ".join(found["description"].split())
+    if "exclusiveMinimum" in field:
+        found |= {"minimum": field["exclusiveMinimum"], "exclusiveMinimum": True}
+    return found | _contents(field, definitions)
+
+
+def _contents(field: Mapping[str, Any], definitions: Mapping[str, Any]) -> Schema:
+    """What a field holds, and how much of it."""
+    kind = field.get("type")
+    if kind == "string" and "enum" not in field:
+        return {"maxLength": field.get("maxLength", LONGEST_TEXT)}
+    if kind == "array":
+        items = structural(field.get("items", {}), definitions)
+        return {"items": items or _free(), "maxItems": field.get("maxItems", MOST_ENTRIES)}
+    if kind == "object" and "properties" in field:
+        return {"properties": {name: structural(part, definitions) for name, part in field["properties"].items()}}
+    if kind == "object":
+        values = field.get("additionalProperties")
+        if not isinstance(values, dict) or not values:
+            return _free()
+        most = field.get("maxProperties", MOST_ENTRIES)
+        return {"additionalProperties": structural(values, definitions), "maxProperties": most}
+    return {}
+
+
+def _free() -> Schema:
+    return {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+
+
+def status() -> Schema:
+    """What the controller writes; nobody else does."""
+
+    def text(about: str, longest: int = 1024) -> Schema:
+        return {"type": "string", "description": about, "maxLength": longest}
+
+    def number(about: str) -> Schema:
+        return {"type": "integer", "format": "int64", "description": about}
+
+    counts = {name: number(f"Workers: {name}.") for name in ("active", "wanted", "min", "max")}
+    shown = {
+        "workers": text("Active and wanted workers: `3/4`.", 64),
+        "step": text("Committed steps of those wanted: `12,000/50,000`.", 64),
+        "left": text("Time left: `1h20m`.", 64),
+        "lastResize": text("Reason and age of the last change of the world: `kill 4m`.", 64),
+        "loss": text("Loss of the last step.", 64),
+        "goodput": text("Share of time in committed steps.", 64),
+        "checkpoint": text("Step and age of the last checkpoint.", 64),
+    }
+    fields = {
+        "observedGeneration": number("Generation of the resource that the controller has taken in."),
+        "run": text("Which run of the job this is.", 64),
+        "phase": text("Phase of the job.", 64),
+        "reason": text("Why the job is in its phase."),
+        "generation": number("Number of the world."),
+        "step": number("Committed steps."),
+        "maxSteps": number("Step at which the job ends."),
+        "selector": text("Selector of the job's pods, for autoscalers."),
+        "workers": {"type": "object", "description": "Numbers of workers.", "properties": counts},
+        "shown": {"type": "object", "description": "The columns of `kubectl get`.", "properties": shown},
+        "conditions": conditions(),
+    }
+    return {"description": "Written by the controller.", "type": "object", "properties": fields}
+
+
+def conditions() -> Schema:
+    """`metav1.Condition`."""
+    fields: Schema = {
+        "type": {"type": "string", "maxLength": 316},
+        "status": {"type": "string", "enum": ["True", "False", "Unknown"]},
+        "reason": {"type": "string", "maxLength": 1024},
+        "message": {"type": "string", "maxLength": 32_768},
+        "lastTransitionTime": {"type": "string", "format": "date-time", "maxLength": 64},
+        "observedGeneration": {"type": "integer", "format": "int64"},
+    }
+    required = ["type", "status", "reason", "message", "lastTransitionTime"]
+    return {
+        "description": "Running, Degraded, Redundant, Checkpointed, Complete, Failed.",
+        "type": "array",
+        "maxItems": 16,
+        "items": {"type": "object", "required": required, "properties": fields},
+        "x-kubernetes-list-type": "map",
+        "x-kubernetes-list-map-keys": ["type"],
+    }
+
+
+def page() -> str:
+    """The file."""
+
+    class Plain(yaml.SafeDumper):
+        """Without anchors: the same part is written where it is used."""
+
+        def ignore_aliases(self, _: object) -> bool:
+            return True
+
+    return OPENING + yaml.dump(resource(), Dumper=Plain, sort_keys=False, width=110)
+
+
+if __name__ == "__main__":
+    FILE.write_text(page())

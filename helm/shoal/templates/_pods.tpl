@@ -1,0 +1,86 @@
+{{/* Parts of pods that all pods of the chart share. */}}
+
+{{- define "shoal.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: 65532
+runAsGroup: 65532
+fsGroup: 65532
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile: {type: RuntimeDefault}
+{{- end -}}
+
+{{- define "shoal.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities: {drop: [ALL]}
+{{- end -}}
+
+{{- define "shoal.pullSecrets" -}}
+{{- with .Values.imagePullSecrets }}
+imagePullSecrets:
+{{- range . }}
+  - name: {{ . }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* Where pods of one kind run: dict "root" . "component" NAME "placement" VALUES */}}
+{{- define "shoal.placement" -}}
+{{- with .placement.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with .placement.nodeSelector }}
+nodeSelector: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .placement.tolerations }}
+tolerations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- if .placement.affinity }}
+affinity: {{- toYaml .placement.affinity | nindent 2 }}
+{{- else }}
+topologySpreadConstraints:
+{{- range $topology := list "kubernetes.io/hostname" "topology.kubernetes.io/zone" }}
+  - topologyKey: {{ $topology }}
+    maxSkew: 1
+    whenUnsatisfiable: ScheduleAnyway
+    labelSelector:
+      matchLabels: {{- include "shoal.selector" $ | nindent 8 }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* What a pod needs to use REST as a client: where it is, the token and the authority. */}}
+{{- define "shoal.clientEnv" -}}
+- name: SHOAL_URL
+  value: {{ include "shoal.url" . }}
+- name: SHOAL_TOKEN
+  valueFrom: {secretKeyRef: {name: {{ include "shoal.tokenSecret" . }}, key: token}}
+{{- if ne .Values.tls.source "none" }}
+- name: SHOAL_CA
+  value: /tls/ca.crt
+{{- end }}
+{{- end -}}
+
+{{- define "shoal.clientMounts" -}}
+- {name: scripts, mountPath: /scripts, readOnly: true}
+- {name: tmp, mountPath: /tmp}
+{{- if ne .Values.tls.source "none" }}
+- {name: authority, mountPath: /tls, readOnly: true}
+{{- end }}
+{{- end -}}
+
+{{- define "shoal.clientVolumes" -}}
+- name: scripts
+  configMap: {name: {{ include "shoal.fullname" . }}-scripts}
+- name: tmp
+  emptyDir: {sizeLimit: 64Mi}
+{{- if ne .Values.tls.source "none" }}
+- name: authority
+  secret: {secretName: {{ include "shoal.tlsSecret" . }}, items: [{key: ca.crt, path: ca.crt}]}
+{{- end }}
+{{- end -}}
+
+{{- define "shoal.clientResources" -}}
+requests: {cpu: 50m, memory: 128Mi}
+limits: {cpu: 500m, memory: 256Mi}
+{{- end -}}

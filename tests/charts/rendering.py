@@ -1,0 +1,64 @@
+"""The chart as both helms render it, for the tests in this folder: which values, which helm, and what comes out.
+
+`make test` takes two files of values and each kind of check once; `make charts` (the variable SHOAL_CHARTS) takes all.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+Json = dict[str, Any]
+
+ROOT = Path(__file__).resolve().parents[2]
+CHART = ROOT / "helm" / "shoal"
+PROGRAMS = Path(sys.prefix) / "kubernetes"
+HELMS = {name: PROGRAMS / name / "helm" for name in ("helm3", "helm4")}
+
+WHOLE = bool(os.environ.get("SHOAL_CHARTS"))
+ALL_VALUES = sorted((Path(__file__).parent / "values").glob("*.yaml"))
+VALUES = ALL_VALUES if WHOLE else ALL_VALUES[:2]
+"""Files of values that are tried."""
+NEWEST = "helm4"
+RELEASE, NAMESPACE = "shoal", "ml"
+HELM_SECONDS = 60
+
+
+def helm(name: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """One helm's command, without a cluster."""
+    environment = {"PATH": os.environ["PATH"], "HOME": "/nonexistent", "KUBECONFIG": "/nonexistent"}
+    return subprocess.run(
+        [HELMS[name], *arguments], capture_output=True, text=True, timeout=HELM_SECONDS, env=environment
+    )
+
+
+@cache
+def rendered(values: Path, name: str = NEWEST) -> tuple[Json, ...]:
+    """All manifests of the chart with these values."""
+    done = helm(name, "template", RELEASE, CHART, "--namespace", NAMESPACE, "--values", values)
+    assert done.returncode == 0, done.stderr
+    return tuple(document for document in yaml.safe_load_all(done.stdout) if document)
+
+
+def of_kind(manifests: tuple[Json, ...], *kinds: str) -> Iterator[Json]:
+    return (one for one in manifests if one["kind"] in kinds)
+
+
+def pods(manifests: tuple[Json, ...]) -> Iterator[tuple[str, Json, Json]]:
+    """Every pod or template of one: its name, metadata and spec."""
+    for one in of_kind(manifests, "Deployment", "StatefulSet", "Job", "Pod"):
+        template = one if one["kind"] == "Pod" else one["spec"]["template"]
+        yield f"{one['kind']} {one['metadata']['name']}", template["metadata"], template["spec"]
+
+
+def containers(manifests: tuple[Json, ...]) -> Iterator[tuple[str, Json]]:
+    for name, _, spec in pods(manifests):
+        for container in [*spec.get("initContainers", []), *spec["containers"]]:
+            yield f"{name}, {container['name']}", container

@@ -1,0 +1,172 @@
+"""The chart with many values: both helms accept it, Kubernetes 1.33 and 1.37 know every field, wrong values are refused
+in one sentence, and what is made from the models of its values is current.
+
+A manifest of a kind that Kubernetes itself has not (cert-manager's, prometheus-operator's) has no schema here.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import ModuleType
+
+import kubernetes_validate
+import pytest
+from charts.rendering import (
+    ALL_VALUES,
+    CHART,
+    HELMS,
+    NAMESPACE,
+    NEWEST,
+    RELEASE,
+    ROOT,
+    VALUES,
+    WHOLE,
+    containers,
+    helm,
+    of_kind,
+    pods,
+    rendered,
+)
+from charts.tools import generator
+from shoal_controller.settings import Settings
+
+WRONG = sorted((ROOT / "tests" / "attacks" / "chart").glob("*.txt"))
+VERSIONS = ("1.33", "1.37")
+FOREIGN_KINDS = {"Certificate", "ServiceMonitor", "PrometheusRule"}
+
+
+def case(file: Path) -> str:
+    return file.stem
+
+
+@pytest.fixture(scope="module")
+def chart_generator() -> ModuleType:
+    return generator("chart")
+
+
+def test_there_are_enough_files_of_values() -> None:
+    assert len(ALL_VALUES) >= 20
+
+
+@pytest.mark.parametrize("name", HELMS)
+@pytest.mark.parametrize("values", VALUES, ids=case)
+def test_both_helms_lint_and_package_the_chart(name: str, values: Path, tmp_path: Path) -> None:
+    linted = helm(name, "lint", "--strict", CHART, "--values", values)
+    assert linted.returncode == 0, linted.stdout + linted.stderr
+    assert "WARNING" not in linted.stdout + linted.stderr
+    packed = helm(name, "package", CHART, "--destination", tmp_path)
+    assert packed.returncode == 0, packed.stderr
+    (archive,) = tmp_path.glob("shoal-*.tgz")
+    again = helm(name, "template", RELEASE, archive, "--namespace", NAMESPACE, "--values", values)
+    assert again.returncode == 0, again.stderr
+
+
+@pytest.mark.parametrize("values", VALUES, ids=case)
+def test_both_helms_make_the_same_manifests(values: Path) -> None:
+    old, new = ([one for one in rendered(values, name) if one["kind"] != "Secret"] for name in HELMS)
+    assert old == new
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("values", VALUES, ids=case)
+def test_kubernetes_knows_every_field_of_every_manifest(values: Path, version: str) -> None:
+    known = [one for one in rendered(values) if one["kind"] not in FOREIGN_KINDS]
+    assert known
+    for one in known:
+        kubernetes_validate.validate(one, version, strict=True)
+
+
+@pytest.mark.parametrize("values", VALUES, ids=case)
+def test_no_two_manifests_are_one_object(values: Path) -> None:
+    named = [(one["kind"], one["metadata"].get("namespace"), one["metadata"]["name"]) for one in rendered(values)]
+    assert len(named) == len(set(named))
+
+
+@pytest.mark.parametrize("values", VALUES, ids=case)
+def test_whatever_selects_pods_finds_some_or_names_workers(values: Path) -> None:
+    manifests = rendered(values)
+    labels = [metadata["labels"] for _, metadata, _ in pods(manifests)]
+    selectors = [one["spec"]["selector"] for one in of_kind(manifests, "Service")]
+    selectors += [one["spec"]["selector"]["matchLabels"] for one in of_kind(manifests, "PodDisruptionBudget")]
+    policies = [one["spec"]["podSelector"] for one in of_kind(manifests, "NetworkPolicy")]
+    selectors += [one["matchLabels"] for one in policies if "matchLabels" in one]
+    assert [one for one in selectors if not any(one.items() <= those.items() for those in labels)] == []
+
+
+@pytest.mark.parametrize("values", VALUES, ids=case)
+def test_secrets_and_maps_that_a_pod_names_are_made_or_given(values: Path) -> None:
+    manifests = rendered(values)
+    made = {one["metadata"]["name"] for one in of_kind(manifests, "Secret", "ConfigMap", "Certificate")}
+    given = {word.strip('",[]{}') for word in values.read_text().replace(":", " ").split()}
+    named = set()
+    for _, _, spec in pods(manifests):
+        for volume in spec.get("volumes", []):
+            named |= {
+                volume[kind][key] for kind, key in (("secret", "secretName"), ("configMap", "name")) if kind in volume
+            }
+    for _, container in containers(manifests):
+        sources = [variable.get("valueFrom", {}).get("secretKeyRef") for variable in container.get("env", [])]
+        named |= {source["name"] for source in sources if source}
+    assert named - made - given == set()
+
+
+@pytest.mark.parametrize("values", VALUES, ids=case)
+def test_the_controller_is_given_nothing_but_settings_that_it_has(values: Path) -> None:
+    (deployment,) = of_kind(rendered(values), "Deployment")
+    (controller,) = deployment["spec"]["template"]["spec"]["containers"]
+    given = {one["name"]: one.get("value", "given") for one in controller["env"] if one["name"].startswith("SHOAL_")}
+    settings = {name.removeprefix("SHOAL_").lower(): value for name, value in given.items()}
+    assert set(settings) - set(Settings.model_fields) == set()
+    launchers = settings.pop("launchers")
+    assert "local" not in launchers
+    found = Settings(
+        **{**settings, "launchers": "none", "forget_after_seconds": float(settings["forget_after_seconds"])}
+    )
+    assert found.store.startswith(("etcd://", "embedded:"))
+
+
+@pytest.mark.parametrize("wrong", WRONG if WHOLE else WRONG[:3] + WRONG[-3:], ids=case)
+@pytest.mark.parametrize("name", HELMS)
+def test_wrong_values_are_refused_in_one_sentence(name: str, wrong: Path, tmp_path: Path) -> None:
+    text, _, expected = wrong.read_text().partition("---\n")
+    (tmp_path / "values.yaml").write_text(text)
+    sentences = dict(line.split(": ", 1) for line in expected.splitlines() if line.startswith("helm "))
+    sentence = sentences.get(f"helm {name[-1]}", expected.strip())
+    done = helm(name, "template", RELEASE, CHART, "--values", tmp_path / "values.yaml")
+    assert done.returncode == 1
+    lines = [line.strip().removeprefix("- ") for line in done.stderr.splitlines()]
+    assert [line for line in lines if line.endswith(sentence)], done.stderr
+    assert done.stdout == ""
+
+
+def test_the_notes_name_the_next_commands() -> None:
+    done = helm(NEWEST, "install", RELEASE, CHART, "--namespace", NAMESPACE, "--dry-run=client")
+    notes = done.stdout.partition("NOTES:")[2]
+    for command in (
+        "kubectl --namespace ml rollout status deployment/shoal",
+        "helm test shoal --namespace ml",
+        "kubectl --namespace ml exec deployment/shoal -- shoal jobs",
+    ):
+        assert command in notes
+    assert max(map(len, notes.splitlines())) <= 130
+
+
+def test_what_is_made_from_the_models_of_values_is_current(chart_generator: ModuleType) -> None:
+    for file, text in chart_generator.written().items():
+        assert file.read_text() == text, f"{file.relative_to(ROOT)} is not current; run `make docs`"
+
+
+def test_every_value_is_documented(chart_generator: ModuleType) -> None:
+    def undocumented(part: dict[str, object], name: str) -> list[str]:
+        inner = part.get("properties")
+        below = (
+            [one for key, found in inner.items() for one in undocumented(found, f"{name}.{key}")]
+            if isinstance(inner, dict)
+            else []
+        )
+        return below + ([] if part.get("description") else [name])
+
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    assert [name for key, part in schema["properties"].items() for name in undocumented(part, key)] == []
+    assert schema["additionalProperties"] is False

@@ -1,0 +1,174 @@
+"""The resource ElasticJob: its rules, run by a CEL library as an API server runs them, and the limits that make them
+cheap enough for one.
+
+Where an API server is given (`KUBECONFIG`), it judges the resource too.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import cel
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+from charts.rendering import CHART, PROGRAMS, Json
+from charts.tools import generator
+from shoal_controller.api.models import JobBody
+
+RESOURCE: Json = yaml.safe_load((CHART / "crd" / "elasticjobs.yaml").read_text())
+(VERSION,) = RESOURCE["spec"]["versions"]
+SCHEMA: Json = VERSION["schema"]["openAPIV3Schema"]
+SPEC: Json = {"command": ["python", "train.py"], "lanes": 8, "workers": {"min": 1, "wanted": 4, "max": 8}}
+
+PER_LANE = "every worker trains at least one lane"
+IMMUTABLE = "cannot be changed; delete the resource and create it anew"
+WRONG_NAMES = ["Job", "a.b", "a_b", "-a", "a-", "", "a" * 53]
+RIGHT_NAMES = ["a", "0", "a-b", "a" * 52]
+WRONG_SPECS: list[tuple[Json, str]] = [
+    ({"workers": {"min": 5, "wanted": 4}}, "spec.workers.wanted must be at least spec.workers.min"),
+    ({"workers": {"wanted": 4, "max": 3}}, "spec.workers.wanted must be at most spec.workers.max"),
+    ({"workers": {"min": 4, "max": 3}}, "spec.workers.min must be at most spec.workers.max"),
+    ({"workers": {"wanted": 9}}, f"spec.workers.wanted must be at most spec.lanes: {PER_LANE}"),
+    ({"workers": {"min": 9}}, f"spec.workers.min must be at most spec.lanes: {PER_LANE}"),
+    ({"workers": {"max": 9}}, f"spec.workers.max must be at most spec.lanes: {PER_LANE}"),
+]  # fmt: skip
+WRONG_CHANGES: list[tuple[Json, str]] = [
+    ({"lanes": 16}, f"spec.lanes {IMMUTABLE}"),
+    ({"lanes": None}, f"spec.lanes {IMMUTABLE}"),
+    ({"command": ["python", "other.py"]}, f"spec.command {IMMUTABLE}"),
+    ({"launcher": "none"}, f"spec.launcher {IMMUTABLE}"),
+]
+
+
+def resource(name: str = "job", **changed: Any) -> Json:
+    """A resource with its defaults, as the API server has it when the rules are run."""
+    spec = {key: value for key, value in {**SPEC, **changed}.items() if value is not None}
+    return {"metadata": {"name": name}, "spec": with_defaults(SCHEMA["properties"]["spec"], spec)}
+
+
+def with_defaults(schema: Json, value: Json) -> Json:
+    found = dict(value)
+    for name, part in schema.get("properties", {}).items():
+        if name not in found and "default" in part:
+            found[name] = part["default"]
+        if isinstance(found.get(name), dict):
+            found[name] = with_defaults(part, found[name])
+    return found
+
+
+def refusals(schema: Json, new: Any, old: Any = None) -> Iterator[str]:
+    """The sentences of all rules that are broken. Rules on changes are run where there is an old value."""
+    for rule in schema.get("x-kubernetes-validations", []):
+        if "oldSelf" not in rule["rule"]:
+            if not cel.evaluate(rule["rule"], {"self": new}):
+                yield rule["message"]
+        elif old is not None and not cel.evaluate(rule["rule"], {"self": new, "oldSelf": old}):
+            yield rule["message"]
+    for name, part in schema.get("properties", {}).items():
+        if isinstance(new, dict) and name in new:
+            yield from refusals(part, new[name], old.get(name) if isinstance(old, dict) else None)
+
+
+def parts(schema: Json, place: str = "") -> Iterator[tuple[str, Json]]:
+    """A schema and all schemas in it."""
+    yield place, schema
+    for name, part in schema.get("properties", {}).items():
+        yield from parts(part, f"{place}.{name}")
+    for kind in ("items", "additionalProperties"):
+        if isinstance(schema.get(kind), dict):
+            yield from parts(schema[kind], f"{place}[]")
+
+
+@pytest.mark.parametrize("version", ["1.33", "1.37"])
+def test_kubernetes_knows_every_field_of_the_definition(version: str) -> None:
+    kubernetes_validate.validate(RESOURCE, version, strict=True)
+
+
+def test_the_file_is_current() -> None:
+    assert (CHART / "crd" / "elasticjobs.yaml").read_text() == generator("elasticjob").page(), "run `make docs`"
+
+
+def test_its_specification_is_that_of_a_job_without_the_name() -> None:
+    assert set(SCHEMA["properties"]["spec"]["properties"]) == set(JobBody.model_fields) - {"job"}
+
+
+def test_a_right_resource_breaks_no_rule() -> None:
+    for right in (resource(), resource(lanes=None), resource(workers=None), resource(workers={"wanted": 1})):
+        assert list(refusals(SCHEMA, right)) == []
+        jsonschema.Draft4Validator(SCHEMA).validate(right)  # the draft that Kubernetes' schemas are of
+
+
+@pytest.mark.parametrize("name", RIGHT_NAMES)
+def test_a_name_that_pods_can_be_named_after_is_taken(name: str) -> None:
+    assert list(refusals(SCHEMA, resource(name))) == []
+    assert len(f"{name}-w99999") <= 63
+
+
+@pytest.mark.parametrize("name", WRONG_NAMES)
+def test_another_name_is_refused_in_one_sentence(name: str) -> None:
+    (sentence,) = refusals(SCHEMA, resource(name))
+    assert sentence.startswith("metadata.name must be a DNS label of at most 52 characters")
+
+
+@pytest.mark.parametrize(("wrong", "sentence"), WRONG_SPECS, ids=[sentence for _, sentence in WRONG_SPECS])
+def test_numbers_that_do_not_fit_are_refused_in_one_sentence(wrong: Json, sentence: str) -> None:
+    assert list(refusals(SCHEMA, resource(**wrong))) == [sentence]
+
+
+@pytest.mark.parametrize(("changed", "sentence"), WRONG_CHANGES, ids=[str(changed) for changed, _ in WRONG_CHANGES])
+def test_what_a_job_is_made_of_cannot_be_changed(changed: Json, sentence: str) -> None:
+    assert list(refusals(SCHEMA, resource(**changed), resource())) == [sentence]
+
+
+def test_a_job_can_be_scaled() -> None:
+    assert list(refusals(SCHEMA, resource(workers={"min": 1, "wanted": 8, "max": 8}), resource())) == []
+
+
+def test_everything_that_a_rule_can_read_has_a_greatest_size() -> None:
+    """The API server estimates the cost of a rule by these, and refuses a resource whose rules may cost too much."""
+    unbounded = []
+    for place, part in parts(SCHEMA):
+        limits = {"string": "maxLength", "array": "maxItems"}
+        limit = limits.get(part.get("type", ""))
+        if limit and place not in (".apiVersion", ".kind") and limit not in part and "enum" not in part:
+            unbounded.append(place)
+        if isinstance(part.get("additionalProperties"), dict) and "maxProperties" not in part:
+            unbounded.append(place)
+    assert unbounded == []
+
+
+def test_every_part_of_the_schema_has_one_type() -> None:
+    """What the API server calls a structural schema."""
+    for place, part in parts(SCHEMA):
+        assert "type" in part or part.get("x-kubernetes-preserve-unknown-fields"), place
+        assert not {"$ref", "anyOf", "title"} & set(part), place
+        assert part.get("additionalProperties") is not False, place
+        assert not ("properties" in part and "additionalProperties" in part), place
+
+
+def test_what_scaling_and_columns_read_is_in_the_schema() -> None:
+    places = {place for place, _ in parts(SCHEMA)}
+    scale = VERSION["subresources"]["scale"]
+    assert set(scale.values()) <= places
+    columns = {column["jsonPath"] for column in VERSION["additionalPrinterColumns"]}
+    assert columns - {".metadata.creationTimestamp"} <= places
+
+
+@pytest.mark.parametrize("config", [one for one in [os.environ.get("KUBECONFIG")] if one] or ["none given"])
+def test_an_api_server_accepts_the_definition_where_one_is_given(config: str) -> None:
+    if config == "none given":
+        return
+    command = [
+        PROGRAMS / "helm4" / "kubectl",
+        "apply",
+        "--dry-run=server",
+        "--filename",
+        CHART / "crd" / "elasticjobs.yaml",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
