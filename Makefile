@@ -10,7 +10,7 @@
 #   make mutants    break every rule of docs/rules.md in a copy, and report what no test notices
 #   make protos     regenerate the code of protos/shoal_protos/session.proto
 #   make docs       regenerate pages of docs/ (phases, events, controller, configuration, chart) and what the chart
-#                   has from the code: its values, the resource ElasticJob
+#                   has from the code: its values, the resource ElasticJob, the dashboards
 #   make format     format all files as `make lint` expects them
 
 PYTHON ?= $(shell for v in python3.11 python3.12 python3.13 python3; do $$v -c "" 2>/dev/null && echo $$v && exit; done)
@@ -104,6 +104,7 @@ docs: $(READY)
 	$(BIN)/python docs/generate/controller.py
 	$(BIN)/python docs/generate/chart.py
 	$(BIN)/python docs/generate/elasticjob.py
+	$(BIN)/python docs/generate/dashboards.py
 	$(BIN)/python -m shoal.config.reference > docs/configuration.md
 
 format: $(READY)

@@ -1,0 +1,276 @@
+"""Writes Grafana's dashboards into the chart: `python docs/generate/dashboards.py` (`make docs`).
+
+*Training health* shows one job, *Controller* the control plane. Each panel is one entry here: what it shows, its unit,
+and its queries by the name of their curve. Only the leader exposes jobs, and another one may lead a moment later: so
+every query takes the greatest over the controllers, or the sum of what each of them has counted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from grafana_foundation_sdk.builders import bargauge, common, dashboard, prometheus, stat, table, timeseries
+from grafana_foundation_sdk.cog.builder import Builder
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models.common import BigValueTextMode, StackingMode, VizOrientation
+from grafana_foundation_sdk.models.dashboard import (
+    AnnotationQuery,
+    DashboardCursorSync,
+    DataSourceRef,
+    DataTransformerConfig,
+    VariableOption,
+    VariableRefresh,
+)
+from grafana_foundation_sdk.models.dashboard import Panel as PanelModel
+from grafana_foundation_sdk.models.prometheus import PromQueryFormat
+
+FOLDER = Path(__file__).resolve().parents[2] / "helm" / "shoal" / "dashboards"
+SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
+
+JOB = 'namespace=~"$namespace", job_name="$job"'
+DONE = JOB + ', outcome="done"'
+ALL = 'namespace=~"$namespace"'
+NOT_OVER = ALL + ', phase!~"succeeded|failed|cancelled"'
+RATE = "$__rate_interval"
+COLUMNS = 24
+
+Kind = Literal["lines", "areas", "number", "bars", "table"]
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """One panel."""
+
+    title: str
+    about: str
+    queries: Mapping[str, str]
+    """PromQL by the legend of its curves."""
+    unit: str = "short"
+    kind: Kind = "lines"
+    width: int = 8
+
+
+def most(metric: str, by: str = "", where: str = JOB) -> str:
+    """The leader's figure, whoever leads."""
+    return f"max{f' by ({by}) ' if by else ''}({metric}{{{where}}})"
+
+
+def growth(metric: str, by: str = "", where: str = JOB, over: str = RATE, function: str = "increase") -> str:
+    """What was counted in a while, whichever controllers counted it."""
+    return f"sum{f' by ({by}) ' if by else ''}({function}({metric}{{{where}}}[{over}]))"
+
+
+def mean(histogram: str, by: str, where: str = JOB) -> str:
+    """The mean of all that a job's histogram has seen."""
+    return f"max by ({by}) ({histogram}_sum{{{where}}}) / max by ({by}) ({histogram}_count{{{where}}})"
+
+
+MEDIAN_STEP = f"quantile(0.5, shoal_worker_step_seconds{{{JOB}}})"
+WORKER_STEP = most("shoal_worker_step_seconds", "worker")
+LAST_CHECKPOINT = most("shoal_checkpoint_last_timestamp_seconds")
+
+PROGRESS = [
+    View("Phase", "Phase of the job.",
+         {"{{phase}}": f"{most('shoal_job_phase', 'phase')} == 1"}, kind="number", width=4),
+    View("Step", "Committed steps, and the step at which the job ends.",
+         {"step": most("shoal_job_step"), "of": most("shoal_job_max_steps")}, kind="number", width=4),
+    View("Time left", "Steps that are left, at the median worker's step time.",
+         {"left": f"({most('shoal_job_max_steps')} - {most('shoal_job_step')}) * {MEDIAN_STEP}"},
+         "s", "number", 4),
+    View("Goodput", "Share of time since the first step that was spent in committed steps.",
+         {"goodput": most("shoal_job_goodput_ratio")}, "percentunit", "number", 4),
+    View("Lost steps", "Committed steps that were lost by going back.",
+         {"lost": most("shoal_job_lost_steps_total")}, kind="number", width=4),
+    View("Last checkpoint", "Age of the last complete checkpoint.",
+         {"age": f"time() - {LAST_CHECKPOINT}"}, "s", "number", 4),
+]  # fmt: skip
+TRAINING = [
+    View("Loss", "Loss of the last step.", {"loss": most("shoal_job_loss")}),
+    View("Step time", "Wall time of the last step: the median worker and the slowest.",
+         {"median": MEDIAN_STEP, "slowest": most("shoal_worker_step_seconds")}, "s"),
+    View("Samples", "Samples in committed steps, per second.",
+         {"samples": growth("shoal_job_samples_total", function="rate")}),
+    View("World", "Workers by state, and how many are wanted. The lines across are changes of the world by reason.",
+         {"{{state}}": f"{most('shoal_job_workers', 'state')} > 0", "wanted": most("shoal_job_workers_wanted"),
+          "min": most("shoal_job_workers_min")}, width=16),
+    View("Goodput", "Share of time since the first step that was spent in committed steps.",
+         {"goodput": most("shoal_job_goodput_ratio")}, "percentunit"),
+]  # fmt: skip
+CHANGES = [
+    View("Changes", "Changes of the world by reason.",
+         {"{{reason}}": f"{growth('shoal_resizes_total', 'reason', DONE)} > 0"}, kind="areas"),
+    View("Pauses", "Time for which training stood still, by reason.",
+         {"{{reason}}": f"{growth('shoal_resize_pause_seconds_sum', 'reason')} > 0"}, "s", "areas"),
+    View("Phases of a change", "Mean time of each phase, over all changes of the job.",
+         {"{{phase}}": mean("shoal_resize_seconds", "phase")}, "s", "bars"),
+    View("Moved state", "Bytes of state that changes have moved, per second, by where they came from.",
+         {"{{source}}": growth("shoal_repartition_bytes_total", "source", function="rate")}, "Bps"),
+    View("Copies missing", "Blocks with fewer copies than wanted, and blocks whose copies differed.",
+         {"missing": most("shoal_blocks_unmirrored"), "corrupt": most("shoal_corrupt_blocks_total")}),
+    View("Lost steps", "Committed steps that were lost by going back, and blocks that a mirror took over.",
+         {"lost steps": most("shoal_job_lost_steps_total"), "promoted": most("shoal_blocks_promoted_total")}),
+]  # fmt: skip
+WORKERS = [
+    View("Time per lane", "A worker's step time by its lanes: who is far above the others is a straggler.",
+         {"{{worker}}": f"{WORKER_STEP} / ({most('shoal_worker_lanes', 'worker')} > 0)"}, "s"),
+    View("Waited for", "Time that the others have been waiting for a worker.",
+         {"{{worker}}": most("shoal_worker_waits_for_seconds", "worker")}, "s"),
+    View("Memory", "Memory of the largest worker, by kind.",
+         {"{{kind}}": most("shoal_worker_memory_bytes", "kind")}, "bytes"),
+    View("Heartbeats", "Seconds since a worker's last heartbeat.",
+         {"{{worker}}": most("shoal_worker_last_heartbeat_seconds", "worker")}, "s"),
+    View("Skipped", "Micro-batches that the script has skipped.",
+         {"micro-batches": most("shoal_skipped_micro_batches_total")}),
+    View("Workers", "Lanes and step time of each worker.",
+         {"lanes": most("shoal_worker_lanes", "worker"), "step": most("shoal_worker_step_seconds", "worker")},
+         kind="table"),
+]  # fmt: skip
+CHECKPOINTS = [
+    View("Age", "Age of the last complete checkpoint, and the time between the last two.",
+         {"age": f"time() - {LAST_CHECKPOINT}", "interval": most("shoal_checkpoint_interval_seconds")}, "s"),
+    View("Stall and writing", "Mean time of each phase of a save. Training waits for the copy only.",
+         {"{{phase}}": mean("shoal_checkpoint_seconds", "phase")}, "s", "bars"),
+    View("Written", "Bytes of checkpoints, per second.",
+         {"written": growth("shoal_checkpoint_bytes_total", function="rate")}, "Bps"),
+    View("Not saved", "Checkpoints that failed, or were skipped because another was being written.",
+         {"failed": most("shoal_checkpoint_failures_total"), "skipped": most("shoal_checkpoints_skipped_total")}),
+]  # fmt: skip
+
+FLEET = [
+    View("Leads", "Controllers that lead; expected 1.",
+         {"leaders": f"sum(shoal_leader{{{ALL}}})"}, kind="number", width=4),
+    View("Changes of the leader", "In the last hour.",
+         {"changes": growth("shoal_leader", where=ALL, over="1h", function="changes") + " / 2"},
+         kind="number", width=4),
+    View("Sessions", "Workers' connections that are open.",
+         {"open": f"sum(shoal_sessions{{{ALL}}})"}, kind="number", width=4),
+    View("Jobs", "Jobs that are not over.",
+         {"jobs": f"sum({most('shoal_job_phase', 'namespace, job_name', NOT_OVER)})"}, kind="number", width=4),
+    View("Version", "Version of each controller.",
+         {"{{version}}": f"count by (version) (shoal_build_info{{{ALL}}})"}, kind="number", width=8),
+]  # fmt: skip
+CONTROL = [
+    View("Jobs by phase", "Phases of all jobs.",
+         {"{{phase}}": f"sum by (phase) ({most('shoal_job_phase', 'namespace, job_name, phase', ALL)}) > 0"},
+         kind="areas"),
+    View("Leader", "Which controller leads.", {"{{instance}}": most("shoal_leader", "instance", ALL)}),
+    View("Sessions by state", "Workers' connections.",
+         {"{{state}}": f"sum by (state) (shoal_sessions{{{ALL}}})"}, kind="areas"),
+    View("Store, slowest of 20", "Time within which 19 of 20 requests to the store are answered, by kind.",
+         {"{{request}}": "histogram_quantile(0.95, " +
+          growth("shoal_store_request_duration_seconds_bucket", "request, le", ALL, function="rate") + ")"}, "s"),
+    View("Store, mean", "Mean time of a request to the store, by kind.",
+         {"{{request}}": growth("shoal_store_request_duration_seconds_sum", "request", ALL, function="rate") + " / "
+          + growth("shoal_store_request_duration_seconds_count", "request", ALL, function="rate")}, "s"),
+    View("Store, requests", "Requests to the store per second, by kind.",
+         {"{{request}}": growth("shoal_store_request_duration_seconds_count", "request", ALL, function="rate")},
+         "reqps"),
+    View("Oldest heartbeat", "Seconds since the last heartbeat of the most silent worker of each job.",
+         {"{{job_name}}": most("shoal_worker_last_heartbeat_seconds", "job_name", ALL)}, "s"),
+    View("Changes of worlds", "Changes of the world of all jobs, by outcome.",
+         {"{{outcome}}": growth("shoal_resizes_total", "outcome", ALL)}, kind="areas"),
+    View("Workers", "Workers of all jobs, by state.",
+         {"{{state}}": f"sum by (state) ({most('shoal_job_workers', 'namespace, job_name, state', ALL)}) > 0"},
+         kind="areas"),
+]  # fmt: skip
+
+Rows = Mapping[str, Sequence[View]]
+TRAINING_HEALTH: Rows = {
+    "Progress": PROGRESS,
+    "Training": TRAINING,
+    "Changes of the world": CHANGES,
+    "Workers": WORKERS,
+    "Checkpoints": CHECKPOINTS,
+}
+CONTROLLER: Rows = {"Now": FLEET, "Over time": CONTROL}
+RESIZES = f"{growth('shoal_resizes_total', 'reason', DONE, '1m')} > 0"
+
+
+def panel(view: View) -> Builder[PanelModel]:
+    """A panel as Grafana takes it."""
+    builders = {
+        "lines": timeseries.Panel, "areas": timeseries.Panel, "number": stat.Panel, "bars": bargauge.Panel,
+        "table": table.Panel,
+    }  # fmt: skip
+    built = builders[view.kind]()
+    built = built.title(view.title).description(view.about).datasource(SOURCE).unit(view.unit).span(view.width)
+    built = built.height(4 if view.kind == "number" else 8)
+    if isinstance(built, timeseries.Panel):
+        built = built.legend(common.VizLegendOptions().show_legend(True)).line_width(1)
+    if view.kind == "areas":
+        built = built.fill_opacity(40).stacking(common.StackingConfig().mode(StackingMode.NORMAL))
+    if isinstance(built, stat.Panel):
+        named = any(legend.startswith("{{") for legend in view.queries)
+        last = common.ReduceDataOptions().calcs(["lastNotNull"])
+        built = built.reduce_options(last).text_mode(BigValueTextMode.NAME if named else BigValueTextMode.AUTO)
+    if isinstance(built, table.Panel):
+        built = built.with_transformation(DataTransformerConfig(id_val="merge", options={}))
+    if isinstance(built, bargauge.Panel):
+        built = built.orientation(VizOrientation.HORIZONTAL)
+    for number, (legend, query) in enumerate(view.queries.items()):
+        asked = (
+            prometheus.Dataquery().expr(query).legend_format(legend).ref_id(chr(ord("A") + number)).datasource(SOURCE)
+        )
+        asked = asked.format(PromQueryFormat.TABLE if view.kind == "table" else PromQueryFormat.TIME_SERIES)
+        built = built.with_target(asked.instant() if view.kind in ("number", "bars", "table") else asked.range())
+    return built
+
+
+def of_values(name: str, label: str, query: str) -> dashboard.QueryVariable:
+    variable = dashboard.QueryVariable(name).label(label).datasource(SOURCE).query(query)
+    return variable.refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
+
+
+def board(title: str, uid: str, rows: Rows) -> dashboard.Dashboard:
+    """A dashboard with its variables; one of a job has the variable `job` and its changes as annotations."""
+    of_a_job = rows is TRAINING_HEALTH
+    made = dashboard.Dashboard(f"Shoal / {title}").uid(uid).tags(["shoal"]).timezone("browser").readonly()
+    made = made.time("now-1h", "now").refresh("15s").tooltip(DashboardCursorSync.CROSSHAIR)
+    made = made.with_variable(dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus"))
+    namespaces = of_values("namespace", "Namespace", "label_values(shoal_leader, namespace)")
+    everything = VariableOption(selected=True, text="All", value="$__all")
+    made = made.with_variable(namespaces.include_all(True).all_value(".*").multi(True).current(everything))
+    if of_a_job:
+        made = made.with_variable(of_values("job", "Job", f"label_values(shoal_job_step{{{ALL}}}, job_name)"))
+        made = made.annotation(Resizes())
+    for name, views in rows.items():
+        made = made.with_row(dashboard.Row(name))
+        for view in views:
+            made = made.with_panel(panel(view))
+    return made
+
+
+class Resizes(Builder[AnnotationQuery]):
+    """Each change of the world, by its reason."""
+
+    def build(self) -> AnnotationQuery:
+        return WithTitle(name="Changes of the world", datasource=SOURCE, enable=True, icon_color="orange", expr=RESIZES)
+
+
+class WithTitle(AnnotationQuery):
+    """What Grafana reads of a query's annotations and the SDK has no field for."""
+
+    def to_json(self) -> dict[str, object]:
+        return {**super().to_json(), "titleFormat": "{{reason}}", "step": "15s", "useValueForTime": False}
+
+
+def written() -> dict[Path, str]:
+    """The files, by their place."""
+    boards = {
+        "training-health": board("Training health", "shoal-training-health", TRAINING_HEALTH),
+        "controller": board("Controller", "shoal-controller", CONTROLLER),
+    }
+    return {
+        FOLDER / f"{name}.json": json.dumps(made.build(), cls=JSONEncoder, indent=2, ensure_ascii=False) + "\n"
+        for name, made in boards.items()
+    }
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for file, text in written().items():
+        file.write_text(text)
