@@ -45,8 +45,8 @@ def _described(request: OperatorRequest | Create) -> tuple[str, str]:
             return "create", "create the job"
         case Scale(workers):
             return "scale", f"scale to {plural(workers, 'worker')}"
-        case DrainWorker(worker, grace_seconds):
-            return "drain", f"drain {worker} within {grace_seconds:g} s"
+        case DrainWorker(worker, grace_seconds, why):
+            return "drain", f"drain {worker} within {grace_seconds:g} s{f': {why}' if why else ''}"
         case ConfirmLost(worker):
             return "lost", f"{worker} is dead"
         case Pause():

@@ -18,6 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from shoal_controller.core.machine.figures import COUNTERS, HISTOGRAMS, HistogramKind, Observed, series_key, series_of
+from shoal_controller.core.machine.pending import PendingReason
 from shoal_controller.core.machine.spec import JobView, Phase, State, WorkerView
 
 STORE_REQUESTS = "shoal_store_request_duration_seconds"
@@ -144,6 +145,8 @@ def _families(jobs: Sequence[JobView], leads: bool, sessions: Mapping[str, int])
     yield _gauge("shoal_job_workers", "Workers of a job by state.", ("job_name", "state"), counts)
     phases = (((view.job, phase), view.phase is phase) for view in jobs for phase in Phase)
     yield _gauge("shoal_job_phase", "Whether the job is in this phase.", ("job_name", "phase"), phases)
+    pending = (((view.job, reason), view.pending.get(reason, 0)) for view in jobs for reason in PendingReason)
+    yield _gauge("shoal_pods_waiting", "Workers that wait to start, by reason.", ("job_name", "reason"), pending)
     open_sessions = (((state,), number) for state, number in sessions.items())
     yield _gauge("shoal_sessions", "Workers' connections by state.", ("state",), open_sessions)
     yield _gauge("shoal_leader", "Whether this controller is the leader.", (), [((), leads)])

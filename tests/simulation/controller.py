@@ -279,6 +279,10 @@ class Launcher:
         host = self.simulation.host
         return host.life if host.alive else 0
 
+    def has(self, worker: str) -> bool:
+        """Whether it was started, or is there to be."""
+        return worker in self.started
+
     def spawn(self, worker: str) -> None:
         self.clock.after(0.05 + 0.2 * self.chance.random(), self._spawned, worker, self._life)
 

@@ -57,18 +57,23 @@ class Promises:
         if not host.alive or host.life != life or host.job.durable.phase.over:
             return
         roster = host.job.durable.roster
-        forgotten = [name for name in owed if roster[name].serves and name not in self.simulation.launcher.started]
+        forgotten = [name for name in owed if roster[name].serves and not self.simulation.launcher.has(name)]
         if forgotten:
             self.simulation.watch.violated("workers are being started by nobody", *forgotten)
 
     def parts(self, worker: SimWorker, why: str) -> None:
-        """A worker is let go. One that is the last has half of its grace at least, or all, where nothing is saved."""
+        """A worker is let go. One that is the last has all of its grace; where the state is saved, half of the shortest
+        grace of those that leave with it.
+        """
         if LAST_ONE not in why:
             return
-        at, grace = self._graces[worker.membership.worker]
-        least = grace / 2 if self.simulation.checkpoints.every else grace
-        if self.simulation.clock.now < at + least:
-            self.simulation.watch.violated("a grace was cut short", worker, f"{self.simulation.clock.now - at:.3f} s")
+        name = worker.membership.worker
+        end = sum(self._graces[name])
+        if self.simulation.checkpoints.every:
+            others = {one.membership.worker for one in self.simulation.workers()} & self._graces.keys()
+            end = min(at + grace / 2 for at, grace in (self._graces[one] for one in {name, *others}))
+        if self.simulation.clock.now < end:
+            self.simulation.watch.violated("a grace was cut short", worker, f"{end - self.simulation.clock.now:.3f} s")
 
     def saved(self, step: int) -> None:
         """A save of that step was made, or given up and told of: it answers what was asked for before."""

@@ -19,6 +19,7 @@ from shoal_controller.core.machine.events import Cancel, ConfirmLost, DrainWorke
 from shoal_controller.core.machine.view import view
 
 from .liars import Liars
+from .pods import PodLauncher
 from .seeds import settled
 from .simulation import Simulation
 from .watch import Violation
@@ -146,6 +147,37 @@ class Script:
 
     def do_thaw(self, worker: str) -> None:
         self.simulation.by_id(worker).thaw()
+
+    # ---- pods
+
+    def do_room(self, pods: str) -> None:
+        """So many pods may run from now on."""
+        self._pods.room = int(pods)
+        self._pods.look_again()
+
+    def do_image(self, there: str) -> None:
+        """`lost` or `found`: whether the image of the workers can be pulled."""
+        self._pods.image_is_there = there == "found"
+        self._pods.look_again()
+
+    def do_preempt(self, *workers: str) -> None:
+        """Their nodes get a taint that says that they are to go."""
+        for worker in workers:
+            self._pods.preempt(worker)
+
+    def do_spare(self, worker: str) -> None:
+        self._pods.spare(worker)
+
+    def do_vanish(self, *workers: str) -> None:
+        """Their nodes are gone."""
+        for worker in workers:
+            self._pods.vanish(worker)
+
+    @property
+    def _pods(self) -> PodLauncher:
+        launcher = self.simulation.launcher
+        assert isinstance(launcher, PodLauncher), "the job's launcher is not kubernetes"
+        return launcher
 
     # ---- the network and the controller
 

@@ -73,7 +73,7 @@ def settled(simulation: Simulation, begin: int) -> bool:
         return False
     roster = durable.roster
     least = min(durable.wanted, simulation.spec.max_workers or durable.wanted)
-    enough = world.world_size >= (least if simulation.spec.launcher == "local" else simulation.spec.min_workers)
+    enough = world.world_size >= (least if simulation.spec.launcher != "none" else simulation.spec.min_workers)
     processes = [simulation.processes[member.incarnation] for member in world.members]
     in_it = all(process.membership.generation == world.generation for process in processes)
     staying = [rank for rank, member in enumerate(world.members) if not roster[member.worker].leaving]

@@ -18,6 +18,7 @@ from .copies import FlippedBits
 from .links import Links
 from .network import Groups, Still, Stream, Weather
 from .planner import Planner
+from .pods import PodLauncher
 from .promises import Promises
 from .watch import Watch
 from .worker import SimWorker
@@ -79,7 +80,7 @@ class Simulation:
         self.stubborn = not self.still and Random(f"{seed} ends").random() < 0.1
         """Whether some processes do not end when they are told to."""
         self.promises = Promises(self)
-        self.launcher = Launcher(self)
+        self.launcher = PodLauncher(self) if launcher == "kubernetes" else Launcher(self)
         self.planner = Planner(self)
         self.host = ControllerHost(self)
         if not self.still:

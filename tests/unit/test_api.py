@@ -120,6 +120,7 @@ async def test_workers_are_shown_with_these_keys(tmp_path):
             "workers": [{
                 "worker": "w0", "host": "h", "pid": 7, "state": "active", "rank": 0, "lanes": [0, 2], "blocks": 5,
                 "mirrored_blocks": 4, "step": 9, "step_seconds": 0.25, "memory_bytes": 1000, "log": "/logs/w0.log",
+                "pod": "", "node": "", "why": "",
             }],
         }  # fmt: skip
 

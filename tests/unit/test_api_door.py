@@ -121,7 +121,7 @@ async def test_the_history_says_who_did_what_when_with_which_token(tmp_path):
         ]
         assert audit[5]["worker"] == "w1" and audit[5]["data"] == {
             "action": "drain", "token": "ci", "role": "operate", "address": "127.0.0.1", "worker": "w1",
-            "grace_seconds": 7.0,
+            "grace_seconds": 7.0, "why": "",
         }  # fmt: skip
         assert made["token"].rpartition(":")[2] not in str(events)
 

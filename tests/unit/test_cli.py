@@ -42,7 +42,7 @@ FLAGS = {
     "jobs": "--output --url",
     "describe": "--url JOB",
     "scale": "--url JOB WORKERS",
-    "drain": "--url JOB WORKER",
+    "drain": "--url --why JOB WORKER",
     "lost": "--url JOB WORKER",
     "pause": "--url JOB",
     "resume": "--url JOB",

@@ -59,6 +59,7 @@ SHARED_CLASS_NAMES = {
     "Request": "of a script to a vote; of a worker to its controller",
     "Resize": "in a job's history; a worker's part in it",
     "SessionSettings": "the two ends of a session",
+    "Waiting": "what waits for a group's traffic; that a worker waits to start",
     "UnknownOutcome": "of the store; of etcd's client, which knows nothing of it",
 }
 """Names that two public classes of the product have, each in a world of its own."""

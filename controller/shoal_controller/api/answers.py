@@ -79,6 +79,12 @@ class WorkerAnswer(Answer):
     memory_bytes: int
     """Resident memory of its process."""
     log: str
+    pod: str
+    """Empty where it is not a pod."""
+    node: str
+    """The machine that its pod runs on; empty until it has started."""
+    why: str
+    """Why it has not started, leaves or is gone; empty while it is as it should be."""
 
     @classmethod
     def of(cls, view: WorkerView) -> Self:
@@ -86,7 +92,8 @@ class WorkerAnswer(Answer):
         return cls(
             worker=view.worker, host=view.host, pid=view.pid, state=view.state, rank=view.rank,
             lanes=list(view.lanes), blocks=view.blocks, mirrored_blocks=view.mirrored_blocks, step=view.step,
-            step_seconds=view.step_seconds, memory_bytes=memory, log=view.log,
+            step_seconds=view.step_seconds, memory_bytes=memory, log=view.log, pod=view.pod,
+            node=view.node, why=view.why,
         )  # fmt: skip
 
 

@@ -172,6 +172,8 @@ class DrainBody(Body):
 
     grace_seconds: Annotated[float, Field(ge=0, le=LONGEST_SECONDS, allow_inf_nan=False)] = 30.0
     """Time in which the worker's blocks may be copied elsewhere. Default: 30."""
+    why: Annotated[str, Field(max_length=200)] = ""
+    """Reason for the drain, shown in the job's history. Default: none."""
 
 
 def _check_text(key: str, text: str) -> None:

@@ -125,7 +125,8 @@ async def drain_worker(
     job: str, worker: str, shell: Leading, caller: ACaller, body: DrainBody | None = None
 ) -> JobAnswer:
     """Drain a worker: copy its blocks elsewhere, then let it go."""
-    await shell.submit(job, DrainWorker(worker, (body or DrainBody()).grace_seconds), caller)
+    asked = body or DrainBody()
+    await shell.submit(job, DrainWorker(worker, asked.grace_seconds, asked.why), caller)
     return JobAnswer.of(shell.view(job))
 
 

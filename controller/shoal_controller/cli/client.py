@@ -138,8 +138,9 @@ class Client:
     async def checkpoint(self, job: str) -> Json:
         return await self._ask("POST", f"/jobs/{quote(job, safe='')}/checkpoints")
 
-    async def drain(self, job: str, worker: str, grace_seconds: float | None = None) -> Json:
-        body = {} if grace_seconds is None else {"grace_seconds": grace_seconds}
+    async def drain(self, job: str, worker: str, grace_seconds: float | None = None, why: str = "") -> Json:
+        body: Json = {} if grace_seconds is None else {"grace_seconds": grace_seconds}
+        body |= {"why": why} if why else {}
         return await self._ask("POST", f"/jobs/{quote(job, safe='')}/workers/{quote(worker, safe='')}/drain", body)
 
     async def lost(self, job: str, worker: str) -> Json:

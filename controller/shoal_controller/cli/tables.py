@@ -144,6 +144,9 @@ def workers_table(workers: Sequence[Json]) -> RenderableType:
         return "no workers"
     columns = ("worker", "state", "rank", "lanes", "blocks", "mirrored", "step", "step time", "memory", "host", "pid")
     table = _table(*columns, "log", numbers=("rank", "blocks", "mirrored", "step", "step time", "memory", "pid"))
+    explained = any(map(_unsettled, workers))
+    if explained:
+        table.add_column("why", overflow="fold")
     for worker in workers:
         table.add_row(
             worker["worker"],
@@ -157,9 +160,15 @@ def workers_table(workers: Sequence[Json]) -> RenderableType:
             amount(worker["memory_bytes"]),
             worker["host"],
             str(worker["pid"] or "–"),
-            escape(worker["log"] or ""),
+            escape(worker["log"] or worker.get("pod", "")),
+            *([escape(_unsettled(worker))] if explained else []),
         )
     return table
+
+
+def _unsettled(worker: Json) -> str:
+    """Why a worker that comes or goes is not at work."""
+    return str(worker.get("why", "")) if worker["state"] in ("starting", "draining") else ""
 
 
 def resizes_table(generations: Sequence[Json]) -> RenderableType:

@@ -20,7 +20,12 @@ async def workers(job: Job, url: Url = DEFAULT_URL, output: Output = Form.TABLE)
         listed("workers", await client.workers(job), workers_table, output)
 
 
-async def drain(job: Job, worker: Worker, url: Url = DEFAULT_URL) -> None:
+async def drain(
+    job: Job,
+    worker: Worker,
+    why: Annotated[str, typer.Option("--why", metavar="TEXT", help="Reason, for the job's history.")] = "",
+    url: Url = DEFAULT_URL,
+) -> None:
     """Let one worker go.
 
     Nothing that it holds is lost. A launcher replaces it; to have fewer workers, use scale.
@@ -29,7 +34,7 @@ async def drain(job: Job, worker: Worker, url: Url = DEFAULT_URL) -> None:
     from shoal_controller.cli.tables import changed
 
     async with Client(url) as client:
-        changed(await client.drain(job, worker))
+        changed(await client.drain(job, worker, why=why))
 
 
 async def lost(job: Job, worker: Worker, url: Url = DEFAULT_URL) -> None:

@@ -47,6 +47,8 @@ class Leaving(StrEnum):
     NO = ""
     DRAIN = "drain"
     SCALE_DOWN = "scale_down"
+    PREEMPTION = "preemption"
+    """What it runs on is to go."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,10 @@ class WorkerRecord:
     grace_seconds: float = 30.0
     leaves_at: float = 0.0
     """When the grace of a leaving worker is over."""
+    leaving_because: str = ""
+    """Why it leaves, as whoever asked for it puts it."""
+    spared: bool = False
+    """It leaves for a reason that is gone: it stays, if no world without it is planned."""
     ending: Ending | None = None
     """It was told to end in this way: it changes nothing any more."""
     ending_since: float | None = None
@@ -205,6 +211,10 @@ class Durable:
     next_id: int = 0
     next_join_order: int = 0
     failures: Failures = field(default_factory=Failures)
+    unstartable: int = 0
+    """How many attempts in a row were workers that the cluster cannot start."""
+    unstartable_before: int = 0
+    """Workers younger than this one's age were asked for after the last of them."""
     link_faults: Mapping[str, LinkFault] = field(default_factory=dict)
     """Faults by the two workers' ids, `a|b`."""
     backoff_counts: Mapping[str, int] = field(default_factory=dict)

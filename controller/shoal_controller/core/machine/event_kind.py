@@ -24,6 +24,7 @@ class EventKind(StrEnum):
     RETURNED = "returned", "An evicted worker connected again."
     REFUSED = "refused", "A worker was turned away; the message says why."
     STARTING = "starting", "The launcher was asked to start a worker."
+    PENDING = "pending", "A worker cannot start yet; the message is the cluster's own."
     DISCONNECTED = "disconnected", "A worker's connection to the controller ended; the worker may still be alive."
     UNREACHABLE = "unreachable", "A worker is connected, but the controller cannot connect to the worker's port."
     SUSPECTED = "suspected", "A worker missed heartbeats and was asked directly."
@@ -53,6 +54,7 @@ class EventKind(StrEnum):
     )
     SCALED = "scaled", "The wanted number of workers changed."
     DRAINING = "draining", "A worker is being drained, or let go because the job is scaled down."
+    STAYS = "stays", "A drain was cancelled, because what had announced the worker's end is gone."
     LEFT = "left", "A drained worker was let go."
     DISMISSED = "dismissed", "A worker was told to end for another reason; the message gives it."
     PARTING = "parting", "All workers are leaving and nobody replaces them; their state is being saved."

@@ -13,6 +13,7 @@ from shoal_protos.messages import Heartbeat, Hello, Inventory, Ready, Request, R
 from shoal_protos.plan import WorkerId
 
 from shoal_controller.core.machine.effects import AskPlanner
+from shoal_controller.core.machine.pending import Notice, PendingReason
 from shoal_controller.core.machine.place import Place
 from shoal_controller.core.machine.proof import Proof
 from shoal_controller.core.planning.question import Answer
@@ -68,10 +69,42 @@ class Probed:
 
 @dataclass(frozen=True, slots=True)
 class Spawned:
-    """The launcher has started this worker, or has found it alive after a restart of the controller."""
+    """The launcher has asked for this worker, or has found it after a restart of the controller. Told again when a pod
+    has started.
+    """
 
     worker: WorkerId
     place: Place
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A worker was asked for, and what it is to run in has not started: no machine has room, its image is not there."""
+
+    worker: WorkerId
+    reason: PendingReason
+    why: str
+    """The cluster's own message."""
+    hopeless: bool = False
+    """It will not start by itself, however long anybody waits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preempted:
+    """What a worker runs in, or on, is to go: its drain begins at once. Told again, it is still one drain."""
+
+    worker: WorkerId
+    notice: Notice
+    why: str
+    grace_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Spared:
+    """Nothing announces any more that this worker is to go."""
+
+    worker: WorkerId
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +153,8 @@ class Scale:
 class DrainWorker:
     worker: WorkerId
     grace_seconds: float = 30.0
+    why: str = ""
+    """As the operator puts it, for the history."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +187,8 @@ class Save:
 OperatorRequest = Scale | DrainWorker | ConfirmLost | Pause | Resume | Cancel | Save
 
 Event = (
-    Started | Tick | Connected | MessageReceived | Disconnected | Probed | Spawned | NeverStarted | Exited
-    | PlannerAnswered | PlannerFailed | OperatorRequest
+    Started | Tick | Connected | MessageReceived | Disconnected | Probed | Spawned | Waiting | Preempted | Spared
+    | NeverStarted | Exited | PlannerAnswered | PlannerFailed | OperatorRequest
 )  # fmt: skip
 
 One = TypeVar("One")

@@ -14,6 +14,8 @@ from itertools import product
 
 from shoal_protos.plan import Reason
 
+from shoal_controller.core.machine.pending import Notice
+
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 """Upper bounds of buckets, from a switch between two steps to a restart of machines."""
 
@@ -38,6 +40,7 @@ class HistogramKind:
     labels: Labels = field(default_factory=dict)
 
 
+NOTICES = tuple(notice.value for notice in Notice)
 REASONS = tuple(reason.value for reason in Reason)
 CHANGE_PHASES = ("detect", "prepare", "plan", "group", "promote", "open", "first_step", "fill", "switch")
 
@@ -54,6 +57,9 @@ COUNTERS: Mapping[str, CounterKind] = {
     "shoal_checkpoint_failures_total": CounterKind("Checkpoints that could not be saved."),
     "shoal_corrupt_blocks_total": CounterKind("Blocks whose copies differed: silent corruption."),
     "shoal_skipped_micro_batches_total": CounterKind("Micro-batches that the script skipped with engine.skip()."),
+    "shoal_preemptions_total": CounterKind(
+        "Workers whose end was announced, by what announced it first.", {"signal": NOTICES}
+    ),
     "shoal_checkpoints_skipped_total": CounterKind("Scheduled checkpoints skipped because another was being written."),
 }
 HISTOGRAMS: Mapping[str, HistogramKind] = {

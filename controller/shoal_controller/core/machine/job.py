@@ -5,8 +5,8 @@ every deadline that others count on is in `durable`; the rest of `Job` is forgot
 
 - it is asked anew: what workers are, hold and have measured comes back with their hellos and heartbeats
   (`processes`, `connections`, `changes`), what became of launched ones with the launcher's answer to `Adopt`
-  (`spawned_at`); what was wished is seen to be fulfilled or is planned again (`goal`, `goals`), and what the planner
-  was asked is asked again (`planner`);
+  (`spawned_at`, `pending`); what was wished is seen to be fulfilled or is planned again (`goal`, `goals`), and what the
+  planner was asked is asked again (`planner`);
 - it belongs to a stream, which ends with the controller (`greeting`, `asked_to_describe`);
 - it gives *us* time to hear: whoever could not reach a controller that was away gets all of it again (`started_at`,
   `ready_since`, `planned_at`, `spawned_at`, `probed_at`, and `durable.ending_since`);
@@ -29,6 +29,7 @@ from shoal_controller.core.machine.durable import Durable
 from shoal_controller.core.machine.events import Connected, PlannerAnswered
 from shoal_controller.core.machine.figures import Figures
 from shoal_controller.core.machine.goal import Goal
+from shoal_controller.core.machine.pending import Pending
 from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.core.machine.wait_graph import BrokenLink
 
@@ -210,7 +211,9 @@ class Job:
     planned_at: float = 0.0
     """When the newest planned change was made."""
     spawned_at: Mapping[WorkerId, float] = field(default_factory=dict)
-    """When processes were asked for that have not said hello."""
+    """When processes were asked for, or have started, that have not said hello. Of one that waits to start: none."""
+    pending: Mapping[WorkerId, Pending] = field(default_factory=dict)
+    """Who waits to start, as the launcher last said."""
     reaped_at: float = 0.0
     """When the processes of a job that is over were last killed."""
     refusals: Mapping[str, str] = field(default_factory=dict)

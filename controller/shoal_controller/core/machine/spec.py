@@ -9,6 +9,7 @@ from enum import StrEnum
 from shoal_protos.checkpoint import CheckpointRef
 
 from shoal_controller.core.machine.figures import Figures
+from shoal_controller.core.machine.pending import PendingReason
 
 
 class Phase(StrEnum):
@@ -64,6 +65,8 @@ class JobSpec:
     stall_seconds: float = 1800.0
     max_restarts: int = 3
     resume: str | int | bool | None = None
+    kubernetes: str = ""
+    """The section `kubernetes`, as JSON: only its launcher reads it. Empty: none."""
     run: str = ""
     """Which run of the job this is: random, given by the shell when the job is made, and kept as long as it lives."""
 
@@ -100,6 +103,8 @@ class JobView:
     resizes: tuple[ResizeView, ...] = ()
     checkpoints: tuple[CheckpointRef, ...] = ()
     """Newest first."""
+    pending: Mapping[PendingReason, int] = field(default_factory=dict)
+    """How many workers wait to start, by reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +126,10 @@ class WorkerView:
     heartbeat_age_seconds: float | None = None
     waited_for_seconds: float = 0.0
     """How long others have waited for it."""
+    pod: str = ""
+    node: str = ""
+    why: str = ""
+    """Why it has not started, leaves or is gone; empty while it is as it should be."""
 
 
 @dataclass(frozen=True, slots=True)

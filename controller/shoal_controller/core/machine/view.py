@@ -8,7 +8,7 @@ from shoal_protos.runs import NO_BLOCKS, every, union
 
 from shoal_controller.core.machine.durable import Resize, Standing, WorkerRecord
 from shoal_controller.core.machine.job import Job, Process
-from shoal_controller.core.machine.phases import planned_changes, progress_watch, silence, waiting
+from shoal_controller.core.machine.phases import planned_changes, progress_watch, silence, starts, waiting
 from shoal_controller.core.machine.phases.progress import shown_loss, step_seconds_median
 from shoal_controller.core.machine.spec import JobView, Phase, ResizeView, State, WorkerView
 
@@ -41,6 +41,7 @@ def view(job: Job, now: float) -> JobView:
         last_commit=job.figures.last_commit,
         fingerprint=durable.fingerprint,
         step_seconds_median=step_seconds_median(job),
+        pending=starts.counted(job) if not durable.phase.over else {},
         resizes=tuple(_resize(job, resize) for resize in durable.history),
     )
 
@@ -62,13 +63,15 @@ def reason(job: Job, now: float) -> str:
         waits = f"; {job.attempt.waits_for} ({now - job.attempt.since:.0f} s so far)" if job.attempt.waits_for else ""
         return f"{job.attempt.why}{waits}"
     if durable.current is None:
-        return waiting.sentence(job, now)
+        return "; ".join(filter(None, (waiting.sentence(job, now), starts.sentence(job, now))))
     if durable.stopping:
         return "cancelled; the workers end after their step"
     if not durable.current.steps:
-        return "; ".join(filter(None, (_why_no_steps(job), planned_changes.reason(job, now))))
+        sentences = (_why_no_steps(job), planned_changes.reason(job, now), starts.sentence(job, now))
+        return "; ".join(filter(None, sentences))
     late = now - job.planned_at > spec.progress_seconds
-    return "; ".join(filter(None, (progress_watch.reason(job, now), planned_changes.reason(job, now) if late else "")))
+    planned = planned_changes.reason(job, now) if late else ""
+    return "; ".join(filter(None, (progress_watch.reason(job, now), planned, starts.sentence(job, now))))
 
 
 def _why_no_steps(job: Job) -> str:
@@ -172,8 +175,19 @@ def _worker(job: Job, record: WorkerRecord, now: float, waited_for_seconds: floa
         memory_bytes=telemetry.memory_bytes if telemetry is not None else {},
         log=record.log,
         waited_for_seconds=waited_for_seconds,
+        pod=record.place.pod if record.place is not None else "",
+        node=record.place.node if record.place is not None else "",
+        why=_why(job, record),
         heartbeat_age_seconds=now - process.heard_at if process is not None and record.serves else None,
     )
+
+
+def _why(job: Job, record: WorkerRecord) -> str:
+    """Why it is not at work."""
+    if not record.serves:
+        return record.why
+    pending = job.pending.get(record.worker)
+    return pending.why if pending is not None and not record.incarnation else record.leaving_because
 
 
 def state(job: Job, record: WorkerRecord, rank: int | None) -> State:

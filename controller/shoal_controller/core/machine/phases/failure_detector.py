@@ -17,7 +17,7 @@ from shoal_controller.core.machine.effects import Probe
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.events import Disconnected, Exited, Probed, Spawned
 from shoal_controller.core.machine.job import PingSent, Process
-from shoal_controller.core.machine.phases import failures, introduction, silence
+from shoal_controller.core.machine.phases import failures, introduction, silence, starts
 from shoal_controller.core.machine.phases.next_message import is_member
 from shoal_controller.core.machine.turn import Turn
 
@@ -134,11 +134,14 @@ def on_spawned(turn: Turn, event: Spawned) -> None:
     if event.worker in turn.durable.roster:
         turn.change(live_processes=turn.job.live_processes | {event.worker})
         turn.mark(event.worker, place=event.place)
+        if event.place.has_started:
+            starts.on_started(turn, event.worker)
 
 
 def on_exited(turn: Turn, event: Exited) -> None:
     """The launcher saw the process end, or could not start it."""
     turn.change(live_processes=turn.job.live_processes - {event.worker})
+    turn.drop("pending", event.worker)
     record = turn.durable.roster.get(event.worker)
     if record is None:
         return None

@@ -1,7 +1,7 @@
 """The last members of a job leave and nobody has come: their state goes into a checkpoint, and the job waits.
 
-Half of their grace they train on for a joiner's sake. Then no steps run any more, they are asked to save, and once
-the checkpoint of the very last step is reported they are let go. Whoever comes later begins with it.
+● Half of the shortest grace they train on for a joiner's sake. Then no steps run any more, they are asked to save, and
+once the checkpoint of the very last step is reported they are let go. Whoever comes later begins with it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shoal_controller.core.machine.turn import Turn
 def settle(turn: Turn, world: Plan, members: list[WorkerId]) -> None:
     """Called while all members are leaving and no joiner waits."""
     if not turn.durable.final_drain:
-        if all(_half_gone(turn, worker) for worker in members):
+        if any(_half_gone(turn, worker) for worker in members):
             turn.keep(final_drain=True)
             turn.change(failed_save_step=-1)
             turn.note(

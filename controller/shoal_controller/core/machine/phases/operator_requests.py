@@ -65,7 +65,7 @@ def on_drain(turn: Turn, event: DrainWorker) -> None:
             f"worker {event.worker} is the last one of job {turn.spec.job}: its state would be lost. "
             "Start another worker first, or set checkpoint.path."
         )
-    return scaling.drain(turn, event.worker, Leaving.DRAIN, event.grace_seconds)
+    return scaling.drain(turn, event.worker, Leaving.DRAIN, event.grace_seconds, event.why)
 
 
 def on_confirm_lost(turn: Turn, event: ConfirmLost) -> None:

@@ -249,7 +249,7 @@ def _reason(turn: Turn, world: Plan, joiners: list[WorkerId]) -> Reason:
     before = turn.durable.planned[-1] if turn.durable.planned else world
     leaving = {turn.record(member.worker).leaving for member in world.members} - {Leaving.NO}
     if leaving:
-        return Reason.DRAIN if Leaving.DRAIN in leaving else Reason.SCALE_DOWN
+        return Reason.SCALE_DOWN if leaving == {Leaving.SCALE_DOWN} else Reason.DRAIN
     if set(joiners) - before.workers:
         return Reason.SCALE_UP if turn.durable.scaled_up else Reason.JOIN
     return Reason.BALANCE

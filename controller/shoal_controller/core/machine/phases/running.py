@@ -14,6 +14,7 @@ from shoal_controller.core.machine.phases import (
     final_drain,
     link_faults,
     planned_changes,
+    preemption,
     progress_watch,
     recovery,
     scaling,
@@ -32,6 +33,7 @@ def settle(turn: Turn) -> None:
         return _end(turn)
     if _recover_if_broken(turn, world):
         return None
+    preemption.settle(turn)
     _settle_last_ones(turn, world)
     if turn.world is None:
         return None  # the last ones have left

@@ -47,6 +47,7 @@ def settle(turn: Turn) -> None:
             _spawn(turn)
     _give_up_the_unheard(turn)
     _kill_the_lingering(turn)
+    _end_the_evicted(turn)
 
 
 def _kill_the_lingering(turn: Turn) -> None:
@@ -58,6 +59,21 @@ def _kill_the_lingering(turn: Turn) -> None:
             )
             turn.expect_end(worker)
             turn.do(Kill(worker))
+
+
+def _end_the_evicted(turn: Turn) -> None:
+    """● A silent worker of a cluster is ended once a world without it has committed a step, never before: until then
+    its blocks may be the only ones. On a machine of ours it may thaw and join again; a pod holds what another needs.
+    """
+    if turn.spec.launcher != "kubernetes" or turn.world is None or turn.durable.committed_in < turn.world.generation:
+        return
+    for record in tuple(turn.durable.roster.values()):
+        evicted = record.standing is Standing.LOST and record.launched and record.ending is None
+        worlds = (turn.durable.current, *turn.durable.planned)
+        if evicted and not record.quarantined and not any(is_member(plan, record.worker) for plan in worlds):
+            turn.mark(record.worker, ending=Ending.REPLACED)
+            turn.expect_end(record.worker)
+            turn.do(Kill(record.worker))
 
 
 def _spawn(turn: Turn) -> None:
@@ -107,14 +123,16 @@ def on_never_started(turn: Turn, event: NeverStarted) -> None:
 # ---- leaving
 
 
-def drain(turn: Turn, worker: WorkerId, why: Leaving, grace_seconds: float) -> None:
-    """A worker is to go: its lanes and blocks move first, as long as the grace lasts."""
+def drain(turn: Turn, worker: WorkerId, why: Leaving, grace_seconds: float, because: str = "") -> None:
+    """A worker is to go: its lanes and blocks move first, as long as the grace lasts. `because`: who says so."""
     record = turn.record(worker)
     if record.leaving or not record.serves:
         return
-    turn.mark(worker, leaving=why, grace_seconds=grace_seconds, leaves_at=turn.now + grace_seconds)
-    words = "drained" if why is Leaving.DRAIN else "removed because the job is scaled down"
-    turn.note(EventKind.DRAINING, f"worker {worker} is being {words} (grace {grace_seconds:g} s)", worker)
+    leaves_at = turn.now + grace_seconds
+    turn.mark(worker, leaving=why, grace_seconds=grace_seconds, leaves_at=leaves_at, leaving_because=because)
+    words = "removed because the job is scaled down" if why is Leaving.SCALE_DOWN else "drained"
+    sentence = f"worker {worker} is being {words} (grace {grace_seconds:g} s){f': {because}' if because else ''}"
+    turn.note(EventKind.DRAINING, sentence, worker)
     turn.say(worker, Drain(grace_seconds, turn.durable.last_generation))
 
 
