@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,11 @@ LEADS = "shoal_leader 1.0"
 
 ALL_OUTAGES = bool(os.environ.get("SHOAL_OUTAGES"))
 """Whether all tests of what becomes of controllers and their store are run, or one of each kind."""
+
+
+def outages(test: Callable[..., None]) -> Callable[..., None] | None:
+    """A test of `make outages` alone."""
+    return test if ALL_OUTAGES else None
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 from etcd_cluster import Cluster as Etcd
 from etcd_cluster import etcd_cluster
 from integration.cluster import send_signal, state_of, until
-from integration.controllers import ALL_OUTAGES, Controllers
+from integration.controllers import ALL_OUTAGES, Controllers, outages
 from integration.proxy import Proxy
 
 LONG: dict[str, Any] = {"max_steps": 60}
@@ -128,6 +129,26 @@ def test_the_leader_dies_or_freezes_in_a_resize(etcd: Etcd, manner: signal.Signa
             send_signal(leader.pid, signal.SIGCONT)
             until("it to follow", lambda: leader.ask("/healthz").json()["term"] == 0)
         cluster.wait_world(3)
+        cluster.wait_undisturbed()
+
+
+@outages
+@pytest.mark.parametrize(("manner", "seconds"), [(signal.SIGKILL, 3.0), (signal.SIGTERM, 1.0)])
+def test_the_next_leader_leads_within_3_s_of_a_death_and_1_s_of_an_orderly_end(
+    etcd: Etcd, manner: signal.Signals, seconds: float
+) -> None:
+    with Controllers(etcd, workers=2, options=LONG, pace=PACE) as cluster:
+        cluster.wait_step(2)
+        took = []
+        for _ in range(5):
+            leader, began = cluster.leader(), time.monotonic()
+            send_signal(leader.pid, manner)
+            cluster.wait_leader(but=leader)
+            took.append(time.monotonic() - began)
+            until("the last one to be gone", lambda one=leader: not one.runs)
+            cluster.start_one(leader)
+        print(f"{manner.name}: {', '.join(f'{one:.2f}' for one in sorted(took))} s")
+        assert sorted(took)[2] <= seconds, f"{took}: of five the one in the middle"
         cluster.wait_undisturbed()
 
 

@@ -7,25 +7,19 @@ undisturbed fingerprint and no step lost.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from faults.hosts import Hosts
 from integration.cluster import until
-from integration.controllers import ALL_OUTAGES
+from integration.controllers import outages
 from integration.far_controllers import far_controllers
 
 pytestmark = [
     pytest.mark.skipif(not Hosts.can_be_had(), reason="network namespaces need root, `ip`, `tc` and `nft`"),
     pytest.mark.timeout(300),
 ]
-
-
-def outages(test: Callable[..., None]) -> Callable[..., None] | None:
-    """A test of `make outages` alone."""
-    return test if ALL_OUTAGES else None
 
 
 PACE = 0.02

@@ -9,6 +9,7 @@ import httpx
 import pytest
 from api_port import TRAIN, serving
 from asynchronous import asynchronous
+from shoal_controller import logs
 from shoal_controller.api.app import ApiSettings
 from shoal_controller.core.machine.events import ConfirmLost, DrainWorker, Pause, Resume, Save
 from shoal_controller.worker_tokens import WorkerTokens
@@ -196,6 +197,26 @@ async def test_no_way_of_writing_a_path_opens_what_its_token_does_not(tmp_path, 
             assert answer.split()[1] in (b"400", b"403", b"404"), answer
             writer.close()
         assert [one["name"] for one in (await api.ask("GET", "/v1/tokens", headers=root))["tokens"]] == ["eye"]
+
+
+@asynchronous
+async def test_a_token_in_a_url_opens_nothing_and_reaches_no_log(tmp_path, capfd):
+    async with serving(tmp_path, token="secret-word") as api:
+        logs.configure("debug")
+        root = {"authorization": "Bearer secret-word"}
+        for path in (
+            "/v1/jobs?token=secret-word",
+            "/v1/jobs?access_token=secret-word",
+            "/v1/secret-word",
+            "/secret-word",
+        ):
+            assert (await api.client.get(path)).status_code == 401
+            await api.client.get(path, headers=root)
+        reader, writer = await asyncio.open_connection("127.0.0.1", api.port)
+        writer.write(b"GET /v1/jobs?token=secret-word\r\n\r\n")
+        assert b"400" in await asyncio.wait_for(reader.read(), 10)
+        writer.close()
+    assert "secret-word" not in "".join(capfd.readouterr())
 
 
 @pytest.mark.parametrize("host", ["localhost", "localhost:1", "127.0.0.1:7", "127.1.2.3", "[::1]:7070"])
