@@ -329,7 +329,7 @@ async def test_a_connection_whose_client_takes_no_answer_ends(tmp_path, monkeypa
 
 @asynchronous
 async def test_one_address_takes_not_the_places_of_all_others(tmp_path, monkeypatch):
-    monkeypatch.setattr("shoal_controller.api.web.MOST_OF_ADDRESS", 3)
+    monkeypatch.setattr("shoal_controller.api.web.MOST_CONNECTIONS", 6)
     async with serving(tmp_path) as api:
         idle = [await asyncio.open_connection("127.0.0.1", api.port, local_addr=("127.0.0.2", 0)) for _ in range(3)]
         reader, writer = await asyncio.open_connection("127.0.0.1", api.port, local_addr=("127.0.0.2", 0))

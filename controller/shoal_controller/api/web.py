@@ -7,6 +7,7 @@ each holds a file descriptor, which the controller needs to hear workers and to 
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
 import ssl
 import struct
@@ -29,8 +30,7 @@ REQUEST_SECONDS = 10.0
 LEAST_TAKEN_BYTES = 1 << 14
 """What a client must take meanwhile of an answer that waits for it. A whole answer may have less."""
 MOST_CONNECTIONS = 1024
-MOST_OF_ADDRESS = 512
-"""Connections of one address; one more is ended at once: it does not take the places of all others."""
+"""One more is ended at once; so is one that would give an address more than half of them."""
 BACKLOG = 128
 
 
@@ -59,8 +59,8 @@ class _Connection(H11Protocol):
         assert isinstance(transport, asyncio.Transport)
         super().connection_made(transport)
         self.network = network_of(self.client[0]) if self.client else ""
-        others = [one for one in self.connections if isinstance(one, _Connection)]
-        if sum(one.network == self.network for one in others) > MOST_OF_ADDRESS:
+        others, most = [one for one in self.connections if isinstance(one, _Connection)], _most_connections()
+        if len(others) > most or sum(one.network == self.network for one in others) > most // 2:
             transport.abort()
         self._waited_after: object = self
         """The request after which its client was waited for at the last look; itself where it was not."""
@@ -117,7 +117,7 @@ class Web:
         """Answer requests from now on. `failed` hears when that ends unexpectedly."""
         config = uvicorn.Config(
             app, lifespan="off", ws="none", http=_Connection, log_config=None, access_log=False, server_header=False,
-            proxy_headers=False, limit_concurrency=MOST_CONNECTIONS, timeout_graceful_shutdown=FINISH_SECONDS,
+            proxy_headers=False, timeout_graceful_shutdown=FINISH_SECONDS,
         )  # fmt: skip
         config.load()
         config.ssl = self._tls
@@ -133,6 +133,11 @@ class Web:
             await asyncio.wait([self._task], timeout=2 * FINISH_SECONDS)
             await end_task(self._task)
         self._socket.close()
+
+
+def _most_connections() -> int:
+    """Half of what this process may open is left to workers, their logs and the store."""
+    return min(MOST_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
 
 def _listening(host: str, port: int) -> socket.socket:

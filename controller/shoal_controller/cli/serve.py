@@ -71,9 +71,11 @@ async def serving(places: Places, own: bool) -> AsyncIterator[Here]:
     from shoal_protos.errors import UserError
 
     from shoal_controller.client_tls import unverified
+    from shoal_controller.descriptors import raise_descriptor_limit
     from shoal_controller.server import serve
 
     settings = places.settings(own)
+    raise_descriptor_limit()
     async with serve(settings) as server:
         if own and (leader := server.controller.other) is not None:
             raise UserError(
