@@ -144,6 +144,8 @@ class Plan:
         A boundary is a passed vote; the slice travels beside the next one. Every member derives the same. None travels
         at the first boundary after a loss: survivors have first touches and another lane to bear there already.
         """
+        if index >= self.boundaries:
+            return ()  # as at nearly all steps of a world, which may have had thousands of fills
         sent: list[Fill] = []
         for fill, before in self._in_turn():
             taken = fill.blocks.first(self._due(index + 1, before)) - fill.blocks.first(self._due(index, before))
@@ -167,7 +169,7 @@ class Plan:
         """The boundary at which fills begin."""
         return int(self.recovery is not None)
 
-    @property
+    @cached_property
     def boundaries(self) -> int:
         """How many boundaries the fills take."""
         per_source = Counter[int]()
