@@ -49,7 +49,10 @@ class BucketHooks:
                 "a parameter got its gradient twice in one backward (reentrant checkpointing does that); "
                 "use torch.utils.checkpoint with use_reentrant=False."
             )
-        self._missing[bucket].discard(slot)
+        missing = self._missing[bucket]
+        missing.discard(slot)
+        if missing:
+            return
         while self._next < len(self._missing) and not self._missing[self._next]:
             self._next += 1
             self._on_filled(self._next - 1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from itertools import pairwise
+from operator import is_
 
 import torch
 from shoal_protos.errors import UserError
@@ -151,7 +152,7 @@ class Gradients:
 
     def are_in_place(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Whether no `.grad` is another tensor; None counts as in place."""
-        return all(
-            parameter.grad is None or parameter.grad is view
-            for parameter, view in zip(parameters, self._views, strict=True)
+        gradients = [parameter.grad for parameter in parameters]
+        return all(map(is_, gradients, self._views)) or all(
+            gradient is None or gradient is view for gradient, view in zip(gradients, self._views, strict=True)
         )

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, cast
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
@@ -27,6 +28,7 @@ Hooks = OrderedDict[str, Any]
 HOOK = "shoal.forward_seed"
 """Its name among a module's hooks."""
 
+_PRE_HOOKS = attrgetter("_forward_pre_hooks")
 _OWNERS: WeakKeyDictionary[nn.Module, ReferenceType[ForwardSeed]] = WeakKeyDictionary()
 
 
@@ -66,11 +68,11 @@ class ForwardSeed:
             self._wait_at(waiting)
 
     def _wait_at(self, parts: list[nn.Module]) -> None:
-        for part in self._waiting:
-            cast("Hooks", part._forward_pre_hooks).pop(HOOK, None)
+        hooks: Hooks
+        for hooks in map(_PRE_HOOKS, self._waiting):
+            hooks.pop(HOOK, None)
         self._waiting = parts
-        for part in parts:
-            hooks = cast("Hooks", part._forward_pre_hooks)
+        for hooks in map(_PRE_HOOKS, parts):
             hooks[HOOK] = begin_forward
             if len(hooks) > 1:
                 hooks.move_to_end(HOOK, last=False)  # hooks of the script may draw

@@ -196,7 +196,10 @@ class GlooGroup:
             raise WorldChanged("the group is closed")
         try:
             post = getattr(gloo, kind)
-            works = [post([piece], peer, tag) for piece in _pieces(tensor)]
+            if tensor.nbytes <= PIECE_BYTES:
+                works = [post([tensor], peer, tag)]
+            else:
+                works = [post([piece], peer, tag) for piece in _pieces(tensor)]
         except RuntimeError as error:
             failure = str(error)
         else:
@@ -254,8 +257,6 @@ class GlooGroup:
 
 
 def _pieces(tensor: Tensor) -> Sequence[Tensor]:
-    if tensor.nbytes <= PIECE_BYTES:
-        return (tensor,)
     return cast(Sequence[Tensor], tensor.view(-1).split(PIECE_BYTES // tensor.element_size()))
 
 

@@ -83,7 +83,7 @@ class ModuleGuard:
         self._requires = [parameter.requires_grad for parameter in self._all]
 
     def _contained(self) -> list[Any]:
-        return list(chain.from_iterable(container.values() for container in self._containers))
+        return list(chain.from_iterable(map(dict.values, self._containers)))
 
     def check(self, world: object) -> None:
         """Raises `UserError` naming a parameter that was added, removed, replaced, frozen, unfrozen, moved away, or
