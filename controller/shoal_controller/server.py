@@ -25,6 +25,8 @@ from shoal_controller.api.app import ApiSettings, build_app
 from shoal_controller.api.web import Web
 from shoal_controller.api.web_certificate import web_certificate
 from shoal_controller.client_tls import ClientTls
+from shoal_controller.launchers.kubernetes.options import ClusterOptions, PodOptions
+from shoal_controller.launchers.launcher import Launcher
 from shoal_controller.launchers.local import LocalLauncher, WorkerEnvironment
 from shoal_controller.leadership.controller_state import ControllerState
 from shoal_controller.leadership.election import ControllerPlace, Election
@@ -117,7 +119,9 @@ async def serve(settings: Settings) -> AsyncIterator[Server]:
         environment = _worker_environment(grpc, controller, worker_tokens)
         lost = found.lost if settings.store.startswith("embedded:") else 0  # where others lead, workers find them
         launcher = LocalLauncher(settings.folder, environment, controller.report, lost)
-        launchers = {"local": launcher} if "local" in settings.allowed_launchers else {}
+        launchers: dict[str, Launcher] = {"local": launcher} if "local" in settings.allowed_launchers else {}
+        if "kubernetes" in settings.allowed_launchers:
+            launchers["kubernetes"] = await ends.enter_async_context(_pods(settings, controller, worker_tokens))
         means = Means(store, streams, controller, launchers, settings.forget_after_seconds, fail)
         electing = guarded("election", election.run(partial(leading, means)), fail)
         ends.push_async_callback(end_task, electing, END_SECONDS)
@@ -169,6 +173,21 @@ def _worker_environment(grpc: str, controller: ControllerState, tokens: WorkerTo
         return tuple(dict.fromkeys([near, *controller.places()]))
 
     return WorkerEnvironment(controllers, tokens, inherited_environment())
+
+
+@asynccontextmanager
+async def _pods(
+    settings: Settings, controller: ControllerState, tokens: WorkerTokens | None
+) -> AsyncIterator[Launcher]:
+    """The launcher of pods. What it is made of is imported where it is used: its client takes a second."""
+    from shoal_controller.launchers.kubernetes.connect import kubernetes_launcher
+
+    given = tuple(filter(None, (place.strip() for place in settings.kubernetes_controllers.split(","))))
+    taints = tuple(filter(None, (taint.strip() for taint in settings.kubernetes_taints.split(","))))
+    pods = PodOptions(lambda: given or controller.places(), tokens)
+    cluster = ClusterOptions(settings.kubeconfig, settings.kubernetes_namespace, settings.kubernetes_nodes, taints)
+    async with kubernetes_launcher(pods, cluster, controller.report) as launcher:
+        yield launcher
 
 
 @contextmanager

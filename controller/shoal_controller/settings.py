@@ -56,6 +56,17 @@ class Settings(BaseSettings):
     """Listen beyond this machine without a token or certificates. Default: false."""
     launchers: str = "local,none"
     """Launchers that jobs may use to start processes, separated by commas."""
+    kubernetes_namespace: str = ""
+    """Namespace of the pods of launcher `kubernetes`. Default: the controller's own, or the kubeconfig's."""
+    kubernetes_controllers: str = ""
+    """Addresses `HOST:PORT` at which pods reach the controllers, separated by commas. Default: those that controllers
+    tell each other."""
+    kubernetes_nodes: bool = True
+    """Whether launcher `kubernetes` reads nodes. Without it no taint, cordon or lost node is seen. Default: true."""
+    kubernetes_taints: str = ""
+    """Taints of nodes that are to go, besides those that are known, separated by commas."""
+    kubeconfig: Annotated[str, Field(validation_alias="KUBECONFIG")] = ""
+    """Kubeconfig of the cluster of launcher `kubernetes`. Default: the cluster that the controller runs in."""
     http_certificate: Path | None = None
     """PEM file with REST's certificate chain. With its key the port speaks HTTPS only. Read again when it changes."""
     http_key: Path | None = None
@@ -101,8 +112,8 @@ class Settings(BaseSettings):
     @classmethod
     def _launchers_that_exist(cls, launchers: str) -> str:
         for name in launchers.split(","):
-            if name.strip() not in ("local", "none"):
-                raise ValueError(f"SHOAL_LAUNCHERS names {name.strip()!r}; expected local or none")
+            if name.strip() not in ("kubernetes", "local", "none"):
+                raise ValueError(f"SHOAL_LAUNCHERS names {name.strip()!r}; expected kubernetes, local or none")
         return launchers
 
     @model_validator(mode="after")

@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 from shoal_controller.api.models import JobBody, WorkersBody
 from shoal_controller.api.routes import router
+from shoal_controller.launchers.kubernetes.section import KubernetesSection
 from shoal_controller.metrics import Metrics, Sources
 from shoal_controller.settings import Settings
 
@@ -92,6 +93,8 @@ def fields(model: type[BaseModel], above: str) -> Iterator[str]:
     for name, field in model.model_fields.items():
         if field.annotation is WorkersBody:
             yield from fields(WorkersBody, f"{above}{name}.")
+        elif field.annotation == KubernetesSection | None:
+            yield from fields(KubernetesSection, f"{above}{name}.")
         else:
             yield row(f"`{above}{name}`", default(field), meaning(field))
 

@@ -105,7 +105,7 @@ def test_half_of_what_https_needs_is_refused(given, tmp_path):
 def test_which_launchers_are_allowed_is_a_list():
     assert Settings().allowed_launchers == {"local", "none"}
     assert Settings(launchers="none").allowed_launchers == {"none"}
-    with pytest.raises(UserError, match="SHOAL_LAUNCHERS names 'slurm'; expected local or none"):
+    with pytest.raises(UserError, match="SHOAL_LAUNCHERS names 'slurm'; expected kubernetes, local or none"):
         Settings(launchers="local, slurm")
 
 

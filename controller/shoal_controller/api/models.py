@@ -6,15 +6,19 @@ wrong are made by `shoal_protos.validation`. What is answered is in `answers.py`
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from shoal_protos.validation import Allowed, Unshown, wrong_value
 
 from shoal_controller.core.machine.spec import JobSpec
+from shoal_controller.launchers.kubernetes.section import KubernetesSection
 
 MOST_WORKERS = 4096
 MOST_LANES = 65_536
+POD_NAME = r"[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?"
+"""Names of jobs after which pods can be named: with `-w` and five digits they are DNS labels."""
 LONGEST_SECONDS = 7 * 24 * 3600.0
 SET_BY_SHOAL = {"SHOAL_CONTROLLER", "SHOAL_JOB", "SHOAL_RUN", "SHOAL_WORKER_ID", "SHOAL_TOKEN"}
 
@@ -74,22 +78,8 @@ class JobBody(Body):
     """Checkpoint to resume from: `"latest"`, a step, a path, or false. Default: the training config's."""
     lanes: Annotated[int, Field(ge=1, le=MOST_LANES)] | None = None
     """Number of lanes that the training config must have. Default: any."""
-    kubernetes: dict[str, object] | None = None
+    kubernetes: KubernetesSection | None = None
     """Settings of the pods of launcher `kubernetes`."""
-
-    @field_validator("launcher")
-    @classmethod
-    def _a_launcher_that_exists(cls, launcher: str) -> str:
-        if launcher == "kubernetes":
-            raise ValueError("`launcher` is kubernetes, which is not supported yet; expected none or local")
-        return launcher
-
-    @field_validator("kubernetes")
-    @classmethod
-    def _no_kubernetes_yet(cls, section: object) -> object:
-        if section is not None:
-            raise ValueError("`kubernetes` is not supported yet; leave the section out")
-        return section
 
     @field_validator("resume", mode="before")
     @classmethod
@@ -137,14 +127,30 @@ class JobBody(Body):
                 f"`workers.max` is {self.workers.max}, but `lanes` is {self.lanes} and every worker trains at least "
                 f"one lane; expected {least} to {self.lanes}"
             )
-        if self.launcher == "local" and not self.command:
+        if self.launcher != "none" and not self.command:
             raise ValueError(
-                "`command` is missing; launcher local needs the command of each worker, such as [python, train.py]"
+                f"`command` is missing; launcher {self.launcher} needs the command of each worker, such as "
+                "[python, train.py]"
             )
         if self.launcher == "none" and (self.command or self.env):
             given = "command" if self.command else "env"
             raise ValueError(f"`{given}` is given, but `launcher` is none and starts nothing; set `launcher` to local")
+        self._check_kubernetes()
         return self
+
+    def _check_kubernetes(self) -> None:
+        """What launcher `kubernetes` needs, and nothing else takes."""
+        if self.launcher != "kubernetes":
+            if self.kubernetes is not None:
+                raise ValueError(f"`kubernetes` is given, but `launcher` is {self.launcher}; leave the section out")
+            return
+        if self.kubernetes is None:
+            raise ValueError("`kubernetes` is missing; launcher kubernetes needs a section with an image")
+        if not re.fullmatch(POD_NAME, self.job):
+            raise ValueError(
+                f"`job` is {self.job!r}; pods are named after their job: expected at most 52 small letters, digits and "
+                "`-`, a letter or digit first and last"
+            )
 
     def spec(self, default_wanted: int) -> JobSpec:
         """The specification with its defaults filled in."""
@@ -157,6 +163,7 @@ class JobBody(Body):
             heartbeat_seconds=self.heartbeat_seconds, suspect_after=self.suspect_after,
             reconnect_seconds=self.reconnect_seconds, progress_seconds=self.progress_seconds,
             stall_seconds=self.stall_seconds, max_restarts=self.max_restarts, resume=self.resume,
+            kubernetes=self.kubernetes.model_dump_json(exclude_unset=True) if self.kubernetes is not None else "",
         )  # fmt: skip
 
 

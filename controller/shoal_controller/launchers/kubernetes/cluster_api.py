@@ -1,0 +1,219 @@
+"""Requests to a cluster's API server: plain objects in and out, tried again where that is right, and watches.
+
+The only module that imports `kubernetes_asyncio`, which knows where the server is, whom to trust and as whom to ask,
+inside a cluster and by a kubeconfig. Imported where this launcher is used and nowhere else. Knows nothing of jobs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import structlog
+from kubernetes_asyncio import client, config
+from shoal_protos.errors import PeerError, UserError
+
+from shoal_controller.launchers.kubernetes.section import Json
+
+REQUEST_SECONDS = 15.0
+"""How long the server may take for one answer."""
+PATIENCE_SECONDS = 40.0
+"""How long a request is tried, answers that ask for patience included."""
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 5.0
+WATCH_SECONDS = 240
+"""After so long the server ends a watch, and another one begins."""
+SILENT_SECONDS = WATCH_SECONDS + 30.0
+PAGE = 500
+"""Objects of one answer to a list."""
+NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+
+AGAIN = frozenset({429, 500, 502, 503, 504})
+TROUBLES = (aiohttp.ClientError, TimeoutError, ConnectionError, OSError, ValueError)
+"""The server cannot be reached, or its answer was cut off."""
+
+log = structlog.get_logger("shoal.kubernetes")
+
+
+class ClusterRefusal(PeerError):
+    """The API server has refused a request."""
+
+    def __init__(self, status: int, reason: str, sentence: str) -> None:
+        super().__init__(sentence)
+        self.code = status
+        """HTTP status."""
+        self.why = reason
+        """Kubernetes' word for it, such as `AlreadyExists`."""
+
+
+class ClusterSilence(PeerError):
+    """The API server has given no answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class WatchNews:
+    """One line of a watch: `ADDED`, `MODIFIED`, `DELETED` or `BOOKMARK`, and the object."""
+
+    kind: str
+    item: Json
+
+
+class ClusterApi:
+    """One cluster. `connect`, then requests, then `close`."""
+
+    def __init__(self, api: client.ApiClient, namespace: str) -> None:
+        self._api = api
+        self.namespace = namespace
+
+    @classmethod
+    async def connect(cls, kubeconfig: str = "", namespace: str = "") -> ClusterApi:
+        """By the kubeconfig that is named, else as the service account of this pod. Raises `UserError`."""
+        configuration = client.Configuration()
+        try:
+            if kubeconfig:
+                await config.load_kube_config(config_file=kubeconfig, client_configuration=configuration)
+                own = _namespace_of(kubeconfig)
+            else:
+                config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
+                own = await asyncio.to_thread(NAMESPACE_FILE.read_text)
+        except (config.ConfigException, OSError, ValueError, KeyError, TypeError) as error:
+            where = f"the kubeconfig {kubeconfig}" if kubeconfig else "no cluster around this process"
+            raise UserError(
+                f"launcher kubernetes finds {where}{' cannot be used' if kubeconfig else ''} ({error}); run the "
+                "controller in a pod with a service account, or set KUBECONFIG to a file that names a cluster"
+            ) from error
+        return cls(client.ApiClient(configuration), namespace or own.strip() or "default")
+
+    async def close(self) -> None:
+        await self._api.close()
+
+    # ---- requests
+
+    async def get(self, path: str) -> Json:
+        return await self.ask("GET", path)
+
+    async def create(self, path: str, item: Json) -> Json:
+        """● Where an answer was cut off the object may be there: whoever is told that it exists looks whose it is."""
+        return await self.ask("POST", path, item)
+
+    async def patch(self, path: str, patch: Json) -> Json:
+        """A merge patch."""
+        return await self.ask("PATCH", path, patch)
+
+    async def delete(self, path: str, options: Json) -> Json:
+        return await self.ask("DELETE", path, options)
+
+    async def list(self, path: str, selector: str = "") -> tuple[list[Json], str]:
+        """All that there is, as the server has it now, and the version that it is of."""
+        items: list[Json] = []
+        query = {"limit": str(PAGE), **({"labelSelector": selector} if selector else {})}
+        while True:
+            answer = await self.ask("GET", path, query=query)
+            items += answer.get("items") or []
+            metadata = answer.get("metadata", {})
+            if not metadata.get("continue"):
+                return items, str(metadata.get("resourceVersion", ""))
+            query["continue"] = metadata["continue"]
+
+    async def ask(
+        self, method: str, path: str, body: Json | None = None, query: Mapping[str, str] | None = None
+    ) -> Json:
+        """One request, tried again until it is answered. Raises `ClusterRefusal`, and `ClusterSilence` in the end."""
+        loop = asyncio.get_running_loop()
+        deadline, pause, why = loop.time() + PATIENCE_SECONDS, FIRST_PAUSE_SECONDS, ""
+        while True:
+            wait = pause
+            try:
+                status, headers, text = await self._once(method, path, body, query)
+                if status not in AGAIN:
+                    return _read(status, text)
+                why = f"it answers {status}"
+                wait = _retry_after(headers) or pause
+            except TROUBLES as error:
+                why = str(error) or type(error).__name__
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+            if loop.time() + wait > deadline:
+                raise ClusterSilence(f"the cluster's API server has not served {method} {path}: {why}")
+            await asyncio.sleep(wait)
+
+    async def _once(
+        self, method: str, path: str, body: Json | None, query: Mapping[str, str] | None
+    ) -> tuple[int, Mapping[str, str], bytes]:
+        kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
+        async with asyncio.timeout(REQUEST_SECONDS):
+            answer = await self._send(method, path, body, query, kind)
+            async with answer:
+                return answer.status, answer.headers, await answer.read()
+
+    async def _send(
+        self, method: str, path: str, body: Json | None, query: Mapping[str, str] | None, kind: str = "application/json"
+    ) -> aiohttp.ClientResponse:
+        answer: aiohttp.ClientResponse = await self._api.call_api(
+            path, method, query_params=list((query or {}).items()), body=body, auth_settings=["BearerToken"],
+            header_params={"Accept": "application/json", "Content-Type": kind}, _preload_content=False,
+            _request_timeout=aiohttp.ClientTimeout(total=None, sock_connect=REQUEST_SECONDS, sock_read=SILENT_SECONDS),
+        )  # fmt: skip
+        return answer
+
+    # ---- watches
+
+    async def watch(self, path: str, version: str, selector: str = "") -> AsyncGenerator[WatchNews]:
+        """What has changed since that version, until the server ends it. Raises `ClusterRefusal` (410: that version is
+        too old), and `ClusterSilence` where the line breaks.
+        """
+        query = {
+            "watch": "1", "resourceVersion": version, "allowWatchBookmarks": "true",
+            "timeoutSeconds": str(WATCH_SECONDS), **({"labelSelector": selector} if selector else {}),
+        }  # fmt: skip
+        try:
+            answer = await self._send("GET", path, None, query)
+            async with answer:
+                if answer.status != 200:
+                    _read(answer.status, await answer.read())
+                async with aclosing(_lines(answer.content)) as lines:
+                    async for line in lines:
+                        news = json.loads(line)
+                        if news["type"] == "ERROR":
+                            raise _refusal(int(news["object"].get("code", 500)), news["object"])
+                        yield WatchNews(news["type"], news["object"])
+        except (*TROUBLES, KeyError) as error:
+            raise ClusterSilence(f"a watch of {path} has ended: {error or type(error).__name__}") from error
+
+
+async def _lines(content: aiohttp.StreamReader) -> AsyncGenerator[bytes]:
+    """Whole lines, however long; what a broken connection leaves of one is none."""
+    rest = b""
+    async for part in content.iter_any():
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            if line.strip():
+                yield line
+
+
+def _read(status: int, text: bytes) -> Json:
+    found: Json = json.loads(text) if text.strip() else {}
+    if status >= 400:
+        raise _refusal(status, found)
+    return found
+
+
+def _refusal(status: int, found: Json) -> ClusterRefusal:
+    message = str(found.get("message") or f"HTTP status {status}")
+    return ClusterRefusal(status, str(found.get("reason") or ""), message)
+
+
+def _retry_after(headers: Mapping[str, str]) -> float:
+    try:
+        return max(0.0, float(headers.get("Retry-After", "")))
+    except ValueError:
+        return 0.0
+
+
+def _namespace_of(kubeconfig: str) -> str:
+    """Of the context in use."""
+    _, active = config.list_kube_config_contexts(config_file=kubeconfig)
+    return str((active or {}).get("context", {}).get("namespace") or "default")

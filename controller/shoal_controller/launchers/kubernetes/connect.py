@@ -1,0 +1,24 @@
+"""A Kubernetes launcher with its connection to a cluster, for `server.py` where a controller has this launcher."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from shoal_controller.launchers.kubernetes.cluster_api import ClusterApi
+from shoal_controller.launchers.kubernetes.options import ClusterOptions, PodOptions
+from shoal_controller.launchers.kubernetes.pod_launcher import KubernetesLauncher, Submit
+
+
+@asynccontextmanager
+async def kubernetes_launcher(
+    pods: PodOptions, cluster: ClusterOptions, submit: Submit
+) -> AsyncIterator[KubernetesLauncher]:
+    """For as long as the context lasts; its pods outlive it. Raises `UserError` where there is no cluster."""
+    api = await ClusterApi.connect(cluster.kubeconfig, cluster.namespace)
+    launcher = KubernetesLauncher(api, pods, cluster, submit)
+    try:
+        yield launcher
+    finally:
+        await launcher.release()
+        await api.close()

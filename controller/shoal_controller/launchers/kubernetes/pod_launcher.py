@@ -1,0 +1,300 @@
+"""The Kubernetes launcher: workers as pods. One pod per worker, made, watched and deleted by name and uid.
+
+The job decides which worker comes and goes, and this has the cluster follow: what is asked of it is written down and
+done in the background, what the watch of pods and nodes shows is told the job in order. A pod of the right name and
+another uid is not ours. The shell calls `spawn`, `kill` and `adopt`; everything else comes by `submit`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+import structlog
+from shoal_protos.errors import PeerError, ShoalError, StoreError, UserError
+from shoal_protos.plan import WorkerId
+
+from shoal_controller.core.machine.events import Exited
+from shoal_controller.core.machine.place import Place
+from shoal_controller.core.machine.spec import JobSpec
+from shoal_controller.launchers.kubernetes.cluster_api import ClusterApi, ClusterRefusal
+from shoal_controller.launchers.kubernetes.object_watch import ObjectWatch
+from shoal_controller.launchers.kubernetes.options import ClusterOptions, PodOptions
+from shoal_controller.launchers.kubernetes.pod_manifest import JOB, MANAGED, RUN, pod_name, run_label
+from shoal_controller.launchers.kubernetes.pod_state import (
+    StartWait,
+    gone,
+    is_terminating,
+    node_of,
+    state_of,
+    worker_of,
+)
+from shoal_controller.launchers.kubernetes.pod_writer import PodWriter
+from shoal_controller.launchers.kubernetes.section import Json
+from shoal_controller.launchers.kubernetes.tracked_pod import News, TrackedPod, TrackedPods
+from shoal_controller.tasks import end_task, guarded, only_logged
+
+NODES = "/api/v1/nodes"
+AGAIN_SECONDS = 0.5
+"""Before a job that could not hear is told again."""
+KEPT_PODS = 20
+"""Ended pods of a job that stay, for their logs; the oldest are deleted."""
+FORGET_SECONDS = 45.0
+"""How long the pods of a job that is forgotten may take to be gone."""
+
+log = structlog.get_logger("shoal.kubernetes")
+
+Submit = Callable[[str, News], Awaitable[None]]
+
+
+class KubernetesLauncher:
+    """A `Launcher`. All calls come from one event loop."""
+
+    def __init__(self, api: ClusterApi, pods: PodOptions, cluster: ClusterOptions, submit: Submit) -> None:
+        self._api, self._cluster, self._submit = api, cluster, submit
+        self._writer = PodWriter(api, pods)
+        self._pods = ObjectWatch(api, self._writer.pods, MANAGED, self._on_pod)
+        self._nodes = ObjectWatch(api, NODES, "", self._on_node)
+        self._tracked = TrackedPods()
+        self._untold: dict[str, None] = {}
+        """Names of pods of which there may be news, in order."""
+        self._news = asyncio.Event()
+        self._watching: list[asyncio.Task[None]] = []
+        self._writing: set[asyncio.Task[None]] = set()
+
+    # ---- what the shell asks
+
+    async def spawn(self, worker: WorkerId, spec: JobSpec) -> Place:
+        """Ask for a pod of this worker. What it waits for, and that it runs, is told as it comes."""
+        if not spec.kubernetes:
+            raise UserError(f"job {spec.job} has launcher kubernetes and no section `kubernetes`; give it an image")
+        self._watch()
+        tracked = self._tracked.add(TrackedPod(worker, spec, pod_name(spec.job, worker)))
+        self._write(f"pod {tracked.name}", self._make(tracked))
+        return Place.of_pod(tracked.name)
+
+    async def kill(self, worker: WorkerId, spec: JobSpec) -> None:
+        """Delete the worker's pod; by force where its node does not answer. One that is not there has ended."""
+        tracked = self._tracked.by_worker.get((spec.job, worker)) or await self._found(worker, spec)
+        tracked.is_killed = True
+        if tracked.uid:
+            await self._delete(tracked)
+
+    async def adopt(self, workers: Sequence[WorkerId], spec: JobSpec) -> Mapping[WorkerId, Place | None]:
+        """The pods that an earlier controller has made for this run, as the cluster has them now; None: one of
+        `workers` that it has not made. Pods of another run are deleted.
+        """
+        self._watch()
+        found, _ = await self._api.list(self._writer.pods, f"{MANAGED},{JOB}={spec.job}")
+        places: dict[WorkerId, Place | None] = dict.fromkeys(workers)
+        for pod in found:
+            if pod["metadata"]["labels"].get(RUN) != run_label(spec.run):
+                self._write(f"old pod {pod['metadata']['name']}", self._writer.in_turn(pod))
+                continue
+            tracked = self._tracked.by_name.get(pod["metadata"]["name"])
+            if tracked is None:
+                tracked = self._tracked.add(TrackedPod(worker_of(pod), spec, pod["metadata"]["name"]))
+            tracked.uid = pod["metadata"]["uid"]
+            self._pods.learn(pod)
+            places.pop(tracked.worker, None)
+            self._judge(tracked, pod)
+            if tracked.end is None and tracked.state is not None:
+                places[tracked.worker] = tracked.state.place
+        return places
+
+    async def forget(self, job: str) -> None:
+        """Delete what is left of a job that is over: pods and secret. Raises `OSError`."""
+        for tracked in self._tracked.of(job):
+            tracked.is_killed = True
+            self._tracked.remove(tracked)
+        try:
+            async with asyncio.timeout(FORGET_SECONDS):
+                found, _ = await self._api.list(self._writer.pods, f"{MANAGED},{JOB}={job}")
+                await asyncio.gather(*map(self._writer.in_turn, found))
+                await self._writer.delete_secret(job)
+        except (PeerError, TimeoutError) as error:
+            raise OSError(f"its pods cannot be deleted: {error}") from error
+
+    async def release(self) -> None:
+        """Let go of everything; the pods live on, and whoever leads next adopts them."""
+        await asyncio.gather(*map(end_task, [*self._watching, *self._writing]))
+        self._watching.clear()
+        self._tracked.clear()
+        self._untold.clear()
+        self._pods = ObjectWatch(self._api, self._writer.pods, MANAGED, self._on_pod)
+        self._nodes = ObjectWatch(self._api, NODES, "", self._on_node)
+
+    async def _found(self, worker: WorkerId, spec: JobSpec) -> TrackedPod:
+        """A worker whose pod nobody here has made or adopted: perhaps there is none."""
+        self._watch()
+        tracked = self._tracked.add(TrackedPod(worker, spec, pod_name(spec.job, worker)))
+        try:
+            pod = await self._api.get(f"{self._writer.pods}/{tracked.name}")
+        except ClusterRefusal as error:
+            if error.code != 404:
+                raise
+            self._end(tracked, f"there is no pod {tracked.name}")
+            return tracked
+        if pod["metadata"].get("labels", {}).get(RUN) == run_label(spec.run) and worker_of(pod) == worker:
+            tracked.uid = pod["metadata"]["uid"]
+            self._pods.learn(pod)
+        else:
+            self._end(tracked, f"the pod {tracked.name} is another's")
+        return tracked
+
+    # ---- watching
+
+    def _watch(self) -> None:
+        """From the first worker on."""
+        if self._watching:
+            return
+        self._watching = [
+            guarded("watch of pods", self._pods.run(), only_logged),
+            guarded("news of pods", self._tell(), only_logged),
+        ]
+        if self._cluster.nodes:
+            self._watching.append(guarded("watch of nodes", self._nodes.run(), only_logged))
+        else:
+            log.warning("nodes may not be read: no taint, cordon or lost node is seen")
+
+    def _on_pod(self, name: str, pod: Json | None) -> None:
+        tracked = self._tracked.by_name.get(name)
+        if tracked is None or not tracked.uid:
+            return
+        if pod is None or pod["metadata"]["uid"] != tracked.uid:
+            self._end(tracked, f"its pod {name} was deleted")
+        else:
+            self._judge(tracked, pod)
+
+    def _on_node(self, name: str, node: Json | None) -> None:
+        """A node has changed: its pods may be told something else."""
+        for tracked in list(self._tracked.by_worker.values()):
+            pod = self._pods.items.get(tracked.name)
+            if pod is not None and node_of(pod) == name and pod["metadata"]["uid"] == tracked.uid:
+                self._judge(tracked, pod)
+                if node is None and tracked.end is None:
+                    self._write(f"look at node {name}", self._look_at_node(tracked, name))
+
+    async def _look_at_node(self, tracked: TrackedPod, name: str) -> None:
+        """● That a node is gone is asked for by name: a list may be older than the pod that was placed there."""
+        try:
+            self._nodes.learn(await self._api.get(f"{NODES}/{name}"))
+        except ClusterRefusal as error:
+            if error.code == 404:
+                self._end(tracked, f"its node {name} is not there any more")
+                await self._delete(tracked)
+
+    def _judge(self, tracked: TrackedPod, pod: Json) -> None:
+        """What a pod and its node say now."""
+        node = node_of(pod)
+        tracked.state = state_of(pod, self._nodes.items.get(node), self._cluster.taints, time.time())
+        if node not in ("", tracked.looked_for, *self._nodes.items) and self._nodes.synced.is_set():
+            tracked.looked_for = node
+            self._write(f"look at node {node}", self._look_at_node(tracked, node))
+        if tracked.state.end is not None:
+            tracked.end = tracked.end or tracked.state.end
+            if pod.get("status", {}).get("phase") not in ("Succeeded", "Failed"):
+                self._write(f"end of {tracked.name}", self._delete(tracked))
+        self._mark(tracked)
+
+    def _end(self, tracked: TrackedPod, why: str) -> None:
+        known = self._pods.items.get(tracked.name)
+        same = known is not None and known["metadata"]["uid"] == tracked.uid
+        tracked.end = tracked.end or (gone(known, why) if same and known else Exited(tracked.worker, None, why))
+        self._mark(tracked)
+
+    # ---- writing
+
+    def _write(self, purpose: str, work: Awaitable[None]) -> None:
+        async def run() -> None:
+            try:
+                await work
+            except PeerError as error:
+                log.warning("the cluster was not changed", purpose=purpose, error=str(error))
+
+        task = guarded(purpose, run(), only_logged)
+        self._writing.add(task)
+        task.add_done_callback(self._writing.discard)
+
+    async def _make(self, tracked: TrackedPod) -> None:
+        def waits(wait: StartWait) -> None:
+            tracked.refusal = wait
+            self._mark(tracked)
+
+        made = await self._writer.make(tracked, waits)
+        tracked.refusal = None
+        if made is None:
+            return self._end(tracked, f"its pod {tracked.name} was never made")
+        tracked.uid = made["metadata"]["uid"]
+        self._pods.learn(made)
+        known = self._pods.items.get(tracked.name)
+        if known is None or known["metadata"]["uid"] != tracked.uid:
+            return self._end(tracked, f"its pod {tracked.name} was deleted")
+        self._judge(tracked, known)
+        if tracked.is_killed:
+            await self._delete(tracked)
+        return None
+
+    async def _delete(self, tracked: TrackedPod) -> None:
+        """● Its end is told when the pod is gone or has ended, for until then its process may live."""
+        pod = self._pods.items.get(tracked.name)
+        if pod is None or pod["metadata"]["uid"] != tracked.uid:
+            return self._end(tracked, f"its pod {tracked.name} was deleted")
+        by_force = tracked.end is not None or not await self._node_answers(node_of(pod))
+        if not await self._writer.delete(pod, by_force=by_force):
+            self._pods.forget(tracked.name, pod)
+        return None
+
+    async def _node_answers(self, name: str) -> bool:
+        """Whether a node is there to confirm that a pod has ended."""
+        if not name or not self._cluster.nodes:
+            return True
+        node = self._nodes.items.get(name)
+        conditions = (node or {}).get("status", {}).get("conditions") or ()
+        return node is not None and all(one.get("status") == "True" for one in conditions if one.get("type") == "Ready")
+
+    # ---- telling
+
+    def _mark(self, tracked: TrackedPod) -> None:
+        self._untold[tracked.name] = None
+        self._news.set()
+
+    async def _tell(self) -> None:
+        """Tell the jobs, one thing at a time, in order; what a job could not hear is told again."""
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            while self._untold:
+                name = next(iter(self._untold))
+                del self._untold[name]
+                if (tracked := self._tracked.by_name.get(name)) is not None:
+                    await self._tell_of(tracked)
+
+    async def _tell_of(self, tracked: TrackedPod) -> None:
+        while (news := tracked.news()) is not None and self._tracked.by_name.get(tracked.name) is tracked:
+            try:
+                await self._submit(tracked.spec.job, news)
+            except StoreError as error:
+                log.warning("a job was not told yet", job=tracked.spec.job, worker=tracked.worker, error=str(error))
+                await asyncio.sleep(AGAIN_SECONDS)
+                continue
+            except ShoalError as error:
+                log.info("a job does not know this worker", job=tracked.spec.job, error=str(error))
+            tracked.was_told(news)
+            if isinstance(news, Exited):
+                self._tracked.remove(tracked)
+                self._keep_few(tracked)
+
+    def _keep_few(self, tracked: TrackedPod) -> None:
+        """Delete the oldest ended pods of a job: their logs are no longer asked for."""
+        ended = [
+            pod
+            for pod in self._pods.items.values()
+            if pod["metadata"].get("labels", {}).get(JOB) == tracked.spec.job
+            and pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
+            and not is_terminating(pod)
+        ]
+        ended.sort(key=lambda pod: str(pod["metadata"].get("creationTimestamp", "")))
+        for pod in ended[:-KEPT_PODS]:
+            self._write(f"old pod {pod['metadata']['name']}", self._writer.in_turn(pod))

@@ -1,0 +1,124 @@
+"""The section `kubernetes` of a job: what its pods are made of. pydantic only; unknown keys are refused by name.
+
+What Kubernetes itself describes (tolerations, volumes, …) is taken as Kubernetes has it, and the API server checks it.
+What a pod of ours must have is not to be set here: `pod_manifest.py` says what that is.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+Json = dict[str, Any]
+Many = Annotated[list[Json], Field(max_length=100)]
+
+LONGEST_GRACE_SECONDS = 7 * 24 * 3600
+LEAST_GRACE_SECONDS = 10
+"""A worker gets 5 s less than its pod."""
+
+OWN_VARIABLES = frozenset(
+    f"SHOAL_{name}"
+    for name in (
+        "CONTROLLER", "JOB", "RUN", "WORKER_ID", "TOKEN", "LAUNCHER", "HOST", "FAILURE_DOMAIN", "GRACE_SECONDS",
+    )
+)  # fmt: skip
+"""Set by the launcher in every pod."""
+
+QUANTITY = r"^[0-9]+(\.[0-9]+)?([eE][0-9]+|[munkKMGTPE]i?)?$"
+
+
+class KubernetesResources(BaseModel):
+    """What a pod asks for, and may use at most."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    requests: dict[str, str | int | float] = {}
+    limits: dict[str, str | int | float] = {}
+
+
+class KubernetesSection(BaseModel):
+    """Settings of the pods of launcher `kubernetes`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    image: Annotated[str, Field(min_length=1, max_length=1000)]
+    """Image of the workers."""
+    image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
+    """When the image is pulled. Default: the cluster's."""
+    image_pull_secrets: Annotated[list[str], Field(max_length=20)] = []
+    """Names of the secrets that the image is pulled with."""
+    resources: KubernetesResources = KubernetesResources()
+    """`requests` and `limits` of a worker, such as `{"limits": {"nvidia.com/gpu": 1}}`."""
+    node_selector: dict[str, str] = {}
+    """Labels that a worker's node must have."""
+    tolerations: Many = []
+    """Taints that a worker's node may have."""
+    affinity: Json = {}
+    """Affinity of the pods."""
+    topology_spread_constraints: Many = []
+    """How the pods are spread."""
+    volumes: Many = []
+    """Volumes of a pod."""
+    volume_mounts: Many = []
+    """Where a worker finds them."""
+    shm_size: Annotated[str, Field(pattern=QUANTITY)] | None = None
+    """Size of `/dev/shm`, such as `8Gi`. Default: the cluster's, 64 MiB as a rule."""
+    env: Many = []
+    """Variables as Kubernetes has them, for those from secrets and config maps; others belong into the job's `env`."""
+    service_account: str | None = None
+    """Service account of the pods; its token is not mounted. Default: the namespace's."""
+    priority_class: str | None = None
+    """Priority class of the pods."""
+    scheduler: str | None = None
+    """Scheduler of the pods."""
+    grace_seconds: Annotated[int, Field(ge=LEAST_GRACE_SECONDS, le=LONGEST_GRACE_SECONDS)] = 60
+    """Grace period of a pod. Its worker's blocks are copied elsewhere within 5 s less. Default: 60."""
+    run_as_user: Annotated[int, Field(ge=1)] | None = None
+    """User of the workers, never root. Default: the image's, which must name one by its number."""
+    fs_group: Annotated[int, Field(ge=1)] | None = None
+    """Group that volumes belong to."""
+    labels: dict[str, str] = {}
+    """Labels of the pods besides Shoal's."""
+    annotations: dict[str, str] = {}
+    """Annotations of the pods."""
+    gang: Literal["none", "kueue"] = "none"
+    """What starts the first `min` workers together or not at all. Default: `none`; they start as they come."""
+    queue: str | None = None
+    """Queue of Kueue; needed with `gang: kueue`."""
+    pod_template: Json = {}
+    """Patch of the pod for whatever is not here, as `metadata` and `spec`; containers are found by name."""
+
+    @field_validator("env")
+    @classmethod
+    def _variables_that_are_not_shoals(cls, env: list[Json]) -> list[Json]:
+        for index, variable in enumerate(env):
+            name = variable.get("name")
+            if not isinstance(name, str) or not name:
+                raise ValueError(f"`kubernetes.env[{index}]` has no name; expected {{name: …, valueFrom: …}}")
+            if name in OWN_VARIABLES:
+                raise ValueError(f"`kubernetes.env` sets {name}, which is set by Shoal itself; leave it out")
+        return env
+
+    @field_validator("labels", "annotations")
+    @classmethod
+    def _names_that_are_not_shoals(cls, given: dict[str, str]) -> dict[str, str]:
+        if own := [name for name in given if name.startswith(("shoal.dev/", "app.kubernetes.io/"))]:
+            raise ValueError(f"`kubernetes` sets {', '.join(own)}, which is set by Shoal itself; leave it out")
+        return given
+
+    @field_validator("pod_template")
+    @classmethod
+    def _a_patch_of_a_pod(cls, patch: Json) -> Json:
+        if unknown := [key for key in patch if key not in ("metadata", "spec")]:
+            raise ValueError(f"`kubernetes.pod_template` has the key {unknown[0]}; expected metadata or spec")
+        for key, part in patch.items():
+            if not isinstance(part, dict):
+                raise ValueError(f"`kubernetes.pod_template.{key}` is {part!r}; expected an object")
+        return patch
+
+    @model_validator(mode="after")
+    def _a_queue_for_a_gang(self) -> Self:
+        if self.gang == "kueue" and not self.queue:
+            raise ValueError("`kubernetes.queue` is missing; `gang: kueue` needs the name of a queue of Kueue")
+        return self

@@ -1,0 +1,97 @@
+"""One worker as the launcher keeps it: what it is asked for, what its pod is, and what its job has been told of it.
+
+`news` is what the job does not know yet. It goes by states, not by changes, so that a change that is seen twice, late
+or never makes no difference. Pure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from shoal_protos.plan import WorkerId
+
+from shoal_controller.core.machine.events import Exited, Preempted, Spared, Spawned, Waiting
+from shoal_controller.core.machine.spec import JobSpec
+from shoal_controller.launchers.kubernetes.pod_state import Announcement, PodState, StartWait
+
+News = Spawned | Waiting | Preempted | Spared | Exited
+
+
+@dataclass(slots=True)
+class TrackedPod:
+    """A worker that was asked for, or adopted, and whose end its job has not been told."""
+
+    worker: WorkerId
+    spec: JobSpec
+    name: str
+    uid: str = ""
+    """Of its pod; empty until that is made."""
+    is_killed: bool = False
+    """It is to end at once."""
+    looked_for: str = ""
+    """The node that was asked for by name, because it is not among those that are known."""
+    state: PodState | None = None
+    refusal: StartWait | None = None
+    """Why it is not made."""
+    end: Exited | None = None
+    told_wait: StartWait | None = None
+    told_start: bool = False
+    told_announcement: Announcement | None = None
+
+    def news(self) -> News | None:
+        """The next thing to tell; None where its job knows all."""
+        if self.end is not None:
+            return self.end
+        wait = self.refusal if self.refusal is not None else self.state.wait if self.state is not None else None
+        if self.state is not None and self.state.place.has_started:
+            if not self.told_start:
+                return Spawned(self.worker, self.state.place)
+            return self._of_its_node(self.state.announcement)
+        if wait is not None and wait != self.told_wait and not self.is_killed:
+            return Waiting(self.worker, wait.reason, wait.why, wait.hopeless)
+        return None if self.state is None else self._of_its_node(self.state.announcement)
+
+    def _of_its_node(self, announced: Announcement | None) -> News | None:
+        before = self.told_announcement
+        if announced is not None and not self.is_killed and (before is None or before.notice is not announced.notice):
+            return Preempted(self.worker, announced.notice, announced.why, announced.grace_seconds)
+        if announced is None and before is not None:
+            return Spared(self.worker, f"that {before.why} is over")
+        return None
+
+    def was_told(self, news: News) -> None:
+        """Its job has heard this."""
+        match news:
+            case Spawned():
+                self.told_start = True
+            case Waiting(_, reason, why, hopeless):
+                self.told_wait = StartWait(reason, why, hopeless)
+            case Preempted(_, notice, why, grace_seconds):
+                self.told_announcement = Announcement(notice, why, grace_seconds)
+            case Spared():
+                self.told_announcement = None
+
+
+@dataclass(slots=True)
+class TrackedPods:
+    """All of them, by job and worker, and by the names of their pods."""
+
+    by_worker: dict[tuple[str, WorkerId], TrackedPod] = field(default_factory=dict)
+    by_name: dict[str, TrackedPod] = field(default_factory=dict)
+
+    def add(self, pod: TrackedPod) -> TrackedPod:
+        self.by_worker[pod.spec.job, pod.worker] = self.by_name[pod.name] = pod
+        return pod
+
+    def remove(self, pod: TrackedPod) -> None:
+        if self.by_worker.get((pod.spec.job, pod.worker)) is pod:
+            del self.by_worker[pod.spec.job, pod.worker]
+        if self.by_name.get(pod.name) is pod:
+            del self.by_name[pod.name]
+
+    def of(self, job: str) -> list[TrackedPod]:
+        return [pod for (name, _), pod in self.by_worker.items() if name == job]
+
+    def clear(self) -> None:
+        self.by_worker.clear()
+        self.by_name.clear()

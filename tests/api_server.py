@@ -1,0 +1,349 @@
+"""A cluster's API server inside a test: objects with versions and uids, watches, and the faults of a real one.
+
+It keeps resourceVersions, uids, finalizers and owners, serves lists in pages, watches with bookmarks and 410, merge
+patches, `/status` and deletion with grace, refuses unknown fields of what is sent, and answers 409, 429, 500, late,
+twice or not at all where a test says so. Nodes and kubelets are in `kubelet.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import re
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from aiohttp import web
+from kubernetes_asyncio.client import models
+
+Json = dict[str, Any]
+NAMESPACE = "team"
+PODS, NODES, SECRETS = (
+    f"/api/v1/namespaces/{NAMESPACE}/pods",
+    "/api/v1/nodes",
+    f"/api/v1/namespaces/{NAMESPACE}/secrets",
+)
+KINDS = {PODS: "Pod", NODES: "Node", SECRETS: "Secret"}
+DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+BOOKMARK_SECONDS = 0.2
+
+
+@dataclass
+class Fault:
+    """What happens to the next requests that match."""
+
+    method: str
+    part: str
+    """Of the path."""
+    status: int = 0
+    """0: it is carried out, and the answer is cut off."""
+    times: int = 1
+    headers: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+    """It is only late."""
+    message: str = "drawn by the test"
+
+
+class Refused(Exception):
+    def __init__(self, status: int, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.status, self.reason = status, reason
+
+
+class FakeCluster:
+    """See the module's text. What a test changes itself it changes with `put` and `remove`."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, dict[str, Json]] = {PODS: {}, NODES: {}, SECRETS: {}}
+        self.history: list[tuple[int, str, str, Json]] = []
+        self.faults: list[Fault] = []
+        self.requests: list[tuple[str, str]] = []
+        self.quota: int | None = None
+        self.forbidden: set[str] = set()
+        """Paths that nobody may use."""
+        self.doubles = False
+        """Every news of a watch comes twice."""
+        self.changed: Callable[[str, str, Json], None] = lambda path, kind, item: None
+        self._version, self._uids = itertools.count(1), itertools.count(1)
+        self.version = 0
+        self._oldest = 0
+        self._news = asyncio.Event()
+        self._watches: set[web.StreamResponse] = set()
+        self.most_at_a_time = self._at_a_time = 0
+
+    # ---- for tests and kubelets
+
+    def put(self, path: str, item: Json) -> Json:
+        """Make or replace an object, as one in the cluster would."""
+        metadata = item.setdefault("metadata", {})
+        known = self.objects[path].get(metadata["name"])
+        metadata.setdefault("uid", known["metadata"]["uid"] if known else f"uid-{next(self._uids)}")
+        metadata.setdefault("creationTimestamp", _now())
+        return self._write(path, "MODIFIED" if known else "ADDED", item)
+
+    def update(self, path: str, name: str, change: Callable[[Json], object]) -> Json:
+        item = deepcopy(self.objects[path][name])
+        change(item)
+        return self._write(path, "MODIFIED", item)
+
+    def remove(self, path: str, name: str) -> None:
+        """The object is gone, and all that it owns."""
+        item = self.objects[path].pop(name)
+        self._write(path, "DELETED", item)
+        uid = item["metadata"]["uid"]
+        for other, items in self.objects.items():
+            for one in list(items.values()):
+                if uid in [owner["uid"] for owner in one["metadata"].get("ownerReferences", ())]:
+                    self.remove(other, one["metadata"]["name"])
+
+    def node(self, name: str, *taints: str, **spec: Any) -> Json:
+        ready = {"conditions": [{"type": "Ready", "status": "True"}]}
+        keys = [{"key": key, "effect": "NoSchedule"} for key in taints]
+        return self.put(NODES, {"metadata": {"name": name}, "spec": {**spec, "taints": keys}, "status": ready})
+
+    def pods(self) -> dict[str, Json]:
+        return self.objects[PODS]
+
+    def fail(self, method: str, part: str, status: int = 0, **fields: Any) -> None:
+        self.faults.append(Fault(method, part, status, **fields))
+
+    def compact(self) -> None:
+        """Nobody can go on from an older version."""
+        self._oldest = self.version
+        self.history.clear()
+
+    def break_watches(self) -> None:
+        for watch in list(self._watches):
+            if watch._req is not None and watch._req.transport is not None:
+                watch._req.transport.close()
+
+    def _write(self, path: str, kind: str, item: Json) -> Json:
+        self.version = next(self._version)
+        item = deepcopy(item)
+        item["metadata"]["resourceVersion"] = str(self.version)
+        if kind != "DELETED":
+            self.objects[path][item["metadata"]["name"]] = item
+        self.history.append((self.version, path, kind, item))
+        self._news.set()
+        self._news = asyncio.Event()
+        self.changed(path, kind, item)
+        return item
+
+    # ---- requests
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        self.requests.append((request.method, request.path))
+        fault = next(
+            (f for f in self.faults if f.method == request.method and f.part in request.path and f.times), None
+        )
+        if fault is not None:
+            fault.times -= 1
+            if fault.seconds:
+                await asyncio.sleep(fault.seconds)
+            elif fault.status:
+                return _answer(fault.status, _status(fault.status, "Drawn", fault.message), fault.headers)
+        self._at_a_time += request.method in ("POST", "DELETE")
+        self.most_at_a_time = max(self.most_at_a_time, self._at_a_time)
+        try:
+            await asyncio.sleep(0)
+            answer = await self._answered(request)
+        except Refused as error:
+            return _answer(error.status, _status(error.status, error.reason, str(error)))
+        finally:
+            self._at_a_time -= request.method in ("POST", "DELETE")
+        if fault is not None and not fault.status and not fault.seconds and request.transport is not None:
+            request.transport.close()
+        return answer
+
+    async def _answered(self, request: web.Request) -> web.StreamResponse:
+        path, name, sub = self._place(request.path)
+        if path in self.forbidden:
+            raise Refused(403, "Forbidden", f'User "shoal" cannot use resource "{path.rpartition("/")[2]}"')
+        body = json.loads(await request.read() or b"{}")
+        if request.method == "GET" and not name:
+            return await self._listed(request, path)
+        if request.method == "POST":
+            return _answer(201, self._create(path, body))
+        item = self.objects[path].get(name)
+        if item is None:
+            raise Refused(404, "NotFound", f'{KINDS[path].lower()}s "{name}" not found')
+        if request.method == "DELETE":
+            return _answer(200, self._delete(path, item, body))
+        if request.method == "PATCH":
+            return _answer(200, self._patch(path, item, body, sub))
+        return _answer(200, item)
+
+    def _place(self, whole: str) -> tuple[str, str, str]:
+        path = next((known for known in self.objects if whole == known or whole.startswith(f"{known}/")), None)
+        if path is None:
+            raise Refused(404, "NotFound", f"namespaces {whole.split('/')[4]!r} not found")
+        name, _, sub = whole.removeprefix(path).strip("/").partition("/")
+        return path, name, sub
+
+    def _create(self, path: str, item: Json) -> Json:
+        name = item.get("metadata", {}).get("name", "")
+        if not DNS_LABEL.fullmatch(name):
+            raise Refused(422, "Invalid", f'{KINDS[path]} "{name}" is invalid: metadata.name: a DNS label is expected')
+        check_fields(item, f"V1{KINDS[path]}", KINDS[path])
+        if name in self.objects[path]:
+            raise Refused(409, "AlreadyExists", f'{KINDS[path].lower()}s "{name}" already exists')
+        if path == PODS and self.quota is not None and len(self.objects[PODS]) >= self.quota:
+            message = (
+                f'pods "{name}" is forbidden: exceeded quota: team, used: pods={self.quota}, limited: {self.quota}'
+            )
+            raise Refused(403, "Forbidden", message)
+        item["metadata"]["uid"] = f"uid-{next(self._uids)}"
+        item["metadata"]["creationTimestamp"] = _now()
+        return self._write(path, "ADDED", item | ({"status": {"phase": "Pending"}} if path == PODS else {}))
+
+    def _patch(self, path: str, item: Json, patch: Json, sub: str) -> Json:
+        version = patch.get("metadata", {}).pop("resourceVersion", None)
+        if version not in (None, item["metadata"]["resourceVersion"]):
+            raise Refused(409, "Conflict", "the object has been modified; please apply your changes to the latest")
+        patch = {"status": patch.get("status", {})} if sub == "status" else patch
+        return self._write(path, "MODIFIED", merge(item, patch))
+
+    def _delete(self, path: str, item: Json, options: Json) -> Json:
+        metadata = item["metadata"]
+        if options.get("preconditions", {}).get("uid") not in (None, metadata["uid"]):
+            raise Refused(409, "Conflict", "the UID in the precondition does not match the UID in record")
+        grace = options.get("gracePeriodSeconds", item.get("spec", {}).get("terminationGracePeriodSeconds", 0))
+        bound = path == PODS and item.get("spec", {}).get("nodeName")
+        ended = item.get("status", {}).get("phase") in ("Succeeded", "Failed")
+        if (not bound or not grace or ended) and not metadata.get("finalizers"):
+            self.remove(path, metadata["name"])
+            return item
+        end = datetime.now(UTC) + timedelta(seconds=grace)
+        mark = {"deletionTimestamp": _text(end), "deletionGracePeriodSeconds": grace}
+        before = metadata.get("deletionTimestamp")
+        if before is not None and before <= mark["deletionTimestamp"]:
+            return item
+        return self._write(path, "MODIFIED", item | {"metadata": {**metadata, **mark}})
+
+    # ---- lists and watches
+
+    async def _listed(self, request: web.Request, path: str) -> web.StreamResponse:
+        if request.query.get("watch"):
+            return await self._watched(request, path)
+        items = [one for one in self.objects[path].values() if selected(one, request.query.get("labelSelector", ""))]
+        items.sort(key=lambda one: str(one["metadata"]["name"]))
+        begin, size = int(request.query.get("continue", 0)), int(request.query.get("limit", 0)) or len(items) or 1
+        metadata: Json = {"resourceVersion": str(self.version)}
+        if begin + size < len(items):
+            metadata["continue"] = str(begin + size)
+        return _answer(200, {"kind": "List", "metadata": metadata, "items": items[begin : begin + size]})
+
+    async def _watched(self, request: web.Request, path: str) -> web.StreamResponse:
+        at, selector = int(request.query["resourceVersion"]), request.query.get("labelSelector", "")
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        await response.prepare(request)
+        if at < self._oldest:
+            await _line(response, "ERROR", _status(410, "Expired", f"too old resource version: {at}"))
+            return response
+        self._watches.add(response)
+        try:
+            while request.transport is not None and not request.transport.is_closing():
+                for version, where, kind, item in [one for one in self.history if one[0] > at]:
+                    if where == path and selected(item, selector):
+                        for _ in range(1 + self.doubles):
+                            await _line(response, kind, item)
+                    at = version
+                news = self._news
+                try:
+                    async with asyncio.timeout(BOOKMARK_SECONDS):
+                        await news.wait()
+                except TimeoutError:
+                    await _line(response, "BOOKMARK", {"metadata": {"resourceVersion": str(at)}})
+        except (ConnectionError, asyncio.CancelledError):
+            pass
+        finally:
+            self._watches.discard(response)
+        return response
+
+
+def selected(item: Json, selector: str) -> bool:
+    labels = item["metadata"].get("labels", {})
+    return all(labels.get(key) == value for key, value in (part.split("=") for part in selector.split(",") if part))
+
+
+def merge(item: Json, patch: Json) -> Json:
+    """A JSON merge patch."""
+    found = deepcopy(item)
+    for key, value in patch.items():
+        if value is None:
+            found.pop(key, None)
+        elif isinstance(value, dict):
+            found[key] = merge(found.get(key) or {}, value)
+        else:
+            found[key] = value
+    return found
+
+
+def check_fields(value: Any, kind: str, place: str) -> None:
+    """Refuses a field that Kubernetes does not have there, as `fieldValidation=Strict` does."""
+    if (listed := re.fullmatch(r"list\[(.+)\]", kind)) and isinstance(value, list):
+        for index, one in enumerate(value):
+            check_fields(one, listed[1], f"{place}[{index}]")
+    elif (mapped := re.fullmatch(r"dict\(str, (.+)\)", kind) or re.fullmatch(r"dict\[str, (.+)\]", kind)) is not None:
+        for key, one in value.items():
+            check_fields(one, mapped[1], f"{place}.{key}")
+    elif (model := getattr(models, kind, None)) is not None and isinstance(value, dict):
+        names = {outer: inner for inner, outer in model.attribute_map.items()}
+        for key, one in value.items():
+            if key not in names:
+                raise Refused(400, "BadRequest", f'{place} in version "v1" cannot be handled: unknown field "{key}"')
+            check_fields(one, model.openapi_types[names[key]], f"{place}.{key}")
+
+
+def _status(code: int, reason: str, message: str) -> Json:
+    return {"kind": "Status", "status": "Failure", "code": code, "reason": reason, "message": message}
+
+
+def _answer(status: int, item: Json, headers: dict[str, str] | None = None) -> web.Response:
+    return web.json_response(item, status=status, headers=headers)
+
+
+async def _line(response: web.StreamResponse, kind: str, item: Json) -> None:
+    await response.write(json.dumps({"type": kind, "object": item}).encode() + b"\n")
+
+
+def _now() -> str:
+    return _text(datetime.now(UTC))
+
+
+def _text(time: datetime) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+@asynccontextmanager
+async def served(cluster: FakeCluster, port: int) -> AsyncIterator[str]:
+    """The address at which it is served for as long as the context lasts."""
+    application = web.Application(client_max_size=1 << 24)
+    application.router.add_route("*", "/{path:.*}", cluster.handle)
+    runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", port)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        cluster.break_watches()
+        await runner.cleanup()
+        handlers = [task for task in asyncio.all_tasks() if "RequestHandler" in str(task.get_coro())]
+        if handlers:
+            await asyncio.wait(handlers, timeout=5)
+
+
+def kubeconfig(url: str) -> str:
+    """A kubeconfig of this cluster, as JSON, which is YAML."""
+    return json.dumps({
+        "apiVersion": "v1", "kind": "Config", "current-context": "test",
+        "clusters": [{"name": "test", "cluster": {"server": url}}],
+        "users": [{"name": "test", "user": {"token": "sesame"}}],
+        "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test", "namespace": NAMESPACE}}],
+    })  # fmt: skip

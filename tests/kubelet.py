@@ -1,0 +1,146 @@
+"""Nodes of a test's cluster: they place pods, pull images, run pods, as real processes where asked, and end them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from api_server import NODES, PODS, SECRETS, FakeCluster
+
+Json = dict[str, Any]
+LOOK_SECONDS = 0.02
+
+
+class Kubelets:
+    """All nodes' kubelets and the scheduler. `run` as a task."""
+
+    def __init__(self, cluster: FakeCluster, per_node: int = 1, logs: Path | None = None) -> None:
+        self.cluster, self.per_node, self.logs = cluster, per_node, logs
+        """`logs`: pods are processes that write there; None: they only say that they run."""
+        self.lost_images: set[str] = set()
+        self.silent: set[str] = set()
+        """Nodes whose kubelet does nothing any more."""
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        """By uid."""
+        self._due: dict[str, float] = {}
+        self._changed = asyncio.Event()
+        cluster.changed = lambda path, kind, item: self._changed.set()
+
+    async def run(self) -> None:
+        while True:
+            self._changed.clear()
+            for pod in list(self.cluster.pods().values()):
+                self._look(pod)
+            if self.logs is None and not self._due:
+                await self._changed.wait()
+            else:
+                await asyncio.sleep(LOOK_SECONDS)
+
+    def stop(self) -> None:
+        for process in self.processes.values():
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def _look(self, pod: Json) -> None:
+        node, phase = pod["spec"].get("nodeName"), pod["status"]["phase"]
+        name, uid = pod["metadata"]["name"], pod["metadata"]["uid"]
+        if node in self.silent or (node and node not in self.cluster.objects[NODES]):
+            return None
+        if pod["metadata"].get("deletionTimestamp"):
+            return self._terminate(pod)
+        if phase == "Pending" and not node:
+            return self._place(pod)
+        if phase == "Pending":
+            return self._start(pod)
+        process = self.processes.get(uid)
+        if phase == "Running" and process is not None and (code := process.poll()) is not None:
+            self.end(name, code)
+        return None
+
+    # ---- placing and starting
+
+    def _place(self, pod: Json) -> None:
+        used = [one["spec"].get("nodeName") for one in self.cluster.pods().values()
+                if one["status"]["phase"] in ("Pending", "Running")]  # fmt: skip
+        nodes = self.cluster.objects[NODES].values()
+        free = [node["metadata"]["name"] for node in nodes
+                if not node["spec"].get("taints") and not node["spec"].get("unschedulable")
+                and used.count(node["metadata"]["name"]) < self.per_node]  # fmt: skip
+        name = pod["metadata"]["name"]
+        if free and not pod["spec"].get("schedulingGates"):
+            self.cluster.update(PODS, name, lambda one: one["spec"].update(nodeName=free[0]))
+        elif not pod["status"].get("conditions"):
+            gated = bool(pod["spec"].get("schedulingGates"))
+            message = f"0/{len(nodes)} nodes are available: {len(nodes)} Insufficient pods."
+            condition = {
+                "type": "PodScheduled", "status": "False", "reason": "SchedulingGated" if gated else "Unschedulable",
+                "message": "Scheduling is blocked due to non-empty scheduling gates" if gated else message,
+            }  # fmt: skip
+            self.cluster.update(PODS, name, lambda one: one["status"].update(conditions=[condition]))
+
+    def _start(self, pod: Json) -> None:
+        container, name = pod["spec"]["containers"][0], pod["metadata"]["name"]
+        if container["image"] in self.lost_images:
+            if not pod["status"].get("containerStatuses"):
+                waiting = {"reason": "ImagePullBackOff", "message": f'Back-off pulling image "{container["image"]}"'}
+                status = [{"name": container["name"], "state": {"waiting": waiting}}]
+                self.cluster.update(PODS, name, lambda one: one["status"].update(containerStatuses=status))
+            return
+        if self.logs is not None:
+            self.processes[pod["metadata"]["uid"]] = self._process(pod, container)
+        running = [{"name": container["name"], "state": {"running": {}}}]
+        fields = {"phase": "Running", "podIP": "127.0.0.1", "containerStatuses": running, "conditions": []}
+        self.cluster.update(PODS, name, lambda one: one["status"].update(fields))
+
+    def _process(self, pod: Json, container: Json) -> subprocess.Popen[bytes]:
+        assert self.logs is not None
+        inherited = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR") if name in os.environ}
+        env = inherited | {one["name"]: self._value(pod, one) for one in container["env"]}
+        with (self.logs / f"{pod['metadata']['name']}.log").open("ab") as log:
+            return subprocess.Popen(
+                container["command"], env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )  # fmt: skip
+
+    def _value(self, pod: Json, variable: Mapping[str, Any]) -> str:
+        if "value" in variable:
+            return str(variable["value"])
+        source = variable["valueFrom"]
+        if "fieldRef" in source:
+            return {"status.podIP": "127.0.0.1", "spec.nodeName": pod["spec"]["nodeName"]}[
+                source["fieldRef"]["fieldPath"]
+            ]
+        reference = source["secretKeyRef"]
+        return str(self.cluster.objects[SECRETS][reference["name"]]["stringData"][reference["key"]])
+
+    # ---- ending
+
+    def end(self, name: str, code: int) -> None:
+        """A pod's container has ended with this status; negative: the signal."""
+        terminated = {"exitCode": code if code >= 0 else 128 - code, "reason": "Completed" if code == 0 else "Error"}
+        fields = {
+            "phase": "Succeeded" if code == 0 else "Failed",
+            "containerStatuses": [{"name": "worker", "state": {"terminated": terminated}}],
+        }
+        self.cluster.update(PODS, name, lambda one: one["status"].update(fields))
+
+    def _terminate(self, pod: Json) -> None:
+        """SIGTERM, and SIGKILL when the grace is over; the object goes with the process."""
+        uid, loop = pod["metadata"]["uid"], asyncio.get_running_loop()
+        process = self.processes.get(uid)
+        if process is None or process.poll() is not None:
+            self._due.pop(uid, None)
+            return self.cluster.remove(PODS, pod["metadata"]["name"])
+        due = loop.time() + pod["metadata"]["deletionGracePeriodSeconds"]
+        if uid not in self._due:
+            os.killpg(process.pid, signal.SIGTERM)
+        self._due[uid] = min(due, self._due.get(uid, due))
+        if loop.time() >= self._due[uid]:
+            os.killpg(process.pid, signal.SIGKILL)
+        return None

@@ -1,0 +1,61 @@
+"""A copy of a cluster's objects: what is older never replaces what is known, and what is gone stays gone."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from shoal_controller.launchers.kubernetes.object_watch import ObjectWatch
+
+
+def item(version: int, uid: str = "u", name: str = "a", **fields: Any) -> dict[str, Any]:
+    return {"metadata": {"name": name, "uid": uid, "resourceVersion": str(version)}, **fields}
+
+
+class Listed:
+    """An API server that gives one list."""
+
+    def __init__(self, version: int, *items: dict[str, Any]) -> None:
+        self.answer = list(items), str(version)
+
+    async def list(self, path: str, selector: str) -> tuple[list[dict[str, Any]], str]:
+        return self.answer
+
+
+def copy(api: Any = None) -> tuple[ObjectWatch, list[tuple[str, str]]]:
+    seen: list[tuple[str, str]] = []
+    watch = ObjectWatch(
+        api, "/pods", "", lambda name, one: seen.append((name, one["metadata"]["resourceVersion"] if one else "gone"))
+    )
+    return watch, seen
+
+
+def test_an_older_or_equal_sight_of_an_object_changes_nothing() -> None:
+    watch, seen = copy()
+    watch.learn(item(5))
+    watch.learn(item(4))
+    watch.learn(item(5))
+    watch.learn(item(4, uid="before"))
+    assert seen == [("a", "5")]
+    watch.learn(item(6))
+    watch.learn(item(7, uid="v"))
+    assert seen == [("a", "5"), ("a", "6"), ("a", "7")]
+
+
+def test_what_is_gone_does_not_come_back_in_news_that_are_late() -> None:
+    watch, seen = copy()
+    watch.learn(item(5))
+    watch.forget("a", item(6))
+    watch.learn(item(5))
+    assert watch.items == {} and seen == [("a", "5"), ("a", "gone")]
+    watch.learn(item(7, uid="v"))
+    watch.forget("a", item(6))
+    assert watch.items["a"]["metadata"]["uid"] == "v", "another one has the name by now"
+
+
+def test_a_list_that_is_older_than_what_was_written_takes_nothing_away() -> None:
+    watch, seen = copy(Listed(6, item(3, uid="w", name="b")))
+    watch.learn(item(5, name="old", uid="o"))
+    watch.learn(item(7))
+    asyncio.run(watch._list())
+    assert sorted(watch.items) == ["a", "b"] and ("old", "gone") in seen and ("a", "gone") not in seen

@@ -1,0 +1,424 @@
+"""The Kubernetes launcher against an API server that answers late, twice, not at all, and of the past."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from api_server import NODES, PODS, SECRETS
+from asynchronous import asynchronous
+from pod_team import SECTION, SPEC, TOKENS, hurry, team
+from shoal_controller.core.machine.events import Exited, Preempted, Spared, Spawned, Waiting
+from shoal_controller.core.machine.pending import Notice, PendingReason
+from shoal_controller.core.machine.place import Place
+from shoal_controller.core.machine.spec import JobSpec
+from shoal_controller.launchers.kubernetes import pod_launcher, pod_writer
+from shoal_controller.launchers.kubernetes.connect import kubernetes_launcher
+from shoal_controller.launchers.kubernetes.options import ClusterOptions, PodOptions
+from shoal_protos.errors import NotFound, StoreError, UserError
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    hurry(monkeypatch)
+
+
+# ---- starting
+
+
+@asynchronous
+async def test_a_worker_is_a_pod_of_its_name_that_is_told_to_run_on_its_node(tmp_path: Path) -> None:
+    async with team(tmp_path, "a") as one:
+        assert await one.launcher.spawn("w0", SPEC) == Place.of_pod("demo-w0")
+        assert (await one.hears(Spawned))[0] == Spawned("w0", Place.of_pod("demo-w0", one.pod_uid("demo-w0"), "a"))
+        pod = one.cluster.pods()["demo-w0"]
+        assert (
+            pod["metadata"]["labels"] | {"shoal.dev/job": "demo", "shoal.dev/worker": "w0"} == pod["metadata"]["labels"]
+        )
+        token = one.cluster.objects[SECRETS]["demo-shoal-token"]["stringData"]["token"]
+        assert token == TOKENS.join("demo", "a1b2c3d4") and token not in json.dumps(pod)
+
+
+@asynchronous
+async def test_what_has_no_room_waits_with_the_schedulers_own_words_until_there_is_a_node(tmp_path: Path) -> None:
+    async with team(tmp_path, "a") as one:
+        for worker in ("w0", "w1"):
+            await one.launcher.spawn(worker, SPEC)
+        waits = await one.hears(Waiting)
+        assert waits[-1].reason is PendingReason.UNSCHEDULABLE and not waits[-1].hopeless
+        await one.until(
+            lambda: one.reports[-1].__class__ is Waiting and "Insufficient" in one.reports[-1].why, "the message"
+        )
+        late = one.reports[-1].worker
+        one.cluster.node("b")
+        assert (await one.hears(Spawned, of=late))[0].place.node == "b"
+
+
+@asynchronous
+async def test_an_image_that_cannot_be_pulled_is_told_as_hopeless_and_a_kill_ends_its_pod(tmp_path: Path) -> None:
+    async with team(tmp_path, "a") as one:
+        one.kubelets.lost_images.add("registry/train:1")
+        await one.launcher.spawn("w0", SPEC)
+        await one.until(lambda: [w for w in one.reports if isinstance(w, Waiting) and w.hopeless], "the pull's failure")
+        assert 'Back-off pulling image "registry/train:1"' in one.reports[-1].why
+        await one.launcher.kill("w0", SPEC)
+        assert (await one.hears(Exited))[0].code is None
+        assert one.cluster.pods() == {}
+
+
+@asynchronous
+async def test_a_quota_that_is_used_up_is_waited_for(tmp_path: Path) -> None:
+    async with team(tmp_path, "a") as one:
+        one.cluster.quota = 0
+        await one.launcher.spawn("w0", SPEC)
+        (wait,) = await one.hears(Waiting)
+        assert (wait.reason, wait.hopeless) == (PendingReason.QUOTA, False) and "exceeded quota: team" in wait.why
+        one.cluster.quota = 1
+        await one.hears(Spawned)
+
+
+@asynchronous
+async def test_what_the_cluster_refuses_for_good_is_hopeless_and_says_what_to_do(tmp_path: Path) -> None:
+    async with team(tmp_path, "a") as one:
+        spec = JobSpec("demo", 1, launcher="kubernetes", run="r", kubernetes=json.dumps(
+            {**SECTION, "pod_template": {"spec": {"hostnam": "x"}}}))  # fmt: skip
+        await one.launcher.spawn("w0", spec)
+        (wait,) = await one.hears(Waiting)
+        assert wait.hopeless and 'unknown field "hostnam"' in wait.why
+        await one.launcher.kill("w0", spec)
+        assert (await one.hears(Exited))[0] == Exited("w0", None, "its pod demo-w0 was never made")
+        one.cluster.forbidden.add(PODS)
+        await one.launcher.spawn("w1", SPEC)
+        refused = (await one.hears(Waiting, of="w1"))[0]
+        assert refused.hopeless and 'cannot use resource "pods"' in refused.why and "service account" in refused.why
+
+
+@asynchronous
+async def test_an_answer_that_is_lost_makes_no_second_pod(tmp_path: Path) -> None:
+    async with team(tmp_path, "a") as one:
+        one.cluster.fail("POST", "/pods")
+        await one.launcher.spawn("w0", SPEC)
+        await one.hears(Spawned)
+        assert list(one.cluster.pods()) == ["demo-w0"] and not any(
+            isinstance(news, Waiting) and news.hopeless for news in one.reports
+        )
+
+
+@asynchronous
+async def test_429_and_500_are_tried_again_and_retry_after_is_heeded(tmp_path: Path) -> None:
+    async with team(tmp_path, "a") as one:
+        one.cluster.fail("POST", "/pods", 500, times=2)
+        one.cluster.fail("POST", "/pods", 429, headers={"Retry-After": "0.3"})
+        began = asyncio.get_running_loop().time()
+        await one.launcher.spawn("w0", SPEC)
+        await one.hears(Spawned)
+        assert asyncio.get_running_loop().time() - began >= 0.3
+        assert [method for method, path in one.cluster.requests if path == PODS].count("POST") == 4
+
+
+@asynchronous
+async def test_a_server_that_is_away_is_what_a_worker_waits_for(tmp_path: Path) -> None:
+    async with team(tmp_path, "a") as one:
+        one.cluster.fail("POST", "/pods", 503, times=6)
+        await one.launcher.spawn("w0", SPEC)
+        assert (await one.hears(Waiting))[0].reason is PendingReason.CLUSTER
+        await one.hears(Spawned)
+
+
+@asynchronous
+async def test_a_name_that_another_pod_has_is_waited_for_where_it_ends_and_named_where_it_stays(tmp_path: Path) -> None:
+    async with team(tmp_path, "a") as one:
+        one.cluster.put(
+            PODS, {"metadata": {"name": "demo-w0"}, "spec": {"containers": []}, "status": {"phase": "Running"}}
+        )
+        await one.launcher.spawn("w0", SPEC)
+        (wait,) = await one.hears(Waiting)
+        assert wait.hopeless and wait.why == (
+            "the pod demo-w0, which has this worker's name, is not one of job demo; delete it or name the job otherwise"
+        )
+        one.cluster.remove(PODS, "demo-w0")
+        await one.hears(Spawned)
+
+
+@asynchronous
+async def test_twenty_pods_are_made_at_a_time(tmp_path: Path) -> None:
+    async with team(tmp_path) as one:
+        one.cluster.fail("POST", "/pods", seconds=0.05, times=100)
+        for number in range(50):
+            await one.launcher.spawn(f"w{number}", SPEC)
+        await one.until(lambda: len(one.cluster.pods()) == 50, "fifty pods")
+        assert one.cluster.most_at_a_time <= pod_writer.AT_A_TIME
+
+
+# ---- ending
+
+
+@asynchronous
+async def test_ends_are_told_with_status_signal_and_last_words(tmp_path: Path) -> None:
+    async with team(tmp_path, "a", "b", "c") as one:
+        for worker in ("w0", "w1", "w2"):
+            await one.launcher.spawn(worker, SPEC)
+        await one.until(lambda: one.count(Spawned) == 3, "all run")
+        one.kubelets.end("demo-w0", 0)
+        one.kubelets.end("demo-w1", -9)
+        one.cluster.update(PODS, "demo-w2", lambda pod: pod["status"].update(
+            phase="Failed", reason="Evicted", message="The node was low on resource: memory."))  # fmt: skip
+        await one.until(lambda: one.count(Exited) == 3, "all ended")
+        assert {news.worker: (news.code, news.why) for news in one.reports if isinstance(news, Exited)} == {
+            "w0": (0, "its pod demo-w0 ended with status 0"),
+            "w1": (-9, "its pod demo-w1 was ended by SIGKILL"),
+            "w2": (None, "its pod demo-w2 has ended (Evicted: The node was low on resource: memory.)"),
+        }
+
+
+@asynchronous
+async def test_a_killed_pod_has_ended_when_it_is_gone_and_not_before(tmp_path: Path) -> None:
+    async with team(tmp_path, "a") as one:
+        await one.launcher.spawn("w0", SPEC)
+        await one.hears(Spawned)
+        one.kubelets.silent.add("a")
+        await one.launcher.kill("w0", SPEC)
+        await one.settle()
+        assert not [news for news in one.reports if not isinstance(news, Spawned | Waiting)], (
+            "its kubelet has not confirmed"
+        )
+        one.kubelets.silent.clear()
+        one.cluster.node("b")  # so that they look again
+        assert (await one.hears(Exited))[0].worker == "w0"
+
+
+@asynchronous
+async def test_a_pod_on_a_node_that_does_not_answer_is_killed_by_force(tmp_path: Path) -> None:
+    async with team(tmp_path, "a") as one:
+        await one.launcher.spawn("w0", SPEC)
+        await one.hears(Spawned)
+        one.kubelets.silent.add("a")
+        one.cluster.update(NODES, "a", lambda node: node["status"].update(
+            conditions=[{"type": "Ready", "status": "Unknown"}]))  # fmt: skip
+        await one.settle()
+        assert not [news for news in one.reports if isinstance(news, Exited)], "a node that is not ready proves nothing"
+        await one.launcher.kill("w0", SPEC)
+        await one.hears(Exited)
+        assert one.cluster.pods() == {}
+
+
+@asynchronous
+async def test_a_node_that_is_gone_or_out_of_service_proves_a_death(tmp_path: Path) -> None:
+    async with team(tmp_path, "a", "b") as one:
+        for worker in ("w0", "w1"):
+            await one.launcher.spawn(worker, SPEC)
+        await one.until(lambda: one.count(Spawned) == 2, "both run")
+        node = {news.worker: news.place.node for news in one.reports if isinstance(news, Spawned)}
+        one.kubelets.silent |= {"a", "b"}
+        one.cluster.remove(NODES, node["w0"])
+        assert (await one.hears(Exited))[0] == Exited("w0", None, f"its node {node['w0']} is not there any more")
+        one.cluster.node(node["w1"], "node.kubernetes.io/out-of-service")
+        gone = await one.hears(Exited, of="w1")
+        assert gone[0].why == f"its node {node['w1']} has the taint node.kubernetes.io/out-of-service"
+        await one.until(lambda: one.cluster.pods() == {}, "the pods of both are deleted by force")
+
+
+@asynchronous
+async def test_a_pod_that_was_deleted_and_made_again_is_not_ours(tmp_path: Path) -> None:
+    async with team(tmp_path, "a") as one:
+        await one.launcher.spawn("w0", SPEC)
+        await one.hears(Spawned)
+        pod = one.cluster.pods()["demo-w0"]
+        one.kubelets.silent.add("a")
+        one.cluster.remove(PODS, "demo-w0")
+        one.cluster.put(PODS, {**pod, "metadata": {**pod["metadata"], "uid": "another"}})
+        assert (await one.hears(Exited))[0] == Exited("w0", None, "its pod demo-w0 was deleted")
+
+
+# ---- who is to go
+
+
+@asynchronous
+async def test_a_taint_announces_a_drain_and_its_end_takes_it_back(tmp_path: Path) -> None:
+    async with team(tmp_path, "a", taints=("team/leaving",)) as one:
+        await one.launcher.spawn("w0", SPEC)
+        await one.hears(Spawned)
+        one.cluster.node("a", "aws-node-termination-handler/rebalance-recommendation")
+        await one.settle()
+        assert not [news for news in one.reports if isinstance(news, Preempted)], "that is a hint"
+        one.cluster.node("a", "karpenter.sh/disrupted")
+        (preempted,) = await one.hears(Preempted)
+        assert preempted == Preempted("w0", Notice.TAINTED, "its node a has the taint karpenter.sh/disrupted", 55.0)
+        one.cluster.node("a")
+        await one.hears(Spared)
+        one.cluster.node("a", "team/leaving")
+        await one.until(lambda: one.count(Preempted) == 2, "a taint of the settings")
+        one.cluster.node("a", "team/leaving", unschedulable=True)
+        await one.settle()
+        assert one.count(Preempted) == 2
+
+
+@asynchronous
+async def test_cordon_condition_and_deletion_announce_a_drain_each_within_the_grace(tmp_path: Path) -> None:
+    async with team(tmp_path, "a", "b", "c") as one:
+        for worker in ("w0", "w1", "w2"):
+            await one.launcher.spawn(worker, SPEC)
+        await one.until(lambda: one.count(Spawned) == 3, "all run")
+        one.kubelets.silent |= {"a", "b", "c"}
+        node = {news.worker: news.place.node for news in one.reports if isinstance(news, Spawned)}
+        one.cluster.node(node["w0"], unschedulable=True)
+        condition = {"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler"}
+        one.cluster.update(PODS, "demo-w1", lambda pod: pod["status"].update(conditions=[condition]))
+        one.cluster._delete(PODS, one.cluster.pods()["demo-w2"], {})
+        await one.until(lambda: one.count(Preempted) == 3, "three notices")
+        notices = {news.worker: news for news in one.reports if isinstance(news, Preempted)}
+        assert {worker: news.notice for worker, news in notices.items()} == {
+            "w0": Notice.CORDONED, "w1": Notice.DISRUPTED, "w2": Notice.DELETED,
+        }  # fmt: skip
+        assert "PreemptionByScheduler" in notices["w1"].why and 50 < notices["w2"].grace_seconds <= 55
+
+
+@asynchronous
+async def test_without_the_right_to_read_nodes_pods_are_still_watched(tmp_path: Path) -> None:
+    async with team(tmp_path, "a", nodes=False) as one:
+        one.cluster.forbidden.add(NODES)
+        await one.launcher.spawn("w0", SPEC)
+        await one.hears(Spawned)
+        await one.launcher.kill("w0", SPEC)
+        await one.hears(Exited)
+
+
+# ---- a watch with gaps
+
+
+@asynchronous
+async def test_news_that_come_twice_or_after_a_gap_are_told_once(tmp_path: Path) -> None:
+    async with team(tmp_path, "a", "b") as one:
+        one.cluster.doubles = True
+        for worker in ("w0", "w1"):
+            await one.launcher.spawn(worker, SPEC)
+        await one.until(lambda: one.count(Spawned) == 2, "both run")
+        one.cluster.fail("GET", "/pods", 500, times=2)
+        one.cluster.break_watches()
+        one.kubelets.end("demo-w0", 0)
+        one.cluster.remove(PODS, "demo-w1")
+        one.cluster.compact()
+        await one.until(lambda: one.count(Exited) == 2, "both ends")
+        await one.settle()
+        assert sorted(news.worker for news in one.reports if isinstance(news, Exited)) == ["w0", "w1"]
+        assert one.count(Spawned) == 2
+
+
+@asynchronous
+async def test_a_job_that_cannot_hear_is_told_again_in_order(tmp_path: Path) -> None:
+    async with team(tmp_path, "a") as one:
+        one.deaf = [StoreError("the store is away"), StoreError("the store is away")]
+        await one.launcher.spawn("w0", SPEC)
+        await one.hears(Spawned)
+        one.kubelets.end("demo-w0", 0)
+        await one.hears(Exited)
+        kinds = [type(news) for news in one.reports]
+        assert kinds.index(Spawned) < kinds.index(Exited)
+        one.deaf = [NotFound("there is no job demo")] * 5
+        await one.launcher.spawn("w1", SPEC)
+        await one.until(lambda: not one.deaf or len(one.deaf) < 5, "a report that nobody wants")
+
+
+# ---- another controller
+
+
+@asynchronous
+async def test_a_controller_that_missed_the_loss_of_a_node_finds_out(tmp_path: Path) -> None:
+    async with team(tmp_path, "a") as one:
+        await one.launcher.spawn("w0", SPEC)
+        await one.hears(Spawned)
+        await one.launcher.release()
+        one.kubelets.silent.add("a")
+        one.cluster.remove(NODES, "a")
+        await one.launcher.adopt([], SPEC)
+        assert (await one.hears(Exited))[0].why == "its node a is not there any more"
+
+
+@asynchronous
+async def test_a_kill_finds_a_pod_that_was_not_adopted_and_says_where_there_is_none(tmp_path: Path) -> None:
+    async with team(tmp_path, "a") as one:
+        await one.launcher.spawn("w0", SPEC)
+        await one.hears(Spawned)
+        await one.launcher.release()
+        for worker in ("w0", "w1"):
+            await one.launcher.kill(worker, SPEC)
+        await one.until(lambda: one.count(Exited) == 2, "both ends")
+        assert one.cluster.pods() == {}
+        assert (await one.hears(Exited, of="w1"))[0].why == "there is no pod demo-w1"
+
+
+@asynchronous
+async def test_another_controller_adopts_what_lives_and_hears_of_what_ended(tmp_path: Path) -> None:
+    async with team(tmp_path, "a", "b", "c") as one:
+        for worker in ("w0", "w1", "w2", "w3"):
+            await one.launcher.spawn(worker, SPEC)
+        await one.until(lambda: one.count(Spawned) == 3, "three run")
+        waits = next(f"w{n}" for n in range(4) if one.cluster.pods()[f"demo-w{n}"]["status"]["phase"] == "Pending")
+        await one.launcher.release()
+        one.reports.clear()
+        for node in ("a", "b", "c"):
+            one.cluster.node(node, "team/full")
+        ended, lives, *_ = [f"w{n}" for n in range(4) if f"w{n}" != waits]
+        one.kubelets.end(f"demo-{ended}", 1)
+        places = await one.launcher.adopt([waits, "w9"], SPEC)
+        assert places["w9"] is None and ended not in places
+        assert places[lives] is not None and places[lives].node and not places[waits].node  # type: ignore[union-attr]
+        assert (await one.hears(Exited))[0].worker == ended
+        assert (await one.hears(Waiting))[0].worker == waits
+
+
+@asynchronous
+async def test_the_pods_of_an_earlier_run_are_deleted_and_not_adopted(tmp_path: Path) -> None:
+    async with team(tmp_path, "a", "b") as one:
+        await one.launcher.spawn("w0", SPEC)
+        await one.hears(Spawned)
+        await one.launcher.release()
+        again = JobSpec("demo", 1, launcher="kubernetes", run="e5f6", kubernetes=SPEC.kubernetes)
+        assert await one.launcher.adopt([], again) == {}
+        await one.launcher.spawn("w0", again)
+        await one.until(lambda: one.run_of("demo-w0") == "e5f6", "a pod of the new run")
+        token = one.cluster.objects[SECRETS]["demo-shoal-token"]["stringData"]["token"]
+        assert token == TOKENS.join("demo", "e5f6")
+
+
+@asynchronous
+async def test_what_is_left_of_a_forgotten_job_is_deleted(tmp_path: Path) -> None:
+    async with team(tmp_path, "a", "b") as one:
+        for worker in ("w0", "w1", "w2"):
+            await one.launcher.spawn(worker, SPEC)
+        await one.until(lambda: one.count(Spawned) == 2, "both run")
+        await one.launcher.forget("demo")
+        await one.until(lambda: one.cluster.pods() == {} and one.cluster.objects[SECRETS] == {}, "all is gone")
+        one.cluster.forbidden.add(PODS)
+        with pytest.raises(OSError, match='cannot use resource "pods"'):
+            await one.launcher.forget("demo")
+
+
+@asynchronous
+async def test_of_the_ended_pods_of_a_job_a_few_stay_for_their_logs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pod_launcher, "KEPT_PODS", 1)
+    async with team(tmp_path, "a") as one:
+        for number in range(3):
+            await one.launcher.spawn(f"w{number}", SPEC)
+            await one.hears(Spawned, of=f"w{number}")
+            one.kubelets.end(f"demo-w{number}", 1)
+            await one.hears(Exited, of=f"w{number}")
+        await one.until(lambda: list(one.cluster.pods()) == ["demo-w2"], "the newest stays")
+
+
+@asynchronous
+async def test_where_there_is_no_cluster_one_sentence_says_what_to_do(tmp_path: Path) -> None:
+    for path, beginning in (("", "launcher kubernetes finds no cluster around this process"), ("no", "launcher kub")):
+        with pytest.raises(UserError, match="set KUBECONFIG to a file that names a cluster") as error:
+            kubeconfig_file = str(tmp_path / path) if path else ""
+            async with kubernetes_launcher(PodOptions(tuple), ClusterOptions(kubeconfig_file), _nobody):
+                pass
+        assert str(error.value).startswith(beginning)
+
+
+async def _nobody(job: str, news: object) -> None:
+    raise AssertionError

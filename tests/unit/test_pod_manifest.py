@@ -1,0 +1,188 @@
+"""What the launcher asks a cluster to make, and the section that says so: refused by name where it is wrong."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from api_server import check_fields
+from pydantic import ValidationError
+from shoal_controller.api.models import JobBody
+from shoal_controller.core.machine.spec import JobSpec
+from shoal_controller.launchers.kubernetes.pod_manifest import PodTerms, pod, secret, section_of
+from shoal_protos.validation import first_sentence
+
+JOB: dict[str, Any] = {
+    "job": "demo", "launcher": "kubernetes", "command": ["python", "train.py"], "workers": {"wanted": 4, "min": 2},
+    "env": {"A": "1"}, "kubernetes": {"image": "registry/train:1"},
+}  # fmt: skip
+
+
+def made(worker: str = "w0", **section: Any) -> dict[str, Any]:
+    """The pod of a job with this in its section; every field is one that Kubernetes has."""
+    body = JobBody.model_validate({**JOB, "kubernetes": {**JOB["kubernetes"], **section}})
+    spec = body.spec(2)
+    terms = PodTerms(JobSpec(**{**_fields(spec), "run": "a1b2"}), section_of(spec), ("c:7071", "d:7071"), True)
+    found = pod(worker, terms)
+    check_fields(found, "V1Pod", "Pod")
+    return found
+
+
+def _fields(spec: JobSpec) -> dict[str, Any]:
+    return {name: getattr(spec, name) for name in spec.__dataclass_fields__}
+
+
+def refusal(**fields: Any) -> str:
+    with pytest.raises(ValidationError) as error:
+        JobBody.model_validate({**JOB, **fields})
+    return first_sentence(error.value.errors(), "the body", JobBody)
+
+
+# ---- the pod
+
+
+def test_a_pod_has_what_every_pod_must_have() -> None:
+    found = made()
+    assert found["metadata"] == {
+        "name": "demo-w0",
+        "labels": {
+            "app.kubernetes.io/name": "shoal", "app.kubernetes.io/component": "worker",
+            "app.kubernetes.io/instance": "demo", "app.kubernetes.io/managed-by": "shoal",
+            "shoal.dev/job": "demo", "shoal.dev/run": "a1b2", "shoal.dev/worker": "w0",
+        },
+    }  # fmt: skip
+    spec = found["spec"]
+    (container,) = spec.pop("containers")
+    assert spec == {
+        "restartPolicy": "Never", "shareProcessNamespace": True, "enableServiceLinks": False,
+        "automountServiceAccountToken": False, "terminationGracePeriodSeconds": 60,
+        "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
+    }  # fmt: skip
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}, "privileged": False,
+    }  # fmt: skip
+    assert (container["image"], container["command"]) == ("registry/train:1", ["python", "train.py"])
+
+
+def test_a_worker_is_told_who_it_is_where_it_is_and_how_long_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "the controller's own")
+    variables = {one["name"]: one for one in made(grace_seconds=120)["spec"]["containers"][0]["env"]}
+    plain = {name: one["value"] for name, one in variables.items() if "value" in one}
+    assert {name: value for name, value in plain.items() if name.startswith(("SHOAL", "A"))} == {
+        "A": "1", "SHOAL_CONTROLLER": "c:7071,d:7071", "SHOAL_JOB": "demo", "SHOAL_RUN": "a1b2",
+        "SHOAL_WORKER_ID": "w0", "SHOAL_LAUNCHER": "kubernetes", "SHOAL_GRACE_SECONDS": "115",
+    }  # fmt: skip
+    assert variables["SHOAL_HOST"]["valueFrom"]["fieldRef"] == {"fieldPath": "status.podIP"}
+    assert variables["SHOAL_FAILURE_DOMAIN"]["valueFrom"]["fieldRef"] == {"fieldPath": "spec.nodeName"}
+    assert variables["SHOAL_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "demo-shoal-token", "key": "token"}
+
+
+def test_the_section_reaches_the_pod() -> None:
+    toleration = {"key": "spot", "operator": "Exists"}
+    spread = {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "ScheduleAnyway"}
+    claim = {"name": "data", "persistentVolumeClaim": {"claimName": "data"}}
+    secret_variable = {"name": "KEY", "valueFrom": {"secretKeyRef": {"name": "s3", "key": "key"}}}
+    found = made(
+        resources={"limits": {"nvidia.com/gpu": 1}}, node_selector={"gpu": "yes"}, tolerations=[toleration],
+        affinity={"nodeAffinity": {}}, topology_spread_constraints=[spread], volumes=[claim],
+        volume_mounts=[{"name": "data", "mountPath": "/data"}], shm_size="8Gi", env=[secret_variable],
+        service_account="trainer", priority_class="low", image_pull_secrets=["pull"], run_as_user=1000, fs_group=1000,
+        labels={"team": "a"}, annotations={"note": "b"}, image_pull_policy="Always",
+    )  # fmt: skip
+    spec, container = found["spec"], found["spec"]["containers"][0]
+    assert container["resources"] == {"limits": {"nvidia.com/gpu": 1}} and container["imagePullPolicy"] == "Always"
+    assert (spec["nodeSelector"], spec["tolerations"]) == ({"gpu": "yes"}, [toleration])
+    assert (spec["affinity"], spec["topologySpreadConstraints"]) == ({"nodeAffinity": {}}, [spread])
+    assert spec["volumes"] == [claim, {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}}]
+    assert [mount["mountPath"] for mount in container["volumeMounts"]] == ["/data", "/dev/shm"]
+    assert container["env"][0] == secret_variable
+    assert (spec["serviceAccountName"], spec["priorityClassName"]) == ("trainer", "low")
+    assert spec["imagePullSecrets"] == [{"name": "pull"}]
+    assert (spec["securityContext"]["runAsUser"], spec["securityContext"]["fsGroup"]) == (1000, 1000)
+    assert found["metadata"]["labels"]["team"] == "a" and found["metadata"]["annotations"] == {"note": "b"}
+
+
+def test_a_patch_adds_what_is_not_in_the_section_and_changes_nothing_that_must_be() -> None:
+    found = made(pod_template={
+        "metadata": {"labels": {"shoal.dev/job": "other"}},
+        "spec": {
+            "hostIPC": True, "restartPolicy": "Always", "shareProcessNamespace": False,
+            "automountServiceAccountToken": True, "securityContext": {"runAsNonRoot": False, "runAsGroup": 7},
+            "containers": [
+                {"name": "worker", "stdin": True, "securityContext": {"privileged": True}},
+                {"name": "beside", "image": "registry/logs:1", "securityContext": {"allowPrivilegeEscalation": True}},
+            ],
+        },
+    })  # fmt: skip
+    spec = found["spec"]
+    assert found["metadata"]["labels"]["shoal.dev/job"] == "demo"
+    assert (spec["hostIPC"], spec["restartPolicy"], spec["shareProcessNamespace"]) == (True, "Never", True)
+    assert spec["automountServiceAccountToken"] is False
+    assert spec["securityContext"]["runAsNonRoot"] is True and spec["securityContext"]["runAsGroup"] == 7
+    worker, beside = spec["containers"]
+    assert worker["stdin"] is True and worker["image"] == "registry/train:1"
+    assert worker["securityContext"]["privileged"] is False
+    assert beside["securityContext"]["allowPrivilegeEscalation"] is False
+
+
+def test_the_first_pods_of_a_gang_are_one_group_and_every_further_one_is_alone() -> None:
+    first, second, third = (made(f"w{n}", gang="kueue", queue="team-a")["metadata"] for n in range(3))
+    for metadata in (first, second):
+        assert metadata["labels"]["kueue.x-k8s.io/pod-group-name"] == "demo-a1b2"
+        assert metadata["annotations"]["kueue.x-k8s.io/pod-group-total-count"] == "2"
+    assert third["labels"]["kueue.x-k8s.io/queue-name"] == "team-a"
+    assert "kueue.x-k8s.io/pod-group-name" not in third["labels"] and "annotations" not in third
+
+
+def test_the_token_lies_in_a_secret_of_the_job() -> None:
+    found = secret(JobSpec("demo", 1, run="a1b2"), "join:demo:a1b2:0f")
+    check_fields(found, "V1Secret", "Secret")
+    assert found["metadata"]["name"] == "demo-shoal-token" and found["stringData"] == {"token": "join:demo:a1b2:0f"}
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"kubernetes": None}, "`kubernetes` is missing; launcher kubernetes needs a section with an image"),
+        ({"kubernetes": {}}, "`kubernetes.image` is missing"),
+        ({"kubernetes": {"image": "i", "imge": "j"}}, "`kubernetes.imge`"),
+        ({"kubernetes": {"image": "i", "resources": {"limit": {}}}}, "`kubernetes.resources.limit`"),
+        ({"kubernetes": {"image": "i", "grace_seconds": 5}}, "`kubernetes.grace_seconds` is 5"),
+        ({"kubernetes": {"image": "i", "shm_size": "much"}}, "`kubernetes.shm_size`"),
+        ({"kubernetes": {"image": "i", "gang": "volcano"}}, "`kubernetes.gang`"),
+        ({"kubernetes": {"image": "i", "gang": "kueue"}}, "`kubernetes.queue` is missing"),
+        ({"kubernetes": {"image": "i", "run_as_user": 0}}, "`kubernetes.run_as_user` is 0"),
+        (
+            {"kubernetes": {"image": "i", "env": [{"name": "SHOAL_HOST", "value": "x"}]}},
+            "`kubernetes.env` sets SHOAL_HOST, which is set by Shoal itself; leave it out",
+        ),
+        (
+            {"kubernetes": {"image": "i", "labels": {"shoal.dev/job": "x"}}},
+            "`kubernetes` sets shoal.dev/job, which is set by Shoal itself; leave it out",
+        ),
+        (
+            {"kubernetes": {"image": "i", "pod_template": {"status": {}}}},
+            "`kubernetes.pod_template` has the key status; expected metadata or spec",
+        ),
+        ({"command": []}, "`command` is missing; launcher kubernetes needs the command of each worker"),
+        ({"launcher": "local"}, "`kubernetes` is given, but `launcher` is local; leave the section out"),
+        (
+            {"job": "My_Job"},
+            "`job` is 'My_Job'; pods are named after their job: expected at most 52 small letters, digits and `-`",
+        ),
+        ({"job": "a" * 53}, "pods are named after their job"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_wrong_is_named(fields: dict[str, Any], expected: str) -> None:
+    assert expected in refusal(**fields)
+
+
+def test_the_section_comes_back_from_the_spec_as_it_was_given() -> None:
+    body = JobBody.model_validate({**JOB, "kubernetes": {"image": "i", "shm_size": "1Gi"}})
+    assert json.loads(body.spec(2).kubernetes) == {"image": "i", "shm_size": "1Gi"}
+    assert section_of(body.spec(2)) == body.kubernetes
