@@ -22,6 +22,7 @@ from shoal_protos.errors import Conflict, NotFound, UserError
 from shoal_protos.messages import (
     Ask,
     Drain,
+    Result,
 )
 
 
@@ -118,3 +119,13 @@ def test_a_job_that_is_over_refuses_wishes_and_says_why() -> None:
     assert refused(job, Scale(2)) == "job job is over (cancelled): cancelled at step 0, while no world was training."
     with pytest.raises(Conflict):
         job.feed(Pause())
+
+
+def test_a_job_that_is_cancelled_because_its_script_fails_ends_with_why_it_failed() -> None:
+    job = Driver(wanted=2, launcher="local", command=("x",))
+    job.hello("w0")
+    job.say("w0", Result(0, failure="ValueError: no such column"))
+    job.feed(Cancel())
+    assert job.view.reason == (
+        "cancelled at step 0, while no world was training; worker w0 failed: ValueError: no such column"
+    )

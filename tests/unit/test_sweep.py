@@ -1,4 +1,4 @@
-"""Many engines in one script: each goes with its module, and what it has begun to save comes to its end."""
+"""The end of a script, and many engines in one: each goes with its module, and its last save comes to its end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from crew import Task, engine_of, train
 from shoal.faults import Faults
 from shoal.session.alone import AloneLink
 from shoal.training.engine import Engine
-from shoal.training.exit import serve_at_exit
+from shoal.training.exit import _Ending, serve_at_exit
 
 
 def trained(task: Task) -> Engine:
@@ -37,3 +37,11 @@ def test_a_save_that_an_engine_has_begun_is_whole_when_the_engine_is_gone(tmp_pa
     del engine
     gc.collect()
     assert len(list(tmp_path.glob("*/manifest.json"))) == 1
+
+
+def test_a_script_that_never_gets_to_its_loop_has_ended_at_step_0() -> None:
+    engine = engine_of(Task({"max_steps": 2}), AloneLink(), Faults([]))
+    result = _Ending(engine)._result()
+    assert (result.step, result.failure) == (
+        0, "the script ended at step 0 of 2; go through the loop to its end, or call engine.stop()."
+    )  # fmt: skip

@@ -55,11 +55,12 @@ class _Ending:
         state = self._engine.context.state
         if self._failure is not None:
             return result_of(self._failure, state.step)
+        step = max(0, state.step)
         why = (
-            f"the script ended at step {state.step} of {state.last_step}; "
+            f"the script ended at step {step} of {state.last_step}; "
             "go through the loop to its end, or call engine.stop()."
         )
-        return Result(max(0, state.step), failure=why, fault=Fault("", why, ""))
+        return Result(step, failure=why, fault=Fault("", why, ""))
 
     def _serve(self) -> None:
         """Votes without a step until told to end."""

@@ -26,6 +26,7 @@ from shoal_controller.core.machine.phases import (
     progress,
     scaling,
     silence,
+    waiting,
 )
 from shoal_controller.core.machine.phases.next_message import is_member, send_if_due
 from shoal_controller.core.machine.spec import Phase
@@ -164,7 +165,9 @@ def settle_cancelled(turn: Turn) -> None:
     if not _trains(turn):
         progress.update(turn)
         turn.keep(step=max(turn.durable.step, turn.job.figures.step))
-        ending.finish(turn, Phase.CANCELLED, f"cancelled at step {turn.durable.step}, while no world was training")
+        trouble = waiting.trouble(turn.durable) if turn.world is None else ""
+        why = f"cancelled at step {turn.durable.step}, while no world was training{trouble}"
+        ending.finish(turn, Phase.CANCELLED, why)
     elif turn.now - since > seconds:
         ending.finish(turn, Phase.CANCELLED, f"cancelled; workers did not stop within {seconds:g} s")
 
