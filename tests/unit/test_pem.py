@@ -78,7 +78,8 @@ async def of_etcd_with_its_own(folder: Path) -> None:
 
 @pytest.mark.parametrize("read", [of_a_worker_with_its_own, of_the_workers_port_with_its_own, of_etcd_with_its_own])
 def test_a_key_with_a_password_is_one_sentence_and_nobody_is_asked_for_it(
-    locked: Path, read: Callable[[Path], None]
+    locked: Path, read: Callable[[Path], None], capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(UserError, match=r"_KEY .*one\.key.* cannot be used together .*without a password$"):
         read(locked)
+    assert capfd.readouterr() == ("", "")  # where there is no terminal, OpenSSL asks here
