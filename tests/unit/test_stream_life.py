@@ -1,0 +1,45 @@
+"""What a controller says on streams on which there is nothing else to say."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from shoal_controller.sessions.streams import Stream, Streams
+from shoal_protos.description import Description
+from shoal_protos.messages import PROTOCOL_VERSION, Alive, Hello, MemberState, Prepare, Status, ToController, ToWorker
+from shoal_protos.wire import decode_controller, encode_worker
+
+HELLO: ToController = Hello(
+    version=PROTOCOL_VERSION, job="demo", worker="", incarnation="a1", address="127.0.0.1:29500", host="here",
+    pid=1, domain="here", description=Description(8, 40, 4096, 1, 1, 0, 10, (), "AdamW", {}, {}, False, False),
+    status=Status(1, 0, MemberState.WARMING_UP, 0, -1, 0),
+)  # fmt: skip
+UNUSED: Any = None
+"""gRPC's end of a stream that nobody reads."""
+
+
+def unread(stream: Stream) -> list[ToWorker]:
+    return [decode_controller(message) for message in stream.dialogue.outbox]
+
+
+def test_every_stream_is_told_once_a_round_that_the_controller_lives_and_one_that_is_not_read_no_more() -> None:
+    async def rounds() -> None:
+        streams = Streams()
+        greeted = [streams.open(UNUSED) for _ in range(5)]
+        for stream in greeted:
+            stream.dialogue.hear(encode_worker(HELLO))
+        silent, last = streams.open(UNUSED), greeted[-1]
+        streams.send(last.dialogue.connection, Prepare(3))
+        for _ in range(2):
+            for part in range(3):
+                streams.show_life(part, 3)
+        assert all(unread(stream) == [Alive()] and stream.stirred.is_set() for stream in greeted[:-1])
+        assert unread(last) == [Prepare(3)], "what is unread says it as well"
+        assert unread(silent) == [], "who has not said hello"
+        greeted[0].dialogue.outbox.clear()
+        for part in range(3):
+            streams.show_life(part, 3)
+        assert unread(greeted[0]) == [Alive()], "it was read, and another round has passed"
+
+    asyncio.run(rounds())
