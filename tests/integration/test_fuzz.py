@@ -9,7 +9,7 @@ from fuzz import job
 from fuzz.sessions import MANNERS
 
 SEED = 20
-SECONDS = 30
+SECONDS = 90
 """For so long the job would last; at the end of the fuzzing it goes on at once."""
 CASES = 60
 SESSIONS = 3 * len(MANNERS)
