@@ -11,6 +11,7 @@ import asyncio
 import itertools
 import json
 import re
+from bisect import bisect_right
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from copy import deepcopy
@@ -248,7 +249,9 @@ class FakeCluster:
         self._watches.add(response)
         try:
             while request.transport is not None and not request.transport.is_closing():
-                for version, where, kind, item in [one for one in self.history if one[0] > at]:
+                for version, where, kind, item in self.history[
+                    bisect_right(self.history, at, key=lambda one: one[0]) :
+                ]:
                     if where == path and selected(item, selector):
                         for _ in range(1 + self.doubles):
                             await _line(response, kind, item)

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import subprocess
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,13 +30,28 @@ class Kubelets:
         """By uid."""
         self._due: dict[str, float] = {}
         self._changed = asyncio.Event()
-        cluster.changed = lambda path, kind, item: self._changed.set()
+        self._dirty: dict[str, None] = {}
+        """Pods that have changed; where a node has, or room was made, all of them are."""
+        self._used: Counter[str] = Counter()
+        cluster.changed = self._note
+
+    def _note(self, path: str, kind: str, item: Json) -> None:
+        if path == PODS and kind != "DELETED":
+            self._dirty[item["metadata"]["name"]] = None
+        if path == NODES or kind == "DELETED" or item.get("status", {}).get("phase") in ("Succeeded", "Failed"):
+            self._dirty |= dict.fromkeys(self.cluster.pods())
+        self._changed.set()
 
     async def run(self) -> None:
         while True:
             self._changed.clear()
-            for pod in list(self.cluster.pods().values()):
-                self._look(pod)
+            pods = self.cluster.pods()
+            live = (pod for pod in pods.values() if pod["status"]["phase"] in ("Pending", "Running"))
+            self._used = Counter(pod["spec"].get("nodeName", "") for pod in live)
+            names, self._dirty = list(self._dirty if self.logs is None else pods), {}
+            for name in names:
+                if name in pods:
+                    self._look(pods[name])
             if self.logs is None and not self._due:
                 await self._changed.wait()
             else:
@@ -66,14 +82,13 @@ class Kubelets:
     # ---- placing and starting
 
     def _place(self, pod: Json) -> None:
-        used = [one["spec"].get("nodeName") for one in self.cluster.pods().values()
-                if one["status"]["phase"] in ("Pending", "Running")]  # fmt: skip
         nodes = self.cluster.objects[NODES].values()
         free = [node["metadata"]["name"] for node in nodes
                 if not node["spec"].get("taints") and not node["spec"].get("unschedulable")
-                and used.count(node["metadata"]["name"]) < self.per_node]  # fmt: skip
+                and self._used[node["metadata"]["name"]] < self.per_node]  # fmt: skip
         name = pod["metadata"]["name"]
         if free and not pod["spec"].get("schedulingGates"):
+            self._used[free[0]] += 1
             self.cluster.update(PODS, name, lambda one: one["spec"].update(nodeName=free[0]))
         elif not pod["status"].get("conditions"):
             gated = bool(pod["spec"].get("schedulingGates"))

@@ -13,6 +13,7 @@ import pytest
 from api_server import FakeCluster, kubeconfig, served
 from kubelet import Kubelets
 from ports import free_port
+from shoal_controller.core.machine.events import Spawned
 from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.launchers.kubernetes import cluster_api, object_watch, pod_launcher, pod_writer
 from shoal_controller.launchers.kubernetes.connect import kubernetes_launcher
@@ -61,8 +62,12 @@ class Team:
         async with kubernetes_launcher(pods, self.options, self.submit) as self.launcher:
             yield self.launcher
 
-    async def until(self, done: Callable[[], object], purpose: str) -> None:
-        for _ in range(500):
+    def started(self) -> int:
+        """How many workers are known to run."""
+        return len({news.worker for news in self.reports if isinstance(news, Spawned)})
+
+    async def until(self, done: Callable[[], object], purpose: str, seconds: float = 10.0) -> None:
+        for _ in range(round(seconds / 0.02)):
             if done():
                 return
             await asyncio.sleep(0.02)

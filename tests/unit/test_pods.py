@@ -15,7 +15,7 @@ from shoal_controller.core.machine.pending import Notice, PendingReason
 from shoal_controller.core.machine.place import Place
 from shoal_controller.core.machine.spec import Phase, State
 from shoal_controller.core.machine.stored_form import durable_from, state_of
-from shoal_protos.messages import Drain, Ending
+from shoal_protos.messages import Drain, Ending, MemberState
 
 NO_ROOM = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
 NO_IMAGE = 'Back-off pulling image "registry/train:lost"'
@@ -243,8 +243,16 @@ def test_the_pod_of_an_evicted_worker_is_deleted_once_a_world_without_it_has_com
     job.connections.pop("w3")
     effects = job.wait(6)
     assert job.job.attempt is not None and not any(isinstance(effect, Kill) for effect in effects)
+    for worker, status in list(job.statuses.items()):
+        if worker in job.connections:
+            job.stop(worker, status)
+    plan = job.planned()
+    for member in plan.members:
+        job.beat(member.worker, state=MemberState.READY, promised=plan.generation)
+    assert job.job.durable.current is plan, "it is open, and no step is committed in it"
     assert job.job.durable.roster["w3"].ending is None
-    job.recover()
+    for member in plan.members:
+        job.train(member.worker, plan)
     assert job.job.durable.roster["w3"].ending is Ending.REPLACED
     assert [effect for effect in job.wait(61) if isinstance(effect, Kill)] == [Kill("w3")], "and again, if it stays"
 
