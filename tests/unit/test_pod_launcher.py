@@ -10,7 +10,7 @@ import pytest
 from api_server import NODES, PODS, SECRETS
 from asynchronous import asynchronous
 from pod_team import SECTION, SPEC, TOKENS, hurry, team
-from shoal_controller.core.machine.events import Exited, Preempted, Spared, Spawned, Waiting
+from shoal_controller.core.machine.events import Endangered, Exited, Preempted, Spared, Spawned, Waiting
 from shoal_controller.core.machine.pending import Notice, PendingReason
 from shoal_controller.core.machine.place import Place
 from shoal_controller.core.machine.spec import JobSpec
@@ -232,6 +232,24 @@ async def test_a_pod_that_was_deleted_and_made_again_is_not_ours(tmp_path: Path)
         assert (await one.hears(Exited))[0] == Exited("w0", None, "its pod demo-w0 was deleted")
 
 
+@asynchronous
+async def test_a_kill_spares_a_pod_of_another_uid_that_is_not_seen_yet(tmp_path: Path) -> None:
+    async with team(tmp_path, "a") as one:
+        await one.launcher.spawn("w0", SPEC)
+        await one.hears(Spawned)
+        pod = one.cluster.pods()["demo-w0"]
+        one.kubelets.silent.add("a")
+        one.cluster.fail("GET", "/pods", 500, times=1000)
+        one.cluster.break_watches()
+        one.cluster.remove(PODS, "demo-w0")
+        one.cluster.put(PODS, {**pod, "metadata": {**pod["metadata"], "uid": "another"}})
+        await one.launcher.kill("w0", SPEC)
+        await one.hears(Exited)
+        assert (
+            one.pod_uid("demo-w0") == "another" and "deletionTimestamp" not in one.cluster.pods()["demo-w0"]["metadata"]
+        )
+
+
 # ---- who is to go
 
 
@@ -243,6 +261,8 @@ async def test_a_taint_announces_a_drain_and_its_end_takes_it_back(tmp_path: Pat
         one.cluster.node("a", "aws-node-termination-handler/rebalance-recommendation")
         await one.settle()
         assert not [news for news in one.reports if isinstance(news, Preempted)], "that is a hint"
+        why = "its node a has the taint aws-node-termination-handler/rebalance-recommendation"
+        assert await one.hears(Endangered) == [Endangered("w0", why)]
         one.cluster.node("a", "karpenter.sh/disrupted")
         (preempted,) = await one.hears(Preempted)
         assert preempted == Preempted("w0", Notice.TAINTED, "its node a has the taint karpenter.sh/disrupted", 55.0)
@@ -381,6 +401,18 @@ async def test_the_pods_of_an_earlier_run_are_deleted_and_not_adopted(tmp_path: 
         await one.until(lambda: one.run_of("demo-w0") == "e5f6", "a pod of the new run")
         token = one.cluster.objects[SECRETS]["demo-shoal-token"]["stringData"]["token"]
         assert token == TOKENS.join("demo", "e5f6")
+
+
+@asynchronous
+async def test_a_pod_of_an_earlier_run_that_has_the_name_makes_way(tmp_path: Path) -> None:
+    async with team(tmp_path, "a", "b") as one:
+        await one.launcher.spawn("w0", SPEC)
+        await one.hears(Spawned)
+        await one.launcher.release()
+        await one.launcher.spawn(
+            "w0", JobSpec("demo", 1, launcher="kubernetes", run="e5f6", kubernetes=SPEC.kubernetes)
+        )
+        await one.until(lambda: one.run_of("demo-w0") == "e5f6", "a pod of the new run")
 
 
 @asynchronous

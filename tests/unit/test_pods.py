@@ -10,7 +10,16 @@ from machine_driver import MADE_OF, Driver, notes, stored, through_the_store, tr
 from shoal_controller.core.machine.codec import plain, restored
 from shoal_controller.core.machine.durable import Leaving, WorkerRecord
 from shoal_controller.core.machine.effects import Kill, Spawn
-from shoal_controller.core.machine.events import DrainWorker, Exited, Preempted, Scale, Spared, Spawned, Waiting
+from shoal_controller.core.machine.events import (
+    DrainWorker,
+    Endangered,
+    Exited,
+    Preempted,
+    Scale,
+    Spared,
+    Spawned,
+    Waiting,
+)
 from shoal_controller.core.machine.pending import Notice, PendingReason
 from shoal_controller.core.machine.place import Place
 from shoal_controller.core.machine.spec import Phase, State
@@ -224,6 +233,28 @@ def test_the_last_ones_save_within_the_shortest_of_their_graces() -> None:
     assert not job.job.durable.final_drain
     job.wait(2)
     assert job.job.durable.final_drain
+
+
+def test_a_hint_asks_for_a_spare_and_drains_nobody_until_it_is_over() -> None:
+    job = training(3, launcher="kubernetes")
+    job.feed(Endangered("w1", "its node may be to go"))
+    assert job.spawned == ["w3"] and not job.job.durable.roster["w1"].leaving
+    job.feed(Endangered("w1", "its node may be to go"))
+    assert job.spawned == []
+    job.feed(Preempted("w1", Notice.TAINTED, TAINT, 30.0))
+    assert job.spawned == [], "the spare takes its place"
+    job.feed(Endangered("w2", "its node may be to go"))
+    assert job.spawned == ["w4"]
+    job.feed(Endangered("w2", ""))
+    job.tick()
+    assert job.killed == ["w4"], "the youngest is one too many"
+
+
+def test_no_more_spares_are_asked_for_than_can_train() -> None:
+    job = training(3, launcher="kubernetes", max_workers=4)
+    for worker in ("w0", "w1", "w2"):
+        job.feed(Endangered(worker, "its node may be to go"))
+    assert len(job.job.durable.roster) == 4
 
 
 # ---- who is gone

@@ -76,6 +76,8 @@ class WorkerRecord:
     """Why it leaves, as whoever asked for it puts it."""
     spared: bool = False
     """It leaves for a reason that is gone: it stays, if no world without it is planned."""
+    endangered: bool = False
+    """What it runs on may be to go: the job has one worker more as long as that is so."""
     ending: Ending | None = None
     """It was told to end in this way: it changes nothing any more."""
     ending_since: float | None = None

@@ -24,7 +24,7 @@ class EventKind(StrEnum):
     RETURNED = "returned", "An evicted worker connected again."
     REFUSED = "refused", "A worker was turned away; the message says why."
     STARTING = "starting", "The launcher was asked to start a worker."
-    PENDING = "pending", "A worker cannot start yet; the message is the cluster's own."
+    PENDING = "pending", "A worker cannot start yet, or may have to go; the message is the cluster's own."
     DISCONNECTED = "disconnected", "A worker's connection to the controller ended; the worker may still be alive."
     UNREACHABLE = "unreachable", "A worker is connected, but the controller cannot connect to the worker's port."
     SUSPECTED = "suspected", "A worker missed heartbeats and was asked directly."

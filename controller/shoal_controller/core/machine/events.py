@@ -108,6 +108,14 @@ class Spared:
 
 
 @dataclass(frozen=True, slots=True)
+class Endangered:
+    """What a worker runs on may be to go, says whoever runs it; empty: it says so no longer. A spare is asked for."""
+
+    worker: WorkerId
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class NeverStarted:
     """No process of this worker is there, and none has ended: an earlier controller died before it started one."""
 
@@ -188,7 +196,7 @@ OperatorRequest = Scale | DrainWorker | ConfirmLost | Pause | Resume | Cancel | 
 
 Event = (
     Started | Tick | Connected | MessageReceived | Disconnected | Probed | Spawned | Waiting | Preempted | Spared
-    | NeverStarted | Exited | PlannerAnswered | PlannerFailed | OperatorRequest
+    | Endangered | NeverStarted | Exited | PlannerAnswered | PlannerFailed | OperatorRequest
 )  # fmt: skip
 
 One = TypeVar("One")

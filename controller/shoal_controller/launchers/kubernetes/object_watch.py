@@ -33,6 +33,8 @@ class ObjectWatch:
 
     def __init__(self, api: ClusterApi, path: str, selector: str, changed: Changed) -> None:
         self._api, self._path, self._selector, self._changed = api, path, selector, changed
+        self.listed: Callable[[], None] = lambda: None
+        """Called whenever all of them were listed."""
         self.items: dict[str, Json] = {}
         self.synced = asyncio.Event()
         self.trouble = ""
@@ -70,6 +72,7 @@ class ObjectWatch:
         for item in items:
             self.learn(item)
         self.synced.set()
+        self.listed()
         return version
 
     async def _follow(self, version: str) -> str:

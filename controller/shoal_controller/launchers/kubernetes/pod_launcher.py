@@ -154,6 +154,7 @@ class KubernetesLauncher:
             guarded("news of pods", self._tell(), only_logged),
         ]
         if self._cluster.nodes:
+            self._nodes.listed = self._on_nodes_listed
             self._watching.append(guarded("watch of nodes", self._nodes.run(), only_logged))
         else:
             log.warning("nodes may not be read: no taint, cordon or lost node is seen")
@@ -175,6 +176,13 @@ class KubernetesLauncher:
                 self._judge(tracked, pod)
                 if node is None and tracked.end is None:
                     self._write(f"look at node {name}", self._look_at_node(tracked, name))
+
+    def _on_nodes_listed(self) -> None:
+        """A node that an adopted pod runs on may have gone while nobody looked."""
+        for tracked in list(self._tracked.by_worker.values()):
+            pod = self._pods.items.get(tracked.name)
+            if pod is not None and pod["metadata"]["uid"] == tracked.uid and node_of(pod) not in self._nodes.items:
+                self._judge(tracked, pod)
 
     async def _look_at_node(self, tracked: TrackedPod, name: str) -> None:
         """● That a node is gone is asked for by name: a list may be older than the pod that was placed there."""

@@ -26,7 +26,9 @@ GOING_TAINTS = (
     "cloud.google.com/impending-node-termination", "aws-node-termination-handler/spot-itn",
     "aws-node-termination-handler/scheduled-maintenance", "aws-node-termination-handler/asg-lifecycle-termination",
 )  # fmt: skip
-"""Taints of nodes that are to go. `…/rebalance-recommendation` and `DeletionCandidateOfClusterAutoscaler` are hints."""
+"""Taints of nodes that are to go."""
+HINT_TAINTS = ("aws-node-termination-handler/rebalance-recommendation", "DeletionCandidateOfClusterAutoscaler")
+"""Taints of nodes that may be to go: most of them stay."""
 
 IMAGE_REASONS = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError")
 HOPELESS_REASONS = ("ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "CrashLoopBackOff")
@@ -58,6 +60,8 @@ class PodState:
     place: Place
     wait: StartWait | None = None
     announcement: Announcement | None = None
+    hint: str = ""
+    """Why it may be to go."""
     end: Exited | None = None
 
 
@@ -85,7 +89,9 @@ def state_of(pod: Object, node: Object | None, taints: Sequence[str], now: float
         why = f"its node {node_of(pod)} has the taint {OUT_OF_SERVICE}"
         return PodState(place, end=Exited(worker_of(pod), None, why))
     wait = None if running else _start_wait(pod)
-    return PodState(place, wait, _announcement(pod, node, (*GOING_TAINTS, *taints), now))
+    hints = [key for key in _taints(node or {}) if key in HINT_TAINTS]
+    hint = f"its node {node_of(pod)} has the taint {hints[0]}" if hints else ""
+    return PodState(place, wait, _announcement(pod, node, (*GOING_TAINTS, *taints), now), hint)
 
 
 def gone(pod: Object, why: str) -> Exited:

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 
 from shoal_protos.plan import WorkerId
 
-from shoal_controller.core.machine.events import Exited, Preempted, Spared, Spawned, Waiting
+from shoal_controller.core.machine.events import Endangered, Exited, Preempted, Spared, Spawned, Waiting
 from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.launchers.kubernetes.pod_state import Announcement, PodState, StartWait
 
-News = Spawned | Waiting | Preempted | Spared | Exited
+News = Spawned | Waiting | Preempted | Spared | Endangered | Exited
 
 
 @dataclass(slots=True)
@@ -37,6 +37,7 @@ class TrackedPod:
     told_wait: StartWait | None = None
     told_start: bool = False
     told_announcement: Announcement | None = None
+    told_hint: str = ""
 
     def news(self) -> News | None:
         """The next thing to tell; None where its job knows all."""
@@ -46,18 +47,18 @@ class TrackedPod:
         if self.state is not None and self.state.place.has_started:
             if not self.told_start:
                 return Spawned(self.worker, self.state.place)
-            return self._of_its_node(self.state.announcement)
+            return self._of_its_node(self.state)
         if wait is not None and wait != self.told_wait and not self.is_killed:
             return Waiting(self.worker, wait.reason, wait.why, wait.hopeless)
-        return None if self.state is None else self._of_its_node(self.state.announcement)
+        return None if self.state is None else self._of_its_node(self.state)
 
-    def _of_its_node(self, announced: Announcement | None) -> News | None:
-        before = self.told_announcement
+    def _of_its_node(self, state: PodState) -> News | None:
+        before, announced = self.told_announcement, state.announcement
         if announced is not None and not self.is_killed and (before is None or before.notice is not announced.notice):
             return Preempted(self.worker, announced.notice, announced.why, announced.grace_seconds)
         if announced is None and before is not None:
             return Spared(self.worker, f"that {before.why} is over")
-        return None
+        return Endangered(self.worker, state.hint) if state.hint != self.told_hint else None
 
     def was_told(self, news: News) -> None:
         """Its job has heard this."""
@@ -70,6 +71,8 @@ class TrackedPod:
                 self.told_announcement = Announcement(notice, why, grace_seconds)
             case Spared():
                 self.told_announcement = None
+            case Endangered(_, why):
+                self.told_hint = why
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from shoal_controller.core.machine.durable import Leaving, WorkerRecord
 from shoal_controller.core.machine.event_kind import EventKind
-from shoal_controller.core.machine.events import Preempted, Spared
+from shoal_controller.core.machine.events import Endangered, Preempted, Spared
 from shoal_controller.core.machine.phases import scaling
 from shoal_controller.core.machine.phases.next_message import is_member
 from shoal_controller.core.machine.turn import Turn
@@ -32,6 +32,18 @@ def on_spared(turn: Turn, event: Spared) -> None:
     record = turn.durable.roster.get(event.worker)
     if record is not None and record.serves and record.leaving is Leaving.PREEMPTION:
         turn.mark(event.worker, spared=True, leaving_because=event.why)
+
+
+def on_endangered(turn: Turn, event: Endangered) -> None:
+    """A hint: nobody is drained for it, and `scaling` asks for a spare."""
+    record = turn.durable.roster.get(event.worker)
+    if record is None or not record.serves or record.endangered == bool(event.why):
+        return
+    turn.mark(event.worker, endangered=bool(event.why))
+    if event.why:
+        turn.note(
+            EventKind.PENDING, f"a spare is asked for: worker {event.worker} may have to go: {event.why}", event.worker
+        )
 
 
 def settle(turn: Turn) -> None:

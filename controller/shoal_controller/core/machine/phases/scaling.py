@@ -40,14 +40,24 @@ def settle(turn: Turn) -> None:
     if not has_launcher(turn) or turn.durable.phase.over or turn.durable.stopping:
         return
     here = staying_workers(turn)
-    for record in reversed(here[turn.durable.wanted :]):
+    wanted = turn.durable.wanted + _spares(turn, here)
+    for record in reversed(here[wanted:]):
         drain(turn, record.worker, Leaving.SCALE_DOWN, SCALE_DOWN_GRACE)
     if turn.now >= turn.durable.spawn_after:
-        for _ in range(turn.durable.wanted - len(here)):
+        for _ in range(wanted - len(here)):
             _spawn(turn)
     _give_up_the_unheard(turn)
     _kill_the_lingering(turn)
     _end_the_evicted(turn)
+
+
+def _spares(turn: Turn, here: list[WorkerRecord]) -> int:
+    """Workers beyond `wanted` that are asked for while some may have to go; never more than can train."""
+    description, spec = turn.durable.description, turn.spec
+    if description is None:
+        return 0
+    room = min(spec.max_workers or description.lanes, description.lanes) - turn.durable.wanted
+    return max(0, min(sum(record.endangered for record in here), room))
 
 
 def _kill_the_lingering(turn: Turn) -> None:
