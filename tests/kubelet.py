@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
 from collections import Counter
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from api_server import NODES, PODS, SECRETS, FakeCluster
 
@@ -17,16 +15,29 @@ Json = dict[str, Any]
 LOOK_SECONDS = 0.02
 
 
+class PodProcess(Protocol):
+    """What a pod runs, leader of a group of its own."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """Its exit status; None while it runs."""
+
+
+Start = Callable[[Sequence[str], Mapping[str, str], str], PodProcess]
+"""Starts a pod's command with this environment; the last one is the pod's name."""
+
+
 class Kubelets:
     """All nodes' kubelets and the scheduler. `run` as a task."""
 
-    def __init__(self, cluster: FakeCluster, per_node: int = 1, logs: Path | None = None) -> None:
-        self.cluster, self.per_node, self.logs = cluster, per_node, logs
-        """`logs`: pods are processes that write there; None: they only say that they run."""
+    def __init__(self, cluster: FakeCluster, per_node: int = 1, start: Start | None = None) -> None:
+        self.cluster, self.per_node, self.start = cluster, per_node, start
+        """`start`: pods are processes that it starts; None: they only say that they run."""
         self.lost_images: set[str] = set()
         self.silent: set[str] = set()
         """Nodes whose kubelet does nothing any more."""
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.processes: dict[str, PodProcess] = {}
         """By uid."""
         self._due: dict[str, float] = {}
         self._changed = asyncio.Event()
@@ -48,11 +59,11 @@ class Kubelets:
             pods = self.cluster.pods()
             live = (pod for pod in pods.values() if pod["status"]["phase"] in ("Pending", "Running"))
             self._used = Counter(pod["spec"].get("nodeName", "") for pod in live)
-            names, self._dirty = list(self._dirty if self.logs is None else pods), {}
+            names, self._dirty = list(self._dirty if self.start is None else pods), {}
             for name in names:
                 if name in pods:
                     self._look(pods[name])
-            if self.logs is None and not self._due:
+            if self.start is None and not self._due:
                 await self._changed.wait()
             else:
                 await asyncio.sleep(LOOK_SECONDS)
@@ -61,7 +72,6 @@ class Kubelets:
         for process in self.processes.values():
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
 
     def _look(self, pod: Json) -> None:
         node, phase = pod["spec"].get("nodeName"), pod["status"]["phase"]
@@ -107,21 +117,15 @@ class Kubelets:
                 status = [{"name": container["name"], "state": {"waiting": waiting}}]
                 self.cluster.update(PODS, name, lambda one: one["status"].update(containerStatuses=status))
             return
-        if self.logs is not None:
-            self.processes[pod["metadata"]["uid"]] = self._process(pod, container)
+        if self.start is not None:
+            self.processes[pod["metadata"]["uid"]] = self._process(self.start, pod, container)
         running = [{"name": container["name"], "state": {"running": {}}}]
         fields = {"phase": "Running", "podIP": "127.0.0.1", "containerStatuses": running, "conditions": []}
         self.cluster.update(PODS, name, lambda one: one["status"].update(fields))
 
-    def _process(self, pod: Json, container: Json) -> subprocess.Popen[bytes]:
-        assert self.logs is not None
-        inherited = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR") if name in os.environ}
-        env = inherited | {one["name"]: self._value(pod, one) for one in container["env"]}
-        with (self.logs / f"{pod['metadata']['name']}.log").open("ab") as log:
-            return subprocess.Popen(
-                container["command"], env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )  # fmt: skip
+    def _process(self, start: Start, pod: Json, container: Json) -> PodProcess:
+        env = {one["name"]: self._value(pod, one) for one in container["env"]}
+        return start(container["command"], env, pod["metadata"]["name"])
 
     def _value(self, pod: Json, variable: Mapping[str, Any]) -> str:
         if "value" in variable:

@@ -18,6 +18,7 @@ import selectors
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +54,7 @@ class Warm:
             env=env,
         )
         self.pid = self._process.pid
+        self._asking = threading.Lock()
 
     def fork(self, call: str, arguments: Mapping[str, Any], env: Mapping[str, str], log: Path) -> int:
         """Start `module:function` with these keyword arguments in a session of its own; returns its pid."""
@@ -75,9 +77,10 @@ class Warm:
 
     def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         assert self._process.stdin and self._process.stdout
-        self._process.stdin.write(json.dumps(request).encode() + b"\n")
-        self._process.stdin.flush()
-        answer = self._process.stdout.readline()
+        with self._asking:  # a test's own threads ask, too
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+            answer = self._process.stdout.readline()
         assert answer, "the warm process died; its words are on this process's standard error"
         return dict(json.loads(answer))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -139,6 +141,12 @@ def test_the_token_lies_in_a_secret_of_the_job() -> None:
     found = secret(JobSpec("demo", 1, run="a1b2"), "join:demo:a1b2:0f")
     check_fields(found, "V1Secret", "Secret")
     assert found["metadata"]["name"] == "demo-shoal-token" and found["stringData"] == {"token": "join:demo:a1b2:0f"}
+
+
+def test_a_controller_without_this_launcher_imports_no_client_of_a_cluster() -> None:
+    program = "import sys, shoal_controller.server; print([m for m in sys.modules if 'kubernetes_asyncio' in m])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "[]\n"
 
 
 # ---- what is refused

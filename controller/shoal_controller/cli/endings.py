@@ -18,6 +18,7 @@ EXTRAS = {
     "shoal[controller]": {
         "fastapi", "prometheus_client", "psutil", "pydantic_settings", "uvicorn", "yaml",
     },
+    "shoal[kubernetes]": {"aiohttp", "kubernetes_asyncio"},
     "shoal[worker]": {"fsspec", "numpy", "safetensors", "torch", "xxhash"},
 }  # fmt: skip
 """Which extra brings a missing module."""

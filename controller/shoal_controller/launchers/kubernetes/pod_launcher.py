@@ -168,14 +168,12 @@ class KubernetesLauncher:
         else:
             self._judge(tracked, pod)
 
-    def _on_node(self, name: str, node: Json | None) -> None:
+    def _on_node(self, name: str, _: Json | None) -> None:
         """A node has changed: its pods may be told something else."""
         for tracked in list(self._tracked.by_worker.values()):
             pod = self._pods.items.get(tracked.name)
             if pod is not None and node_of(pod) == name and pod["metadata"]["uid"] == tracked.uid:
                 self._judge(tracked, pod)
-                if node is None and tracked.end is None:
-                    self._write(f"look at node {name}", self._look_at_node(tracked, name))
 
     def _on_nodes_listed(self) -> None:
         """A node that an adopted pod runs on may have gone while nobody looked."""
@@ -188,6 +186,7 @@ class KubernetesLauncher:
         """● That a node is gone is asked for by name: a list may be older than the pod that was placed there."""
         try:
             self._nodes.learn(await self._api.get(f"{NODES}/{name}"))
+            tracked.looked_for = ""
         except ClusterRefusal as error:
             if error.code == 404:
                 self._end(tracked, f"its node {name} is not there any more")

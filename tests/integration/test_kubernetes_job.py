@@ -1,0 +1,102 @@
+"""A job whose workers are pods, of which each is a real process: nodes are tainted, are lost, and the bits stay."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from api_server import NODES
+from integration.cluster import TRAIN, Cluster, ended, fork, until
+from pod_cluster import PodCluster, pod_cluster
+
+OPTIONS: dict[str, Any] = {"max_steps": 30}
+
+
+class JobOfPods(Cluster):
+    """A controller with launcher kubernetes; its job trains until the file `go` is there."""
+
+    token = "sesame"
+    kubeconfig = ""
+
+    @property
+    def _secrets(self) -> dict[str, str]:
+        own = {"SHOAL_LAUNCHERS": "kubernetes,none", "KUBECONFIG": self.kubeconfig}
+        return {**super()._secrets, **own}
+
+    def node_of(self, worker: str) -> str:
+        return str(self.workers()[worker]["node"])
+
+
+class ForkedPod:
+    """A pod's process."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def poll(self) -> int | None:
+        return ended().get(self.pid)
+
+
+@contextmanager
+def launched(workers: int, nodes: int, folder: Path) -> Iterator[tuple[JobOfPods, PodCluster]]:
+    """A job of so many pods, in a cluster with so many nodes; forks of a warm process take the place of the image."""
+
+    def start(command: Sequence[str], env: Mapping[str, str], name: str) -> ForkedPod:
+        call, options = command
+        given = {**json.loads(options), "result": str(folder / f"{name}.result")}
+        return ForkedPod(fork(call, given, env, folder / f"{name}.log"))
+
+    options = {**OPTIONS, "pace": 0.02, "until": str(folder / "go")}
+    section = {"image": "registry/train:1", "grace_seconds": 30}
+    spec = {"launcher": "kubernetes", "command": [TRAIN, json.dumps(options)], "kubernetes": section}
+    with pod_cluster(folder, start, *(f"n{number}" for number in range(nodes))) as pods:
+        job = JobOfPods(workers=workers, options=OPTIONS, spec=spec)
+        job.kubeconfig = str(pods.kubeconfig)
+        with job:
+            yield job, pods
+
+
+def test_a_tainted_and_a_lost_node_change_no_bit(tmp_path: Path) -> None:
+    with launched(3, 3, tmp_path) as (job, pods):
+        job.wait_step(3)
+        job.wait_world(3)
+        tainted = job.node_of("w1")
+        before, began = job.job()["step"], time.monotonic()
+        pods.node(tainted, "karpenter.sh/disrupted")
+        job.until("w1's last lane", lambda _: job.workers()["w1"]["lanes"] == [])
+        steps, seconds = job.job()["step"] - before, time.monotonic() - began
+        print(f"taint to last lane: {steps} steps, {seconds:.2f} s")
+        job.wait_state("w1", "left")
+        assert f"its node {tainted} has the taint karpenter.sh/disrupted" in job.messages("draining")[0]
+        job.until("w3 to wait for a node", lambda seen: "Insufficient pods" in seen["reason"])
+        assert 'shoal_pods_waiting{job_name="job",reason="unschedulable"} 1.0' in job.metrics()
+        pods.node("spare")
+        job.wait_state("w3", "active")
+        assert job.node_of("w3") == "spare"
+        lost = job.node_of("w0")
+        pods.lose_node(lost, NODES)
+        job.until("w0 to be dead", lambda _: job.workers()["w0"]["state"] == "lost")
+        job.wait_world(2)
+        (tmp_path / "go").touch()
+        report = job.wait_undisturbed()
+        until("its pods to end", lambda: pods.pod("w3")["status"]["phase"] == "Succeeded")
+    assert {"start", "drain", "join", "kill"} <= {world["reason"] for world in report["generations"]}
+    assert steps <= 2 + round(seconds / 0.16), "no step is longer for it"
+
+
+def test_another_controller_adopts_the_pods_and_the_job_goes_on(tmp_path: Path) -> None:
+    with launched(2, 2, tmp_path) as (job, pods):
+        job.wait_step(3)
+        uids = {worker: pods.pod(worker)["metadata"]["uid"] for worker in ("w0", "w1")}
+        job.kill_controller()
+        job.start_controller()
+        job.wait_world(2)
+        job.until("the pods to be adopted", lambda _: all(job.node_of(worker) for worker in uids))
+        assert {worker: pods.pod(worker)["metadata"]["uid"] for worker in ("w0", "w1")} == uids
+        (tmp_path / "go").touch()
+        job.wait_undisturbed()
+    assert set(uids) == {"w0", "w1"} == {name.removeprefix("job-") for name in pods.cluster.pods()}
