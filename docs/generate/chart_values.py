@@ -235,8 +235,9 @@ class Monitoring(Values):
 
 
 class Crd(Values):
-    install: bool = True
-    """Whether the chart brings elasticjobs.shoal.dev. It is kept by `helm uninstall`. One release of a cluster does."""
+    install: bool = False
+    """Whether the chart brings elasticjobs.shoal.dev, and the controllers' rights on it. The definition is kept by
+    `helm uninstall`; one release of a cluster brings it. Controllers do not act on such resources yet."""
 
 
 class Test(Values):
