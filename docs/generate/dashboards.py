@@ -113,6 +113,10 @@ CHANGES = [
          {"missing": most("shoal_blocks_unmirrored"), "corrupt": most("shoal_corrupt_blocks_total")}),
     View("Lost steps", "Committed steps that were lost by going back, and blocks that a mirror took over.",
          {"lost steps": most("shoal_job_lost_steps_total"), "promoted": most("shoal_blocks_promoted_total")}),
+    View("Waiting to start", "Workers that a cluster has not started, by what they wait for.",
+         {"{{reason}}": most("shoal_pods_waiting", "reason")}),
+    View("Preemptions", "Workers whose end was announced, by what announced it first.",
+         {"{{signal}}": most("shoal_preemptions_total", "signal")}),
 ]  # fmt: skip
 WORKERS = [
     View("Time per lane", "A worker's step time by its lanes: who is far above the others is a straggler.",

@@ -138,6 +138,8 @@ def spec() -> Schema:
     fields["launcher"]["description"] = "Launcher that starts the workers: always `kubernetes`."
     fields["command"] |= {"minItems": 1}
     fields["resume"]["x-kubernetes-preserve-unknown-fields"] = True  # true, a number or a text: no one type
+    for kind in fields["kubernetes"]["properties"]["resources"]["properties"].values():
+        kind["additionalProperties"] = {"x-kubernetes-int-or-string": True}
     fields["workers"] |= {"default": {}, "x-kubernetes-validations": WORKERS_RULES}
     fields["workers"]["properties"]["min"]["default"] = 1
     fields["workers"]["properties"]["wanted"]["description"] = (
