@@ -24,7 +24,7 @@ from certificates import authority, certificate
 from charts.rendering import ALL_VALUES, Json, of_kind, rendered
 
 TOKEN = "root-token-of-this-test"
-END_SECONDS, SCRIPT_SECONDS = 20, 110
+END_SECONDS, SCRIPT_SECONDS = 20, 280
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 """As in an image, where `python` is the one that has Shoal."""
 
@@ -78,8 +78,9 @@ def spec() -> Json:
     return {**found, "launcher": "local"}
 
 
+@pytest.mark.timeout(300)
 def test_helm_test_runs_a_job_of_8_steps_twice_and_compares(scripts: Path, url: str) -> None:
-    given = {"SHOAL_URL": url, "SHOAL_TOKEN": TOKEN, "SHOAL_TEST_SECONDS": "100"}
+    given = {"SHOAL_URL": url, "SHOAL_TOKEN": TOKEN, "SHOAL_TEST_SECONDS": "130"}
     done = run(scripts / "check_job.py", {**given, "SHOAL_TEST_SPEC": json.dumps(spec())})
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("8 steps with 2 workers and with 1 worker: ")
