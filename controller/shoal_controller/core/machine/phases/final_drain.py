@@ -10,7 +10,7 @@ from shoal_protos.plan import Plan, WorkerId
 
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.phases import checkpoints, lost_blocks, scaling
-from shoal_controller.core.machine.phases.next_message import send_if_due
+from shoal_controller.core.machine.phases.next_message import is_member, send_if_due
 from shoal_controller.core.machine.phases.progress import known_step
 from shoal_controller.core.machine.spec import Phase
 from shoal_controller.core.machine.turn import Turn
@@ -19,7 +19,7 @@ from shoal_controller.core.machine.turn import Turn
 def settle(turn: Turn, world: Plan, members: list[WorkerId]) -> None:
     """Called while all members are leaving and no joiner waits."""
     if not turn.durable.final_drain:
-        if any(_half_gone(turn, worker) for worker in members):
+        if any(_half_gone(turn, worker) for worker in members if not _goes_by_plan(turn, worker)):
             turn.keep(final_drain=True)
             turn.change(failed_save_step=-1)
             turn.note(
@@ -42,6 +42,11 @@ def settle(turn: Turn, world: Plan, members: list[WorkerId]) -> None:
         checkpoints.request_save(turn)
         for worker in members:
             send_if_due(turn, worker)
+
+
+def _goes_by_plan(turn: Turn, worker: WorkerId) -> bool:
+    """A planned world is without it: others have its blocks, and nobody needs to hurry for its sake."""
+    return not all(is_member(plan, worker) for plan in turn.durable.planned)
 
 
 def _half_gone(turn: Turn, worker: WorkerId) -> bool:
