@@ -8,7 +8,7 @@ COPY pyproject.toml README.md LICENSE ./
 COPY controller controller
 COPY worker worker
 COPY protos protos
-RUN /venv/bin/pip install --no-cache-dir --no-compile '.[controller]'
+RUN /venv/bin/pip install --no-cache-dir --no-compile '.[controller,kubernetes]'
 
 FROM python:${PYTHON}
 RUN apt-get update \

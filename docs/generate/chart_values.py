@@ -73,6 +73,8 @@ class Controller(Placement):
     """Lowest level that is logged."""
     forgetAfterSeconds: Annotated[int, Field(ge=60)] = 604_800
     """Time after which a finished job is forgotten."""
+    drainTaints: list[Annotated[str, Field(pattern=r"^[^\s,]+$", max_length=317)]] = []
+    """Taints of nodes that are to go, besides those of autoscalers and clouds, which Shoal knows."""
     listenHost: Literal["0.0.0.0", "::"] = "0.0.0.0"
     """Host to listen on; `::` in a cluster of IPv6 only."""
     env: Texts = {}
@@ -178,8 +180,6 @@ class Rbac(Values):
     nodes: bool = True
     """Whether the controllers may read nodes. Without it they do not see taints and cordons: a preemption is noticed
     when the pod is told to end."""
-    volcano: bool = False
-    """Whether the controllers may make PodGroups of Volcano, for `kubernetes.gang: volcano`."""
 
 
 class ServiceAccount(Values):

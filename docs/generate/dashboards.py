@@ -103,8 +103,8 @@ TRAINING = [
 CHANGES = [
     View("Changes", "Changes of the world by reason.",
          {"{{reason}}": f"{growth('shoal_resizes_total', 'reason', DONE)} > 0"}, kind="areas"),
-    View("Pauses", "Time for which training stood still, by reason.",
-         {"{{reason}}": f"{growth('shoal_resize_pause_seconds_sum', 'reason')} > 0"}, "s", "areas"),
+    View("Pauses", "Time for which training has stood still so far, by reason.",
+         {"{{reason}}": most("shoal_resize_pause_seconds_sum", "reason")}, "s", "areas"),
     View("Phases of a change", "Mean time of each phase, over all changes of the job.",
          {"{{phase}}": mean("shoal_resize_seconds", "phase")}, "s", "bars"),
     View("Moved state", "Bytes of state that changes have moved, per second, by where they came from.",
@@ -113,10 +113,6 @@ CHANGES = [
          {"missing": most("shoal_blocks_unmirrored"), "corrupt": most("shoal_corrupt_blocks_total")}),
     View("Lost steps", "Committed steps that were lost by going back, and blocks that a mirror took over.",
          {"lost steps": most("shoal_job_lost_steps_total"), "promoted": most("shoal_blocks_promoted_total")}),
-    View("Waiting to start", "Workers that a cluster has not started, by what they wait for.",
-         {"{{reason}}": most("shoal_pods_waiting", "reason")}),
-    View("Preemptions", "Workers whose end was announced, by what announced it first.",
-         {"{{signal}}": most("shoal_preemptions_total", "signal")}),
 ]  # fmt: skip
 WORKERS = [
     View("Time per lane", "A worker's step time by its lanes: who is far above the others is a straggler.",
@@ -127,6 +123,10 @@ WORKERS = [
          {"{{kind}}": most("shoal_worker_memory_bytes", "kind")}, "bytes"),
     View("Heartbeats", "Seconds since a worker's last heartbeat.",
          {"{{worker}}": most("shoal_worker_last_heartbeat_seconds", "worker")}, "s"),
+    View("Pods waiting", "Pods that have not started, by what they wait for.",
+         {"{{reason}}": most("shoal_pods_waiting", "reason")}, kind="areas"),
+    View("Preemptions", "Workers whose end was announced, by what announced it.",
+         {"{{signal}}": growth("shoal_preemptions_total", "signal")}, kind="areas"),
     View("Skipped", "Micro-batches that the script has skipped.",
          {"micro-batches": most("shoal_skipped_micro_batches_total")}),
     View("Workers", "Lanes and step time of each worker.",

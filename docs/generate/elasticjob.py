@@ -138,8 +138,6 @@ def spec() -> Schema:
     fields["launcher"]["description"] = "Launcher that starts the workers: always `kubernetes`."
     fields["command"] |= {"minItems": 1}
     fields["resume"]["x-kubernetes-preserve-unknown-fields"] = True  # true, a number or a text: no one type
-    for kind in fields["kubernetes"]["properties"]["resources"]["properties"].values():
-        kind["additionalProperties"] = {"x-kubernetes-int-or-string": True}
     fields["workers"] |= {"default": {}, "x-kubernetes-validations": WORKERS_RULES}
     fields["workers"]["properties"]["min"]["default"] = 1
     fields["workers"]["properties"]["wanted"]["description"] = (
@@ -150,7 +148,7 @@ def spec() -> Schema:
     return {
         "description": "The job's specification; the job's name is the resource's.",
         "type": "object",
-        "required": ["command"],
+        "required": ["command", "kubernetes"],
         "properties": fields,
         "x-kubernetes-validations": SPEC_RULES,
     }
@@ -165,6 +163,8 @@ def structural(field: Mapping[str, Any], definitions: Mapping[str, Any]) -> Sche
         kinds = [kind for kind in field["anyOf"] if kind != {"type": "null"}]
         described = {key: value for key, value in field.items() if key == "description"}
         found = structural(kinds[0], definitions) if len(kinds) == 1 else {}
+        if {"string", "integer"} <= {kind.get("type") for kind in kinds} <= {"string", "integer", "number"}:
+            found = {"x-kubernetes-int-or-string": True}
         return found | ({"description": " ".join(described["description"].split())} if described else {})
     dropped = ("title", "default", "properties", "items", "additionalProperties", "exclusiveMinimum")
     found = {key: value for key, value in field.items() if key not in dropped}

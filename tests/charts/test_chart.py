@@ -135,11 +135,9 @@ def test_the_controller_is_given_nothing_but_settings_that_it_has(values: Path) 
     given = {one["name"]: one.get("value", "given") for one in controller["env"] if one["name"].startswith("SHOAL_")}
     settings = {name.removeprefix("SHOAL_").lower(): value for name, value in given.items()}
     assert set(settings) - set(Settings.model_fields) == set()
-    launchers = settings.pop("launchers")
-    assert "local" not in launchers
-    found = Settings(
-        **{**settings, "launchers": "none", "forget_after_seconds": float(settings["forget_after_seconds"])}
-    )
+    found = Settings(**settings)
+    assert "kubernetes" in found.allowed_launchers and "local" not in found.allowed_launchers
+    assert found.kubernetes_controllers.endswith("-workers.ml.svc:7071")
     assert found.store.startswith(("etcd://", "embedded:"))
 
 

@@ -22,6 +22,7 @@ import httpx
 import pytest
 from certificates import authority, certificate
 from charts.rendering import ALL_VALUES, Json, of_kind, rendered
+from shoal_controller.api.models import JobBody
 
 TOKEN = "root-token-of-this-test"
 END_SECONDS, SCRIPT_SECONDS = 20, 280
@@ -73,6 +74,7 @@ def spec() -> Json:
     (pod,) = of_kind(rendered(ALL_VALUES[0]), "Pod")
     given = {one["name"]: one.get("value", "") for one in pod["spec"]["containers"][0]["env"]}
     found: Json = json.loads(given["SHOAL_TEST_SPEC"])
+    JobBody.model_validate({**found, "job": "helm-test"})
     assert found.pop("launcher") == "kubernetes"
     assert found.pop("kubernetes")["image"] == "shoal-worker:0.1.0"
     return {**found, "launcher": "local"}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from charts.rendering import NAMESPACE, VALUES, Json, containers, of_kind, pods, rendered
+from shoal_controller.launchers.kubernetes.pod_manifest import WORKER
 
 SECRET_WORDS = ("TOKEN", "PASSWORD", "SECRET")
 NEEDS_THE_API = ("Deployment shoal", "Deployment training", "Job shoal-view-token", "Job training-view-token")
@@ -108,7 +109,7 @@ def test_workers_reach_their_port_and_each_other_and_nobody_else_reaches_them(ma
     if not policies:
         return
     name = min(policies, key=len)
-    workers = {"matchExpressions": [{"key": "shoal.dev/worker", "operator": "Exists"}]}
+    workers = {"matchExpressions": [{"key": WORKER, "operator": "Exists"}]}
     assert policies[f"{name}-workers"]["podSelector"] == workers
     (rule,) = policies[f"{name}-workers"]["ingress"]
     assert rule["ports"] == [{"port": 1, "endPort": 65535, "protocol": "TCP"}]
