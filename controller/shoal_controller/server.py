@@ -111,8 +111,8 @@ async def serve(settings: Settings) -> AsyncIterator[Server]:
         ends.enter_context(_cancelled_when(stopped))
         store = await open_store(settings.store, metrics.timed, settings.etcd)
         ends.push_async_callback(store.close)
+        ends.push_async_callback(tokens.stop)  # before: it may be told to end while it reads
         await tokens.start(store, fail)
-        ends.push_async_callback(tokens.stop)
         me = _place_of(settings, web.port, grpc)
         election = Election(store, me, neighbours.term_of)
         controller.join(store, election, await introductions(store, me.id))
