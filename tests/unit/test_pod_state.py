@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from shoal_controller.core.machine.events import Exited
+from shoal_controller.core.machine.events import Exited, Preempted, Waiting
 from shoal_controller.core.machine.pending import Notice, PendingReason
 from shoal_controller.core.machine.place import Place
-from shoal_controller.launchers.kubernetes.pod_state import GOING_TAINTS, Announcement, StartWait, state_of
+from shoal_controller.launchers.kubernetes.pod_state import GOING_TAINTS, state_of
 
 NOON = 1_780_000_000.0
 
@@ -34,27 +34,27 @@ def node(*taints: str, **spec: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("found", "expected"),
     [
-        (pod("Pending", ""), StartWait(PendingReason.UNSCHEDULABLE, "the scheduler has not placed the pod yet")),
+        (pod("Pending", ""), Waiting("w0", PendingReason.UNSCHEDULABLE, "the scheduler has not placed the pod yet")),
         (pod("Pending", "", conditions=[{"type": "PodScheduled", "status": "False", "reason": "Unschedulable",
                                          "message": "0/3 nodes are available"}]),
-         StartWait(PendingReason.UNSCHEDULABLE, "0/3 nodes are available")),
+         Waiting("w0", PendingReason.UNSCHEDULABLE, "0/3 nodes are available")),
         ({**pod("Pending", ""), "spec": {"schedulingGates": [{"name": "kueue.x-k8s.io/admission"}]}},
-         StartWait(PendingReason.GATED, "the pod is held back by kueue.x-k8s.io/admission")),
-        (pod("Pending"), StartWait(PendingReason.CONTAINER, "node a has not started the pod yet")),
-        (pod("Pending", **waiting("ContainerCreating")), StartWait(PendingReason.CONTAINER, "ContainerCreating")),
+         Waiting("w0", PendingReason.GATED, "the pod is held back by kueue.x-k8s.io/admission")),
+        (pod("Pending"), Waiting("w0", PendingReason.CONTAINER, "node a has not started the pod yet")),
+        (pod("Pending", **waiting("ContainerCreating")), Waiting("w0", PendingReason.CONTAINER, "ContainerCreating")),
         (pod("Pending", **waiting("ErrImagePull", "no such host")),
-         StartWait(PendingReason.IMAGE, "ErrImagePull: no such host")),
+         Waiting("w0", PendingReason.IMAGE, "ErrImagePull: no such host")),
         (pod("Pending", **waiting("ImagePullBackOff", "not found")),
-         StartWait(PendingReason.IMAGE, "ImagePullBackOff: not found", hopeless=True)),
+         Waiting("w0", PendingReason.IMAGE, "ImagePullBackOff: not found", hopeless=True)),
         (pod("Pending", **waiting("InvalidImageName")),
-         StartWait(PendingReason.IMAGE, "InvalidImageName", hopeless=True)),
+         Waiting("w0", PendingReason.IMAGE, "InvalidImageName", hopeless=True)),
         (pod("Pending", initContainerStatuses=waiting("CrashLoopBackOff", "back-off 40s")["containerStatuses"]),
-         StartWait(PendingReason.CONTAINER, "CrashLoopBackOff: back-off 40s", hopeless=True)),
+         Waiting("w0", PendingReason.CONTAINER, "CrashLoopBackOff: back-off 40s", hopeless=True)),
         (pod(), None),
     ],
     ids=str,
 )  # fmt: skip
-def test_what_a_pod_waits_for(found: dict[str, Any], expected: StartWait | None) -> None:
+def test_what_a_pod_waits_for(found: dict[str, Any], expected: Waiting | None) -> None:
     assert state_of(found, None, (), NOON).wait == expected
 
 
@@ -94,8 +94,8 @@ def test_a_node_that_is_out_of_service_proves_a_death_and_one_that_is_not_ready_
 
 @pytest.mark.parametrize("taint", GOING_TAINTS)
 def test_a_taint_of_a_node_that_is_to_go_announces_it(taint: str) -> None:
-    assert state_of(pod(), node(taint), (), NOON).announcement == Announcement(
-        Notice.TAINTED, f"its node a has the taint {taint}", 55.0
+    assert state_of(pod(), node(taint), (), NOON).announcement == Preempted(
+        "w0", Notice.TAINTED, f"its node a has the taint {taint}", 55.0
     )
 
 
@@ -114,14 +114,14 @@ def test_a_taint_of_the_settings_announces_it() -> None:
 def test_of_several_notices_the_most_pressing_one_is_told() -> None:
     cordoned = node("karpenter.sh/disrupted", unschedulable=True)
     dying = pod(conditions=[{"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}])
-    assert state_of(pod(), node(unschedulable=True), (), NOON).announcement == Announcement(
-        Notice.CORDONED, "its node a is cordoned", 55.0
+    assert state_of(pod(), node(unschedulable=True), (), NOON).announcement == Preempted(
+        "w0", Notice.CORDONED, "its node a is cordoned", 55.0
     )
     disrupted = state_of(dying, cordoned, (), NOON).announcement
     assert disrupted is not None and disrupted.notice is Notice.DISRUPTED
     dying["metadata"]["deletionTimestamp"] = "2026-05-28T20:26:50Z"
     deleted = state_of(dying, cordoned, (), NOON).announcement
-    assert deleted == Announcement(Notice.DELETED, "its pod demo-w0 is being deleted", 5.0)
-    assert state_of(dying, cordoned, (), NOON + 60).announcement == Announcement(
-        Notice.DELETED, "its pod demo-w0 is being deleted", 0.0
+    assert deleted == Preempted("w0", Notice.DELETED, "its pod demo-w0 is being deleted", 5.0)
+    assert state_of(dying, cordoned, (), NOON + 60).announcement == Preempted(
+        "w0", Notice.DELETED, "its pod demo-w0 is being deleted", 0.0
     )

@@ -15,7 +15,7 @@ import structlog
 from shoal_protos.errors import PeerError, ShoalError, StoreError, UserError
 from shoal_protos.plan import WorkerId
 
-from shoal_controller.core.machine.events import Exited
+from shoal_controller.core.machine.events import Exited, Waiting
 from shoal_controller.core.machine.place import Place
 from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.launchers.kubernetes.cluster_api import ClusterApi, ClusterRefusal
@@ -23,7 +23,6 @@ from shoal_controller.launchers.kubernetes.object_watch import ObjectWatch
 from shoal_controller.launchers.kubernetes.options import ClusterOptions, PodOptions
 from shoal_controller.launchers.kubernetes.pod_manifest import JOB, MANAGED, RUN, pod_name, run_label
 from shoal_controller.launchers.kubernetes.pod_state import (
-    StartWait,
     gone,
     is_terminating,
     node_of,
@@ -225,7 +224,7 @@ class KubernetesLauncher:
         task.add_done_callback(self._writing.discard)
 
     async def _make(self, tracked: TrackedPod) -> None:
-        def waits(wait: StartWait) -> None:
+        def waits(wait: Waiting) -> None:
             tracked.refusal = wait
             self._mark(tracked)
 

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from shoal_controller.core.machine.events import Exited
+from shoal_protos.plan import WorkerId
+
+from shoal_controller.core.machine.events import Exited, Preempted, Waiting
 from shoal_controller.core.machine.pending import Notice, PendingReason
 from shoal_controller.core.machine.place import Place
 from shoal_controller.launchers.kubernetes.pod_manifest import CONTAINER, LEFT_OVER_SECONDS, WORKER
@@ -36,30 +38,12 @@ HOPELESS_REASONS = ("ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull",
 
 
 @dataclass(frozen=True, slots=True)
-class StartWait:
-    """What a pod waits for."""
-
-    reason: PendingReason
-    why: str
-    hopeless: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Announcement:
-    """That a worker is to go."""
-
-    notice: Notice
-    why: str
-    grace_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
 class PodState:
-    """All that is known of a worker by its pod."""
+    """All that is known of a worker by its pod, as the events that tell its job."""
 
     place: Place
-    wait: StartWait | None = None
-    announcement: Announcement | None = None
+    wait: Waiting | None = None
+    announcement: Preempted | None = None
     hint: str = ""
     """Why it may be to go."""
     end: Exited | None = None
@@ -108,20 +92,21 @@ def _conditions(pod: Object) -> Mapping[str, Object]:
     return {str(one.get("type")): one for one in pod.get("status", {}).get("conditions") or ()}
 
 
-def _start_wait(pod: Object) -> StartWait:
+def _start_wait(pod: Object) -> Waiting:
+    worker = worker_of(pod)
     scheduled = _conditions(pod).get("PodScheduled", {})
     message = str(scheduled.get("message") or "")
     if not node_of(pod):
         if scheduled.get("reason") == "SchedulingGated" or pod.get("spec", {}).get("schedulingGates"):
             gates = ", ".join(str(gate.get("name")) for gate in pod.get("spec", {}).get("schedulingGates") or ())
-            return StartWait(PendingReason.GATED, message or f"the pod is held back by {gates or 'a queue'}")
-        return StartWait(PendingReason.UNSCHEDULABLE, message or "the scheduler has not placed the pod yet")
+            return Waiting(worker, PendingReason.GATED, message or f"the pod is held back by {gates or 'a queue'}")
+        return Waiting(worker, PendingReason.UNSCHEDULABLE, message or "the scheduler has not placed the pod yet")
     waiting = [found for status in _statuses(pod) if (found := status.get("state", {}).get("waiting"))]
     worst = next((one for one in waiting if one.get("reason") in HOPELESS_REASONS), waiting[0] if waiting else {})
     reason, message = str(worst.get("reason") or ""), str(worst.get("message") or "")
     kind = PendingReason.IMAGE if reason in IMAGE_REASONS else PendingReason.CONTAINER
     sentence = ": ".join(filter(None, (reason, message))) or f"node {node_of(pod)} has not started the pod yet"
-    return StartWait(kind, sentence, reason in HOPELESS_REASONS)
+    return Waiting(worker, kind, sentence, reason in HOPELESS_REASONS)
 
 
 def _statuses(pod: Object) -> list[Object]:
@@ -165,28 +150,30 @@ def _taints(node: Object) -> list[str]:
     return [str(taint.get("key")) for taint in node.get("spec", {}).get("taints") or ()]
 
 
-def _announcement(pod: Object, node: Object | None, taints: Sequence[str], now: float) -> Announcement | None:
+def _announcement(pod: Object, node: Object | None, taints: Sequence[str], now: float) -> Preempted | None:
     """The most pressing one: a pod that is being deleted has the least time."""
-    name, spec = pod["metadata"]["name"], pod.get("spec", {})
+    worker, name, spec = worker_of(pod), pod["metadata"]["name"], pod.get("spec", {})
     grace = float(spec.get("terminationGracePeriodSeconds", 30))
     if is_terminating(pod):
         left = _seconds(pod["metadata"]["deletionTimestamp"]) - now
-        return _announced(Notice.DELETED, f"its pod {name} is being deleted", min(grace, left))
+        return _announced(worker, Notice.DELETED, f"its pod {name} is being deleted", min(grace, left))
     disrupted = _conditions(pod).get("DisruptionTarget", {})
     if disrupted.get("status") == "True":
         words = ": ".join(filter(None, (str(disrupted.get("reason") or ""), str(disrupted.get("message") or ""))))
-        return _announced(Notice.DISRUPTED, f"its pod {name} is to be evicted ({words or 'no reason given'})", grace)
+        return _announced(
+            worker, Notice.DISRUPTED, f"its pod {name} is to be evicted ({words or 'no reason given'})", grace
+        )
     if node is None:
         return None
     if found := [key for key in _taints(node) if key in taints]:
-        return _announced(Notice.TAINTED, f"its node {node_of(pod)} has the taint {found[0]}", grace)
+        return _announced(worker, Notice.TAINTED, f"its node {node_of(pod)} has the taint {found[0]}", grace)
     if node.get("spec", {}).get("unschedulable"):
-        return _announced(Notice.CORDONED, f"its node {node_of(pod)} is cordoned", grace)
+        return _announced(worker, Notice.CORDONED, f"its node {node_of(pod)} is cordoned", grace)
     return None
 
 
-def _announced(notice: Notice, why: str, seconds: float) -> Announcement:
-    return Announcement(notice, why, max(0.0, round(seconds - LEFT_OVER_SECONDS, 1)))
+def _announced(worker: WorkerId, notice: Notice, why: str, seconds: float) -> Preempted:
+    return Preempted(worker, notice, why, max(0.0, round(seconds - LEFT_OVER_SECONDS, 1)))
 
 
 def _seconds(timestamp: str) -> float:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import structlog
 
+from shoal_controller.core.machine.events import Waiting
 from shoal_controller.core.machine.pending import PendingReason
 from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.launchers.kubernetes.cluster_api import ClusterApi, ClusterRefusal, ClusterSilence
@@ -28,7 +29,7 @@ from shoal_controller.launchers.kubernetes.pod_manifest import (
     secret_name,
     section_of,
 )
-from shoal_controller.launchers.kubernetes.pod_state import StartWait, is_terminating
+from shoal_controller.launchers.kubernetes.pod_state import is_terminating
 from shoal_controller.launchers.kubernetes.section import Json
 from shoal_controller.launchers.kubernetes.tracked_pod import TrackedPod
 
@@ -66,7 +67,7 @@ class PodWriter:
 
     # ---- making
 
-    async def make(self, tracked: TrackedPod, waits: Callable[[StartWait], None]) -> Json | None:
+    async def make(self, tracked: TrackedPod, waits: Callable[[Waiting], None]) -> Json | None:
         """Make a worker's pod, whenever that is possible; None: it was told to end first. `waits` hears what for."""
         pause = FIRST_PAUSE_SECONDS
         while not tracked.is_killed:
@@ -76,12 +77,12 @@ class PodWriter:
                 try:
                     return await self._made(tracked)
                 except _NameTaken as error:
-                    waits(StartWait(PendingReason.REFUSED, str(error), hopeless=not error.passes))
+                    waits(Waiting(tracked.worker, PendingReason.REFUSED, str(error), hopeless=not error.passes))
                     pause = NAME_FREE_SECONDS
                 except ClusterRefusal as error:
-                    waits(_wait_of(error, tracked.spec, self._api.namespace))
+                    waits(_wait_of(error, tracked, self._api.namespace))
                 except ClusterSilence as error:
-                    waits(StartWait(PendingReason.CLUSTER, str(error)))
+                    waits(Waiting(tracked.worker, PendingReason.CLUSTER, str(error)))
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
         return None
@@ -168,19 +169,20 @@ class _NameTaken(Exception):
         self.passes = passes
 
 
-def _wait_of(error: ClusterRefusal, spec: JobSpec, namespace: str) -> StartWait:
+def _wait_of(error: ClusterRefusal, tracked: TrackedPod, namespace: str) -> Waiting:
     """What a refusal to make a pod means for its worker."""
+    worker, job = tracked.worker, tracked.spec.job
     if error.code == 403 and "exceeded quota" in str(error):
-        return StartWait(PendingReason.QUOTA, str(error))
+        return Waiting(worker, PendingReason.QUOTA, str(error))
     if error.code == 403:
         sentence = (
             f"the controller may not do this in namespace {namespace}: {error}. Give its service account the rights"
         )
-        return StartWait(PendingReason.REFUSED, sentence, hopeless=True)
+        return Waiting(worker, PendingReason.REFUSED, sentence, hopeless=True)
     if error.code == 404:
         sentence = f"namespace {namespace} cannot be used: {error}"
-        return StartWait(PendingReason.REFUSED, sentence, hopeless=True)
+        return Waiting(worker, PendingReason.REFUSED, sentence, hopeless=True)
     if error.code in (400, 405, 409, 413, 422):
         again = error.code == 409
-        return StartWait(PendingReason.REFUSED, f"the cluster refuses the pod of job {spec.job}: {error}", not again)
-    return StartWait(PendingReason.CLUSTER, f"the cluster answers {error.code}: {error}")
+        return Waiting(worker, PendingReason.REFUSED, f"the cluster refuses the pod of job {job}: {error}", not again)
+    return Waiting(worker, PendingReason.CLUSTER, f"the cluster answers {error.code}: {error}")

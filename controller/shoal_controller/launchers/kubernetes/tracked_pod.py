@@ -12,7 +12,7 @@ from shoal_protos.plan import WorkerId
 
 from shoal_controller.core.machine.events import Endangered, Exited, Preempted, Spared, Spawned, Waiting
 from shoal_controller.core.machine.spec import JobSpec
-from shoal_controller.launchers.kubernetes.pod_state import Announcement, PodState, StartWait
+from shoal_controller.launchers.kubernetes.pod_state import PodState
 
 News = Spawned | Waiting | Preempted | Spared | Endangered | Exited
 
@@ -31,12 +31,12 @@ class TrackedPod:
     looked_for: str = ""
     """The node that was asked for by name, because it is not among those that are known."""
     state: PodState | None = None
-    refusal: StartWait | None = None
+    refusal: Waiting | None = None
     """Why it is not made."""
     end: Exited | None = None
-    told_wait: StartWait | None = None
+    told_wait: Waiting | None = None
     told_start: bool = False
-    told_announcement: Announcement | None = None
+    told_announcement: Preempted | None = None
     told_hint: str = ""
 
     def news(self) -> News | None:
@@ -49,13 +49,13 @@ class TrackedPod:
                 return Spawned(self.worker, self.state.place)
             return self._of_its_node(self.state)
         if wait is not None and wait != self.told_wait and not self.is_killed:
-            return Waiting(self.worker, wait.reason, wait.why, wait.hopeless)
+            return wait
         return None if self.state is None else self._of_its_node(self.state)
 
     def _of_its_node(self, state: PodState) -> News | None:
         before, announced = self.told_announcement, state.announcement
         if announced is not None and not self.is_killed and (before is None or before.notice is not announced.notice):
-            return Preempted(self.worker, announced.notice, announced.why, announced.grace_seconds)
+            return announced
         if announced is None and before is not None:
             return Spared(self.worker, f"that {before.why} is over")
         return Endangered(self.worker, state.hint) if state.hint != self.told_hint else None
@@ -65,10 +65,10 @@ class TrackedPod:
         match news:
             case Spawned():
                 self.told_start = True
-            case Waiting(_, reason, why, hopeless):
-                self.told_wait = StartWait(reason, why, hopeless)
-            case Preempted(_, notice, why, grace_seconds):
-                self.told_announcement = Announcement(notice, why, grace_seconds)
+            case Waiting():
+                self.told_wait = news
+            case Preempted():
+                self.told_announcement = news
             case Spared():
                 self.told_announcement = None
             case Endangered(_, why):
