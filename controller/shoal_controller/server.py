@@ -175,6 +175,11 @@ def _worker_environment(grpc: str, controller: ControllerState, tokens: WorkerTo
     return WorkerEnvironment(controllers, tokens, inherited_environment())
 
 
+def _listed(text: str) -> tuple[str, ...]:
+    """What a setting names, with commas between."""
+    return tuple(filter(None, map(str.strip, text.split(","))))
+
+
 @asynccontextmanager
 async def _pods(
     settings: Settings, controller: ControllerState, tokens: WorkerTokens | None
@@ -182,8 +187,7 @@ async def _pods(
     """The launcher of pods. What it is made of is imported where it is used: its client takes a second."""
     from shoal_controller.launchers.kubernetes.connect import kubernetes_launcher
 
-    given = tuple(filter(None, (place.strip() for place in settings.kubernetes_controllers.split(","))))
-    taints = tuple(filter(None, (taint.strip() for taint in settings.kubernetes_taints.split(","))))
+    given, taints = _listed(settings.kubernetes_controllers), _listed(settings.kubernetes_taints)
     pods = PodOptions(lambda: given or controller.places(), tokens)
     cluster = ClusterOptions(settings.kubeconfig, settings.kubernetes_namespace, settings.kubernetes_nodes, taints)
     async with kubernetes_launcher(pods, cluster, controller.report) as launcher:
