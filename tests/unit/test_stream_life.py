@@ -5,16 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from integration.session_port import HELLO
 from shoal_controller.sessions.streams import Stream, Streams
-from shoal_protos.description import Description
-from shoal_protos.messages import PROTOCOL_VERSION, Alive, Hello, MemberState, Prepare, Status, ToController, ToWorker
+from shoal_protos.messages import Alive, Prepare, ToWorker
 from shoal_protos.wire import decode_controller, encode_worker
 
-HELLO: ToController = Hello(
-    version=PROTOCOL_VERSION, job="demo", worker="", incarnation="a1", address="127.0.0.1:29500", host="here",
-    pid=1, domain="here", description=Description(8, 40, 4096, 1, 1, 0, 10, (), "AdamW", {}, {}, False, False),
-    status=Status(1, 0, MemberState.WARMING_UP, 0, -1, 0),
-)  # fmt: skip
 UNUSED: Any = None
 """gRPC's end of a stream that nobody reads."""
 
