@@ -17,17 +17,27 @@ from pathlib import Path
 from shoal_controller.cli.main import main
 
 LEAST_SECONDS = 0.005
+READ_SECONDS = 0.001
 PR_SET_PDEATHSIG = 1
 
 
 def measure(file: Path) -> None:
-    """From now on, in every event loop of this process."""
+    """From now on, in every event loop of this process.
+
+    The thread's CPU time is a system call, so it is read once a millisecond of wall time and where a callback was long.
+    """
     run, lines = events.Handle._run, file.open("a", buffering=1)
+    read_at, cpu_seconds = time.perf_counter(), time.thread_time()
 
     def measured(handle: asyncio.Handle) -> None:
-        began = time.thread_time()
+        nonlocal read_at, cpu_seconds
+        began = time.perf_counter()
         run(handle)
-        seconds = time.thread_time() - began
+        ended = time.perf_counter()
+        if ended - read_at < READ_SECONDS:
+            return
+        before, read_at, cpu_seconds = cpu_seconds, ended, time.thread_time()
+        seconds = min(cpu_seconds - before, ended - began)
         if seconds >= LEAST_SECONDS:
             lines.write(f"{seconds:.4f} {_whose(handle)}\n")
 

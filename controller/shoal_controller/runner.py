@@ -63,6 +63,9 @@ STOP_SECONDS = 5.0
 LAST_WRITE_SECONDS = 1.0
 """How long the write of its steps may take after that: nothing is decided by them."""
 
+CALM_TICKS = 0.25
+"""Heartbeat intervals between the ticks of a job in which time brings nothing soon: a tick goes through all workers."""
+
 log = structlog.get_logger("shoal.job")
 
 
@@ -97,6 +100,7 @@ class Runner:
         self._broken = ""
         self._unserved = ""
         self._in_hand: Sequence[Submission] = ()
+        self._ticked_at = life.clock()
         repository.on_trouble = self._on_trouble
         self._shown = _blank_view(spec)
         self._background = BackgroundWork(spec, life.outside, self.submit)
@@ -223,9 +227,14 @@ class Runner:
         self._inbox.set_aside_but_requests()
 
     def tick(self) -> None:
-        """Time has passed, for a job that is handled at all."""
-        if not (self._broken or self._unserved or self.trouble):
-            self._inbox.put_tick()
+        """Time has passed, for a job that is handled at all; some of it, for one in which time brings nothing soon."""
+        if self._broken or self._unserved or self.trouble:
+            return
+        now = self._life.clock()
+        if self._job.is_calm and 0 <= now - self._ticked_at < CALM_TICKS * self.spec.heartbeat_seconds:
+            return
+        self._ticked_at = now
+        self._inbox.put_tick()
 
     async def _run(self) -> None:
         if not (self._broken or self._unserved):

@@ -26,7 +26,7 @@ KEEPALIVE_SECONDS = 10
 KEEPALIVE_TIMEOUT_SECONDS = 5
 """A question without an answer for so long breaks the channel. Heartbeats notice a silent worker much earlier."""
 
-ALIVE_SECONDS = 2.0
+ALIVE_SECONDS = 3.0
 """A controller says so often on every stream that it is there."""
 
 SILENT_SECONDS = 7.0

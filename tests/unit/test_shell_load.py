@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from asynchronous import asynchronous
 from shoal_controller.core.machine.events import MOST_AT_ONCE, MessageReceived, Probed, Save, Scale, Tick
+from shoal_controller.core.machine.job import Job
 from shoal_controller.store.store import Put
 from shoal_protos.errors import StoreError
 from shoal_protos.messages import Heartbeat, MemberState, Status, Telemetry
@@ -102,3 +103,21 @@ async def test_a_controller_that_was_overtaken_writes_no_last_steps(tmp_path):
             await world.shell.submit("train", Scale(5))
         await world.shell.stop()
         assert (await world.store.get("/jobs/train")).value == head.value
+
+
+@asynchronous
+async def test_a_calm_job_is_ticked_four_times_a_heartbeat_and_any_other_one_each_time(tmp_path, monkeypatch):
+    ticks, now, calm = [], [10.0], [True]
+    machine = SmallMachine({Tick: lambda *_: ticks.append(now[0]) or ()})
+    async with running(tmp_path, machine) as world:
+        await world.shell.create(SPEC)
+        monkeypatch.setattr(Job, "is_calm", property(lambda _: calm[0]))
+        runner = world.shell._runners["train"]
+        runner._life, runner._ticked_at = replace(runner._life, clock=lambda: now[0]), now[0]
+        await world.shell.submit("train", Save())
+        ticks.clear()
+        for at, calm[0] in ((10.1, True), (10.24, True), (10.26, True), (10.3, True), (10.4, False), (10.45, False)):
+            now[0] = at
+            runner.tick()
+            await world.shell.submit("train", Save())
+        assert sorted(set(ticks)) == [10.26, 10.4, 10.45]

@@ -30,7 +30,7 @@ from shoal_controller.core.machine.events import Connected, PlannerAnswered
 from shoal_controller.core.machine.figures import Figures
 from shoal_controller.core.machine.goal import Goal
 from shoal_controller.core.machine.pending import Pending
-from shoal_controller.core.machine.spec import JobSpec
+from shoal_controller.core.machine.spec import JobSpec, Phase
 from shoal_controller.core.machine.wait_graph import BrokenLink
 
 
@@ -250,6 +250,17 @@ class Job:
     @property
     def spec(self) -> JobSpec:
         return self.durable.spec
+
+    @property
+    def is_calm(self) -> bool:
+        """Whether a world trains, nothing is to change, and everybody is heard: then time brings nothing soon."""
+        durable, world = self.durable, self.durable.current
+        if durable.phase is not Phase.RUNNING or durable.planned or durable.stopping or world is None or world.fills:
+            return False
+        if self.spawned_at or self.planner.asked_at is not None or self.planner.failures or self.goal is None:
+            return False
+        served = (one for one in self.processes.values() if durable.roster[one.worker].serves)
+        return all(one.connection is not None and one.ping is None for one in served)
 
 
 def new_job(spec: JobSpec, now: float) -> Job:

@@ -232,6 +232,9 @@ def _traits(turn: Turn, worker: WorkerId, trains: bool) -> Traits:
 
 def fills_done(turn: Turn, world: Plan) -> bool:
     """Whether every fill of the world is held by its target."""
+    statuses = (turn.job.processes[world.members[fill.target].worker].status for fill in world.fills)
+    if all(status.boundaries < world.boundaries for status in statuses):
+        return False  # as at most ticks: the last slice is still to come
     return all(
         fill.blocks <= kept_blocks(world, fill.target, turn.job.processes[world.members[fill.target].worker].status)
         for fill in world.fills
