@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence, Sized
 from enum import StrEnum
+from functools import lru_cache
 from typing import TypeVar
 
 from shoal_protos.addresses import is_connectable
@@ -120,11 +121,17 @@ def raw(field: str, value: bytes, most: int = RECORD_BYTES) -> bytes:
 def name(field: str, value: str) -> str:
     """An id: it may become part of a path, a metric's label or a URL."""
     _short(field, value, NAME_CHARACTERS)
-    if not _NAME.fullmatch(value):
+    if not _is_name(value):
         raise UserError(
             f"{field} is {_shown(value)}; expected letters, digits, '.', '_' and '-', a letter or digit first"
         )
     return value
+
+
+@lru_cache(maxsize=1 << 12)
+def _is_name(value: str) -> bool:
+    """The same few names come with every heartbeat."""
+    return _NAME.fullmatch(value) is not None
 
 
 def address(field: str, value: str) -> str:

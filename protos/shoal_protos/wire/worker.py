@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 
 from google.protobuf.message import DecodeError
 
@@ -25,6 +26,7 @@ from shoal_protos.messages import (
     Telemetry,
     ToController,
 )
+from shoal_protos.runs import Runs
 from shoal_protos.wire import bounds
 from shoal_protos.wire.activity import read_activity, write_activity
 from shoal_protos.wire.checkpoint import (
@@ -48,6 +50,8 @@ STATES = {
     pb.MEMBER_STATE_LEFT: MemberState.LEFT,
 }
 STATE_NUMBERS = {point: number for number, point in STATES.items()}
+FEW_LENGTHS = 64
+"""Holdings of so many run lengths are remembered as read: what anybody may send is bounded."""
 KINDS = {pb.REQUEST_KIND_DRAIN: RequestKind.DRAIN}
 KIND_NUMBERS = {kind: number for number, kind in KINDS.items()}
 
@@ -202,7 +206,7 @@ def _read_status(message: pb.Status, blocks: int) -> Status:
         step=bounds.whole("status.step", message.step, least=-1),
         committed_in=bounds.whole("status.committed_in", message.committed_in),
         boundaries=bounds.whole("status.boundaries", message.boundaries),
-        holds=bounds.runs("status.holds", message.holds, blocks),
+        holds=_read_holds(tuple(message.holds), blocks),
         parameters_current=message.parameters_current,
         broken=tuple(bounds.name("status.broken", worker) for worker in broken),
         done=message.done,
@@ -218,6 +222,18 @@ def _read_status(message: pb.Status, blocks: int) -> Status:
             _read_corrupt(block, blocks) for block in bounds.few("status.corrupt", message.corrupt, bounds.MAX_CORRUPT)
         ),
     )
+
+
+def _read_holds(lengths: tuple[int, ...], blocks: int) -> Runs:
+    """Every heartbeat says them again, and they seldom change."""
+    return (_read_few if len(lengths) <= FEW_LENGTHS else _read_many)(lengths, blocks)
+
+
+def _read_many(lengths: tuple[int, ...], blocks: int) -> Runs:
+    return bounds.runs("status.holds", lengths, blocks)
+
+
+_read_few = lru_cache(maxsize=1 << 12)(_read_many)
 
 
 def _read_corrupt(message: pb.CorruptBlock, blocks: int) -> CorruptBlock:
