@@ -122,18 +122,18 @@ def test_every_panel_shows_data_of_a_run_and_the_numbers_of_its_report(tmp_path:
 
 
 def _is_the_report(server: Prometheus, cluster: Cluster) -> None:
-    report, job = cluster.report(), cluster.job()
+    report = cluster.report()
     worlds = report["generations"]
     assert server.now("max by (job_name) (shoal_job_step)")["job"] == report["steps"] == MAX_STEPS
-    assert server.now("max by (job_name) (shoal_job_samples_total)")["job"] == job["samples"]
+    assert server.now("max by (job_name) (shoal_job_samples_total)")["job"] == report["samples"] > 0
     done = server.now('max by (reason) (shoal_resizes_total{outcome="done"}) > 0', "reason")
     assert done == Counter(world["reason"] for world in worlds)
     moved = server.now("max by (source) (shoal_repartition_bytes_total)", "source")
-    assert moved["peer"] > 0
+    assert moved["peer"] == sum(world["bytes"]["pause"] + world["bytes"]["fill"] for world in worlds) > 0
     assert moved["checkpoint"] == sum(world["bytes"]["checkpoint"] for world in worlds)
     lost = server.now("max by (job_name) (shoal_job_lost_steps_total)")["job"]
     assert lost == sum(world["lost_steps"] for world in worlds)
     promoted = server.now("max by (job_name) (shoal_blocks_promoted_total)")["job"]
     assert promoted == sum(world["promoted_blocks"] for world in worlds)
     goodput = server.now("max by (job_name) (shoal_job_goodput_ratio)")["job"]
-    assert 0 < goodput < 1
+    assert 0 < goodput == report["goodput_ratio"] < 1

@@ -143,6 +143,7 @@ async def test_checkpoints_are_listed_newest_first(tmp_path):
 @asynchronous
 async def test_the_report_has_these_keys(tmp_path):
     shown = {"step": 100, "fingerprint": "ab", "loss": 1.5, "resizes": (RESIZE,), "step_seconds_median": 0.2}
+    shown |= {"samples": 6400, "goodput_ratio": 0.9}
     async with serving(tmp_path, machine=SmallMachine(shown=shown | {"phase": Phase.SUCCEEDED})) as api:
         await api.ask("POST", "/v1/jobs", 202, json=TRAIN)
         assert await api.ask("GET", "/v1/jobs/train/report") == {
@@ -152,7 +153,7 @@ async def test_the_report_has_these_keys(tmp_path):
                 "phases": {"plan": 0.1}, "promoted_blocks": 5, "bytes": {"pause": 0, "fill": 100, "checkpoint": 0},
                 "lost_steps": 0,
             }],
-            "step_seconds_median": 0.2,
+            "step_seconds_median": 0.2, "samples": 6400, "goodput_ratio": 0.9,
         }  # fmt: skip
 
 

@@ -20,3 +20,11 @@ def test_the_median_step_is_that_of_the_latest_steps(monkeypatch: pytest.MonkeyP
         took.append(now - before)
         meter.on_step()
         assert meter._median() == pytest.approx(median(took[-LATEST_STEPS:]))
+
+
+def test_a_worker_that_starts_over_has_received_nothing_by_fills() -> None:
+    meter = Meter()
+    meter.on_fill(100, 0.1)
+    meter.on_start_over()
+    meter.on_fill(7, 0.1)
+    assert meter._fill_bytes == 7

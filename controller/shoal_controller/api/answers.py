@@ -152,6 +152,7 @@ class MovedBytes(Answer):
 
     pause: int
     fill: int
+    """Of a generation that still trains: as of a minute ago at most."""
     checkpoint: int
 
 
@@ -188,13 +189,17 @@ class ReportAnswer(Answer):
     final_loss: float | None
     generations: list[GenerationAnswer]
     step_seconds_median: float | None
+    samples: int | None
+    """Read in committed steps; None while a controller that was started again does not know yet."""
+    goodput_ratio: float
+    """Share of time since the first step began that was spent in committed steps."""
 
     @classmethod
     def of(cls, view: JobView) -> Self:
         return cls(
             job=view.job, steps=view.step, fingerprint=view.fingerprint, final_loss=view.loss,
             generations=[GenerationAnswer.of(resize) for resize in view.resizes],
-            step_seconds_median=view.step_seconds_median,
+            step_seconds_median=view.step_seconds_median, samples=view.samples, goodput_ratio=view.goodput_ratio,
         )  # fmt: skip
 
 

@@ -266,6 +266,7 @@ class Resize:
                 log.warning("starting_over", reason=ended.reason)
                 context.world, self._caught_up, context.begins = None, None, None
                 context.state.give_up()
+                context.meter.on_start_over()
                 self._clock.forget()
                 context.loop.begin_step(())
                 context.link.end_warm_up()

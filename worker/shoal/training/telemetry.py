@@ -54,6 +54,11 @@ class Meter:
         self._fill_bytes += count
         self._fill_seconds += seconds
 
+    def on_start_over(self) -> None:
+        """From now on this is another worker, which has received nothing."""
+        self._fill_bytes = 0
+        self._fill_seconds = 0.0
+
     def on_change(self, change: Change, planned: bool) -> None:
         """A generation begins; what it cost is reported after its first vote."""
         self._record_change({})

@@ -90,6 +90,8 @@ class WorkerRecord:
     """What its failure has in common with the same one of others, at the same step."""
     saves_told: int = 0
     """The number of the last save that it has reported: it repeats the last ones in every heartbeat."""
+    fill_bytes_counted: int = 0
+    """How much of what its process has received by fills is counted: it tells the sum in every heartbeat."""
 
     @property
     def serves(self) -> bool:

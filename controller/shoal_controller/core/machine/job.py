@@ -94,8 +94,6 @@ class Process:
     had made no step, or this controller's life had not heard of them."""
     last_sent: tuple[str, int, float] = ("", 0, 0.0)
     """What was last sent to it: kind, number, when."""
-    fill_bytes_before: int = 0
-    """Bytes it had received by fills before the present generation."""
 
 
 @dataclass(frozen=True, slots=True)

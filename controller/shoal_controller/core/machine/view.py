@@ -42,7 +42,7 @@ def view(job: Job, now: float) -> JobView:
         fingerprint=durable.fingerprint,
         step_seconds_median=step_seconds_median(job),
         pending=starts.counted(job) if not durable.phase.over else {},
-        resizes=tuple(_resize(job, resize) for resize in durable.history),
+        resizes=tuple(map(_resize, durable.history)),
     )
 
 
@@ -123,10 +123,7 @@ def _unmirrored(world: Plan | None) -> int:
     return len(every(world.blocks) - union(share.mirrored for share in world.shares))
 
 
-def _resize(job: Job, resize: Resize) -> ResizeView:
-    filled = resize.fill_bytes
-    if job.durable.history and resize is job.durable.history[-1]:
-        filled = sum(max(0, p.telemetry.fill_bytes - p.fill_bytes_before) for p in job.processes.values())
+def _resize(resize: Resize) -> ResizeView:
     return ResizeView(
         generation=resize.generation,
         workers=resize.workers,
@@ -136,7 +133,7 @@ def _resize(job: Job, resize: Resize) -> ResizeView:
         phases=resize.phases,
         promoted_blocks=resize.promoted_blocks,
         pause_bytes=resize.pause_bytes,
-        fill_bytes=filled,
+        fill_bytes=resize.fill_bytes,
         checkpoint_bytes=resize.checkpoint_bytes,
         lost_steps=resize.lost_steps,
     )

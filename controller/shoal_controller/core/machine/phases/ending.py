@@ -12,6 +12,7 @@ from shoal_controller.core.machine.effects import Adopt, Close, Kill, Send
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.events import Connected, Disconnected, Exited, MessageReceived, NeverStarted, Started
 from shoal_controller.core.machine.phases import claims, proofs
+from shoal_controller.core.machine.phases.fill_figures import count_fills
 from shoal_controller.core.machine.phases.next_message import send_all_if_due, send_if_due, shutdown_of_all
 from shoal_controller.core.machine.spec import Phase
 from shoal_controller.core.machine.turn import Turn
@@ -29,6 +30,7 @@ def finish(turn: Turn, phase: Phase, reason: str) -> None:
     turn.enter(phase, reason)
     turn.keep(planned=(), save=None, ended_at=turn.now)
     turn.change(attempt=None, reaped_at=turn.now)
+    count_fills(turn)
     turn.keep_figures(turn.job.figures)
     turn.note(EventKind[phase.name], reason)
     send_all_if_due(turn)

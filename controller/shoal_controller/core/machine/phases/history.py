@@ -12,6 +12,7 @@ from shoal_protos.plural import plural
 from shoal_controller.core.machine.durable import HISTORY, Resize
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.figures import CHANGE_PHASES
+from shoal_controller.core.machine.phases.fill_figures import count_fills
 from shoal_controller.core.machine.phases.progress import known_step
 from shoal_controller.core.machine.turn import Turn
 
@@ -91,23 +92,11 @@ def _names(plan: Plan) -> str:
 
 def _enter(turn: Turn, plan: Plan, step: int, lost_steps: int) -> None:
     """A generation enters the history, and the one before gets its last figures."""
-    history = turn.durable.history
-    if history:
-        filled = fill_bytes(turn)
-        history = (*history[:-1], replace(history[-1], fill_bytes=filled))
-        turn.count("shoal_repartition_bytes_total", filled, source="peer")
+    count_fills(turn)
     resize = Resize(plan.generation, plan.world_size, plan.reason, step, lost_steps=lost_steps)
-    turn.keep(history=(*history, resize)[-HISTORY:])
+    turn.keep(history=(*turn.durable.history, resize)[-HISTORY:])
     turn.change(changes={})
-    for worker, process in tuple(turn.job.processes.items()):
-        if process.fill_bytes_before != process.telemetry.fill_bytes:
-            turn.see(worker, fill_bytes_before=process.telemetry.fill_bytes)
     count_resize(turn, plan.reason, "done")
-
-
-def fill_bytes(turn: Turn) -> int:
-    """What fills have moved in the present generation."""
-    return sum(max(0, p.telemetry.fill_bytes - p.fill_bytes_before) for p in turn.job.processes.values())
 
 
 # ---- what the change cost its members

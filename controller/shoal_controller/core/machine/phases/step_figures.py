@@ -9,6 +9,7 @@ from dataclasses import replace
 from statistics import median
 
 from shoal_controller.core.machine.job import Job, Process
+from shoal_controller.core.machine.phases.fill_figures import count_fills
 from shoal_controller.core.machine.turn import Turn
 
 KEEP_SECONDS = 60.0
@@ -59,7 +60,8 @@ def _write_ahead(turn: Turn, steps: int) -> None:
     due = turn.now - turn.job.figures_written_at >= KEEP_SECONDS
     if due or figures.steps > written.steps_bound:
         ahead = max(FEWEST_AHEAD, 2 * (figures.steps - written.steps), steps)
-        turn.keep_figures(replace(figures, steps_bound=figures.steps + ahead))
+        count_fills(turn)
+        turn.keep_figures(replace(turn.job.figures, steps_bound=figures.steps + ahead))
         turn.keep(step=max(turn.durable.step, figures.step))
         turn.change(figures_written_at=turn.now, step_shown_at=turn.now)
 
