@@ -14,6 +14,7 @@ from shoal_protos.errors import StoreError
 from shoal_controller.backlog import Backlog
 from shoal_controller.callers import Caller
 from shoal_controller.core.machine.events import Event, OperatorRequest, Tick, first_batch
+from shoal_controller.recent_most import RecentMost
 
 INBOX = 1024
 """Events that may wait for one job; whoever brings more waits too."""
@@ -45,6 +46,12 @@ class JobInbox:
         self._line: asyncio.Queue[Submission] = asyncio.Queue(INBOX)
         self._tick_waits = False
         self._backlog = Backlog()
+        self._depths = RecentMost()
+
+    @property
+    def deepest(self) -> int:
+        """Most events that stood in line when a batch was taken, in the last minute."""
+        return int(self._depths.most)
 
     async def put(self, submission: Submission) -> None:
         """Raises `StoreError` where no place becomes free in time."""
@@ -72,6 +79,7 @@ class JobInbox:
 
     def take_batch(self, first: Submission) -> list[Submission]:
         """What stands in line behind `first`, as far as it is one batch with it."""
+        self._depths.see(self._line.qsize() + 1)
         batch, later = first_batch([first, *self._empty()], lambda submission: submission.event)
         for submission in later:
             self._line.put_nowait(submission)

@@ -1,32 +1,33 @@
 """Everything that Prometheus can ask, read from the jobs when it asks: what they have counted, and where they are.
 
 The names are frozen in a test. Every figure of a job has the label `job_name` (Prometheus overwrites `job`), of a
-worker also `worker`. A job counts for itself (`core/machine/figures.py`), so its counters last as long as the job: none
-goes down when a controller is started again, and all are gone when the job is forgotten. Made by `server.py`.
+worker also `worker`; a test bounds how many series either has. A job counts for itself (`core/machine/figures.py`), so
+its counters last as long as the job: none goes down when a controller is started again, and all are gone when the job
+is forgotten. What a controller counts for itself (`own_figures.py`) begins anew with it. Made by `server.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from itertools import accumulate
+from itertools import accumulate, chain
 
-from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from shoal_protos.messages import PROTOCOL_VERSION
 
 from shoal_controller.core.machine.figures import COUNTERS, HISTOGRAMS, HistogramKind, Observed, series_key, series_of
 from shoal_controller.core.machine.pending import PendingReason
 from shoal_controller.core.machine.spec import JobView, Phase, State, WorkerView
-
-STORE_REQUESTS = "shoal_store_request_duration_seconds"
-STORE_BUCKETS = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10)
+from shoal_controller.own_figures import OwnFigures
 
 GONE = (State.LOST, State.LEFT)
-
-disable_created_metrics()  # type: ignore[no-untyped-call]  # no series beside those that are named
+MEMORY_KINDS = ("parameters", "gradients", "state", "rss")
+"""Whatever else a worker claims has no series."""
 
 JobFigure = Callable[[JobView], float | None]
 WorkerFigure = Callable[[WorkerView], float | None]
@@ -39,6 +40,14 @@ JOB_GAUGES: Mapping[str, tuple[str, JobFigure]] = {
     "shoal_job_lanes": ("Lanes of the job.", lambda view: view.lanes),
     "shoal_job_workers_wanted": ("Workers that the job is to have.", lambda view: view.wanted),
     "shoal_job_workers_min": ("Workers below which no step runs.", lambda view: view.min_workers),
+    "shoal_job_step_seconds_median": (
+        "Median wall time of a step: over the workers, of what each says of its last steps.",
+        lambda view: view.step_seconds_median,
+    ),
+    "shoal_job_inbox_events": (
+        "Most events that stood in line for the job at a time, in the last minute.",
+        lambda view: view.deepest_inbox,
+    ),
     "shoal_job_workers_max": ("Most workers that the job can use.", lambda view: view.max_workers),
     "shoal_job_goodput_ratio": (
         "Share of wall time since the first step that was spent in committed steps.",
@@ -81,22 +90,23 @@ WORKER_GAUGES: Mapping[str, tuple[str, WorkerFigure]] = {
 class Sources:
     """Where figures are read."""
 
-    jobs: Callable[[], Sequence[JobView]]
-    leads: Callable[[], bool]
-    sessions: Callable[[], Mapping[str, int]]
+    jobs: Callable[[], Sequence[JobView]] = tuple
+    term: Callable[[], int] = int
+    """The term in which this controller leads; 0: it does not."""
+    sessions: Callable[[], Mapping[str, int]] = dict
     """Streams of workers by state."""
+    refusals: Callable[[], Mapping[str, int]] = dict
+    """How many streams were refused, by why."""
+    loop_lag: Callable[[], float] = float
+    """Seconds by which the event loop was late at most, in the last minute."""
 
 
 class Metrics:
-    """One controller's figures."""
+    """One controller's figures. `own`: what it counts for itself."""
 
     def __init__(self) -> None:
-        self._sources = Sources(lambda: (), lambda: False, dict)
-        self._registry = CollectorRegistry()
-        self._store = Histogram(
-            STORE_REQUESTS, "Duration of requests to the store.", ("request",), registry=self._registry,
-            buckets=STORE_BUCKETS,
-        )  # fmt: skip
+        self._sources = Sources()
+        self.own = OwnFigures()
 
     def show(self, sources: Sources) -> None:
         """Say where the figures are read when Prometheus asks. Once."""
@@ -107,17 +117,13 @@ class Metrics:
         it is a megabyte, for which no heartbeat waits.
         """
         sources = self._sources
-        families = _families(sources.jobs(), sources.leads(), sources.sessions())
-        return await asyncio.to_thread(generate_latest, _Read(self._registry, families))
-
-    def timed(self, request: str, seconds: float) -> None:
-        """How long the store took."""
-        self._store.labels(request).observe(seconds)
+        families = chain(_families(sources.jobs()), list(_controller(sources)))
+        return await asyncio.to_thread(generate_latest, _Read(self.own.registry, families))
 
 
 @dataclass(frozen=True, slots=True)
 class _Read(Collector):
-    """What one scrape shows: what is counted here, and the figures of the jobs."""
+    """What one scrape shows: what the controller has counted, and what was read."""
 
     counted: Collector
     families: Iterator[Metric]
@@ -128,7 +134,7 @@ class _Read(Collector):
         yield from self.families
 
 
-def _families(jobs: Sequence[JobView], leads: bool, sessions: Mapping[str, int]) -> Iterator[Metric]:
+def _families(jobs: Sequence[JobView]) -> Iterator[Metric]:
     yield from _counted(jobs)
     for name, (text, job_figure) in JOB_GAUGES.items():
         yield _gauge(name, text, ("job_name",), (((view.job,), job_figure(view)) for view in jobs))
@@ -137,7 +143,11 @@ def _families(jobs: Sequence[JobView], leads: bool, sessions: Mapping[str, int])
         yield _gauge(name, text, ("job_name", "worker"), figures)
     yield _gauge(
         "shoal_worker_memory_bytes", "Memory used by a worker.", ("job_name", "worker", "kind"),
-        (((*who, kind), size) for who, worker in _present(jobs) for kind, size in worker.memory_bytes.items()),
+        (
+            ((*who, kind), worker.memory_bytes.get(kind))
+            for who, worker in _present(jobs)
+            for kind in MEMORY_KINDS
+        ),
     )  # fmt: skip
     counts = (
         ((view.job, state), sum(worker.state is state for worker in view.workers)) for view in jobs for state in State
@@ -147,10 +157,30 @@ def _families(jobs: Sequence[JobView], leads: bool, sessions: Mapping[str, int])
     yield _gauge("shoal_job_phase", "Whether the job is in this phase.", ("job_name", "phase"), phases)
     pending = (((view.job, reason), view.pending.get(reason, 0)) for view in jobs for reason in PendingReason)
     yield _gauge("shoal_pods_waiting", "Workers that wait to start, by reason.", ("job_name", "reason"), pending)
-    open_sessions = (((state,), number) for state, number in sessions.items())
-    yield _gauge("shoal_sessions", "Workers' connections by state.", ("state",), open_sessions)
-    yield _gauge("shoal_leader", "Whether this controller is the leader.", (), [((), leads)])
-    yield _gauge("shoal_build_info", "Always 1; the label is the version.", ("version",), [((version("shoal"),), 1)])
+
+
+def _controller(sources: Sources) -> Iterator[Metric]:
+    """What is read of this controller, whether it leads or not."""
+    sessions = (((state,), number) for state, number in sources.sessions().items())
+    yield _gauge("shoal_sessions", "Workers' connections by state.", ("state",), sessions)
+    refused = CounterMetricFamily(
+        "shoal_sessions_refused_total", "Workers' connections that were refused, by why.", labels=("reason",)
+    )
+    for reason, number in sources.refusals().items():
+        refused.add_metric((reason,), number)
+    yield refused
+    term = sources.term()
+    yield _gauge("shoal_leader", "Whether this controller is the leader.", (), [((), term > 0)])
+    yield _gauge("shoal_term", "Term in which this controller leads; 0: it does not.", (), [((), term)])
+    yield _gauge(
+        "shoal_event_loop_lag_seconds", "How late the event loop was at most, in the last minute.", (),
+        [((), sources.loop_lag())],
+    )  # fmt: skip
+    built = (version("shoal"), platform.python_version(), str(PROTOCOL_VERSION))
+    yield _gauge(
+        "shoal_build_info", "Always 1; the labels are the versions of Shoal, of Python and of the sessions' protocol.",
+        ("version", "python", "protocol"), [(built, 1)],
+    )  # fmt: skip
 
 
 def _counted(jobs: Sequence[JobView]) -> Iterator[Metric]:
@@ -171,7 +201,7 @@ def _counted(jobs: Sequence[JobView]) -> Iterator[Metric]:
         observed = HistogramMetricFamily(name, histogram.text, labels=("job_name", *histogram.labels))
         for view in jobs:
             for labels in series_of(histogram.labels):
-                series = view.figures.histograms.get(series_key(name, labels))
+                series = view.figures.series(name, labels)
                 if series is not None or not labels:  # with labels there are too many that nothing ever falls into
                     observed.add_metric((view.job, *labels.values()), *_buckets(histogram, series))
         yield observed

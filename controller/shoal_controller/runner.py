@@ -111,7 +111,8 @@ class Runner:
         """What people see now; of a job whose machine failed: what they saw last, and why it failed."""
         if self._broken or self._unserved:
             return replace(self._shown, phase=Phase.FAILED, reason=self._broken or self._unserved)
-        self._shown = self._life.view(self._carried_out, self._life.clock())
+        shown = self._life.view(self._carried_out, self._life.clock())
+        self._shown = replace(shown, deepest_inbox=self._inbox.deepest)
         if hindrance := self.trouble or self.repository.speed.sentence:
             return replace(self._shown, reason="; ".join(filter(None, (hindrance, self._shown.reason))))
         return self._shown

@@ -22,10 +22,13 @@ from shoal_protos.errors import StoreError
 
 from shoal_controller import logs
 from shoal_controller.api.app import ApiSettings, build_app
+from shoal_controller.api.request_counts import CountedRequests
 from shoal_controller.api.web import Web
 from shoal_controller.api.web_certificate import web_certificate
 from shoal_controller.client_tls import ClientTls
+from shoal_controller.launchers.counted import CountedLauncher
 from shoal_controller.launchers.kubernetes.options import ClusterOptions, PodOptions
+from shoal_controller.launchers.kubernetes.request_outcomes import Asked
 from shoal_controller.launchers.launcher import Launcher
 from shoal_controller.launchers.local import LocalLauncher, WorkerEnvironment
 from shoal_controller.leadership.controller_state import ControllerState
@@ -33,6 +36,7 @@ from shoal_controller.leadership.election import ControllerPlace, Election
 from shoal_controller.leadership.introductions import introductions
 from shoal_controller.leadership.neighbours import Neighbours
 from shoal_controller.leadership.term import Means, leading
+from shoal_controller.loop_lag import LoopLag
 from shoal_controller.metrics import Metrics, Sources
 from shoal_controller.sessions.service import SessionService
 from shoal_controller.sessions.settings import SessionSettings
@@ -40,7 +44,7 @@ from shoal_controller.sessions.streams import Streams
 from shoal_controller.settings import Settings, inherited_environment
 from shoal_controller.shell import Shell
 from shoal_controller.store.open import open_store
-from shoal_controller.tasks import end_task, guarded
+from shoal_controller.tasks import end_task, guarded, only_logged
 from shoal_controller.token_register import TokenRegister
 from shoal_controller.worker_port import bind_again
 from shoal_controller.worker_tokens import WorkerTokens
@@ -96,7 +100,14 @@ async def serve(settings: Settings) -> AsyncIterator[Server]:
         session_settings = _session_settings(settings)
         worker_tokens = session_settings.worker_tokens()
         metrics, controller, streams = Metrics(), ControllerState(), Streams(worker_tokens)
-        metrics.show(Sources(controller.jobs, lambda: controller.term > 0, streams.states))
+        lag = LoopLag()
+        ends.push_async_callback(end_task, guarded("loop lag", lag.run(), only_logged))
+        metrics.show(
+            Sources(
+                controller.jobs, lambda: controller.term, streams.states, lambda: streams.refusals.counts,
+                lambda: lag.recent.most,
+            )
+        )  # fmt: skip
         http_host, http_port = split_address(settings.http)
         neighbours = Neighbours(ClientTls(settings.ca))
         web = Web(http_host, http_port, _tls(settings))
@@ -107,9 +118,9 @@ async def serve(settings: Settings) -> AsyncIterator[Server]:
         grpc = join_address(split_address(settings.grpc)[0], found.port)
         tokens = TokenRegister(_secret(settings))
         app = build_app(controller, metrics.scrape, _api_settings(settings, worker_tokens), tokens, neighbours)
-        await web.start(app, fail)
+        await web.start(CountedRequests(app, metrics.own.requested), fail)
         ends.enter_context(_cancelled_when(stopped))
-        store = await open_store(settings.store, metrics.timed, settings.etcd)
+        store = await open_store(settings.store, metrics.own.timed, settings.etcd)
         ends.push_async_callback(store.close)
         ends.push_async_callback(tokens.stop)  # before: it may be told to end while it reads
         await tokens.start(store, fail)
@@ -121,7 +132,9 @@ async def serve(settings: Settings) -> AsyncIterator[Server]:
         launcher = LocalLauncher(settings.folder, environment, controller.report, lost)
         launchers: dict[str, Launcher] = {"local": launcher} if "local" in settings.allowed_launchers else {}
         if "kubernetes" in settings.allowed_launchers:
-            launchers["kubernetes"] = await ends.enter_async_context(_pods(settings, controller, worker_tokens))
+            pods = _pods(settings, controller, worker_tokens, metrics.own.asked)
+            launchers["kubernetes"] = await ends.enter_async_context(pods)
+        launchers = {name: CountedLauncher(one, metrics.own.launches(name)) for name, one in launchers.items()}
         means = Means(store, streams, controller, launchers, settings.forget_after_seconds, fail)
         electing = guarded("election", election.run(partial(leading, means)), fail)
         ends.push_async_callback(end_task, electing, END_SECONDS)
@@ -182,7 +195,7 @@ def _listed(text: str) -> tuple[str, ...]:
 
 @asynccontextmanager
 async def _pods(
-    settings: Settings, controller: ControllerState, tokens: WorkerTokens | None
+    settings: Settings, controller: ControllerState, tokens: WorkerTokens | None, asked: Asked
 ) -> AsyncIterator[Launcher]:
     """The launcher of pods. What it is made of is imported where it is used: its client takes a second."""
     from shoal_controller.launchers.kubernetes.connect import kubernetes_launcher
@@ -190,7 +203,7 @@ async def _pods(
     given, taints = _listed(settings.kubernetes_controllers), _listed(settings.kubernetes_taints)
     pods = PodOptions(lambda: given or controller.places(), tokens)
     cluster = ClusterOptions(settings.kubeconfig, settings.kubernetes_namespace, settings.kubernetes_nodes, taints)
-    async with kubernetes_launcher(pods, cluster, controller.report) as launcher:
+    async with kubernetes_launcher(pods, cluster, controller.report, asked) as launcher:
         yield launcher
 
 

@@ -115,7 +115,7 @@ def routes() -> Iterator[str]:
 def metrics() -> Iterator[str]:
     yield from header("metric", "type", "meaning")
     shown = Metrics()
-    shown.show(Sources(lambda: (), lambda: True, dict))
+    shown.show(Sources())
     exposed = asyncio.run(shown.scrape()).decode()
     types = dict(re.findall(r"^# TYPE (\S+) (\S+)$", exposed, flags=re.MULTILINE))
     for name, text in sorted(re.findall(r"^# HELP (\S+) (.*)$", exposed, flags=re.MULTILINE)):

@@ -34,6 +34,8 @@ SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
 JOB = 'namespace=~"$namespace", job_name="$job"'
 DONE = JOB + ', outcome="done"'
 ALL = 'namespace=~"$namespace"'
+ACTIVE = JOB + ', state="active"'
+NOT_DONE = ALL + ', outcome!="done"'
 NOT_OVER = ALL + ', phase!~"succeeded|failed|cancelled"'
 RATE = "$__rate_interval"
 COLUMNS = 24
@@ -69,24 +71,34 @@ def mean(histogram: str, by: str, where: str = JOB) -> str:
     return f"max by ({by}) ({histogram}_sum{{{where}}}) / max by ({by}) ({histogram}_count{{{where}}})"
 
 
+def slowest_of_20(histogram: str, by: str) -> str:
+    """Within which time 19 of 20 are done."""
+    buckets = growth(f"{histogram}_bucket", f"{by}, le", ALL, function="rate")
+    return f"histogram_quantile(0.95, {buckets})"
+
+
 MEDIAN_STEP = f"quantile(0.5, shoal_worker_step_seconds{{{JOB}}})"
 WORKER_STEP = most("shoal_worker_step_seconds", "worker")
 LAST_CHECKPOINT = most("shoal_checkpoint_last_timestamp_seconds")
 
 PROGRESS = [
     View("Phase", "Phase of the job.",
-         {"{{phase}}": f"{most('shoal_job_phase', 'phase')} == 1"}, kind="number", width=4),
+         {"{{phase}}": f"{most('shoal_job_phase', 'phase')} == 1"}, kind="number", width=3),
     View("Step", "Committed steps, and the step at which the job ends.",
          {"step": most("shoal_job_step"), "of": most("shoal_job_max_steps")}, kind="number", width=4),
-    View("Time left", "Steps that are left, at the median worker's step time.",
-         {"left": f"({most('shoal_job_max_steps')} - {most('shoal_job_step')}) * {MEDIAN_STEP}"},
-         "s", "number", 4),
+    View("Progress", "Share of the job's steps that are committed.",
+         {"done": f"{most('shoal_job_step')} / {most('shoal_job_max_steps')}"}, "percentunit", "number", 3),
+    View("Time left", "Steps that are left, at the median step's time.",
+         {"left": f"({most('shoal_job_max_steps')} - {most('shoal_job_step')}) * "
+          f"{most('shoal_job_step_seconds_median')}"}, "s", "number", 3),
     View("Goodput", "Share of time since the first step that was spent in committed steps.",
-         {"goodput": most("shoal_job_goodput_ratio")}, "percentunit", "number", 4),
+         {"goodput": most("shoal_job_goodput_ratio")}, "percentunit", "number", 3),
     View("Lost steps", "Committed steps that were lost by going back.",
-         {"lost": most("shoal_job_lost_steps_total")}, kind="number", width=4),
+         {"lost": most("shoal_job_lost_steps_total")}, kind="number", width=3),
     View("Last checkpoint", "Age of the last complete checkpoint.",
-         {"age": f"time() - {LAST_CHECKPOINT}"}, "s", "number", 4),
+         {"age": f"time() - {LAST_CHECKPOINT}"}, "s", "number", 3),
+    View("Workers", "Active workers.",
+         {"active": f"{most('shoal_job_workers', where=ACTIVE)}"}, kind="number", width=2),
 ]  # fmt: skip
 TRAINING = [
     View("Loss", "Loss of the last step.", {"loss": most("shoal_job_loss")}),
@@ -147,9 +159,8 @@ CHECKPOINTS = [
 FLEET = [
     View("Leads", "Controllers that lead; expected 1.",
          {"leaders": f"sum(shoal_leader{{{ALL}}})"}, kind="number", width=4),
-    View("Changes of the leader", "In the last hour.",
-         {"changes": growth("shoal_leader", where=ALL, over="1h", function="changes") + " / 2"},
-         kind="number", width=4),
+    View("Changes of the leader", "In the last hour: how often another term began.",
+         {"changes": f"changes((max(shoal_term{{{ALL}}} > 0))[1h:5s])"}, kind="number", width=4),
     View("Sessions", "Workers' connections that are open.",
          {"open": f"sum(shoal_sessions{{{ALL}}})"}, kind="number", width=4),
     View("Jobs", "Jobs that are not over.",
@@ -157,29 +168,64 @@ FLEET = [
     View("Version", "Version of each controller.",
          {"{{version}}": f"count by (version) (shoal_build_info{{{ALL}}})"}, kind="number", width=8),
 ]  # fmt: skip
-CONTROL = [
+JOBS = [
     View("Jobs by phase", "Phases of all jobs.",
          {"{{phase}}": f"sum by (phase) ({most('shoal_job_phase', 'namespace, job_name, phase', ALL)}) > 0"},
          kind="areas"),
+    View("Workers", "Workers of all jobs, by state.",
+         {"{{state}}": f"sum by (state) ({most('shoal_job_workers', 'namespace, job_name, state', ALL)}) > 0"},
+         kind="areas"),
+    View("Changes of worlds", "Changes of the world of all jobs, by outcome.",
+         {"{{outcome}}": growth("shoal_resizes_total", "outcome", ALL)}, kind="areas"),
+    View("Oldest heartbeat", "Seconds since the last heartbeat of the most silent worker of each job.",
+         {"{{job_name}}": most("shoal_worker_last_heartbeat_seconds", "job_name", ALL)}, "s"),
+    View("Deepest inbox", "Most events that stood in line for a job at a time, in the last minute.",
+         {"{{job_name}}": most("shoal_job_inbox_events", "job_name", ALL)}),
+    View("Event loop", "How late a controller's event loop was at most in the last minute: so long all that it serves "
+         "had to wait.", {"{{instance}}": most("shoal_event_loop_lag_seconds", "instance", ALL)}, "s"),
+]  # fmt: skip
+LEADER_AND_STORE = [
     View("Leader", "Which controller leads.", {"{{instance}}": most("shoal_leader", "instance", ALL)}),
-    View("Sessions by state", "Workers' connections.",
-         {"{{state}}": f"sum by (state) (shoal_sessions{{{ALL}}})"}, kind="areas"),
     View("Store, slowest of 20", "Time within which 19 of 20 requests to the store are answered, by kind.",
-         {"{{request}}": "histogram_quantile(0.95, " +
-          growth("shoal_store_request_duration_seconds_bucket", "request, le", ALL, function="rate") + ")"}, "s"),
+         {"{{request}}": slowest_of_20("shoal_store_request_duration_seconds", "request")}, "s"),
     View("Store, mean", "Mean time of a request to the store, by kind.",
          {"{{request}}": growth("shoal_store_request_duration_seconds_sum", "request", ALL, function="rate") + " / "
           + growth("shoal_store_request_duration_seconds_count", "request", ALL, function="rate")}, "s"),
     View("Store, requests", "Requests to the store per second, by kind.",
          {"{{request}}": growth("shoal_store_request_duration_seconds_count", "request", ALL, function="rate")},
          "reqps"),
-    View("Oldest heartbeat", "Seconds since the last heartbeat of the most silent worker of each job.",
-         {"{{job_name}}": most("shoal_worker_last_heartbeat_seconds", "job_name", ALL)}, "s"),
-    View("Changes of worlds", "Changes of the world of all jobs, by outcome.",
-         {"{{outcome}}": growth("shoal_resizes_total", "outcome", ALL)}, kind="areas"),
-    View("Workers", "Workers of all jobs, by state.",
-         {"{{state}}": f"sum by (state) ({most('shoal_job_workers', 'namespace, job_name, state', ALL)}) > 0"},
+    View("Store, errors", "Requests to the store that failed, by kind.",
+         {"{{request}}": growth("shoal_store_errors_total", "request", ALL)}, kind="areas"),
+]  # fmt: skip
+SESSIONS = [
+    View("Sessions by state", "Workers' connections.",
+         {"{{state}}": f"sum by (state) (shoal_sessions{{{ALL}}})"}, kind="areas"),
+    View("Sessions refused", "Workers' connections that were refused, by why.",
+         {"{{reason}}": growth("shoal_sessions_refused_total", "reason", ALL)}, kind="areas"),
+    View("Pods waiting", "Pods of all jobs that have not started, by what they wait for.",
+         {"{{reason}}": f"sum by (reason) ({most('shoal_pods_waiting', 'namespace, job_name, reason', ALL)})"},
          kind="areas"),
+]  # fmt: skip
+LAUNCHER = [
+    View("Launcher, calls", "Calls of launchers per second.",
+         {"{{launcher}} {{call}}": growth("shoal_launcher_calls_total", "launcher, call", ALL, function="rate")},
+         "cps"),
+    View("Launcher, errors", "Calls of launchers that failed, or took too long.",
+         {"{{launcher}} {{call}} {{outcome}}": growth("shoal_launcher_calls_total", "launcher, call, outcome",
+                                                      NOT_DONE)}, kind="areas"),
+    View("Cluster, requests", "Requests to the API server of a Kubernetes cluster, per second.",
+         {"{{verb}}": growth("shoal_cluster_requests_total", "verb", ALL, function="rate")}, "reqps"),
+    View("Cluster, errors", "Requests to a cluster that were not done, by outcome, and those that were tried again.",
+         {"{{outcome}}": growth("shoal_cluster_requests_total", "outcome", NOT_DONE),
+          "tried again": growth("shoal_cluster_retries_total", where=ALL)}),
+]  # fmt: skip
+REST = [
+    View("REST, requests", "Requests per second, by route.",
+         {"{{method}} {{route}}": growth("shoal_rest_requests_total", "method, route", ALL, function="rate")}, "reqps"),
+    View("REST, slowest of 20", "Time within which 19 of 20 answers begin, by route.",
+         {"{{method}} {{route}}": slowest_of_20("shoal_rest_request_duration_seconds", "method, route")}, "s"),
+    View("REST, statuses", "Requests by status; `none`: the client had gone before an answer.",
+         {"{{code}}": growth("shoal_rest_requests_total", "code", ALL)}, kind="areas"),
 ]  # fmt: skip
 
 Rows = Mapping[str, Sequence[View]]
@@ -190,7 +236,14 @@ TRAINING_HEALTH: Rows = {
     "Workers": WORKERS,
     "Checkpoints": CHECKPOINTS,
 }
-CONTROLLER: Rows = {"Now": FLEET, "Over time": CONTROL}
+CONTROLLER: Rows = {
+    "Now": FLEET,
+    "Jobs": JOBS,
+    "Leader and store": LEADER_AND_STORE,
+    "Sessions": SESSIONS,
+    "Launcher": LAUNCHER,
+    "REST": REST,
+}
 RESIZES = f"{growth('shoal_resizes_total', 'reason', DONE, '1m')} > 0"
 
 

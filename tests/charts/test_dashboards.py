@@ -25,6 +25,7 @@ NOT_SHOWN = {
     "shoal_job_workers_max", "shoal_checkpoint_last_step", "shoal_step_seconds_bucket", "shoal_step_seconds_sum",
     "shoal_step_seconds_count", "shoal_resize_seconds_bucket", "shoal_checkpoint_seconds_bucket",
     "shoal_resize_pause_seconds_bucket", "shoal_resize_pause_seconds_count",
+    "shoal_rest_request_duration_seconds_sum", "shoal_rest_request_duration_seconds_count",
 }  # fmt: skip
 """What the two dashboards leave out; a new metric is to be shown or named here."""
 

@@ -40,10 +40,13 @@ class Prometheus:
 
     def values(self, query: str) -> list[float]:
         """What a panel would draw of the whole run: no numbers that are none."""
-        given: dict[str, Any] = {"query": query, "start": self.began, "end": time.time(), "step": 1}
-        series = self._ask("query_range", given)["result"]
+        series = self.series(query, {"start": self.began, "end": time.time(), "step": 1})
         found = [float(value) for one in series for _, value in one["values"]]
         return [value for value in found if not math.isnan(value)]
+
+    def series(self, query: str, span: dict[str, float]) -> list[dict[str, Any]]:
+        """Labels and values of each, over a span of time."""
+        return list(self._ask("query_range", {"query": query, **span})["result"])
 
     def now(self, query: str, label: str = "job_name") -> dict[str, float]:
         """The figures of this moment by a label."""

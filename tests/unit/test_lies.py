@@ -124,7 +124,7 @@ def is_sound(job: Driver) -> None:
     for answer in (*shown, *map(WorkerAnswer.of, view.workers)):
         json.loads(answer.model_dump_json(), parse_constant=pytest.fail)
     metrics = Metrics()
-    metrics.show(Sources(lambda: [view], lambda: True, dict))
+    metrics.show(Sources(lambda: [view]))
     counted = [
         line for line in asyncio.run(metrics.scrape()).decode().splitlines() if "_total" in line or "_sum" in line
     ]

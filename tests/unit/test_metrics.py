@@ -3,6 +3,9 @@
 import asyncio
 import re
 import threading
+from collections import Counter
+from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -10,10 +13,11 @@ from asynchronous import asynchronous
 from prometheus_client.parser import text_string_to_metric_families
 from shoal_controller import core as core_package
 from shoal_controller import metrics as metrics_module
-from shoal_controller.core.machine.figures import COUNTERS, HISTOGRAMS, Figures, series_of
+from shoal_controller.core.machine.figures import COUNTERS, HISTOGRAMS, MOST_BUCKETS, Figures, Observed, series_of
 from shoal_controller.core.machine.job import new_job
+from shoal_controller.core.machine.pending import PendingReason
 from shoal_controller.core.machine.spec import JobSpec, JobView, Phase, State, WorkerView
-from shoal_controller.metrics import Metrics, Sources
+from shoal_controller.metrics import MEMORY_KINDS, Metrics, Sources
 from small_machine import SmallMachine
 
 FROZEN = Path(__file__).parent / "frozen" / "metrics.txt"
@@ -35,7 +39,7 @@ def worker(name="w0", **fields) -> WorkerView:
 
 def metrics_of(*views: JobView, leads: bool = True) -> Metrics:
     metrics = Metrics()
-    metrics.show(Sources(lambda: views, lambda: leads, lambda: {"open": 2}))
+    metrics.show(Sources(lambda: views, lambda: int(leads), lambda: {"open": 2}, lambda: {"token": 1}))
     return metrics
 
 
@@ -60,10 +64,12 @@ def all_observed() -> Figures:
 def test_the_figures_are_the_frozen_ones_with_their_labels_and_kinds() -> None:
     known = view(
         workers=(worker(),), loss=1.0, last_checkpoint_step=1, max_steps=5, max_workers=4, samples=1, last_commit=1.0,
-        figures=all_observed(),
+        figures=all_observed(), step_seconds_median=0.5,
     )  # fmt: skip
     metrics = metrics_of(known)
-    metrics.timed("get", 0.1)
+    metrics.own.timed("get", 0.1, True)
+    metrics.own.requested("GET", "/v1/jobs", "200", 0.1)
+    metrics.own.launches("local")
     lines = []
     for family in text_string_to_metric_families(asyncio.run(metrics.scrape()).decode()):
         plain = next(sample for sample in family.samples if not sample.name.endswith("_bucket"))
@@ -95,22 +101,79 @@ def test_what_a_job_has_counted_is_shown_by_job() -> None:
         figures = figures.counted("shoal_resizes_total", 1, {"reason": "kill", "outcome": "done"})
     figures = figures.observed("shoal_resize_seconds", 0.25, {"phase": "plan"})
     figures = figures.observed("shoal_resize_seconds", 700.0, {"phase": "plan"}, times=2)
+    figures = replace(figures, histograms={**figures.histograms, "shoal_step_seconds": Observed((1,) * 19, 3.0)})
     metrics = metrics_of(view(figures=figures))
-    metrics.timed("transact", 0.002)
+    metrics.own.timed("transact", 0.002, False)
     samples = scraped(metrics)
     assert samples["shoal_resizes_total{job_name=train,outcome=done,reason=kill}"] == 3
     assert samples["shoal_resize_seconds_sum{job_name=train,phase=plan}"] == 1400.25
     assert samples["shoal_resize_seconds_count{job_name=train,phase=plan}"] == 3
     assert samples["shoal_resize_seconds_bucket{job_name=train,le=0.3,phase=plan}"] == 1
-    assert samples["shoal_resize_seconds_bucket{job_name=train,le=0.2,phase=plan}"] == 0
-    assert samples["shoal_resize_seconds_bucket{job_name=train,le=600.0,phase=plan}"] == 1
+    assert samples["shoal_resize_seconds_bucket{job_name=train,le=0.03,phase=plan}"] == 0
+    assert samples["shoal_resize_seconds_bucket{job_name=train,le=30.0,phase=plan}"] == 1
+    assert samples["shoal_resize_seconds_bucket{job_name=train,le=+Inf,phase=plan}"] == 3
+    assert samples["shoal_step_seconds_count{job_name=train}"] == 0, "a version with other buckets has counted that"
     assert samples["shoal_store_request_duration_seconds_count{request=transact}"] == 1
 
 
-def test_the_series_of_a_job_that_is_forgotten_go() -> None:
-    views = [view(figures=all_observed(), workers=(worker(),))]
+LARGEST_WORLD = 1000
+MOST_SERIES_OF_A_JOB, MOST_SERIES_OF_A_WORKER = 300, 12
+
+
+def largest_job() -> JobView:
+    """Everything that a job can count was counted, in a world of a thousand that claim all sorts of things."""
+    memory = {**dict.fromkeys(MEMORY_KINDS, 1), **{f"claim-{number}": number for number in range(60)}}
+    workers = tuple(
+        worker(f"w{number}", state=state, memory_bytes=memory, heartbeat_age_seconds=1.0, waited_for_seconds=2.0)
+        for number, state in zip(range(LARGEST_WORLD), cycle(State), strict=False)
+    )
+    return view(
+        workers=workers, loss=1.0, last_checkpoint_step=1, max_steps=5, max_workers=LARGEST_WORLD, samples=1,
+        last_commit=1.0, figures=all_observed(), step_seconds_median=0.5, pending=dict.fromkeys(PendingReason, 3),
+    )  # fmt: skip
+
+
+def test_a_job_has_at_most_300_series_and_a_worker_12() -> None:
+    named = [name for name in scraped(metrics_of(largest_job())) if "job_name=train" in name]
+    workers = Counter(found[1] for name in named if (found := re.search(r"worker=(w\d+)", name)))
+    assert len(workers) == sum(one.state not in (State.LOST, State.LEFT) for one in largest_job().workers)
+    assert max(workers.values()) <= MOST_SERIES_OF_A_WORKER
+    of_the_job = [name for name in named if "worker=" not in name]
+    assert 200 < len(of_the_job) <= MOST_SERIES_OF_A_JOB
+
+
+def test_no_histogram_has_more_than_6_buckets() -> None:
+    metrics = metrics_of(largest_job())
+    metrics.own.timed("get", 0.1, False)
+    metrics.own.requested("GET", "/v1/jobs", "200", 0.1)
+    buckets = Counter(re.sub(r"le=[^,}]*", "", name) for name in scraped(metrics) if "_bucket{" in name)
+    assert len(buckets) > len(HISTOGRAMS)
+    assert set(buckets.values()) == {MOST_BUCKETS}
+
+
+def test_what_a_controller_counts_for_itself_is_by_kind_and_outcome() -> None:
     metrics = Metrics()
-    metrics.show(Sources(lambda: views, lambda: True, dict))
+    metrics.own.timed("get", 0.1, False)
+    metrics.own.timed("get", 0.7, True)
+    metrics.own.requested("GET", "/v1/jobs/{job}", "404", 0.001)
+    metrics.own.launches("local")("spawn", "failed")
+    metrics.own.asked("create", "throttled", True)
+    samples = scraped(metrics)
+    assert samples["shoal_store_errors_total{request=get}"] == 1
+    assert samples["shoal_store_request_duration_seconds_bucket{le=0.5,request=get}"] == 1
+    assert samples["shoal_rest_requests_total{code=404,method=GET,route=/v1/jobs/{job}}"] == 1
+    assert samples["shoal_rest_request_duration_seconds_count{method=GET,route=/v1/jobs/{job}}"] == 1
+    assert samples["shoal_launcher_calls_total{call=spawn,launcher=local,outcome=failed}"] == 1
+    assert samples["shoal_launcher_calls_total{call=kill,launcher=local,outcome=late}"] == 0
+    assert samples["shoal_cluster_requests_total{outcome=throttled,verb=create}"] == 1
+    assert samples["shoal_cluster_retries_total{verb=create}"] == 1
+    assert samples["shoal_cluster_requests_total{outcome=conflict,verb=patch}"] == 0
+
+
+def test_the_series_of_a_job_that_is_forgotten_go() -> None:
+    views = [largest_job()]
+    metrics = Metrics()
+    metrics.show(Sources(lambda: views))
     assert "job_name=train" in str(scraped(metrics))
     views.clear()
     assert "job_name=train" not in str(scraped(metrics))
@@ -130,7 +193,7 @@ async def test_jobs_are_read_in_the_event_loop_and_written_as_text_beside_it(mon
 
     monkeypatch.setattr(metrics_module, "generate_latest", write)
     metrics = Metrics()
-    metrics.show(Sources(read, lambda: True, dict))
+    metrics.show(Sources(read))
     await metrics.scrape()
     assert threads["read"] == threading.get_ident() != threads["write"]
 
@@ -138,7 +201,7 @@ async def test_jobs_are_read_in_the_event_loop_and_written_as_text_beside_it(mon
 def test_gauges_are_read_from_the_jobs_when_asked() -> None:
     views = [view(step=7, loss=2.5, samples=56, goodput_ratio=0.9, unmirrored_blocks=2, generation=4)]
     metrics = Metrics()
-    metrics.show(Sources(lambda: views, lambda: True, lambda: {"open": 2, "ending": 0}))
+    metrics.show(Sources(lambda: views, lambda: 7, lambda: {"open": 2, "ending": 0}, lambda: {"token": 1}, lambda: 0.3))
     samples = scraped(metrics)
     assert samples["shoal_job_step{job_name=train}"] == 7
     assert samples["shoal_job_loss{job_name=train}"] == 2.5
@@ -148,7 +211,10 @@ def test_gauges_are_read_from_the_jobs_when_asked() -> None:
     assert samples["shoal_job_generation{job_name=train}"] == 4
     assert samples["shoal_job_lanes{job_name=train}"] == 8
     assert samples["shoal_leader"] == 1
+    assert samples["shoal_term"] == 7
     assert samples["shoal_sessions{state=open}"] == 2
+    assert samples["shoal_sessions_refused_total{reason=token}"] == 1
+    assert samples["shoal_event_loop_lag_seconds"] == 0.3
     phases = {phase: samples[f"shoal_job_phase{{job_name=train,phase={phase}}}"] for phase in Phase}
     assert phases == {phase: float(phase is views[0].phase) for phase in Phase}
     views[0] = view(step=8)

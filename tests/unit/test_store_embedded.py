@@ -160,12 +160,15 @@ async def test_a_store_that_never_gave_anything_back_does_so_from_its_next_openi
 @asynchronous
 async def test_every_request_is_timed_by_its_kind(tmp_path):
     seen = []
-    store = await open_store(f"embedded:{tmp_path}", lambda kind, seconds: seen.append((kind, seconds)))
+    store = await open_store(f"embedded:{tmp_path}", lambda *one: seen.append(one))
     await store.transact([], [Put("/a", b"")])
     await store.get("/a")
+    with pytest.raises(StoreError):
+        await store.transact([], [Put("/a", b"", lease=77)])
     await store.close()
-    assert [kind for kind, _ in seen] == ["open", "transact", "get", "close"]
-    assert all(seconds > 0 for _, seconds in seen)
+    kinds = [(kind, failed) for kind, _, failed in seen]
+    assert kinds == [("open", False), ("transact", False), ("get", False), ("transact", True), ("close", False)]
+    assert all(seconds > 0 for _, seconds, _ in seen)
 
 
 @asynchronous

@@ -199,6 +199,7 @@ class SessionService:
     def _refuse(self, stream: Stream, error: ShoalError) -> None:
         connection = stream.dialogue.connection
         log.warning("a stream was refused", connection=connection, peer=stream.context.peer(), why=str(error))
+        self._streams.refusals.count(error)
         stream.dialogue.refuse(error, leading=self._controller.is_leading)
         stream.stir()
 

@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable
 
 import grpc.aio
-from shoal_protos.messages import Alive, PlanMessage, SessionToken, ToWorker, Welcome
+from shoal_protos.messages import Alive, PlanMessage, Refusal, SessionToken, ToWorker, Welcome
 from shoal_protos.plan import Plan
 from shoal_protos.wire import encode_controller
 
 from shoal_controller.core.machine.proof import Proof
 from shoal_controller.sessions.dialogue import Dialogue
+from shoal_controller.sessions.refusals import StreamRefusals
 from shoal_controller.worker_tokens import SESSION_SECONDS, WorkerTokens
 
 RENEW_SECONDS = SESSION_SECONDS / 3
@@ -71,6 +72,7 @@ class Streams:
     def __init__(self, tokens: WorkerTokens | None = None, clock: Callable[[], float] = time.time) -> None:
         """`tokens`: None where sessions need none."""
         self.tokens = tokens
+        self.refusals = StreamRefusals()
         self._clock = clock
         self._numbers = itertools.count(1)
         self._open: dict[int, Stream] = {}
@@ -94,6 +96,8 @@ class Streams:
             if isinstance(message, Welcome) and (hello := stream.dialogue.hello) is not None:
                 stream.holder = Proof(hello.job, message.run, message.worker, hello.incarnation)
                 self._give_token(stream)
+            if isinstance(message, Refusal):
+                self.refusals.count_of_job()
             stream.stir()
 
     def show_life(self, part: int, parts: int) -> None:

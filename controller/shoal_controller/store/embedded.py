@@ -11,7 +11,6 @@ import asyncio
 import fcntl
 import os
 import socket
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -38,6 +37,7 @@ from shoal_controller.store.store import (
     check_key,
     check_transaction,
 )
+from shoal_controller.store.timing import Timed, timing
 from shoal_controller.tasks import end_task, guarded
 
 REQUEST_SECONDS = 10.0
@@ -70,7 +70,7 @@ class HeldLease:
 class EmbeddedStore:
     """One open store directory. Made by `open`, ended by `close`."""
 
-    def __init__(self, directory: Path, lock: IO[str], timed: Callable[[str, float], None] | None) -> None:
+    def __init__(self, directory: Path, lock: IO[str], timed: Timed | None) -> None:
         self.directory = directory
         self._lock = lock
         self._timed = timed
@@ -86,7 +86,7 @@ class EmbeddedStore:
         self._expirer: asyncio.Task[None] | None = None
 
     @classmethod
-    async def open(cls, directory: Path, timed: Callable[[str, float], None] | None = None) -> EmbeddedStore:
+    async def open(cls, directory: Path, timed: Timed | None = None) -> EmbeddedStore:
         """Open or create it. A `StoreError` says who holds it or what is wrong with it."""
         store = cls(directory, _lock(directory), timed)
         try:
@@ -172,18 +172,15 @@ class EmbeddedStore:
         return await self._in_thread(kind, lambda: work(*given, **named))
 
     async def _in_thread(self, kind: str, work: Callable[[], Result]) -> Result:
-        began = time.perf_counter()
-        try:
-            async with asyncio.timeout(REQUEST_SECONDS):
-                return await self._loop.run_in_executor(self._thread, work)
-        except TimeoutError as error:
-            raise UnknownOutcome(
-                f"the store {self.directory} did not answer within {REQUEST_SECONDS:g} s (request: {kind}); "
-                "is its disk stuck?"
-            ) from error
-        finally:
-            if self._timed is not None:
-                self._timed(kind, time.perf_counter() - began)
+        with timing(kind, self._timed):
+            try:
+                async with asyncio.timeout(REQUEST_SECONDS):
+                    return await self._loop.run_in_executor(self._thread, work)
+            except TimeoutError as error:
+                raise UnknownOutcome(
+                    f"the store {self.directory} did not answer within {REQUEST_SECONDS:g} s (request: {kind}); "
+                    "is its disk stuck?"
+                ) from error
 
     @property
     def _tables(self) -> Database:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
 import structlog
@@ -42,6 +41,7 @@ from shoal_controller.store.store import (
     check_key,
     check_transaction,
 )
+from shoal_controller.store.timing import Timed, timing
 
 OLDEST_VERSION = (3, 4)
 """Of etcd: it splits large watch responses, which 3.3 does not."""
@@ -55,7 +55,7 @@ log = structlog.get_logger("shoal.store")
 class EtcdStore:
     """One prefix of one cluster. Made by `open`, ended by `close`."""
 
-    def __init__(self, client: EtcdClient, url: EtcdUrl, timed: Callable[[str, float], None] | None) -> None:
+    def __init__(self, client: EtcdClient, url: EtcdUrl, timed: Timed | None) -> None:
         self._client = client
         self._url = url
         self._timed = timed
@@ -63,9 +63,7 @@ class EtcdStore:
         """Endpoints of which that has been said."""
 
     @classmethod
-    async def open(
-        cls, url: EtcdUrl, access: EtcdAccess, timed: Callable[[str, float], None] | None = None
-    ) -> EtcdStore:
+    async def open(cls, url: EtcdUrl, access: EtcdAccess, timed: Timed | None = None) -> EtcdStore:
         """Returns once it can be read and written. A `UserError` says why it never will be."""
         store = cls(EtcdClient(url.addresses, _tls(access), _login(url, access)), url, timed)
         try:
@@ -158,9 +156,9 @@ class EtcdStore:
     @contextmanager
     def _translated(self, kind: str, after: Revision = 0) -> Iterator[None]:
         """Time it where it has a kind, and raise what is wrong as the store's errors."""
-        began = time.perf_counter()
         try:
-            yield
+            with timing(kind, self._timed):
+                yield
         except errors.UnknownOutcome as error:
             raise UnknownOutcome(f"the store {self._url} did not answer: {error}") from error
         except errors.Compacted as error:
@@ -169,9 +167,6 @@ class EtcdStore:
             raise StoreError(f"the store {self._url} is closed") from error
         except errors.EtcdError as error:
             raise StoreError(f"the store {self._url} cannot be read or written: {error}") from error
-        finally:
-            if self._timed is not None and kind:
-                self._timed(kind, time.perf_counter() - began)
 
     # ---- before it is used
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 from shoal_protos.errors import UserError
@@ -12,9 +11,7 @@ from shoal_controller.store.embedded import EmbeddedStore
 from shoal_controller.store.etcd_store import EtcdStore
 from shoal_controller.store.etcd_url import FORM, EtcdAccess, parsed_etcd_url
 from shoal_controller.store.store import Store
-
-Timed = Callable[[str, float], None]
-"""Called with the kind of each request and the seconds that it took."""
+from shoal_controller.store.timing import Timed
 
 
 async def open_store(url: str, timed: Timed | None = None, etcd: EtcdAccess | None = None) -> Store:

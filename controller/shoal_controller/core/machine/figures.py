@@ -16,8 +16,16 @@ from shoal_protos.plan import Reason
 
 from shoal_controller.core.machine.pending import Notice
 
-SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-"""Upper bounds of buckets, from a switch between two steps to a restart of machines."""
+MOST_BUCKETS = 6
+"""Of any histogram, the one without end included: every bucket is a series for each combination of its labels."""
+
+PAUSE_SECONDS = (0.03, 0.3, 1.0, 5.0, 30.0)
+"""Upper bounds of buckets: a switch between two steps, a recovery in memory, one that is felt, one that waited for a
+heartbeat, one that restored a checkpoint or compiled, and whatever is worse.
+"""
+STEP_SECONDS = (0.1, 0.5, 2.0, 10.0, 60.0)
+SAVE_SECONDS = (0.03, 0.3, 3.0, 30.0, 300.0)
+"""From the copy that training waits for to writing all state."""
 
 Labels = Mapping[str, tuple[str, ...]]
 """Values that each label can have, by name."""
@@ -33,10 +41,10 @@ class CounterKind:
 
 @dataclass(frozen=True, slots=True)
 class HistogramKind:
-    """A histogram of a job. `bounds`: the buckets' upper ends, ascending."""
+    """A histogram of a job. `bounds`: the buckets' upper ends, ascending; one more has no end."""
 
     text: str
-    bounds: tuple[float, ...] = SECONDS
+    bounds: tuple[float, ...] = PAUSE_SECONDS
     labels: Labels = field(default_factory=dict)
 
 
@@ -71,10 +79,10 @@ HISTOGRAMS: Mapping[str, HistogramKind] = {
         "Pause of training by a change, from the first stopped worker to the first lane begun.",
         labels={"reason": REASONS},
     ),
-    "shoal_step_seconds": HistogramKind("Wall time of a committed step. Renewed once a minute."),
+    "shoal_step_seconds": HistogramKind("Wall time of a committed step. Renewed once a minute.", STEP_SECONDS),
     "shoal_checkpoint_seconds": HistogramKind(
         "Duration of the phases of a save; training waits for the copy phase only.",
-        (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0),
+        SAVE_SECONDS,
         {"phase": ("copy", "write", "commit")},
     ),
 }
@@ -119,6 +127,11 @@ class Figures:
         interval = None if self.last_checkpoint is None else now - self.last_checkpoint
         return replace(self, last_checkpoint=now, checkpoint_interval=interval)
 
+    def series(self, metric: str, labels: Mapping[str, str]) -> Observed | None:
+        """What a histogram has seen; None: nothing, or a version of Shoal with other buckets has."""
+        found = self.histograms.get(series_key(metric, labels))
+        return found if found is not None and len(found.buckets) == len(HISTOGRAMS[metric].bounds) + 1 else None
+
     def counted(self, metric: str, value: float, labels: Mapping[str, str]) -> Figures:
         key = _checked_key(metric, COUNTERS[metric].labels, labels)
         return replace(self, counters={**self.counters, key: self.counters.get(key, 0.0) + value})
@@ -126,7 +139,7 @@ class Figures:
     def observed(self, metric: str, value: float, labels: Mapping[str, str], times: int = 1) -> Figures:
         kind = HISTOGRAMS[metric]
         key = _checked_key(metric, kind.labels, labels)
-        before = self.histograms.get(key) or Observed((0,) * (len(kind.bounds) + 1))
+        before = self.series(metric, labels) or Observed((0,) * (len(kind.bounds) + 1))
         place = bisect_left(kind.bounds, value)
         buckets = tuple(count + times * (number == place) for number, count in enumerate(before.buckets))
         return replace(self, histograms={**self.histograms, key: Observed(buckets, before.total + times * value)})

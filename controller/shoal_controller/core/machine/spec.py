@@ -105,6 +105,8 @@ class JobView:
     """Newest first."""
     pending: Mapping[PendingReason, int] = field(default_factory=dict)
     """How many workers wait to start, by reason."""
+    deepest_inbox: int = 0
+    """Most events that stood in line at a time, in the last minute. The shell knows it."""
 
 
 @dataclass(frozen=True, slots=True)

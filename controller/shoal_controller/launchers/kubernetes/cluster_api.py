@@ -18,6 +18,7 @@ import structlog
 from kubernetes_asyncio import client, config
 from shoal_protos.errors import PeerError, UserError
 
+from shoal_controller.launchers.kubernetes.request_outcomes import SILENT, Asked, nobody_counts, outcome_of, verb_of
 from shoal_controller.launchers.kubernetes.section import Json
 
 REQUEST_SECONDS = 15.0
@@ -65,13 +66,15 @@ class WatchNews:
 class ClusterApi:
     """One cluster. `connect`, then requests, then `close`."""
 
-    def __init__(self, api: client.ApiClient, namespace: str) -> None:
-        self._api = api
+    def __init__(self, api: client.ApiClient, namespace: str, asked: Asked = nobody_counts) -> None:
+        self._api, self._asked = api, asked
         self.namespace = namespace
 
     @classmethod
-    async def connect(cls, kubeconfig: str = "", namespace: str = "") -> ClusterApi:
-        """By the kubeconfig that is named, else as the service account of this pod. Raises `UserError`."""
+    async def connect(cls, kubeconfig: str = "", namespace: str = "", asked: Asked = nobody_counts) -> ClusterApi:
+        """By the kubeconfig that is named, else as the service account of this pod. `asked` hears of every request.
+        Raises `UserError`.
+        """
         configuration = client.Configuration()
         try:
             if kubeconfig:
@@ -86,7 +89,7 @@ class ClusterApi:
                 f"launcher kubernetes finds {where}{' cannot be used' if kubeconfig else ''} ({error}); run the "
                 "controller in a pod with a service account, or set KUBECONFIG to a file that names a cluster"
             ) from error
-        return cls(client.ApiClient(configuration), namespace or own.strip() or "default")
+        return cls(client.ApiClient(configuration), namespace or own.strip() or "default", asked)
 
     async def close(self) -> None:
         await self._api.close()
@@ -125,18 +128,24 @@ class ClusterApi:
         """One request, tried again until it is answered. Raises `ClusterRefusal`, and `ClusterSilence` in the end."""
         loop = asyncio.get_running_loop()
         deadline, pause, why = loop.time() + PATIENCE_SECONDS, FIRST_PAUSE_SECONDS, ""
+        verb = verb_of(method, query or {})
         while True:
-            wait = pause
+            wait, outcome = pause, SILENT
             try:
                 status, headers, text = await self._once(method, path, body, query)
                 if status not in AGAIN:
-                    return _read(status, text)
+                    found = _parsed(text)
+                    self._asked(verb, outcome_of(status), False)
+                    return _accepted(status, found)
+                outcome = outcome_of(status)
                 why = f"it answers {status}"
                 wait = _retry_after(headers) or pause
             except TROUBLES as error:
                 why = str(error) or type(error).__name__
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
-            if loop.time() + wait > deadline:
+            gives_up = loop.time() + wait > deadline
+            self._asked(verb, outcome, not gives_up)
+            if gives_up:
                 raise ClusterSilence(f"the cluster's API server has not served {method} {path}: {why}")
             await asyncio.sleep(wait)
 
@@ -171,9 +180,10 @@ class ClusterApi:
         }  # fmt: skip
         try:
             answer = await self._send("GET", path, None, query)
+            self._asked("watch", outcome_of(answer.status), False)
             async with answer:
                 if answer.status != 200:
-                    _read(answer.status, await answer.read())
+                    _accepted(answer.status, _parsed(await answer.read()))
                 async with aclosing(_lines(answer.content)) as lines:
                     async for line in lines:
                         news = json.loads(line)
@@ -181,6 +191,7 @@ class ClusterApi:
                             raise _refusal(int(news["object"].get("code", 500)), news["object"])
                         yield WatchNews(news["type"], news["object"])
         except (*TROUBLES, KeyError) as error:
+            self._asked("watch", SILENT, True)
             raise ClusterSilence(f"a watch of {path} has ended: {error or type(error).__name__}") from error
 
 
@@ -194,8 +205,12 @@ async def _lines(content: aiohttp.StreamReader) -> AsyncGenerator[bytes]:
                 yield line
 
 
-def _read(status: int, text: bytes) -> Json:
+def _parsed(text: bytes) -> Json:
     found: Json = json.loads(text) if text.strip() else {}
+    return found
+
+
+def _accepted(status: int, found: Json) -> Json:
     if status >= 400:
         raise _refusal(status, found)
     return found

@@ -19,10 +19,10 @@ def count_fills(turn: Turn) -> None:
         return
     moved = 0
     for worker, process in turn.job.processes.items():
-        told, counted = process.telemetry.fill_bytes, turn.record(worker).fill_bytes_counted
-        if told > counted:
-            moved += told - counted
-            turn.mark(worker, fill_bytes_counted=told)
+        received, counted = process.telemetry.fill_bytes, turn.record(worker).fill_bytes_counted
+        if received > counted:
+            moved += received - counted
+            turn.mark(worker, fill_bytes_counted=received)
     if moved:
         newest = replace(history[-1], fill_bytes=history[-1].fill_bytes + moved)
         turn.keep(history=(*history[:-1], newest))
