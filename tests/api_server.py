@@ -1,8 +1,9 @@
 """A cluster's API server inside a test: objects with versions and uids, watches, and the faults of a real one.
 
 It keeps resourceVersions, uids, finalizers and owners, serves lists in pages, watches with bookmarks and 410, merge
-patches, `/status` and deletion with grace, refuses unknown fields of what is sent, and answers 409, 429, 500, late,
-twice or not at all where a test says so. Nodes and kubelets are in `kubelet.py`.
+patches, `/status`, `/scale` and deletion with grace, refuses unknown fields of what is sent, and answers 409, 429, 500,
+late, twice, out of order or not at all where a test says so. Nodes and kubelets are in `kubelet.py`, what ElasticJobs
+have of their definition in `custom_resources.py`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from aiohttp import web
+from custom_resources import CustomResources, Invalid, definition
 from kubernetes_asyncio.client import models
 
 Json = dict[str, Any]
@@ -29,8 +31,13 @@ PODS, NODES, SECRETS = (
     "/api/v1/nodes",
     f"/api/v1/namespaces/{NAMESPACE}/secrets",
 )
-KINDS = {PODS: "Pod", NODES: "Node", SECRETS: "Secret"}
+RESOURCES = f"/apis/shoal.dev/v1alpha1/namespaces/{NAMESPACE}/elasticjobs"
+EVENTS = f"/apis/events.k8s.io/v1/namespaces/{NAMESPACE}/events"
+KINDS = {PODS: "Pod", NODES: "Node", SECRETS: "Secret", RESOURCES: "ElasticJob", EVENTS: "Event"}
+MODELS = {PODS: "V1Pod", SECRETS: "V1Secret", EVENTS: "EventsV1Event"}
 DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+DNS_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
+NEEDED_IN_EVENTS = ("action", "eventTime", "note", "reason", "regarding", "reportingController", "reportingInstance")
 BOOKMARK_SECONDS = 0.2
 
 
@@ -60,7 +67,9 @@ class FakeCluster:
     """See the module's text. What a test changes itself it changes with `put` and `remove`."""
 
     def __init__(self) -> None:
-        self.objects: dict[str, dict[str, Json]] = {PODS: {}, NODES: {}, SECRETS: {}}
+        self.objects: dict[str, dict[str, Json]] = {path: {} for path in KINDS}
+        self.resources: CustomResources | None = CustomResources(definition())
+        """None: nobody has installed the definition."""
         self.history: list[tuple[int, str, str, Json]] = []
         self.faults: list[Fault] = []
         self.requests: list[tuple[str, str]] = []
@@ -69,6 +78,8 @@ class FakeCluster:
         """Paths that nobody may use."""
         self.doubles = False
         """Every news of a watch comes twice."""
+        self.reverses = False
+        """The news that a watch has not sent yet come in the wrong order."""
         self.changed: Callable[[str, str, Json], None] = lambda path, kind, item: None
         self._version, self._uids = itertools.count(1), itertools.count(1)
         self.version = 0
@@ -168,6 +179,9 @@ class FakeCluster:
         body = json.loads(await request.read() or b"{}")
         if request.method == "GET" and not name:
             return await self._listed(request, path)
+        strict = path == RESOURCES and request.query.get("fieldValidation") == "Strict"
+        if strict and self.resources is not None and (unknown := self.resources.unknown(body)):
+            raise Refused(400, "BadRequest", f'strict decoding error: unknown field "{unknown[0]}"')
         if request.method == "POST":
             return _answer(201, self._create(path, body))
         item = self.objects[path].get(name)
@@ -176,21 +190,26 @@ class FakeCluster:
         if request.method == "DELETE":
             return _answer(200, self._delete(path, item, body))
         if request.method == "PATCH":
-            return _answer(200, self._patch(path, item, body, sub))
-        return _answer(200, item)
+            item = self._patch(path, item, body, sub)
+        return _answer(200, self.resources.scale_of(item) if sub == "scale" and self.resources else item)
 
     def _place(self, whole: str) -> tuple[str, str, str]:
         path = next((known for known in self.objects if whole == known or whole.startswith(f"{known}/")), None)
         if path is None:
             raise Refused(404, "NotFound", f"namespaces {whole.split('/')[4]!r} not found")
+        if path == RESOURCES and self.resources is None:
+            raise Refused(404, "NotFound", "the server could not find the requested resource")
         name, _, sub = whole.removeprefix(path).strip("/").partition("/")
         return path, name, sub
 
     def _create(self, path: str, item: Json) -> Json:
         name = item.get("metadata", {}).get("name", "")
-        if not DNS_LABEL.fullmatch(name):
+        if not (DNS_LABEL if path in (PODS, SECRETS) else DNS_NAME).fullmatch(name):
             raise Refused(422, "Invalid", f'{KINDS[path]} "{name}" is invalid: metadata.name: a DNS label is expected')
-        check_fields(item, f"V1{KINDS[path]}", KINDS[path])
+        if path in MODELS:
+            check_fields(item, MODELS[path], KINDS[path])
+        if path == EVENTS:
+            _check_event(item)
         if name in self.objects[path]:
             raise Refused(409, "AlreadyExists", f'{KINDS[path].lower()}s "{name}" already exists')
         if path == PODS and self.quota is not None and len(self.objects[PODS]) >= self.quota:
@@ -198,6 +217,8 @@ class FakeCluster:
                 f'pods "{name}" is forbidden: exceeded quota: team, used: pods={self.quota}, limited: {self.quota}'
             )
             raise Refused(403, "Forbidden", message)
+        if path == RESOURCES:
+            item = self._admitted(lambda rules: rules.created(item))
         item["metadata"]["uid"] = f"uid-{next(self._uids)}"
         item["metadata"]["creationTimestamp"] = _now()
         return self._write(path, "ADDED", item | ({"status": {"phase": "Pending"}} if path == PODS else {}))
@@ -206,8 +227,36 @@ class FakeCluster:
         version = patch.get("metadata", {}).pop("resourceVersion", None)
         if version not in (None, item["metadata"]["resourceVersion"]):
             raise Refused(409, "Conflict", "the object has been modified; please apply your changes to the latest")
+        if patch.get("metadata", {}).get("uid") not in (None, item["metadata"]["uid"]):
+            raise Refused(409, "Conflict", "Precondition failed: UID in precondition and in object meta differ")
+        if path == RESOURCES:
+            return self._patch_resource(item, patch, sub)
         patch = {"status": patch.get("status", {})} if sub == "status" else patch
         return self._write(path, "MODIFIED", merge(item, patch))
+
+    def _admitted(self, admit: Callable[[CustomResources], Json]) -> Json:
+        assert self.resources is not None
+        try:
+            return admit(self.resources)
+        except Invalid as error:
+            raise Refused(422, "Invalid", f"ElasticJob is invalid: {error}") from error
+
+    def _patch_resource(self, item: Json, patch: Json, sub: str) -> Json:
+        new = merge(item, patch)
+        if sub == "status":
+            if self.resources is not None and not self.resources.has_status:
+                raise Refused(404, "NotFound", "the server could not find the requested resource")
+            new = self._admitted(lambda rules: rules.with_status(new, item))
+        elif sub == "scale":
+            new = self._admitted(lambda rules: rules.scaled(item, patch["spec"]["replicas"]))
+        else:
+            new = self._admitted(lambda rules: rules.changed(new, item))
+        if new == item:
+            return item
+        if new["metadata"].get("deletionTimestamp") and not new["metadata"].get("finalizers"):
+            self.remove(RESOURCES, new["metadata"]["name"])
+            return new
+        return self._write(RESOURCES, "MODIFIED", new)
 
     def _delete(self, path: str, item: Json, options: Json) -> Json:
         metadata = item["metadata"]
@@ -249,13 +298,12 @@ class FakeCluster:
         self._watches.add(response)
         try:
             while request.transport is not None and not request.transport.is_closing():
-                for version, where, kind, item in self.history[
-                    bisect_right(self.history, at, key=lambda one: one[0]) :
-                ]:
+                news_now = self.history[bisect_right(self.history, at, key=lambda one: one[0]) :]
+                for _, where, kind, item in reversed(news_now) if self.reverses else news_now:
                     if where == path and selected(item, selector):
                         for _ in range(1 + self.doubles):
                             await _line(response, kind, item)
-                    at = version
+                at = news_now[-1][0] if news_now else at
                 news = self._news
                 try:
                     async with asyncio.timeout(BOOKMARK_SECONDS):
@@ -301,6 +349,12 @@ def check_fields(value: Any, kind: str, place: str) -> None:
             if key not in names:
                 raise Refused(400, "BadRequest", f'{place} in version "v1" cannot be handled: unknown field "{key}"')
             check_fields(one, model.openapi_types[names[key]], f"{place}.{key}")
+
+
+def _check_event(item: Json) -> None:
+    missing = [key for key in NEEDED_IN_EVENTS if not item.get(key)]
+    if missing or item.get("type") not in ("Normal", "Warning") or len(item["note"]) > 1024:
+        raise Refused(422, "Invalid", f'Event "{item["metadata"]["name"]}" is invalid: {", ".join(missing)}')
 
 
 def _status(code: int, reason: str, message: str) -> Json:

@@ -129,6 +129,11 @@ class JobRepository:
         self.durable = durable
 
     @property
+    def last_event(self) -> int:
+        """Number of the newest one; 0: there is none yet."""
+        return self._head.last_event
+
+    @property
     def event_bytes(self) -> int:
         return self._head.event_bytes
 

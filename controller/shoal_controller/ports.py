@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from shoal_controller.core.machine.effects import Effect
 from shoal_controller.core.machine.events import Event
@@ -28,6 +29,13 @@ View = Callable[[Job, float], JobView]
 
 Planner = Callable[[Question], Awaitable[Answer]]
 """Answers a question as `planning.question.answer` does, perhaps in another process; raises where it cannot."""
+
+
+class SizeWriter(Protocol):
+    """Writes the size of a job that was made from a resource of a cluster: into the resource, which has it."""
+
+    async def write_size(self, view: JobView, workers: int) -> None:
+        """Have this job's resource ask for so many workers. Raises `ShoalError` where it does not take that."""
 
 
 @dataclass(frozen=True, slots=True)

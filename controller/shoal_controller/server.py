@@ -11,8 +11,8 @@ import asyncio
 import secrets
 import socket
 import ssl
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -38,6 +38,7 @@ from shoal_controller.leadership.neighbours import Neighbours
 from shoal_controller.leadership.term import Means, leading
 from shoal_controller.loop_lag import LoopLag
 from shoal_controller.metrics import Metrics, Sources
+from shoal_controller.ports import SizeWriter
 from shoal_controller.sessions.service import SessionService
 from shoal_controller.sessions.settings import SessionSettings
 from shoal_controller.sessions.streams import Streams
@@ -57,6 +58,10 @@ NEEDED_MEBIBYTES = 512
 
 EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Hosts on which a port is open to everybody, and how this machine reaches it itself."""
+
+
+Resources = Callable[[Shell], AbstractAsyncContextManager[SizeWriter]]
+"""What makes jobs of a shell from the resources of a cluster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,11 +136,12 @@ async def serve(settings: Settings) -> AsyncIterator[Server]:
         lost = found.lost if settings.store.startswith("embedded:") else 0  # where others lead, workers find them
         launcher = LocalLauncher(settings.folder, environment, controller.report, lost)
         launchers: dict[str, Launcher] = {"local": launcher} if "local" in settings.allowed_launchers else {}
+        resources: Resources | None = None
         if "kubernetes" in settings.allowed_launchers:
-            pods = _pods(settings, controller, worker_tokens, metrics.own.asked)
-            launchers["kubernetes"] = await ends.enter_async_context(pods)
+            pods = await ends.enter_async_context(_pods(settings, controller, worker_tokens, metrics.own.asked))
+            launchers["kubernetes"], resources = pods
         launchers = {name: CountedLauncher(one, metrics.own.launches(name)) for name, one in launchers.items()}
-        means = Means(store, streams, controller, launchers, settings.forget_after_seconds, fail)
+        means = Means(store, streams, controller, launchers, settings.forget_after_seconds, fail, resources)
         electing = guarded("election", election.run(partial(leading, means)), fail)
         ends.push_async_callback(end_task, electing, END_SECONDS)
         await controller.settled()
@@ -196,15 +202,21 @@ def _listed(text: str) -> tuple[str, ...]:
 @asynccontextmanager
 async def _pods(
     settings: Settings, controller: ControllerState, tokens: WorkerTokens | None, asked: Asked
-) -> AsyncIterator[Launcher]:
-    """The launcher of pods. What it is made of is imported where it is used: its client takes a second."""
-    from shoal_controller.launchers.kubernetes.connect import kubernetes_launcher
+) -> AsyncIterator[tuple[Launcher, Resources]]:
+    """The launcher of pods, and what makes jobs from resources. What they are made of is imported where it is used: the
+    client of a cluster takes a second.
+    """
+    from shoal_controller.elastic_jobs.reconciler import reconciling
+    from shoal_controller.launchers.kubernetes.connect import connected, kubernetes_launcher
 
     given, taints = _listed(settings.kubernetes_controllers), _listed(settings.kubernetes_taints)
     pods = PodOptions(lambda: given or controller.places(), tokens)
     cluster = ClusterOptions(settings.kubeconfig, settings.kubernetes_namespace, settings.kubernetes_nodes, taints)
-    async with kubernetes_launcher(pods, cluster, controller.report, asked) as launcher:
-        yield launcher
+    async with (
+        kubernetes_launcher(pods, cluster, controller.report, asked) as launcher,
+        connected(cluster, asked) as api,
+    ):
+        yield launcher, partial(reconciling, api)
 
 
 @contextmanager

@@ -235,9 +235,9 @@ class Monitoring(Values):
 
 
 class Crd(Values):
-    install: bool = False
-    """Whether the chart brings elasticjobs.shoal.dev, and the controllers' rights on it. The definition is kept by
-    `helm uninstall`; one release of a cluster brings it. Controllers do not act on such resources yet."""
+    install: bool = True
+    """Whether the chart brings elasticjobs.shoal.dev, from which the controllers make jobs in their namespace. The
+    definition is kept by `helm uninstall`; one release of a cluster brings it."""
 
 
 class Test(Values):

@@ -13,9 +13,9 @@ from typing import Any
 
 import yaml
 from shoal_controller.api.models import JobBody
+from shoal_controller.elastic_jobs.resource_kind import FULL_NAME, GROUP, KIND, PLURAL, VERSION
 
 FILE = Path(__file__).resolve().parents[2] / "helm" / "shoal" / "crd" / "elasticjobs.yaml"
-GROUP = "shoal.dev"
 OPENING = "# Written by `make docs` from docs/generate/elasticjob.py; do not edit.\n"
 
 LONGEST_NAME = 52
@@ -71,11 +71,11 @@ FIELD_RULES = {
 def resource() -> Schema:
     """The whole CustomResourceDefinition."""
     names = {
-        "kind": "ElasticJob", "listKind": "ElasticJobList", "plural": "elasticjobs", "singular": "elasticjob",
-        "shortNames": ["ej"], "categories": ["all"],
+        "kind": KIND, "listKind": f"{KIND}List", "plural": PLURAL, "singular": KIND.lower(), "shortNames": ["ej"],
+        "categories": ["all"],
     }  # fmt: skip
     version = {
-        "name": "v1alpha1",
+        "name": VERSION,
         "served": True,
         "storage": True,
         "subresources": {
@@ -92,7 +92,7 @@ def resource() -> Schema:
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
-        "metadata": {"name": f"elasticjobs.{GROUP}", "annotations": {"helm.sh/resource-policy": "keep"}},
+        "metadata": {"name": FULL_NAME, "annotations": {"helm.sh/resource-policy": "keep"}},
         "spec": {"group": GROUP, "scope": "Namespaced", "names": names, "versions": [version]},
     }
 
@@ -219,8 +219,9 @@ def status() -> Schema:
     }
     fields = {
         "observedGeneration": number("Generation of the resource that the controller has taken in."),
+        "events": number("Number of the job's last event that was passed on to Kubernetes."),
         "run": text("Which run of the job this is.", 64),
-        "phase": text("Phase of the job.", 64),
+        "phase": text("Phase of the job; `refused` where no job was made.", 64),
         "reason": text("Why the job is in its phase."),
         "generation": number("Number of the world."),
         "step": number("Committed steps."),
@@ -245,7 +246,7 @@ def conditions() -> Schema:
     }
     required = ["type", "status", "reason", "message", "lastTransitionTime"]
     return {
-        "description": "Running, Degraded, Redundant, Checkpointed, Complete, Failed.",
+        "description": "Accepted, Running, Degraded, Redundant, Checkpointed, Complete, Failed.",
         "type": "array",
         "maxItems": 16,
         "items": {"type": "object", "required": required, "properties": fields},

@@ -11,16 +11,15 @@ import subprocess
 from collections.abc import Iterator
 from typing import Any
 
-import cel
 import jsonschema
 import kubernetes_validate
 import pytest
-import yaml
 from charts.rendering import CHART, PROGRAMS, Json
 from charts.tools import generator
+from custom_resources import definition, refusals, with_defaults
 from shoal_controller.api.models import JobBody
 
-RESOURCE: Json = yaml.safe_load((CHART / "crd" / "elasticjobs.yaml").read_text())
+RESOURCE: Json = definition()
 (VERSION,) = RESOURCE["spec"]["versions"]
 SCHEMA: Json = VERSION["schema"]["openAPIV3Schema"]
 SPEC: Json = {"command": ["python", "train.py"], "lanes": 8, "workers": {"min": 1, "wanted": 4, "max": 8}}
@@ -50,29 +49,6 @@ def resource(name: str = "job", **changed: Any) -> Json:
     """A resource with its defaults, as the API server has it when the rules are run."""
     spec = {key: value for key, value in {**SPEC, **changed}.items() if value is not None}
     return {"metadata": {"name": name}, "spec": with_defaults(SCHEMA["properties"]["spec"], spec)}
-
-
-def with_defaults(schema: Json, value: Json) -> Json:
-    found = dict(value)
-    for name, part in schema.get("properties", {}).items():
-        if name not in found and "default" in part:
-            found[name] = part["default"]
-        if isinstance(found.get(name), dict):
-            found[name] = with_defaults(part, found[name])
-    return found
-
-
-def refusals(schema: Json, new: Any, old: Any = None) -> Iterator[str]:
-    """The sentences of all rules that are broken. Rules on changes are run where there is an old value."""
-    for rule in schema.get("x-kubernetes-validations", []):
-        if "oldSelf" not in rule["rule"]:
-            if not cel.evaluate(rule["rule"], {"self": new}):
-                yield rule["message"]
-        elif old is not None and not cel.evaluate(rule["rule"], {"self": new, "oldSelf": old}):
-            yield rule["message"]
-    for name, part in schema.get("properties", {}).items():
-        if isinstance(new, dict) and name in new:
-            yield from refusals(part, new[name], old.get(name) if isinstance(old, dict) else None)
 
 
 def parts(schema: Json, place: str = "") -> Iterator[tuple[str, Json]]:

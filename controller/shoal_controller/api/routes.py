@@ -12,7 +12,7 @@ from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from shoal_protos.errors import Refused
 
-from shoal_controller.api import token_routes
+from shoal_controller.api import resource_rules, token_routes
 from shoal_controller.api.answers import (
     CheckpointAnswer,
     CheckpointsAnswer,
@@ -28,7 +28,7 @@ from shoal_controller.api.answers import (
 from shoal_controller.api.models import DrainBody, JobBody, ScaleBody
 from shoal_controller.api.stream import Follower, event_stream, wants_stream
 from shoal_controller.api.token_routes import ACaller, JoinTokenAnswer
-from shoal_controller.core.machine.events import ConfirmLost, DrainWorker, Pause, Resume, Save, Scale
+from shoal_controller.core.machine.events import ConfirmLost, DrainWorker, Pause, Resume, Save
 from shoal_controller.leadership.controller_state import ControllerState
 from shoal_controller.shell import Shell
 
@@ -76,7 +76,7 @@ async def create_job(body: JobBody, shell: Leading, caller: ACaller, request: Re
             f"`launcher` is {body.launcher}; this controller allows {', '.join(sorted(settings.launchers))} "
             "(its SHOAL_LAUNCHERS)"
         )
-    view = await shell.create(body.spec(settings.default_workers), caller)
+    view = await resource_rules.create(shell, body.spec(settings.default_workers), caller)
     response.headers["Location"] = f"/v1/jobs/{view.job}"
     return JobAnswer.of(view)
 
@@ -90,14 +90,13 @@ async def get_job(job: str, shell: Readable) -> JobAnswer:
 @router.delete("/jobs/{job}", status_code=202)
 async def delete_job(job: str, shell: Leading, caller: ACaller) -> JobAnswer:
     """Stop a job; its events stay. Forget a finished job, with its events and logs; its checkpoints stay."""
-    return JobAnswer.of(await shell.delete(job, caller))
+    return JobAnswer.of(await resource_rules.delete(shell, job, caller))
 
 
 @router.post("/jobs/{job}/scale", status_code=202)
-async def scale_job(job: str, body: ScaleBody, shell: Leading, caller: ACaller) -> JobAnswer:
-    """Set the number of workers."""
-    await shell.submit(job, Scale(body.workers), caller)
-    return JobAnswer.of(shell.view(job))
+async def scale_job(job: str, body: ScaleBody, caller: ACaller, request: Request) -> JobAnswer:
+    """Set the number of workers, in the job's resource where it was made from one."""
+    return JobAnswer.of(await resource_rules.scale(controller_of(request), job, body.workers, caller))
 
 
 @router.post("/jobs/{job}/pause", status_code=202)

@@ -16,7 +16,7 @@ from shoal_controller.core.machine.spec import JobView
 from shoal_controller.core.planning.question import Answer, Question
 from shoal_controller.leadership.election import ControllerPlace, Election, Leadership, NotLeading
 from shoal_controller.leadership.introductions import UNPROVED, HandedOn, Introductions
-from shoal_controller.ports import Outside
+from shoal_controller.ports import Outside, SizeWriter
 from shoal_controller.sessions.streams import Streams
 from shoal_controller.shell import CHECK_SECONDS, Shell
 from shoal_controller.store.store import Revision, Store
@@ -32,6 +32,8 @@ class ControllerState:
     def __init__(self) -> None:
         self.shell: Shell | None = None
         """All jobs, while this controller leads."""
+        self.sizes: SizeWriter | None = None
+        """What writes the size of jobs that were made from resources; None: this controller has none."""
         self._leadership: Leadership | None = None
         self._store: Store | None = None
         self._election: Election | None = None
@@ -57,7 +59,7 @@ class ControllerState:
     def leave(self) -> None:
         """It leads no longer."""
         self._led.clear()
-        self.shell = self._leadership = None
+        self.shell = self._leadership = self.sizes = None
 
     async def settled(self) -> None:
         """Returns when somebody leads: this controller, or another one."""

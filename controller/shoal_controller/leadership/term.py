@@ -7,7 +7,7 @@ their workers look for it. Wiring only.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from shoal_controller.launchers.launcher import Launcher
@@ -15,7 +15,7 @@ from shoal_controller.leadership.controller_state import ControllerState
 from shoal_controller.leadership.election import Leadership
 from shoal_controller.leadership.fenced_store import FencedStore
 from shoal_controller.planner_process import PlannerProcess
-from shoal_controller.ports import Outside
+from shoal_controller.ports import Outside, SizeWriter
 from shoal_controller.sessions.streams import Streams
 from shoal_controller.shell import Shell
 from shoal_controller.store.store import Fenced, Store
@@ -33,6 +33,8 @@ class Means:
     forget_after_seconds: float
     fail: Callable[[BaseException], None]
     """Hears what ends the whole controller, and not this term alone."""
+    resources: Callable[[Shell], AbstractAsyncContextManager[SizeWriter]] | None = None
+    """What makes jobs from a cluster's resources, for as long as its context lasts; None: nothing does."""
 
 
 @asynccontextmanager
@@ -52,6 +54,8 @@ async def leading(means: Means, leadership: Leadership) -> AsyncIterator[None]:
         ends.callback(means.streams.cut)
         means.controller.lead(leadership, shell)
         ends.callback(means.controller.leave)
+        if means.resources is not None:
+            means.controller.sizes = await ends.enter_async_context(means.resources(shell))
         yield
 
 

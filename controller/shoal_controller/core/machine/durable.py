@@ -161,6 +161,7 @@ class Resize:
     fill_bytes: int = 0
     checkpoint_bytes: int = 0
     lost_steps: int = 0
+    began_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,6 +67,8 @@ class JobSpec:
     resume: str | int | bool | None = None
     kubernetes: str = ""
     """The section `kubernetes`, as JSON: only its launcher reads it. Empty: none."""
+    resource: str = ""
+    """Uid of the ElasticJob that the job was made from, which has the job's size; empty: it was submitted over REST."""
     run: str = ""
     """Which run of the job this is: random, given by the shell when the job is made, and kept as long as it lives."""
 
@@ -103,6 +105,8 @@ class JobView:
     resizes: tuple[ResizeView, ...] = ()
     checkpoints: tuple[CheckpointRef, ...] = ()
     """Newest first."""
+    can_checkpoint: bool = False
+    """Whether its training config names a folder for checkpoints."""
     pending: Mapping[PendingReason, int] = field(default_factory=dict)
     """How many workers wait to start, by reason."""
     deepest_inbox: int = 0
@@ -149,3 +153,5 @@ class ResizeView:
     fill_bytes: int
     checkpoint_bytes: int
     lost_steps: int
+    began_at: float = 0.0
+    """Seconds since the epoch."""

@@ -41,6 +41,7 @@ def view(job: Job, now: float) -> JobView:
         last_commit=job.figures.last_commit,
         fingerprint=durable.fingerprint,
         step_seconds_median=step_seconds_median(job),
+        can_checkpoint=description is not None and description.can_checkpoint,
         pending=starts.counted(job) if not durable.phase.over else {},
         resizes=tuple(map(_resize, durable.history)),
     )
@@ -136,6 +137,7 @@ def _resize(resize: Resize) -> ResizeView:
         fill_bytes=resize.fill_bytes,
         checkpoint_bytes=resize.checkpoint_bytes,
         lost_steps=resize.lost_steps,
+        began_at=resize.began_at,
     )
 
 

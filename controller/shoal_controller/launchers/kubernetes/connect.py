@@ -1,4 +1,4 @@
-"""A Kubernetes launcher with its connection to a cluster, for `server.py` where a controller has this launcher."""
+"""Connections to a cluster, and a launcher of pods with one: for `server.py`, where a controller has this launcher."""
 
 from __future__ import annotations
 
@@ -12,16 +12,25 @@ from shoal_controller.launchers.kubernetes.request_outcomes import Asked, nobody
 
 
 @asynccontextmanager
+async def connected(cluster: ClusterOptions, asked: Asked = nobody_counts) -> AsyncIterator[ClusterApi]:
+    """For as long as the context lasts. Raises `UserError` where there is no cluster."""
+    api = await ClusterApi.connect(cluster.kubeconfig, cluster.namespace, asked)
+    try:
+        yield api
+    finally:
+        await api.close()
+
+
+@asynccontextmanager
 async def kubernetes_launcher(
     pods: PodOptions, cluster: ClusterOptions, submit: Submit, asked: Asked = nobody_counts
 ) -> AsyncIterator[KubernetesLauncher]:
     """For as long as the context lasts; its pods outlive it. `asked` hears of every request to the cluster. Raises
     `UserError` where there is no cluster.
     """
-    api = await ClusterApi.connect(cluster.kubeconfig, cluster.namespace, asked)
-    launcher = KubernetesLauncher(api, pods, cluster, submit)
-    try:
-        yield launcher
-    finally:
-        await launcher.release()
-        await api.close()
+    async with connected(cluster, asked) as api:
+        launcher = KubernetesLauncher(api, pods, cluster, submit)
+        try:
+            yield launcher
+        finally:
+            await launcher.release()

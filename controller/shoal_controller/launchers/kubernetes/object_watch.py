@@ -18,7 +18,7 @@ from shoal_controller.launchers.kubernetes.section import Json
 AGAIN_SECONDS = 1.0
 """After a failure, before it is listed or watched again."""
 FORBIDDEN_SECONDS = 60.0
-"""How often it is tried whether what is not allowed is allowed now."""
+"""How often it is tried whether what is not allowed, or not there, is so now."""
 FORGOTTEN = 10_000
 """How many uids of deleted objects are remembered."""
 
@@ -35,6 +35,8 @@ class ObjectWatch:
         self._api, self._path, self._selector, self._changed = api, path, selector, changed
         self.listed: Callable[[], None] = lambda: None
         """Called whenever all of them were listed."""
+        self.explain: Callable[[Exception], str] = str
+        """What to do about a failure, as a sentence."""
         self.items: dict[str, Json] = {}
         self.synced = asyncio.Event()
         self.trouble = ""
@@ -53,14 +55,14 @@ class ObjectWatch:
             except ClusterRefusal as error:
                 if error.code == 410:
                     continue
-                await self._pause(error, FORBIDDEN_SECONDS if error.code in (401, 403) else AGAIN_SECONDS)
+                await self._pause(error, FORBIDDEN_SECONDS if error.code in (401, 403, 404) else AGAIN_SECONDS)
             except ClusterSilence as error:
                 await self._pause(error, AGAIN_SECONDS)
 
     async def _pause(self, error: Exception, seconds: float) -> None:
-        if str(error) != self.trouble:
-            log.warning("what the cluster has cannot be seen", path=self._path, error=str(error))
-        self.trouble = str(error)
+        if (sentence := self.explain(error)) != self.trouble:
+            log.warning("what the cluster has cannot be seen", path=self._path, error=sentence)
+        self.trouble = sentence
         await asyncio.sleep(seconds)
 
     async def _list(self) -> str:

@@ -16,6 +16,7 @@ from shoal_protos.channel import GRPC_VARIABLES
 from shoal_protos.plan import WorkerId
 
 from shoal_controller.core.machine.spec import JobSpec
+from shoal_controller.elastic_jobs.resource_kind import owner_reference
 from shoal_controller.launchers.kubernetes.section import Json, KubernetesSection
 
 JOB, RUN, WORKER = "shoal.dev/job", "shoal.dev/run", "shoal.dev/worker"
@@ -38,8 +39,6 @@ class PodTerms:
     controllers: Sequence[str]
     """`HOST:PORT` of the controllers, as pods reach them."""
     has_token: bool
-    owner: Json | None = None
-    """Owner reference to the resource that the job was made from."""
 
 
 def section_of(spec: JobSpec) -> KubernetesSection:
@@ -69,15 +68,17 @@ def labels_of(spec: JobSpec) -> dict[str, str]:
     }  # fmt: skip
 
 
-def secret(spec: JobSpec, token: str, owner: Json | None = None) -> Json:
+def owners(spec: JobSpec) -> Json:
+    """The resource that the job was made from, with which all goes that belongs to it; of other jobs nothing."""
+    return {"ownerReferences": [owner_reference(spec.job, spec.resource)]} if spec.resource else {}
+
+
+def secret(spec: JobSpec, token: str) -> Json:
     """The join token of a job's run."""
-    metadata: Json = {"name": secret_name(spec.job), "labels": labels_of(spec)}
-    if owner is not None:
-        metadata["ownerReferences"] = [owner]
     return {
         "apiVersion": "v1",
         "kind": "Secret",
-        "metadata": metadata,
+        "metadata": {"name": secret_name(spec.job), "labels": labels_of(spec), **owners(spec)},
         "type": "Opaque",
         "stringData": {"token": token},
     }
@@ -151,8 +152,7 @@ def _require(manifest: Json, worker: WorkerId, terms: PodTerms) -> None:
     metadata["name"] = pod_name(spec.job, worker)
     metadata["labels"] |= labels_of(spec) | {WORKER: worker} | _gang_labels(worker, terms)
     metadata["annotations"] |= _gang_annotations(worker, terms)
-    if terms.owner is not None:
-        metadata["ownerReferences"] = [terms.owner]
+    metadata |= owners(spec)
     if not metadata["annotations"]:
         del metadata["annotations"]
     body |= {

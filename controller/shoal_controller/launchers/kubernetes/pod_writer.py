@@ -23,6 +23,7 @@ from shoal_controller.launchers.kubernetes.pod_manifest import (
     WORKER,
     PodTerms,
     labels_of,
+    owners,
     pod,
     run_label,
     secret,
@@ -128,7 +129,8 @@ class PodWriter:
             except ClusterRefusal as error:
                 if error.why != "AlreadyExists":
                     raise
-                changed = {"metadata": {"labels": labels_of(spec)}, "stringData": wanted["stringData"]}
+                metadata = {"labels": labels_of(spec), "ownerReferences": None, **owners(spec)}
+                changed = {"metadata": metadata, "stringData": wanted["stringData"]}
                 await self._api.patch(f"{self.secrets}/{secret_name(spec.job)}", changed)
             self._written.add(run)
 

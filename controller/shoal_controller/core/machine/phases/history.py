@@ -93,7 +93,7 @@ def _names(plan: Plan) -> str:
 def _enter(turn: Turn, plan: Plan, step: int, lost_steps: int) -> None:
     """A generation enters the history, and the one before gets its last figures."""
     count_fills(turn)
-    resize = Resize(plan.generation, plan.world_size, plan.reason, step, lost_steps=lost_steps)
+    resize = Resize(plan.generation, plan.world_size, plan.reason, step, lost_steps=lost_steps, began_at=turn.now)
     turn.keep(history=(*turn.durable.history, resize)[-HISTORY:])
     turn.change(changes={})
     count_resize(turn, plan.reason, "done")

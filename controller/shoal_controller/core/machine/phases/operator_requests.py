@@ -38,11 +38,7 @@ def on_scale(turn: Turn, event: Scale) -> None:
     least, most = turn.spec.min_workers, turn.spec.max_workers or turn.spec.lanes
     if turn.durable.description is not None:
         most = planned_changes.most_workers(turn)
-    if event.workers < least or (most is not None and event.workers > most):
-        bounds = f"from {least} to {most}" if most is not None else f"at least {least}"
-        raise UserError(
-            f"job {turn.spec.job} cannot be scaled to {plural(event.workers, 'worker')}; expected {bounds}."
-        )
+    check_size(turn.spec.job, event.workers, least, most)
     before = turn.durable.wanted
     if event.workers == before:
         return
@@ -52,6 +48,13 @@ def on_scale(turn: Turn, event: Scale) -> None:
     if not scaling.has_launcher(turn):
         for record in reversed(scaling.staying_workers(turn)[event.workers :]):
             scaling.drain(turn, record.worker, Leaving.SCALE_DOWN, scaling.SCALE_DOWN_GRACE)
+
+
+def check_size(job: str, workers: int, least: int, most: int | None) -> None:
+    """Raises `UserError` for a size that a job cannot have. `most`: None while its lanes are not known."""
+    if workers < least or (most is not None and workers > most):
+        bounds = f"from {least} to {most}" if most is not None else f"at least {least}"
+        raise UserError(f"job {job} cannot be scaled to {plural(workers, 'worker')}; expected {bounds}.")
 
 
 def on_drain(turn: Turn, event: DrainWorker) -> None:

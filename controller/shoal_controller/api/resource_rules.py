@@ -1,0 +1,58 @@
+"""What REST may do to a job that was made from a resource of a cluster, whose size and end the resource has.
+
+Called by `routes.py` for all jobs; those that were submitted over REST are the shell's alone.
+"""
+
+from __future__ import annotations
+
+from shoal_protos.errors import Conflict, NotFound
+
+from shoal_controller.callers import Caller
+from shoal_controller.core.machine.events import Scale
+from shoal_controller.core.machine.phases.operator_requests import check_size
+from shoal_controller.core.machine.spec import JobSpec, JobView
+from shoal_controller.elastic_jobs.resource_kind import FULL_NAME
+from shoal_controller.leadership.controller_state import ControllerState
+from shoal_controller.shell import Shell
+
+
+async def create(shell: Shell, spec: JobSpec, by: Caller) -> JobView:
+    """A new run. ● A resource's job is made anew by its resource only."""
+    if _is_owned(shell, spec.job) and shell.view(spec.job).phase.over:
+        raise Conflict(f"{_belongs(spec.job)}, and give the new job this name then, or another one now")
+    return await shell.create(spec, by)
+
+
+async def delete(shell: Shell, job: str, by: Caller) -> JobView:
+    """Stop a job; forget one that is over, unless a resource still shows it."""
+    if _is_owned(shell, job) and shell.view(job).phase.over:
+        raise Conflict(f"{_belongs(job)}, and the job is forgotten with it")
+    return await shell.delete(job, by)
+
+
+async def scale(controller: ControllerState, job: str, workers: int, by: Caller) -> JobView:
+    """● One writer of the size: a job's resource is asked first, and the job becomes what the resource is."""
+    shell = controller.leading()
+    view = shell.view(job)
+    if shell.spec(job).resource and not view.phase.over:
+        most = min((number for number in (view.max_workers, view.lanes) if number is not None), default=None)
+        check_size(job, workers, view.min_workers, most)
+        if controller.sizes is None:
+            raise Conflict(
+                f"job {job} has its size from the resource {FULL_NAME}/{job}, which this controller cannot write: it "
+                "has no launcher kubernetes"
+            )
+        await controller.sizes.write_size(view, workers)
+    await shell.submit(job, Scale(workers), by)
+    return shell.view(job)
+
+
+def _is_owned(shell: Shell, job: str) -> bool:
+    try:
+        return bool(shell.spec(job).resource)
+    except NotFound:
+        return False
+
+
+def _belongs(job: str) -> str:
+    return f"job {job} belongs to the resource {FULL_NAME}/{job}; delete that (kubectl delete {FULL_NAME} {job})"

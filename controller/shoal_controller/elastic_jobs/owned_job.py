@@ -1,0 +1,292 @@
+"""One resource and its job: each look brings the job nearer to the resource, and the resource's status to the job.
+
+Level-triggered: a look reads how both are now, does one thing that is missing, and says when to look again. Nothing
+counts on what an earlier look, or an earlier controller, has done. Called by `reconciler.py`, one look at a time.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import structlog
+from shoal_protos.errors import NotFound, UserError
+
+from shoal_controller.core.machine.events import Cancel, Event, Pause, Save, Scale
+from shoal_controller.core.machine.spec import JobSpec
+from shoal_controller.elastic_jobs.deletion_steps import Deletion, DeletionStep, failed_saves, next_step
+from shoal_controller.elastic_jobs.event_bursts import KINDS, NORMAL, WARNING, ClusterEvent, EventBursts
+from shoal_controller.elastic_jobs.job_from_resource import changed_keys, job_spec_of
+from shoal_controller.elastic_jobs.resource_kind import FULL_NAME, Json, has_finalizer, is_deleted, uid_of
+from shoal_controller.elastic_jobs.resource_status import (
+    ACCEPTED,
+    Acceptance,
+    Seen,
+    dropped_keys,
+    patch_between,
+    says_over,
+    status_of,
+)
+from shoal_controller.elastic_jobs.resource_writer import ResourceWriter
+from shoal_controller.launchers.kubernetes.object_watch import ObjectWatch
+from shoal_controller.shell import Shell
+
+STATUS_SECONDS = 5.0
+"""So seldom is a status written that tells of no change of phase."""
+SOON_SECONDS = 0.5
+"""Until the next look at a job that is being deleted."""
+EVENTS_AT_ONCE = 500
+OVER_SECONDS = 60.0
+"""So seldom is a job looked at that is over and of which nothing is new."""
+DELETING = (
+    "the resource is deleted: its job stops, saves where its config has a folder for checkpoints, and its pods go"
+)
+POD_SECONDS = 60.0
+"""How long the pods of a job that is forgotten may take to be gone: then they go with the resource."""
+
+log = structlog.get_logger("shoal.elastic_jobs")
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What all resources' jobs share."""
+
+    shell: Shell
+    copy: ObjectWatch
+    """The resources as the cluster has them."""
+    writer: ResourceWriter
+
+
+class OwnedJob:
+    """The resource and the job of one name."""
+
+    def __init__(self, name: str, surroundings: Surroundings) -> None:
+        self.name = name
+        self.due = 0.0
+        """When to look again at the latest, by the monotonic clock."""
+        self._shell, self._copy = surroundings.shell, surroundings.copy
+        self._writer = surroundings.writer
+        self._deletion: Deletion | None = None
+        self._forgotten_since: float | None = None
+        self._bursts = EventBursts()
+        self._written = float("-inf")
+        self.trouble = ""
+        """Why the last look has failed; empty where it has not."""
+        self._dropped: list[str] = []
+        self._told_acceptance = ACCEPTED
+        self._passed_on: tuple[str, int] = ("", 0)
+        """A run, and the number of its last event that the cluster was told."""
+
+    # ---- what there is
+
+    @property
+    def is_over(self) -> bool:
+        """Neither the resource is there nor a job that was made from one."""
+        spec = self._spec()
+        return self.name not in self._copy.items and (spec is None or not spec.resource)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether its job has a history that was not passed on."""
+        spec = self._spec()
+        if spec is None or not spec.resource:
+            return False
+        return (spec.run, self._shell.runner(self.name).repository.last_event) != self._passed_on
+
+    def _spec(self) -> JobSpec | None:
+        try:
+            return self._shell.spec(self.name)
+        except NotFound:
+            return None
+
+    # ---- one look
+
+    async def look(self) -> None:
+        """Raises `ShoalError` where the store or the cluster does not do its part: look again later."""
+        self.due = time.monotonic() + STATUS_SECONDS
+        item, spec = self._copy.items.get(self.name), self._spec()
+        if item is None:
+            if spec is not None and spec.resource:
+                await self._end_job(spec)
+        elif is_deleted(item):
+            await self._on_deleted(item, spec)
+        else:
+            self._forgotten_since = None
+            acceptance = await self._follow(item, spec)
+            if acceptance is not None:
+                await self._report(item, acceptance)
+
+    async def _follow(self, item: Json, job: JobSpec | None) -> Acceptance | None:
+        """Make the job, or make it as the resource is. None: there is nothing to be said yet."""
+        over = job is not None and self._shell.view(self.name).phase.over
+        own = job is not None and job.resource == uid_of(item)
+        if job is not None and not own and not over:
+            if job.resource:  # its resource is gone, and another one has the name
+                await self._end_job(job)
+                return None
+            return Acceptance(False, "NameTaken", (
+                f"a job {self.name} that no resource has was submitted over REST and is not over; delete it "
+                f"(DELETE /v1/jobs/{self.name}), or give the resource another name"
+            ))  # fmt: skip
+        try:
+            asked = job_spec_of(item)
+        except UserError as error:
+            return Acceptance(False, "Refused", str(error))
+        if job is None or not own:
+            if says_over(item.get("status") or {}):
+                return None
+            return await self._submit(item, asked)
+        return ACCEPTED if over else await self._scale(job, asked)
+
+    async def _submit(self, item: Json, asked: JobSpec) -> Acceptance | None:
+        """● The finalizer is there before the job: no resource can go and leave a job behind."""
+        if not has_finalizer(item):
+            item = await self._writer.add_finalizer(item)
+            self._copy.learn(item)
+        try:
+            await self._shell.create(asked)
+        except UserError as error:
+            return Acceptance(False, "Refused", str(error))
+        log.info("a job is made from a resource", job=self.name, uid=asked.resource)
+        return ACCEPTED
+
+    async def _scale(self, job: JobSpec, asked: JobSpec) -> Acceptance:
+        if self._shell.view(self.name).wanted != asked.wanted:
+            try:
+                await self._shell.submit(self.name, Scale(asked.wanted))
+            except UserError as error:
+                return Acceptance(False, "ScaleRefused", str(error))
+        if changed := changed_keys(job, asked):
+            return Acceptance(False, "Immutable", (
+                f"{', '.join(changed)} changed, which a job that is made already cannot follow; put back what was "
+                "there, or delete the resource and create it anew"
+            ))  # fmt: skip
+        return ACCEPTED
+
+    # ---- its end
+
+    async def _on_deleted(self, item: Json, job: JobSpec | None) -> None:
+        if not has_finalizer(item):
+            return
+        if job is not None and job.resource == uid_of(item):
+            if self._deletion is None or self._deletion.run != job.run:
+                await self._writer.tell(item, ClusterEvent("Deleting", NORMAL, DELETING, 0, time.time()))
+            await self._report(item, ACCEPTED)
+            if not await self._end_job(job):
+                return
+        if await self._pods_are_gone():
+            for event in self._bursts.take_due(time.monotonic(), all_of_them=True):
+                await self._writer.tell(item, event)
+            left = await self._writer.remove_finalizer(item)
+            if left is not None and left["metadata"].get("finalizers"):
+                self._copy.learn(left)
+            else:
+                self._copy.forget(self.name, item)
+
+    async def _end_job(self, job: JobSpec) -> bool:
+        """Do what is next; returns whether the job is forgotten."""
+        self.due = time.monotonic() + SOON_SECONDS
+        view, now = self._shell.view(self.name), time.monotonic()
+        if self._deletion is None or self._deletion.run != job.run:
+            self._deletion = Deletion(job.run, now)
+        deletion = self._deletion
+        running = 0
+        if view.phase.over:
+            deletion.over_since = deletion.over_since if deletion.over_since is not None else now
+            _, running = await self._writer.pods_left(self.name)
+        match next_step(view, deletion, running, now):
+            case DeletionStep.PAUSE:
+                await self._ask(Pause())
+            case DeletionStep.SAVE:
+                deletion.asked_to_save, deletion.failed_saves = True, failed_saves(view)
+                await self._ask(Save())
+            case DeletionStep.CANCEL:
+                await self._ask(Cancel())
+            case DeletionStep.FORGET:
+                await self._shell.delete(self.name)
+                log.info("the job of a deleted resource is forgotten", job=self.name, uid=job.resource)
+                return True
+            case DeletionStep.WAIT:
+                pass
+        return False
+
+    async def _ask(self, request: Event) -> None:
+        """What the job refuses is seen at the next look: it is asked by how it is then."""
+        try:
+            await self._shell.submit(self.name, request)
+        except UserError as error:
+            log.info("a job that is to end refuses a request", job=self.name, error=str(error))
+
+    async def _pods_are_gone(self) -> bool:
+        self.due, now = time.monotonic() + SOON_SECONDS, time.monotonic()
+        self._forgotten_since = self._forgotten_since if self._forgotten_since is not None else now
+        there, _ = await self._writer.pods_left(self.name)
+        return not there or now - self._forgotten_since > POD_SECONDS
+
+    # ---- what the cluster is told
+
+    async def _report(self, item: Json, acceptance: Acceptance) -> None:
+        await self._pass_on(item)
+        if acceptance != self._told_acceptance:
+            if not acceptance.holds:
+                number = int(item["metadata"].get("generation") or 0)
+                event = ClusterEvent(acceptance.reason, WARNING, acceptance.message, number, time.time())
+                await self._writer.tell(item, event)
+            self._told_acceptance = acceptance
+        await self._write_status(item, acceptance)
+
+    async def _write_status(self, item: Json, acceptance: Acceptance) -> None:
+        spec, before = self._spec(), item.get("status") or {}
+        own = spec is not None and spec.resource == uid_of(item)
+        view = self._shell.view(self.name) if own else None
+        generation = int(item["metadata"].get("generation") or 0)
+        run, number = self._passed_on if own else ("", 0)
+        status = status_of(view, Seen(self.name, generation, acceptance, time.time(), run, number), before)
+        patch, now = patch_between(before, status), time.monotonic()
+        at_once = _at_once(before) != _at_once(status)
+        if not patch and view is not None and view.phase.over:
+            self.due = now + OVER_SECONDS
+        if not patch or (not at_once and now - self._written < STATUS_SECONDS):
+            return
+        answer = await self._writer.patch_status(item, patch)
+        self._written = now
+        self._copy.learn(answer)
+        dropped = dropped_keys(status, answer.get("status") or {})
+        if dropped and dropped != self._dropped:
+            sentence = (
+                f"the definition of {FULL_NAME} in this cluster is older than the controller: it drops "
+                f"{', '.join(f'status.{key}' for key in dropped)}; apply crd/elasticjobs.yaml of the chart's version"
+            )
+            log.warning(sentence, job=self.name)
+            await self._writer.tell(item, ClusterEvent("DefinitionOutdated", WARNING, sentence, 0, time.time()))
+        self._dropped = dropped
+
+    async def _pass_on(self, item: Json) -> None:
+        """Tell the cluster what has happened to the job."""
+        spec = self._spec()
+        if spec is None or spec.resource != uid_of(item):
+            return
+        run, after = self._passed_on
+        if run != spec.run:
+            status = item.get("status") or {}
+            after = int(status.get("events") or 0) if status.get("run") == spec.run else 0
+        last = self._shell.runner(self.name).repository.last_event
+        now = time.monotonic()
+        while after < last:
+            events = await self._shell.events(self.name, after, EVENTS_AT_ONCE)
+            for event in events:
+                if event.kind in KINDS:
+                    reason, severity = KINDS[event.kind]
+                    made = ClusterEvent(reason, severity, event.message, event.revision, event.time)
+                    if (first := self._bursts.put(made, now)) is not None:
+                        await self._writer.tell(item, first)
+            after = events[-1].revision if events else last
+        self._passed_on = spec.run, after
+        for due in self._bursts.take_due(now):
+            await self._writer.tell(item, due)
+
+
+def _at_once(status: Json) -> object:
+    """What is written as soon as it changes."""
+    accepted: Json = next((one for one in status.get("conditions") or () if one.get("type") == "Accepted"), {})
+    return status.get("phase"), status.get("observedGeneration"), accepted.get("reason"), accepted.get("message")

@@ -1,0 +1,156 @@
+"""From a job to the status of its resource: numbers, columns and conditions, and the patch that brings it there. Pure.
+
+Whoever waits for a condition (`kubectl wait`) finds each of them from the first write on, with a reason and a message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from shoal_protos.plural import plural
+
+from shoal_controller.core.machine.spec import JobView, Phase
+from shoal_controller.elastic_jobs.resource_kind import Json
+from shoal_controller.elastic_jobs.shown_columns import columns
+from shoal_controller.launchers.kubernetes.pod_manifest import JOB, MANAGED
+
+REFUSED = "refused"
+"""Phase of a resource that no job was made from."""
+LONGEST_REASON = 1024
+LONGEST_MESSAGE = 4096
+OVER = frozenset(phase.value for phase in Phase if phase.over)
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """Whether a resource is followed as it stands. `reason` is one word for programs, `message` a sentence."""
+
+    holds: bool
+    reason: str
+    message: str
+
+
+ACCEPTED = Acceptance(True, "Accepted", "the job is as the resource asks")
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a status is made of, beside the job."""
+
+    name: str
+    generation: int
+    """Of the resource that was taken in."""
+    acceptance: Acceptance
+    now: float
+    run: str = ""
+    passed_on: int = 0
+    """Number of the job's last event that the cluster was told."""
+
+
+def status_of(view: JobView | None, seen: Seen, before: Mapping[str, Any]) -> Json:
+    """The whole status. `view`: None where no job was made. `before`: the one that is there."""
+    found: Json = {
+        "observedGeneration": seen.generation,
+        "selector": f"{MANAGED},{JOB}={seen.name}",
+    }
+    if view is None:
+        found |= {"phase": REFUSED, "reason": seen.acceptance.message[:LONGEST_REASON], "workers": {"active": 0}}
+    else:
+        counts = {"active": view.active, "wanted": view.wanted, "min": view.min_workers, "max": view.max_workers}
+        found |= {
+            "run": seen.run, "phase": view.phase.value, "reason": view.reason[:LONGEST_REASON],
+            "generation": view.generation, "step": view.step, "events": seen.passed_on,
+            "workers": {name: count for name, count in counts.items() if count is not None},
+            "shown": columns(view, seen.now),
+        }  # fmt: skip
+        if view.max_steps is not None:
+            found["maxSteps"] = view.max_steps
+    known = {str(one.get("type")): one for one in before.get("conditions") or ()}
+    found["conditions"] = [_dated(one, known.get(one["type"]), seen) for one in _conditions(view, seen.acceptance)]
+    return found
+
+
+def says_over(status: Mapping[str, Any]) -> bool:
+    """Whether the job of this very resource has been over: it is not run a second time."""
+    return bool(status.get("run")) and status.get("phase") in OVER
+
+
+def patch_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> Json:
+    """The merge patch that makes one of the other: whatever has changed, and null for what is gone."""
+    patch: Json = {key: None for key in before if key not in after}
+    for key, value in after.items():
+        known = before.get(key)
+        if isinstance(value, Mapping) and isinstance(known, Mapping):
+            if inner := patch_between(known, value):
+                patch[key] = inner
+        elif value != known or key not in before:
+            patch[key] = value
+    return patch
+
+
+def dropped_keys(wanted: Mapping[str, Any], stored: Mapping[str, Any]) -> list[str]:
+    """What the API server has left out of what it was sent: its definition of the resource does not know it."""
+    return sorted(key for key in wanted if key not in stored)
+
+
+# ---- conditions
+
+
+def _conditions(view: JobView | None, acceptance: Acceptance) -> Iterable[Json]:
+    yield _condition("Accepted", acceptance.holds, acceptance.reason, acceptance.message)
+    if view is None:
+        return
+    phase = view.phase
+    word = phase.value.capitalize()
+    yield _condition("Running", phase is Phase.RUNNING, word, view.reason or f"the job is {phase.value}")
+    yield _degraded(view)
+    yield _redundant(view)
+    yield _checkpointed(view)
+    done = phase is Phase.SUCCEEDED
+    yield _condition("Complete", done, word, view.reason if done else f"the job is {phase.value}")
+    failed = phase in (Phase.FAILED, Phase.CANCELLED)
+    yield _condition("Failed", failed, word, view.reason if failed else f"the job is {phase.value}")
+
+
+def _degraded(view: JobView) -> Json:
+    if view.phase.over or view.active >= view.wanted:
+        active = plural(view.active, "worker")
+        return _condition("Degraded", False, "Over" if view.phase.over else "AsWanted", f"{active} active")
+    sentence = f"{view.active} of {plural(view.wanted, 'worker')} active"
+    return _condition("Degraded", True, "BelowWanted", "; ".join(filter(None, (sentence, view.reason))))
+
+
+def _redundant(view: JobView) -> Json:
+    if view.phase.over or not view.active:
+        return _condition("Redundant", None, "NoWorld", f"the job is {view.phase.value}; no worker holds its state")
+    if view.unmirrored_blocks:
+        sentence = f"{plural(view.unmirrored_blocks, 'block')} without a copy on another worker"
+        return _condition("Redundant", False, "CopiesMissing", sentence)
+    return _condition("Redundant", True, "Mirrored", "every block has its copies")
+
+
+def _checkpointed(view: JobView) -> Json:
+    if view.last_checkpoint_step is None:
+        return _condition("Checkpointed", False, "NoCheckpoint", "no checkpoint of this job is known")
+    place = f" at {view.checkpoints[0].path}" if view.checkpoints else ""
+    return _condition("Checkpointed", True, "Saved", f"step {view.last_checkpoint_step}{place}")
+
+
+def _condition(kind: str, holds: bool | None, reason: str, message: str) -> Json:
+    status = "Unknown" if holds is None else str(holds)
+    return {"type": kind, "status": status, "reason": reason, "message": message[:LONGEST_MESSAGE]}
+
+
+def _dated(condition: Json, before: Mapping[str, Any] | None, seen: Seen) -> Json:
+    """With the time at which it became so."""
+    same = before is not None and before.get("status") == condition["status"]
+    since = before["lastTransitionTime"] if before is not None and same else timestamp(seen.now)
+    return {**condition, "lastTransitionTime": since, "observedGeneration": seen.generation}
+
+
+def timestamp(seconds: float) -> str:
+    """As `metav1.Time` has it."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,0 +1,120 @@
+"""What a controller writes for an ElasticJob: its finalizer, its status, its size, and events. I/O, and nothing else.
+
+● Every patch names the uid that it is meant for: a resource that was deleted and made again is another one, and the
+cluster answers 409. Whoever calls reads again then and decides anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+import structlog
+
+from shoal_controller.elastic_jobs.event_bursts import ClusterEvent
+from shoal_controller.elastic_jobs.resource_kind import (
+    API_VERSION,
+    FINALIZER,
+    KIND,
+    REPORTER,
+    Json,
+    resources_path,
+    uid_of,
+)
+from shoal_controller.launchers.kubernetes.cluster_api import ClusterApi, ClusterRefusal, ClusterSilence
+from shoal_controller.launchers.kubernetes.pod_manifest import JOB, MANAGED
+
+LONGEST_NOTE = 1000
+"""Characters of an event; Kubernetes takes 1 KiB."""
+LIVE_PHASES = ("Pending", "Running")
+
+log = structlog.get_logger("shoal.elastic_jobs")
+
+
+class ResourceWriter:
+    """One namespace's."""
+
+    def __init__(self, api: ClusterApi, instance: str) -> None:
+        """`instance`: this controller, as events name it."""
+        self._api, self._instance = api, instance
+        self.resources = resources_path(api.namespace)
+        self._events = f"/apis/events.k8s.io/v1/namespaces/{api.namespace}/events"
+        self._pods = f"/api/v1/namespaces/{api.namespace}/pods"
+        self._event_trouble = ""
+
+    async def read(self, name: str) -> Json | None:
+        """As it is now; None: there is none."""
+        try:
+            return await self._api.get(f"{self.resources}/{name}")
+        except ClusterRefusal as error:
+            if error.code == 404:
+                return None
+            raise
+
+    async def add_finalizer(self, item: Mapping[str, Any]) -> Json:
+        return await self._set_finalizers(item, [*(item["metadata"].get("finalizers") or ()), FINALIZER])
+
+    async def remove_finalizer(self, item: Mapping[str, Any]) -> Json | None:
+        """The resource goes with it, if that was the last one."""
+        others = [one for one in item["metadata"].get("finalizers") or () if one != FINALIZER]
+        try:
+            return await self._set_finalizers(item, others)
+        except ClusterRefusal as error:
+            if error.code == 404:
+                return None
+            raise
+
+    async def _set_finalizers(self, item: Mapping[str, Any], finalizers: list[str]) -> Json:
+        """● A list is replaced whole, so the version that it was read from must be the present one."""
+        metadata = item["metadata"]
+        written = {"uid": uid_of(item), "resourceVersion": metadata["resourceVersion"], "finalizers": finalizers}
+        return await self._api.patch(f"{self.resources}/{metadata['name']}", {"metadata": written})
+
+    async def patch_status(self, item: Mapping[str, Any], patch: Json) -> Json:
+        name = item["metadata"]["name"]
+        body = {"metadata": {"uid": uid_of(item)}, "status": patch}
+        return await self._api.patch(f"{self.resources}/{name}/status", body)
+
+    async def write_size(self, item: Mapping[str, Any], workers: int) -> Json:
+        """What `kubectl scale` writes."""
+        body = {"metadata": {"uid": uid_of(item)}, "spec": {"workers": {"wanted": workers}}}
+        return await self._api.patch(f"{self.resources}/{item['metadata']['name']}", body)
+
+    async def pods_left(self, job: str) -> tuple[int, int]:
+        """How many of a job's pods are there, and how many of them have not ended."""
+        pods, _ = await self._api.list(self._pods, f"{MANAGED},{JOB}={job}")
+        running = [pod for pod in pods if pod.get("status", {}).get("phase", "Pending") in LIVE_PHASES]
+        return len(pods), len(running)
+
+    # ---- events
+
+    async def tell(self, item: Mapping[str, Any], event: ClusterEvent) -> None:
+        """● One that is there already was told by an earlier controller. An event that cannot be written holds up
+        nothing: the job's own history has it.
+        """
+        try:
+            await self._api.create(self._events, self._event(item, event))
+        except (ClusterRefusal, ClusterSilence) as error:
+            if isinstance(error, ClusterRefusal) and error.why == "AlreadyExists":
+                return
+            if str(error) != self._event_trouble:
+                log.warning("an event of a resource was not written", error=str(error))
+            self._event_trouble = str(error)
+
+    def _event(self, item: Mapping[str, Any], event: ClusterEvent) -> Json:
+        metadata = item["metadata"]
+        namespace = self._api.namespace
+        regarding = {
+            "apiVersion": API_VERSION, "kind": KIND, "name": metadata["name"], "namespace": namespace,
+            "uid": uid_of(item),
+        }  # fmt: skip
+        name = f"{metadata['name']}.{uid_of(item)[-12:]}.{event.reason.lower()}.{event.number}"
+        return {
+            "apiVersion": "events.k8s.io/v1", "kind": "Event",
+            "metadata": {"name": name, "namespace": namespace},
+            "eventTime": datetime.fromtimestamp(event.time, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
+            "reportingController": REPORTER, "reportingInstance": self._instance,
+            "action": event.reason, "reason": event.reason, "type": event.severity,
+            "note": event.sentence[:LONGEST_NOTE], "regarding": regarding,
+        }  # fmt: skip

@@ -1,0 +1,251 @@
+"""Jobs from resources, against an API server that answers late, twice and of the past."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from api_server import EVENTS, PODS, RESOURCES, FakeCluster, kubeconfig, served
+from asynchronous import asynchronous
+from pod_team import hurry
+from ports import free_port
+from shoal_controller.api import resource_rules
+from shoal_controller.callers import Caller, Role
+from shoal_controller.core.machine.spec import JobSpec, Phase
+from shoal_controller.elastic_jobs import owned_job, reconciler
+from shoal_controller.elastic_jobs.reconciler import reconciling
+from shoal_controller.elastic_jobs.resource_kind import FINALIZER
+from shoal_controller.launchers.kubernetes.connect import connected
+from shoal_controller.launchers.kubernetes.options import ClusterOptions
+from shoal_protos.errors import Conflict, UserError
+from small_machine import running
+
+SOMEBODY = Caller("kim", Role.OPERATE)
+SPEC = {"command": ["python", "train.py"], "kubernetes": {"image": "train:1"}, "workers": {"min": 2, "max": 8}}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    hurry(monkeypatch)
+    monkeypatch.setattr(reconciler, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(reconciler, "AGAIN_SECONDS", 0.02)
+    monkeypatch.setattr(owned_job, "SOON_SECONDS", 0.02)
+    monkeypatch.setattr(owned_job, "STATUS_SECONDS", 0.05)
+
+
+class Place:
+    """A cluster, a shell, and who stands between them."""
+
+    def __init__(self, cluster: FakeCluster, world: Any, url: str, options: ClusterOptions) -> None:
+        self.cluster, self.world, self.shell, self._options = cluster, world, world.shell, options
+        self.kubectl = httpx.AsyncClient(base_url=url, trust_env=False)
+
+    @asynccontextmanager
+    async def term(self) -> AsyncIterator[reconciler.Reconciler]:
+        """A leader's."""
+        async with connected(self._options) as api, reconciling(api, self.shell) as found:
+            yield found
+
+    async def apply(self, name: str = "train", **changed: Any) -> httpx.Response:
+        item = {"apiVersion": "shoal.dev/v1alpha1", "kind": "ElasticJob", "metadata": {"name": name}}
+        return await self.kubectl.post(RESOURCES, json={**item, "spec": {**SPEC, **changed}})
+
+    async def scale(self, replicas: int, name: str = "train") -> httpx.Response:
+        return await self.kubectl.patch(f"{RESOURCES}/{name}/scale", json={"spec": {"replicas": replicas}})
+
+    async def delete(self, name: str = "train") -> None:
+        await self.kubectl.request("DELETE", f"{RESOURCES}/{name}", json={})
+
+    def item(self, name: str = "train") -> dict[str, Any]:
+        return self.cluster.objects[RESOURCES].get(name, {})
+
+    def status(self, name: str = "train") -> dict[str, Any]:
+        return dict(self.item(name).get("status") or {})
+
+    def condition(self, kind: str, name: str = "train") -> dict[str, Any]:
+        return next((one for one in self.status(name).get("conditions", ()) if one["type"] == kind), {})
+
+    def told(self, reason: str) -> list[str]:
+        return [one["note"] for one in self.cluster.objects[EVENTS].values() if one["reason"] == reason]
+
+    def has_job(self, name: str = "train") -> bool:
+        return name in [view.job for view in self.shell.jobs()]
+
+    def wanted(self) -> int:
+        return int(self.shell.view("train").wanted) if self.has_job() else 0
+
+    async def until(self, done: Callable[[], object], goal: str) -> None:
+        for _ in range(500):
+            if done():
+                return
+            await asyncio.sleep(0.02)
+        raise AssertionError(f"{goal}: {self.cluster.objects[RESOURCES]}")
+
+
+@asynccontextmanager
+async def place(folder: Path) -> AsyncIterator[Place]:
+    cluster = FakeCluster()
+    async with served(cluster, free_port()) as url, running(folder / "store") as world:
+        (folder / "kubeconfig").write_text(kubeconfig(url))
+        found = Place(cluster, world, url, ClusterOptions(str(folder / "kubeconfig")))
+        async with found.kubectl:
+            yield found
+
+
+@asynchronous
+async def test_a_resource_becomes_a_job_whose_status_it_shows_and_goes_with_it(tmp_path: Path) -> None:
+    async with place(tmp_path) as one, one.term():
+        assert (await one.apply()).status_code == 201
+        await one.until(lambda: one.status().get("phase") == "waiting", "the first status")
+        assert one.item()["metadata"]["finalizers"] == [FINALIZER]
+        assert one.status()["observedGeneration"] == 1 and one.condition("Accepted")["status"] == "True"
+        assert one.status()["shown"]["workers"] == "0/2", "`min`, until somebody scales"
+        assert one.shell.spec("train").resource == one.item()["metadata"]["uid"]
+        await one.delete()
+        await one.until(lambda: not one.item(), "the finalizer to go")
+        assert not one.has_job()
+        assert len(one.told("Deleting")) == 1
+
+
+@asynchronous
+async def test_scaling_the_resource_scales_the_job_whatever_the_cluster_answers(tmp_path: Path) -> None:
+    async with place(tmp_path) as one, one.term():
+        one.cluster.doubles = one.cluster.reverses = True
+        one.cluster.fail("POST", "/events", 500, times=3)
+        one.cluster.fail("PATCH", "/elasticjobs", 409)
+        one.cluster.fail("PATCH", "/elasticjobs", 429, headers={"Retry-After": "0.05"})
+        await one.apply()
+        await one.until(lambda: one.wanted() == 2, "two")
+        one.cluster.fail("PATCH", "/status", 409)
+        assert (await one.scale(8)).json()["spec"]["replicas"] == 8
+        await one.until(lambda: one.wanted() == 8, "eight")
+        one.cluster.compact()
+        one.cluster.break_watches()
+        await one.scale(3)
+        await one.until(lambda: one.wanted() == 3 and one.status()["shown"]["workers"] == "0/3", "three")
+        assert one.status()["observedGeneration"] == one.item()["metadata"]["generation"] == 3
+
+
+@asynchronous
+async def test_rest_scales_the_resource_and_a_job_without_one_alone(tmp_path: Path) -> None:
+    async with place(tmp_path) as one, one.term() as sizes:
+        controller: Any = SimpleNamespace(leading=lambda: one.shell, sizes=sizes)
+        await one.apply()
+        await one.until(one.has_job, "the job")
+        view = await resource_rules.scale(controller, "train", 4, SOMEBODY)
+        assert view.wanted == 4 and one.item()["spec"]["workers"]["wanted"] == 4
+        with pytest.raises(UserError, match="cannot be scaled to 9 workers; expected from 2 to 8"):
+            await resource_rules.scale(controller, "train", 9, SOMEBODY)
+        await one.shell.create(JobSpec("other", wanted=2))
+        before = dict(one.cluster.objects[RESOURCES])
+        assert (await resource_rules.scale(controller, "other", 3, SOMEBODY)).wanted == 3
+        assert list(before) == list(one.cluster.objects[RESOURCES]) == ["train"]
+        without: Any = SimpleNamespace(leading=lambda: one.shell, sizes=None)
+        with pytest.raises(Conflict, match="has no launcher kubernetes"):
+            await resource_rules.scale(without, "train", 5, SOMEBODY)
+
+
+@asynchronous
+async def test_another_controller_adopts_the_job_and_a_resource_that_went_meanwhile_ends_it(tmp_path: Path) -> None:
+    async with place(tmp_path) as one:
+        async with one.term():
+            await one.apply()
+            await one.until(lambda: one.status().get("phase") == "waiting", "the first status")
+        run = one.shell.spec("train").run
+        async with one.term():
+            await one.scale(5)
+            await one.until(lambda: one.wanted() == 5, "five")
+            assert one.shell.spec("train").run == run
+        one.cluster.remove(RESOURCES, "train")
+        async with one.term():
+            await one.until(lambda: not one.has_job(), "the job without a resource to end")
+
+
+@asynchronous
+async def test_what_cannot_be_followed_is_one_sentence_in_a_condition_and_an_event(tmp_path: Path) -> None:
+    async with place(tmp_path) as one, one.term():
+        await one.shell.create(JobSpec("train", wanted=2))
+        await one.apply()
+        await one.until(lambda: one.condition("Accepted").get("reason") == "NameTaken", "the name")
+        assert "submitted over REST" in one.condition("Accepted")["message"] and one.status()["phase"] == "refused"
+        await one.apply("odd", kubernetes={"image": "a", "gang": "kueue"})
+        await one.until(lambda: one.condition("Accepted", "odd").get("reason") == "Refused", "the refusal")
+        assert "`kubernetes.queue` is missing" in one.condition("Accepted", "odd")["message"]
+        assert not one.has_job("odd") and one.told("Refused")
+        await one.apply("good")
+        await one.until(lambda: one.has_job("good"), "the job")
+        patch = {"spec": {"kubernetes": {"image": "train:2"}}}
+        await one.kubectl.patch(f"{RESOURCES}/good", json=patch)
+        await one.until(lambda: one.condition("Accepted", "good").get("reason") == "Immutable", "the change")
+        assert "spec.kubernetes.image" in one.condition("Accepted", "good")["message"]
+
+
+@asynchronous
+async def test_a_job_that_is_over_is_not_run_again_and_rest_leaves_it_to_its_resource(tmp_path: Path) -> None:
+    async with place(tmp_path) as one:
+        async with one.term():
+            await one.apply()
+            await one.until(one.has_job, "the job")
+            await resource_rules.delete(one.shell, "train", SOMEBODY)
+            await one.until(lambda: one.status().get("phase") == "cancelled", "the end")
+            assert one.condition("Failed")["status"] == "True"
+        with pytest.raises(Conflict, match=r"belongs to the resource elasticjobs\.shoal\.dev/train"):
+            await resource_rules.delete(one.shell, "train", SOMEBODY)
+        with pytest.raises(Conflict, match="belongs to the resource"):
+            await resource_rules.create(one.shell, JobSpec("train", wanted=2), SOMEBODY)
+        await one.shell.delete("train")
+        async with one.term():
+            await one.apply("other")
+            await one.until(lambda: one.has_job("other"), "another job")
+            assert not one.has_job("train")
+
+
+@asynchronous
+async def test_without_definition_or_rights_jobs_are_left_alone_and_it_is_served_once_both_are_there(
+    tmp_path: Path,
+) -> None:
+    async with place(tmp_path) as one:
+        rules, one.cluster.resources = one.cluster.resources, None
+        async with one.term() as found:
+            await one.until(lambda: "install the chart with crd.install" in found.copy.trouble, "the sentence")
+            one.cluster.resources = rules
+            one.cluster.forbidden.add(RESOURCES)
+            await one.until(lambda: "rbac.create" in found.copy.trouble, "the other sentence")
+            one.cluster.forbidden.clear()
+            await one.apply()
+            await one.until(one.has_job, "the job")
+
+
+@asynchronous
+async def test_an_older_definition_is_named_with_what_it_drops(tmp_path: Path) -> None:
+    async with place(tmp_path) as one, one.term():
+        assert one.cluster.resources is not None
+        del one.cluster.resources.schema["properties"]["status"]["properties"]["events"]
+        await one.apply()
+        await one.until(lambda: one.told("DefinitionOutdated"), "the event")
+        assert "it drops status.events" in one.told("DefinitionOutdated")[0]
+
+
+@asynchronous
+async def test_pods_of_a_deleted_job_are_gone_before_its_resource(tmp_path: Path) -> None:
+    async with place(tmp_path) as one, one.term():
+        await one.apply()
+        await one.until(one.has_job, "the job")
+        labels = {
+            "app.kubernetes.io/managed-by": "shoal", "app.kubernetes.io/component": "worker", "shoal.dev/job": "train",
+        }  # fmt: skip
+        pod = {"metadata": {"name": "train-w0", "labels": labels}, "spec": {}, "status": {"phase": "Succeeded"}}
+        one.cluster.put(PODS, pod)
+        await one.delete()
+        await one.until(lambda: not one.has_job(), "the job's end")
+        await asyncio.sleep(0.1)
+        assert one.item()
+        one.cluster.remove(PODS, "train-w0")
+        await one.until(lambda: not one.item(), "the resource's end")
+        assert Phase.CANCELLED.over
