@@ -71,7 +71,7 @@ class Place:
     def condition(self, kind: str, name: str = "train") -> dict[str, Any]:
         return next((one for one in self.status(name).get("conditions", ()) if one["type"] == kind), {})
 
-    def told(self, reason: str) -> list[str]:
+    def notes(self, reason: str) -> list[str]:
         return [one["note"] for one in self.cluster.objects[EVENTS].values() if one["reason"] == reason]
 
     def has_job(self, name: str = "train") -> bool:
@@ -110,7 +110,7 @@ async def test_a_resource_becomes_a_job_whose_status_it_shows_and_goes_with_it(t
         await one.delete()
         await one.until(lambda: not one.item(), "the finalizer to go")
         assert not one.has_job()
-        assert len(one.told("Deleting")) == 1
+        assert len(one.notes("Deleting")) == 1
 
 
 @asynchronous
@@ -177,7 +177,7 @@ async def test_what_cannot_be_followed_is_one_sentence_in_a_condition_and_an_eve
         await one.apply("odd", kubernetes={"image": "a", "gang": "kueue"})
         await one.until(lambda: one.condition("Accepted", "odd").get("reason") == "Refused", "the refusal")
         assert "`kubernetes.queue` is missing" in one.condition("Accepted", "odd")["message"]
-        assert not one.has_job("odd") and one.told("Refused")
+        assert not one.has_job("odd") and one.notes("Refused")
         await one.apply("good")
         await one.until(lambda: one.has_job("good"), "the job")
         patch = {"spec": {"kubernetes": {"image": "train:2"}}}
@@ -228,8 +228,8 @@ async def test_an_older_definition_is_named_with_what_it_drops(tmp_path: Path) -
         assert one.cluster.resources is not None
         del one.cluster.resources.schema["properties"]["status"]["properties"]["events"]
         await one.apply()
-        await one.until(lambda: one.told("DefinitionOutdated"), "the event")
-        assert "it drops status.events" in one.told("DefinitionOutdated")[0]
+        await one.until(lambda: one.notes("DefinitionOutdated"), "the event")
+        assert "it drops status.events" in one.notes("DefinitionOutdated")[0]
 
 
 @asynchronous
