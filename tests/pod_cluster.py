@@ -22,8 +22,11 @@ START_SECONDS = 10.0
 class PodCluster:
     """What a test does to it is done in its own thread, by `do`."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, cluster: FakeCluster, kubelets: Kubelets, file: Path) -> None:
-        self._loop, self.cluster, self.kubelets, self.kubeconfig = loop, cluster, kubelets, file
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, cluster: FakeCluster, kubelets: Kubelets, url: str, file: Path
+    ) -> None:
+        self._loop, self.cluster, self.kubelets = loop, cluster, kubelets
+        self.url, self.kubeconfig = url, file
 
     def do(self, act: Callable[[], Answer]) -> Answer:
         """Carry it out there; returns what it returns."""
@@ -67,7 +70,7 @@ def pod_cluster(folder: Path, start: Start, *nodes: str) -> Iterator[PodCluster]
             cluster.node(node)
         async with served(cluster, free_port()) as url:
             (folder / "kubeconfig").write_text(kubeconfig(url))
-            made.append(PodCluster(asyncio.get_running_loop(), cluster, kubelets, folder / "kubeconfig"))
+            made.append(PodCluster(asyncio.get_running_loop(), cluster, kubelets, url, folder / "kubeconfig"))
             running = asyncio.create_task(kubelets.run())
             ready.set()
             await end.wait()

@@ -116,7 +116,7 @@ class Cluster:
     def __enter__(self) -> Self:
         try:
             self._start_anywhere()
-            self._answer("POST", "/jobs", self.spec)
+            self._submit()
             if self.spec["launcher"] == "none":
                 self._start_in_order()
         except BaseException:
@@ -371,6 +371,9 @@ class Cluster:
     @property
     def _secrets(self) -> dict[str, str]:
         return {"SHOAL_TOKEN": self.token} if self.token else {}
+
+    def _submit(self) -> None:
+        self._answer("POST", "/jobs", self.spec)
 
     def _answer(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Json:
         answer = self._rest.request(method, path, json=body)

@@ -7,9 +7,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from api_server import NODES
+import httpx
+from api_server import NODES, RESOURCES
 from integration.cluster import TRAIN, Cluster, ended, fork, until
 from pod_cluster import PodCluster, pod_cluster
 
@@ -20,7 +21,7 @@ class JobOfPods(Cluster):
     """A controller with launcher kubernetes; its job trains until the file `go` is there."""
 
     token = "sesame"
-    kubeconfig = ""
+    kubeconfig = api = ""
 
     @property
     def _secrets(self) -> dict[str, str]:
@@ -29,6 +30,35 @@ class JobOfPods(Cluster):
 
     def node_of(self, worker: str) -> str:
         return str(self.workers()[worker]["node"])
+
+
+class JobOfResource(JobOfPods):
+    """A job that is made from an ElasticJob, which `kubectl` is told of."""
+
+    def _submit(self) -> None:
+        spec = {key: value for key, value in self.spec.items() if key not in ("job", "launcher")}
+        item = {"apiVersion": "shoal.dev/v1alpha1", "kind": "ElasticJob", "metadata": {"name": self.job_name}}
+        self.kubectl("POST", "", {**item, "spec": spec})
+        until("the resource to be a job", lambda: self._rest.get(f"/jobs/{self.job_name}").is_success)
+
+    def kubectl(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        answer = httpx.request(method, f"{self.api}{RESOURCES}{path}", json=body, trust_env=False)
+        assert answer.is_success, answer.text
+        return dict(answer.json())
+
+    def resource(self) -> dict[str, Any]:
+        return self.kubectl("GET", f"/{self.job_name}")
+
+    def condition(self, kind: str) -> str:
+        found = [one for one in self.resource()["status"]["conditions"] if one["type"] == kind]
+        return str(found[0]["status"]) if found else ""
+
+    def delete(self, pods: PodCluster) -> None:
+        """And wait until nothing is left of it."""
+        self.kubectl("DELETE", f"/{self.job_name}", {})
+        until("the resource to go", lambda: not pods.do(lambda: pods.cluster.objects[RESOURCES]))
+        until("its pods to go", lambda: not pods.do(pods.cluster.pods))
+        assert self._rest.get(f"/jobs/{self.job_name}").status_code == 404
 
 
 class ForkedPod:
@@ -41,21 +71,29 @@ class ForkedPod:
         return ended().get(self.pid)
 
 
+Job = TypeVar("Job", bound=JobOfPods)
+
+
 @contextmanager
-def launched(workers: int, nodes: int, folder: Path) -> Iterator[tuple[JobOfPods, PodCluster]]:
-    """A job of so many pods, in a cluster with so many nodes; forks of a warm process take the place of the image."""
+def launched(
+    workers: int, nodes: int, folder: Path, kind: type[Job] = JobOfPods, **more: Any
+) -> Iterator[tuple[Job, PodCluster]]:
+    """A job of so many pods, in a cluster with so many nodes; forks of a warm process take the place of the image.
+
+    `more`: options of the script.
+    """
 
     def start(command: Sequence[str], env: Mapping[str, str], name: str) -> ForkedPod:
         call, options = command
         given = {**json.loads(options), "result": str(folder / f"{name}.result")}
         return ForkedPod(fork(call, given, env, folder / f"{name}.log"))
 
-    options = {**OPTIONS, "pace": 0.02, "until": str(folder / "go")}
+    options = {**OPTIONS, **more, "pace": 0.02, "until": str(folder / "go")}
     section = {"image": "registry/train:1", "grace_seconds": 30}
     spec = {"launcher": "kubernetes", "command": [TRAIN, json.dumps(options)], "kubernetes": section}
     with pod_cluster(folder, start, *(f"n{number}" for number in range(nodes))) as pods:
-        job = JobOfPods(workers=workers, options=OPTIONS, spec=spec)
-        job.kubeconfig = str(pods.kubeconfig)
+        job = kind(workers=workers, options={**OPTIONS, **more}, spec=spec)
+        job.kubeconfig, job.api = str(pods.kubeconfig), pods.url
         with job:
             yield job, pods
 
@@ -100,3 +138,26 @@ def test_another_controller_adopts_the_pods_and_the_job_goes_on(tmp_path: Path) 
         (tmp_path / "go").touch()
         job.wait_undisturbed()
     assert set(uids) == {"w0", "w1"} == {name.removeprefix("job-") for name in pods.cluster.pods()}
+
+
+def test_a_resource_has_the_size_of_its_job_and_takes_it_along_when_it_goes(tmp_path: Path) -> None:
+    with launched(2, 4, tmp_path, JobOfResource) as (job, pods):
+        job.wait_world(2)
+        job.kubectl("PATCH", "/job/scale", {"spec": {"replicas": 4}})
+        job.wait_world(4)
+        job.scale(3)
+        assert job.resource()["spec"]["workers"]["wanted"] == 3
+        job.wait_world(3)
+        until("the status to tell", lambda: job.resource()["status"]["workers"]["active"] == 3)
+        (tmp_path / "go").touch()
+        job.wait_undisturbed()
+        until("the status to be over", lambda: job.condition("Complete") == "True")
+        job.delete(pods)
+
+
+def test_a_resource_that_is_deleted_while_its_job_trains_leaves_a_checkpoint_and_nothing_else(tmp_path: Path) -> None:
+    saves = tmp_path / "saves"
+    with launched(2, 2, tmp_path, JobOfResource, shoal={"checkpoint": {"path": str(saves)}}) as (job, pods):
+        job.wait_step(3)
+        job.delete(pods)
+    assert list(saves.glob("**/manifest*")), "nothing was saved"
