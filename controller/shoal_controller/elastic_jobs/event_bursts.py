@@ -59,11 +59,6 @@ class EventBursts:
     def __init__(self) -> None:
         self._bursts: dict[str, _Burst] = {}
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether something has not gone out yet."""
-        return any(burst.count for burst in self._bursts.values())
-
     def put(self, event: ClusterEvent, now: float) -> ClusterEvent | None:
         """What goes out at once; None: it waits for others."""
         burst = self._bursts.get(event.reason)
