@@ -67,6 +67,15 @@ def test_the_fills_of_the_last_generation_count_when_the_job_ends() -> None:
     assert bytes_of(job) == (300, 300)
 
 
+def test_they_count_too_where_the_job_fails() -> None:
+    job = Receiving(1)
+    job.wait(1)
+    job.receive(w0=300)
+    job.say("w0", Result(2, "", None, failure="the config is wrong", everyone=True))
+    assert job.view.phase == "failed"
+    assert bytes_of(job) == (300, 300)
+
+
 def test_the_fills_of_a_generation_that_trains_on_count_once_a_minute() -> None:
     job = Receiving(1)
     job.wait(1)
