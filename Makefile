@@ -11,6 +11,7 @@
 #   make protos     regenerate the code of protos/shoal_protos/session.proto
 #   make docs       regenerate pages of docs/ (phases, events, controller, configuration, chart) and what the chart
 #                   has from the code: its values, the resource ElasticJob, the dashboards
+#   make pictures   draw docs/pictures/*.png of a real run; needs npm and chromium, and 650 MB of packages
 #   make format     format all files as `make lint` expects them
 
 PYTHON ?= $(shell for v in python3.11 python3.12 python3.13 python3; do $$v -c "" 2>/dev/null && echo $$v && exit; done)
@@ -22,7 +23,7 @@ PROMETHEUS := $(VENV)/prometheus/usr/bin/promtool
 
 
 .DEFAULT_GOAL := help
-.PHONY: help setup packages demo test lint types imports generated unit whole pytest simulate faults outages fuzz charts mutants protos docs format clean
+.PHONY: help setup packages demo test lint types imports generated unit whole pytest simulate faults outages fuzz charts mutants protos docs pictures format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -106,6 +107,9 @@ docs: $(READY)
 	$(BIN)/python docs/generate/elasticjob.py
 	$(BIN)/python docs/generate/dashboards.py
 	$(BIN)/python -m shoal.config.reference > docs/configuration.md
+
+pictures: $(READY) packages
+	OMP_NUM_THREADS=1 $(BIN)/python docs/pictures/draw.py
 
 format: $(READY)
 	$(BIN)/ruff check --fix
