@@ -33,7 +33,9 @@ PODS, NODES, SECRETS = (
 )
 RESOURCES = f"/apis/shoal.dev/v1alpha1/namespaces/{NAMESPACE}/elasticjobs"
 EVENTS = f"/apis/events.k8s.io/v1/namespaces/{NAMESPACE}/events"
+POD_GROUPS = f"/apis/scheduling.volcano.sh/v1beta1/namespaces/{NAMESPACE}/podgroups"
 KINDS = {PODS: "Pod", NODES: "Node", SECRETS: "Secret", RESOURCES: "ElasticJob", EVENTS: "Event"}
+KINDS |= {POD_GROUPS: "PodGroup"}
 MODELS = {PODS: "V1Pod", SECRETS: "V1Secret", EVENTS: "EventsV1Event"}
 DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 DNS_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
@@ -74,6 +76,8 @@ class FakeCluster:
         self.faults: list[Fault] = []
         self.requests: list[tuple[str, str]] = []
         self.quota: int | None = None
+        self.missing = {POD_GROUPS}
+        """Paths of kinds that are not installed."""
         self.forbidden: set[str] = set()
         """Paths that nobody may use."""
         self.doubles = False
@@ -113,10 +117,11 @@ class FakeCluster:
                 if uid in [owner["uid"] for owner in one["metadata"].get("ownerReferences", ())]:
                     self.remove(other, one["metadata"]["name"])
 
-    def node(self, name: str, *taints: str, **spec: Any) -> Json:
-        ready = {"conditions": [{"type": "Ready", "status": "True"}]}
+    def node(self, name: str, *taints: str, ready: str = "True", **spec: Any) -> Json:
+        """`ready`: what its kubelet says; `Unknown`: it says nothing."""
+        status = {"conditions": [{"type": "Ready", "status": ready}]}
         keys = [{"key": key, "effect": "NoSchedule"} for key in taints]
-        return self.put(NODES, {"metadata": {"name": name}, "spec": {**spec, "taints": keys}, "status": ready})
+        return self.put(NODES, {"metadata": {"name": name}, "spec": {**spec, "taints": keys}, "status": status})
 
     def pods(self) -> dict[str, Json]:
         return self.objects[PODS]
@@ -175,7 +180,8 @@ class FakeCluster:
     async def _answered(self, request: web.Request) -> web.StreamResponse:
         path, name, sub = self._place(request.path)
         if path in self.forbidden:
-            raise Refused(403, "Forbidden", f'User "shoal" cannot use resource "{path.rpartition("/")[2]}"')
+            resource = path.rpartition("/")[2]
+            raise Refused(403, "Forbidden", f'{resource} is forbidden: User "shoal" cannot use resource "{resource}"')
         body = json.loads(await request.read() or b"{}")
         if request.method == "GET" and not name:
             return await self._listed(request, path)
@@ -195,6 +201,8 @@ class FakeCluster:
 
     def _place(self, whole: str) -> tuple[str, str, str]:
         path = next((known for known in self.objects if whole == known or whole.startswith(f"{known}/")), None)
+        if path in self.missing:
+            raise web.HTTPNotFound(text="404 page not found\n")  # as an API server refuses what it does not know
         if path is None:
             raise Refused(404, "NotFound", f"namespaces {whole.split('/')[4]!r} not found")
         if path == RESOURCES and self.resources is None:

@@ -180,6 +180,8 @@ class Rbac(Values):
     nodes: bool = True
     """Whether the controllers may read nodes. Without it they do not see taints and cordons: a preemption is noticed
     when the pod is told to end."""
+    volcano: bool = False
+    """Whether the controllers may make PodGroups of Volcano, which jobs with `kubernetes.gang: volcano` need."""
 
 
 class ServiceAccount(Values):

@@ -128,15 +128,6 @@ def test_a_patch_adds_what_is_not_in_the_section_and_changes_nothing_that_must_b
     assert beside["securityContext"]["allowPrivilegeEscalation"] is False
 
 
-def test_the_first_pods_of_a_gang_are_one_group_and_every_further_one_is_alone() -> None:
-    first, second, third = (made(f"w{n}", gang="kueue", queue="team-a")["metadata"] for n in range(3))
-    for metadata in (first, second):
-        assert metadata["labels"]["kueue.x-k8s.io/pod-group-name"] == "demo-a1b2"
-        assert metadata["annotations"]["kueue.x-k8s.io/pod-group-total-count"] == "2"
-    assert third["labels"]["kueue.x-k8s.io/queue-name"] == "team-a"
-    assert "kueue.x-k8s.io/pod-group-name" not in third["labels"] and "annotations" not in third
-
-
 def test_the_token_lies_in_a_secret_of_the_job() -> None:
     found = secret(JobSpec("demo", 1, run="a1b2"), "join:demo:a1b2:0f")
     check_fields(found, "V1Secret", "Secret")
@@ -161,7 +152,7 @@ def test_a_controller_without_this_launcher_imports_no_client_of_a_cluster() -> 
         ({"kubernetes": {"image": "i", "resources": {"limit": {}}}}, "`kubernetes.resources.limit`"),
         ({"kubernetes": {"image": "i", "grace_seconds": 5}}, "`kubernetes.grace_seconds` is 5"),
         ({"kubernetes": {"image": "i", "shm_size": "much"}}, "`kubernetes.shm_size`"),
-        ({"kubernetes": {"image": "i", "gang": "volcano"}}, "`kubernetes.gang`"),
+        ({"kubernetes": {"image": "i", "gang": "slurm"}}, "`kubernetes.gang`"),
         ({"kubernetes": {"image": "i", "gang": "kueue"}}, "`kubernetes.queue` is missing"),
         ({"kubernetes": {"image": "i", "run_as_user": 0}}, "`kubernetes.run_as_user` is 0"),
         (

@@ -31,6 +31,8 @@ WATCH_SECONDS = 240
 SILENT_SECONDS = WATCH_SECONDS + 30.0
 PAGE = 500
 """Objects of one answer to a list."""
+LONGEST_REFUSAL = 1000
+"""So much is taken of a refusal that is no object."""
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 AGAIN = frozenset({429, 500, 502, 503, 504})
@@ -134,7 +136,7 @@ class ClusterApi:
             try:
                 status, headers, text = await self._once(method, path, body, query)
                 if status not in AGAIN:
-                    found = _parsed(text)
+                    found = _parsed(status, text)
                     self._asked(verb, outcome_of(status), False)
                     return _accepted(status, found)
                 outcome = outcome_of(status)
@@ -183,7 +185,7 @@ class ClusterApi:
             self._asked("watch", outcome_of(answer.status), False)
             async with answer:
                 if answer.status != 200:
-                    _accepted(answer.status, _parsed(await answer.read()))
+                    _accepted(answer.status, _parsed(answer.status, await answer.read()))
                 async with aclosing(_lines(answer.content)) as lines:
                     async for line in lines:
                         news = json.loads(line)
@@ -205,9 +207,15 @@ async def _lines(content: aiohttp.StreamReader) -> AsyncGenerator[bytes]:
                 yield line
 
 
-def _parsed(text: bytes) -> Json:
-    found: Json = json.loads(text) if text.strip() else {}
-    return found
+def _parsed(status: int, text: bytes) -> Json:
+    """A path that a server does not have is refused in plain text. Raises `ValueError` for half an answer."""
+    try:
+        found = json.loads(text) if text.strip() else {}
+    except ValueError:
+        if status < 400:
+            raise
+        found = {"message": text.decode(errors="replace").strip()[:LONGEST_REFUSAL]}
+    return found if isinstance(found, dict) else {}
 
 
 def _accepted(status: int, found: Json) -> Json:

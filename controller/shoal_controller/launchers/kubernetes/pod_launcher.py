@@ -103,7 +103,7 @@ class KubernetesLauncher:
         return places
 
     async def forget(self, job: str) -> None:
-        """Delete what is left of a job that is over: pods and secret. Raises `OSError`."""
+        """Delete what is left of a job that is over: pods, secret, PodGroup. Raises `OSError`."""
         for tracked in self._tracked.of(job):
             tracked.is_killed = True
             self._tracked.remove(tracked)
@@ -111,7 +111,7 @@ class KubernetesLauncher:
             async with asyncio.timeout(FORGET_SECONDS):
                 found, _ = await self._api.list(self._writer.pods, f"{MANAGED},{JOB}={job}")
                 await asyncio.gather(*map(self._writer.in_turn, found))
-                await self._writer.delete_secret(job)
+                await self._writer.delete_belongings(job)
         except (PeerError, TimeoutError) as error:
             raise OSError(f"its pods cannot be deleted: {error}") from error
 

@@ -17,6 +17,7 @@ from shoal_protos.plan import WorkerId
 
 from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.elastic_jobs.resource_kind import owner_reference
+from shoal_controller.launchers.kubernetes.gang import gang_annotations, gang_labels, gang_scheduler
 from shoal_controller.launchers.kubernetes.section import Json, KubernetesSection
 
 JOB, RUN, WORKER = "shoal.dev/job", "shoal.dev/run", "shoal.dev/worker"
@@ -27,7 +28,6 @@ CONTAINER = "worker"
 LEFT_OVER_SECONDS = 5
 """So much of a pod's grace is left when its worker's is over: it ends, and its container with it."""
 DEFAULTS = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **GRPC_VARIABLES}
-ANNOTATED = "kueue.x-k8s.io/pod-group-total-count"
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ def _placement(section: KubernetesSection) -> Json:
         "nodeSelector": dict(section.node_selector), "tolerations": section.tolerations, "affinity": section.affinity,
         "topologySpreadConstraints": section.topology_spread_constraints,
         "serviceAccountName": section.service_account, "priorityClassName": section.priority_class,
-        "schedulerName": section.scheduler,
+        "schedulerName": gang_scheduler(section),
         "imagePullSecrets": [{"name": name} for name in section.image_pull_secrets],
     }  # fmt: skip
     return {key: value for key, value in fields.items() if value}
@@ -150,8 +150,8 @@ def _require(manifest: Json, worker: WorkerId, terms: PodTerms) -> None:
     spec, section = terms.spec, terms.section
     metadata, body = manifest["metadata"], manifest["spec"]
     metadata["name"] = pod_name(spec.job, worker)
-    metadata["labels"] |= labels_of(spec) | {WORKER: worker} | _gang_labels(worker, terms)
-    metadata["annotations"] |= _gang_annotations(worker, terms)
+    metadata["labels"] |= labels_of(spec) | {WORKER: worker} | gang_labels(worker, spec, section, run_label(spec.run))
+    metadata["annotations"] |= gang_annotations(worker, spec, section)
     metadata |= owners(spec)
     if not metadata["annotations"]:
         del metadata["annotations"]
@@ -171,24 +171,6 @@ def _require(manifest: Json, worker: WorkerId, terms: PodTerms) -> None:
         container["securityContext"] = {**container.get("securityContext", {}), **confined, "privileged": False}
         if container["name"] == CONTAINER:
             container["terminationMessagePolicy"] = "FallbackToLogsOnError"
-
-
-def is_in_gang(worker: WorkerId, terms: PodTerms) -> bool:
-    """Whether a worker is one of the first `min`: a group's size is fixed, so every further pod is alone."""
-    number = worker.removeprefix("w")
-    return terms.section.gang == "kueue" and number.isdecimal() and int(number) < terms.spec.min_workers
-
-
-def _gang_labels(worker: WorkerId, terms: PodTerms) -> dict[str, str]:
-    if terms.section.gang != "kueue":
-        return {}
-    queue = {"kueue.x-k8s.io/queue-name": terms.section.queue or ""}
-    group = {"kueue.x-k8s.io/pod-group-name": f"{terms.spec.job}-{run_label(terms.spec.run)[:8]}"}
-    return queue | (group if is_in_gang(worker, terms) else {})
-
-
-def _gang_annotations(worker: WorkerId, terms: PodTerms) -> dict[str, str]:
-    return {ANNOTATED: str(terms.spec.min_workers)} if is_in_gang(worker, terms) else {}
 
 
 def merged(target: Json, patch: Mapping[str, Any]) -> Json:

@@ -72,6 +72,9 @@ def state_of(pod: Object, node: Object | None, taints: Sequence[str], now: float
     if node is not None and OUT_OF_SERVICE in _taints(node):
         why = f"its node {node_of(pod)} has the taint {OUT_OF_SERVICE}"
         return PodState(place, end=Exited(worker_of(pod), None, why))
+    if (keepers := metadata.get("finalizers")) and metadata.get("deletionGracePeriodSeconds") == 0:
+        why = f"its pod {metadata['name']} was deleted, and only its finalizers keep it ({', '.join(keepers)})"
+        return PodState(place, end=Exited(worker_of(pod), None, why))
     wait = None if running else _start_wait(pod)
     hints = [key for key in _taints(node or {}) if key in HINT_TAINTS]
     hint = f"its node {node_of(pod)} has the taint {hints[0]}" if hints else ""

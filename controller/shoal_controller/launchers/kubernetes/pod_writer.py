@@ -1,4 +1,4 @@
-"""Makes and deletes pods, so many at a time, and the secrets with their jobs' tokens.
+"""Makes and deletes pods, so many at a time, and what a job has once: the secret with its token, and its PodGroup.
 
 ● An answer that was lost may have made the pod: one that exists is looked at, and is ours where job, run and worker
 are.
@@ -16,6 +16,7 @@ from shoal_controller.core.machine.events import Waiting
 from shoal_controller.core.machine.pending import PendingReason
 from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.launchers.kubernetes.cluster_api import ClusterApi, ClusterRefusal, ClusterSilence
+from shoal_controller.launchers.kubernetes.gang import VOLCANO_GROUP, pod_group, pod_group_name, pod_groups_path
 from shoal_controller.launchers.kubernetes.options import PodOptions
 from shoal_controller.launchers.kubernetes.pod_manifest import (
     JOB,
@@ -44,6 +45,9 @@ MOMENT = {"gracePeriodSeconds": 1}
 """● The kubelet confirms the end: with no grace at all the name is free while the process still runs."""
 BY_FORCE = {"gracePeriodSeconds": 0}
 
+_Belonging = tuple[str, str, str]
+"""Job, run, and the path of the kind."""
+
 log = structlog.get_logger("shoal.kubernetes")
 
 
@@ -53,9 +57,9 @@ class PodWriter:
     def __init__(self, api: ClusterApi, options: PodOptions) -> None:
         self._api, self._options = api, options
         self._turns = asyncio.Semaphore(AT_A_TIME)
-        self._secrets: dict[tuple[str, str], asyncio.Lock] = {}
-        self._written: set[tuple[str, str]] = set()
-        """Jobs and runs whose secret is there."""
+        self._writing: dict[_Belonging, asyncio.Lock] = {}
+        self._written: set[_Belonging] = set()
+        """What is there."""
 
     @property
     def pods(self) -> str:
@@ -80,6 +84,8 @@ class PodWriter:
                 except _NameTaken as error:
                     waits(Waiting(tracked.worker, PendingReason.REFUSED, str(error), hopeless=not error.passes))
                     pause = NAME_FREE_SECONDS
+                except _GangRefused as error:
+                    waits(Waiting(tracked.worker, PendingReason.REFUSED, str(error), hopeless=True))
                 except ClusterRefusal as error:
                     waits(_wait_of(error, tracked, self._api.namespace))
                 except ClusterSilence as error:
@@ -92,6 +98,7 @@ class PodWriter:
         spec = tracked.spec
         terms = PodTerms(spec, section_of(spec), self._options.controllers(), self._options.tokens is not None)
         await self._ensure_secret(spec)
+        await self._ensure_pod_group(terms)
         try:
             return await self._api.create(self.pods, pod(tracked.worker, terms))
         except ClusterRefusal as error:
@@ -116,23 +123,35 @@ class PodWriter:
         return found
 
     async def _ensure_secret(self, spec: JobSpec) -> None:
-        """Written once in a controller's life; another run's is replaced. It is never read."""
-        run = spec.job, spec.run
-        if self._options.tokens is None or run in self._written:
-            return
-        async with self._secrets.setdefault(run, asyncio.Lock()):
-            if run in self._written:
-                return
+        if self._options.tokens is not None:
             wanted = secret(spec, self._options.tokens.join(spec.job, spec.run))
+            await self._ensure(spec, self.secrets, wanted, "stringData")
+
+    async def _ensure_pod_group(self, terms: PodTerms) -> None:
+        """Before the first pod: Volcano places no pod whose PodGroup it does not find."""
+        if terms.section.gang == "volcano":
+            wanted = pod_group(terms.spec, terms.section, {"labels": labels_of(terms.spec), **owners(terms.spec)})
             try:
-                await self._api.create(self.secrets, wanted)
+                await self._ensure(terms.spec, pod_groups_path(self._api.namespace), wanted, "spec")
+            except ClusterRefusal as error:
+                raise _GangRefused(terms.spec, self._api.namespace, error) from error
+
+    async def _ensure(self, spec: JobSpec, path: str, wanted: Json, part: str) -> None:
+        """Written once in a controller's life; another run's is replaced. It is never read."""
+        key = spec.job, spec.run, path
+        async with self._writing.setdefault(key, asyncio.Lock()):
+            if key in self._written:
+                return
+            try:
+                await self._api.create(path, wanted)
             except ClusterRefusal as error:
                 if error.why != "AlreadyExists":
                     raise
                 metadata = {"labels": labels_of(spec), "ownerReferences": None, **owners(spec)}
-                changed = {"metadata": metadata, "stringData": wanted["stringData"]}
-                await self._api.patch(f"{self.secrets}/{secret_name(spec.job)}", changed)
-            self._written.add(run)
+                await self._api.patch(
+                    f"{path}/{wanted['metadata']['name']}", {"metadata": metadata, part: wanted[part]}
+                )
+            self._written.add(key)
 
     # ---- deleting
 
@@ -148,13 +167,20 @@ class PodWriter:
             raise
         return True
 
-    async def delete_secret(self, job: str) -> None:
-        try:
-            await self._api.delete(f"{self.secrets}/{secret_name(job)}", {"apiVersion": "v1", "kind": "DeleteOptions"})
-        except ClusterRefusal as error:
-            if error.code != 404:
-                raise
-        self._written = {run for run in self._written if run[0] != job}
+    async def delete_belongings(self, job: str) -> None:
+        """What a job has once. Whether it had a PodGroup is not known any more; a cluster without Volcano has none."""
+        groups = pod_groups_path(self._api.namespace)
+        for path, harmless in (
+            (f"{self.secrets}/{secret_name(job)}", (404,)),
+            (f"{groups}/{pod_group_name(job)}", (403, 404)),
+        ):
+            try:
+                await self._api.delete(path, {"apiVersion": "v1", "kind": "DeleteOptions"})
+            except ClusterRefusal as error:
+                if error.code not in harmless:
+                    raise
+        self._written = {key for key in self._written if key[0] != job}
+        self._writing = {key: lock for key, lock in self._writing.items() if key[0] != job}
 
     async def in_turn(self, found: Json) -> None:
         """Delete it when others leave room."""
@@ -171,12 +197,31 @@ class _NameTaken(Exception):
         self.passes = passes
 
 
+class _GangRefused(Exception):
+    """The cluster makes no PodGroup."""
+
+    def __init__(self, spec: JobSpec, namespace: str, error: ClusterRefusal) -> None:
+        wants = f"`kubernetes.gang` of job {spec.job} is volcano, but"
+        if error.code == 404 and f'namespaces "{namespace}"' not in str(error):
+            why = f"the cluster has no podgroups.{VOLCANO_GROUP}; install Volcano in it, or leave `gang` out"
+        elif _lacks_rights(error):
+            why = f"the controller may not make its PodGroup: {error}. Set `rbac.volcano` of the chart to true"
+        else:
+            why = f"the cluster refuses its PodGroup in namespace {namespace}: {error}"
+        super().__init__(f"{wants} {why}")
+
+
+def _lacks_rights(error: ClusterRefusal) -> bool:
+    """Other refusals with this status are of policies: quotas, pod security, webhooks."""
+    return error.code == 403 and 'User "' in str(error) and " cannot " in str(error)
+
+
 def _wait_of(error: ClusterRefusal, tracked: TrackedPod, namespace: str) -> Waiting:
     """What a refusal to make a pod means for its worker."""
     worker, job = tracked.worker, tracked.spec.job
     if error.code == 403 and "exceeded quota" in str(error):
         return Waiting(worker, PendingReason.QUOTA, str(error))
-    if error.code == 403:
+    if _lacks_rights(error):
         sentence = (
             f"the controller may not do this in namespace {namespace}: {error}. Give its service account the rights"
         )
@@ -184,7 +229,7 @@ def _wait_of(error: ClusterRefusal, tracked: TrackedPod, namespace: str) -> Wait
     if error.code == 404:
         sentence = f"namespace {namespace} cannot be used: {error}"
         return Waiting(worker, PendingReason.REFUSED, sentence, hopeless=True)
-    if error.code in (400, 405, 409, 413, 422):
+    if error.code in (400, 403, 405, 409, 413, 422):
         again = error.code == 409
         return Waiting(worker, PendingReason.REFUSED, f"the cluster refuses the pod of job {job}: {error}", not again)
     return Waiting(worker, PendingReason.CLUSTER, f"the cluster answers {error.code}: {error}")

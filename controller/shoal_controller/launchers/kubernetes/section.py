@@ -82,10 +82,10 @@ class KubernetesSection(BaseModel):
     """Labels of the pods besides Shoal's."""
     annotations: dict[str, str] = {}
     """Annotations of the pods."""
-    gang: Literal["none", "kueue"] = "none"
+    gang: Literal["none", "kueue", "volcano"] = "none"
     """What starts the first `min` workers together or not at all. Default: `none`; they start as they come."""
     queue: str | None = None
-    """Queue of Kueue; needed with `gang: kueue`."""
+    """Queue of Kueue, needed with `gang: kueue`, or of Volcano. Default with `gang: volcano`: its queue `default`."""
     pod_template: Json = {}
     """Patch of the pod for whatever is not here, as `metadata` and `spec`; containers are found by name."""
 
