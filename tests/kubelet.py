@@ -37,8 +37,12 @@ class Kubelets:
         self.lost_images: set[str] = set()
         self.silent: set[str] = set()
         """Nodes whose kubelet does nothing any more."""
+        self.addresses: dict[str, str] = {}
+        """Of nodes that are hosts of their own."""
         self.processes: dict[str, PodProcess] = {}
         """By uid."""
+        self._node: dict[str, str] = {}
+        """Where each of them runs."""
         self._due: dict[str, float] = {}
         self._changed = asyncio.Event()
         self._dirty: dict[str, None] = {}
@@ -63,6 +67,7 @@ class Kubelets:
             for name in names:
                 if name in pods:
                     self._look(pods[name])
+            self._sweep()
             if self.start is None and not self._due:
                 await self._changed.wait()
             else:
@@ -72,6 +77,14 @@ class Kubelets:
         for process in self.processes.values():
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
+
+    def _sweep(self) -> None:
+        """A kubelet ends what runs on its node and has no object any more."""
+        known = {pod["metadata"]["uid"] for pod in self.cluster.pods().values()}
+        for uid in [uid for uid in self._node if uid not in known and self._node[uid] not in self.silent]:
+            del self._node[uid]
+            if self.processes[uid].poll() is None:
+                os.killpg(self.processes[uid].pid, signal.SIGKILL)
 
     def _look(self, pod: Json) -> None:
         node, phase = pod["spec"].get("nodeName"), pod["status"]["phase"]
@@ -94,7 +107,7 @@ class Kubelets:
     def _place(self, pod: Json) -> None:
         nodes = self.cluster.objects[NODES].values()
         free = [node["metadata"]["name"] for node in nodes
-                if not node["spec"].get("taints") and not node["spec"].get("unschedulable")
+                if not node["spec"].get("taints") and not node["spec"].get("unschedulable") and _is_ready(node)
                 and self._used[node["metadata"]["name"]] < self.per_node]  # fmt: skip
         name = pod["metadata"]["name"]
         if free and not pod["spec"].get("schedulingGates"):
@@ -119,9 +132,13 @@ class Kubelets:
             return
         if self.start is not None:
             self.processes[pod["metadata"]["uid"]] = self._process(self.start, pod, container)
+            self._node[pod["metadata"]["uid"]] = pod["spec"]["nodeName"]
         running = [{"name": container["name"], "state": {"running": {}}}]
-        fields = {"phase": "Running", "podIP": "127.0.0.1", "containerStatuses": running, "conditions": []}
+        fields = {"phase": "Running", "podIP": self._address(pod), "containerStatuses": running, "conditions": []}
         self.cluster.update(PODS, name, lambda one: one["status"].update(fields))
+
+    def _address(self, pod: Json) -> str:
+        return self.addresses.get(pod["spec"]["nodeName"], "127.0.0.1")
 
     def _process(self, start: Start, pod: Json, container: Json) -> PodProcess:
         env = {one["name"]: self._value(pod, one) for one in container["env"]}
@@ -132,7 +149,7 @@ class Kubelets:
             return str(variable["value"])
         source = variable["valueFrom"]
         if "fieldRef" in source:
-            return {"status.podIP": "127.0.0.1", "spec.nodeName": pod["spec"]["nodeName"]}[
+            return {"status.podIP": self._address(pod), "spec.nodeName": pod["spec"]["nodeName"]}[
                 source["fieldRef"]["fieldPath"]
             ]
         reference = source["secretKeyRef"]
@@ -163,3 +180,7 @@ class Kubelets:
         if loop.time() >= self._due[uid]:
             os.killpg(process.pid, signal.SIGKILL)
         return None
+
+
+def _is_ready(node: Json) -> bool:
+    return all(one["status"] == "True" for one in node["status"]["conditions"] if one["type"] == "Ready")

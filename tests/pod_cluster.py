@@ -43,6 +43,11 @@ class PodCluster:
         """Of the test's only job; empty where there is none."""
         return dict(self.cluster.pods().get(f"job-{worker}", {}))
 
+    def silence(self, node: str, *, ends: bool = False) -> None:
+        """A node's kubelet says and does nothing any more; `ends`: it is back."""
+        silent = self.kubelets.silent
+        self.do(lambda: silent.discard(node) if ends else silent.add(node))
+
     def lose_node(self, name: str, path: str) -> None:
         """A node is gone, with all that ran on it."""
 

@@ -5,6 +5,7 @@
         hosts.refuse(1, 2)        # connections of host 1 to host 2 are reset, as by a firewall
         hosts.lose(1, 2, 20)      # 20 of 100 packets are lost
         hosts.shape(2, 2000)      # host 2 has 2,000 kbit/s each way, and packets wait for their turn
+        hosts.unplug(3)           # host 3 has no cable
         hosts.heal()
 
 Host 0 is the controller's, and this process is there while the context lasts. Where namespaces cannot be had,
@@ -58,6 +59,7 @@ class Hosts:
         self._net = f"{SUBNET}.{os.getpid() % 250}"
         self._hosts = range(count + 1)
         self._shaped: set[int] = set()
+        self._unplugged: set[int] = set()
         self._home = os.open("/proc/self/ns/net", os.O_RDONLY)
 
     @staticmethod
@@ -102,8 +104,20 @@ class Hosts:
         self._shaped.add(host)
         self._queue(host, "replace", f"tbf rate {kbit}kbit {queue}")
 
+    def unplug(self, host: int) -> None:
+        """A host's cable is out: nothing reaches it, and nobody is told."""
+        self._unplugged.add(host)
+        _run(f"{self._at(0)} ip link set port{host} down")
+
+    def plug(self, host: int) -> None:
+        """It is in again."""
+        self._unplugged.discard(host)
+        _run(f"{self._at(0)} ip link set port{host} up")
+
     def heal(self) -> None:
         """All links are whole."""
+        for host in tuple(self._unplugged):
+            self.plug(host)
         for host in self._hosts:
             _run(f"{self._at(host)} nft flush chain inet cuts arriving")
         while self._shaped:

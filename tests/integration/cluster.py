@@ -82,6 +82,8 @@ class Cluster:
     """What all must show; empty: nobody asks."""
     settings: ClassVar[Mapping[str, str]] = {}
     """Variables of the controller's environment."""
+    host = "127.0.0.1"
+    """Where the controller listens."""
 
     def __init__(
         self,
@@ -144,7 +146,7 @@ class Cluster:
     def _take_ports(self) -> None:
         self._ports = free_port(), free_port()
         shown = {"Authorization": f"Bearer {self.token}"} if self.token else {}
-        base = f"http://127.0.0.1:{self._ports[0]}/v1"
+        base = f"{self.url}/v1"
         self._rest = httpx.Client(base_url=base, headers=shown, timeout=10, trust_env=False)
 
     def _start_anywhere(self) -> None:
@@ -162,7 +164,7 @@ class Cluster:
     def start_controller(self, store: str = "store", program: str = "integration.scripts:controller") -> None:
         """Start it, or start it again at the same addresses, with the same store or another one."""
         self._lives += 1
-        addresses = {name: f"127.0.0.1:{port}" for name, port in zip(("http", "grpc"), self._ports, strict=True)}
+        addresses = {name: f"{self.host}:{port}" for name, port in zip(("http", "grpc"), self._ports, strict=True)}
         arguments = {**addresses, "store": f"embedded:{self.folder / store}", "data": str(self.folder / store)}
         log = self.folder / f"controller-{self._lives}.log"
         self._controller = self.fork("a", program, arguments, {**self._secrets, **self.settings}, log)
@@ -215,7 +217,7 @@ class Cluster:
 
     def controllers_of(self, worker: str) -> str:
         """Where it looks for its controller."""
-        return f"127.0.0.1:{self.detours.get(worker, self.grpc_port)}"
+        return f"{self.host}:{self.detours.get(worker, self.grpc_port)}"
 
     def kill(self, *workers: str) -> None:
         """SIGKILL, all at once."""
@@ -246,7 +248,7 @@ class Cluster:
     @property
     def url(self) -> str:
         """What `--url` takes."""
-        return f"http://127.0.0.1:{self._ports[0]}"
+        return f"http://{self.host}:{self._ports[0]}"
 
     def job(self) -> Json:
         return self._answer("GET", f"/jobs/{self.job_name}")
@@ -258,7 +260,7 @@ class Cluster:
 
     def metrics(self) -> str:
         """What Prometheus would read."""
-        return self._rest.get(f"http://127.0.0.1:{self._ports[0]}/metrics").text
+        return self._rest.get(f"{self.url}/metrics").text
 
     def events(self) -> list[Json]:
         return list(self._answer("GET", f"/jobs/{self.job_name}/events?after=0")["events"])

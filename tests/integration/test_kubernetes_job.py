@@ -2,100 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
 
-import httpx
-from api_server import NODES, RESOURCES
-from integration.cluster import TRAIN, Cluster, ended, fork, until
-from pod_cluster import PodCluster, pod_cluster
-
-OPTIONS: dict[str, Any] = {"max_steps": 30}
-
-
-class JobOfPods(Cluster):
-    """A controller with launcher kubernetes; its job trains until the file `go` is there."""
-
-    token = "sesame"
-    kubeconfig = api = ""
-
-    @property
-    def _secrets(self) -> dict[str, str]:
-        own = {"SHOAL_LAUNCHERS": "kubernetes,none", "KUBECONFIG": self.kubeconfig}
-        return {**super()._secrets, **own}
-
-    def node_of(self, worker: str) -> str:
-        return str(self.workers()[worker]["node"])
-
-
-class JobOfResource(JobOfPods):
-    """A job that is made from an ElasticJob, which `kubectl` is told of."""
-
-    def _submit(self) -> None:
-        spec = {key: value for key, value in self.spec.items() if key not in ("job", "launcher")}
-        item = {"apiVersion": "shoal.dev/v1alpha1", "kind": "ElasticJob", "metadata": {"name": self.job_name}}
-        self.kubectl("POST", "", {**item, "spec": spec})
-        until("the resource to be a job", lambda: self._rest.get(f"/jobs/{self.job_name}").is_success)
-
-    def kubectl(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        answer = httpx.request(method, f"{self.api}{RESOURCES}{path}", json=body, trust_env=False)
-        assert answer.is_success, answer.text
-        return dict(answer.json())
-
-    def resource(self) -> dict[str, Any]:
-        return self.kubectl("GET", f"/{self.job_name}")
-
-    def condition(self, kind: str) -> str:
-        found = [one for one in self.resource()["status"]["conditions"] if one["type"] == kind]
-        return str(found[0]["status"]) if found else ""
-
-    def delete(self, pods: PodCluster) -> None:
-        """And wait until nothing is left of it."""
-        self.kubectl("DELETE", f"/{self.job_name}", {})
-        until("the resource to go", lambda: not pods.do(lambda: pods.cluster.objects[RESOURCES]))
-        until("its pods to go", lambda: not pods.do(pods.cluster.pods))
-        assert self._rest.get(f"/jobs/{self.job_name}").status_code == 404
-
-
-class ForkedPod:
-    """A pod's process."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-
-    def poll(self) -> int | None:
-        return ended().get(self.pid)
-
-
-Job = TypeVar("Job", bound=JobOfPods)
-
-
-@contextmanager
-def launched(
-    workers: int, nodes: int, folder: Path, kind: type[Job] = JobOfPods, **more: Any
-) -> Iterator[tuple[Job, PodCluster]]:
-    """A job of so many pods, in a cluster with so many nodes; forks of a warm process take the place of the image.
-
-    `more`: options of the script.
-    """
-
-    def start(command: Sequence[str], env: Mapping[str, str], name: str) -> ForkedPod:
-        call, options = command
-        given = {**json.loads(options), "result": str(folder / f"{name}.result")}
-        return ForkedPod(fork(call, given, env, folder / f"{name}.log"))
-
-    options = {**OPTIONS, **more, "pace": 0.02, "until": str(folder / "go")}
-    section = {"image": "registry/train:1", "grace_seconds": 30}
-    spec = {"launcher": "kubernetes", "command": [TRAIN, json.dumps(options)], "kubernetes": section}
-    with pod_cluster(folder, start, *(f"n{number}" for number in range(nodes))) as pods:
-        job = kind(workers=workers, options={**OPTIONS, **more}, spec=spec)
-        job.kubeconfig, job.api = str(pods.kubeconfig), pods.url
-        with job:
-            yield job, pods
+from api_server import NODES
+from integration.cluster import until
+from integration.job_of_pods import JobOfResource, launched
 
 
 def test_a_tainted_and_a_lost_node_change_no_bit(tmp_path: Path) -> None:
