@@ -80,6 +80,8 @@ class Kubelets:
 
     def _sweep(self) -> None:
         """A kubelet ends what runs on its node and has no object any more."""
+        if not self._node:
+            return
         known = {pod["metadata"]["uid"] for pod in self.cluster.pods().values()}
         for uid in [uid for uid in self._node if uid not in known and self._node[uid] not in self.silent]:
             del self._node[uid]
