@@ -49,7 +49,7 @@ def test_no_child_of_500_that_are_forked_beside_a_talking_session_dies(tmp_path:
         arguments = {"controller": controller.address, "count": FORKS, "result": str(result)}
         pid = fork("integration.forking:fork_beside_a_session", arguments, {}, tmp_path / "log")
         controller.receives(Heartbeat)
-        until("the forks to be done", lambda: pid in ended())
+        until("the forks to be done", lambda: pid in ended(), patience=100)
     assert json.loads(result.read_text()) == {"0": FORKS}, (tmp_path / "log").read_text()
 
 
