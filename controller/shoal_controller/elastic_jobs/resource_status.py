@@ -15,7 +15,7 @@ from shoal_protos.plural import plural
 from shoal_controller.core.machine.spec import JobView, Phase
 from shoal_controller.elastic_jobs.resource_kind import Json
 from shoal_controller.elastic_jobs.shown_columns import columns
-from shoal_controller.launchers.kubernetes.pod_manifest import JOB, MANAGED
+from shoal_controller.launchers.kubernetes.pod_manifest import pods_of
 
 REFUSED = "refused"
 """Phase of a resource that no job was made from."""
@@ -54,7 +54,7 @@ def status_of(view: JobView | None, seen: Seen, before: Mapping[str, Any]) -> Js
     """The whole status. `view`: None where no job was made. `before`: the one that is there."""
     found: Json = {
         "observedGeneration": seen.generation,
-        "selector": f"{MANAGED},{JOB}={seen.name}",
+        "selector": pods_of(seen.name),
     }
     if view is None:
         found |= {"phase": REFUSED, "reason": seen.acceptance.message[:LONGEST_REASON], "workers": {"active": 0}}

@@ -23,7 +23,7 @@ from shoal_controller.elastic_jobs.resource_kind import (
     uid_of,
 )
 from shoal_controller.launchers.kubernetes.cluster_api import ClusterApi, ClusterRefusal, ClusterSilence
-from shoal_controller.launchers.kubernetes.pod_manifest import JOB, MANAGED
+from shoal_controller.launchers.kubernetes.pod_manifest import pods_of, pods_path
 
 LONGEST_NOTE = 1000
 """Characters of an event; Kubernetes takes 1 KiB."""
@@ -40,7 +40,7 @@ class ResourceWriter:
         self._api, self._instance = api, instance
         self.resources = resources_path(api.namespace)
         self._events = f"/apis/events.k8s.io/v1/namespaces/{api.namespace}/events"
-        self._pods = f"/api/v1/namespaces/{api.namespace}/pods"
+        self._pods = pods_path(api.namespace)
         self._event_trouble = ""
 
     async def read(self, name: str) -> Json | None:
@@ -83,7 +83,7 @@ class ResourceWriter:
 
     async def pods_left(self, job: str) -> tuple[int, int]:
         """How many of a job's pods are there, and how many of them have not ended."""
-        pods, _ = await self._api.list(self._pods, f"{MANAGED},{JOB}={job}")
+        pods, _ = await self._api.list(self._pods, pods_of(job))
         running = [pod for pod in pods if pod.get("status", {}).get("phase", "Pending") in LIVE_PHASES]
         return len(pods), len(running)
 

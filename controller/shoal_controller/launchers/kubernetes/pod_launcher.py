@@ -21,7 +21,7 @@ from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.launchers.kubernetes.cluster_api import ClusterApi, ClusterRefusal
 from shoal_controller.launchers.kubernetes.object_watch import ObjectWatch
 from shoal_controller.launchers.kubernetes.options import ClusterOptions, PodOptions
-from shoal_controller.launchers.kubernetes.pod_manifest import JOB, MANAGED, RUN, pod_name, run_label
+from shoal_controller.launchers.kubernetes.pod_manifest import JOB, MANAGED, RUN, pod_name, pods_of, run_label
 from shoal_controller.launchers.kubernetes.pod_state import (
     gone,
     is_terminating,
@@ -85,7 +85,7 @@ class KubernetesLauncher:
         `workers` that it has not made. Pods of another run are deleted.
         """
         self._watch()
-        found, _ = await self._api.list(self._writer.pods, f"{MANAGED},{JOB}={spec.job}")
+        found, _ = await self._api.list(self._writer.pods, pods_of(spec.job))
         places: dict[WorkerId, Place | None] = dict.fromkeys(workers)
         for pod in found:
             if pod["metadata"]["labels"].get(RUN) != run_label(spec.run):
@@ -109,7 +109,7 @@ class KubernetesLauncher:
             self._tracked.remove(tracked)
         try:
             async with asyncio.timeout(FORGET_SECONDS):
-                found, _ = await self._api.list(self._writer.pods, f"{MANAGED},{JOB}={job}")
+                found, _ = await self._api.list(self._writer.pods, pods_of(job))
                 await asyncio.gather(*map(self._writer.in_turn, found))
                 await self._writer.delete_belongings(job)
         except (PeerError, TimeoutError) as error:

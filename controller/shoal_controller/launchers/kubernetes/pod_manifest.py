@@ -68,6 +68,16 @@ def labels_of(spec: JobSpec) -> dict[str, str]:
     }  # fmt: skip
 
 
+def pods_of(job: str) -> str:
+    """The label selector of a job's pods, whatever its run."""
+    return f"{MANAGED},{JOB}={job}"
+
+
+def pods_path(namespace: str) -> str:
+    """All of a namespace."""
+    return f"/api/v1/namespaces/{namespace}/pods"
+
+
 def owners(spec: JobSpec) -> Json:
     """The resource that the job was made from, with which all goes that belongs to it; of other jobs nothing."""
     return {"ownerReferences": [owner_reference(spec.job, spec.resource)]} if spec.resource else {}

@@ -26,6 +26,7 @@ from shoal_controller.launchers.kubernetes.pod_manifest import (
     labels_of,
     owners,
     pod,
+    pods_path,
     run_label,
     secret,
     secret_name,
@@ -64,7 +65,7 @@ class PodWriter:
     @property
     def pods(self) -> str:
         """The path of all pods."""
-        return f"/api/v1/namespaces/{self._api.namespace}/pods"
+        return pods_path(self._api.namespace)
 
     @property
     def secrets(self) -> str:
