@@ -15,6 +15,7 @@ from dataclasses import astuple, dataclass, replace
 from shoal_protos.corruption import OnCorruption
 from shoal_protos.plan import DEFAULT_MIRROR_PARTNERS
 
+HIGHEST_STAGE = 3
 ANSWER = "Start it with the job's script and config."
 
 
@@ -37,7 +38,8 @@ class Description:
     blocks: int
     block_elements: int
     state_bytes: int
-    """Bytes of optimizer state (and master weights) of one block: what a fill sends."""
+    """Bytes of one block's state: what a fill sends. The optimizer's, master weights, and where they are sharded the
+    parameters."""
     mirrors: int
     """Copies wanted beside the owner's; `EVERYONE` in stage 0."""
     fill_bytes_per_step: int
@@ -67,6 +69,18 @@ class Description:
     """Where the job's checkpoints lie: the URL of `checkpoint.path`, and of a path that the config's `resume` names."""
     parameters_digest: str = ""
     """Of the parameters; empty: not given, or there are none."""
+    stage: int = 0
+    """ZeRO's: 1 shards optimizer state, 2 gradients too, 3 parameters too."""
+
+    @property
+    def adds_by_rounds(self) -> bool:
+        """Whether a lane's gradient goes to the owners at once, who add up round by round."""
+        return self.stage >= 2
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether a block's parameters are with its owner and mirrors only: a part of its state, handed to nobody."""
+        return self.stage >= 3
 
     @property
     def is_brief(self) -> bool:

@@ -114,7 +114,8 @@ class Status:
     holds: Runs = NO_BLOCKS
     """Blocks whose state it holds with valid bits as of `step`."""
     parameters_current: bool = False
-    """Whether all its parameters are those of `step`: only then may it train lanes, receive fills or hand out."""
+    """Whether all its parameters are those of `step`: only then may it train lanes, receive fills or hand out. Where
+    parameters are sharded (stage 3), which are gathered when they are used: true of every member from its join on."""
     broken: tuple[WorkerId, ...] = ()
     """Peers of its generation to whom its connection broke."""
     done: bool = False
@@ -207,7 +208,7 @@ class Inventory:
     pending: Runs
     """Held blocks for which the gradient of `step + 1` is in, whole; empty unless all that the commit reads was in."""
     current: Runs
-    """Blocks whose parameters are those of `step`."""
+    """Blocks whose parameters are those of `step`; all, where parameters are sharded."""
     lane: int = -1
     """The lane in flight; -1: none."""
 

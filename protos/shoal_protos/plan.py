@@ -93,6 +93,9 @@ class Recovery:
     """Blocks by rank whose parameters their owners hand out to it again before the generation opens."""
     checkpoint: str = ""
     """Where the state comes from when blocks had no live copy; empty where it comes from the members."""
+    lanes_in_flight: tuple[int, ...] = ()
+    """By rank, the lane that it had begun, with which it begins its first step again; -1: none. Only where gradients
+    are added up round by round (stages 2 and 3): owners must know which lane comes first. Else empty."""
 
 
 @dataclass(frozen=True)
@@ -282,3 +285,8 @@ def _broken_recovery(plan: Plan, recovery: Recovery) -> Iterator[str]:
     for rank, (share, stale) in enumerate(zip(plan.shares, recovery.stale, strict=False)):
         if share.owned & stale:
             yield f"rank {rank} owns {share.owned & stale}, whose parameters it lacks"
+    if len(recovery.lanes_in_flight) not in (0, plan.world_size):
+        yield "its recovery names lanes in flight of some members only"
+    for rank, (share, lane) in enumerate(zip(plan.shares, recovery.lanes_in_flight, strict=False)):
+        if lane != -1 and lane not in share.lanes:
+            yield f"rank {rank} has lane {lane} in flight, which it does not train"

@@ -909,6 +909,7 @@ class Description(_message.Message):
     ON_CORRUPTION_FIELD_NUMBER: _builtins.int
     CHECKPOINT_PLACES_FIELD_NUMBER: _builtins.int
     PARAMETERS_DIGEST_FIELD_NUMBER: _builtins.int
+    STAGE_FIELD_NUMBER: _builtins.int
     MIRROR_PARTNERS_FIELD_NUMBER: _builtins.int
     lanes: _builtins.int
     blocks: _builtins.int
@@ -925,6 +926,7 @@ class Description(_message.Message):
     samples_per_step: _builtins.int
     on_corruption: Global___OnCorruption.ValueType
     parameters_digest: _builtins.str
+    stage: _builtins.int
     mirror_partners: _builtins.int
     @_builtins.property
     def parameters(self) -> _containers.RepeatedCompositeFieldContainer[Global___Parameter]: ...
@@ -956,11 +958,12 @@ class Description(_message.Message):
         on_corruption: Global___OnCorruption.ValueType = ...,
         checkpoint_places: _abc.Iterable[_builtins.str] | None = ...,
         parameters_digest: _builtins.str = ...,
+        stage: _builtins.int = ...,
         mirror_partners: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_elements", b"block_elements", "blocks", b"blocks", "can_checkpoint", b"can_checkpoint", "checkpoint_places", b"checkpoint_places", "config", b"config", "fill_bytes_per_step", b"fill_bytes_per_step", "keep", b"keep", "keep_every", b"keep_every", "lanes", b"lanes", "max_steps", b"max_steps", "mirror_partners", b"mirror_partners", "mirrors", b"mirrors", "mixed_numerics", b"mixed_numerics", "numerics", b"numerics", "on_corruption", b"on_corruption", "optimizer", b"optimizer", "parameters", b"parameters", "parameters_digest", b"parameters_digest", "samples_per_step", b"samples_per_step", "state_bytes", b"state_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_elements", b"block_elements", "blocks", b"blocks", "can_checkpoint", b"can_checkpoint", "checkpoint_places", b"checkpoint_places", "config", b"config", "fill_bytes_per_step", b"fill_bytes_per_step", "keep", b"keep", "keep_every", b"keep_every", "lanes", b"lanes", "max_steps", b"max_steps", "mirror_partners", b"mirror_partners", "mirrors", b"mirrors", "mixed_numerics", b"mixed_numerics", "numerics", b"numerics", "on_corruption", b"on_corruption", "optimizer", b"optimizer", "parameters", b"parameters", "parameters_digest", b"parameters_digest", "samples_per_step", b"samples_per_step", "stage", b"stage", "state_bytes", b"state_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1498,6 +1501,7 @@ class Recovery(_message.Message):
     COUNTED_FIELD_NUMBER: _builtins.int
     STALE_FIELD_NUMBER: _builtins.int
     CHECKPOINT_FIELD_NUMBER: _builtins.int
+    LANES_IN_FLIGHT_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     record: _builtins.bytes
     checkpoint: _builtins.str
@@ -1505,6 +1509,8 @@ class Recovery(_message.Message):
     def counted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]: ...
     @_builtins.property
     def stale(self) -> _containers.RepeatedCompositeFieldContainer[Global___Blocks]: ...
+    @_builtins.property
+    def lanes_in_flight(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
@@ -1513,10 +1519,11 @@ class Recovery(_message.Message):
         counted: _abc.Iterable[_builtins.bool] | None = ...,
         stale: _abc.Iterable[Global___Blocks] | None = ...,
         checkpoint: _builtins.str = ...,
+        lanes_in_flight: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "counted", b"counted", "record", b"record", "stale", b"stale", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "counted", b"counted", "lanes_in_flight", b"lanes_in_flight", "record", b"record", "stale", b"stale", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

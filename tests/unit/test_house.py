@@ -31,6 +31,10 @@ ENTRY_MODULES = {
     "shoal.demo.byte_gpt": "the demo's script, `python -m`",
 }
 """Modules that nobody imports because they are started."""
+NOT_USED_YET = {
+    "shoal.core.rounds": "for stages 2 and 3",
+}
+"""Modules that are there, with their tests, before what they are for."""
 
 NO_IO = {"asyncio", "os", "random", "secrets", "socket", "sqlite3", "subprocess", "threading", "time"}
 PURE_VOCABULARY = {
@@ -174,8 +178,8 @@ def test_every_module_is_imported_by_another_or_is_a_named_entry() -> None:
     assert outside == [], "these lie in folders that are no packages"
     lonely = {name for name in modules() if not graph.find_modules_that_directly_import(name)}
     lonely -= {name for name in lonely if name.endswith("__main__")}
-    assert sorted(lonely - set(ENTRY_MODULES)) == []
-    assert sorted(set(ENTRY_MODULES) - lonely) == []
+    assert sorted(lonely - set(ENTRY_MODULES) - set(NOT_USED_YET)) == []
+    assert sorted((set(ENTRY_MODULES) | set(NOT_USED_YET)) - lonely) == []
 
 
 def test_no_two_public_classes_of_the_product_have_one_name() -> None:

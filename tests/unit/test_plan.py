@@ -84,6 +84,14 @@ def test_sound_plans_pass() -> None:
             replace(AFTER_A_LOSS, recovery=replace(RECOVERY, stale=(runs(4, 8), NO_BLOCKS, every(12)))),
             "rank 0 owns Runs(4-5), whose parameters it lacks",
         ),
+        (
+            replace(AFTER_A_LOSS, recovery=replace(RECOVERY, lanes_in_flight=(0, 2))),
+            "its recovery names lanes in flight of some members only",
+        ),
+        (
+            replace(AFTER_A_LOSS, recovery=replace(RECOVERY, lanes_in_flight=(0, 1, -1))),
+            "rank 1 has lane 1 in flight, which it does not train",
+        ),
     ],
 )
 def test_every_broken_invariant_is_named(plan: Plan, broken: str) -> None:

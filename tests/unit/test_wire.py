@@ -90,7 +90,7 @@ descriptions = st.builds(
     parameters=st.lists(parameters, max_size=3).map(tuple), optimizer=labels,
     config=st.dictionaries(labels, texts, max_size=3), numerics=st.dictionaries(labels, texts, max_size=3),
     mixed_numerics=st.booleans(), can_checkpoint=st.booleans(), keep=numbers, keep_every=numbers,
-    samples_per_step=numbers,
+    samples_per_step=numbers, stage=st.integers(0, 3),
 )  # fmt: skip
 changes = st.builds(
     Change, generation=numbers, from_step=numbers, pause_seconds=seconds,
@@ -141,8 +141,9 @@ def plans(draw: st.DrawFn) -> Plan:
     partners = st.lists(st.integers(0, size - 1), max_size=size - 1).map(tuple)
     shares = st.builds(Share, lanes=lane_sets, owned=runs, mirrored=runs, partners=partners, awaited=runs)
     recoveries = st.builds(
-        Recovery, step=numbers, record=records, counted=each(st.booleans()), stale=each(runs), checkpoint=labels
-    )
+        Recovery, step=numbers, record=records, counted=each(st.booleans()), stale=each(runs), checkpoint=labels,
+        lanes_in_flight=st.just(()) | each(st.integers(-1, lanes - 1)),
+    )  # fmt: skip
     fills = st.lists(st.builds(Fill, source=ranks, target=ranks, blocks=runs), max_size=4).map(tuple)
     return draw(
         st.builds(
@@ -318,7 +319,10 @@ def _plan_of_a_thousand(rng: random.Random, workers: int = 1000, blocks: int = 6
         shares=tuple(Share((n,), Runs.of(owned[n]), Runs.of(mirrored[n])) for n in range(workers)),
         fills=tuple(Fill(source, target, Runs.of(some)) for (source, target), some in sent.items()),
         fill_blocks_per_step=8, builder=1, steps=True,
-        recovery=Recovery(1_000_000, rng.randbytes(20_000), (True,) * workers, (NO_BLOCKS,) * workers),
+        recovery=Recovery(
+            1_000_000, rng.randbytes(20_000), (True,) * workers, (NO_BLOCKS,) * workers,
+            lanes_in_flight=tuple(range(workers)),
+        ),
         hosts=tuple(n // 8 for n in range(workers)),
     )  # fmt: skip
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from shoal_protos import session_pb2 as pb
 from shoal_protos.corruption import OnCorruption
-from shoal_protos.description import Description, Parameter
+from shoal_protos.description import HIGHEST_STAGE, Description, Parameter
 from shoal_protos.plan import DEFAULT_MIRROR_PARTNERS, EVERYONE
 from shoal_protos.wire import bounds
 
@@ -43,6 +43,7 @@ def write_description(description: Description) -> pb.Description:
         on_corruption=ON_CORRUPTION_NUMBERS[description.on_corruption],
         checkpoint_places=description.checkpoint_places,
         parameters_digest=description.parameters_digest,
+        stage=description.stage,
     )
 
 
@@ -71,6 +72,7 @@ def read_description(message: pb.Description) -> Description:
         on_corruption=bounds.word("description.on_corruption", ON_CORRUPTION, message.on_corruption),
         checkpoint_places=tuple(bounds.label("description.checkpoint_places", place) for place in places),
         parameters_digest=bounds.label("description.parameters_digest", message.parameters_digest),
+        stage=bounds.whole("description.stage", message.stage, most=HIGHEST_STAGE),
     )
 
 

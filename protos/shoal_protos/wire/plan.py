@@ -74,6 +74,7 @@ def _write_recovery(recovery: Recovery) -> pb.Recovery:
         counted=recovery.counted,
         stale=[pb.Blocks(runs=stale.encode()) for stale in recovery.stale],
         checkpoint=recovery.checkpoint,
+        lanes_in_flight=recovery.lanes_in_flight,
     )
 
 
@@ -99,7 +100,7 @@ def read_plan(message: pb.Plan) -> Plan:
         fill_blocks_per_step=bounds.whole("plan.fill_blocks_per_step", message.fill_blocks_per_step),
         builder=bounds.whole("plan.builder", message.builder, most=last),
         steps=message.steps,
-        recovery=_read_recovery(message.recovery, size, blocks) if message.HasField("recovery") else None,
+        recovery=_read_recovery(message.recovery, size, blocks, lanes) if message.HasField("recovery") else None,
         hosts=tuple(
             bounds.whole("plan.hosts", host, most=last) for host in bounds.few("plan.hosts", message.hosts, size)
         ),
@@ -134,7 +135,8 @@ def _read_fill(message: pb.Fill, last: int, blocks: int) -> Fill:
     )
 
 
-def _read_recovery(message: pb.Recovery, size: int, blocks: int) -> Recovery:
+def _read_recovery(message: pb.Recovery, size: int, blocks: int, lanes: int) -> Recovery:
+    flights = bounds.few("plan.recovery.lanes_in_flight", message.lanes_in_flight, size)
     return Recovery(
         step=bounds.whole("plan.recovery.step", message.step),
         record=bounds.raw("plan.recovery.record", message.record),
@@ -144,4 +146,7 @@ def _read_recovery(message: pb.Recovery, size: int, blocks: int) -> Recovery:
             for stale in bounds.few("plan.recovery.stale", message.stale, size)
         ),
         checkpoint=bounds.label("plan.recovery.checkpoint", message.checkpoint),
+        lanes_in_flight=tuple(
+            bounds.whole("plan.recovery.lanes_in_flight", lane, least=-1, most=max(0, lanes - 1)) for lane in flights
+        ),
     )

@@ -132,6 +132,7 @@ def _description(
         keep_every=config.checkpoint.keep_every or 0,
         on_corruption=config.on_corruption,
         samples_per_step=config.train_batch_size,
+        stage=config.stage,
     )
 
 

@@ -1,14 +1,15 @@
-"""Lanes: who trains which, even to one lane, in as few aligned subtrees as can be, for a worker and for a host.
+"""Lanes: who trains which, even to one lane, with one of two aims. A lane in flight stays with its worker.
 
-A worker adds up the maximal aligned subtrees of lane numbers that it holds whole, the workers of a host those that they
-hold together, and one partial is sent per subtree: so few subtrees mean little traffic and a small stack. Lanes move
-without a byte, so nothing here looks at the plan before; only a lane in flight stays with its worker. Called by
-planner.py. Pure.
+`share_lanes` is for whole gradients (stages 0 and 1): a worker adds up the maximal aligned subtrees of lane numbers
+that it holds whole, the workers of a host those that they hold together, and one partial is sent per subtree; so few
+subtrees mean little traffic and a small stack. `share_rounds` is for shards (stages 2 and 3): a lane's gradient leaves
+at once, and an owner keeps what waits for its sibling; so lanes that are trained at one time should be neighbours.
+Lanes move without a byte, so nothing here looks at the plan before. Called by planner.py. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 NONE_IN_FLIGHT = -1
 
@@ -24,10 +25,28 @@ def share_lanes(lanes: int, flights: Sequence[int], hosts: Sequence[int] = ()) -
     `hosts` has one entry per trainer too: equal numbers share a host; empty: no two do. With fewer lanes than trainers
     the youngest without a lane in flight get none: they are standbys.
     """
+    return _share(lanes, flights, hosts, _give)
+
+
+def share_rounds(lanes: int, flights: Sequence[int], hosts: Sequence[int] = ()) -> list[Lanes]:
+    """As `share_lanes`, but the trainers' i-th lanes are consecutive lanes: round i. Only the last round may be short.
+
+    After a round the lanes from 0 to some n are done, and as many whole subtrees wait as n has binary digits 1. Where
+    the number of lanes has at most two such digits no rounds leave fewer, else none leave fewer by more than its other
+    digits: disjoint subtrees have powers of two of lanes, but for one that ends with the last lane of all.
+    """
+    return _share(lanes, flights, hosts, _give_rounds)
+
+
+Give = Callable[[int, Sequence[int], Crews], list[set[int]]]
+"""Lanes, the lane in flight of each trainer, the trainers host by host → each one's lanes."""
+
+
+def _share(lanes: int, flights: Sequence[int], hosts: Sequence[int], give: Give) -> list[Lanes]:
     flights = _one_trainer_each(lanes, flights)
     by_right = sorted(range(len(flights)), key=lambda trainer: (flights[trainer] == NONE_IN_FLIGHT, trainer))
     training = sorted(by_right[:lanes])
-    given = _give(lanes, [flights[trainer] for trainer in training], _crews(training, hosts))
+    given = give(lanes, [flights[trainer] for trainer in training], _crews(training, hosts))
     shares: list[Lanes] = [()] * len(flights)
     for trainer, share in zip(training, given, strict=True):
         shares[trainer] = tuple(sorted(share))
@@ -51,6 +70,30 @@ def _crews(training: Sequence[int], hosts: Sequence[int]) -> Crews:
     for number, trainer in enumerate(training):
         by_host.setdefault(hosts[trainer] if hosts else 0, []).append(number)
     return list(by_host.values()) if len(by_host) < len(training) else [list(range(len(training)))]
+
+
+# ---- rounds
+
+
+def _give_rounds(lanes: int, flights: Sequence[int], crews: Crews) -> list[set[int]]:
+    """Whoever has a lane of a round in flight keeps it; the others get the rest of the round in one order.
+
+    A host's trainers stand together in it, of these the ones with a lane in flight: in the first step after a loss they
+    are a round behind the others, and the lanes that they lack should be neighbours too.
+    """
+    line = [trainer for crew in crews for trainer in sorted(crew, key=lambda t: flights[t] == NONE_IN_FLIGHT)]
+    groups: list[set[int]] = [set() for _ in flights]
+    for start in range(0, lanes, len(line)):
+        stop = min(start + len(line), lanes)
+        keeps = {flights[trainer]: trainer for trainer in line if start <= flights[trainer] < stop}
+        keepers = set(keeps.values())
+        others = (trainer for trainer in line if trainer not in keepers)
+        for lane in range(start, stop):
+            groups[keeps[lane] if lane in keeps else next(others)].add(lane)
+    return groups
+
+
+# ---- few subtrees
 
 
 def _give(lanes: int, flights: Sequence[int], crews: Crews) -> list[set[int]]:

@@ -17,7 +17,7 @@ from shoal_protos.runs import NO_BLOCKS, Runs, Span, every, union
 
 from shoal_controller.core.planning.block_groups import BlockGroup, gather
 from shoal_controller.core.planning.fills import KeptBlocks, name_fills
-from shoal_controller.core.planning.lanes import Lanes, share_lanes
+from shoal_controller.core.planning.lanes import Lanes, share_lanes, share_rounds
 from shoal_controller.core.planning.mirrors import leave_mirrors, let_mirrors_wait, mirror_everywhere, share_mirrors
 from shoal_controller.core.planning.owners import share_owners, share_pairs
 from shoal_controller.core.planning.partners import Partners, PartnerTerms, choose_partners
@@ -45,9 +45,10 @@ class Candidate:
     """Blocks whose state it holds with valid bits at the step where the plan begins. For a planned change: what its
     base plan keeps for it or has filled, never what the base releases. At a start it does not matter."""
     current: Runs = NO_BLOCKS
-    """Blocks whose parameters are right at that step; only a recovery asks."""
+    """Blocks whose parameters are right at that step; only a recovery asks, and not where they are sharded."""
     can_train: bool = True
-    """All its parameters are right or will be handed out in the recovery: it may get lanes and be a fill's target."""
+    """All its parameters are right, or will be handed out in the recovery, or are gathered when it trains: it may get
+    lanes and be a fill's target."""
     counted: bool = True
     """Whether its state counts; only a recovery asks."""
     leaving: bool = False
@@ -69,6 +70,11 @@ class Terms:
     fill_blocks_per_step: int
     steps: bool = True
     """Whether optimizer steps run."""
+    rounds: bool = False
+    """Whether gradients are added up on shards, round by round (stages 2 and 3): consecutive lanes are a round then."""
+    sharded: bool = False
+    """Whether parameters are with owners and mirrors only (stage 3), as a part of a block's state: who trains gathers
+    them, so nothing is ever handed out, and whoever has none trains at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +101,7 @@ def plan_start(request: PlanRequest, candidates: Sequence[Candidate], step: int 
         return _plan(request, world, Recovery(step, b"", (True,) * size, (NO_BLOCKS,) * size))
     owners = [replace(c, holds=share.owned) for c, share in zip(world.here, world.shares, strict=True)]
     world = _compose(request.terms, owners, before=None)
-    stale = tuple(everything - share.owned for share in world.shares)
+    stale = _stale(request.terms, [share.owned for share in world.shares])
     return _plan(request, world, Recovery(step, b"", (False,) * size, stale, checkpoint))
 
 
@@ -109,9 +115,26 @@ def plan_recovery(
     here = [c if c.counted else replace(c, holds=NO_BLOCKS, current=NO_BLOCKS) for c in _by_age(candidates)]
     world = _compose(request.terms, here, before)
     counted = tuple(candidate.counted for candidate in world.here)
-    follows = (candidate.current | share.keeps for candidate, share in zip(world.here, world.shares, strict=True))
-    stale = tuple(every(request.terms.blocks) - right for right in follows)
-    return _plan(request, world, Recovery(step, record, counted, stale))
+    follows = [candidate.current | share.keeps for candidate, share in zip(world.here, world.shares, strict=True)]
+    stale = _stale(request.terms, follows)
+    return _plan(
+        request, world, Recovery(step, record, counted, stale, lanes_in_flight=_in_flight(request.terms, world))
+    )
+
+
+def _stale(terms: Terms, right: Sequence[Runs]) -> tuple[Runs, ...]:
+    """What is handed out to each before the world opens. `right`: blocks whose parameters are right there."""
+    if terms.sharded:
+        return (NO_BLOCKS,) * len(right)
+    return tuple(every(terms.blocks) - blocks for blocks in right)
+
+
+def _in_flight(terms: Terms, world: _World) -> tuple[int, ...]:
+    """Which lane each begins with, where all must know: owners add up what comes in by the order of the rounds."""
+    if not terms.rounds:
+        return ()
+    pairs = zip(world.here, world.shares, strict=True)
+    return tuple(candidate.lane if candidate.lane in share.lanes else -1 for candidate, share in pairs)
 
 
 def plan_change(request: PlanRequest, candidates: Sequence[Candidate], before: Plan) -> Plan:
@@ -148,7 +171,8 @@ def _compose(terms: Terms, here: Sequence[Candidate], before: Plan | None) -> _W
     target = _target(terms, here, keepers, before, groups)
     kept = _promote(target.groups, keepers, min(terms.mirrors, len(keepers) - 1))
     domains, flights = _domains(here), [here[keeper].lane for keeper in keepers]
-    lanes = dict(zip(keepers, share_lanes(terms.lanes, flights, [domains[keeper] for keeper in keepers]), strict=True))
+    share = share_rounds if terms.rounds else share_lanes
+    lanes = dict(zip(keepers, share(terms.lanes, flights, [domains[keeper] for keeper in keepers]), strict=True))
     return _without_the_needless(_World(here, _shares(len(here), kept, lanes), name_fills(kept)), target.partners)
 
 

@@ -217,7 +217,7 @@ def _goal(turn: Turn, world: Plan, joiners: list[WorkerId]) -> Goal:
     pool = [
         _traits(turn, m.worker, planner_inputs.can_train(turn, world, rank)) for rank, m in enumerate(world.members)
     ]
-    pool += [_traits(turn, worker, trains=False) for worker in joiners]
+    pool += [_traits(turn, worker, planner_inputs.joiners_train(turn)) for worker in joiners]
     promote = bool(world.fills) and fills_done(turn, world)
     return Goal(_by_age(turn, pool), planner_inputs.steps_run(turn, len(pool)), promote)
 

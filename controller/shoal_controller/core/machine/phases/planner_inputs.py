@@ -115,7 +115,8 @@ def _record_of(inventories: Mapping[WorkerId, Inventory], step: int) -> bytes:
 def change_question(turn: Turn, world: Plan, joiners: list[WorkerId], number: int, reason: Reason) -> ChangeQuestion:
     """What the world should be next, from what its members keep and have been filled with."""
     members = (_member_candidate(turn, world, rank) for rank in range(world.world_size))
-    candidates = (*members, *(_joiner_candidate(turn, worker, trains=False) for worker in joiners))
+    trains = joiners_train(turn)
+    candidates = (*members, *(_joiner_candidate(turn, worker, trains) for worker in joiners))
     return ChangeQuestion(_request(turn, candidates, number, reason), candidates, world)
 
 
@@ -128,8 +129,15 @@ def kept_blocks(world: Plan, rank: int, status: Status) -> Runs:
 
 
 def can_train(turn: Turn, world: Plan, rank: int) -> bool:
-    """Whether a member has all parameters: whoever has lanes, and a standby that has had a hand-out."""
-    return bool(world.shares[rank].lanes) or turn.job.processes[world.members[rank].worker].can_train
+    """Whether a member has all parameters: whoever has lanes, and a standby that has had a hand-out; or needs none."""
+    if world.shares[rank].lanes or joiners_train(turn):
+        return True
+    return turn.job.processes[world.members[rank].worker].can_train
+
+
+def joiners_train(turn: Turn) -> bool:
+    """Whether whoever joins trains at once: where parameters are gathered by those who train."""
+    return turn.durable.description is not None and turn.durable.description.shards_parameters
 
 
 def _member_candidate(turn: Turn, world: Plan, rank: int) -> Candidate:
@@ -173,6 +181,8 @@ def _request(
         description.mirror_partners,
         fill_rate(turn, description, candidates),
         steps_run(turn, len(candidates)),
+        rounds=description.adds_by_rounds,
+        sharded=description.shards_parameters,
     )
     suspects = frozenset(c.member.worker for c in candidates if link_faults.has_fault(turn, c.member.worker))
     return PlanRequest(terms, number, reason, avoid | suspects)
