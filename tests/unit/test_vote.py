@@ -87,6 +87,7 @@ def test_the_longest_ballot_that_is_allowed_fits_whatever_lanes_a_worker_has(lan
             requests=requests,
             saving="writing",
             saved=2**53,
+            overflow=True,
         )
         for spans, requests in zip(traffic.lane_spans, ((_longest_request(),), ()), strict=True)
     )
@@ -129,6 +130,18 @@ def test_the_record_survives_its_bytes() -> None:
     assert Record.from_bytes(record.to_bytes()) == record
 
 
+def test_an_overflow_of_one_makes_the_step_a_skipped_one_for_all() -> None:
+    traffic = Traffic(recovery(1, "ab"), 0, LAYOUT)
+    rows: list[Tensor] = []
+    theirs = Ballot(4, 1, "00", (math.inf,), bad_loss="the loss of lane 1 is inf", overflow=True)
+    with pytest.raises(_Gathered):
+        cast(lambda row: _keep(rows, row), traffic, theirs, torch.full((1,), math.inf, dtype=torch.float64))
+    mine = Ballot(4, 1, "00", (1.0,))
+    record = cast(lambda row: torch.stack([row, rows[0]]), traffic, mine, torch.ones(1, dtype=torch.float64))
+    assert (record.overflow, record.updates, record.not_finite, record.not_finite_steps) == (True, False, "", 0)
+    assert Record.from_bytes(record.to_bytes()) == record
+
+
 numbers = st.floats(allow_nan=False)
 texts = st.text(max_size=20)
 lists = st.dictionaries(texts, st.lists(numbers, max_size=4), max_size=4)
@@ -136,7 +149,7 @@ ballots = st.builds(
     Ballot,
     step=st.integers(-1, 2**53), generation=st.integers(0, 2**53), hyper=texts, losses=st.lists(numbers), reports=lists,
     skipped=st.integers(0, 2**31), saved=st.integers(-1, 2**53), bad_loss=texts, bad_gradient=texts, saving=texts,
-    evaluations=lists,
+    evaluations=lists, overflow=st.booleans(),
     requests=st.lists(st.builds(Request, texts, texts, st.integers(-1, 9), st.integers(-1, 2**53))).map(tuple),
 )  # fmt: skip
 

@@ -52,6 +52,8 @@ class Ballot:
     """Which parameter has a gradient that is not finite, in its blocks."""
     not_finite_before: int = 0
     """Steps before this one that had either."""
+    overflow: bool = False
+    """With a loss scale: whether its blocks have a gradient that is not finite. All skip the step then."""
     evaluations: dict[str, list[float]] = field(default_factory=dict)
     """Evaluations by name: sum over the lanes that it evaluated, and their number."""
     requests: tuple[Request, ...] = ()
@@ -73,6 +75,7 @@ class Ballot:
         """The inverse of `to_bytes`; what stands behind it is not read."""
         reader = _Reader(content)
         fields: dict[str, Any] = dict(zip(_NUMBERS_OF, reader.unpack(_NUMBERS), strict=True))
+        fields["overflow"] = bool(fields["overflow"])
         fields |= {name: reader.text() for name in _TEXTS_OF}
         fields |= {"losses": reader.floats(), "reports": reader.lists(), "evaluations": reader.lists()}
         requests = [Request(reader.text(), reader.text(), *reader.unpack(_PLACE)) for _ in range(reader.count())]
@@ -80,7 +83,7 @@ class Ballot:
 
 
 _NUMBERS_OF = (
-    "step", "generation", "skipped", "micro_batches", "skipped_before", "not_finite_before", "saved",
+    "step", "generation", "skipped", "micro_batches", "skipped_before", "not_finite_before", "saved", "overflow",
 )  # fmt: skip
 _TEXTS_OF = ("hyper", "bad_loss", "bad_gradient", "saving")
 _NUMBERS = struct.Struct(f"<{len(_NUMBERS_OF)}q")

@@ -55,7 +55,9 @@ class Record:
     """Saving states by rank."""
     saved: int = -1
     updates: bool = True
-    """Whether the step updates anything: not where all its micro-batches were skipped."""
+    """Whether the step updates anything: not where all its micro-batches were skipped, or a gradient has overflowed."""
+    overflow: bool = False
+    """Whether some owner's gradient has overflowed at the loss scale."""
     skipped_micro_batches: int = 0
     """Skipped micro-batches of all steps up to this one."""
     corrupt: tuple[CorruptBlock, ...] = ()
@@ -63,7 +65,7 @@ class Record:
     single: int = 0
     """Blocks of those compared that had fewer than two copies."""
     not_finite: str = ""
-    """What loss and gradient of this step are not finite; empty where all are."""
+    """What loss and gradient of this step are not finite; empty where all are, or the step is skipped for it."""
     not_finite_steps: int = 0
     """Steps up to this one that had such."""
 
@@ -181,7 +183,8 @@ def _record(
 
     trained = any(ballot.losses for ballot in ballots)
     norm = _norm(traffic, rows) if with_norm else None
-    not_finite = _not_finite(ballots, norm)
+    overflow = any(ballot.overflow for ballot in ballots)
+    not_finite = _not_finite(ballots, norm) if not overflow else ""
     return Record(
         step=ballots[0].step,
         generations=tuple(ballot.generation for ballot in ballots),
@@ -196,7 +199,8 @@ def _record(
         hypers=tuple(ballot.hyper for ballot in ballots),
         saving=tuple(ballot.saving for ballot in ballots),
         saved=max(ballot.saved for ballot in ballots),
-        updates=bool(counted),
+        updates=bool(counted) and not overflow,
+        overflow=overflow,
         skipped_micro_batches=max(b.skipped_before for b in ballots) + sum(b.skipped for b in ballots),
         not_finite=not_finite,
         not_finite_steps=max(ballot.not_finite_before for ballot in ballots) + bool(not_finite),
