@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 START_SECONDS = 2.0
 """After so long in one life a controller has started whatever an earlier one was about to."""
 
+TOGETHER_SECONDS = 1.0
+"""Within which all hear of it who are let go at one time."""
+
 
 class Promises:
     """See the module's text."""
@@ -28,6 +31,8 @@ class Promises:
         self.simulation = simulation
         self._graces: dict[str, tuple[float, float]] = {}
         """Of every worker that was told to leave: when, and how much time it has."""
+        self._let_go: dict[str, float] = {}
+        """When each of the last ones was told that it is let go."""
         self._saves: list[int] = []
         """The steps at which saves were asked for and accepted, that were not answered yet."""
 
@@ -70,7 +75,9 @@ class Promises:
         name = worker.membership.worker
         end = sum(self._graces[name])
         if self.simulation.checkpoints.every:
-            others = {one.membership.worker for one in self.simulation.workers()} & self._graces.keys()
+            self._let_go[name] = now = self.simulation.clock.now
+            with_it = {one for one, at in self._let_go.items() if now - at < TOGETHER_SECONDS}  # some have ended since
+            others = ({one.membership.worker for one in self.simulation.workers()} | with_it) & self._graces.keys()
             end = min(at + grace / 2 for at, grace in (self._graces[one] for one in {name, *others}))
         if self.simulation.clock.now < end:
             self.simulation.watch.violated("a grace was cut short", worker, f"{end - self.simulation.clock.now:.3f} s")
