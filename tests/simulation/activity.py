@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 PHASES = {
     "": StepPhase.LANES,
+    "gather": StepPhase.LANES,
+    "round": StepPhase.LANES,
     "reduce": StepPhase.REDUCTION,
     "fills": StepPhase.FILLS,
     "vote": StepPhase.VOTE,
@@ -37,7 +39,8 @@ def activity(worker: SimWorker) -> Activity:
     if training.world is None or training.world.plan.generation != membership.generation:
         return Activity(membership.generation)
     phase = PHASES.get(training.step_phase, StepPhase.LANES)
-    return Activity(membership.generation, training.boundary + 1, phase, 0, _ids(missing(training)), seconds)
+    bucket = training.lanes.place if phase is StepPhase.LANES and not training.idle else 0
+    return Activity(membership.generation, training.boundary + 1, phase, bucket, _ids(missing(training)), seconds)
 
 
 def missing(training: Training) -> list[SimWorker]:
@@ -57,8 +60,8 @@ def _expected(training: Training, world: World) -> list[tuple[int, Collection[Si
         stale = frozenset(recovery.stale[rank]) if recovery is not None else frozenset()
         there = training.box.get((world.plan.generation, "r", 0), {})
         return [(owner, there) for owner in range(world.size) if world.owned[owner] & stale]
-    if training.step_phase == "reduce":
-        return [(trainer, training.got("x")) for trainer in world.trainers]
+    if training.step_phase in ("gather", "round", "reduce"):
+        return training.lanes.expected()
     if training.step_phase == "vote":
         return [(member, training.got("v")) for member in range(world.size)]
     if training.step_phase == "hand out":

@@ -39,6 +39,7 @@ def attempt(task: Task) -> Outcome:
     durable = simulation.host.job.durable
     happened: Counter[str] = Counter(seeds=1, steps=simulation.watch.commits, worlds=len(simulation.watch.began_at))
     happened[f"ended {durable.phase.value}" if durable.phase.over else "still training"] += 1
+    happened[f"of stage {simulation.stage}"] += 1
     happened["bad scripts"] += bool(simulation.script.kind)
     happened["faults"] += getattr(simulation, "faults", 0)
     happened["started anew"] += durable.first_valid_generation > 0

@@ -25,6 +25,8 @@ from .worker import SimWorker
 from .world import Worlds
 
 POLICIES = ("restore", "restore", "restore", "pause", "continue")
+STAGES = (1, 1, 2, 3)
+"""Of jobs in which not everybody mirrors everything."""
 LOG = 4000
 """How many lines of the event log are kept."""
 
@@ -44,6 +46,7 @@ class Simulation:
         lanes = int(shape.get("lanes", chance.randint(most, 2 * most)))  # type: ignore[call-overload]
         launcher = str(shape.get("launcher", chance.choice(("local", "none"))))
         mirrors = shape.get("mirrors", chance.choice((1, 1, 1, 2, 2, EVERYONE)))
+        self.stage = 0 if mirrors == EVERYONE else int(self._shape(shape, "stage", 1, STAGES))
         self.max_steps = int(shape.get("max_steps", chance.choice((20, 60, 10_000))))  # type: ignore[call-overload]
         drawn = 0 if self.still else Random(f"{seed} saves").choice((0, 5))
         every = int(shape.get("checkpoint_every", drawn))  # type: ignore[call-overload]
@@ -62,6 +65,7 @@ class Simulation:
             "AdamW", {}, {}, False, bool(every), keep=3,
             mirror_partners=self._shape(shape, "mirror_partners", 4, (1, 2, 4)),
             on_corruption=OnCorruption(self._shape(shape, "on_corruption", "restore", POLICIES)),
+            stage=self.stage,
         )  # fmt: skip
         self.checkpoints = Checkpoints(self, every)
         self.worlds = Worlds()

@@ -38,6 +38,7 @@ def test_no_seed_breaks_an_invariant(pool: ProcessPoolExecutor, part: int) -> No
     assert happened["from a checkpoint"] > count / 25, "next to no world began from a checkpoint"
     assert happened["all went back"] > count / 50, "next to no world went back"
     assert happened["damaged"], "no damaged checkpoint was met"
+    assert all(happened[f"of stage {stage}"] > count / 10 for stage in range(4)), "a stage was hardly drawn"
 
 
 def test_kills_that_come_faster_than_steps_never_fail_a_job_early() -> None:

@@ -14,6 +14,7 @@ from shoal_protos.plan import Plan, Reason
 from shoal_protos.runs import NO_BLOCKS, Runs
 
 from .copies import Copies
+from .lanes import GradientsOnShards, WholeGradients
 from .links import UserCode
 from .loading import Reading
 from .saving import Ballot, Saves
@@ -35,11 +36,15 @@ class Training:
         self.groups = worker.simulation.groups
         self.saves, self.loading = Saves(worker), Reading(worker)
         self.code = UserCode(worker)
+        self.sharded = worker.simulation.description.shards_parameters
+        on_shards = worker.simulation.description.adds_by_rounds
+        self.lanes = GradientsOnShards(self) if on_shards else WholeGradients(self)
         self.forget()
 
     def forget(self) -> None:
         """As a fresh process: no state, no world."""
         self.step_phase = ""
+        self.lanes.forget()
         self.building: dict[int, float] = {}
         """Since when its groups are built, or being built."""
         self.copies = Copies(self)
@@ -141,40 +146,30 @@ class Training:
                 self.send(target, "f", slice_of_it)
         self.step_phase = ""
         if self.idle:
-            self.worker.after(IDLE_SECONDS, self._lanes_done, self.generation, self.boundary)
+            self.lanes.forget()
+            self.worker.after(IDLE_SECONDS, self._pause_over, self.generation, self.boundary)
         else:
-            lanes = len(world.plan.shares[self.rank].lanes)
-            seconds = self.simulation.step_seconds * (0.5 + self.worker.chance.random()) if lanes else 0.0
-            if lanes:
-                self.watch.trains(self.worker, self.parameters, self.step)
-            self.code.run(seconds, self._lanes_done, self.generation, self.boundary)
+            self.lanes.begin()
 
-    def _lanes_done(self, generation: int, boundary: int) -> None:
-        world = self.world
+    def is_over(self, generation: int, boundary: int) -> bool:
+        """Whether what was begun there is of no use any more."""
         stale = generation != self.generation or boundary != self.boundary or self.step_phase
-        if stale or self.membership.state is not MemberState.TRAINING or world is None:
-            return
-        if not self.idle and world.plan.shares[self.rank].lanes:
-            if self.simulation.script.strikes(self):
-                return
-            for owner in world.owners:
-                self.send(owner, "x", 1)
-        self.step_phase = "fills" if self.idle else "reduce"
-        self.progress()
+        return bool(stale) or self.membership.state is not MemberState.TRAINING or self.world is None
 
-    def _reduce(self) -> bool:
-        """An owner finishes the tree when every trainer's partials are in, and sends it to the mirrors."""
+    def _pause_over(self, generation: int, boundary: int) -> None:
+        if not self.is_over(generation, boundary):
+            self.step_phase = "fills"
+            self.progress()
+
+    def reduced(self) -> None:
+        """The step's sum is complete: an owner sends it to the mirrors."""
         world = self.world
         assert world is not None
-        if world.owned[self.rank]:
-            if len(self.got("x")) < len(world.trainers):
-                return False
-            for rank in range(world.size):
-                gradients, _ = world.parts(self.rank, rank, self.boundary)
-                if gradients:
-                    self.send(rank, "m", gradients)
+        for rank in range(world.size) if world.owned[self.rank] else ():
+            gradients, _ = world.parts(self.rank, rank, self.boundary)
+            if gradients:
+                self.send(rank, "m", gradients)
         self.step_phase = "fills"
-        return True
 
     def _fills(self) -> bool:
         """The vote is entered only when all that the commit reads is in."""
@@ -221,7 +216,7 @@ class Training:
         return True
 
     def _commit(self, world: World) -> None:
-        """Owners and mirrors apply the update; owners hand out the parameters."""
+        """Owners and mirrors apply the update; owners hand out the parameters, where others keep them."""
         step = self.step + 1
         missing = self.pending - self.blocks.keys()
         if missing:
@@ -231,10 +226,10 @@ class Training:
         self.step, self.committed_in = step, self.generation
         for block in self.blocks.keys() - self.pending:
             del self.blocks[block]  # what the plan released is freed after the first commit of its generation
-        self.current = False
+        self.current = self.sharded
         self.watch.committed(self.worker, step, self.blocks)
         self.parameters.update(self.blocks)
-        if world.owned[self.rank]:
+        if world.owned[self.rank] and not self.sharded:
             for rank in range(world.size):
                 _, parameters = world.parts(self.rank, rank, self.boundary)
                 if parameters:
@@ -246,7 +241,7 @@ class Training:
         assert world is not None
         handed = self.got("h")
         count = sum(map(len, handed.values())) + len(world.replays(self.rank, self.boundary))
-        if count < world.plan.blocks:
+        if count < world.plan.blocks and not self.sharded:
             return False
         for parameters in handed.values():
             self.parameters.update(parameters)
@@ -327,7 +322,7 @@ class Training:
             parts = self.box.get((plan.generation, "s", 0), {})
             if parts:
                 self.step, self.stops = next(iter(parts.values()))
-                self.blocks, self.pending, self.current = {}, frozenset(), False
+                self.blocks, self.pending, self.current = {}, frozenset(), self.sharded
                 self.step_phase = ""
                 self._begin(plan)
                 return False
@@ -379,11 +374,12 @@ class Training:
         ):
             return
         step = right(self.step) if self.step >= 0 else []
-        current = runs_of(frozenset(b for b, value in self.parameters.items() if self.step >= 0 and step[b] == value))
+        right_ones = (b for b, value in self.parameters.items() if self.step >= 0 and step[b] == value)
+        current = runs_of(frozenset(range(self.simulation.blocks) if self.sharded else right_ones))
         self.worker.session.answer(
             Inventory(
                 generation, self.generation, self.step, self.committed_in, b"r%d" % self.step if self.step > 0 else b"",
-                self.holds(), runs_of(self.pending), current,
+                self.holds(), runs_of(self.pending), current, self.lanes.in_flight,
             )
         )  # fmt: skip
 
@@ -420,6 +416,8 @@ class Training:
         self.step, self.pending = recovery.step, frozenset()
         self.watch.promotes(self.worker, self.blocks, world.keeps[rank], self.step)
         self.parameters.update(self.blocks)
+        if self.sharded and any(recovery.stale):
+            self.watch.violated("parameters are handed out that are sharded", plan.generation)
         for other in range(world.size):
             stale = world.owned[rank] & frozenset(recovery.stale[other])
             if stale and other != rank:
@@ -446,7 +444,7 @@ class Training:
         self.simulation.bits.taken_up(self.worker, content, recovery.step)
         self.blocks = {block: content[block] for block in world.keeps[self.rank]}
         self.parameters = {block: content[block] for block in world.owned[self.rank]}
-        self.committed_in, self.done, self.current = 0, False, False
+        self.committed_in, self.done, self.current = 0, False, self.sharded
         self.saves.saving.on_return_to(recovery.step)
         self.copies.restored()
         return True
@@ -482,7 +480,9 @@ class Training:
 
 
 PROGRESS = {
-    "reduce": Training._reduce,
+    "gather": lambda training: training.lanes.go_on(),
+    "round": lambda training: training.lanes.go_on(),
+    "reduce": lambda training: training.lanes.go_on(),
     "fills": Training._fills,
     "vote": Training._vote,
     "hand out": Training._hand_out,
