@@ -107,7 +107,7 @@ def save(
     files = []
     for number, (author, owned) in enumerate(zip(authors, owners, strict=True)):
         tensors = {} if number else beside
-        snapshot = take_snapshot(state.layout, state.flats, state.held, owned, tensors, Arena())
+        snapshot = take_snapshot(state.layout, state.weights, state.held, owned, tensors, Arena())
         files.append(write_snapshot(storage, name.folder, state.step, author, snapshot).name)
     draft = draft.model_copy(update={"frozen": write_frozen(storage, frozen_parameters(state.module), "f")})
     return name, commit(storage, name.folder, draft, files)

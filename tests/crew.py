@@ -96,7 +96,7 @@ def engine_of(task: Task, link: Link, faults: Faults) -> Engine:
     make_exact(settled.exact, settled.torch_threads)
     sampler = Sampler(40, settled.lanes, settled.micro_batch_size, settled.micro_batches_per_lane, settled.seed)
     last_step = sampler.last_step(settled.max_steps, settled.epochs)
-    limits = Limits(settled.lanes, settled.gradient_clipping, last_step, settled.units)
+    limits = Limits.of(settled, last_step)
     torch.manual_seed(0)
     model = task.model()
     optimizer = task.optimizer(model)

@@ -31,6 +31,8 @@ class Wire:
         self.arrived: dict[Way, deque[Tensor]] = defaultdict(deque)
         self.awaited: dict[Way, deque[Posted]] = defaultdict(deque)
         self.posts: list[tuple[str, Way]] = []
+        self.bytes = 0
+        """Of all messages that were sent."""
 
     def leave(self, rank: int) -> None:
         """This member's connections are closed."""
@@ -96,6 +98,7 @@ class MemoryGroup:
     def send(self, tensor: Tensor, to: int, tag: int) -> Posted:
         way = self._post("send", (self.rank, to, tag))
         self.wire.arrived[way].append(tensor.detach().reshape(-1).view(torch.uint8).clone())
+        self.wire.bytes += tensor.nbytes
         self.wire.match(way)
         return Posted(self, to, None)
 

@@ -68,6 +68,7 @@ def config(options: dict[str, Any]) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": options.get("gradient_clipping", 1.0),
         "zero_optimization": {"stage": options.get("stage", 1)},
+        **options.get("precision", {}),
         "shoal": {
             "lanes": lanes,
             "micro_batches_per_lane": micro_batches,

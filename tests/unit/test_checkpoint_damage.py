@@ -223,7 +223,7 @@ def parts(storage: LocalStorage, owners: list[Runs]) -> tuple[Manifest, str, lis
     draft, beside = draft_of(state, origin(state), 1, {})
     folder, files = SaveName.of(1, 1, 1, "x").folder, []
     for number, owned in enumerate(owners):
-        snapshot = take_snapshot(state.layout, state.flats, state.held, owned, {} if number else beside, Arena())
+        snapshot = take_snapshot(state.layout, state.weights, state.held, owned, {} if number else beside, Arena())
         files.append(write_snapshot(storage, folder, 1, Author(f"w{number}", "x"), snapshot).name)
     return draft, folder, files
 

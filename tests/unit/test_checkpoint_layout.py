@@ -108,7 +108,7 @@ def test_what_matches_by_name_is_taken_where_that_is_allowed(found: Found) -> No
         "training begins at step 0 with a fresh optimizer."
     )
     assert state.buffers.committed["norm.running_mean"].tolist() == theirs.get_buffer("norm.running_mean").tolist()
-    assert state.parameters[0].data_ptr() == state.flats[0].data_ptr()  # still views of the flats
+    assert state.parameters[0].data_ptr() == state.weights.flats[0].data_ptr()  # still views of the flats
 
 
 def test_only_the_named_differences_are_allowed(found: Found) -> None:

@@ -47,7 +47,7 @@ def restored(storage: Storage, save_name: object, keeps: Runs, into: TrainingSta
     assert fits(found.manifest, into, (), found.path)
     load_small_state(found.reader(), into, {})
     load_blocks(found.reader(), into, keeps)
-    found.reader().parameters(into.layout.stretches(into.everything), into.flats)  # a hand-out's part
+    found.reader().parameters(into.layout.stretches(into.everything), into.weights)  # a hand-out's part
     into.current = into.everything
     return into
 
@@ -77,7 +77,7 @@ def test_any_set_of_blocks_comes_back_from_any_split_among_writers(data: st.Data
     assert fingerprint == digest(state)
     assert other.held.runs == keeps
     assert block_digests(other, keeps) == {b: d for b, d in block_digests(state, every(BLOCKS)).items() if b in keeps}
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(other.flats, state.flats, strict=True))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(other.weights.flats, state.weights.flats, strict=True))
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS, ids=lambda kind: kind.__name__)
@@ -167,7 +167,7 @@ def test_the_files_are_safetensors_for_everybody(tmp_path: Path) -> None:
                 kind, _, text = key.partition("/")
                 if kind == "parameters":
                     bucket, start, stop = map(int, text.split(":"))
-                    assert torch.equal(opened.get_tensor(key), state.flats[bucket][start * 4096 : stop * 4096])
+                    assert torch.equal(opened.get_tensor(key), state.weights.flats[bucket][start * 4096 : stop * 4096])
     assert {"buffer/norm.running_mean", "buffer/norm.num_batches_tracked"} <= seen
 
 
@@ -175,7 +175,7 @@ def test_a_checkpoint_takes_hardly_more_bytes_than_the_state(tmp_path: Path) -> 
     state = trained(2)
     storage = LocalStorage(tmp_path)
     name, _ = save(state, storage, [every(BLOCKS)])
-    held = state.held.state_bytes() + sum(flat.numel() * flat.element_size() for flat in state.flats)
+    held = state.held.state_bytes() + sum(flat.numel() * flat.element_size() for flat in state.weights.flats)
     frozen = sum(file.stat().st_size for file in tmp_path.glob("frozen-*"))
     small = 12_000  # names, hyper-parameters, buffers: what does not grow with the blocks
     assert sum(file.stat().st_size for file in (tmp_path / name.folder).iterdir()) - small < 1.01 * held

@@ -40,7 +40,7 @@ def test_a_checkpoint_goes_to_the_object_store_and_comes_back(bucket: object) ->
     load_small_state(found.reader(), other, {})
     load_blocks(found.reader(), other, every(12))
     assert block_digests(other, every(12)) == block_digests(state, every(12))
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(other.flats, state.flats, strict=True))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(other.weights.flats, state.weights.flats, strict=True))
     assert verify(found.reader()).bytes_read > 0
 
 

@@ -45,7 +45,7 @@ def memory_of(worker: Worker, tensor: str, owned: bool) -> tuple[Tensor, int]:
     state, one = engine.context.state, Runs(((block, block + 1),))
     if tensor == "parameters":
         (stretch,) = state.layout.stretches(one)
-        return state.flats[stretch.bucket][slice(*state.layout.elements(stretch))], block
+        return state.weights.flats[stretch.bucket][slice(*state.layout.elements(stretch))], block
     (values,) = state.held.states(one).values()
     return values[tensor], block
 

@@ -7,6 +7,7 @@ import torch
 from fills import fill, pair
 from shoal.blocks.flat import Flats, adopt, empty_flats, lay_out_model, trainable
 from shoal.blocks.held import SEGMENTS_PER_BUCKET, HeldBlocks
+from shoal.blocks.values import WholeValues
 from shoal.core.layout import Bucket, Layout, Stretch
 from shoal.exchange.fill_slices import receive_slice, send_slice
 from shoal.exchange.framing import FramedSend
@@ -24,10 +25,10 @@ def holders(optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW) -> tuple
     users = optimizer(model.parameters())  # type: ignore[call-arg]
     layout, parameters = lay_out_model(trainable(model, users))
     flats = adopt(layout, parameters)
-    source, target = (HeldBlocks(layout, users, flats, {}) for _ in range(2))
+    source, target = (HeldBlocks(layout, users, WholeValues(layout, flats), {}) for _ in range(2))
     source.hold(every(layout.blocks))
     gradients = [torch.randn_like(flat) for flat in empty_flats(layout)]
-    source.apply(gradients, 1.0)
+    source.apply(WholeValues(layout, gradients), 1.0)
     return layout, source, target, gradients
 
 
@@ -78,7 +79,7 @@ def test_what_slices_have_brought_is_one_segment_per_stretch_and_updates_alike(
     assert list(target.states(moving)) == layout.stretches(moving)
     assert len(target._segments) == len(layout.buckets)
     for held in (source, target):
-        held.apply([gradient.clone() for gradient in gradients], 1.0)
+        held.apply(WholeValues(layout, [gradient.clone() for gradient in gradients]), 1.0)
     for mine, theirs in zip(target.states(moving).values(), source.states(moving).values(), strict=True):
         assert mine.keys() == theirs.keys() and all(torch.equal(mine[key], theirs[key]) for key in mine)
 
@@ -99,7 +100,7 @@ def test_a_state_of_another_step_is_not_joined() -> None:
     layout, source, target, gradients = holders()
     first, rest = Runs.of([0]), every(layout.blocks) - Runs.of([0])
     fill(source, target, rest, expected=every(layout.blocks))
-    source.apply([gradient.clone() for gradient in gradients], 1.0)
+    source.apply(WholeValues(layout, [gradient.clone() for gradient in gradients]), 1.0)
     fill(source, target, first)
     bucket, position = layout.places[0]
     assert Stretch(bucket, position, position + 1) in target.states(every(layout.blocks))
@@ -112,9 +113,9 @@ def test_a_fill_brings_blocks_without_state_beside_those_that_have_some() -> Non
     optimizer = torch.optim.SGD([*groups, {"params": model[2].parameters()}], lr=0.1)
     layout, parameters = lay_out_model(trainable(model, optimizer))
     flats = adopt(layout, parameters)
-    source, target = (HeldBlocks(layout, optimizer, flats, {}) for _ in range(2))
+    source, target = (HeldBlocks(layout, optimizer, WholeValues(layout, flats), {}) for _ in range(2))
     source.hold(every(layout.blocks))
-    source.apply(empty_flats(layout), 1.0)
+    source.apply(WholeValues(layout, empty_flats(layout)), 1.0)
     fill(source, target, every(layout.blocks), expected=every(layout.blocks))
     assert target.runs == layout.runs(target.states(target.runs)) == every(layout.blocks)
     assert {len(state) for state in target.states(target.runs).values()} == {0, 1}

@@ -70,7 +70,7 @@ def test_a_step_that_is_not_finite_fails_the_job_before_its_update(body: Any, se
             body(engine, batch)
     assert "The step was not made: the model is that of step 2." in str(failed.value)
     assert engine.global_step == 2
-    assert all(bool(torch.isfinite(flat).all()) for flat in engine.context.state.flats)
+    assert all(bool(torch.isfinite(flat).all()) for flat in engine.context.state.weights.flats)
 
 
 def test_a_script_that_swallows_that_cannot_go_on() -> None:

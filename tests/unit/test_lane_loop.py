@@ -18,7 +18,14 @@ def some_state():
     guard = SimpleNamespace(on_backward=lambda *_: None, check=lambda _: None)
     modes = SimpleNamespace(on_batch=lambda: None, on_backward=lambda _: None)
     return SimpleNamespace(
-        step=3, sums=sums, buffers=buffers, parameters=[], pushed=pushed, gradient_guard=guard, modes=modes
+        step=3,
+        loss_scale=None,
+        sums=sums,
+        buffers=buffers,
+        parameters=[],
+        pushed=pushed,
+        gradient_guard=guard,
+        modes=modes,
     )
 
 

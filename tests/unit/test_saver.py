@@ -69,7 +69,7 @@ class World:
         lead = Lead(draft, frozen_parameters(state.module), in_use="")
         for number, saver in enumerate(self.savers):
             tensors = {} if number else beside
-            snapshot = take_snapshot(state.layout, state.flats, state.held, OWNERS[number], tensors, saver.arena)
+            snapshot = take_snapshot(state.layout, state.weights, state.held, OWNERS[number], tensors, saver.arena)
             part = SavePart(SharedSave(state.step, 1, WRITERS), WRITERS[number])
             saver.begin(SaveTask(part, name, snapshot, None if number else lead), copy_seconds=0.0)
         return name

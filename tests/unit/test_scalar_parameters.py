@@ -10,6 +10,7 @@ from crew import Crew, Task, undisturbed
 from integration.scripts import Model
 from shoal.blocks.flat import adopt, lay_out_model, trainable
 from shoal.blocks.held import HeldBlocks
+from shoal.blocks.values import WholeValues
 from shoal_protos.runs import every
 from torch import Tensor, nn
 
@@ -60,14 +61,14 @@ def test_state_that_an_optimizer_brings_along_goes_on_as_in_the_plain_optimizer(
     step(plain, theirs)
     layout, parameters = lay_out_model(pairs := trainable(model, optimizer))
     flats = adopt(layout, parameters)
-    held = HeldBlocks(layout, optimizer, flats, {info.name: tensor for info, tensor in pairs})
+    held = HeldBlocks(layout, optimizer, WholeValues(layout, flats), {info.name: tensor for info, tensor in pairs})
     held.hold(every(layout.blocks))
     gradients = [torch.zeros_like(flat) for flat in flats]
     for bucket, flat in zip(layout.buckets, gradients, strict=True):
         for slot in bucket.slots:
             number = list(dict(model.named_parameters())).index(slot.parameter.name)
             flat[slot.start : slot.start + slot.parameter.elements] = 0.25 + number
-    held.apply(gradients, 1.0)
+    held.apply(WholeValues(layout, gradients), 1.0)
     step(plain, theirs)
     for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine, other)

@@ -137,7 +137,7 @@ def test_a_step_in_which_all_are_skipped_updates_nothing_and_the_job_goes_on() -
     def note(engine: Engine) -> None:
         def see(engine: Engine) -> None:
             state = engine.context.state
-            weights = "".join(str(flat.view(torch.int32).sum().item()) for flat in state.flats)
+            weights = "".join(str(flat.view(torch.int32).sum().item()) for flat in state.weights.flats)
             seen[engine.global_step] = (weights, state.optimizer.param_groups[0]["lr"], state.scheduler.last_epoch)
 
         engine.on_step(see)
@@ -172,8 +172,8 @@ def test_a_hand_out_is_made_after_a_skipped_step_too() -> None:
         crew.train_to(2)
         joiner = crew.add("d")
         crew.train_until("the joiner trains", lambda: bool(joiner.engine.lanes))
-        theirs = crew.workers["a"].engine.context.state.flats
-        assert all(torch.equal(a, d) for a, d in zip(theirs, joiner.engine.context.state.flats, strict=True))
+        theirs = crew.workers["a"].engine.context.state.weights.flats
+        assert all(torch.equal(a, d) for a, d in zip(theirs, joiner.engine.context.state.weights.flats, strict=True))
 
 
 def test_all_may_be_skipped_in_the_very_first_step() -> None:

@@ -18,6 +18,7 @@ from integration.scripts import optimizer_of
 from shoal.blocks.flat import adopt, empty_flats, lay_out_model, trainable
 from shoal.blocks.held import HeldBlocks
 from shoal.blocks.host_memory import tensor_bytes
+from shoal.blocks.values import WholeValues
 from shoal.core.layout import Bucket, Layout
 from shoal.exchange.norm import subtree_sums
 from shoal.exchange.traffic import HANDED
@@ -71,8 +72,10 @@ def test_the_norm_has_the_same_bits_at_1_2_and_4_threads_however_large_a_block_i
     found = []
     for count in (1, 2, 4):
         with threads(count):
-            whole = subtree_sums(gradients, every(blocks), layout)
-            alone = [subtree_sums(gradients, Runs.of([number]), layout) for number in range(blocks)]
+            whole = subtree_sums(WholeValues(layout, gradients), every(blocks), layout)
+            alone = [
+                subtree_sums(WholeValues(layout, gradients), Runs.of([number]), layout) for number in range(blocks)
+            ]
         found.append(torch.cat([whole, *alone]).tolist())
     assert found[0] == found[1] == found[2]
 
@@ -89,7 +92,7 @@ def test_the_norm_sums_rows_of_4096_elements_and_then_pairs() -> None:
             sums = [left + right for left, right in zip(sums[::2], sums[1::2], strict=True)]
         return sums[0]
 
-    assert subtree_sums([gradient], every(blocks), layout).tolist() == [summed(4096)]
+    assert subtree_sums(WholeValues(layout, [gradient]), every(blocks), layout).tolist() == [summed(4096)]
     assert len({summed(row) for row in (2048, 4096, 8192, 16_384)}) == 4
 
 
@@ -102,14 +105,14 @@ def test_a_fused_kernel_on_the_blocks_of_two_holders_gives_the_bits_of_the_whole
     optimizer, plain = (torch.optim.AdamW(module.parameters(), fused=True) for module in (mine, theirs))
     layout, parameters = lay_out_model(trainable(mine, optimizer))
     flats, gradients = adopt(layout, parameters), empty_flats(layout)
-    holders = [HeldBlocks(layout, optimizer, flats, {"weight": mine.weight}) for _ in range(2)]
+    holders = [HeldBlocks(layout, optimizer, WholeValues(layout, flats), {"weight": mine.weight}) for _ in range(2)]
     for rank, holder in enumerate(holders):
         holder.hold(Runs.of(range(rank, layout.blocks, 2)))
     for _ in range(20):
         theirs.weight.grad = torch.randn(size, generator=generator)
         gradients[0][:size].copy_(theirs.weight.grad)
         for holder in holders:
-            holder.apply(gradients, 1.0)
+            holder.apply(WholeValues(layout, gradients), 1.0)
         plain.step()
     assert torch.equal(mine.weight, theirs.weight)
 
@@ -131,7 +134,7 @@ def test_a_worker_whose_kernels_are_steered_otherwise_says_so_in_its_hello(monke
 def everything(state: TrainingState) -> str:
     """Digest of all that a commit or a hand-out writes."""
     total = hashlib.sha256(str(state.step).encode())
-    tensors = [*state.flats, *state.buffers.committed.values()]
+    tensors = [*state.weights.flats, *state.buffers.committed.values()]
     tensors += [value for _, kept in sorted(state.held.states(state.held.runs).items()) for value in kept.values()]
     for tensor in tensors:
         total.update(tensor_bytes(tensor))

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from shoal.blocks.flat import Gradients, adopt, empty_flats, lay_out_model, trainable
 from shoal.blocks.held import HeldBlocks, probe_state_bytes
 from shoal.blocks.lane_sums import LaneSums
+from shoal.blocks.values import WholeValues
 from shoal.core.layout import Layout, Trainable, lay_out
 from shoal.core.tree import fold_numbers, subtrees
 from shoal.exchange.norm import subtree_sums
@@ -130,10 +131,10 @@ def test_the_norm_has_the_same_bits_for_every_split_of_the_blocks(world: int, se
     parts = []
     for rank in range(world):
         owned = Runs.of(block for block, owner in enumerate(owners) if owner == rank)
-        sums = subtree_sums(gradients, owned, layout).tolist()
+        sums = subtree_sums(WholeValues(layout, gradients), owned, layout).tolist()
         parts += list(zip(subtrees(owned, layout.blocks), sums, strict=True))
     spans = subtrees(every(layout.blocks), layout.blocks)
-    whole = subtree_sums(gradients, every(layout.blocks), layout).tolist()
+    whole = subtree_sums(WholeValues(layout, gradients), every(layout.blocks), layout).tolist()
     assert fold_numbers(parts, layout.blocks) == fold_numbers(list(zip(spans, whole, strict=True)), layout.blocks)
 
 
@@ -158,7 +159,7 @@ def test_blocks_held_apart_and_moved_between_holders_get_the_bits_of_the_users_o
     layout, parameters = lay_out_model(trainable(model, optimizer))
     flats = adopt(layout, parameters)
     named = dict(model.named_parameters())
-    holders = [HeldBlocks(layout, optimizer, flats, named) for _ in range(3)]
+    holders = [HeldBlocks(layout, optimizer, WholeValues(layout, flats), named) for _ in range(3)]
     shares = [Runs.of(b for b in range(layout.blocks) if b % 3 == i) for i in range(3)]
     for holder, share in zip(holders, shares, strict=True):
         holder.hold(share)
@@ -171,7 +172,7 @@ def test_blocks_held_apart_and_moved_between_holders_get_the_bits_of_the_users_o
             theirs.grad = torch.randn_like(theirs)
             mine.grad.copy_(theirs.grad)  # type: ignore[union-attr]
         for holder in holders:
-            holder.apply(gradients.flats, 1.0)
+            holder.apply(gradients, 1.0)
         plain.step()
         moving = shares[step % 3].first(2)  # a fill, then the source lets go
         fill(holders[step % 3], holders[(step + 1) % 3], moving, expected=moving)
@@ -211,7 +212,7 @@ def test_a_large_update_is_made_in_parts_unless_the_optimizer_could_tell(
     twin = copy.deepcopy(model)
     optimizer, plain = kind(model.parameters()), kind(twin.parameters())
     layout, parameters = lay_out_model(trainable(model, optimizer))
-    held = HeldBlocks(layout, optimizer, adopt(layout, parameters), {})
+    held = HeldBlocks(layout, optimizer, WholeValues(layout, adopt(layout, parameters)), {})
     held.hold(every(layout.blocks))
     gradients = Gradients(layout)
     for _ in range(2):
@@ -221,7 +222,7 @@ def test_a_large_update_is_made_in_parts_unless_the_optimizer_could_tell(
             theirs.grad = torch.randn_like(theirs)
             mine.grad.copy_(theirs.grad)  # type: ignore[union-attr]
         updated: list[int] = []
-        held.apply(gradients.flats, 1.0, updated.append)
+        held.apply(gradients, 1.0, updated.append)
         plain.step()
         assert updated == (list(range(4)) if kind is torch.optim.AdamW else [3])
     for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
@@ -232,9 +233,9 @@ def test_the_probed_state_size_is_what_a_block_takes() -> None:
     model = small_model()
     optimizer = torch.optim.AdamW(model.parameters())
     layout, parameters = lay_out_model(trainable(model, optimizer))
-    held = HeldBlocks(layout, optimizer, adopt(layout, parameters), {})
+    held = HeldBlocks(layout, optimizer, WholeValues(layout, adopt(layout, parameters)), {})
     held.hold(Runs.of([1]))
-    held.apply(empty_flats(layout), 1.0)
+    held.apply(WholeValues(layout, empty_flats(layout)), 1.0)
     assert probe_state_bytes(layout, optimizer) == held.state_bytes() == 2 * 4 * layout.block_elements + 4
     held.keep_only(NO_BLOCKS)
     assert held.state_bytes() == 0

@@ -87,7 +87,7 @@ def test_the_longest_ballot_that_is_allowed_fits_whatever_lanes_a_worker_has(lan
             requests=requests,
             saving="writing",
             saved=2**53,
-            overflow=True,
+            is_scaled=1,
         )
         for spans, requests in zip(traffic.lane_spans, ((_longest_request(),), ()), strict=True)
     )
@@ -133,12 +133,13 @@ def test_the_record_survives_its_bytes() -> None:
 def test_an_overflow_of_one_makes_the_step_a_skipped_one_for_all() -> None:
     traffic = Traffic(recovery(1, "ab"), 0, LAYOUT)
     rows: list[Tensor] = []
-    theirs = Ballot(4, 1, "00", (math.inf,), bad_loss="the loss of lane 1 is inf", overflow=True)
+    theirs = Ballot(4, 1, "00", (math.inf,), bad_loss="the loss of lane 1 is inf", is_scaled=1)
     with pytest.raises(_Gathered):
         cast(lambda row: _keep(rows, row), traffic, theirs, torch.full((1,), math.inf, dtype=torch.float64))
     mine = Ballot(4, 1, "00", (1.0,))
     record = cast(lambda row: torch.stack([row, rows[0]]), traffic, mine, torch.ones(1, dtype=torch.float64))
-    assert (record.overflow, record.updates, record.not_finite, record.not_finite_steps) == (True, False, "", 0)
+    assert record.overflow.startswith("the loss of lane 1 is inf")
+    assert (record.updates, record.not_finite, record.not_finite_steps) == (False, "", 0)
     assert Record.from_bytes(record.to_bytes()) == record
 
 
@@ -149,7 +150,7 @@ ballots = st.builds(
     Ballot,
     step=st.integers(-1, 2**53), generation=st.integers(0, 2**53), hyper=texts, losses=st.lists(numbers), reports=lists,
     skipped=st.integers(0, 2**31), saved=st.integers(-1, 2**53), bad_loss=texts, bad_gradient=texts, saving=texts,
-    evaluations=lists, overflow=st.booleans(),
+    evaluations=lists, is_scaled=st.sampled_from([0, 1]),
     requests=st.lists(st.builds(Request, texts, texts, st.integers(-1, 9), st.integers(-1, 2**53))).map(tuple),
 )  # fmt: skip
 

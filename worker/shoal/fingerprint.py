@@ -46,10 +46,12 @@ def contents(state: TrainingState, blocks: Runs) -> Iterator[tuple[Stretch, list
     elements, or () for a number that all blocks share.
     """
     for stretch, tensors in state.held.states(blocks).items():
-        first, last = state.layout.elements(stretch)
+        first, _ = state.layout.elements(stretch)
         gaps = state.layout.buckets[stretch.bucket].gaps
-        parameters = state.flats[stretch.bucket][first:last]
-        yield stretch, [parameters, *(_without_gaps(tensors[key], first, gaps) for key in sorted(tensors))]
+        yield (
+            stretch,
+            [state.weights.of(stretch), *(_without_gaps(tensors[key], first, gaps) for key in sorted(tensors))],
+        )
 
 
 def _without_gaps(value: Tensor, first: int, gaps: list[tuple[int, int]]) -> Tensor:

@@ -1,7 +1,8 @@
 """Which buckets the last backward of a step has filled: so that they leave for their owners while it still runs.
 
 One hook per parameter, armed for one backward at a time. Buckets become ready in the layout's order only, the order in
-which every worker sends and receives.
+which every worker sends and receives. Gradients in half precision are taken from their parameters here, and added up in
+float32.
 """
 
 from __future__ import annotations
@@ -12,25 +13,32 @@ from functools import partial
 from shoal_protos.errors import UserError
 from torch import Tensor, nn
 
+from shoal.blocks.lane_sums import LaneSums
 from shoal.core.layout import Layout
 
 
 class BucketHooks:
     """`arm` before the last backward of a step, `disarm` after it."""
 
-    def __init__(self, layout: Layout, parameters: Sequence[nn.Parameter]) -> None:
-        self._slots = [len(bucket.slots) for bucket in layout.buckets]
+    def __init__(self, layout: Layout, parameters: Sequence[nn.Parameter], sums: LaneSums) -> None:
+        self._slots, self._sums = [len(bucket.slots) for bucket in layout.buckets], sums
+        self._is_half = [bucket.has_masters for bucket in layout.buckets]
         self._on_filled: Callable[[int], None] | None = None
         self._missing: list[set[int]] = []
         self._next = 0
         owners = [(b, s) for b, count in enumerate(self._slots) for s in range(count)]
-        for (bucket, slot), parameter in zip(owners, parameters, strict=True):
-            parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, bucket, slot))
+        for number, ((bucket, slot), parameter) in enumerate(zip(owners, parameters, strict=True)):
+            parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, number, bucket, slot))
 
     def arm(self, on_filled: Callable[[int], None]) -> None:
         """Call `on_filled(bucket)` for each bucket, in order, as soon as it and all before it are whole."""
         self._missing = [set(range(count)) for count in self._slots]
         self._next, self._on_filled = 0, on_filled
+
+    def arm_where_half(self) -> None:
+        """For a backward that is not the last: gradients in half precision are taken in all the same."""
+        if any(self._is_half):
+            self.arm(lambda _: None)
 
     def disarm(self) -> None:
         """Buckets with unused parameters never came; whoever armed sees to them."""
@@ -38,17 +46,21 @@ class BucketHooks:
 
     def _on_gradient(
         self,
+        number: int,
         bucket: int,
         slot: int,
-        _: Tensor,  # the parameter, of its own shape
+        parameter: Tensor,  # of its own shape
     ) -> None:
         if self._on_filled is None:
             return
-        if bucket < self._next:
+        if bucket < self._next or (self._is_half[bucket] and slot not in self._missing[bucket]):
             raise UserError(
                 "a parameter got its gradient twice in one backward (reentrant checkpointing does that); "
                 "use torch.utils.checkpoint with use_reentrant=False."
             )
+        if self._is_half[bucket] and parameter.grad is not None:
+            self._sums.live.add(number, parameter.grad)
+            parameter.grad = None
         missing = self._missing[bucket]
         missing.discard(slot)
         if missing:

@@ -15,6 +15,7 @@ from shoal_protos.errors import UserError
 from torch import Tensor, nn
 
 from shoal.blocks.host_memory import host_memory
+from shoal.blocks.values import WholeValues
 from shoal.core.layout import Bucket, Layout, Stretch, Trainable, lay_out
 from shoal.core.module_names import named_parameters
 from shoal.core.units import unit_numbers
@@ -24,11 +25,13 @@ Flats = list[Tensor]  # each (elements,) of its bucket's dtype
 
 
 def trainable(
-    model: nn.Module, optimizer: torch.optim.Optimizer, units: Collection[str] = ()
+    model: nn.Module, optimizer: torch.optim.Optimizer, units: Collection[str] = (), half: torch.dtype | None = None
 ) -> list[tuple[Trainable, nn.Parameter]]:
     """The parameters that get gradients, in registration order, each once (tied ones under their first name).
 
-    `units`: the classes that `shoal.units` names. Raises `UserError` for one that requires a gradient but is in no
+    `units`: the classes that `shoal.units` names; `half`: the half precision that parameters may have.
+
+    Raises `UserError` for one that requires a gradient but is in no
     optimizer group, for a dtype without an exact optimizer state, and for separate parameters that share storage.
     """
     group_of = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
@@ -42,10 +45,11 @@ def trainable(
                 f'parameter "{name}" requires a gradient but is in no group of the optimizer. '
                 "Give it to the optimizer, or freeze it with requires_grad_(False)."
             )
-        if parameter.dtype not in (torch.float32, torch.float64):
+        if parameter.dtype not in (torch.float32, torch.float64, half):
             raise UserError(
-                f'parameter "{name}" has dtype {parameter.dtype}, which is not supported yet; '
-                "expected torch.float32 or torch.float64."
+                f'parameter "{name}" has dtype {parameter.dtype}; expected torch.float32 or torch.float64. To train in '
+                'half precision set `bf16: {"enabled": true}` or `fp16: {"enabled": true}` in the config, which keeps '
+                "float32 master weights."
             )
         if parameter.device.type != "cpu":
             raise UserError(f'parameter "{name}" lies on {parameter.device}, which is not supported yet; expected cpu.')
@@ -120,11 +124,14 @@ def drop_gradients(parameters: Sequence[nn.Parameter]) -> None:
         parameter.grad = None
 
 
-class Gradients:
-    """One copy of all gradients: flats, and the views that become the parameters' `.grad`."""
+class Gradients(WholeValues):
+    """One copy of all gradients: flats, and the views that become the parameters' `.grad`.
+
+    Gradients of half-precision parameters are added to their views as backward makes them (bucket_hooks.py).
+    """
 
     def __init__(self, layout: Layout) -> None:
-        self.flats = empty_flats(layout)
+        super().__init__(layout, [host_memory(bucket.elements, bucket.wide_dtype) for bucket in layout.buckets])
         self._views = all_views(layout, self.flats)
         self._names = [slot.parameter.name for bucket in layout.buckets for slot in bucket.slots]
 
@@ -148,7 +155,15 @@ class Gradients:
                     "in place of loss.backward(), once for the sum of all losses; drop what other backward passes "
                     "leave with optimizer.zero_grad()."
                 )
-            parameter.grad = view
+            parameter.grad = view if view.dtype == parameter.dtype else None
+
+    def add(
+        self,
+        slot: int,
+        gradient: Tensor,  # of its parameter's shape, in half precision
+    ) -> None:
+        """To what there is of a parameter's, by its number among all slots."""
+        self._views[slot].add_(gradient.to(self._views[slot].dtype))  # adding a mixed pair is several times slower
 
     def are_in_place(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Whether no `.grad` is another tensor; None counts as in place."""

@@ -1,7 +1,8 @@
 """The optimizer state of the blocks that this worker holds, and the update of just these blocks.
 
 The user's own optimizer class runs on flat runs of blocks (segments): a shallow twin of the user's object has one flat
-"parameter" per segment, views of the parameter flats. Its hyper-parameters are read from the user's object each step.
+"parameter" per segment: a view of the parameters, or, where these are in half precision, the segment's master weights,
+which are a part of its state. Its hyper-parameters are read from the user's object each step.
 Right for every optimizer that works element by element; segments are cut at block boundaries only, because fused
 kernels give the bits of the whole tensor on no other slices.
 """
@@ -20,15 +21,18 @@ from shoal_protos.runs import NO_BLOCKS, Runs, Span
 from torch import Tensor
 
 from shoal.blocks.fill_memory import FillMemory
-from shoal.blocks.flat import Flats
 from shoal.blocks.host_memory import host_memory
+from shoal.blocks.values import BlockValues
 from shoal.core.layout import Bucket, Layout, Stretch, overlaps
 
 PART_BYTES = 16 << 20
 """Of parameters that are updated by one step of the optimizer: far more than the step costs besides."""
 
 State = dict[str, Tensor]  # each (elements,), or () where all its blocks share one number
-"""Optimizer state of a stretch of blocks, by the optimizer's own keys."""
+"""Optimizer state of a stretch of blocks, by the optimizer's own keys; and its master weights where it has such."""
+
+MASTER = "master"
+"""The key of master weights."""
 
 SEGMENTS_PER_BUCKET = 4
 """More make an update slower than it need be; fewer are not worth the copy that joins them."""
@@ -44,10 +48,11 @@ def unheard(_: int) -> None:
 
 @dataclass(slots=True)
 class Segment:
-    """A stretch of blocks that are updated as one; their state is the twin's of `parameter`, a view of the flat."""
+    """A stretch of blocks that are updated as one; their state is the twin's of `parameter`."""
 
     stretch: Stretch
-    parameter: Tensor  # (elements,) of the bucket's dtype
+    parameter: Tensor  # (elements,): a view of the bucket's dtype, or master weights of its wide dtype
+    has_master: bool
 
 
 def may_step_in_parts(optimizer: torch.optim.Optimizer) -> bool:
@@ -86,7 +91,7 @@ class HeldBlocks:
         self,
         layout: Layout,
         optimizer: torch.optim.Optimizer,
-        parameters: Flats,  # per bucket (elements,) of its dtype
+        parameters: BlockValues,
         tensors: Mapping[str, Tensor],  # each of its parameter's shape and dtype
     ) -> None:
         """`tensors`: the user's parameter objects by name, under which a state that exists already is found."""
@@ -102,25 +107,24 @@ class HeldBlocks:
 
     def state_bytes(self) -> int:
         """Bytes of all state held, counted over tensors."""
-        return sum(
-            value.nbytes
-            for segment in self._segments
-            for value in self._state(segment).values()
-            if isinstance(value, Tensor)
-        )
+        return sum(value.nbytes for segment in self._segments for value in self._state(segment).values())
 
     def state_bytes_of_a_block(self) -> int:
         """What one block's state takes, also before there is any."""
         return probe_state_bytes(self._layout, self._twin)
 
-    def _state(self, segment: Segment) -> dict[str, Any]:
+    def _state(self, segment: Segment) -> State:  # each (elements of the segment,), or ()
         state: dict[str, Any] = self._twin.state[segment.parameter]
-        return state
+        found: State = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+        return {**found, MASTER: segment.parameter} if segment.has_master else found
 
-    def hold(self, runs: Runs) -> None:
-        """Begins to hold blocks in the state of step 0."""
+    def hold(self, runs: Runs, masters: BlockValues | None = None) -> None:
+        """Begins to hold blocks in the state of step 0. `masters`: the first values of master weights."""
         for stretch in self._layout.stretches(runs):
-            self._add(stretch, self._initial(stretch.bucket, self._layout.elements(stretch)))
+            state = self._initial(stretch.bucket, self._layout.elements(stretch))
+            if masters is not None and self._layout.buckets[stretch.bucket].has_masters:
+                state[MASTER] = masters.of(stretch)
+            self._segments.append(self._segment(stretch, state))
         self._regroup(self.runs | runs)
 
     def expect(self, runs: Runs) -> None:
@@ -150,20 +154,20 @@ class HeldBlocks:
         """
         taken = self._layout.runs(states)
         self.keep_only(self.runs - taken)
-        for stretch, state in states.items():
-            self._add(stretch, state)
+        self._segments += [self._segment(stretch, state) for stretch, state in states.items()]
         self._regroup(self.runs | taken)
         self._join_where(self._follows)
 
-    def _add(
+    def _segment(
         self,
         stretch: Stretch,
         state: State,  # each (elements of the stretch,), or () for what all its blocks share
-    ) -> None:
-        parameter = self._parameters[stretch.bucket][slice(*self._layout.elements(stretch))]
-        self._segments.append(Segment(stretch, parameter))
-        if state:
-            self._twin.state[parameter].update(state)
+    ) -> Segment:
+        parameter = state[MASTER] if MASTER in state else self._parameters.of(stretch)
+        own = {key: value for key, value in state.items() if key != MASTER}
+        if own:
+            self._twin.state[parameter].update(own)
+        return Segment(stretch, parameter, MASTER in state)
 
     def _initial(self, bucket: int, elements: Span) -> State:  # each (elements,), or ()
         """The state at step 0 that the user's object has already (Adagrad makes it when constructed; a loaded one)."""
@@ -204,11 +208,8 @@ class HeldBlocks:
 
     def _split_off(self, segment: Segment, stretch: Stretch) -> Segment:
         first, last = self._within(segment, stretch)
-        part = Segment(stretch, segment.parameter[first:last])
-        self._twin.state[part.parameter].update(
-            {key: _cut(value, first, last).clone() for key, value in self._state(segment).items() if value is not None}
-        )
-        return part
+        state = {key: _cut(value, first, last).clone() for key, value in self._state(segment).items()}
+        return self._segment(stretch, state)
 
     def _within(self, segment: Segment, stretch: Stretch) -> Span:
         """The elements of a segment that are a stretch of it."""
@@ -238,9 +239,7 @@ class HeldBlocks:
         if not self._continues(segment, other):
             return False
         mine, theirs = self._state(segment), self._state(other)
-        return all(
-            _are_adjacent(value, theirs[key]) for key, value in mine.items() if value is not None and value.dim()
-        )
+        return all(_are_adjacent(value, theirs[key]) for key, value in mine.items() if value.dim())
 
     def _continues(self, segment: Segment, other: Segment) -> bool:
         """Whether `other` is the next stretch of the bucket, and the numbers that all its blocks share are equal."""
@@ -253,17 +252,15 @@ class HeldBlocks:
         )
 
     def _join_run(self, segments: list[Segment]) -> Segment:
-        states = [self._twin.state.pop(segment.parameter, {}) for segment in segments]
+        states = [self._state(segment) for segment in segments]
+        for segment in segments:
+            self._twin.state.pop(segment.parameter, None)
         first, last = segments[0].stretch, segments[-1].stretch
-        self._add(
-            Stretch(first.bucket, first.start, last.stop),
-            {
-                key: value if value.dim() == 0 else _in_one_piece([state[key] for state in states])
-                for key, value in states[0].items()
-                if value is not None
-            },
-        )
-        return self._segments.pop()
+        state = {
+            key: value if value.dim() == 0 else _in_one_piece([state[key] for state in states])
+            for key, value in states[0].items()
+        }
+        return self._segment(Stretch(first.bucket, first.start, last.stop), state)
 
     def _regroup(self, runs: Runs) -> None:
         self.runs = runs
@@ -287,14 +284,12 @@ class HeldBlocks:
         for segment in self._segments:
             for stretch in overlaps(wanted, segment.stretch):
                 first, last = self._within(segment, stretch)
-                found[stretch] = {
-                    key: _cut(value, first, last) for key, value in self._state(segment).items() if value is not None
-                }
+                found[stretch] = {key: _cut(value, first, last) for key, value in self._state(segment).items()}
         return found
 
     def apply(
         self,
-        gradients: Flats,  # per bucket (elements,) of its dtype; what is not held is not read
+        gradients: BlockValues,  # reduced; what is not held is not read
         scale: float,
         on_updated: OnUpdated = unheard,
     ) -> None:
@@ -311,14 +306,13 @@ class HeldBlocks:
     def _apply_to(
         self,
         segments: list[Segment],
-        gradients: Flats,  # per bucket (elements,) of its dtype
+        gradients: BlockValues,
         scale: float,
     ) -> None:
         for group in self._twin.param_groups:
             group["params"] = []
         for segment in segments:
-            start, stop = self._layout.elements(segment.stretch)
-            segment.parameter.grad = gradients[segment.stretch.bucket][start:stop]
+            segment.parameter.grad = gradients.of(segment.stretch)
             self._twin.param_groups[self._layout.buckets[segment.stretch.bucket].group]["params"].append(
                 segment.parameter
             )
@@ -327,6 +321,10 @@ class HeldBlocks:
         self._twin.step()
         for segment in segments:
             segment.parameter.grad = None
+        masters = [segment for segment in segments if segment.has_master]
+        if masters:
+            rounded = [self._parameters.of(segment.stretch) for segment in masters]
+            torch._foreach_copy_(rounded, [segment.parameter for segment in masters])
 
 
 def _cut(
@@ -358,13 +356,16 @@ def _in_one_piece(
 
 def probe_state_bytes(layout: Layout, optimizer: torch.optim.Optimizer) -> int:
     """Bytes of optimizer state of one block (the most of any bucket), found by one update of a block of zeros."""
-    states = [probe_state(optimizer, bucket, layout.block_elements) for bucket in layout.buckets]
-    return max(sum(value.nbytes for value in state.values()) for state in states)
+    return max(
+        sum(value.nbytes for value in probe_state(optimizer, bucket, layout.block_elements).values())
+        + bucket.has_masters * bucket.wide_dtype.itemsize * layout.block_elements
+        for bucket in layout.buckets
+    )
 
 
 def probe_state(optimizer: torch.optim.Optimizer, bucket: Bucket, elements: int) -> State:  # each (elements,), or ()
     """The state that one update makes of so many zeros of that bucket."""
-    twin, zeros = twin_of(optimizer), torch.zeros(elements, dtype=bucket.dtype)
+    twin, zeros = twin_of(optimizer), torch.zeros(elements, dtype=bucket.wide_dtype)
     zeros.grad = torch.zeros_like(zeros)
     twin.param_groups[bucket.group]["params"] = [zeros]
     twin.step()

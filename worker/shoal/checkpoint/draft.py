@@ -62,7 +62,7 @@ def draft_of(
         data=origin.data,
         scheduler=encode(scheduler, tensors, "the scheduler's state"),
         scheduler_class=type(state.scheduler).__name__ if state.scheduler is not None else "",
-        scaler=None,
+        scaler=encode(state.loss_scale.position, tensors, "the loss scale") if state.loss_scale is not None else None,
         states={
             name: encode(of.state_dict(), tensors, f'the state registered as "{name}"')
             for name, of in registered.items()

@@ -43,7 +43,7 @@ def export(reader: Reader, file: Path, dtype: torch.dtype | None) -> None:
         at += regions[-1].bytes
     metadata = {"format": "pt", **reader.manifest.layout.tied}
     beside = f".{file.name}.{os.getpid()}"
-    LocalStorage(file.absolute().parent).write(beside, _stream(regions, header(regions, metadata), reader))
+    LocalStorage(file.absolute().parent).write(beside, _stream(regions, header(regions, metadata), reader, dtype))
     file.with_name(beside).replace(file)
 
 
@@ -51,8 +51,13 @@ def _converted(known: Known, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and known.dtype.is_floating_point else known.dtype
 
 
-def _stream(regions: Sequence[Region], head: bytes, reader: Reader) -> Iterator[memoryview]:
+def _is_wide(dtype: torch.dtype | None) -> bool:
+    """Whether master weights have something to add."""
+    return dtype in (torch.float32, torch.float64)
+
+
+def _stream(regions: Sequence[Region], head: bytes, reader: Reader, dtype: torch.dtype | None) -> Iterator[memoryview]:
     yield memoryview(head)
-    for region, (name, tensor) in zip(regions, tensors(reader), strict=True):
+    for region, (name, tensor) in zip(regions, tensors(reader, exact=_is_wide(dtype)), strict=True):
         assert region.name == name, f"{name} is where {region.name} was expected"
         yield tensor_bytes(tensor.to(region.dtype))

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from shoal.blocks.flat import empty_flats, views
 from shoal.blocks.held import HeldBlocks
+from shoal.blocks.values import WholeValues
 from shoal.checkpoint.catalogue import SaveName
 from shoal.checkpoint.commit import commit
 from shoal.checkpoint.container import CODES
@@ -44,6 +45,7 @@ def import_model(file: Path, storage: Storage) -> SaveName:
     for bucket, flat in zip(layout.buckets, flats, strict=True):
         for slot, view in zip(bucket.slots, views(bucket, flat), strict=True):
             view.copy_(tensors[slot.parameter.name])
+    weights = WholeValues(layout, flats)
     author = Author("import", secrets.token_hex(8))
     name = SaveName.of(0, 0, 0, author.incarnation)
     draft = Manifest(
@@ -52,9 +54,9 @@ def import_model(file: Path, storage: Storage) -> SaveName:
         numerics={}, files=(),
     )  # fmt: skip
     storage.prepare()
-    held = HeldBlocks(layout, torch.optim.SGD([torch.zeros(1)]), flats, {})
+    held = HeldBlocks(layout, torch.optim.SGD([torch.zeros(1)]), weights, {})
     held.hold(every(layout.blocks))
-    snapshot = take_snapshot(layout, flats, held, every(layout.blocks), {}, Arena())
+    snapshot = take_snapshot(layout, weights, held, every(layout.blocks), {}, Arena())
     entry = write_snapshot(storage, name.folder, 0, author, snapshot)
     commit(storage, name.folder, draft, [entry.name])
     return name

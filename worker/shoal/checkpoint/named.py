@@ -6,17 +6,20 @@ the manifest says which they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from shoal.blocks.flat import views
+from shoal.blocks.held import MASTER
+from shoal.blocks.values import WholeValues
 from shoal.checkpoint.container import DTYPES
 from shoal.checkpoint.layout_check import Match, match
 from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.reader import Reader
+from shoal.core.layout import Bucket
 from shoal.core.module_names import named_parameters, named_state
 from shoal.exchange.module_buffers import persistent_buffers
 
@@ -41,23 +44,45 @@ def names(manifest: Manifest) -> dict[str, Known]:
     return found | {name: Known(entry.shape, DTYPES[entry.dtype]) for name, entry in beside.items()}
 
 
-def tensors(reader: Reader) -> Iterator[tuple[str, Tensor]]:
-    """Every one of `names`, in their order, verified. A parameter is a view of its bucket: clone what is to last."""
+def tensors(reader: Reader, exact: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Every one of `names`, in their order, verified. A parameter is a view of its bucket: clone what is to last.
+
+    `exact`: parameters in half precision as their master weights, where there are such.
+    """
     for bucket in reader.manifest.blocks.buckets:
-        flat = torch.empty(bucket.elements, dtype=bucket.dtype)
-        flats = [flat if other is bucket else _NOTHING for other in reader.manifest.blocks.buckets]
-        reader.parameters([reader.manifest.blocks.whole(bucket)], flats)
+        flat = _masters(reader, bucket) if exact and bucket.has_masters else _parameters(reader, bucket)
         yield from zip((slot.parameter.name for slot in bucket.slots), views(bucket, flat), strict=True)
     yield from reader.frozen().items()
     yield from reader.buffers().items()
 
 
+def _parameters(reader: Reader, bucket: Bucket) -> Tensor:  # (elements,) of the bucket's dtype
+    flat = torch.empty(bucket.elements, dtype=bucket.dtype)
+    flats = [flat if other is bucket else _NOTHING for other in reader.manifest.blocks.buckets]
+    reader.parameters([reader.manifest.blocks.whole(bucket)], WholeValues(reader.manifest.blocks, flats))
+    return flat
+
+
+def _masters(reader: Reader, bucket: Bucket) -> Tensor:  # (elements,) of the bucket's wide dtype, or its own
+    layout, found = reader.manifest.blocks, torch.empty(bucket.elements, dtype=bucket.wide_dtype)
+    for stretch, state in reader.states([layout.whole(bucket)], only=MASTER).items():
+        if MASTER not in state:
+            return _parameters(reader, bucket)
+        found[slice(*layout.elements(stretch))] = state[MASTER]
+    return found
+
+
 def states(reader: Reader) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Optimizer states by parameter: its state in its own shape; numbers that all elements share as they are."""
+    """Optimizer states by parameter: its state in its own shape; numbers that all elements share as they are.
+
+    Master weights are not among them: they are parameters.
+    """
     for bucket in reader.manifest.blocks.buckets:
         flats: dict[str, Tensor] = {}
         for stretch, state in reader.states([reader.manifest.blocks.whole(bucket)]).items():
             for key, value in state.items():
+                if key == MASTER:
+                    continue
                 if value.dim() == 0:
                     flats[key] = value
                     continue
@@ -85,17 +110,19 @@ def tied_names(module: nn.Module) -> dict[str, str]:
 
 
 @torch.no_grad()
-def load_by_name(reader: Reader, module: nn.Module, allow: Sequence[str]) -> Match:
-    """Copies what matches by name into the module's own tensors. Raises `UserError` as `match` does.
+def load_by_name(reader: Reader, module: nn.Module, trained: Mapping[str, Tensor], allow: Sequence[str]) -> Match:
+    """Copies what matches by name into `trained` (parameters that get gradients) and the module's other tensors.
+
+    Raises `UserError` as `match` does.
 
     A name that is tied in the module stands for the one under which the module knows the tensor.
     """
-    ours: dict[str, Tensor] = {**dict(named_parameters(module)), **persistent_buffers(module)}
+    ours: dict[str, Tensor] = {**dict(named_parameters(module)), **persistent_buffers(module), **trained}
     tied = tied_names(module)
     theirs = {tied.get(name, name): known.shape for name, known in names(reader.manifest).items()}
     matched = match(theirs, {name: tuple(tensor.shape) for name, tensor in ours.items()}, allow, reader.where)
     wanted = set(matched.taken)
-    for name, tensor in tensors(reader):
+    for name, tensor in tensors(reader, exact=True):
         if tied.get(name, name) in wanted:
             ours[tied.get(name, name)].copy_(tensor)
     return matched

@@ -16,9 +16,9 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from shoal.blocks.flat import Flats
 from shoal.blocks.held import State
 from shoal.blocks.host_memory import host_memory, tensor_bytes
+from shoal.blocks.values import BlockValues
 from shoal.checkpoint.checksum import CHECKSUM_BYTES, checksum
 from shoal.checkpoint.container import DTYPES
 from shoal.checkpoint.errors import CheckpointDamaged
@@ -88,23 +88,17 @@ class Reader:
 
     # ---- blocks
 
-    def parameters(self, stretches: Sequence[Stretch], into: Flats) -> None:
-        """Fills the parameters of blocks into flats of the manifest's layout."""
-        layout = self.manifest.blocks
-        self._read(
-            [
-                part.range_of(PARAMETERS, into[part.stretch.bucket][slice(*layout.elements(part.stretch))])
-                for part in self._parts(stretches)
-            ]
-        )
+    def parameters(self, stretches: Sequence[Stretch], into: BlockValues) -> None:
+        """Fills the parameters of blocks in. `into`: of the manifest's layout."""
+        self._read([part.range_of(PARAMETERS, into.of(part.stretch)) for part in self._parts(stretches)])
 
-    def states(self, stretches: Sequence[Stretch]) -> dict[Stretch, State]:
-        """The optimizer states of blocks, in as few stretches as may be: for `HeldBlocks.take`."""
+    def states(self, stretches: Sequence[Stretch], only: str = "") -> dict[Stretch, State]:
+        """The optimizer states of blocks, in as few stretches as may be: for `HeldBlocks.take`. `only`: of this key."""
         states: dict[Stretch, State] = {}
         ranges: list[_Range] = []
         for run in _runs(self._parts(stretches)):
             whole = Stretch(run[0].stretch.bucket, run[0].stretch.start, run[-1].stretch.stop)
-            states[whole] = self._blank(whole, run)
+            states[whole] = self._blank(whole, run, only)
             ranges += self._ranges(states[whole], whole, run)
         self._read(ranges)
         return states
@@ -120,12 +114,13 @@ class Reader:
                 if stretch.bucket == wanted.bucket and start < stop:
                     yield _Part(Stretch(wanted.bucket, start, stop), f"{self._folder}/{file.name}", piece)
 
-    def _blank(self, whole: Stretch, run: list[_Part]) -> State:
+    def _blank(self, whole: Stretch, run: list[_Part], only: str) -> State:
         """Empty tensors for a run."""
         elements = whole.blocks * self.manifest.blocks.block_elements
         return {
             key: torch.empty((), dtype=dtype) if entry.scalar else host_memory(elements, dtype)
             for key, entry in run[0].piece.state.items()
+            if only in ("", key)
             for dtype in (DTYPES[entry.dtype],)
         }
 

@@ -24,6 +24,7 @@ from shoal.checkpoint.named import load_by_name
 from shoal.checkpoint.plain import decode
 from shoal.checkpoint.reader import Reader
 from shoal.checkpoint.state_check import first_difference_in_kind
+from shoal.core.loss_scale import LossScale
 from shoal.exchange.vote import Record
 from shoal.optim.hyper import hyper_parameters, load_into
 from shoal.training.state import TrainingState, check_registered, frozen_digest, frozen_parameters
@@ -60,6 +61,8 @@ def load_small_state(reader: Reader, state: TrainingState, registered: States) -
     _load_hyper_parameters(reader, beside, state.optimizer)
     if state.scheduler is not None and has_scheduler_of(manifest, state):
         _load_scheduler(reader, beside, state.scheduler)
+    if state.loss_scale is not None and manifest.scaler is not None:
+        _load_loss_scale(reader, beside, state, state.loss_scale)
     if manifest.evaluating is not None:
         state.modes.take_over(manifest.evaluating)
     state.buffers.load(_buffers(reader, beside, state.buffers.committed))
@@ -106,6 +109,13 @@ def _load_scheduler(reader: Reader, beside: Mapping[str, Tensor], scheduler: LRS
         ) from error
 
 
+def _load_loss_scale(reader: Reader, beside: Mapping[str, Tensor], state: TrainingState, own: LossScale) -> None:
+    try:
+        state.loss_scale = own.at(decode(reader.manifest.scaler, beside))
+    except (AttributeError, TypeError, ValueError) as error:
+        raise CheckpointDamaged(f"{reader.where} is damaged: its loss scale cannot be read: {error}.") from None
+
+
 def _refuse_other_kinds(reader: Reader, found: Any, own: Any, where: str) -> None:
     sentence = first_difference_in_kind(found, own, where)
     if sentence:
@@ -148,12 +158,13 @@ def load_blocks(reader: Reader, state: TrainingState, blocks: Runs) -> None:
     state.held.keep_only(NO_BLOCKS)
     stretches = state.layout.stretches(blocks)
     state.held.take(reader.states(stretches))
-    reader.parameters(stretches, state.flats)
+    reader.parameters(stretches, state.weights)
     state.current = blocks
 
 
 def load_model(reader: Reader, state: TrainingState, allow: tuple[str, ...]) -> Match:
     """Takes parameters and buffers by name; what else there is stays as at step 0."""
-    matched = load_by_name(reader, state.module, allow)
+    assert state.originals is not None
+    matched = load_by_name(reader, state.module, state.originals.named, allow)
     state.buffers.refresh()
     return matched

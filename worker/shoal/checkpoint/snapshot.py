@@ -14,9 +14,9 @@ import torch
 from shoal_protos.runs import Runs
 from torch import Tensor
 
-from shoal.blocks.flat import Flats
 from shoal.blocks.held import HeldBlocks, State
 from shoal.blocks.host_memory import host_memory
+from shoal.blocks.values import BlockValues
 from shoal.checkpoint.container import Region
 from shoal.core.layout import Bucket, Layout, Stretch
 
@@ -76,10 +76,10 @@ class Snapshot:
 
 
 def take_snapshot(
-    layout: Layout, flats: Flats, held: HeldBlocks, owned: Runs, beside: Mapping[str, Tensor], arena: Arena
+    layout: Layout, weights: BlockValues, held: HeldBlocks, owned: Runs, beside: Mapping[str, Tensor], arena: Arena
 ) -> Snapshot:
     """Copies the parameters and states of `owned`, and the tensors `beside` (by name: buffers and the like)."""
-    drafts = list(_pieces(layout, flats, held.states(owned)))
+    drafts = list(_pieces(weights, held.states(owned)))
     sources = _in_file_order(drafts, beside)
     regions, at = [], 0
     for name, (views, shape) in sources.items():
@@ -109,11 +109,11 @@ class _Draft:
     """Views by key: those that follow each other in the piece; one for a number that all blocks share."""
 
 
-def _pieces(layout: Layout, flats: Flats, states: Mapping[Stretch, State]) -> Iterator[_Draft]:
+def _pieces(weights: BlockValues, states: Mapping[Stretch, State]) -> Iterator[_Draft]:
     """What is held in many segments as few stretches."""
     draft: _Draft | None = None
     for stretch, state in sorted(states.items(), key=lambda item: item[0]):
-        views = {PARAMETERS: flats[stretch.bucket][slice(*layout.elements(stretch))], **state}
+        views = {PARAMETERS: weights.of(stretch), **state}
         if draft is not None and _continues(draft, stretch, views):
             draft.stretch = Stretch(stretch.bucket, draft.stretch.start, stretch.stop)
             for key, view in views.items():

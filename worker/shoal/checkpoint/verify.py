@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from shoal.blocks.values import WholeValues
 from shoal.checkpoint.reader import Reader
 from shoal.core.layout import Bucket
 from shoal.fingerprint import digests_of, total_of
@@ -42,7 +43,8 @@ def _digests(reader: Reader, bucket: Bucket) -> Iterator[tuple[int, bytes]]:
     layout = reader.manifest.blocks
     whole = layout.whole(bucket)
     flat = torch.empty(bucket.elements, dtype=bucket.dtype)
-    reader.parameters([whole], [flat if other is bucket else _NOTHING for other in layout.buckets])
+    flats = [flat if other is bucket else _NOTHING for other in layout.buckets]
+    reader.parameters([whole], WholeValues(layout, flats))
     for stretch, state in reader.states([whole]).items():
         parameters = flat[slice(*layout.elements(stretch))]
         yield from digests_of(layout, stretch, [parameters, *(state[key] for key in sorted(state))])

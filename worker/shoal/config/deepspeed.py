@@ -36,9 +36,7 @@ _TOP_WITHOUT_MEANING = """
     zero_force_ds_cpu_optimizer optimizer.legacy_fusion
 """
 _PRECISION_WITHOUT_MEANING = """
-    auto_cast bf16_master_weights_and_grads bf16_optimizer_states check_grad_overflow consecutive_hysteresis
-    fp16_master_weights_and_grads hysteresis immediate_grad_update initial_scale_power loss_scale loss_scale_window
-    min_loss_scale
+    check_grad_overflow immediate_grad_update
 """
 _ELASTICITY_WITHOUT_MEANING = """
     ignore_non_elastic_batch_info max_gpus max_train_batch_size micro_batch_sizes min_gpus min_time
@@ -66,9 +64,7 @@ WITHOUT_MEANING: frozenset[str] = (
     | _below("zero_optimization", _ZERO_WITHOUT_MEANING)
     | _below("zero_optimization.offload_optimizer", _OFFLOAD_WITHOUT_MEANING)
     | _below("zero_optimization.offload_param", _OFFLOAD_WITHOUT_MEANING)
-    | _below("fp16", _PRECISION_WITHOUT_MEANING)
     | _below("bf16", _PRECISION_WITHOUT_MEANING)
-    | _below("bfloat16", _PRECISION_WITHOUT_MEANING)
     | _below("elasticity", _ELASTICITY_WITHOUT_MEANING)
     | _below("activation_checkpointing", "profile synchronize_checkpoint_boundary")
     | frozenset(f"{section}.*" for section in _SWITCHED)
@@ -77,9 +73,9 @@ WITHOUT_MEANING: frozenset[str] = (
 that NOT_BUILT does not name."""
 
 NOT_BUILT: Mapping[str, tuple[object, ...]] = {
-    "fp16.enabled": OFF,
-    "bf16.enabled": OFF,
-    "bfloat16.enabled": OFF,
+    "fp16.fp16_master_weights_and_grads": OFF,
+    "bf16.bf16_master_weights_and_grads": OFF,
+    "bf16.bf16_optimizer_states": OFF,
     "elasticity.enabled": OFF,
     **{f"{section}.enabled": OFF for section in _SWITCHED},
     "activation_checkpointing.partition_activations": OFF,
@@ -98,7 +94,6 @@ NOT_BUILT: Mapping[str, tuple[object, ...]] = {
     "zero_optimization.mics_shard_size": (-1, None),
     "zero_optimization.mics_hierarchical_params_gather": OFF,
     "zero_optimization.zeropp_loco_param": (None,),
-    "communication_data_type": (None, "auto", "fp32"),
     "compression_training": (None, {}),
     "data_types.grad_accum_dtype": (None, "auto", "fp32"),
     "ddp_bf16": OFF,

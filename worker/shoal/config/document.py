@@ -70,6 +70,40 @@ class ZeroOptimization(Section):
     The bits are the same. 2 and 3 are not supported yet."""
 
 
+class Bf16(Section):
+    """`bf16`: training in bfloat16."""
+
+    enabled: Annotated[bool | Auto, Allowed('true, false or "auto"')] = False
+    """True: parameters, gradients and floating buffers are bfloat16; sums of gradients and optimizer state are float32,
+    and each block's owner and mirrors keep float32 master weights, which begin with the script's own values. "auto" is
+    false."""
+    auto_cast: Switch = False
+    """True: parameters stay float32, and the module's forward runs under `torch.autocast`."""
+
+
+class Fp16(Section):
+    """`fp16`: training in float16, with scaled losses."""
+
+    enabled: Annotated[bool | Auto, Allowed('true, false or "auto"')] = False
+    """True: as `bf16.enabled` with float16, and the loss is scaled so that small gradients do not vanish; a step whose
+    gradient overflows updates nothing. "auto" is false."""
+    auto_cast: Switch = False
+    """True: parameters stay float32, and the module's forward runs under `torch.autocast`; the loss is scaled."""
+    loss_scale: Annotated[float, Field(ge=0), Allowed("a number of at least 0")] = 0.0
+    """The scale; 0: it is found while training (dynamic)."""
+    initial_scale_power: Annotated[int, Field(ge=0, le=64), Allowed("a whole number from 0 to 64")] = 16
+    """Of a dynamic scale: it begins with 2 to this power."""
+    loss_scale_window: Annotated[Positive, Allowed("a whole number from 1 to 10^15")] = 1000
+    """Of a dynamic scale: steps without an overflow after which it doubles."""
+    hysteresis: Annotated[Positive, Allowed("a whole number from 1 to 10^15")] = 2
+    """Of a dynamic scale: overflows that it takes to halve it."""
+    consecutive_hysteresis: Switch = False
+    """Of a dynamic scale: whether a step without an overflow makes the count of `hysteresis` begin anew. False: it does
+    so when the scale doubles."""
+    min_loss_scale: Annotated[float, Field(gt=0), Allowed("a number above 0")] = 1.0
+    """Of a dynamic scale: the smallest; the job fails where an overflow asks for less."""
+
+
 class Checkpoint(Section):
     """`shoal.checkpoint`: elastic checkpoints."""
 
@@ -173,7 +207,14 @@ class Document(Section):
         Annotated[float, Field(ge=0)] | Auto | None, Allowed('a number of at least 0, or "auto"')
     ] = None
     """Largest norm of the step's gradient; longer ones are scaled down to it. 0, "auto" and none: no clipping."""
+    communication_data_type: Annotated[
+        Literal["auto", "fp32", "bf16", "fp16"] | None, Allowed('"fp32", "bf16", "fp16" or "auto"')
+    ] = None
+    """What gradients travel as: only what they are anyway. Gradients of half-precision parameters travel in half
+    precision, sums of several in float32; all are added up in float32."""
     optimizer: Optimizer | None = None
     scheduler: Scheduler | None = None
+    bf16: Bf16 = Bf16()
+    fp16: Fp16 = Fp16()
     zero_optimization: ZeroOptimization = ZeroOptimization()
     shoal: Shoal = Shoal()

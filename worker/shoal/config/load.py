@@ -19,6 +19,7 @@ from shoal_protos.validation import shown
 from shoal.config.batch import Sizes, per_lane, settle
 from shoal.config.deepspeed import NOT_BUILT, WITHOUT_MEANING, sections
 from shoal.config.document import Checkpoint, Document, Optimizer
+from shoal.config.precision import Precision, precision_faults
 from shoal.config.sentences import all_of, not_built, sentences_of, unknown_key, wrong_value
 from shoal.config.training import TrainingConfig
 from shoal.logs import get_logger
@@ -36,6 +37,8 @@ def load_config(source: str | Path | Mapping[str, Any]) -> TrainingConfig:
     if not isinstance(source, str | Path | Mapping):
         raise UserError(f"the config is a {type(source).__name__}; expected a path or a dict.")
     given = _parsed(_as_json(source), "") if isinstance(source, Mapping) else _parsed(_read(Path(source)), f" {source}")
+    if "bfloat16" in given and "bf16" not in given:
+        given["bf16"] = given.pop("bfloat16")  # DeepSpeed's name of it in earlier versions
     faults: list[str] = []
     kept, ignored = sift(given, faults)
     try:
@@ -180,6 +183,7 @@ def _resolve(document: Document, faults: list[str]) -> TrainingConfig | None:
         on_corruption=OnCorruption(shoal.on_corruption),
         stage=document.zero_optimization.stage,
         gradient_clipping=float(_value_or_none(document.gradient_clipping) or 0.0),
+        precision=Precision.of(document),
         optimizer=document.optimizer,
         scheduler=document.scheduler,
         checkpoint=shoal.checkpoint,
@@ -198,6 +202,7 @@ def _unfit(document: Document) -> Iterator[str]:
         yield not_built("zero_optimization.stage", document.zero_optimization.stage)
     if shoal.max_steps is None and shoal.epochs is None:
         yield "neither `shoal.max_steps` nor `shoal.epochs` is given; the job needs one of them to end."
+    yield from precision_faults(document)
     yield from _wrong_parameters(document.optimizer)
     if document.scheduler and document.scheduler.params.get("warmup_num_steps") == "auto":
         yield '`scheduler.params.warmup_num_steps` is "auto", and nothing determines it; give a number.'

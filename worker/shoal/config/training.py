@@ -7,11 +7,12 @@ first key that differs.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from shoal_protos.corruption import OnCorruption
 
 from shoal.config.document import Checkpoint, Optimizer, Scheduler
+from shoal.config.precision import Precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class TrainingConfig:
     stage: int
     gradient_clipping: float
     """0: off."""
+    precision: Precision
     optimizer: Optimizer | None
     scheduler: Scheduler | None
     checkpoint: Checkpoint
@@ -71,9 +73,17 @@ def agreement(config: TrainingConfig) -> dict[str, str]:
         "shoal.exact": config.exact,
         "shoal.corruption_steps": config.corruption_steps,
         "shoal.on_corruption": config.on_corruption,
+        "precision.parameters": config.precision.parameters,
+        "precision.autocast": config.precision.autocast,
+        **_scaling(config.precision),
     }
     for section, spec in (("optimizer", config.optimizer), ("scheduler", config.scheduler)):
         values[f"{section}.type"] = spec.type if spec else None
         for name, value in (spec.params if spec else {}).items():
             values[f"{section}.params.{name}"] = value
     return {key: json.dumps(value, sort_keys=True) for key, value in values.items()}
+
+
+def _scaling(precision: Precision) -> dict[str, object]:
+    given = asdict(precision.scaling) if precision.scaling else {}
+    return {f"fp16.{name}": value for name, value in given.items()}

@@ -65,6 +65,18 @@ class Bucket:
     """Elements with padding: blocks × block elements."""
 
     @property
+    def wide_dtype(self) -> torch.dtype:
+        """Of sums, reduced gradients, optimizer state, and of the master weights where it is not the parameters' own:
+        rounding to half precision happens once, at the end of an update.
+        """
+        return torch.float32 if self.dtype.itemsize < torch.float32.itemsize else self.dtype
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether an owner keeps the parameters in more precision than they are computed with."""
+        return self.dtype != self.wide_dtype
+
+    @property
     def gaps(self) -> list[Span]:
         """The element ranges that belong to no parameter; they are zero."""
         found, at = [], 0

@@ -8,6 +8,8 @@ Megatron-LM's; keys and defaults are those of ds_config's section `fp16` (deepsp
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from shoal_protos.errors import UserError
@@ -48,6 +50,25 @@ class LossScale:
     """Since the last overflow, or the start."""
     hysteresis_left: int = 1
     """At so many overflows more the scale is halved."""
+
+    @property
+    def position(self) -> dict[str, float]:
+        """What joiners and checkpoints need of it: all but the rule, which the config gives."""
+        return {"scale": self.scale, "good_steps": self.good_steps, "hysteresis_left": self.hysteresis_left}
+
+    def at(self, position: Mapping[str, float]) -> LossScale:
+        """This rule's scale where another had come to. Raises `ValueError` for what `position` does not give.
+
+        A static scale is what the config says.
+        """
+        if position.keys() != self.position.keys() or not all(
+            isinstance(value, int | float) and 0 <= value < math.inf for value in position.values()
+        ):
+            raise ValueError(f"a loss scale has {sorted(self.position)}, each a number; found {dict(position)}")
+        if not self.rule.is_dynamic:
+            return self
+        good, left = int(position["good_steps"]), int(position["hysteresis_left"])
+        return LossScale(self.rule, float(position["scale"]), good, left)
 
 
 def first_loss_scale(rule: LossScaleRule) -> LossScale:

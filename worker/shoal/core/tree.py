@@ -32,6 +32,11 @@ def sibling(span: Span, leaves: int) -> Span | None:
         size *= 2
 
 
+def are_leaves(spans: Iterable[Span]) -> bool:
+    """Whether none of these nodes has more than one leaf."""
+    return all(stop - start == 1 for start, stop in spans)
+
+
 def are_siblings(left: Span, right: Span, leaves: int) -> bool:
     """Whether the two nodes, `left` before `right`, are added to each other."""
     return left[1] == right[0] and sibling(left, leaves) == right

@@ -50,10 +50,10 @@ class Ballot:
     """Which of its lanes has a loss that is not finite."""
     bad_gradient: str = ""
     """Which parameter has a gradient that is not finite, in its blocks."""
+    is_scaled: int = 0
+    """1 where the loss is scaled, so that a gradient that is not finite asks for a smaller scale; else 0."""
     not_finite_before: int = 0
     """Steps before this one that had either."""
-    overflow: bool = False
-    """With a loss scale: whether its blocks have a gradient that is not finite. All skip the step then."""
     evaluations: dict[str, list[float]] = field(default_factory=dict)
     """Evaluations by name: sum over the lanes that it evaluated, and their number."""
     requests: tuple[Request, ...] = ()
@@ -75,7 +75,6 @@ class Ballot:
         """The inverse of `to_bytes`; what stands behind it is not read."""
         reader = _Reader(content)
         fields: dict[str, Any] = dict(zip(_NUMBERS_OF, reader.unpack(_NUMBERS), strict=True))
-        fields["overflow"] = bool(fields["overflow"])
         fields |= {name: reader.text() for name in _TEXTS_OF}
         fields |= {"losses": reader.floats(), "reports": reader.lists(), "evaluations": reader.lists()}
         requests = [Request(reader.text(), reader.text(), *reader.unpack(_PLACE)) for _ in range(reader.count())]
@@ -83,7 +82,7 @@ class Ballot:
 
 
 _NUMBERS_OF = (
-    "step", "generation", "skipped", "micro_batches", "skipped_before", "not_finite_before", "saved", "overflow",
+    "step", "generation", "skipped", "micro_batches", "skipped_before", "is_scaled", "not_finite_before", "saved",
 )  # fmt: skip
 _TEXTS_OF = ("hyper", "bad_loss", "bad_gradient", "saving")
 _NUMBERS = struct.Struct(f"<{len(_NUMBERS_OF)}q")

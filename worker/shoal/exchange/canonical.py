@@ -18,10 +18,11 @@ from shoal_protos.activity import StepPhase
 from torch import Tensor
 
 from shoal.blocks.lane_sums import LaneSums
+from shoal.core.tree import are_leaves
 from shoal.exchange.finite import describe_gradient, is_finite
 from shoal.exchange.packing import PackedReceive, Posted, ranges, receive_sums, send_packed, send_sums
 from shoal.exchange.pieces import Extent, Extents
-from shoal.exchange.traffic import GATHERED, MIRRORED, PARTIALS, Traffic
+from shoal.exchange.traffic import GATHERED, MIRRORED, PARTIALS, Traffic, sums_dtype
 from shoal.exchange.tree_sum import TreeSum
 from shoal.group.group import Group, Waiting, Work, WorldChanged
 
@@ -45,14 +46,21 @@ class _InFlight:
 class CanonicalReduction:
     """The reduction of one step: made before its last backward, which calls `on_filled`; then `finish`.
 
-    `traffic` and `group` are the world's; `on_reduced` is called for each piece before it is mirrored. Raises
-    `WorldChanged` from the constructor and `finish`.
+    `traffic` and `group` are the world's; `on_reduced` is called for each piece before it is mirrored;
+    `loss_scale`: what the lanes' losses were multiplied by. Raises `WorldChanged` from the constructor and `finish`.
     """
 
     def __init__(
-        self, group: Group, traffic: Traffic, sums: LaneSums, boundaries: int, on_reduced: Callable[[], None]
+        self,
+        group: Group,
+        traffic: Traffic,
+        sums: LaneSums,
+        boundaries: int,
+        on_reduced: Callable[[], None],
+        loss_scale: float = 1.0,
     ) -> None:
         self._group, self._traffic, self._sums, self._on_reduced = group, traffic, sums, on_reduced
+        self._loss_scale = loss_scale
         self._pieces, self._windows = traffic.pieces, traffic.windows
         self._partials, self._mirrored = traffic.partials, traffic.mirrored(boundaries)
         self._flight = [_InFlight() for _ in self._pieces]
@@ -125,7 +133,8 @@ class CanonicalReduction:
         flight, tree_sum = self._flight[self._joined], self._traffic.joint_sum
         for owner, extents in self._traffic.joint[self._joined]:
             added = [tree_sum.add_up(parts) for _, parts in self._parts(tree_sum, flight.gathered, extents)]
-            flight.sends += send_sums(self._group, owner, PARTIALS, list(zip(*added, strict=True)))
+            dtype = sums_dtype(self._traffic, self._joined)
+            flight.sends += send_sums(self._group, owner, PARTIALS, list(zip(*added, strict=True)), dtype)
         flight.gathered.clear()
         flight.gathering.clear()
         self._joined += 1
@@ -153,11 +162,12 @@ class CanonicalReduction:
         """What is filled, within the window: so far owners have posted receives, as a rule."""
         while self._sent < min(self._filled, self._window()):
             flight, piece = self._flight[self._sent], self._sent
+            dtype = sums_dtype(self._traffic, piece, are_leaves(self._traffic.lane_spans[self._traffic.rank]))
             self._sent += 1
             for tag, flow in ((GATHERED, self._traffic.gathered), (PARTIALS, self._partials)):
                 for peer, extents in flow.sends[piece]:
                     sums = [ranges(flats, extents) for flats in self._sums.finished]
-                    flight.sends += send_sums(self._group, peer, tag, sums)
+                    flight.sends += send_sums(self._group, peer, tag, sums, dtype)
 
     def _post(self) -> None:
         traffic = self._traffic
@@ -165,16 +175,17 @@ class CanonicalReduction:
             flight, piece = self._flight[self._posted], self._posted
             self._posted += 1
             for peer, extents in traffic.gathered.receives[piece]:
-                works, flight.gathered[peer, extents] = self._receive(peer, GATHERED, traffic.joint_sum, extents)
+                works, flight.gathered[peer, extents] = self._receive(piece, peer, GATHERED, traffic.joint_sum, extents)
                 flight.gathering += works
             for peer, extents in self._partials.receives[piece]:
-                works, flight.arrivals[peer, extents] = self._receive(peer, PARTIALS, traffic.owned_sum, extents)
+                works, flight.arrivals[peer, extents] = self._receive(piece, peer, PARTIALS, traffic.owned_sum, extents)
                 flight.receives += works
 
     def _receive(
-        self, peer: int, tag: int, tree_sum: TreeSum, extents: Extents
+        self, piece: int, peer: int, tag: int, tree_sum: TreeSum, extents: Extents
     ) -> tuple[list[Work], Tensor]:  # (the peer's subtrees, elements in the extents)
-        return receive_sums(self._group, peer, tag, tree_sum.subtrees_from[peer], extents, self._sums.live.flats)
+        dtype = sums_dtype(self._traffic, piece, peer in tree_sum.leaves_from)
+        return receive_sums(self._group, peer, tag, tree_sum.subtrees_from[peer], extents, dtype)
 
     def _begin_wait(self, piece: int) -> None:
         """In one go, as each wait has its price: for what this piece needs, and for what earlier ones have had in
@@ -212,6 +223,8 @@ class CanonicalReduction:
                 if not self.bad_gradient and not is_finite(mean):
                     lanes = tree_sum.culprit(parts)
                     self.bad_gradient = describe_gradient(self._traffic.layout.buckets[bucket], start, mean, lanes)
+                if self._loss_scale != 1.0:
+                    mean.div_(self._loss_scale)
         flight.arrivals.clear()
         flight.receives.clear()
 
@@ -219,7 +232,8 @@ class CanonicalReduction:
         self, tree_sum: TreeSum, arrived: Arrivals, extents: Extents
     ) -> Iterator[tuple[Extent, list[Tensor]]]:  # each (elements of the extent,)
         """The partial sums of the extents of one message, one extent after the other."""
-        messages = {peer: arrived[peer, extents].unbind() for peer in tree_sum.subtrees_from}
+        wide = self._sums.live.flats[extents[0].bucket].dtype
+        messages = {peer: arrived[peer, extents].to(wide).unbind() for peer in tree_sum.subtrees_from}
         at = 0
         for extent in extents:
             yield extent, tree_sum.parts(self._sums.finished, messages, extent, at)

@@ -11,12 +11,13 @@ import math
 from bisect import bisect_right
 
 import torch
-from shoal_protos.errors import JobFailed
+from shoal_protos.errors import JobFailed, UserError
 from shoal_protos.milestones import passes_milestone
 from shoal_protos.runs import Span
 from torch import Tensor
 
 from shoal.core.layout import Bucket
+from shoal.core.loss_scale import LossScale, after
 from shoal.exchange.vote import Record
 from shoal.logs import get_logger
 
@@ -55,8 +56,25 @@ def stop_where_not_finite(record: Record) -> None:
         )
 
 
-def warn(before: Record | None, record: Record) -> None:
-    """Logs the 1st, 10th, 100th … step that was not finite, and micro-batch that was skipped."""
+def stop_where_nothing_scales(record: Record, scale: LossScale | None) -> None:
+    """Raises `JobFailed` after an overflow at the smallest scale; every member has the same record."""
+    if scale is None or not record.overflow:
+        return
+    try:
+        after(scale, overflow=True)
+    except UserError as error:
+        raise JobFailed(
+            f"at step {record.step} {record.overflow}: {error} The step was not made: the model is that of step "
+            f"{record.step - 1}."
+        ) from None
+
+
+def warn(before: Record | None, record: Record, scale: float) -> None:
+    """Logs the 1st, 10th, 100th … step that was not finite, and micro-batch that was skipped; overflows of scaled
+    losses each, as they are few. `scale`: of the next step.
+    """
+    if record.overflow:
+        log.warning("overflow", step=record.step, what=record.overflow, means="the step is skipped", next_scale=scale)
     steps, skipped = (before.not_finite_steps, before.skipped_micro_batches) if before is not None else (0, 0)
     if passes_milestone(steps, record.not_finite_steps):
         log.warning("not_finite", step=record.step, what=record.not_finite, steps=record.not_finite_steps)

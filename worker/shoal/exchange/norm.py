@@ -10,7 +10,8 @@ import torch
 from shoal_protos.runs import Runs
 from torch import Tensor
 
-from shoal.blocks.flat import Flats, in_order
+from shoal.blocks.flat import in_order
+from shoal.blocks.values import BlockValues
 from shoal.core.layout import Layout
 from shoal.core.tree import subtrees
 
@@ -18,7 +19,7 @@ ROW = 4_096
 
 
 def subtree_sums(
-    gradients: Flats,  # per bucket (elements,) of its dtype, reduced in the blocks owned
+    gradients: BlockValues,  # reduced, of the blocks owned
     owned: Runs,
     layout: Layout,
 ) -> Tensor:  # (subtrees of owned,) float64
@@ -27,8 +28,7 @@ def subtree_sums(
         return torch.empty(0, dtype=torch.float64)
     stretches = layout.stretches(owned)
     pieces = [  # each (rows,) float64
-        gradients[stretch.bucket][slice(*layout.elements(stretch))].view(-1, ROW).pow(2).sum(1).double()
-        for stretch in stretches
+        gradients.of(stretch).view(-1, ROW).pow(2).sum(1).double() for stretch in stretches
     ]
     rows = torch.cat(pieces).view(-1, layout.block_elements // ROW)  # (blocks owned, rows of a block)
     while rows.shape[1] > 1:

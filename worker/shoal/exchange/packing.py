@@ -35,11 +35,13 @@ def send_sums(
     peer: int,
     tag: int,
     sums: Sequence[Sequence[Tensor]],  # of each subtree the extents, each (elements,)
+    dtype: torch.dtype,
 ) -> list[Posted]:  # messages: (elements in the extents,) each, or one for all: (subtrees × elements in the extents,)
-    """Posts the extents of every subtree's sum, as `receive_sums` takes them."""
-    if _is_together(len(sums), sum(map(torch.numel, sums[0])), sums[0][0].itemsize):
-        return [_send(group, peer, tag, [part for parts in sums for part in parts])]
-    return [_send(group, peer, tag, parts) for parts in sums]
+    """Posts the extents of every subtree's sum, as `receive_sums` takes them. `dtype`: what they travel in."""
+    packed = [[part.to(dtype) for part in parts] for parts in sums]
+    if _is_together(len(sums), sum(map(torch.numel, sums[0])), dtype.itemsize):
+        return [_send(group, peer, tag, [part for parts in packed for part in parts])]
+    return [_send(group, peer, tag, parts) for parts in packed]
 
 
 def receive_sums(
@@ -48,10 +50,10 @@ def receive_sums(
     tag: int,
     subtrees: int,
     extents: Sequence[Extent],
-    like: Flats,  # per bucket (elements,): whose dtype is received
+    dtype: torch.dtype,
 ) -> tuple[list[Work], Tensor]:  # (subtrees, elements in the extents)
     """Posts the receives of what a peer sends by `send_sums`."""
-    sums = like[extents[0].bucket].new_empty(subtrees, elements_in(extents))
+    sums = torch.empty(subtrees, elements_in(extents), dtype=dtype)
     apart = [sums.view(-1)] if _is_together(subtrees, elements_in(extents), sums.itemsize) else list(sums)
     return [group.receive(message, source, tag) for message in apart], sums
 

@@ -100,7 +100,7 @@ def cut_into_pieces(
 def _most_bytes(bucket: Bucket, ranges: Sequence[Sequence[Span]], sums: HostSums) -> int:
     sizes = [sum(stop - start for start, stop in spans) for spans in ranges]
     scattered = [size if len(spans) > 1 else 0 for size, spans in zip(sizes, ranges, strict=True)]
-    return bucket.dtype.itemsize * sums.most_held(sizes, scattered)
+    return bucket.wide_dtype.itemsize * sums.most_held(sizes, scattered)
 
 
 def _dtype(layout: Layout, piece: ExchangePiece) -> object:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+import torch
 from shoal_protos.plan import Plan
 from shoal_protos.runs import Runs, Span
 
@@ -46,8 +47,9 @@ class PieceTraffic:
 class Traffic:
     """The traffic of one member of a world."""
 
-    def __init__(self, plan: Plan, rank: int, layout: Layout) -> None:
-        self.plan, self.rank, self.layout = plan, rank, layout
+    def __init__(self, plan: Plan, rank: int, layout: Layout, leaves_are_narrow: bool = False) -> None:
+        """`leaves_are_narrow`: a lane's gradient has the precision of the parameters, as it is no sum."""
+        self.plan, self.rank, self.layout, self.leaves_are_narrow = plan, rank, layout, leaves_are_narrow
         self.others = tuple((rank + distance) % plan.world_size for distance in range(1, plan.world_size))
         self._replays = lru_cache(maxsize=4)(
             lambda boundaries: tuple(plan.replays(r, boundaries) for r in range(plan.world_size))
@@ -192,6 +194,12 @@ class Traffic:
             for piece, extents in by_piece.items():
                 found[piece][peer] = self._in_messages(piece, extents)
         return tuple(map(_in_order, found))
+
+
+def sums_dtype(traffic: Traffic, piece: int, are_leaves: bool = False) -> torch.dtype:
+    """What partial sums of a piece travel in: never in less than they have. `are_leaves`: each is of a single lane."""
+    bucket = traffic.layout.buckets[traffic.pieces[piece].last_bucket]
+    return bucket.dtype if are_leaves and traffic.leaves_are_narrow else bucket.wide_dtype
 
 
 def _in_order(by_peer: dict[int, tuple[Extents, ...]]) -> Messages:

@@ -14,7 +14,7 @@ from shoal_protos.runs import Span
 from torch import Tensor
 
 from shoal.blocks.flat import Flats
-from shoal.core.tree import fold_up
+from shoal.core.tree import are_leaves, fold_up
 from shoal.exchange.host_sums import Source
 from shoal.exchange.pieces import Extent
 
@@ -29,6 +29,10 @@ class TreeSum:
         self._sources = sources
         self.subtrees_from = Counter(peer for _, peer in sources if peer != rank)
         """How many subtrees' sums come from each peer."""
+        self.leaves_from = {
+            peer for peer in self.subtrees_from if are_leaves([span for span, sender in sources if sender == peer])
+        }
+        """The peers of which it gets the gradients of single lanes, and nothing else."""
         seen: Counter[int] = Counter()
         self._places: list[tuple[int, int]] = []
         """By source, the peer that it comes from, or OWN, and which of its sums it is."""

@@ -55,9 +55,7 @@ class Record:
     """Saving states by rank."""
     saved: int = -1
     updates: bool = True
-    """Whether the step updates anything: not where all its micro-batches were skipped, or a gradient has overflowed."""
-    overflow: bool = False
-    """Whether some owner's gradient has overflowed at the loss scale."""
+    """Whether the step updates anything: not where all its micro-batches were skipped, nor after an overflow."""
     skipped_micro_batches: int = 0
     """Skipped micro-batches of all steps up to this one."""
     corrupt: tuple[CorruptBlock, ...] = ()
@@ -65,9 +63,11 @@ class Record:
     single: int = 0
     """Blocks of those compared that had fewer than two copies."""
     not_finite: str = ""
-    """What loss and gradient of this step are not finite; empty where all are, or the step is skipped for it."""
+    """What loss and gradient of this step are not finite; empty where all are."""
     not_finite_steps: int = 0
     """Steps up to this one that had such."""
+    overflow: str = ""
+    """What of this step is not finite where the loss is scaled: the step updates nothing, and the scale may fall."""
 
     def to_bytes(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -183,8 +183,9 @@ def _record(
 
     trained = any(ballot.losses for ballot in ballots)
     norm = _norm(traffic, rows) if with_norm else None
-    overflow = any(ballot.overflow for ballot in ballots)
-    not_finite = _not_finite(ballots, norm) if not overflow else ""
+    not_finite, overflow = _not_finite(ballots, norm), ""
+    if any(ballot.is_scaled for ballot in ballots):
+        not_finite, overflow = "", not_finite
     return Record(
         step=ballots[0].step,
         generations=tuple(ballot.generation for ballot in ballots),

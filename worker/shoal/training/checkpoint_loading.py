@@ -91,9 +91,13 @@ class CheckpointLoading:
         context.done = False
         if fits(found.manifest, state, self._config.allow, found.path):
             return self._restore(found, world)
+        if state.originals is None:
+            raise NeedsFreshProcess(
+                f"the job begins at step 0 with tensors of {found.path}, and this process has trained; start a new one."
+            )
         log.info("tensors_taken", path=found.path, what=str(load_model(found.reader(), state, self._config.allow)))
-        state.begin_anew(world.plan.shares[world.rank].keeps)
         agree_on_the_start(world, state)
+        state.begin_anew(world.plan.shares[world.rank].keeps)
         return found.manifest.data_bytes
 
     def _restore(self, found: Found, world: World) -> int:
@@ -105,7 +109,7 @@ class CheckpointLoading:
         state.lineage = self._lineage(found, world.plan.generation)
         load_blocks(reader, state, owned)
         self._context.faults.at("restore", state.step)
-        HandOut(world.group, state.flats, world.traffic, world.traffic.stale).finish()
+        HandOut(world.group, state.weights.flats, world.traffic, world.traffic.stale).finish()
         state.current = every(state.layout.blocks)
         log.info("restored", path=found.path, step=state.step, bytes=reader.bytes_read)
         return reader.bytes_read
@@ -144,7 +148,7 @@ class CheckpointLoading:
 
     def check_initial(self) -> None:
         """Raises where this process cannot begin at step 0 any more: `JobFailed` where no other can either."""
-        step_zero = self.known.step_zero(has_trained=not self._context.state.initial)
+        step_zero = self.known.step_zero(has_trained=self._context.state.originals is None)
         if step_zero is StepZero.UNREADABLE:
             raise JobFailed(
                 f"{self.known.taken} cannot be read, and there is no other checkpoint to resume from. To begin at step "

@@ -167,7 +167,7 @@ class CheckpointSaving:
                 return saver.refuse(part, name, str(error))
             lead = Lead(draft, frozen_parameters(state.module), _in_use(world))
         owned = plan.shares[world.rank].owned
-        snapshot = take_snapshot(state.layout, state.flats, state.held, owned, beside, saver.ready())
+        snapshot = take_snapshot(state.layout, state.weights, state.held, owned, beside, saver.ready())
         task = SaveTask(part, name, snapshot, lead, Ours(run, state.lineage))
         saver.begin(task, copy_seconds=time.monotonic() - began)
         return None

@@ -70,7 +70,7 @@ class Evaluation:
             )
         self.active, weights = True, context.state.module_guard.whole()
         try:
-            with _untouched(module), context.forward_seed.away(), torch.no_grad():
+            with _untouched(module), context.forward_seed.away(), context.autocast.here(), torch.no_grad():
                 module.eval()
                 yield
         finally:

@@ -19,9 +19,12 @@ log = get_logger("shoal")
 
 
 def agree_on_the_start(world: World, state: TrainingState) -> None:
-    """In the first generation rank 0's parameters and buffers replace the others', with a warning where they differ."""
+    """In the first generation rank 0's parameters and buffers replace the others', with a warning where they differ.
+
+    Called before the state begins with them.
+    """
     tensors = {
-        **{f"bucket {i}": flat for i, flat in enumerate(state.flats)},
+        **state.stand_at_the_start().named,
         **frozen_parameters(state.module),
         **{f"buffer {name}": buffer for name, buffer in named_buffers(state.module)},
     }

@@ -125,7 +125,8 @@ class LaneLoop:
     def backward(self, loss: Tensor, state: TrainingState, arriving: Iterable[Extent] = ()) -> None:
         """Accumulates into the live gradient copy. `arriving`: where the reduction may write to it from now on."""
         self._order.backward_begins(self._where(state))
-        (loss / self._micro_batches).backward()
+        scaled = loss if state.loss_scale is None else loss.float() * state.scale
+        (scaled / self._micro_batches).backward()
         self._order.backward_ends()
         state.gradient_guard.on_backward(state.sums.live, arriving)
         self.numbers.add_loss(self.lane if not self.is_warming_up else 0, float(loss.detach().double()))

@@ -122,8 +122,8 @@ class Resize:
         if plan.reason is Reason.START:
             self._loading.check_initial()
             self._boundary.go_back_to(0, saved=-1)
-            state.begin_anew(plan.shares[world.rank].keeps)
             agree_on_the_start(world, state)
+            state.begin_anew(plan.shares[world.rank].keeps)
             return
         self._share_small_state(world)
         self._share_frozen(world)
@@ -133,7 +133,7 @@ class Resize:
             self._roll_forward(recovery.record)
         self._context.faults.at("promote", state.step)
         self._clock.note_promoted(len(plan.shares[world.rank].owned - self._owned_before()))
-        self._clock.note_bytes(HandOut(world.group, state.flats, world.traffic, world.traffic.stale).finish())
+        self._clock.note_bytes(HandOut(world.group, state.weights.flats, world.traffic, world.traffic.stale).finish())
         state.current = state.everything
 
     def _roll_forward(self, record: bytes) -> None:
@@ -236,7 +236,8 @@ class Resize:
         link = self._context.link
         rank = plan.rank_of(link.worker, link.incarnation)
         assert rank is not None, f"plan {plan.generation} leaves out {link.worker}, which was told to carry it out"
-        return World(plan, rank, group, Traffic(plan, rank, self._context.state.layout))
+        one = self._context.config.micro_batches_per_lane == 1
+        return World(plan, rank, group, Traffic(plan, rank, self._context.state.layout, leaves_are_narrow=one))
 
     def _enter(self, world: World) -> None:
         """The world begins here: it replaces the old one whole."""

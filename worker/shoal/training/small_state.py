@@ -28,6 +28,7 @@ FIELDS: Mapping[str, type | tuple[type, ...]] = {
     "hyper": list,
     "evaluating": list,
     "scheduler": (dict, type(None)),
+    "loss_scale": (dict, type(None)),
     "buffers": dict,
     "last_step": int,
     "lineage": list,

@@ -58,7 +58,7 @@ def initialize(
         samples_of(dataset), settled.lanes, settled.micro_batch_size, settled.micro_batches_per_lane, settled.seed
     )
     last_step = sampler.last_step(settled.max_steps, settled.epochs)
-    limits = Limits(settled.lanes, settled.gradient_clipping, last_step, settled.units)
+    limits = Limits.of(settled, last_step)
     optimizer = _optimizer(settled, model, optimizer)
     scheduler = _scheduler(settled, optimizer, scheduler, limits.last_step)
     state = TrainingState(model, optimizer, scheduler, limits)

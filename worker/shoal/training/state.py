@@ -22,13 +22,18 @@ from shoal.blocks.flat import adopt, lay_out_model, trainable
 from shoal.blocks.held import HeldBlocks, OnUpdated, unheard
 from shoal.blocks.host_memory import tensor_bytes
 from shoal.blocks.lane_sums import LaneSums
+from shoal.blocks.originals import Originals
+from shoal.blocks.values import WholeValues
 from shoal.checkpoint.lineage import Branch, Lineage
+from shoal.config.training import TrainingConfig
 from shoal.core.layout import Layout
+from shoal.core.loss_scale import LossScaleRule, after, first_loss_scale
 from shoal.core.module_names import named_parameters
 from shoal.exchange.module_buffers import ModuleBuffers
 from shoal.exchange.vote import Record
 from shoal.optim.hyper import hyper_parameters, load_into
 from shoal.optim.take_over import advance
+from shoal.precision.rounding import half_dtype, round_module
 from shoal.training.agreed_hyper import SetInTime
 from shoal.training.module_modes import ModuleModes
 from shoal.training.parameter_guards import GradientGuard, ModuleGuard
@@ -48,6 +53,17 @@ class Limits:
     last_step: int
     units: tuple[str, ...] = ()
     """Classes of the modules that are units of the layout; none: by rule (core/units.py)."""
+    half: torch.dtype | None = None
+    """The half precision of the parameters; None: the script's own."""
+    scaling: LossScaleRule | None = None
+    """How losses are scaled; None: not at all."""
+
+    @classmethod
+    def of(cls, config: TrainingConfig, last_step: int) -> Limits:
+        """`last_step`: where the dataset or `max_steps` ends the job."""
+        precision = config.precision
+        half = half_dtype(precision)
+        return cls(config.lanes, config.gradient_clipping, last_step, config.units, half, precision.scaling)
 
 
 class TrainingState:
@@ -60,18 +76,22 @@ class TrainingState:
         scheduler: LRScheduler | None,
         limits: Limits,
     ) -> None:
-        pairs = trainable(module, optimizer, limits.units)
+        pairs = trainable(module, optimizer, limits.units, limits.half)
+        pairs, before = round_module(module, pairs, limits.half)
         self.module, self.optimizer, self.scheduler, self.clipping = module, optimizer, scheduler, limits.clipping
         self.layout: Layout
         self.layout, self.parameters = lay_out_model(pairs)
-        self.flats = adopt(self.layout, self.parameters)
+        self.weights = WholeValues(self.layout, adopt(self.layout, self.parameters))
+        self.originals: Originals | None = Originals(self.layout, self.parameters, before)
+        """Until something but the script has made this process's state: till then it could begin at step 0."""
         self.sums = LaneSums(self.layout, limits.lanes)
-        self.held = HeldBlocks(self.layout, optimizer, self.flats, {info.name: tensor for info, tensor in pairs})
+        self.held = HeldBlocks(self.layout, optimizer, self.weights, {info.name: tensor for info, tensor in pairs})
         self.buffers = ModuleBuffers(module, limits.lanes)
-        self.module_guard = ModuleGuard(module, self._named(), self.flats)
-        self.gradient_guard = GradientGuard(self.flats)
+        self.module_guard = ModuleGuard(module, self._named(), self.weights.flats)
+        self.gradient_guard = GradientGuard(self.weights.flats)
         self.set_in_time = SetInTime(optimizer)
         self.modes = ModuleModes(module)
+        self.loss_scale = first_loss_scale(limits.scaling) if limits.scaling is not None else None
         self.step = NO_STEP
         self.last_step = limits.last_step
         self.committed_in = 0
@@ -82,8 +102,6 @@ class TrainingState:
         """Blocks whose parameters are those of `step`."""
         self.frozen_in_place = True
         """Whether this module's frozen parameters are known to be the job's."""
-        self.initial = True
-        """Whether nothing but the script has made this process's state: it could begin at step 0."""
         self.lineage: Lineage = ()
         """The checkpoints that training has gone on from."""
         self.registered: dict[str, Any] = {}
@@ -97,6 +115,11 @@ class TrainingState:
     @property
     def everything(self) -> Runs:
         return every(self.layout.blocks)
+
+    @property
+    def scale(self) -> float:
+        """What losses are multiplied by before their backward."""
+        return self.loss_scale.scale if self.loss_scale is not None else 1.0
 
     @property
     def loss(self) -> float | None:
@@ -114,10 +137,12 @@ class TrainingState:
 
         `on_updated`: see `HeldBlocks.apply`.
         """
-        self.initial = False
+        self.originals = None
         self.held.keep_only(self.pending)
         if record.updates:
-            self.held.apply(self.sums.live.flats, self._clip(record.norm), on_updated)
+            self.held.apply(self.sums.live, self._clip(record.norm), on_updated)
+        if self.loss_scale is not None and (record.updates or record.overflow):
+            self.loss_scale = after(self.loss_scale, bool(record.overflow))
         self.optimizer.state.clear()  # what the user's object brought along lives in the held blocks now
         self.buffers.commit()
         self.step, self.committed_in, self.record = record.step, generation, record
@@ -155,13 +180,21 @@ class TrainingState:
             lane=lane,
         )
 
-    def begin_anew(self, keeps: Runs) -> None:
-        """The initial state: step 0, the given blocks held in the state that the user's optimizer starts with."""
+    def stand_at_the_start(self) -> Originals:
+        """Step 0, no block held; the values with which parameters begin."""
+        assert self.originals is not None, "whoever has trained cannot begin"
         self.held.keep_only(NO_BLOCKS)
-        self.held.hold(keeps)
         self.step, self.committed_in, self.record = 0, 0, None
-        self.lineage, self.current = (), self.everything
+        self.lineage, self.current = (), NO_BLOCKS
         self.buffers.put_back()
+        return self.originals
+
+    def begin_anew(self, keeps: Runs) -> None:
+        """The initial state: the given blocks held in the state that the user's optimizer starts with."""
+        originals = self.stand_at_the_start()
+        originals.put_back()
+        self.held.hold(keeps, originals)
+        self.current = self.everything
 
     def give_up(self) -> None:
         """A joiner again: nothing that it holds counts."""
@@ -181,6 +214,7 @@ class TrainingState:
                 "hyper": hyper_parameters(self.optimizer),
                 "evaluating": self.modes.evaluating,
                 "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
+                "loss_scale": self.loss_scale.position if self.loss_scale is not None else None,
                 "buffers": self.buffers.committed,
                 "last_step": self.last_step,
                 "lineage": [branch.model_dump() for branch in self.lineage],
@@ -192,13 +226,15 @@ class TrainingState:
     def load_small_state(self, content: bytes) -> None:
         """Takes over another member's small state."""
         given = unpack(content)
-        self.initial = False
+        self.originals = None
         self.step, self.committed_in = given["step"], given["committed_in"]
         self.record = Record.from_bytes(given["record"]) if given["record"] else None
         load_into(self.optimizer, given["hyper"])
         self.modes.take_over(given["evaluating"])
         if self.scheduler is not None and given["scheduler"] is not None:
             self.scheduler.load_state_dict(given["scheduler"])
+        if self.loss_scale is not None and given["loss_scale"] is not None:
+            self.loss_scale = self.loss_scale.at(given["loss_scale"])
         self.buffers.load(given["buffers"])
         self.last_step = given["last_step"]
         self.lineage = tuple(Branch(**branch) for branch in given["lineage"])

@@ -37,7 +37,7 @@ class Step:
     ) -> None:
         self._context, self._voting, self.update, self._boundary = context, voting, update, boundary
         self._evaluation = evaluation
-        self._hooks = BucketHooks(context.state.layout, context.state.parameters)
+        self._hooks = BucketHooks(context.state.layout, context.state.parameters, context.state.sums)
         self._reduction: CanonicalReduction | None = None
         self.faults = context.faults
         self.number = 0
@@ -47,6 +47,14 @@ class Step:
     def begin_reduction(self) -> None:
         """Before the last backward: receives are posted. Raises `WorldChanged`."""
         self._reduction = self._new_reduction()
+
+    def backward(self, loss: Tensor) -> None:
+        """Any but the step's last."""
+        self._hooks.arm_where_half()
+        try:
+            self._context.loop.backward(loss, self._context.state)
+        finally:
+            self._hooks.disarm()
 
     def last_backward(self, loss: Tensor) -> None:
         """Buckets leave for their owners as soon as the step's last backward has filled them, and are reduced and
@@ -95,8 +103,9 @@ class Step:
     def _new_reduction(self) -> CanonicalReduction:
         context, world = self._context, self._world
         return CanonicalReduction(
-            world.group, world.traffic, context.state.sums, context.boundaries, on_reduced=self._on_reduced
-        )
+            world.group, world.traffic, context.state.sums, context.boundaries, self._on_reduced,
+            context.state.scale,
+        )  # fmt: skip
 
     def _slice(self) -> tuple[Fill, ...]:
         """What is filled beside this vote."""
@@ -143,7 +152,7 @@ class Step:
         state = self._context.state
         if not state.clipping:
             return None
-        return subtree_sums(state.sums.live.flats, self._world.plan.shares[self._world.rank].owned, state.layout)
+        return subtree_sums(state.sums.live, self._world.plan.shares[self._world.rank].owned, state.layout)
 
     def _note_pending(self) -> None:
         """All that the commit reads is here: these blocks could roll forward."""
@@ -170,7 +179,7 @@ class Step:
     def _begin_hand_out(self) -> HandOut:
         """Parameters go to the workers that do not update them; what is updated leaves while the rest is."""
         world, state, boundaries = self._world, self._context.state, self._context.boundaries
-        return HandOut(world.group, state.flats, world.traffic, world.traffic.handed(boundaries))
+        return HandOut(world.group, state.weights.flats, world.traffic, world.traffic.handed(boundaries))
 
     def _finish_hand_out(self, hand_out: HandOut) -> None:
         """Then everybody has all parameters."""

@@ -106,7 +106,7 @@ class Meter:
     def _memory_bytes(self, state: TrainingState) -> dict[str, int]:
         now = time.monotonic()
         if now - self._memory_counted >= MEMORY_SECONDS:
-            parameters = sum(flat.nbytes for flat in state.flats)
+            parameters = state.weights.bytes
             self._memory_counted = now
             self._memory = {
                 "parameters": parameters,

@@ -43,6 +43,7 @@ class TrainingLoop:
             self._settle_requests()
         finally:
             context.left_loop = True
+            context.autocast.end()
             context.forward_seed.disarm()
 
     def _batches(self) -> Iterator[Any]:
@@ -60,6 +61,7 @@ class TrainingLoop:
                 context.state.set_in_time.check(context.state.record)
                 batch = context.loop.next_batch(context.state)
                 context.forward_seed.arm(context.state.step, *context.loop.place)
+                context.autocast.begin()
                 yield batch
             else:
                 self._guarded(self._standby_step if context.world.plan.steps else self._vote_and_idle)
@@ -72,6 +74,7 @@ class TrainingLoop:
         if not context.link.alone:
             batch = context.loop.warm_up_batch(context.state)
             context.forward_seed.arm(0, 0, 0)
+            context.autocast.begin()
             yield batch
         context.loop.end_warm_up(context.state)
         status.publish()  # what it knows of checkpoints, before anyone counts on it
@@ -83,6 +86,7 @@ class TrainingLoop:
     def backward(self, loss: Tensor) -> None:
         """`Engine.backward`."""
         context, loop, state = self._context, self._context.loop, self._context.state
+        context.autocast.end()
         self._parts.update.check_whole()
         if context.world is not None and context.link.stopping:
             self._parts.resize.take_part()
@@ -92,7 +96,7 @@ class TrainingLoop:
         loop.prepare_backward(loss, state)
         context.faults.at("backward", state.step + 1)
         if context.world is None or not loop.at_last_backward:
-            loop.backward(loss, state)
+            self._parts.step.backward(loss)
             return
         try:
             self._parts.step.begin_reduction()
@@ -125,6 +129,7 @@ class TrainingLoop:
     def skip(self) -> bool:
         """`Engine.skip`."""
         loop, state = self._context.loop, self._context.state
+        self._context.autocast.end()
         self._parts.update.check_whole()
         if not loop.in_flight:
             loop.forget_void("engine.skip")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from shoal_protos.errors import UserError
 
 from shoal.blocks.held import OnUpdated, unheard
-from shoal.exchange.finite import stop_where_not_finite, warn
+from shoal.exchange.finite import stop_where_not_finite, stop_where_nothing_scales, warn
 from shoal.exchange.vote import Record
 from shoal.failure import result_of
 from shoal.training.context import TrainingContext
@@ -33,6 +33,7 @@ class Update:
         try:
             if context.config.stop_on_nan:
                 stop_where_not_finite(record)
+            stop_where_nothing_scales(record, context.state.loss_scale)
             context.state.commit(record, generation, on_updated)
         except BaseException as error:
             result = result_of(error, context.state.step)
@@ -40,7 +41,7 @@ class Update:
             context.link.result(result)
             raise
         if context.rank == 0:
-            warn(before, record)
+            warn(before, record, context.state.scale)
         self._evaluation.on_commit()
 
     def check_whole(self) -> None:

@@ -62,6 +62,7 @@ class Voting:
             skipped_before=before.skipped_micro_batches if before else 0,
             bad_loss=numbers.not_finite if trained else "",
             bad_gradient=bad_gradient,
+            is_scaled=int(state.loss_scale is not None),
             not_finite_before=before.not_finite_steps if before else 0,
             evaluations=self._evaluation.take_to_vote(),
             requests=self._requests.pending + (self._saving.scheduled_requests() if trained else ()),
