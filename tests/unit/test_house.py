@@ -32,7 +32,6 @@ ENTRY_MODULES = {
 }
 """Modules that nobody imports because they are started."""
 NOT_USED_YET = {
-    "shoal.core.rounds": "for stages 2 and 3; the simulation drives it",
 }
 """Modules that are there, with their tests, before what they are for."""
 

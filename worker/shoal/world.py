@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from shoal_protos.plan import Plan
 from shoal_protos.runs import Runs
 
+from shoal.core.rounds import NO_LANE, first_rounds
 from shoal.exchange.traffic import Traffic
 from shoal.group.group import Group
 
@@ -22,6 +23,12 @@ class World:
     def lanes(self) -> tuple[int, ...]:
         """The lanes that this member trains; empty for a standby, and while no steps run."""
         return self.plan.shares[self.rank].lanes if self.plan.steps else ()
+
+    @property
+    def first_lanes(self) -> tuple[int, ...]:
+        """The same lanes in the order of the world's first step."""
+        own = (lanes[self.rank] for lanes in first_rounds(self.plan))
+        return tuple(lane for lane in own if lane != NO_LANE)
 
     def replays(self, boundaries: int) -> Runs:
         """The blocks that this member updates itself at the next vote."""

@@ -1,8 +1,8 @@
 """Which buckets the last backward of a step has filled: so that they leave for their owners while it still runs.
 
 One hook per parameter, armed for one backward at a time. Buckets become ready in the layout's order only, the order in
-which every worker sends and receives. Gradients in half precision are taken from their parameters here, and added up in
-float32.
+which every worker sends and receives. Gradients that are sharded or in half precision are taken from their parameters
+here.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from shoal_protos.errors import UserError
 from torch import Tensor, nn
 
 from shoal.blocks.lane_sums import LaneSums
+from shoal.blocks.shard_sums import ShardSums
 from shoal.core.layout import Layout
 
 
 class BucketHooks:
     """`arm` before the last backward of a step, `disarm` after it."""
 
-    def __init__(self, layout: Layout, parameters: Sequence[nn.Parameter], sums: LaneSums) -> None:
+    def __init__(self, layout: Layout, parameters: Sequence[nn.Parameter], sums: LaneSums | ShardSums) -> None:
         self._slots, self._sums = [len(bucket.slots) for bucket in layout.buckets], sums
         self._is_half = [bucket.has_masters for bucket in layout.buckets]
         self._on_filled: Callable[[int], None] | None = None
@@ -35,9 +36,9 @@ class BucketHooks:
         self._missing = [set(range(count)) for count in self._slots]
         self._next, self._on_filled = 0, on_filled
 
-    def arm_where_half(self) -> None:
-        """For a backward that is not the last: gradients in half precision are taken in all the same."""
-        if any(self._is_half):
+    def arm_to_take(self) -> None:
+        """For a backward that fills no bucket for good: what is to be taken from parameters is so anyway."""
+        if self._sums.live.takes_gradients:
             self.arm(lambda _: None)
 
     def disarm(self) -> None:
@@ -58,7 +59,7 @@ class BucketHooks:
                 "a parameter got its gradient twice in one backward (reentrant checkpointing does that); "
                 "use torch.utils.checkpoint with use_reentrant=False."
             )
-        if self._is_half[bucket] and parameter.grad is not None:
+        if self._sums.live.takes_gradients and parameter.grad is not None:
             self._sums.live.add(number, parameter.grad)
             parameter.grad = None
         missing = self._missing[bucket]

@@ -124,6 +124,25 @@ def drop_gradients(parameters: Sequence[nn.Parameter]) -> None:
         parameter.grad = None
 
 
+def refuse_others(
+    name: str,
+    parameter: nn.Parameter,  # of its own shape
+    own: Tensor | None,  # of the parameter's shape: the gradient that the engine has put there
+) -> None:
+    """Raises `UserError` where a parameter was frozen since the start, or has a gradient that is not the engine's."""
+    if not parameter.requires_grad:
+        raise UserError(
+            f'parameter "{name}" was frozen after shoal.initialize; freeze parameters before it, '
+            "the layout is fixed from then on."
+        )
+    if parameter.grad is not None and parameter.grad is not own and bool(parameter.grad.any()):
+        raise UserError(
+            f'parameter "{name}" has a gradient that engine.backward did not make. Call engine.backward(loss) '
+            "in place of loss.backward(), once for the sum of all losses; drop what other backward passes "
+            "leave with optimizer.zero_grad()."
+        )
+
+
 class Gradients(WholeValues):
     """One copy of all gradients: flats, and the views that become the parameters' `.grad`.
 
@@ -131,6 +150,7 @@ class Gradients(WholeValues):
     """
 
     def __init__(self, layout: Layout) -> None:
+        self.takes_gradients = any(bucket.has_masters for bucket in layout.buckets)
         super().__init__(layout, [host_memory(bucket.elements, bucket.wide_dtype) for bucket in layout.buckets])
         self._views = all_views(layout, self.flats)
         self._names = [slot.parameter.name for bucket in layout.buckets for slot in bucket.slots]
@@ -144,17 +164,7 @@ class Gradients(WholeValues):
         and where there are gradients that are not the engine's.
         """
         for name, parameter, view in zip(self._names, parameters, self._views, strict=True):
-            if not parameter.requires_grad:
-                raise UserError(
-                    f'parameter "{name}" was frozen after shoal.initialize; freeze parameters before it, '
-                    "the layout is fixed from then on."
-                )
-            if parameter.grad is not None and parameter.grad is not view and bool(parameter.grad.any()):
-                raise UserError(
-                    f'parameter "{name}" has a gradient that engine.backward did not make. Call engine.backward(loss) '
-                    "in place of loss.backward(), once for the sum of all losses; drop what other backward passes "
-                    "leave with optimizer.zero_grad()."
-                )
+            refuse_others(name, parameter, view)
             parameter.grad = view if view.dtype == parameter.dtype else None
 
     def add(

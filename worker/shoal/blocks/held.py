@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shoal.blocks.fill_memory import FillMemory
 from shoal.blocks.host_memory import host_memory
-from shoal.blocks.values import BlockValues
+from shoal.blocks.values import BlockValues, StretchValues
 from shoal.core.layout import Bucket, Layout, Stretch, overlaps
 
 PART_BYTES = 16 << 20
@@ -118,7 +118,7 @@ class HeldBlocks:
         found: State = {key: value for key, value in state.items() if isinstance(value, Tensor)}
         return {**found, MASTER: segment.parameter} if segment.has_master else found
 
-    def hold(self, runs: Runs, masters: BlockValues | None = None) -> None:
+    def hold(self, runs: Runs, masters: StretchValues | None = None) -> None:
         """Begins to hold blocks in the state of step 0. `masters`: the first values of master weights."""
         for stretch in self._layout.stretches(runs):
             state = self._initial(stretch.bucket, self._layout.elements(stretch))

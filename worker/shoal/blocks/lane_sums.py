@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from shoal_protos.runs import Span
 
-from shoal.blocks.flat import Flats, Gradients
+from shoal.blocks.flat import Gradients
 from shoal.core.layout import Layout
 from shoal.core.tree import push
 
@@ -28,6 +28,11 @@ class LaneSums:
         self._chain: list[Gradients] = []
         self._merged = 0
         self.live = Gradients(layout)
+
+    @property
+    def reduced(self) -> Gradients:  # of whole buckets
+        """Where the step's mean lies once it is reduced: in place."""
+        return self.live
 
     def reserve(self, lanes: Iterable[int]) -> None:
         """Finds and touches the copies that these lanes will take: a step that met new memory would be longer by it."""
@@ -45,6 +50,11 @@ class LaneSums:
         if any(kept is self.live for _, kept in self._stack):
             self.live = self._pool.pop() if self._pool else Gradients(self._layout)
         self.live.zero()
+
+    def lane_done(self, lane: int, is_last: bool) -> None:
+        """The last lane's push began with its backward."""
+        if not is_last:
+            self.push(lane)
 
     def push(self, lane: int) -> None:
         """The live copy holds the gradient of `lane`; merges it as far as whole subtrees allow."""
@@ -85,9 +95,9 @@ class LaneSums:
         return [span for span, _ in self._stack]
 
     @property
-    def finished(self) -> list[Flats]:  # each per bucket (elements,) of its dtype
+    def finished(self) -> list[Gradients]:  # each of whole buckets
         """The finished sums, in the order of `spans`."""
-        return [kept.flats for _, kept in self._stack]
+        return [kept for _, kept in self._stack]
 
     @property
     def last(self) -> Gradients:  # of whole buckets
@@ -98,6 +108,11 @@ class LaneSums:
         """Forget the step's sums; the live copy keeps its values until the next lane begins."""
         self._pool += [kept for _, kept in self._stack if kept is not self.live and kept not in self._pool]
         self._stack = []
+
+    @property
+    def bytes(self) -> int:
+        """What gradients take here."""
+        return self.copies * self.live.bytes
 
     @property
     def copies(self) -> int:

@@ -1,23 +1,34 @@
-"""One value per element of the blocks that a worker keeps: parameters, or reduced gradients, read stretch by stretch.
+"""One value per element of the blocks that a worker keeps: parameters, or reduced gradients, read range by range.
 
-What a worker keeps of a block whole and what only of its own blocks depends on the stage; update, norm, digests and
-saves read by stretch and need not know.
+What a worker keeps of a block whole and what only of its own blocks depends on the stage (residency.py); update, norm,
+exchange, digests and saves read by range and need not know.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from typing import Protocol
 
+from shoal_protos.runs import NO_BLOCKS, Runs
 from torch import Tensor
 
+from shoal.blocks.host_memory import host_memory
 from shoal.core.layout import Layout, Stretch
 
 
-class BlockValues(Protocol):
-    """Values of the blocks that are kept here."""
+class StretchValues(Protocol):
+    """Values of blocks that follow each other."""
 
     def of(self, stretch: Stretch) -> Tensor:  # (elements,)
-        """A view of the values of blocks that are kept here and follow each other."""
+        """Those of blocks that are kept here; as a view, where nothing else is said."""
+        ...
+
+
+class BlockValues(StretchValues, Protocol):
+    """Values of the blocks that are kept here."""
+
+    def range(self, bucket: int, start: int, stop: int) -> Tensor:  # (stop - start,)
+        """A view of elements of a bucket that lie in such blocks."""
         ...
 
 
@@ -32,11 +43,48 @@ class WholeValues:
         self._layout, self.flats = layout, flats
 
     def of(self, stretch: Stretch) -> Tensor:  # (elements,)
-        """A view."""
-        start, stop = self._layout.elements(stretch)
-        return self.flats[stretch.bucket][start:stop]
+        return self.range(stretch.bucket, *self._layout.elements(stretch))
+
+    def range(self, bucket: int, start: int, stop: int) -> Tensor:  # (stop - start,)
+        return self.flats[bucket][start:stop]
 
     @property
     def bytes(self) -> int:
         """What they take."""
         return sum(flat.nbytes for flat in self.flats)
+
+
+class ShardValues:
+    """Of some blocks, in the wide dtype of their buckets."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout, self.runs = layout, NO_BLOCKS
+        self._starts: list[list[int]] = []
+        self._parts: list[list[Tensor]] = []  # per bucket, each (elements of a stretch,)
+
+    def keep(self, runs: Runs) -> None:
+        """Of these blocks, from now on; the values of others are forgotten."""
+        if runs == self.runs:
+            return
+        self.runs = runs
+        self._starts, self._parts = [[] for _ in self._layout.buckets], [[] for _ in self._layout.buckets]
+        for stretch in self._layout.stretches(runs):
+            start, stop = self._layout.elements(stretch)
+            self._starts[stretch.bucket].append(start)
+            memory = host_memory(stop - start, self._layout.buckets[stretch.bucket].wide_dtype)
+            self._parts[stretch.bucket].append(memory)
+
+    def of(self, stretch: Stretch) -> Tensor:  # (elements,)
+        return self.range(stretch.bucket, *self._layout.elements(stretch))
+
+    def range(self, bucket: int, start: int, stop: int) -> Tensor:  # (stop - start,)
+        index = bisect_right(self._starts[bucket], start) - 1
+        first = self._starts[bucket][index]
+        found = self._parts[bucket][index][start - first : stop - first]
+        assert index >= 0 and found.numel() == stop - start, f"{bucket}:{start}:{stop} lies in no kept blocks"
+        return found
+
+    @property
+    def bytes(self) -> int:
+        """What they take."""
+        return sum(part.nbytes for parts in self._parts for part in parts)

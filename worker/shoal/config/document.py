@@ -65,9 +65,10 @@ class Scheduler(Section):
 class ZeroOptimization(Section):
     """`zero_optimization`: the state that is sharded over the workers."""
 
-    stage: Annotated[int, Field(ge=0, le=3), Allowed("0 or 1")] = 0
+    stage: Annotated[int, Field(ge=0, le=3), Allowed("0, 1 or 2")] = 0
     """0: every worker keeps all optimizer state. 1: each worker keeps the state of the blocks that it owns or mirrors.
-    The bits are the same. 2 and 3 are not supported yet."""
+    2: and their gradients; a lane's gradient leaves while its backward runs. The bits are the same. 3 is not supported
+    yet."""
 
 
 class Bf16(Section):

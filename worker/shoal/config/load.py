@@ -25,7 +25,7 @@ from shoal.config.training import TrainingConfig
 from shoal.logs import get_logger
 
 LARGEST_FILE = 1 << 20
-BUILT_STAGES = (0, 1)
+BUILT_STAGES = (0, 1, 2)
 NUMBERS = ("lr", "weight_decay", "eps", "momentum", "dampening", "alpha", "rho", "lr_decay", "momentum_decay", "lambd")
 """Parameters of optimizers that are one number in every class that has them."""
 Settled = TypeVar("Settled")

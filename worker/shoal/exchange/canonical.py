@@ -166,7 +166,7 @@ class CanonicalReduction:
             self._sent += 1
             for tag, flow in ((GATHERED, self._traffic.gathered), (PARTIALS, self._partials)):
                 for peer, extents in flow.sends[piece]:
-                    sums = [ranges(flats, extents) for flats in self._sums.finished]
+                    sums = [ranges(sums, extents) for sums in self._sums.finished]
                     flight.sends += send_sums(self._group, peer, tag, sums, dtype)
 
     def _post(self) -> None:
@@ -241,7 +241,7 @@ class CanonicalReduction:
 
     def _mirror(self, piece: int) -> None:
         """Posts the reduced ranges to their mirrors."""
-        reduced = self._sums.last.flats
+        reduced = self._sums.last
         for peer, extents in self._mirrored.sends[piece]:
             self._flight[piece].mirror_sends.append(send_packed(self._group, peer, MIRRORED, reduced, extents))
 
@@ -254,4 +254,4 @@ class CanonicalReduction:
         flight = self._flight[piece]
         flight.sends.clear()
         for peer, extents in self._mirrored.receives[piece]:
-            flight.mirror_arrivals.append(PackedReceive(self._group, peer, MIRRORED, self._sums.last.flats, extents))
+            flight.mirror_arrivals.append(PackedReceive(self._group, peer, MIRRORED, self._sums.last, extents))

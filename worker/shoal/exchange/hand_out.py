@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from shoal_protos.activity import StepPhase
 
-from shoal.blocks.flat import Flats
-from shoal.exchange.packing import PackedReceive, Posted, send_packed
+from shoal.exchange.packing import PackedReceive, Posted, Ranges, send_packed
 from shoal.exchange.traffic import HANDED, PieceTraffic, Traffic
 from shoal.group.group import Group, WorldChanged
 
@@ -23,7 +22,7 @@ class HandOut:
     def __init__(
         self,
         group: Group,
-        parameters: Flats,  # per bucket (elements,) of its dtype
+        parameters: Ranges,
         traffic: Traffic,
         flow: PieceTraffic,
     ) -> None:

@@ -7,11 +7,11 @@ A message of one extent is a view and costs nothing; several are packed into a b
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from shoal.blocks.flat import Flats
 from shoal.exchange.pieces import Extent, elements_in, is_alone
 from shoal.group.group import Group, Work
 
@@ -23,11 +23,11 @@ def send_packed(
     group: Group,
     peer: int,
     tag: int,
-    flats: Flats,  # per bucket (elements,); the extents are of one dtype
+    values: Ranges,  # the extents are of one dtype
     extents: Sequence[Extent],
 ) -> Posted:  # the message: (elements in the extents,)
     """Posts one message."""
-    return _send(group, peer, tag, ranges(flats, extents))
+    return _send(group, peer, tag, ranges(values, extents))
 
 
 def send_sums(
@@ -62,8 +62,15 @@ def _is_together(subtrees: int, elements: int, itemsize: int) -> bool:
     return subtrees == 1 or not is_alone(elements, itemsize)
 
 
-def ranges(flats: Flats, extents: Sequence[Extent]) -> list[Tensor]:  # each (elements of its extent,)
-    return [flats[bucket][start:stop] for bucket, start, stop in extents]
+class Ranges(Protocol):
+    """Values of which ranges can be sent: parameters, gradients, whole or in parts."""
+
+    def range(self, bucket: int, start: int, stop: int) -> Tensor:  # (stop - start,)
+        ...
+
+
+def ranges(values: Ranges, extents: Sequence[Extent]) -> list[Tensor]:  # each (elements of its extent,)
+    return [values.range(*extent) for extent in extents]
 
 
 def _send(
@@ -77,20 +84,20 @@ def _send(
 
 
 class PackedReceive:
-    """A posted receive into extents of flats: once `work` is done, `unpack` leaves the values there."""
+    """A posted receive into extents: once `work` is done, `unpack` leaves the values there."""
 
     def __init__(
         self,
         group: Group,
         source: int,
         tag: int,
-        flats: Flats,  # per bucket (elements,)
+        values: Ranges,
         extents: Sequence[Extent],
     ) -> None:
-        self._flats, self._extents = flats, extents
-        bucket, start, stop = extents[0]
+        self._values, self._extents = values, extents
         self._is_packed = len(extents) > 1
-        self._message = flats[bucket].new_empty(elements_in(extents)) if self._is_packed else flats[bucket][start:stop]
+        first = values.range(*extents[0])
+        self._message = first.new_empty(elements_in(extents)) if self._is_packed else first
         self.bytes: int = self._message.nbytes
         self.work: Work = group.receive(self._message, source, tag)
 
@@ -100,5 +107,5 @@ class PackedReceive:
             return
         at = 0
         for bucket, start, stop in self._extents:
-            self._flats[bucket][start:stop].copy_(self._message[at : at + stop - start])
+            self._values.range(bucket, start, stop).copy_(self._message[at : at + stop - start])
             at += stop - start

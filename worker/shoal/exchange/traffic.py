@@ -47,9 +47,15 @@ class PieceTraffic:
 class Traffic:
     """The traffic of one member of a world."""
 
-    def __init__(self, plan: Plan, rank: int, layout: Layout, leaves_are_narrow: bool = False) -> None:
-        """`leaves_are_narrow`: a lane's gradient has the precision of the parameters, as it is no sum."""
+    def __init__(
+        self, plan: Plan, rank: int, layout: Layout, leaves_are_narrow: bool = False, by_rounds: bool = False
+    ) -> None:
+        """`leaves_are_narrow`: a lane's gradient has the precision of the parameters, as it is no sum.
+
+        `by_rounds`: every lane's gradient goes to the owners at once (rounds_traffic.py).
+        """
         self.plan, self.rank, self.layout, self.leaves_are_narrow = plan, rank, layout, leaves_are_narrow
+        self._by_rounds = by_rounds
         self.others = tuple((rank + distance) % plan.world_size for distance in range(1, plan.world_size))
         self._replays = lru_cache(maxsize=4)(
             lambda boundaries: tuple(plan.replays(r, boundaries) for r in range(plan.world_size))
@@ -86,6 +92,10 @@ class Traffic:
     def host_sums(self) -> HostSums:
         """Who adds up what before it leaves a host."""
         owners = [rank for rank, share in enumerate(self.plan.shares) if share.owned]
+        if self._by_rounds:
+            return HostSums(
+                [[(rank, rank + 1)] for rank in range(self.plan.world_size)], (), owners, self.plan.world_size
+            )
         return HostSums(self.lane_spans, self.plan.hosts, owners, self.plan.lanes)
 
     @cached_property
@@ -117,7 +127,7 @@ class Traffic:
         trains = bool(self.lane_spans[self.rank])
         sent_to = [peer for peer in self.others if trains and self.host_sums.adder(self.rank, peer) is None]
         sources = [peer for peer in self.others if peer in self.owned_sum.subtrees_from]
-        sends = ({peer: self._partials_for(peer, piece) for peer in sent_to} for piece in range(len(self.pieces)))
+        sends = ({peer: self.messages_for(peer, piece) for peer in sent_to} for piece in range(len(self.pieces)))
         receives = (dict.fromkeys(sources, mine) for mine in self.own_messages)
         return PieceTraffic(tuple(map(_in_order, sends)), tuple(map(_in_order, receives)))
 
@@ -134,19 +144,20 @@ class Traffic:
     def joint(self) -> tuple[Messages, ...]:
         """By piece, what this member sends to owners elsewhere once it has added up what its host has for them."""
         owners = self.host_sums.adds_for(self.rank)
-        messages = ({owner: self._partials_for(owner, piece) for owner in owners} for piece in range(len(self.pieces)))
+        messages = ({owner: self.messages_for(owner, piece) for owner in owners} for piece in range(len(self.pieces)))
         return tuple(map(_in_order, messages))
 
     @cached_property
     def own_messages(self) -> tuple[tuple[Extents, ...], ...]:
         """By piece, what this member owns of it, as the partial sums of it travel."""
-        return tuple(self._partials_for(self.rank, piece) for piece in range(len(self.pieces)))
+        return tuple(self.messages_for(self.rank, piece) for piece in range(len(self.pieces)))
 
     def _added_by(self, rank: int, piece: int) -> tuple[Extents, ...]:
         owners = self.host_sums.adds_for(rank)
-        return tuple(extents for owner in owners for extents in self._partials_for(owner, piece))
+        return tuple(extents for owner in owners for extents in self.messages_for(owner, piece))
 
-    def _partials_for(self, owner: int, piece: int) -> tuple[Extents, ...]:
+    def messages_for(self, owner: int, piece: int) -> tuple[Extents, ...]:
+        """What an owner has of a piece, as partial sums of it travel."""
         return self._in_messages(piece, self.pieces[piece].owned[owner])
 
     def _in_messages(self, piece: int, extents: Extents) -> tuple[Extents, ...]:

@@ -13,7 +13,7 @@ import torch
 from shoal_protos.runs import Span
 from torch import Tensor
 
-from shoal.blocks.flat import Flats
+from shoal.blocks.flat import Gradients
 from shoal.core.tree import are_leaves, fold_up
 from shoal.exchange.host_sums import Source
 from shoal.exchange.pieces import Extent
@@ -45,7 +45,7 @@ class TreeSum:
 
     def parts(
         self,
-        own: Sequence[Flats],  # this member's sums, each per bucket (elements,)
+        own: Sequence[Gradients],  # this member's sums, of whole buckets
         messages: Mapping[int, Sequence[Tensor]],  # by peer, of each of its subtrees (elements in the extents,)
         extent: Extent,
         at: int,
@@ -54,7 +54,7 @@ class TreeSum:
         bucket, start, stop = extent
         end = at + stop - start
         return [
-            own[index][bucket][start:stop] if peer == OWN else messages[peer][index][at:end]
+            own[index].range(bucket, start, stop) if peer == OWN else messages[peer][index][at:end]
             for peer, index in self._places
         ]
 

@@ -109,7 +109,7 @@ class CheckpointLoading:
         state.lineage = self._lineage(found, world.plan.generation)
         load_blocks(reader, state, owned)
         self._context.faults.at("restore", state.step)
-        HandOut(world.group, state.weights.flats, world.traffic, world.traffic.stale).finish()
+        HandOut(world.group, state.weights, world.traffic, world.traffic.stale).finish()
         state.current = every(state.layout.blocks)
         log.info("restored", path=found.path, step=state.step, bytes=reader.bytes_read)
         return reader.bytes_read

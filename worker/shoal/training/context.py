@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from shoal.blocks.residency import Residency
 from shoal.checkpoint.manifest import DataPosition
 from shoal.config.training import TrainingConfig
 from shoal.data.forward_seed import ForwardSeed
@@ -27,6 +28,7 @@ class TrainingContext:
         self, config: TrainingConfig, state: TrainingState, link: Link, loop: LaneLoop, faults: Faults
     ) -> None:
         self.config, self.state, self.link, self.loop, self.faults = config, state, link, loop, faults
+        self.residency = Residency.of(config.stage)
         self.meter = Meter()
         self.forward_seed = ForwardSeed(state.module, config.seed)
         self.autocast = Autocast(config.precision, torch.device("cpu"))
@@ -34,6 +36,8 @@ class TrainingContext:
         """The one that this worker is in."""
         self.boundaries = 0
         """Votes that have passed in this world."""
+        self.is_first_step = True
+        """Whether no step has been committed in this world."""
         self.begins: Prepared | None = None
         """The planned generation that all have voted for and that begins at the next boundary."""
         self.done = False

@@ -73,6 +73,11 @@ class LaneLoop:
         return self._index == len(self.lanes) - 1 and self._micro == self._micro_batches - 1
 
     @property
+    def at_lanes_last_backward(self) -> bool:
+        """Whether the next backward is the last one of the lane at hand."""
+        return not self.is_warming_up and self._micro == self._micro_batches - 1
+
+    @property
     def samples(self) -> int:
         """Length of the dataset."""
         return self._fetcher.sampler.samples
@@ -128,7 +133,7 @@ class LaneLoop:
         scaled = loss if state.loss_scale is None else loss.float() * state.scale
         (scaled / self._micro_batches).backward()
         self._order.backward_ends()
-        state.gradient_guard.on_backward(state.sums.live, arriving)
+        state.gradient_guard.on_backward(arriving)
         self.numbers.add_loss(self.lane if not self.is_warming_up else 0, float(loss.detach().double()))
 
     @property
@@ -172,8 +177,7 @@ class LaneLoop:
         if self._micro < self._micro_batches:
             return
         state.buffers.lane_done(self.lane)
-        if self._index < len(self.lanes) - 1:
-            state.sums.push(self.lane)  # the last lane's push began with its backward
+        state.sums.lane_done(self.lane, is_last=self._index == len(self.lanes) - 1)
         self.numbers.lane_done(self.lane)
         self._index, self._micro = self._index + 1, 0
 

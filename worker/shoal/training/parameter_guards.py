@@ -20,6 +20,7 @@ from shoal_protos.errors import UserError
 from torch import Tensor, nn
 
 from shoal.blocks.flat import Flats, Gradients
+from shoal.blocks.lane_sums import LaneSums
 from shoal.exchange.pieces import Extent
 
 WINDOW_ELEMENTS = 1 << 14
@@ -179,13 +180,14 @@ class _Made:
 class GradientGuard:
     """Between `engine.backward` and `engine.step` gradients are looked at only."""
 
-    def __init__(self, flats: Flats) -> None:
-        self._windows = Windows(flats)
+    def __init__(self, sums: LaneSums) -> None:
+        self._sums, self._windows = sums, Windows(sums.live.flats)
         self._made: _Made | None = None
 
-    def on_backward(self, gradients: Gradients, arriving: Iterable[Extent] = ()) -> None:
+    def on_backward(self, arriving: Iterable[Extent] = ()) -> None:
         """`engine.backward` has come to its end. `arriving`: where other workers' values may still come in."""
         self._windows.turn()
+        gradients = self._sums.live
         parts = self._windows.of_all_but(gradients.flats, arriving)
         self._made = _Made(gradients, _versions(gradients.flats), parts, list(map(checksum, parts)))
 
@@ -200,11 +202,25 @@ class GradientGuard:
             or list(map(checksum, made.parts)) != made.content
         ):
             self._made = made
-            raise UserError(
-                "gradients were changed between engine.backward and engine.step (clip_grad_norm_ and the like), when "
-                "some have already been sent to other workers. Remove this from the loop; to clip, set "
-                "`gradient_clipping` in the config."
-            )
+            raise UserError(GRADIENTS_CHANGED)
+
+
+class TakenGradientGuard:
+    """Where gradients are taken from their parameters: the script finds none, and must put none there."""
+
+    def on_backward(self, arriving: Iterable[Extent] = ()) -> None:
+        """`engine.backward` has come to its end: there is nothing that the script could change."""
+
+    def check(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Raises `UserError` where a parameter has a gradient."""
+        if any(parameter.grad is not None for parameter in parameters):
+            raise UserError(GRADIENTS_CHANGED)
+
+
+GRADIENTS_CHANGED = (
+    "gradients were changed between engine.backward and engine.step (clip_grad_norm_ and the like), when some have "
+    "already been sent to other workers. Remove this from the loop; to clip, set `gradient_clipping` in the config."
+)
 
 
 def _versions(flats: Flats) -> list[int]:

@@ -133,7 +133,7 @@ class Resize:
             self._roll_forward(recovery.record)
         self._context.faults.at("promote", state.step)
         self._clock.note_promoted(len(plan.shares[world.rank].owned - self._owned_before()))
-        self._clock.note_bytes(HandOut(world.group, state.weights.flats, world.traffic, world.traffic.stale).finish())
+        self._clock.note_bytes(HandOut(world.group, state.weights, world.traffic, world.traffic.stale).finish())
         state.current = state.everything
 
     def _roll_forward(self, record: bytes) -> None:
@@ -236,8 +236,9 @@ class Resize:
         link = self._context.link
         rank = plan.rank_of(link.worker, link.incarnation)
         assert rank is not None, f"plan {plan.generation} leaves out {link.worker}, which was told to carry it out"
-        one = self._context.config.micro_batches_per_lane == 1
-        return World(plan, rank, group, Traffic(plan, rank, self._context.state.layout, leaves_are_narrow=one))
+        context = self._context
+        one, by_rounds = context.config.micro_batches_per_lane == 1, not context.residency.gradients
+        return World(plan, rank, group, Traffic(plan, rank, context.state.layout, one, by_rounds))
 
     def _enter(self, world: World) -> None:
         """The world begins here: it replaces the old one whole."""
@@ -247,11 +248,14 @@ class Resize:
         )
         context.link.begin(plan, world.group)
         context.world, context.boundaries, self._caught_up = world, 0, None
+        context.is_first_step = True
+        self._step.reducing.forget()
         context.state.held.expect(plan.filled(world.rank, plan.boundaries))
         world.group.progress.begin_boundary(0)
-        if not (at_same_step and context.loop.continue_with(world.lanes)):
+        keeps_lanes = at_same_step and context.residency.gradients
+        if not (keeps_lanes and context.loop.continue_with(world.first_lanes)):
             context.state.forget_gradients()
-            context.loop.begin_step(world.lanes)
+            context.loop.begin_step(world.first_lanes)
         context.state.pending = NO_BLOCKS
         change = self._clock.end(plan.generation, context.state.step, plan.recovery is not None)
         context.meter.on_change(change, planned=plan.recovery is None)

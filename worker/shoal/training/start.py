@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.blocks.held import probe_state_bytes
+from shoal.blocks.residency import Residency
 from shoal.checkpoint.catalogue import places
 from shoal.checkpoint.plain import encode
 from shoal.config.load import load_config
@@ -117,7 +118,8 @@ def _description(
         blocks=state.layout.blocks,
         block_elements=state.layout.block_elements,
         state_bytes=probe_state_bytes(state.layout, optimizer),
-        mirrors=EVERYONE if config.stage == 0 else config.mirrors,
+        mirrors=EVERYONE if Residency.of(config.stage).state else config.mirrors,
+        stage=config.stage,
         mirror_partners=config.mirror_partners,
         fill_bytes_per_step=config.fill_bytes_per_step,
         max_steps=state.last_step,
@@ -132,7 +134,6 @@ def _description(
         keep_every=config.checkpoint.keep_every or 0,
         on_corruption=config.on_corruption,
         samples_per_step=config.train_batch_size,
-        stage=config.stage,
     )
 
 

@@ -23,6 +23,8 @@ from shoal.blocks.held import HeldBlocks, OnUpdated, unheard
 from shoal.blocks.host_memory import tensor_bytes
 from shoal.blocks.lane_sums import LaneSums
 from shoal.blocks.originals import Originals
+from shoal.blocks.residency import EVERYTHING, Residency
+from shoal.blocks.shard_sums import ShardSums
 from shoal.blocks.values import WholeValues
 from shoal.checkpoint.lineage import Branch, Lineage
 from shoal.config.training import TrainingConfig
@@ -36,7 +38,7 @@ from shoal.optim.take_over import advance
 from shoal.precision.rounding import half_dtype, round_module
 from shoal.training.agreed_hyper import SetInTime
 from shoal.training.module_modes import ModuleModes
-from shoal.training.parameter_guards import GradientGuard, ModuleGuard
+from shoal.training.parameter_guards import GradientGuard, ModuleGuard, TakenGradientGuard
 from shoal.training.small_state import pack, unpack
 
 NO_STEP = -1
@@ -53,6 +55,10 @@ class Limits:
     last_step: int
     units: tuple[str, ...] = ()
     """Classes of the modules that are units of the layout; none: by rule (core/units.py)."""
+    residency: Residency = EVERYTHING
+    """What of a block every worker keeps."""
+    one_micro_batch: bool = True
+    """Whether a lane is one micro-batch."""
     half: torch.dtype | None = None
     """The half precision of the parameters; None: the script's own."""
     scaling: LossScaleRule | None = None
@@ -62,8 +68,11 @@ class Limits:
     def of(cls, config: TrainingConfig, last_step: int) -> Limits:
         """`last_step`: where the dataset or `max_steps` ends the job."""
         precision = config.precision
-        half = half_dtype(precision)
-        return cls(config.lanes, config.gradient_clipping, last_step, config.units, half, precision.scaling)
+        one, residency = config.micro_batches_per_lane == 1, Residency.of(config.stage)
+        return cls(
+            config.lanes, config.gradient_clipping, last_step, config.units, residency, one, half_dtype(precision),
+            precision.scaling,
+        )  # fmt: skip
 
 
 class TrainingState:
@@ -84,11 +93,17 @@ class TrainingState:
         self.weights = WholeValues(self.layout, adopt(self.layout, self.parameters))
         self.originals: Originals | None = Originals(self.layout, self.parameters, before)
         """Until something but the script has made this process's state: till then it could begin at step 0."""
-        self.sums = LaneSums(self.layout, limits.lanes)
+        self.sums: LaneSums | ShardSums
+        self.gradient_guard: GradientGuard | TakenGradientGuard
+        if limits.residency.gradients:
+            self.sums = LaneSums(self.layout, limits.lanes)
+            self.gradient_guard = GradientGuard(self.sums)
+        else:
+            self.sums = ShardSums(self.layout, limits.one_micro_batch)
+            self.gradient_guard = TakenGradientGuard()
         self.held = HeldBlocks(self.layout, optimizer, self.weights, {info.name: tensor for info, tensor in pairs})
         self.buffers = ModuleBuffers(module, limits.lanes)
         self.module_guard = ModuleGuard(module, self._named(), self.weights.flats)
-        self.gradient_guard = GradientGuard(self.weights.flats)
         self.set_in_time = SetInTime(optimizer)
         self.modes = ModuleModes(module)
         self.loss_scale = first_loss_scale(limits.scaling) if limits.scaling is not None else None
@@ -140,7 +155,7 @@ class TrainingState:
         self.originals = None
         self.held.keep_only(self.pending)
         if record.updates:
-            self.held.apply(self.sums.live, self._clip(record.norm), on_updated)
+            self.held.apply(self.sums.reduced, self._clip(record.norm), on_updated)
         if self.loss_scale is not None and (record.updates or record.overflow):
             self.loss_scale = after(self.loss_scale, bool(record.overflow))
         self.optimizer.state.clear()  # what the user's object brought along lives in the held blocks now

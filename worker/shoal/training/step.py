@@ -12,11 +12,11 @@ from shoal_protos.activity import StepPhase
 from shoal_protos.plan import Fill
 from torch import Tensor
 
-from shoal.blocks.bucket_hooks import BucketHooks
 from shoal.exchange.canonical import CanonicalReduction
 from shoal.exchange.fill_slices import receive_slice, send_slice, wait_for
 from shoal.exchange.hand_out import HandOut
 from shoal.exchange.norm import subtree_sums
+from shoal.exchange.round_reduction import RoundReduction
 from shoal.exchange.vote import Record
 from shoal.faults import fault_point
 from shoal.group.group import Work
@@ -24,6 +24,7 @@ from shoal.training.agreed_hyper import take_over_where_no_body_runs
 from shoal.training.boundary import Boundary
 from shoal.training.context import TrainingContext
 from shoal.training.evaluation import Evaluation
+from shoal.training.reducing import reducing_of
 from shoal.training.update import Update
 from shoal.training.voting import Voting
 from shoal.world import World
@@ -37,45 +38,16 @@ class Step:
     ) -> None:
         self._context, self._voting, self.update, self._boundary = context, voting, update, boundary
         self._evaluation = evaluation
-        self._hooks = BucketHooks(context.state.layout, context.state.parameters, context.state.sums)
-        self._reduction: CanonicalReduction | None = None
+        self.reducing = reducing_of(context, self._on_reduced)
         self.faults = context.faults
         self.number = 0
 
     # ---- a step
 
-    def begin_reduction(self) -> None:
-        """Before the last backward: receives are posted. Raises `WorldChanged`."""
-        self._reduction = self._new_reduction()
-
-    def backward(self, loss: Tensor) -> None:
-        """Any but the step's last."""
-        self._hooks.arm_where_half()
-        try:
-            self._context.loop.backward(loss, self._context.state)
-        finally:
-            self._hooks.disarm()
-
-    def last_backward(self, loss: Tensor) -> None:
-        """Buckets leave for their owners as soon as the step's last backward has filled them, and are reduced and
-        mirrored as soon as all have come.
-        """
-        assert self._reduction is not None
-        self.number = self._context.state.step + 1
-        loop, state = self._context.loop, self._context.state
-        arriving = self._world.traffic.arriving(self._context.boundaries)
-        state.sums.begin_push(loop.lane)
-        self._hooks.arm(self._reduction.on_filled)
-        try:
-            loop.backward(loss, state, arriving)
-        finally:
-            self._hooks.disarm()
-        state.sums.end_push()
-
     def make(self) -> None:
         """Reduce, vote, update, hand out: one optimizer step, or none of it."""
         self.number = self._context.state.step + 1
-        reduction, fills = self._take_reduction(), self._slice()
+        reduction, fills = self.reducing.take(), self._slice()
         sends = self._send_fills(fills)
         self._reduce(reduction)
         self._receive_fills(fills)
@@ -95,18 +67,6 @@ class Step:
         assert self._context.world is not None
         return self._context.world
 
-    def _take_reduction(self) -> CanonicalReduction:
-        """The one that the last backward has begun; a standby has none."""
-        reduction, self._reduction = self._reduction or self._new_reduction(), None
-        return reduction
-
-    def _new_reduction(self) -> CanonicalReduction:
-        context, world = self._context, self._world
-        return CanonicalReduction(
-            world.group, world.traffic, context.state.sums, context.boundaries, self._on_reduced,
-            context.state.scale,
-        )  # fmt: skip
-
     def _slice(self) -> tuple[Fill, ...]:
         """What is filled beside this vote."""
         return self._world.plan.fill_slice(self._context.boundaries)
@@ -123,7 +83,7 @@ class Step:
         """A slice that is not the first is on its way."""
 
     @fault_point("exchange")
-    def _reduce(self, reduction: CanonicalReduction) -> None:
+    def _reduce(self, reduction: CanonicalReduction | RoundReduction) -> None:
         reduction.finish()
 
     @fault_point("mirror")
@@ -152,7 +112,7 @@ class Step:
         state = self._context.state
         if not state.clipping:
             return None
-        return subtree_sums(state.sums.live, self._world.plan.shares[self._world.rank].owned, state.layout)
+        return subtree_sums(state.sums.reduced, self._world.plan.shares[self._world.rank].owned, state.layout)
 
     def _note_pending(self) -> None:
         """All that the commit reads is here: these blocks could roll forward."""
@@ -166,6 +126,7 @@ class Step:
     def _apply(self, record: Record, hand_out: HandOut) -> None:
         self.update.apply(record, self._world.plan.generation, hand_out.on_updated)
         self._context.state.forget_gradients()
+        self._context.is_first_step = False
         self._context.loop.begin_step(self._world.lanes)
 
     @fault_point("hand_out")
@@ -179,7 +140,7 @@ class Step:
     def _begin_hand_out(self) -> HandOut:
         """Parameters go to the workers that do not update them; what is updated leaves while the rest is."""
         world, state, boundaries = self._world, self._context.state, self._context.boundaries
-        return HandOut(world.group, state.weights.flats, world.traffic, world.traffic.handed(boundaries))
+        return HandOut(world.group, state.weights, world.traffic, world.traffic.handed(boundaries))
 
     def _finish_hand_out(self, hand_out: HandOut) -> None:
         """Then everybody has all parameters."""

@@ -106,11 +106,10 @@ class Meter:
     def _memory_bytes(self, state: TrainingState) -> dict[str, int]:
         now = time.monotonic()
         if now - self._memory_counted >= MEMORY_SECONDS:
-            parameters = state.weights.bytes
             self._memory_counted = now
             self._memory = {
-                "parameters": parameters,
-                "gradients": parameters * state.sums.copies,
+                "parameters": state.weights.bytes,
+                "gradients": state.sums.bytes,
                 "state": state.held.state_bytes(),
                 "rss": resident_bytes(),
             }

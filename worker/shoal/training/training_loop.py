@@ -95,16 +95,20 @@ class TrainingLoop:
             return
         loop.prepare_backward(loss, state)
         context.faults.at("backward", state.step + 1)
-        if context.world is None or not loop.at_last_backward:
-            self._parts.step.backward(loss)
+        reducing = self._parts.step.reducing
+        if context.world is None or not reducing.is_next:
+            reducing.backward_here(loss)
             return
         try:
-            self._parts.step.begin_reduction()
+            reducing.begin()
         except WorldChanged:
             self._parts.resize.take_part(broken=True)
             self.backward(loss)
             return
-        self._parts.step.last_backward(loss)
+        try:
+            reducing.backward(loss)
+        except WorldChanged:
+            self._parts.resize.take_part(broken=True)
 
     def end_micro_batch(self) -> bool:
         """`Engine.step`."""
@@ -135,15 +139,18 @@ class TrainingLoop:
             loop.forget_void("engine.skip")
             return False
         loop.skip(state)
-        if not loop.is_warming_up and loop.at_last_backward:
-            state.sums.push(loop.lane)
+        if not loop.is_warming_up:
+            try:
+                self._parts.step.reducing.skip()
+            except WorldChanged:
+                self._parts.resize.take_part(broken=True)
         return self.end_micro_batch()
 
     # ---- without a batch
 
     def _standby_step(self) -> None:
         """A member without lanes takes part in the exchange, the vote and the hand-out all the same."""
-        self._context.state.sums.live.zero()
+        self._parts.step.reducing.stand_by()
         self._parts.step.make()
 
     def vote(self) -> None:

@@ -1,0 +1,101 @@
+"""Leaves: the gradient of the lane at hand where gradients are sharded, bucket by bucket.
+
+A bucket's memory exists from its first parameter's gradient until it has left for the owners. Gradients are taken from
+their parameters as backward makes them: 0 + g has the bits of an accumulation into zeros (−0.0 becomes +0.0), and needs
+none. Knows no group.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from shoal.blocks.flat import refuse_others, views
+from shoal.core.layout import Layout
+
+
+class Leaves:
+    """`are_narrow`: a lane is one micro-batch, so its gradient has the precision of the parameters."""
+
+    takes_gradients = True
+
+    def __init__(self, layout: Layout, are_narrow: bool) -> None:
+        self._layout = layout
+        self._dtypes = [bucket.dtype if are_narrow else bucket.wide_dtype for bucket in layout.buckets]
+        self._slots = [(b, s) for b, bucket in enumerate(layout.buckets) for s in range(len(bucket.slots))]
+        self._names = [slot.parameter.name for bucket in layout.buckets for slot in bucket.slots]
+        self._flats: dict[int, Tensor] = {}
+        self._views: dict[int, list[Tensor]] = {}
+        self._seen: dict[int, set[int]] = {}
+        self._pool: dict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
+
+    def put_back(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Before a backward. Raises `UserError` as `Gradients.put_back` does."""
+        for name, parameter in zip(self._names, parameters, strict=True):
+            refuse_others(name, parameter, None)
+            parameter.grad = None
+
+    def add(
+        self,
+        slot: int,
+        gradient: Tensor,  # of its parameter's shape and dtype
+    ) -> None:
+        """To what there is of a parameter's, by its number among all slots."""
+        bucket, place = self._slots[slot]
+        if bucket not in self._flats:
+            self._begin(bucket)
+        view, seen = self._views[bucket][place], self._seen[bucket]
+        if place in seen:
+            view.add_(gradient.to(view.dtype))
+            return
+        seen.add(place)
+        if gradient.dtype == view.dtype:
+            torch.add(gradient, 0.0, out=view)
+        else:
+            view.copy_(gradient).add_(0.0)
+
+    def _begin(self, bucket: int) -> None:
+        layout = self._layout.buckets[bucket]
+        kind = layout.elements, self._dtypes[bucket]
+        flat = self._pool[kind].pop() if self._pool[kind] else torch.empty(kind[0], dtype=kind[1])
+        for start, stop in layout.gaps:
+            flat[start:stop] = 0
+        self._flats[bucket], self._views[bucket], self._seen[bucket] = flat, views(layout, flat), set()
+
+    def complete(self, bucket: int) -> None:
+        """Parameters without a gradient have one of zeros."""
+        if bucket not in self._flats:
+            self._begin(bucket)
+        seen = self._seen[bucket]
+        for place, view in enumerate(self._views[bucket]):
+            if place not in seen:
+                view.zero_()
+                seen.add(place)
+
+    def range(self, bucket: int, start: int, stop: int) -> Tensor:  # (stop - start,)
+        """A view of elements of a bucket that is there."""
+        return self._flats[bucket][start:stop]
+
+    def release(self, bucket: int) -> None:
+        """It has left: its memory serves others."""
+        flat = self._flats.pop(bucket)
+        del self._views[bucket], self._seen[bucket]
+        self._pool[flat.numel(), flat.dtype].append(flat)
+
+    def clear(self) -> None:
+        """Void; what is in flight keeps its memory."""
+        self._flats, self._views, self._seen = {}, {}, {}
+        self._pool.clear()
+
+    def are_in_place(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Whether no parameter has a gradient: they have been taken."""
+        return all(parameter.grad is None for parameter in parameters)
+
+    @property
+    def bytes(self) -> int:
+        """What the buckets that are there take, and memory for the next ones."""
+        pooled = sum(flat.nbytes for flats in self._pool.values() for flat in flats)
+        return pooled + sum(flat.nbytes for flat in self._flats.values())

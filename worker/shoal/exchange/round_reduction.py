@@ -1,0 +1,244 @@
+"""The reduction where gradients are sharded (stages 2 and 3): every lane's gradient goes to the owners as it is made.
+
+Round by round (core/rounds.py), in a round piece by piece: owners add up what comes in on their shards, by the one tree
+over lanes, and keep what waits for its sibling; after the last round they divide, and send the mean to whoever replays
+the block. So no gradient is whole anywhere but in its piece. What a member has in flight is bounded: a backward that is
+ahead of it waits here. By the end of a lane's backward its round is over on this member, so that nobody waits for what
+stands behind user code. The same bits as canonical.py, in every world.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from shoal_protos.activity import StepPhase
+from torch import Tensor
+
+from shoal.blocks.shard_sums import ShardSums
+from shoal.core.rounds import NO_LANE
+from shoal.exchange.finite import describe_gradient, is_finite
+from shoal.exchange.packing import PackedReceive, Posted, ranges, send_packed
+from shoal.exchange.pieces import Extents, elements_in
+from shoal.exchange.rounds_traffic import RoundsTraffic
+from shoal.exchange.traffic import MIRRORED, PARTIALS, Traffic, sums_dtype
+from shoal.group.group import Group, Waiting, Work, WorldChanged
+
+USER_STEPS = 1 << 20
+"""How far a member has come (GroupProgress) is counted by positions; between two of them user code may take so many
+steps."""
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """The messages of one position: a piece of a round."""
+
+    receives: list[Work] = field(default_factory=list)
+    arrived: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    """By rank and message, (elements in its extents,)."""
+    sends: list[Posted] = field(default_factory=list)
+
+
+Parts = dict[int, Tensor]
+"""By number among a round's parts (core/rounds.py), (elements in the extents of a message,)."""
+
+
+class RoundReduction:
+    """The reduction of one step: made before its first backward. For each lane here a backward that calls `on_filled`,
+    and `end_lane`; then `finish`.
+
+    `on_reduced` is called for each piece before it is mirrored; `loss_scale`: what the lanes' losses were multiplied
+    by. Raises `WorldChanged` from the constructor, `end_lane` and `finish`.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        traffic: Traffic,
+        rounds: RoundsTraffic,
+        sums: ShardSums,
+        boundaries: int,
+        on_reduced: Callable[[], None],
+        loss_scale: float = 1.0,
+    ) -> None:
+        self._group, self._traffic, self._rounds, self._sums = group, traffic, rounds, sums
+        self._on_reduced, self._loss_scale = on_reduced, loss_scale
+        self._pieces, self._mirrored = len(traffic.pieces), traffic.mirrored(boundaries)
+        self._last_bucket_of = [piece.last_bucket for piece in traffic.pieces]
+        self._positions = self._pieces * len(rounds.rounds)
+        sums.keep(traffic.replays(boundaries)[traffic.rank])
+        self._flight: dict[int, _InFlight] = {}
+        self._parts: list[list[Parts]] = [[{} for _ in messages] for messages in rounds.receives]
+        """By piece and message, the sums that wait for the next rounds."""
+        self._filled = self._sent = self._posted = self._settled = 0
+        """How many of the first positions have come so far."""
+        self._lane = self._bucket = 0
+        """Which of the lanes here is at hand, and its first bucket that is not filled."""
+        self._waiting: Waiting | None = None
+        self._mirror_sends: list[Posted] = []
+        self._mirror_receives: list[PackedReceive] = []
+        self._broken = False
+        self.bad_gradient = ""
+        """The first parameter in this worker's blocks whose gradient is not finite."""
+        self._post()
+
+    # ---- a lane here
+
+    def on_filled(self, bucket: int) -> None:
+        """The backward at hand has filled this bucket and all before it. Waits where too much is in flight; never
+        raises: `end_lane` will.
+        """
+        for filled in range(self._bucket, bucket + 1):
+            self._sums.live.complete(filled)
+        self._bucket = bucket + 1
+        begin = self._lane * self._pieces
+        while self._filled < begin + self._pieces and self._last_bucket_of[self._filled - begin] <= bucket:
+            self._filled += 1
+        if self._broken:
+            return
+        try:
+            self._send()
+            while self._sent < self._filled or (self._settled < self._sent and self._wait().is_over):
+                self._settle()
+        except WorldChanged:
+            self._broken = True
+
+    def end_lane(self) -> None:
+        """The lane's backward is over, or it was skipped: what has no gradient has one of zeros. Then the round is over
+        here.
+        """
+        if self._bucket <= self._last_bucket_of[-1]:
+            self.on_filled(self._last_bucket_of[-1])
+        self._check()
+        self._lane, self._bucket = self._lane + 1, 0
+        self._settle_up_to(self._lane * self._pieces)
+        self._group.progress.reach(StepPhase.LANES, self._settled * USER_STEPS)
+
+    def _check(self) -> None:
+        if self._broken:
+            raise WorldChanged("the group broke while a backward ran")
+
+    # ---- the step's end
+
+    def finish(self) -> None:
+        """Serves the rounds in which there is no lane here, then waits for what is mirrored."""
+        self._check()
+        self._filled = self._positions
+        self._send()
+        self._settle_up_to(self._positions)
+        self._group.progress.reach(StepPhase.REDUCTION)
+        self._group.wait([one.work for one in self._mirror_receives] + [work for work, _ in self._mirror_sends])
+        for one in self._mirror_receives:
+            one.unpack()
+
+    # ---- positions
+
+    def _until(self) -> int:
+        """So many positions may be posted: a window of the round at hand."""
+        if self._settled == self._positions:
+            return self._positions
+        number, piece = divmod(self._settled, self._pieces)
+        return number * self._pieces + self._traffic.windows[piece]
+
+    def _post(self) -> None:
+        while self._posted < self._until():
+            number, piece = divmod(self._posted, self._pieces)
+            flight = self._flight[self._posted] = _InFlight()
+            dtype = sums_dtype(self._traffic, piece, are_leaves=True)
+            for peer in self._rounds.sources(number, self._traffic):
+                for message, extents in enumerate(self._rounds.receives[piece]):
+                    arriving = torch.empty(elements_in(extents), dtype=dtype)
+                    flight.receives.append(self._group.receive(arriving, peer, PARTIALS))
+                    flight.arrived[peer, message] = arriving
+            if number == len(self._rounds.rounds) - 1:
+                for peer, extents in self._mirrored.receives[piece]:
+                    arrival = PackedReceive(self._group, peer, MIRRORED, self._sums.reduced, extents)
+                    self._mirror_receives.append(arrival)
+            self._posted += 1
+
+    def _send(self) -> None:
+        """What is filled, within the window: so far owners have posted receives, as a rule."""
+        while self._sent < min(self._filled, self._posted):
+            number, piece = divmod(self._sent, self._pieces)
+            for peer, extents in self._rounds.sends[piece] if number < self._rounds.lanes_here else ():
+                posted = send_packed(self._group, peer, PARTIALS, self._sums.live, extents)
+                self._flight[self._sent].sends.append(posted)
+            self._sent += 1
+
+    def _wait(self) -> Waiting:
+        """Begins, once, to wait for the first position that is not settled; its messages have been posted."""
+        if self._waiting is None:
+            flight = self._flight[self._settled]
+            self._waiting = self._group.begin_wait(flight.receives + [work for work, _ in flight.sends])
+        return self._waiting
+
+    def _settle_up_to(self, stop: int) -> None:
+        while self._settled < stop:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Waits for the next position, adds up what has come, and gives its memory back."""
+        number, piece = divmod(self._settled, self._pieces)
+        self._group.progress.reach(StepPhase.LANES, (self._settled + 1) * USER_STEPS - 1)
+        self._wait().wait()
+        self._waiting = None
+        self._add_up(number, piece, self._flight.pop(self._settled).arrived)
+        if number < self._rounds.lanes_here:
+            self._release(piece)
+        self._settled += 1
+        self._post()
+        self._send()
+
+    def _release(self, piece: int) -> None:
+        """The buckets of which this piece was the last."""
+        last = self._last_bucket_of[piece]
+        if piece + 1 < self._pieces and self._last_bucket_of[piece + 1] == last:
+            return
+        before = self._last_bucket_of[piece - 1] if piece else -1
+        for bucket in range(min(before + 1, last), last + 1):
+            self._sums.live.release(bucket)
+
+    # ---- sums
+
+    def _add_up(self, number: int, piece: int, arrived: dict[tuple[int, int], Tensor]) -> None:
+        rank, lanes = self._traffic.rank, self._rounds.rounds[number]
+        order, wide = self._rounds.tree.rounds[number], sums_dtype(self._traffic, piece)
+        for message, extents in enumerate(self._rounds.receives[piece]):
+            parts = self._parts[piece][message]
+            if lanes[rank] != NO_LANE:
+                parts[rank] = torch.cat(ranges(self._sums.live, extents)).to(wide)
+            for peer in self._rounds.sources(number, self._traffic):
+                parts[peer] = arrived[peer, message].to(wide)
+            for into, other in order.additions:
+                parts[into].add_(parts.pop(other))
+            if number == len(self._rounds.rounds) - 1:
+                self._divide(parts.pop(self._rounds.tree.root), extents)
+            else:
+                moved = dict(order.pushes)
+                self._parts[piece][message] = {moved.get(part, part): value for part, value in parts.items()}
+        if number == len(self._rounds.rounds) - 1:
+            self._on_reduced()
+            self._mirror(piece)
+
+    def _divide(
+        self,
+        root: Tensor,  # (elements in the extents,): the sum over all lanes
+        extents: Extents,
+    ) -> None:
+        """Leaves the mean where the update reads it."""
+        at, lanes = 0, self._traffic.plan.lanes
+        for bucket, start, stop in extents:
+            place = self._sums.reduced.range(bucket, start, stop)
+            mean = torch.div(root[at : at + stop - start], lanes, out=place)
+            at += stop - start
+            if not self.bad_gradient and not is_finite(mean):
+                of = self._traffic.layout.buckets[bucket]
+                self.bad_gradient = describe_gradient(of, start, mean, (0, lanes))
+            if self._loss_scale != 1.0:
+                mean.div_(self._loss_scale)
+
+    def _mirror(self, piece: int) -> None:
+        """Posts the reduced ranges to their mirrors."""
+        for peer, extents in self._mirrored.sends[piece]:
+            self._mirror_sends.append(send_packed(self._group, peer, MIRRORED, self._sums.reduced, extents))

@@ -1,0 +1,192 @@
+"""How a step's gradients come to their owners while the user's loop runs: whole or as shards, by residency.
+
+Whole (stages 0 and 1): lanes are added up here, and what is left of them leaves with the step's last backward. Shards
+(stages 2 and 3): every lane's gradient leaves with its own. Called by the training loop and by `Step.make`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+
+from shoal.blocks.bucket_hooks import BucketHooks
+from shoal.blocks.lane_sums import LaneSums
+from shoal.blocks.shard_sums import ShardSums
+from shoal.exchange.canonical import CanonicalReduction
+from shoal.exchange.round_reduction import RoundReduction
+from shoal.exchange.rounds_traffic import RoundsTraffic
+from shoal.training.context import TrainingContext
+from shoal.world import World
+
+
+class Reducing(Protocol):
+    """The reduction of the step at hand, as the loop drives it."""
+
+    @property
+    def is_next(self) -> bool:
+        """Whether gradients leave while the next backward runs."""
+
+    def begin(self) -> None:
+        """Before such a backward: receives are posted. Raises `WorldChanged`."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Such a backward. Raises `WorldChanged` where the lane is void."""
+
+    def backward_here(self, loss: Tensor) -> None:
+        """Any other: nothing leaves."""
+
+    def skip(self) -> None:
+        """The micro-batch at hand has no gradient. Raises `WorldChanged`."""
+
+    def stand_by(self) -> None:
+        """A step without a lane here begins."""
+
+    def take(self) -> CanonicalReduction | RoundReduction:
+        """The reduction that the step's backwards have begun; of a standby, a new one. Raises `WorldChanged`."""
+
+    def forget(self) -> None:
+        """Another world begins."""
+
+
+def reducing_of(context: TrainingContext, on_reduced: Callable[[], None]) -> Reducing:
+    """`on_reduced`: called for each piece, before it is mirrored."""
+    sums = context.state.sums
+    if isinstance(sums, LaneSums):
+        return WholeReducing(context, sums, on_reduced)
+    return ShardReducing(context, sums, on_reduced)
+
+
+class WholeReducing:
+    """All gradients are here until the step's last backward."""
+
+    def __init__(self, context: TrainingContext, sums: LaneSums, on_reduced: Callable[[], None]) -> None:
+        self._context, self._sums, self._on_reduced = context, sums, on_reduced
+        self._hooks = BucketHooks(context.state.layout, context.state.parameters, sums)
+        self._reduction: CanonicalReduction | None = None
+
+    @property
+    def is_next(self) -> bool:
+        return self._context.loop.at_last_backward
+
+    def begin(self) -> None:
+        self._reduction = self._new()
+
+    def _new(self) -> CanonicalReduction:
+        context, world = self._context, _world(self._context)
+        return CanonicalReduction(
+            world.group, world.traffic, self._sums, context.boundaries, self._on_reduced, context.state.scale
+        )
+
+    def backward(self, loss: Tensor) -> None:
+        """Buckets leave for their owners as soon as it has filled them, and are reduced and mirrored as soon as all
+        have come.
+        """
+        assert self._reduction is not None
+        context = self._context
+        arriving = _world(context).traffic.arriving(context.boundaries)
+        self._sums.begin_push(context.loop.lane)
+        self._hooks.arm(self._reduction.on_filled)
+        try:
+            context.loop.backward(loss, context.state, arriving)
+        finally:
+            self._hooks.disarm()
+        self._sums.end_push()
+
+    def backward_here(self, loss: Tensor) -> None:
+        self._hooks.arm_to_take()
+        try:
+            self._context.loop.backward(loss, self._context.state)
+        finally:
+            self._hooks.disarm()
+
+    def skip(self) -> None:
+        if self._context.loop.at_last_backward:
+            self._sums.push(self._context.loop.lane)
+
+    def stand_by(self) -> None:
+        self._sums.live.zero()
+
+    def take(self) -> CanonicalReduction:
+        reduction, self._reduction = self._reduction or self._new(), None
+        return reduction
+
+    def forget(self) -> None:
+        self._reduction = None
+
+
+class ShardReducing:
+    """A lane's gradient leaves bucket by bucket with the lane's last backward."""
+
+    def __init__(self, context: TrainingContext, sums: ShardSums, on_reduced: Callable[[], None]) -> None:
+        self._context, self._sums, self._on_reduced = context, sums, on_reduced
+        self._hooks = BucketHooks(context.state.layout, context.state.parameters, sums)
+        self._reduction: RoundReduction | None = None
+        self._rounds: tuple[World, bool, RoundsTraffic] | None = None
+
+    @property
+    def is_next(self) -> bool:
+        return self._context.loop.at_lanes_last_backward
+
+    def begin(self) -> None:
+        """With the step's first lane; later ones go on with it."""
+        if self._reduction is None:
+            self._reduction = self._new()
+
+    def _new(self) -> RoundReduction:
+        context, world = self._context, _world(self._context)
+        return RoundReduction(
+            world.group, world.traffic, self._rounds_of(world), self._sums, context.boundaries, self._on_reduced,
+            context.state.scale,
+        )  # fmt: skip
+
+    def _rounds_of(self, world: World) -> RoundsTraffic:
+        is_first = self._context.is_first_step
+        if self._rounds is None or self._rounds[0] is not world or self._rounds[1] != is_first:
+            self._rounds = world, is_first, RoundsTraffic.of(world.traffic, is_first)
+        return self._rounds[2]
+
+    def backward(self, loss: Tensor) -> None:
+        assert self._reduction is not None
+        self._hooks.arm(self._reduction.on_filled)
+        try:
+            self._context.loop.backward(loss, self._context.state)
+        finally:
+            self._hooks.disarm()
+        self._reduction.end_lane()
+
+    def backward_here(self, loss: Tensor) -> None:
+        """A micro-batch of several, or of a warm-up: what that makes is thrown away bucket by bucket."""
+        if self._context.loop.is_warming_up:
+            self._hooks.arm(self._throw_away)
+        else:
+            self._hooks.arm_to_take()
+        try:
+            self._context.loop.backward(loss, self._context.state)
+        finally:
+            self._hooks.disarm()
+
+    def _throw_away(self, bucket: int) -> None:
+        self._sums.live.release(bucket)
+
+    def skip(self) -> None:
+        if self.is_next:
+            self.begin()
+            assert self._reduction is not None
+            self._reduction.end_lane()
+
+    def stand_by(self) -> None:
+        self._sums.clear()
+
+    def take(self) -> RoundReduction:
+        reduction, self._reduction = self._reduction or self._new(), None
+        return reduction
+
+    def forget(self) -> None:
+        self._reduction = None
+
+
+def _world(context: TrainingContext) -> World:
+    assert context.world is not None
+    return context.world
