@@ -31,7 +31,7 @@ def elastic(engine: shoal.Engine, batches: Iterator[dict[str, torch.Tensor]]) ->
 
 def main() -> None:
     given = options()
-    engine = initialize(given.size, given.lanes, given.mirrors)
+    engine = initialize(given.size, given.lanes, given.mirrors, stage=given.stage)
     batches = iter(engine)
     place, workers = os.environ["BENCH_STEPS"], given.workers or given.lanes
     elastic(engine, batches)  # the world has begun

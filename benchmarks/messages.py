@@ -18,6 +18,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from shoal.blocks.values import WholeValues
 from shoal.core.layout import Layout, Trainable, lay_out
 from shoal.exchange import canonical
 from shoal.exchange.canonical import CanonicalReduction
@@ -83,15 +84,15 @@ class InstantGroup:
 def python_seconds(layout: Layout, traffic: Traffic) -> float:
     """CPU of a step's reduction and hand-out, the least of three steps."""
     flats = [torch.empty(bucket.elements, dtype=bucket.dtype, device="meta") for bucket in layout.buckets]
-    copy = SimpleNamespace(flats=flats)
-    sums = SimpleNamespace(live=copy, last=copy, finished=[flats], merge=lambda bucket: None)
+    copy = WholeValues(layout, flats)
+    sums = SimpleNamespace(live=copy, last=copy, finished=[copy], merge=lambda bucket: None)
     group: Any = InstantGroup(traffic.plan.world_size)
     least = float("inf")
     with patch.object(canonical, "is_finite", lambda values: True):  # there are no values to look at
         for _ in range(3):
             begun = time.process_time()
             CanonicalReduction(group, traffic, sums, 0, lambda: None).finish()
-            HandOut(group, flats, traffic, traffic.handed(0)).finish()
+            HandOut(group, copy, traffic, traffic.handed(0)).finish()
             least = min(least, time.process_time() - begun)
     return least
 

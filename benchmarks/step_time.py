@@ -1,11 +1,12 @@
-"""A step's time against DDP: `python benchmarks/step_time.py [--size 10M] [--only mirrors|lanes|tiny]`.
+"""A step's time against DDP: `python benchmarks/step_time.py [--size 10M] [--only mirrors|stages|lanes|tiny]`.
 
 Workers under a real controller; in the same processes rounds of DDP with bucket views, of DDP with PyTorch's
 ZeroRedundancyOptimizer and of Shoal take turns (interleaved.py), and DDP alone runs in processes of its own, without
 Shoal's threads (ddp.py). `mirrors`: four workers, one lane each; targets: 1.05 of DDP with mirrors off, 1.15 with one.
-`lanes`: two lanes a worker, against accumulation under `no_sync`. `tiny`: what a step costs besides its work, of the
-smallest model with 2, 4 and 8 workers; target: 1.5 ms of CPU a worker more than DDP. The ratios are of medians and,
-beside them, medians of the ratios of neighbouring rounds; CPU seconds do not depend on how busy the machine is.
+`stages`: stages 1 and 2, two clusters of each in turn. `lanes`: two lanes a worker, against accumulation under
+`no_sync`. `tiny`: what a step costs besides its work, of the smallest model with 2, 4 and 8 workers; target: 1.5 ms of
+CPU a worker more than DDP. The ratios are of medians and, beside them, medians of the ratios of neighbouring rounds;
+CPU seconds do not depend on how busy the machine is.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ Rounds = dict[str, list[tuple[float, float]]]
 """By way: (wall, CPU) seconds per step of each round."""
 
 
-def measure(size: str, mirrors: int, workers: int = WORKERS, lanes: int = WORKERS) -> Rounds:
+def measure(size: str, mirrors: int, workers: int = WORKERS, lanes: int = WORKERS, stage: int = 1) -> Rounds:
     """One cluster's rounds, and those of DDP alone before and after."""
     before = alone(size, workers, lanes)
     job = Job(
         size=size, workers=workers, lanes=lanes, mirrors=mirrors, script="interleaved.py",
-        arguments=("--workers", str(workers)),
+        arguments=("--workers", str(workers), "--stage", str(stage)),
     )  # fmt: skip
     with Cluster(job) as cluster:
         rounds: Rounds = dict(*cluster.results(".json", patience=PATIENCE_SECONDS))
@@ -79,6 +80,16 @@ def show_mirrors(size: str) -> None:
     show(f"Step time, {size} parameters, {WORKERS} workers", HEAD, rows)
 
 
+def show_stages(size: str) -> None:
+    """Rows of clusters one after another, each beside DDP in its own processes."""
+    rows = []
+    for turn in range(2):
+        for stage in (1, 2):
+            rounds = measure(size, 1, stage=stage)
+            rows.append(row(f"stage {stage}, mirrors 1, run {turn + 1}", rounds, "shoal", TARGETS[1]))
+    show(f"Stages, {size} parameters, {WORKERS} workers, a lane each", HEAD, rows)
+
+
 def show_lanes(size: str) -> None:
     rounds = measure(size, 1, lanes=2 * WORKERS)
     rows = [row("2 lanes a worker, mirrors 1", rounds, way, None) for way in rounds]
@@ -104,10 +115,12 @@ def show_tiny() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", choices=list(model.SIZES), default="10M")
-    parser.add_argument("--only", choices=["mirrors", "lanes", "tiny"])
+    parser.add_argument("--only", choices=["mirrors", "stages", "lanes", "tiny"])
     given = parser.parse_args()
     if given.only in (None, "mirrors"):
         show_mirrors(given.size)
+    if given.only in (None, "stages"):
+        show_stages(given.size)
     if given.only in (None, "lanes"):
         show_lanes(given.size)
     if given.only in (None, "tiny"):

@@ -59,7 +59,7 @@ class Looker:
 
 def main() -> None:
     given = options()
-    engine = initialize(given.size, given.lanes, given.mirrors)
+    engine = initialize(given.size, given.lanes, given.mirrors, stage=given.stage)
     file = os.open(os.environ["BENCH_STEPS"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     goal, at_rest, looker = 0, 0, None
     for batch in engine:

@@ -25,6 +25,7 @@ def initialize(
     mirrors: int,
     micro_batch: int = model.MICRO_BATCH,
     checkpoint: Mapping[str, object] | None = None,
+    stage: int = 1,
 ) -> shoal.Engine:
     """The engine of all benchmarks. `checkpoint`: that section of the config; none: nothing is saved."""
     gpt = model.build(size)
@@ -32,7 +33,7 @@ def initialize(
         model=gpt,
         config={
             "train_micro_batch_size_per_gpu": micro_batch,
-            "zero_optimization": {"stage": 1},
+            "zero_optimization": {"stage": stage},
             "shoal": {"lanes": lanes, "mirrors": mirrors, "max_steps": STEPS, "checkpoint": checkpoint or {}},
         },
         dataset=model.Windows(),
@@ -54,13 +55,14 @@ def options() -> argparse.Namespace:
     parser.add_argument("--size", choices=list(model.SIZES), default="10M")
     parser.add_argument("--lanes", type=int, default=4)
     parser.add_argument("--mirrors", type=int, default=1)
+    parser.add_argument("--stage", type=int, default=1, help="of ZeRO")
     parser.add_argument("--workers", type=int, default=0, help="one for each lane, unless given")
     return parser.parse_args()
 
 
 def main() -> None:
     given = options()
-    engine = initialize(given.size, given.lanes, given.mirrors)
+    engine = initialize(given.size, given.lanes, given.mirrors, stage=given.stage)
     file = os.open(os.environ["BENCH_STEPS"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     noted = 0
     for batch in engine:

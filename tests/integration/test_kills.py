@@ -125,7 +125,15 @@ def test_a_worker_dies_while_it_rolls_forward() -> None:
         assert rolled_forward(cluster) == ["w3"]
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_a_worker_is_lost_in_a_backward_whose_gradients_are_leaving(how: str) -> None:
+    """Others wait for it within theirs."""
+    with Cluster(workers=3, options={**SHORT, "stage": 2}, faults=f"w1@4:backward:{how}") as cluster:
+        report = cluster.wait_undisturbed()
+        assert report["generations"][-1]["workers"] == 2
+
+
+@pytest.mark.parametrize("stage", [0, 2])
 def test_a_worker_is_lost_in_the_very_vote_in_which_a_planned_change_begins(stage: int) -> None:
     faults = "w1@0:in_vote_to_begin:kill"
     with Cluster(workers=3, options={**LONG, "stage": stage}, faults=faults, pace=PACE) as cluster:

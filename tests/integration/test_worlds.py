@@ -1,4 +1,4 @@
-"""The same bits in every world: any number of workers, either stage, whatever a model or an optimizer brings along.
+"""The same bits in every world: any number of workers, any stage, whatever a model or an optimizer brings along.
 
 The comparison is always with one worker that was never disturbed. Where it is not the number of workers that is tried,
 one of three dies at the third step and is replaced, so that states are promoted, filled and handed out on the way.
@@ -32,6 +32,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "no clipping": {"gradient_clipping": 0.0},
     "two micro-batches per lane": {"micro_batches_per_lane": 2, "samples": 70},
     "five lanes": {"lanes": 5},
+    "bfloat16, sharded gradients": {"precision": {"bf16": {"enabled": True}}, "stage": 2},
     "seven lanes": {"lanes": 7},
     "float64": {"double": True},
     "no dropout, no buffers": {"dropout": 0.0, "buffers": False},
@@ -39,8 +40,10 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-@pytest.mark.parametrize("workers", [1, 2, 3, 4, 8])
+WORLDS = [(1, 1), (1, 2), (2, 0), (2, 2), (3, 1), (3, 2), (4, 0), (4, 2), (8, 1), (8, 2)]
+
+
+@pytest.mark.parametrize(("workers", "stage"), WORLDS)
 def test_every_world_gives_the_same_bits(workers: int, stage: int) -> None:
     with Cluster(workers=workers, options={**STEPS, "stage": stage}) as cluster:
         report = cluster.wait_undisturbed()

@@ -8,6 +8,7 @@ from over_gloo import over_gloo
 from planning import World
 from shoal.blocks.flat import Flats
 from shoal.blocks.lane_sums import LaneSums
+from shoal.blocks.values import WholeValues
 from shoal.core.layout import Layout, Trainable, lay_out
 from shoal.exchange.canonical import CanonicalReduction
 from shoal.exchange.hand_out import HandOut
@@ -98,7 +99,7 @@ def test_owners_and_mirrors_have_the_bits_of_a_world_of_one(
                 for start, stop in ranges:
                     assert torch.equal(flat[start:stop], wanted[start:stop])
             replays_all = len(plan.replays(group.rank, boundaries)) == plan.blocks
-            handed = HandOut(group, flats, traffic, traffic.handed(boundaries)).finish()
+            handed = HandOut(group, WholeValues(LAYOUT, flats), traffic, traffic.handed(boundaries)).finish()
             assert (handed > 0) != replays_all
             assert all(torch.equal(flat, wanted) for flat, wanted in zip(flats, right, strict=True))
 

@@ -31,8 +31,7 @@ ENTRY_MODULES = {
     "shoal.demo.byte_gpt": "the demo's script, `python -m`",
 }
 """Modules that nobody imports because they are started."""
-NOT_USED_YET = {
-}
+NOT_USED_YET = {}
 """Modules that are there, with their tests, before what they are for."""
 
 NO_IO = {"asyncio", "os", "random", "secrets", "socket", "sqlite3", "subprocess", "threading", "time"}

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from planning import World
 from shoal.blocks.flat import empty_flats
 from shoal.blocks.lane_sums import LaneSums
+from shoal.blocks.values import WholeValues
 from shoal.core.layout import Layout, Trainable, lay_out
 from shoal.exchange.canonical import CanonicalReduction
 from shoal.exchange.hand_out import HandOut
@@ -373,7 +374,7 @@ def test_what_an_exchange_has_in_flight_is_bounded_whatever_the_size_of_a_parame
     assert len(traffic.pieces) == 1 + -(-3 * 251 * BLOCK * 4 // piece), "the largest share is 251 blocks"
     assert group.sends == 1 + 3 * (len(traffic.pieces) - 1), "one message to each owner for each piece"
     group.most = 0
-    assert HandOut(group, empty_flats(layout), traffic, traffic.handed(0)).finish() > 0
+    assert HandOut(group, WholeValues(layout, empty_flats(layout)), traffic, traffic.handed(0)).finish() > 0
     assert group.most <= in_flight + piece + rows * (in_flight // piece + 1)
 
 
@@ -384,7 +385,7 @@ def test_what_is_updated_is_handed_out_while_the_rest_is_updated(monkeypatch: py
     ).plan
     traffic, group = Traffic(plan, 0, LAYOUT), CountingGroup(4)
     flow = traffic.handed(0)
-    handed_out = HandOut(group, empty_flats(LAYOUT), traffic, flow)
+    handed_out = HandOut(group, WholeValues(LAYOUT, empty_flats(LAYOUT)), traffic, flow)
     assert not group.sends
     half = traffic.pieces[0].last_bucket
     handed_out.on_updated(half)

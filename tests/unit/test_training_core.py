@@ -92,7 +92,7 @@ def test_the_subtree_stack_gives_the_bits_of_a_plain_recursive_sum(lanes: int, d
         return summed(start, start + half) + summed(start + half, stop)
 
     assert sums.spans == subtrees(Runs.of(held), lanes)
-    for span, partial in zip(sums.spans, (flats[0] for flats in sums.finished), strict=True):
+    for span, partial in zip(sums.spans, (kept.flats[0] for kept in sums.finished), strict=True):
         assert torch.equal(partial, summed(*span))
 
 

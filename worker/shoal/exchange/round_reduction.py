@@ -22,7 +22,7 @@ from shoal.exchange.finite import describe_gradient, is_finite
 from shoal.exchange.packing import PackedReceive, Posted, ranges, send_packed
 from shoal.exchange.pieces import Extents, elements_in
 from shoal.exchange.rounds_traffic import RoundsTraffic
-from shoal.exchange.traffic import MIRRORED, PARTIALS, Traffic, sums_dtype
+from shoal.exchange.traffic import MIRRORED, PARTIALS, sums_dtype
 from shoal.group.group import Group, Waiting, Work, WorldChanged
 
 USER_STEPS = 1 << 20
@@ -55,14 +55,14 @@ class RoundReduction:
     def __init__(
         self,
         group: Group,
-        traffic: Traffic,
         rounds: RoundsTraffic,
         sums: ShardSums,
         boundaries: int,
         on_reduced: Callable[[], None],
         loss_scale: float = 1.0,
     ) -> None:
-        self._group, self._traffic, self._rounds, self._sums = group, traffic, rounds, sums
+        self._group, self._rounds, self._sums = group, rounds, sums
+        self._traffic = traffic = rounds.traffic
         self._on_reduced, self._loss_scale = on_reduced, loss_scale
         self._pieces, self._mirrored = len(traffic.pieces), traffic.mirrored(boundaries)
         self._last_bucket_of = [piece.last_bucket for piece in traffic.pieces]
@@ -146,7 +146,7 @@ class RoundReduction:
             number, piece = divmod(self._posted, self._pieces)
             flight = self._flight[self._posted] = _InFlight()
             dtype = sums_dtype(self._traffic, piece, are_leaves=True)
-            for peer in self._rounds.sources(number, self._traffic):
+            for peer in self._rounds.sources(number):
                 for message, extents in enumerate(self._rounds.receives[piece]):
                     arriving = torch.empty(elements_in(extents), dtype=dtype)
                     flight.receives.append(self._group.receive(arriving, peer, PARTIALS))
@@ -201,14 +201,19 @@ class RoundReduction:
 
     # ---- sums
 
-    def _add_up(self, number: int, piece: int, arrived: dict[tuple[int, int], Tensor]) -> None:
+    def _add_up(
+        self,
+        number: int,
+        piece: int,
+        arrived: dict[tuple[int, int], Tensor],  # by rank and message, (elements in its extents,)
+    ) -> None:
         rank, lanes = self._traffic.rank, self._rounds.rounds[number]
         order, wide = self._rounds.tree.rounds[number], sums_dtype(self._traffic, piece)
         for message, extents in enumerate(self._rounds.receives[piece]):
             parts = self._parts[piece][message]
             if lanes[rank] != NO_LANE:
                 parts[rank] = torch.cat(ranges(self._sums.live, extents)).to(wide)
-            for peer in self._rounds.sources(number, self._traffic):
+            for peer in self._rounds.sources(number):
                 parts[peer] = arrived[peer, message].to(wide)
             for into, other in order.additions:
                 parts[into].add_(parts.pop(other))

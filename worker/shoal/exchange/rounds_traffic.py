@@ -16,6 +16,7 @@ from shoal.exchange.traffic import Messages, Traffic
 class RoundsTraffic:
     """One step's rounds, as one member sees them."""
 
+    traffic: Traffic
     rounds: tuple[Round, ...]
     tree: ShardTree
     lanes_here: int
@@ -35,8 +36,8 @@ class RoundsTraffic:
             for piece in range(len(traffic.pieces))
         )
         lanes_here = sum(lanes[traffic.rank] != NO_LANE for lanes in found)
-        return cls(found, shard_tree(found, plan.lanes), lanes_here, sends, traffic.own_messages)
+        return cls(traffic, found, shard_tree(found, plan.lanes), lanes_here, sends, traffic.own_messages)
 
-    def sources(self, number: int, traffic: Traffic) -> list[int]:
+    def sources(self, number: int) -> list[int]:
         """The other members with a lane in a round."""
-        return [peer for peer in traffic.others if self.rounds[number][peer] != NO_LANE]
+        return [peer for peer in self.traffic.others if self.rounds[number][peer] != NO_LANE]

@@ -137,7 +137,7 @@ class ShardReducing:
     def _new(self) -> RoundReduction:
         context, world = self._context, _world(self._context)
         return RoundReduction(
-            world.group, world.traffic, self._rounds_of(world), self._sums, context.boundaries, self._on_reduced,
+            world.group, self._rounds_of(world), self._sums, context.boundaries, self._on_reduced,
             context.state.scale,
         )  # fmt: skip
 

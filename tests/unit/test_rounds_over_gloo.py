@@ -1,0 +1,162 @@
+"""Sharded gradients over real groups: the bits of whole ones, and no gradient whole anywhere but in its piece."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from over_gloo import over_gloo
+from planning import World
+from shoal.blocks.flat import Flats
+from shoal.blocks.lane_sums import LaneSums
+from shoal.blocks.shard_sums import ShardSums
+from shoal.core.layout import Layout, Trainable, lay_out
+from shoal.exchange.canonical import CanonicalReduction
+from shoal.exchange.pieces import windows
+from shoal.exchange.round_reduction import USER_STEPS, RoundReduction
+from shoal.exchange.rounds_traffic import RoundsTraffic
+from shoal.exchange.traffic import Traffic
+from shoal.group.group import Group
+from shoal.group.group_progress import GroupProgress
+from shoal.group.solo import SoloGroup
+from shoal_controller.core.planning.planner import Terms
+from shoal_protos.activity import StepPhase
+from shoal_protos.plan import Plan
+
+BLOCK = 4_096
+LANES = 7
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def layout_of(dtype: torch.dtype) -> Layout:
+    sizes = (1, 60, 2, 9, 1)
+    return lay_out([Trainable(f"p{n}", (blocks, BLOCK - 7), dtype, 0, n) for n, blocks in enumerate(sizes)])
+
+
+def gradient(layout: Layout, lane: int) -> list[torch.Tensor]:
+    """By slot; a negative zero among the numbers, as backward may make one."""
+    random = torch.Generator().manual_seed(lane)
+    found = [
+        torch.randn(slot.parameter.shape, dtype=bucket.wide_dtype, generator=random).to(bucket.dtype)
+        for bucket in layout.buckets
+        for slot in bucket.slots
+    ]
+    found[1][0, 0] = -0.0
+    return found
+
+
+UNUSED = 4
+"""The slot of a parameter that gets no gradient."""
+
+
+def whole(layout: Layout) -> Flats:
+    """The mean as a world of one makes it of whole gradients."""
+    terms = Terms(lanes=LANES, blocks=layout.blocks, mirrors=0, mirror_partners=4, fill_blocks_per_step=9)
+    plan = World(terms, "a").plan
+    sums = LaneSums(layout, LANES)
+    for lane in range(LANES):
+        sums.begin_lane()
+        for slot, (view, values) in enumerate(zip(sums.live._views, gradient(layout, lane), strict=True)):
+            if slot != UNUSED:
+                view.add_(values)
+        if lane < LANES - 1:
+            sums.push(lane)
+    sums.begin_push(LANES - 1)
+    sums.end_push()
+    CanonicalReduction(SoloGroup(), Traffic(plan, 0, layout), sums, 0, lambda: None).finish()
+    return sums.live.flats
+
+
+def plans(layout: Layout) -> list[Plan]:
+    """A start; a loss, with lanes in flight; a joiner without lanes."""
+    terms = Terms(lanes=LANES, blocks=layout.blocks, mirrors=1, mirror_partners=4, fill_blocks_per_step=20, rounds=True)
+    world = World(terms, "abcd")
+    world.kill("b")
+    world.join("e", trains=False)
+    return world.plans
+
+
+def reduce(group: Group, traffic: Traffic, layout: Layout, is_first: bool) -> tuple[ShardSums, int]:
+    """As a step does it; and the most bytes of gradients that there were at one time, without the reduced ones."""
+    sums, most = ShardSums(layout, are_narrow=True), 0
+    rounds = RoundsTraffic.of(traffic, is_first)
+    reduction = RoundReduction(group, rounds, sums, 0, lambda: None)
+    slots = [bucket.index for bucket in layout.buckets for _ in bucket.slots]
+    for lanes in rounds.rounds:
+        if lanes[traffic.rank] < 0:
+            continue
+        sums.begin_lane()
+        for slot, values in enumerate(gradient(layout, lanes[traffic.rank])):
+            if slot != UNUSED:
+                sums.live.add(slot, values)
+                most = max(most, sums.live.bytes)
+            if slot != UNUSED and slot + 1 < len(slots) and slots[slot + 1] > slots[slot]:
+                reduction.on_filled(slots[slot])
+        reduction.end_lane()
+    reduction.finish()
+    return sums, most
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize("piece", [100_000, 8 << 20])
+def test_owners_and_mirrors_have_the_bits_of_whole_gradients(
+    number: int, piece: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.exchange.traffic.piece_bytes", lambda _: piece)
+    monkeypatch.setattr("shoal.exchange.traffic.windows", lambda pieces: windows(pieces, 2 * piece))
+    layout = layout_of(dtype)
+    right, plan = whole(layout), plans(layout)[number]
+
+    def member(group: Group) -> None:
+        traffic = Traffic(plan, group.rank, layout, leaves_are_narrow=True, by_rounds=True)
+        for is_first in (True, False):
+            sums, _ = reduce(group, traffic, layout, is_first)
+            assert sums.reduced.runs == plan.replays(group.rank, 0)
+            for stretch in layout.stretches(sums.reduced.runs):
+                start, stop = layout.elements(stretch)
+                found, wanted = sums.reduced.of(stretch), right[stretch.bucket][start:stop]
+                assert torch.equal(found.view(torch.int32), wanted.view(torch.int32))
+            assert not sums.live._flats
+
+    over_gloo(plan.world_size, member)
+
+
+def test_of_the_gradients_only_what_is_in_flight_is_there_at_one_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.exchange.traffic.piece_bytes", lambda _: 1 << 18)
+    monkeypatch.setattr("shoal.exchange.traffic.windows", lambda pieces: windows(pieces, 0))
+    layout = lay_out([Trainable(f"p{n}", (16, BLOCK), torch.float32, 0, n) for n in range(40)])
+    plan = plans(layout)[0]
+    bucket = layout.buckets[0].elements * 4
+
+    def member(group: Group) -> None:
+        traffic = Traffic(plan, group.rank, layout, leaves_are_narrow=True, by_rounds=True)
+        _, most = reduce(group, traffic, layout, is_first=False)
+        assert 2 * bucket <= most <= 4 * bucket
+
+    over_gloo(plan.world_size, member)
+
+
+def test_positions_only_grow_and_stand_at_the_next_lane_in_user_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.exchange.traffic.piece_bytes", lambda _: 100_000)
+    layout = layout_of(torch.float32)
+    plan = plans(layout)[0]
+
+    seen: dict[GroupProgress, list[tuple[StepPhase, int]]] = {}
+    reach = GroupProgress.reach
+
+    def note(progress: GroupProgress, phase: StepPhase, bucket: int = 0) -> None:
+        seen.setdefault(progress, []).append((phase, bucket))
+        reach(progress, phase, bucket)
+
+    monkeypatch.setattr(GroupProgress, "reach", note)
+
+    def member(group: Group) -> None:
+        traffic = Traffic(plan, group.rank, layout, leaves_are_narrow=True, by_rounds=True)
+        reduce(group, traffic, layout, is_first=False)
+        positions = [position for position in seen[group.progress] if position[0] >= StepPhase.LANES]
+        assert positions == sorted(positions)
+        lanes = len(plan.shares[group.rank].lanes)
+        in_user_code = [bucket for phase, bucket in positions if phase is StepPhase.LANES and not bucket % USER_STEPS]
+        assert in_user_code == [lane * len(traffic.pieces) * USER_STEPS for lane in range(1, lanes + 1)]
+
+    over_gloo(plan.world_size, member)
