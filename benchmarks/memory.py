@@ -1,17 +1,14 @@
 """Bytes of tensors per worker against what the design allows: `python benchmarks/memory.py --sizes 1M 10M`.
 
 Four workers under a real controller, one lane or two each, with 0, 1 and 2 mirrors, ZeRO stages 1 and 2, AdamW in
-float32. Allowed: parameters + gradients + subtree stack + optimizer state × (1 + mirrors) / world, and 5% of that; in
-stage 2 reduced gradients × (1 + mirrors) / world in place of gradients and stack. The stack of
-an aligned run of k lanes is log2(k) gradient copies more. Within a step the buffers of the exchange come on top: at
-most what may be in flight, and one piece. `most` has such activations as a line of Python holds in it too; its excess
-is shown in MiB and judged by nobody.
+float32. Allowed: what `shoal estimate` says (docs/memory.md), and 5% of that. Within a step the buffers of the exchange
+come on top: at most what may be in flight, and one piece. `most` has such activations as a line of Python holds in it
+too; its excess is shown in MiB and judged by nobody.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import os
 from itertools import product
 from typing import Any
@@ -19,12 +16,12 @@ from typing import Any
 import model
 from cluster import Cluster, Job, end_cleanly
 from shoal.exchange.pieces import IN_FLIGHT_BYTES, piece_bytes
+from shoal_protos.memory_estimate import MemorySetup, estimate
 from tables import show, verdict
 
 WORKERS = 4
 MOST = 1.05
-STATE_PER_PARAMETER = 2
-"""AdamW's two moments; the parameters are float32, so there are no master weights."""
+FLOAT32_BYTES = 4
 MIB = 1 << 20
 PATIENCE_SECONDS = 300.0
 
@@ -38,18 +35,16 @@ def measure(size: str, lanes: int, mirrors: int, stage: int) -> list[dict[str, A
         return cluster.results(*(f".{rank}.json" for rank in range(WORKERS)), patience=PATIENCE_SECONDS)
 
 
-def allowed(parameters: int, lanes: int, mirrors: int, stage: int) -> float:
-    """Bytes by the design's formula. In stage 2 reduced gradients are with the state, and with two lanes a worker one
-    copy of its shard waits within a step.
-    """
-    copies = 1 + math.log2(lanes) if stage < 2 else (1 + mirrors) / WORKERS
-    return parameters * (1 + copies + STATE_PER_PARAMETER * (1 + mirrors) / WORKERS)
+def allowed(parameters: int, lanes: int, mirrors: int, stage: int) -> int:
+    """Bytes by the design's formula. `parameters`: their bytes. `lanes`: of the job."""
+    setup = MemorySetup(parameters // FLOAT32_BYTES, WORKERS, stage=stage, lanes=lanes, mirrors=mirrors)
+    return estimate(setup).at_rest("device")
 
 
 def row(size: str, lanes: int, mirrors: int, stage: int) -> list[str]:
     found = measure(size, lanes, mirrors, stage)
     worst = max(found, key=lambda one: one["rest"])
-    formula = allowed(worst["parameters"], worst["lanes"], mirrors, stage)
+    formula = allowed(worst["parameters"], lanes, mirrors, stage)
     ratio = worst["rest"] / formula
     excess = (max(one["most"] for one in found) - formula) / MIB
     peak = (max(one["most_in_step"] for one in found) - MOST * formula) / MIB

@@ -60,6 +60,9 @@ FLAGS = {
     "verify": "PATH",
     "export": "--dtype --format PATH FILE",
     "import": "FILE PATH",
+    "estimate": (
+        "--config --lanes --mirrors --offload --output --params --precision --stage --state-bytes --unit --workers"
+    ),
 }
 """People and scripts rely on these."""
 
@@ -403,7 +406,7 @@ def test_every_module_of_an_extra_is_known_by_its_import_name() -> None:
 
 def test_commands_that_talk_to_a_controller_are_coroutines_and_no_thread_is_needed() -> None:
     plain = [command.__name__ for command in main.COMMANDS if not inspect.iscoroutinefunction(command)]
-    assert plain == ["worker", "verify", "export", "import_"]
+    assert plain == ["worker", "verify", "export", "import_", "estimate"]
 
 
 def test_what_needs_torch_is_handed_over_with_its_arguments(tmp_path: Path) -> None:

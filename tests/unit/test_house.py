@@ -44,6 +44,7 @@ PURE_VOCABULARY = {
         "corruption",
         "description",
         "errors",
+        "memory_estimate",
         "messages",
         "milestones",
         "plan",

@@ -18,6 +18,7 @@ from shoal_controller.cli.checkpoints import checkpoint, checkpoints, export, im
 from shoal_controller.cli.controller import controller
 from shoal_controller.cli.demo import demo
 from shoal_controller.cli.endings import WRONG_USE, Command, ending, say
+from shoal_controller.cli.estimate import estimate
 from shoal_controller.cli.events import events
 from shoal_controller.cli.jobs import describe, jobs, pause, resume, scale
 from shoal_controller.cli.logs import logs
@@ -30,7 +31,7 @@ from shoal_controller.cli.workers import drain, lost, workers
 
 COMMANDS: tuple[Command, ...] = (
     demo, run, controller, worker, submit, jobs, describe, scale, drain, lost, pause, resume, checkpoint, checkpoints,
-    events, logs, workers, top, verify, export, import_,
+    events, logs, workers, top, verify, export, import_, estimate,
 )  # fmt: skip
 
 TOKEN_COMMANDS: tuple[Command, ...] = (job_, create, list_, rotate, revoke)

@@ -97,7 +97,8 @@ def job_lines(job: Json) -> list[str]:
     return [stands, f"  {escape(job['reason'])}"] if job["reason"] else [stands]
 
 
-def _table(*columns: str, title: str | None = None, numbers: Sequence[str] = ()) -> Table:
+def table_of(*columns: str, title: str | None = None, numbers: Sequence[str] = ()) -> Table:
+    """A table without rows yet; the columns in `numbers` are aligned to the right."""
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="dim")
     for column in columns:
         table.add_column(column, justify="right" if column in numbers else "left", no_wrap=True)
@@ -107,7 +108,7 @@ def _table(*columns: str, title: str | None = None, numbers: Sequence[str] = ())
 def jobs_table(jobs: Sequence[Json]) -> RenderableType:
     if not jobs:
         return "no jobs"
-    table = _table("job", "phase", "gen", "workers", "step", "loss", numbers=("gen", "workers", "step", "loss"))
+    table = table_of("job", "phase", "gen", "workers", "step", "loss", numbers=("gen", "workers", "step", "loss"))
     table.add_column("reason", overflow="fold")  # the only one that gives way where the terminal is narrow
     for job in jobs:
         count = f"{job['workers']['active']}/{job['workers']['wanted']}"
@@ -119,7 +120,7 @@ def jobs_table(jobs: Sequence[Json]) -> RenderableType:
 def checkpoints_table(checkpoints: Sequence[Json]) -> RenderableType:
     if not checkpoints:
         return "no checkpoints"
-    table = _table("step", "gen", "size", "path", numbers=("step", "gen", "size"))
+    table = table_of("step", "gen", "size", "path", numbers=("step", "gen", "size"))
     for one in checkpoints:
         table.add_row(str(one["step"]), str(one["generation"]), amount(one["bytes"] or None), escape(one["path"]))
     return table
@@ -128,7 +129,7 @@ def checkpoints_table(checkpoints: Sequence[Json]) -> RenderableType:
 def tokens_table(tokens: Sequence[Json]) -> RenderableType:
     if not tokens:
         return "no tokens"
-    table = _table("name", "role", "created", "by", "expires")
+    table = table_of("name", "role", "created", "by", "expires")
     for one in tokens:
         expires = "never" if one["expires"] is None else _day(one["expires"])
         table.add_row(one["name"], one["role"], _day(one["created"]), one["created_by"], expires)
@@ -143,7 +144,7 @@ def workers_table(workers: Sequence[Json]) -> RenderableType:
     if not workers:
         return "no workers"
     columns = ("worker", "state", "rank", "lanes", "blocks", "mirrored", "step", "step time", "memory", "host", "pid")
-    table = _table(*columns, "log", numbers=("rank", "blocks", "mirrored", "step", "step time", "memory", "pid"))
+    table = table_of(*columns, "log", numbers=("rank", "blocks", "mirrored", "step", "step time", "memory", "pid"))
     explained = any(map(_unsettled, workers))
     if explained:
         table.add_column("why", overflow="fold")
@@ -176,7 +177,7 @@ def resizes_table(generations: Sequence[Json]) -> RenderableType:
     if not generations:
         return "no world yet"
     columns = ("gen", "reason", "workers", "from step", "pause", "promoted", "bytes in pause", "by fills")
-    table = _table(
+    table = table_of(
         *columns, "from checkpoint", "steps lost", numbers=columns[:1] + columns[2:] + ("from checkpoint", "steps lost")
     )
     for world in generations:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from shoal_protos.runs import Runs
+from shoal_protos.runs import NO_BLOCKS, Runs
 
 from shoal.blocks.leaves import Leaves
 from shoal.blocks.values import ShardValues
@@ -35,8 +35,9 @@ class ShardSums:
         self.reduced.keep(runs)
 
     def clear(self) -> None:
-        """The step's sums are void, or applied."""
+        """The step's sums are void, or applied: their memory serves the next forward."""
         self.live.clear()
+        self.reduced.keep(NO_BLOCKS)
 
     @property
     def bytes(self) -> int:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from typing import Protocol
 
+import torch
 from shoal_protos.runs import NO_BLOCKS, Runs
 from torch import Tensor
 
-from shoal.blocks.host_memory import host_memory
 from shoal.core.layout import Layout, Stretch
 
 
@@ -55,12 +55,13 @@ class WholeValues:
 
 
 class ShardValues:
-    """Of some blocks, in the wide dtype of their buckets."""
+    """Of some blocks, in the wide dtype of their buckets; memory is found for what comes."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout, self.runs = layout, NO_BLOCKS
         self._starts: list[list[int]] = []
-        self._parts: list[list[Tensor]] = []  # per bucket, each (elements of a stretch,)
+        self._parts: list[list[tuple[int, Tensor | None]]] = []
+        """Per bucket and stretch, its elements and `(elements,)`; None: nothing has come yet."""
 
     def keep(self, runs: Runs) -> None:
         """Of these blocks, from now on; the values of others are forgotten."""
@@ -71,8 +72,7 @@ class ShardValues:
         for stretch in self._layout.stretches(runs):
             start, stop = self._layout.elements(stretch)
             self._starts[stretch.bucket].append(start)
-            memory = host_memory(stop - start, self._layout.buckets[stretch.bucket].wide_dtype)
-            self._parts[stretch.bucket].append(memory)
+            self._parts[stretch.bucket].append((stop - start, None))
 
     def of(self, stretch: Stretch) -> Tensor:  # (elements,)
         return self.range(stretch.bucket, *self._layout.elements(stretch))
@@ -80,11 +80,14 @@ class ShardValues:
     def range(self, bucket: int, start: int, stop: int) -> Tensor:  # (stop - start,)
         index = bisect_right(self._starts[bucket], start) - 1
         first = self._starts[bucket][index]
-        found = self._parts[bucket][index][start - first : stop - first]
-        assert index >= 0 and found.numel() == stop - start, f"{bucket}:{start}:{stop} lies in no kept blocks"
-        return found
+        elements, part = self._parts[bucket][index]
+        assert index >= 0 and stop - first <= elements, f"{bucket}:{start}:{stop} lies in no kept blocks"
+        if part is None:
+            part = torch.zeros(elements, dtype=self._layout.buckets[bucket].wide_dtype)
+            self._parts[bucket][index] = elements, part
+        return part[start - first : stop - first]
 
     @property
     def bytes(self) -> int:
         """What they take."""
-        return sum(part.nbytes for parts in self._parts for part in parts)
+        return sum(part.nbytes for parts in self._parts for _, part in parts if part is not None)

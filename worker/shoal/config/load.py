@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
+from shoal_protos.config_file import parsed_config, read_config
 from shoal_protos.corruption import OnCorruption
 from shoal_protos.errors import UserError
+from shoal_protos.memory_estimate import BUILT_STAGES
 from shoal_protos.validation import shown
 
 from shoal.config.batch import Sizes, per_lane, settle
@@ -24,8 +26,6 @@ from shoal.config.sentences import all_of, not_built, sentences_of, unknown_key,
 from shoal.config.training import TrainingConfig
 from shoal.logs import get_logger
 
-LARGEST_FILE = 1 << 20
-BUILT_STAGES = (0, 1, 2)
 NUMBERS = ("lr", "weight_decay", "eps", "momentum", "dampening", "alpha", "rho", "lr_decay", "momentum_decay", "lambd")
 """Parameters of optimizers that are one number in every class that has them."""
 Settled = TypeVar("Settled")
@@ -36,7 +36,7 @@ def load_config(source: str | Path | Mapping[str, Any]) -> TrainingConfig:
     """Read, check and settle a configuration. Raises `UserError` with a sentence for each fault."""
     if not isinstance(source, str | Path | Mapping):
         raise UserError(f"the config is a {type(source).__name__}; expected a path or a dict.")
-    given = _parsed(_as_json(source), "") if isinstance(source, Mapping) else _parsed(_read(Path(source)), f" {source}")
+    given = parsed_config(_as_json(source)) if isinstance(source, Mapping) else read_config(Path(source))
     if "bfloat16" in given and "bf16" not in given:
         given["bf16"] = given.pop("bfloat16")  # DeepSpeed's name of it in earlier versions
     faults: list[str] = []
@@ -60,46 +60,6 @@ def _as_json(source: Mapping[str, Any]) -> str:
         return json.dumps(dict(source))
     except (TypeError, ValueError, RecursionError) as error:
         raise UserError(f"the config is not JSON: {error}.") from None
-
-
-def _read(path: Path) -> str:
-    try:
-        if path.stat().st_size > LARGEST_FILE:
-            raise UserError(f"config {path} is larger than {LARGEST_FILE} bytes; it is not a configuration.")
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"config {path} cannot be read: {error.strerror}.") from None
-    except UnicodeDecodeError:
-        raise UserError(f"config {path} is not text in UTF-8.") from None
-
-
-def _parsed(text: str, name: str) -> dict[str, Any]:
-    try:
-        given = json.loads(text, object_pairs_hook=_no_doubles, parse_constant=_no_constant)
-    except json.JSONDecodeError as error:
-        raise UserError(
-            f"config{name} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}."
-        ) from None
-    except ValueError:
-        raise UserError(f"config{name} holds a number with thousands of digits.") from None
-    except RecursionError:
-        raise UserError(f"config{name} is nested too deeply.") from None
-    if not isinstance(given, dict):
-        raise UserError(f"config{name} is {shown(given)}; expected an object {{…}}.")
-    return given
-
-
-def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise UserError(f"`{key}` is given twice in one section of the config; keep one.")
-        found[key] = value
-    return found
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise UserError(f"the config holds {name}; numbers must be finite.")
 
 
 def sift(given: Mapping[str, Any], faults: list[str], section: str = "") -> tuple[dict[str, Any], list[str]]:

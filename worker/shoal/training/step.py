@@ -24,6 +24,7 @@ from shoal.training.agreed_hyper import take_over_where_no_body_runs
 from shoal.training.boundary import Boundary
 from shoal.training.context import TrainingContext
 from shoal.training.evaluation import Evaluation
+from shoal.training.memory_report import MemoryReport
 from shoal.training.reducing import reducing_of
 from shoal.training.update import Update
 from shoal.training.voting import Voting
@@ -39,6 +40,7 @@ class Step:
         self._context, self._voting, self.update, self._boundary = context, voting, update, boundary
         self._evaluation = evaluation
         self.reducing = reducing_of(context, self._on_reduced)
+        self._memory = MemoryReport(context)
         self.faults = context.faults
         self.number = 0
 
@@ -136,6 +138,7 @@ class Step:
         context.state.module_guard.on_commit(self._world)
         context.boundaries += 1
         context.meter.on_step()
+        self._memory.on_step(self._world)
 
     def _begin_hand_out(self) -> HandOut:
         """Parameters go to the workers that do not update them; what is updated leaves while the rest is."""

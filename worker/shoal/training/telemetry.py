@@ -107,13 +107,17 @@ class Meter:
         now = time.monotonic()
         if now - self._memory_counted >= MEMORY_SECONDS:
             self._memory_counted = now
-            self._memory = {
-                "parameters": state.weights.bytes,
-                "gradients": state.sums.bytes,
-                "state": state.held.state_bytes(),
-                "rss": resident_bytes(),
-            }
+            self._memory = {**held_bytes(state), "rss": resident_bytes()}
         return self._memory
+
+
+def held_bytes(state: TrainingState) -> dict[str, int]:
+    """What the state of training takes between two steps, by kind."""
+    return {
+        "parameters": state.weights.bytes,
+        "gradients": state.sums.bytes,
+        "state": state.held.state_bytes(),
+    }
 
 
 def resident_bytes() -> int:

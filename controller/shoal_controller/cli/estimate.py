@@ -1,0 +1,164 @@
+"""`shoal estimate`: bytes that a worker needs, by stage. It talks to no controller.
+
+The arithmetic is `shoal_protos.memory_estimate`; what a training config says is read in estimate_config.py.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from shoal_protos.errors import UserError
+from shoal_protos.memory_estimate import STAGES, MemoryEstimate, MemorySetup
+from shoal_protos.memory_estimate import estimate as bytes_of_a_worker
+
+from shoal_controller.cli.options import Form, Output
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+OFFLOADS = ("none", "host", "file")
+MOST = 10**15
+LAYERS = 32
+"""The largest unit is taken to be this part of the model where nobody says how large it is."""
+
+
+def estimate(
+    params: Annotated[str, typer.Option("--params", metavar="N", help="Trained parameters, such as 7e9.")],
+    workers: Annotated[int, typer.Option("--workers", metavar="W", help="Number of workers.")],
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", metavar="FILE", help="Training config; the flags below take precedence over it."),
+    ] = None,
+    stage: Annotated[int | None, typer.Option("--stage", help="ZeRO stage. Default: the config's, or all.")] = None,
+    mirrors: Annotated[int | None, typer.Option("--mirrors", help="Mirrors of each block. Default: 1.")] = None,
+    lanes: Annotated[int | None, typer.Option("--lanes", help="Lanes of the job. Default: one a worker.")] = None,
+    precision: Annotated[str | None, typer.Option("--precision", help="fp32 (default), bf16 or fp16.")] = None,
+    offload: Annotated[
+        str | None,
+        typer.Option("--offload", help="Place of optimizer state and master weights: none (default), host or file."),
+    ] = None,
+    state_bytes: Annotated[
+        int | None,
+        typer.Option("--state-bytes", help="Bytes of optimizer state of one parameter. Default: 8, as of AdamW."),
+    ] = None,
+    unit: Annotated[
+        str | None,
+        typer.Option("--unit", metavar="N", help="Parameters of the largest unit, for stage 3. Default: a 32nd."),
+    ] = None,
+    output: Output = Form.TABLE,
+) -> None:
+    """Estimate the memory that a worker needs, without activations."""
+    from shoal_controller.cli.estimate_config import wanted_by
+
+    wanted = wanted_by(config, state_bytes) if config is not None else {}
+    flags = {"stage": stage, "lanes": lanes, "precision": precision, "offload": offload, "state_bytes": state_bytes}
+    wanted |= {name: value for name, value in flags.items() if value is not None}
+    _check(workers, mirrors, wanted)
+    total = _count("--params", params)
+    setup: dict[str, Any] = {
+        "parameters": total,
+        "workers": workers,
+        "lanes": workers,
+        "unit": min(total, _count("--unit", unit) if unit is not None else -(-total // LAYERS)),
+        **wanted,
+        "mirrors": mirrors if mirrors is not None else min(wanted.get("mirrors", 1), workers - 1),
+    }
+    stages = [setup.pop("stage")] if "stage" in wanted else list(STAGES)
+    _show([bytes_of_a_worker(MemorySetup(stage=one, **setup)) for one in stages], output)
+
+
+def _count(flag: str, text: str) -> int:
+    """`7e9` → 7,000,000,000. Raises `UserError`."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 1 <= value <= MOST or value != int(value):
+        raise UserError(f"{flag} is {text[:80]!r}; expected a whole number from 1 to 10^15, such as 7e9.")
+    return int(text) if text.isdecimal() else int(value)
+
+
+def _check(workers: int, mirrors: int | None, wanted: dict[str, Any]) -> None:
+    """Raises `UserError` for the first flag that cannot be."""
+    if not 1 <= workers <= MOST:
+        raise UserError(f"--workers is {workers}; expected a whole number from 1 to 10^15.")
+    if mirrors is not None and not 0 <= mirrors < workers:
+        raise UserError(
+            f"--mirrors is {mirrors}; expected 0 to {workers - 1}, the number of other workers: "
+            "a block's mirrors and its owner are different workers."
+        )
+    for name, allowed in (("stage", STAGES), ("precision", PRECISIONS), ("offload", OFFLOADS)):
+        if name in wanted and wanted[name] not in allowed:
+            names = [str(one) for one in allowed]
+            raise UserError(f"--{name} is {wanted[name]}; expected {', '.join(names[:-1])} or {names[-1]}.")
+    for name, least in (("lanes", 1), ("state_bytes", 0)):
+        if name in wanted and not least <= wanted[name] <= MOST:
+            flag = name.replace("_", "-")
+            raise UserError(f"--{flag} is {wanted[name]}; expected a whole number from {least} to 10^15.")
+
+
+def _show(estimates: list[MemoryEstimate], form: Form) -> None:
+    from shoal_controller.cli.tables import listed
+
+    listed("stages", [_row(one) for one in estimates], lambda _: _table(estimates), form)
+
+
+def _row(one: MemoryEstimate) -> dict[str, Any]:
+    """A stage as JSON."""
+    items = [
+        {"name": item.name, "bytes": item.bytes, "location": item.location, "in_step": item.in_step}
+        for item in one.items
+    ]
+    at_most = {location: one.at_most(location) for location in ("device", "host", "file")}
+    at_rest = {location: one.at_rest(location) for location in ("device", "host", "file")}
+    return {"stage": one.setup.stage, "built": one.built, "at_rest": at_rest, "at_most": at_most, "items": items}
+
+
+COLUMNS = {
+    "parameters": ("parameters",),
+    "gradients": ("gradients", "reduced gradients"),
+    "lane sums": ("lane sums",),
+    "optimizer": ("optimizer state",),
+    "masters": ("master weights",),
+    "buffers": ("exchange buffers", "gathered units", "offload buffers"),
+}
+"""Of the table, with the names of what they add up."""
+
+
+def _table(estimates: list[MemoryEstimate]) -> RenderableType:
+    from rich.console import Group
+
+    from shoal_controller.cli.tables import amount, table_of
+
+    totals = ("at rest", "in a step", "on the host", "in files")
+    table = table_of("stage", *COLUMNS, *totals, numbers=("stage", *COLUMNS, *totals))
+    for one in estimates:
+        parts = (sum(item.bytes for item in one.items if item.name in names) for names in COLUMNS.values())
+        sums = (one.at_rest("device"), one.at_most("device"), one.at_most("host"), one.at_most("file"))
+        table.add_row(
+            f"{one.setup.stage}{'' if one.built else '*'}", *(amount(size or None) for size in (*parts, *sums))
+        )
+    return Group(_heading(estimates[0].setup), table, *_notes(estimates))
+
+
+def _heading(setup: MemorySetup) -> str:
+    offload = {"none": "", "host": ", optimizer state on the host", "file": ", optimizer state in files"}[setup.offload]
+    return (
+        f"Bytes of a worker: {setup.parameters:,} parameters in {setup.precision}, {setup.workers} "
+        f"worker{'s'[: setup.workers != 1]}, {setup.lanes} lane{'s'[: setup.lanes != 1]}, {setup.mirrors} "
+        f"mirror{'s'[: setup.mirrors != 1]}{offload}"
+    )
+
+
+def _notes(estimates: list[MemoryEstimate]) -> list[str]:
+    setup = estimates[0].setup
+    notes = ["Activations, and what PyTorch needs itself, come on top."]
+    if any(one.setup.stage == 3 for one in estimates):
+        notes.append(f"Largest unit: {setup.unit:,} parameters.")
+    if not all(one.built for one in estimates):
+        notes.append("* Not supported yet: what its design needs.")
+    return notes

@@ -1,0 +1,108 @@
+"""What a training config says of memory, for `shoal estimate`. Keys that say nothing of it are not looked at.
+
+Workers check the whole of a config (`shoal.config`), which the controller's side does not import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from shoal_protos.config_file import read_config
+from shoal_protos.errors import UserError
+from shoal_protos.memory_estimate import state_bytes_of
+from shoal_protos.validation import wrong_value
+
+DEVICES = {"none": "none", "cpu": "host", "nvme": "file"}
+
+
+def wanted_by(file: Path, state_bytes: int | None) -> dict[str, Any]:
+    """Fields of `MemorySetup` that the config decides. `state_bytes`: where somebody knows better than its optimizer.
+
+    Raises `UserError`.
+    """
+    config = _Keys(read_config(file))
+    found = {
+        "stage": config.at("zero_optimization.stage", _is_stage, "0, 1, 2 or 3"),
+        "mirrors": config.at("shoal.mirrors", _is_natural, "a whole number of at least 0"),
+        "lanes": _lanes(config),
+        "precision": _precision(config),
+        "state_bytes": state_bytes if state_bytes is not None else _state_bytes(config),
+        "offload": _device(config, "zero_optimization.offload_optimizer.device", DEVICES),
+    }
+    if _device(config, "zero_optimization.offload_param.device", {"none": "none", "cpu": "host"}) == "host":
+        found["offload_parameters"] = True
+    return {name: value for name, value in found.items() if value is not None}
+
+
+class _Keys:
+    """The values of a config by their dotted keys."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        self._given = given
+
+    def at(self, key: str, is_right: Callable[[Any], bool], allowed: str) -> Any:
+        """None where nothing is given, or "auto". Raises `UserError` for a value that is not right."""
+        value: Any = self._given
+        parts = key.split(".")
+        for depth, part in enumerate(parts):
+            if not isinstance(value, dict):
+                raise UserError(f"{wrong_value('.'.join(parts[:depth]), value, 'an object {…}')}.")
+            value = value.get(part)
+            if value is None or value == "auto":
+                return None
+        if not is_right(value):
+            raise UserError(f"{wrong_value(key, value, allowed)}.")
+        return value
+
+    def count(self, key: str) -> int | None:
+        """A whole number of at least 1."""
+        value: int | None = self.at(key, lambda given: _is_natural(given) and given > 0, "a whole number above 0")
+        return value
+
+
+def _is_natural(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_stage(value: Any) -> bool:
+    return _is_natural(value) and value <= 3
+
+
+def _lanes(config: _Keys) -> int | None:
+    """As given, or what is left of the batch; None where the config does not say."""
+    lanes, batch = config.count("shoal.lanes"), config.count("train_batch_size")
+    micro = config.count("train_micro_batch_size_per_gpu")
+    accumulated = config.count("shoal.micro_batches_per_lane") or config.count("gradient_accumulation_steps") or 1
+    if lanes is not None or batch is None or micro is None:
+        return lanes
+    return max(1, batch // (micro * accumulated))
+
+
+def _precision(config: _Keys) -> str | None:
+    for name, section in (("bf16", "bf16"), ("bf16", "bfloat16"), ("fp16", "fp16")):
+        if config.at(f"{section}.enabled", lambda value: isinstance(value, bool), "true or false"):
+            return name
+    return None
+
+
+def _device(config: _Keys, key: str, known: dict[str, str]) -> str | None:
+    names = list(known)
+    allowed = f"{', '.join(names[:-1])} or {names[-1]}"
+    device = config.at(key, lambda value: isinstance(value, str) and value in known, allowed)
+    return None if device is None else known[device]
+
+
+def _state_bytes(config: _Keys) -> int | None:
+    name = config.at("optimizer.type", lambda value: isinstance(value, str), "a string")
+    arguments = config.at("optimizer.params", lambda value: isinstance(value, dict), "a section of parameters")
+    if name is None:
+        return None
+    found = state_bytes_of(name, arguments or {})
+    if found is None:
+        raise UserError(
+            f"how much state optimizer {name} keeps is not known; say with --state-bytes how many bytes it has of one "
+            "parameter."
+        )
+    return found

@@ -1,0 +1,58 @@
+"""A training configuration as the JSON object that it is: from a file or a text, or refused in one sentence.
+
+A worker trains by one (`shoal.config`), `shoal estimate` looks into one. What its keys mean is not known here.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NoReturn
+
+from shoal_protos.errors import UserError
+from shoal_protos.validation import shown
+
+LARGEST_FILE = 1 << 20
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The object in a file. Raises `UserError`."""
+    try:
+        if path.stat().st_size > LARGEST_FILE:
+            raise UserError(f"config {path} is larger than {LARGEST_FILE} bytes; it is not a configuration.")
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"config {path} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise UserError(f"config {path} is not text in UTF-8.") from None
+    return parsed_config(text, f" {path}")
+
+
+def parsed_config(text: str, name: str = "") -> dict[str, Any]:
+    """The object in a text; `name`, with a space before it, is what sentences call it. Raises `UserError`."""
+    try:
+        given = json.loads(text, object_pairs_hook=_no_doubles, parse_constant=_no_constant)
+    except json.JSONDecodeError as error:
+        raise UserError(
+            f"config{name} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}."
+        ) from None
+    except ValueError:
+        raise UserError(f"config{name} holds a number with thousands of digits.") from None
+    except RecursionError:
+        raise UserError(f"config{name} is nested too deeply.") from None
+    if not isinstance(given, dict):
+        raise UserError(f"config{name} is {shown(given)}; expected an object {{…}}.")
+    return given
+
+
+def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise UserError(f"`{key}` is given twice in one section of the config; keep one.")
+        found[key] = value
+    return found
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise UserError(f"the config holds {name}; numbers must be finite.")

@@ -1,0 +1,191 @@
+"""Bytes that a worker needs for the state of a model: by stage, precision, offload, mirrors and lanes. Pure arithmetic.
+
+`shoal estimate` prints it, and the log of a worker's first step compares it with what is held. docs/memory.md explains
+the formulas, and what is not in them: activations above all. Standard library only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Precision = Literal["fp64", "fp32", "bf16", "fp16"]
+Offload = Literal["none", "host", "file"]
+"""Where optimizer state and master weights lie: beside the parameters, in host memory, in files."""
+Location = Literal["device", "host", "file"]
+
+STAGES = (0, 1, 2, 3)
+BUILT_STAGES = (0, 1, 2)
+BUILT_PRECISIONS: tuple[Precision, ...] = ("fp64", "fp32", "bf16", "fp16")
+BUILT_OFFLOADS: tuple[Offload, ...] = ("none",)
+
+PARAMETER_BYTES: dict[Precision, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+"""Of a parameter as the model computes with it; a lane's gradient has the same dtype."""
+SUM_BYTES: dict[Precision, int] = {"fp64": 8, "fp32": 4, "bf16": 4, "fp16": 4}
+"""Of an element of sums over micro-batches and lanes."""
+MASTER_BYTES: dict[Precision, int] = {"fp64": 0, "fp32": 0, "bf16": 4, "fp16": 4}
+
+BUCKET_BYTES = 8 << 20
+BUCKETS_ON_THEIR_WAY = 2
+"""In stages 2 and 3: the one that is being filled, and the one before it."""
+UNITS_GATHERED = 3
+"""In stage 3: the unit at work, the next one, and one whose gradients leave."""
+IN_FLIGHT_BYTES = 16 << 20
+PIECE_BYTES = 8 << 20
+MESSAGE_BYTES = 512 << 10
+OFFLOAD_BUFFERS_BYTES = 3 * (12 << 20)
+"""Three pieces of a file: one is read, one updated, one written."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySetup:
+    """What decides how much a worker holds. The caller has checked it: counts of at least 1, mirrors below workers."""
+
+    parameters: int
+    """Trained ones."""
+    workers: int
+    stage: int
+    lanes: int
+    mirrors: int = 1
+    """Copies of a block's state besides its owner's; stage 0 mirrors everything everywhere."""
+    precision: Precision = "fp32"
+    state_bytes: float = 8
+    """Of the optimizer, by parameter: 8 for Adam and AdamW."""
+    offload: Offload = "none"
+    offload_parameters: bool = False
+    """Whether stage 3 keeps its parts of the parameters in host memory."""
+    unit: int = 0
+    """Parameters of the largest unit; only stage 3 asks."""
+
+    @property
+    def copies(self) -> float:
+        """The part of all blocks' state that one worker holds, as owner and as mirror."""
+        return 1.0 if self.stage == 0 else min(1.0, (1 + self.mirrors) / self.workers)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryItem:
+    """One kind of memory."""
+
+    name: str
+    bytes: int
+    location: Location = "device"
+    in_step: bool = False
+    """Whether it is held only while a step is made."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """What one worker holds."""
+
+    setup: MemorySetup
+    items: tuple[MemoryItem, ...]
+
+    def at_rest(self, location: Location) -> int:
+        """Bytes held between two steps."""
+        return sum(item.bytes for item in self.items if item.location == location and not item.in_step)
+
+    def at_most(self, location: Location) -> int:
+        """Bytes held within a step."""
+        return sum(item.bytes for item in self.items if item.location == location)
+
+    @property
+    def built(self) -> bool:
+        """Whether this version trains so."""
+        setup = self.setup
+        is_built = setup.stage in BUILT_STAGES and setup.precision in BUILT_PRECISIONS
+        return is_built and setup.offload in BUILT_OFFLOADS and not setup.offload_parameters
+
+
+def estimate(setup: MemorySetup) -> MemoryEstimate:
+    """Bytes of one worker: of the one that holds most, where workers differ by a block or a lane."""
+    items = [*_parameters(setup), *_gradients(setup), *_state(setup), *_exchange(setup)]
+    return MemoryEstimate(setup, tuple(item for item in items if item.bytes))
+
+
+def _parameters(setup: MemorySetup) -> list[MemoryItem]:
+    width, parameters = PARAMETER_BYTES[setup.precision], setup.parameters
+    if setup.stage < 3:
+        return [MemoryItem("parameters", width * parameters)]
+    kept: Location = "host" if setup.offload_parameters else "device"
+    part = 1 / setup.workers if MASTER_BYTES[setup.precision] else setup.copies  # without masters they are the state
+    units = min(UNITS_GATHERED * setup.unit, parameters)
+    return [
+        MemoryItem("parameters", round(width * parameters * part), kept),
+        MemoryItem("gathered units", 2 * width * units, in_step=True),  # each with its gradient
+    ]
+
+
+def _gradients(setup: MemorySetup) -> list[MemoryItem]:
+    whole = SUM_BYTES[setup.precision] * setup.parameters
+    down = setup.offload != "none"
+    reduced = round(whole * setup.copies)
+    if setup.stage < 2:
+        lane_sums = whole * (stack_copies(-(-setup.lanes // setup.workers)) - 1)
+        found = [MemoryItem("gradients", whole), MemoryItem("lane sums", lane_sums)]
+        return [*found, MemoryItem("reduced gradients", reduced, "host", in_step=True)] if down else found
+    waiting = round(whole * waiting_subtrees(setup.lanes, setup.workers) / setup.workers)
+    return [
+        MemoryItem("lane sums", waiting, in_step=True),
+        MemoryItem("reduced gradients", reduced, "host" if down else "device", in_step=True),
+    ]
+
+
+def _state(setup: MemorySetup) -> list[MemoryItem]:
+    held = setup.parameters * setup.copies
+    location: Location = "device" if setup.offload == "none" else setup.offload
+    buffers = OFFLOAD_BUFFERS_BYTES if setup.offload == "file" else 0
+    return [
+        MemoryItem("optimizer state", round(setup.state_bytes * held), location),
+        MemoryItem("master weights", round(MASTER_BYTES[setup.precision] * held), location),
+        MemoryItem("offload buffers", buffers, "host"),
+    ]
+
+
+def _exchange(setup: MemorySetup) -> list[MemoryItem]:
+    """At most; a world of one exchanges nothing."""
+    others = setup.workers - 1
+    if setup.stage < 2:
+        most = IN_FLIGHT_BYTES + max(PIECE_BYTES, MESSAGE_BYTES * setup.workers) if others else 0
+    else:
+        most = round(BUCKETS_ON_THEIR_WAY * BUCKET_BYTES * (1 + others / setup.workers))
+    return [MemoryItem("exchange buffers", most, in_step=True)]
+
+
+def stack_copies(lanes: int) -> int:
+    """Gradient copies of a worker with so many lanes in stages 0 and 1: they are aligned runs, the largest first."""
+    return max(1, lanes.bit_length())
+
+
+def waiting_subtrees(lanes: int, workers: int) -> int:
+    """In stages 2 and 3: how many sums of subtrees of lanes an owner keeps of a block at most, between two rounds.
+
+    In round i worker w trains lane i × workers + w, so that what is done is always a beginning of all lanes.
+    """
+    return max((done.bit_count() for done in range(workers, lanes, workers)), default=0)
+
+
+OPTIMIZER_STATE_BYTES = {
+    "adadelta": 8,
+    "adagrad": 4,
+    "adam": 8,
+    "adamax": 8,
+    "adamw": 8,
+    "asgd": 4,
+    "nadam": 8,
+    "radam": 8,
+    "rmsprop": 4,
+    "rprop": 8,
+    "sgd": 0,
+}
+"""By parameter, of classes of torch.optim in lower case, for parameters or masters in fp32."""
+MORE_STATE_BYTES = {"amsgrad": 4, "centered": 4, "momentum": 4}
+"""What an argument of the class adds where it is not 0 or false."""
+
+
+def state_bytes_of(optimizer: str, arguments: dict[str, object]) -> int | None:
+    """Bytes of optimizer state by parameter; None for a class that is not known."""
+    base = OPTIMIZER_STATE_BYTES.get(optimizer.lower())
+    if base is None:
+        return None
+    return base + sum(more for name, more in MORE_STATE_BYTES.items() if arguments.get(name) not in (None, "auto", 0))

@@ -1,0 +1,146 @@
+"""`shoal estimate` from outside: a table or JSON of a right question, one sentence for a wrong one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from shoal_controller.cli.main import app
+from typer.testing import CliRunner
+
+GB = 10**9
+
+
+def ran(*arguments: str) -> tuple[int, str, str]:
+    """Exit status, output and errors of `shoal estimate`."""
+    done = CliRunner().invoke(app, ["estimate", *arguments])
+    return done.exit_code, done.stdout, done.stderr
+
+
+def stages(*arguments: str) -> dict[int, dict[str, Any]]:
+    """The JSON answer by stage."""
+    status, output, errors = ran(*arguments, "--output", "json")
+    assert (status, errors) == (0, "")
+    return {one["stage"]: one for one in json.loads(output)["stages"]}
+
+
+def test_without_a_stage_all_are_shown() -> None:
+    found = stages("--params", "7e9", "--workers", "8")
+    assert {stage: one["at_rest"]["device"] for stage, one in found.items()} == {
+        0: 112 * GB, 1: 70 * GB, 2: 42 * GB, 3: 21 * GB,
+    }  # fmt: skip
+    assert [one["built"] for one in found.values()] == [True, True, False, False]
+
+
+def test_the_table_has_a_row_for_each_stage_and_says_what_comes_on_top() -> None:
+    status, output, errors = ran("--params", "7e9", "--workers", "8")
+    assert (status, errors) == (0, "")
+    heading, columns, *rows = output.splitlines()
+    assert heading == "Bytes of a worker: 7,000,000,000 parameters in fp32, 8 workers, 8 lanes, 1 mirror"
+    assert columns.split()[:3] == ["stage", "parameters", "gradients"]
+    assert [row.split()[0] for row in rows[:4]] == ["0", "1", "2*", "3*"]
+    assert "70.0 GB" in rows[1]
+    assert rows[4:] == [
+        "Activations, and what PyTorch needs itself, come on top.",
+        "Largest unit: 218,750,000 parameters.",
+        "* Not supported yet: what its design needs.",
+    ]
+
+
+def config(folder: Path, document: Any) -> str:
+    file = folder / "ds_config.json"
+    file.write_text(document if isinstance(document, str) else json.dumps(document))
+    return str(file)
+
+
+def test_a_config_decides_what_no_flag_does(tmp_path: Path) -> None:
+    file = config(
+        tmp_path,
+        {
+            "train_batch_size": 64,
+            "train_micro_batch_size_per_gpu": 4,
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "SGD", "params": {"momentum": 0.9}},
+            "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+            "shoal": {"mirrors": 3},
+        },
+    )
+    [(stage, one)] = stages("--params", "1e9", "--workers", "8", "--config", file).items()
+    assert (stage, one["at_rest"]["device"], one["at_rest"]["host"]) == (2, 2 * GB, 4 * GB)
+    assert [item["bytes"] for item in one["items"] if item["name"] == "lane sums"] == [4 * GB // 8]
+    flags = ["--precision", "fp32", "--stage", "1", "--offload", "none", "--mirrors", "0", "--lanes", "8"]
+    [(stage, one)] = stages("--params", "1e9", "--workers", "8", "--config", file, *flags).items()
+    assert (stage, one["at_rest"]["device"], one["at_rest"]["host"]) == (1, 8 * GB + GB // 2, 0)
+
+
+def test_mirrors_of_a_config_are_limited_by_the_workers_as_in_a_job(tmp_path: Path) -> None:
+    file = config(tmp_path, {"shoal": {"mirrors": 3, "lanes": 2}, "zero_optimization": {"stage": "auto"}})
+    assert stages("--params", "100", "--workers", "2", "--config", file)[1]["at_rest"]["device"] == 1600
+
+
+WRONG = [
+    (["--params", "0"], "--params is '0'; expected a whole number from 1 to 10^15, such as 7e9."),
+    (["--params", "many"], "--params is 'many'; expected a whole number from 1 to 10^15, such as 7e9."),
+    (["--params", "nan"], "--params is 'nan'; expected a whole number from 1 to 10^15, such as 7e9."),
+    (["--params", "1.5"], "--params is '1.5'; expected a whole number from 1 to 10^15, such as 7e9."),
+    (["--workers", "0"], "--workers is 0; expected a whole number from 1 to 10^15."),
+    (
+        ["--mirrors", "8"],
+        "--mirrors is 8; expected 0 to 7, the number of other workers: a block's mirrors and its owner are different "
+        "workers.",
+    ),
+    (["--stage", "4"], "--stage is 4; expected 0, 1, 2 or 3."),
+    (["--precision", "int8"], "--precision is int8; expected fp32, bf16 or fp16."),
+    (["--offload", "moon"], "--offload is moon; expected none, host or file."),
+    (["--lanes", "0"], "--lanes is 0; expected a whole number from 1 to 10^15."),
+    (["--state-bytes", "-1"], "--state-bytes is -1; expected a whole number from 0 to 10^15."),
+    (["--unit", "none"], "--unit is 'none'; expected a whole number from 1 to 10^15, such as 7e9."),
+]
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), WRONG)
+def test_a_wrong_flag_gets_one_sentence(arguments: list[str], sentence: str) -> None:
+    given = {"--params": "7e9", "--workers": "8"} | dict([arguments])
+    assert ran(*(part for pair in given.items() for part in pair)) == (2, "", f"shoal: {sentence}\n")
+
+
+WRONG_CONFIGS: list[tuple[Any, str]] = [
+    ("{", "config FILE is not JSON: Expecting property name enclosed in double quotes at line 1, column 2."),
+    ("[1]", "config FILE is [1]; expected an object {…}."),
+    ({"shoal": {"mirrors": "two"}}, '`shoal.mirrors` is "two"; expected a whole number of at least 0.'),
+    ({"zero_optimization": 3}, "`zero_optimization` is 3; expected an object {…}."),
+    ({"zero_optimization": {"stage": 4}}, "`zero_optimization.stage` is 4; expected 0, 1, 2 or 3."),
+    ({"bf16": {"enabled": 1}}, "`bf16.enabled` is 1; expected true or false."),
+    (
+        {"zero_optimization": {"offload_param": {"device": "nvme"}}},
+        '`zero_optimization.offload_param.device` is "nvme"; expected none or cpu.',
+    ),
+    (
+        {"optimizer": {"type": "Lion"}},
+        "how much state optimizer Lion keeps is not known; say with --state-bytes how many bytes it has of one "
+        "parameter.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("document", "sentence"), WRONG_CONFIGS)
+def test_a_wrong_config_gets_one_sentence_naming_the_key(document: Any, sentence: str, tmp_path: Path) -> None:
+    file = config(tmp_path, document)
+    status, output, errors = ran("--params", "7e9", "--workers", "8", "--config", file)
+    assert (status, output, errors.replace(file, "FILE")) == (2, "", f"shoal: {sentence}\n")
+
+
+def test_a_config_that_is_not_there_gets_one_sentence(tmp_path: Path) -> None:
+    status, _, errors = ran("--params", "7e9", "--workers", "8", "--config", str(tmp_path / "none.json"))
+    assert (status, errors) == (
+        2,
+        f"shoal: config {tmp_path / 'none.json'} cannot be read: No such file or directory.\n",
+    )
+
+
+def test_an_unknown_optimizer_is_fine_where_its_state_is_given(tmp_path: Path) -> None:
+    file = config(tmp_path, {"optimizer": {"type": "Lion"}})
+    found = stages("--params", "100", "--workers", "1", "--config", file, "--state-bytes", "4")
+    assert found[0]["at_rest"]["device"] == 1200

@@ -1,0 +1,171 @@
+"""What a worker is estimated to hold: the formulas, and the bytes that workers really hold."""
+
+from __future__ import annotations
+
+import gc
+import json
+from typing import Any
+
+import pytest
+import torch
+from crew import Crew, Task
+from shoal.blocks.flat import lay_out_model, trainable
+from shoal.blocks.held import probe_state_bytes
+from shoal.blocks.lane_sums import LaneSums
+from shoal.core.layout import BUCKET_BYTES
+from shoal.core.tree import push
+from shoal.exchange import pieces
+from shoal_controller.cli.estimate import COLUMNS
+from shoal_protos import memory_estimate
+from shoal_protos.memory_estimate import (
+    STAGES,
+    MemorySetup,
+    estimate,
+    stack_copies,
+    state_bytes_of,
+    waiting_subtrees,
+)
+from torch import Tensor, nn
+
+P = 1_000_000
+WIDTH = 512
+TOLERANCE = 1.05
+"""For padding, and for blocks that cannot be shared evenly."""
+
+
+def per_parameter(**setup: Any) -> float:
+    """Bytes per parameter on the device between two steps, 4 workers with a lane each."""
+    wanted = MemorySetup(**{"parameters": P, "workers": 4, "lanes": 4, "stage": 1, **setup})
+    return estimate(wanted).at_rest("device") / P
+
+
+def test_at_rest_the_formulas_of_each_stage_and_precision_hold() -> None:
+    assert [per_parameter(stage=stage, mirrors=0) for stage in STAGES] == [16, 10, 6, 3]
+    assert [per_parameter(stage=stage, mirrors=1) for stage in STAGES] == [16, 12, 8, 6]
+    assert [per_parameter(stage=stage, mirrors=1, precision="bf16") for stage in STAGES] == [18, 12, 8, 6.5]
+    assert per_parameter(lanes=8, mirrors=0) == 14
+    assert per_parameter(lanes=32, mirrors=0) == 22
+
+
+def test_in_a_step_stages_2_and_3_hold_reduced_gradients_sums_buckets_and_units() -> None:
+    buckets = round(2 * BUCKET_BYTES * 1.75)
+    for stage, rest, units in ((2, 8, 0), (3, 6, 8 * 3 * 1000)):
+        one = estimate(MemorySetup(parameters=P, workers=4, lanes=16, stage=stage, unit=1000))
+        assert one.at_most("device") == rest * P + 2 * P + 2 * P + buckets + units
+
+
+def test_offload_moves_state_to_the_host_or_to_files() -> None:
+    host = estimate(MemorySetup(P, workers=4, stage=2, lanes=4, precision="bf16", offload="host"))
+    assert (host.at_rest("device"), host.at_rest("host"), host.at_most("host")) == (2 * P, 6 * P, 8 * P)
+    file = estimate(MemorySetup(P, workers=4, stage=2, lanes=4, precision="bf16", offload="file"))
+    assert (file.at_rest("file"), file.at_rest("host")) == (6 * P, 3 * 12 << 20)
+    parameters = estimate(MemorySetup(P, workers=4, stage=3, lanes=4, offload_parameters=True))
+    assert (parameters.at_rest("device"), parameters.at_rest("host")) == (4 * P, 2 * P)
+
+
+@pytest.mark.parametrize(
+    ("lanes", "workers", "waiting"),
+    [(4, 4, 0), (8, 4, 1), (8, 3, 2), (16, 4, 2), (64, 8, 3), (64, 7, 6), (1024, 64, 4), (1024, 100, 6)],
+)
+def test_between_rounds_of_consecutive_lanes_few_sums_wait(lanes: int, workers: int, waiting: int) -> None:
+    assert waiting_subtrees(lanes, workers) == waiting
+    stack: list[tuple[tuple[int, int], None]] = []
+    sizes = [0]
+    for lane in range(lanes):
+        push(stack, lane, None, lanes, lambda kept, _: kept)
+        if (lane + 1) % workers == 0 and lane + 1 < lanes:
+            sizes.append(len(stack))
+    assert max(sizes) == waiting
+
+
+@pytest.mark.parametrize("lanes", range(1, 18))
+def test_the_gradient_copies_are_those_that_a_worker_takes(lanes: int) -> None:
+    model = nn.Linear(2, 2)
+    layout, _ = lay_out_model(trainable(model, torch.optim.SGD(model.parameters())))
+    sums = LaneSums(layout, 32)
+    sums.reserve(range(lanes))
+    assert sums.copies == stack_copies(lanes)
+
+
+OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
+    ("SGD", {}), ("SGD", {"momentum": 0.9}), ("Adam", {}), ("AdamW", {"amsgrad": True}), ("NAdam", {}), ("RAdam", {}),
+    ("Adamax", {}), ("Adagrad", {}), ("Adadelta", {}), ("Rprop", {}), ("ASGD", {}), ("RMSprop", {}),
+    ("RMSprop", {"momentum": 0.5, "centered": True}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "arguments"), OPTIMIZERS)
+def test_what_an_optimizer_keeps_of_a_parameter_is_known(name: str, arguments: dict[str, Any]) -> None:
+    model = nn.Linear(64, 64)
+    optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1, **arguments)
+    layout, _ = lay_out_model(trainable(model, optimizer))
+    assert state_bytes_of(name, arguments) == probe_state_bytes(layout, optimizer) // layout.block_elements
+    assert state_bytes_of(name, optimizer.defaults) == state_bytes_of(name, arguments)
+
+
+def test_an_unknown_optimizer_has_no_known_state() -> None:
+    assert state_bytes_of("LBFGS", {}) is None
+
+
+def test_the_sizes_are_those_of_the_exchange() -> None:
+    assert memory_estimate.BUCKET_BYTES == BUCKET_BYTES
+    for name in ("IN_FLIGHT_BYTES", "PIECE_BYTES", "MESSAGE_BYTES"):
+        assert getattr(memory_estimate, name) == getattr(pieces, name)
+    [exchange] = [item for item in estimate(MemorySetup(P, 40, 1, 40)).items if item.name == "exchange buffers"]
+    assert exchange.bytes == pieces.IN_FLIGHT_BYTES + pieces.piece_bytes(40)
+
+
+def test_every_item_is_in_a_column_of_the_table() -> None:
+    setups = [MemorySetup(P, 4, s, 16, precision="bf16", offload="file", unit=9) for s in STAGES]
+    named = {item.name for setup in setups for item in estimate(setup).items}
+    assert named == {name for names in COLUMNS.values() for name in names}
+
+
+# ---- against what workers hold
+
+
+class Wide(nn.Module):
+    """Half a million parameters, whose padding is small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 256, bias=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
+        for layer in self.layers:
+            hidden = torch.relu(layer(hidden))
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), targets.flatten())
+
+
+def tensor_bytes() -> int:
+    """Of all storages that a living tensor uses."""
+    gc.collect()
+    storages: dict[int, int] = {}
+    for seen in gc.get_objects():
+        if type(seen) in (Tensor, nn.Parameter) and seen.layout is torch.strided:  # not what compilers leave
+            storage = seen.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("lanes", [4, 8])
+@pytest.mark.parametrize(("stage", "mirrors"), [(0, 1), (1, 1), (2, 0), (2, 1)])
+def test_workers_hold_what_is_estimated_and_their_logs_say_so(
+    stage: int, mirrors: int, lanes: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"max_steps": 2, "lanes": lanes, "stage": stage, "mirrors": mirrors}
+    task = Task(options, model=Wide, optimizer=lambda model: torch.optim.AdamW(model.parameters()))
+    parameters = sum(one.numel() for one in Wide().parameters())
+    expected = estimate(MemorySetup(parameters, 4, stage, lanes, mirrors)).at_rest("device")
+    before = tensor_bytes()
+    with Crew("abcd", task) as crew:
+        crew.finish()
+        held = (tensor_bytes() - before) / 4
+    assert 1 <= held / expected <= TOLERANCE
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    logged = [line for line in lines if line["event"] == "memory"]
+    assert [line["estimated_bytes"] for line in logged] == [expected] * 4
+    assert all(0.9 < line["measured_bytes"] / expected < TOLERANCE for line in logged)

@@ -1,0 +1,67 @@
+"""One line of a worker's log: the bytes that training's state takes here, as counted and as estimated.
+
+Said once, after the first step that finds on this worker all that it is to hold. `shoal estimate` says the same.
+"""
+
+from __future__ import annotations
+
+import torch
+from shoal_protos.memory_estimate import (
+    PARAMETER_BYTES,
+    MemorySetup,
+    Precision,
+    estimate,
+    state_bytes_of,
+)
+
+from shoal.logs import get_logger
+from shoal.training.context import TrainingContext
+from shoal.training.telemetry import held_bytes
+from shoal.world import World
+
+PRECISIONS: dict[torch.dtype, Precision] = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+}
+
+log = get_logger("shoal")
+
+
+class MemoryReport:
+    """Of one worker."""
+
+    def __init__(self, context: TrainingContext) -> None:
+        self._context = context
+        self._is_said = False
+
+    def on_step(self, world: World) -> None:
+        """A step is committed and handed out in `world`."""
+        share = world.plan.shares[world.rank]
+        settled = share.lanes and share.keeps and self._context.boundaries >= world.plan.boundaries
+        if self._is_said or not settled:
+            return
+        self._is_said = True
+        held = held_bytes(self._context.state)
+        expected = estimate(self._setup(world.plan.world_size, held["state"])).at_rest("device")
+        log.info("memory", measured_bytes=sum(held.values()), estimated_bytes=expected, **held)
+
+    def _setup(self, workers: int, held_state: int) -> MemorySetup:
+        config, state = self._context.config, self._context.state
+        buckets = state.layout.buckets
+        precision = PRECISIONS[buckets[0].dtype]
+        by_parameter: float | None = state_bytes_of(type(state.optimizer).__name__, state.optimizer.defaults)
+        if by_parameter is None:
+            by_parameter = held_state / (len(state.held.runs) * state.layout.block_elements)
+        elif precision == "fp64":
+            by_parameter *= PARAMETER_BYTES["fp64"] / PARAMETER_BYTES["fp32"]
+        return MemorySetup(
+            parameters=sum(slot.parameter.elements for bucket in buckets for slot in bucket.slots),
+            workers=workers,
+            stage=config.stage,
+            lanes=config.lanes,
+            mirrors=min(config.mirrors, workers - 1),
+            precision=precision,
+            state_bytes=by_parameter,
+        )
