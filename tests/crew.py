@@ -32,6 +32,7 @@ from shoal.numerics import make_exact
 from shoal.optim.take_over import take_over
 from shoal.session.alone import AloneLink
 from shoal.session.link import Link
+from shoal.training.activation_checkpointing import checkpoint_activations
 from shoal.training.engine import Engine
 from shoal.training.exit import _Ending
 from shoal.training.start import _description
@@ -99,6 +100,7 @@ def engine_of(task: Task, link: Link, faults: Faults) -> Engine:
     limits = Limits.of(settled, last_step)
     torch.manual_seed(0)
     model = task.model()
+    checkpoint_activations(model, settled)
     optimizer = task.optimizer(model)
     state = TrainingState(model, optimizer, task.scheduler(optimizer), limits)
     fetcher = Fetcher(Samples(40), None, sampler, settled.seed, torch.device("cpu"))

@@ -42,6 +42,11 @@ _ELASTICITY_WITHOUT_MEANING = """
     ignore_non_elastic_batch_info max_gpus max_train_batch_size micro_batch_sizes min_gpus min_time
     model_parallel_size num_gpus_per_node prefer_larger_batch version
 """
+_ACTIVATIONS_WITHOUT_MEANING = """
+    contiguous_memory_optimization number_checkpoints partition_activations profile synchronize_checkpoint_boundary
+"""
+"""Activations are partitioned over model-parallel ranks, which there are none of; the other keys order DeepSpeed's own
+buffers and timers."""
 _SWITCHED = (
     "amp",
     "autotuning",
@@ -66,7 +71,7 @@ WITHOUT_MEANING: frozenset[str] = (
     | _below("zero_optimization.offload_param", _OFFLOAD_WITHOUT_MEANING)
     | _below("bf16", _PRECISION_WITHOUT_MEANING)
     | _below("elasticity", _ELASTICITY_WITHOUT_MEANING)
-    | _below("activation_checkpointing", "profile synchronize_checkpoint_boundary")
+    | _below("activation_checkpointing", _ACTIVATIONS_WITHOUT_MEANING)
     | frozenset(f"{section}.*" for section in _SWITCHED)
 )
 """Dotted keys that change nothing here. A name covers all that stands below it; `section.*` covers the section's keys
@@ -78,10 +83,6 @@ NOT_BUILT: Mapping[str, tuple[object, ...]] = {
     "bf16.bf16_optimizer_states": OFF,
     "elasticity.enabled": OFF,
     **{f"{section}.enabled": OFF for section in _SWITCHED},
-    "activation_checkpointing.partition_activations": OFF,
-    "activation_checkpointing.cpu_checkpointing": OFF,
-    "activation_checkpointing.contiguous_memory_optimization": OFF,
-    "activation_checkpointing.number_checkpoints": OFF,
     "zero_optimization.offload_optimizer.device": ("none", None),
     "zero_optimization.offload_param.device": ("none", None),
     "zero_optimization.cpu_offload": OFF,

@@ -21,6 +21,8 @@ MOST_MIRRORS = 1_000
 MOST_PARTNERS = 64
 MOST_THREADS = 1_024
 MOST_PATH = 512
+UNITS: Literal["units"] = "units"
+"""In place of class names: the model's units."""
 
 Positive = Annotated[int, Field(ge=1, le=MOST)]
 CountOrAuto = Annotated[Positive | Auto | None, Allowed('a whole number from 1 to 10^15, or "auto"')]
@@ -105,6 +107,15 @@ class Fp16(Section):
     """Of a dynamic scale: the smallest; the job fails where an overflow asks for less."""
 
 
+class ActivationCheckpointing(Section):
+    """`activation_checkpointing`: DeepSpeed's section; which modules are checkpointed says
+    `shoal.activation_checkpointing`."""
+
+    cpu_checkpointing: Annotated[bool | Auto | None, Allowed('true, false or "auto"')] = False
+    """True: the inputs of checkpointed modules wait for backward in (pinned) host memory. Changes nothing for a model
+    on the CPU, nor for what torch.compile has compiled. Bits are the same."""
+
+
 class Checkpoint(Section):
     """`shoal.checkpoint`: elastic checkpoints."""
 
@@ -175,6 +186,12 @@ class Shoal(Section):
     """Classes of the modules that are units: parts of the model whose parameters lie together and are never in one
     bucket with others. Other units are another layout, whose checkpoints do not fit. Not given: the model's
     `_no_split_modules`, else the children of its outermost `nn.ModuleList`s and `nn.Sequential`s."""
+    activation_checkpointing: Annotated[
+        Literal["units"] | Annotated[tuple[Name, ...], Field(strict=False)], Allowed('"units" or a list of class names')
+    ] = ()
+    """Modules that keep only their inputs for backward, which computes their activations again: less memory, about a
+    third more time, the same bits. `"units"`: every unit that is a module (see `units`). Class names: the outermost
+    modules of these classes. Not given: none."""
     stop_on_nan: Switch = True
     """True: the job fails before the update of a step whose loss or gradient is not finite, and names step, parameter
     and lane. False: the step is made; the 1st, 10th, 100th, … such step is an event."""
@@ -218,4 +235,5 @@ class Document(Section):
     bf16: Bf16 = Bf16()
     fp16: Fp16 = Fp16()
     zero_optimization: ZeroOptimization = ZeroOptimization()
+    activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
     shoal: Shoal = Shoal()

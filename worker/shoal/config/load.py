@@ -136,6 +136,8 @@ def _resolve(document: Document, faults: list[str]) -> TrainingConfig | None:
         fill_bytes_per_step=shoal.fill_bytes_per_step,
         elementwise=shoal.elementwise,
         units=shoal.units,
+        activation_checkpointing=shoal.activation_checkpointing,
+        cpu_checkpointing=_value_or_none(document.activation_checkpointing.cpu_checkpointing) or False,
         stop_on_nan=shoal.stop_on_nan,
         mixed_numerics=shoal.mixed_numerics,
         exact=shoal.exact,

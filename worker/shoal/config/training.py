@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from typing import Literal
 
 from shoal_protos.corruption import OnCorruption
 
@@ -35,6 +36,8 @@ class TrainingConfig:
     """0: the planner decides."""
     elementwise: bool
     units: tuple[str, ...]
+    activation_checkpointing: Literal["units"] | tuple[str, ...]
+    cpu_checkpointing: bool
     stop_on_nan: bool
     mixed_numerics: bool
     exact: bool
@@ -57,8 +60,8 @@ class TrainingConfig:
 
 def agreement(config: TrainingConfig) -> dict[str, str]:
     """Dotted keys with values as JSON: all that changes bits, data order, length or what a vote carries. Not what only
-    guards (elementwise), paces (fill_bytes_per_step), spreads (mirror_partners) or is compared elsewhere (threads: in
-    the numeric identity)."""
+    guards (elementwise), paces (fill_bytes_per_step), spreads (mirror_partners), saves memory (activation
+    checkpointing) or is compared elsewhere (threads: in the numeric identity)."""
     values: dict[str, object] = {
         "train_micro_batch_size_per_gpu": config.micro_batch_size,
         "gradient_clipping": config.gradient_clipping,

@@ -20,40 +20,64 @@ def unit_numbers(model: nn.Module, classes: Collection[str] = ()) -> dict[int, i
 
     Raises `UserError` for a class of `classes` that no module has.
     """
-    found = {type(module).__name__ for module in model.modules()}
-    for name in classes:
-        if name not in found:
-            raise UserError(
-                f'`shoal.units` names "{name}", and no module of the model is of that class. '
-                f"Its classes: {', '.join(sorted(found))}."
-            )
-    chosen = found & set(classes or getattr(model, "_no_split_modules", None) or ())
+    check_classes(model, classes, "shoal.units")
     numbers: dict[int, int] = {}
-    for number, parameters in enumerate(_units(model, chosen)):
+    for number, parameters in enumerate(_units(model, _chosen(model, classes))):
         for parameter in parameters:
             numbers.setdefault(id(parameter), number)
     return numbers
 
 
+def unit_modules(model: nn.Module, classes: Collection[str] = ()) -> list[nn.Module]:
+    """The modules that are units, each once, in registration order; `classes` as for `unit_numbers`.
+
+    What is left over between them is no module.
+    """
+    found = [part for part, is_unit in _parts(model, _chosen(model, classes)) if is_unit]
+    return list(dict.fromkeys(found))
+
+
+def check_classes(model: nn.Module, classes: Collection[str], key: str) -> None:
+    """Raises `UserError` for a class, named by the config's `key`, that no module has."""
+    found = class_names(model)
+    for name in classes:
+        if name not in found:
+            raise UserError(
+                f'`{key}` names "{name}", and no module of the model is of that class. '
+                f"Its classes: {', '.join(sorted(found))}."
+            )
+
+
+def class_names(model: nn.Module) -> set[str]:
+    """Of all modules of a model."""
+    return {type(module).__name__ for module in model.modules()}
+
+
+def _chosen(model: nn.Module, classes: Collection[str]) -> set[str]:
+    return class_names(model) & set(classes or getattr(model, "_no_split_modules", None) or ())
+
+
 def _units(model: nn.Module, chosen: Collection[str]) -> Iterator[list[nn.Parameter]]:
     """The parameters of each unit."""
     left_over: list[nn.Parameter] = []
-    for parameters, is_unit in _parts(model, chosen):
+    for part, is_unit in _parts(model, chosen):
         if not is_unit:
-            left_over += parameters
+            left_over += part.parameters(recurse=False)
             continue
         yield left_over
-        yield parameters
+        yield list(part.parameters())
         left_over = []
     yield left_over
 
 
-def _parts(module: nn.Module, chosen: Collection[str]) -> Iterator[tuple[list[nn.Parameter], bool]]:
-    """Parameters in registration order, and whether they are a unit."""
-    yield list(module.parameters(recurse=False)), False
+def _parts(module: nn.Module, chosen: Collection[str]) -> Iterator[tuple[nn.Module, bool]]:
+    """Modules in registration order, and whether each is a unit, with all that is in it; if not, it stands for itself
+    alone.
+    """
+    yield module, False
     for child in module.children():
         if type(child).__name__ in chosen if chosen else _is_in_a_list(module):
-            yield list(child.parameters()), True
+            yield child, True
         else:
             yield from _parts(child, chosen)
 

@@ -30,6 +30,7 @@ from shoal.optim.elementwise import check_optimizer
 from shoal.optim.from_config import build_optimizer, build_scheduler
 from shoal.optim.take_over import take_over
 from shoal.session.link_choice import open_link
+from shoal.training.activation_checkpointing import checkpoint_activations
 from shoal.training.arguments import check_given
 from shoal.training.engine import Engine
 from shoal.training.exit import serve_at_exit, tell_errors_in_a_sentence
@@ -55,6 +56,7 @@ def initialize(
     settled = load_config(config)
     make_exact(settled.exact, settled.torch_threads)
     keep_freed_memory()
+    checkpoint_activations(model, settled)
     sampler = Sampler(
         samples_of(dataset), settled.lanes, settled.micro_batch_size, settled.micro_batches_per_lane, settled.seed
     )

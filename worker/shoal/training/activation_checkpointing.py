@@ -1,0 +1,222 @@
+"""Activation checkpointing: the modules that the config names keep their inputs only; backward makes the rest again.
+
+`shoal.initialize` puts it on, `torch.utils.checkpoint` (non-reentrant) does it. What is here keeps every bit as it is
+without it: a forward that is made again finds random generators and buffers as the first one found them, and leaves
+them as they are now. torch.compile traces checkpoints itself, random numbers included.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy
+import torch
+from shoal_protos.errors import UserError
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
+
+from shoal.config.document import UNITS
+from shoal.config.training import TrainingConfig
+from shoal.core.units import check_classes, class_names, unit_modules
+from shoal.exchange.module_buffers import LARGE_ELEMENTS
+from shoal.logs import get_logger
+
+KEY = "shoal.activation_checkpointing"
+OWN_FORWARD = "_forward_before_checkpointing"
+"""Where a module keeps a `forward` that it had besides its class's."""
+
+log = get_logger("shoal")
+
+
+def checkpoint_activations(model: nn.Module, config: TrainingConfig) -> None:
+    """Puts activation checkpointing on the modules that the config names. Raises `UserError` where there are none."""
+    chosen = _chosen(model, config) if config.activation_checkpointing else []
+    on_device = any(parameter.device.type != "cpu" for parameter in model.parameters())
+    to_host = config.cpu_checkpointing and on_device
+    for module in chosen:
+        _KEPT[module] = _Checkpointed(to_host)
+        before = vars(module).get("forward")
+        if getattr(before, "__func__", None) is not forward:
+            if before is not None:
+                vars(module)[OWN_FORWARD] = before
+            vars(module)["forward"] = MethodType(forward, module)
+    if chosen:
+        classes = sorted({type(module).__name__ for module in chosen})
+        log.info("activation_checkpointing", modules=len(chosen), classes=classes, to_host=to_host)
+    if config.cpu_checkpointing and not (chosen and to_host):
+        reason = "the model is on the CPU: its activations are in host memory already"
+        log.info(
+            "activation_checkpointing.cpu_checkpointing changes nothing",
+            reason=reason if chosen else f"`{KEY}` names no modules",
+        )
+
+
+def _chosen(model: nn.Module, config: TrainingConfig) -> list[nn.Module]:
+    by_rule = config.activation_checkpointing == UNITS
+    classes = config.units if by_rule else tuple(config.activation_checkpointing)
+    check_classes(model, classes, "shoal.units" if by_rule else KEY)
+    found = [part for unit in unit_modules(model, classes) for part in _with_a_forward(unit)]
+    if by_rule:
+        found = [part for part in found if next(part.parameters(), None) is not None]
+    if not found:
+        means = (
+            "the model has no nn.ModuleList and no nn.Sequential of several modules" if by_rule
+            else "the whole model alone is of that class"
+        )  # fmt: skip
+        given = f'"{UNITS}"' if by_rule else ", ".join(classes)
+        raise UserError(
+            f"`{KEY}` is {given}, and {means}. Name classes of modules within it: "
+            f"{', '.join(sorted(class_names(model) - {type(model).__name__}))}."
+        )
+    return list(dict.fromkeys(found))
+
+
+def _with_a_forward(unit: nn.Module) -> Iterator[nn.Module]:
+    """A unit, or what is in it where it is a container that nobody calls."""
+    if isinstance(unit, nn.ModuleList | nn.ModuleDict):
+        for part in unit.children():
+            yield from _with_a_forward(part)
+    else:
+        yield unit
+
+
+def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The `forward` of a checkpointed module. So named that a pickled module is loaded with its class's own."""
+    own = getattr(self, OWN_FORWARD, None)
+    of_class = type(self).forward
+
+    def plain(*given: Any, **named: Any) -> Any:
+        return own(*given, **named) if own is not None else of_class(self, *given, **named)
+
+    contexts: list[_Again] = []
+
+    def alike(*given: Any, **named: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return plain(*given, **named)
+        with _context(self, contexts):  # also where a compiler gave up half-way
+            return plain(*given, **named)
+
+    if torch.compiler.is_compiling():
+        return checkpoint(alike, *args, use_reentrant=False, **kwargs)
+    kept = _KEPT.get(self)
+    if kept is None or not torch.is_grad_enabled():  # a copy of the module; an evaluation
+        return plain(*args, **kwargs)
+    with kept.place():
+        return checkpoint(alike, *args, use_reentrant=False, **kwargs)
+
+
+def _context(module: nn.Module, contexts: list[_Again]) -> _First | _Again:
+    """Of the first call of a forward, which leaves that of all others in `contexts`; or that."""
+    if contexts:
+        return contexts[0]
+    first = _First((_KEPT.get(module) or _Checkpointed(to_host=False)).buffers(module))
+    contexts.append(_Again(first))
+    return first
+
+
+class _Checkpointed:
+    """What is known of a checkpointed module. Holds no module, or none would ever be freed."""
+
+    def __init__(self, to_host: bool) -> None:
+        self._to_host = to_host
+        self._large: dict[str, tuple[Tensor, int, Tensor]] = {}
+        """Large buffers by name, each with its version and value then: most never change, and are copied once."""
+
+    def place(self) -> AbstractContextManager[object]:
+        """Where inputs wait for backward."""
+        return save_on_cpu(pin_memory=torch.cuda.is_available()) if self._to_host else nullcontext()
+
+    def buffers(self, module: nn.Module) -> list[_Found]:
+        """As they are now."""
+        return [
+            _Found(part, name, buffer, buffer._version, self._value(f"{prefix}.{name}", buffer))
+            for prefix, part in module.named_modules()
+            for name, buffer in part._buffers.items()
+            if buffer is not None
+        ]
+
+    def _value(self, name: str, buffer: Tensor) -> Tensor:
+        """A copy."""
+        if buffer.numel() <= LARGE_ELEMENTS:
+            return buffer.clone()
+        known, version, value = self._large.get(name, (None, -1, buffer))
+        if known is not buffer or version != buffer._version:
+            value = buffer.clone()
+            self._large[name] = (buffer, buffer._version, value)
+        return value
+
+
+_KEPT: WeakKeyDictionary[nn.Module, _Checkpointed] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A buffer as a forward found it."""
+
+    part: nn.Module
+    name: str
+    buffer: Tensor
+    version: int
+    value: Tensor
+
+    @property
+    def has_changed(self) -> bool:
+        """Small ones are compared: writes through `.data` are in no version."""
+        now = self.part._buffers.get(self.name)
+        if now is not self.buffer or now._version != self.version:
+            return True
+        return now.numel() <= LARGE_ELEMENTS and not torch.equal(now, self.value)
+
+
+class _First:
+    """The context of a forward."""
+
+    def __init__(self, found: list[_Found]) -> None:
+        self._found = found
+        self.changed: list[_Found] = []
+        self.generators = _generators()
+
+    def __enter__(self) -> None:
+        """Nothing is to be done: it has begun when it was made."""
+
+    def __exit__(self, *_: object) -> None:
+        self.changed = [one for one in self._found if one.has_changed]
+        self._found = []
+
+
+class _Again:
+    """The context of the same forward in backward. May be entered several times, one after the other."""
+
+    def __init__(self, first: _First) -> None:
+        self._first = first
+
+    def __enter__(self) -> None:
+        """The buffers of now are put aside: nothing is written to them."""
+        self._generators = _generators()
+        _set_generators(self._first.generators)
+        self._aside = [(one.part._buffers, one.name, one.part._buffers[one.name]) for one in self._first.changed]
+        anew: dict[int, Tensor] = {}
+        for one in self._first.changed:
+            one.part._buffers[one.name] = anew.setdefault(id(one.buffer), one.value.clone())
+
+    def __exit__(self, *_: object) -> None:
+        for buffers, name, buffer in self._aside:
+            buffers[name] = buffer
+        _set_generators(self._generators)
+
+
+def _generators() -> tuple[Any, Any]:
+    """Where those stand that torch's checkpoint does not look after."""
+    return random.getstate(), numpy.random.get_state()
+
+
+def _set_generators(states: tuple[Any, Any]) -> None:
+    random.setstate(states[0])
+    numpy.random.set_state(states[1])
