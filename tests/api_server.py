@@ -13,7 +13,7 @@ import itertools
 import json
 import re
 from bisect import bisect_right
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -22,6 +22,7 @@ from typing import Any
 
 from aiohttp import web
 from custom_resources import CustomResources, Invalid, definition
+from custom_resources import at as value_at
 from kubernetes_asyncio.client import models
 
 Json = dict[str, Any]
@@ -69,6 +70,8 @@ class FakeCluster:
     """See the module's text. What a test changes itself it changes with `put` and `remove`."""
 
     def __init__(self) -> None:
+        self.kinds, self.models = dict(KINDS), dict(MODELS)
+        """By path of all objects of a kind; `models`: those whose fields are checked."""
         self.objects: dict[str, dict[str, Json]] = {path: {} for path in KINDS}
         self.resources: CustomResources | None = CustomResources(definition())
         """None: nobody has installed the definition."""
@@ -192,7 +195,7 @@ class FakeCluster:
             return _answer(201, self._create(path, body))
         item = self.objects[path].get(name)
         if item is None:
-            raise Refused(404, "NotFound", f'{KINDS[path].lower()}s "{name}" not found')
+            raise Refused(404, "NotFound", f'{path.rpartition("/")[2]} "{name}" not found')
         if request.method == "DELETE":
             return _answer(200, self._delete(path, item, body))
         if request.method == "PATCH":
@@ -200,7 +203,8 @@ class FakeCluster:
         return _answer(200, self.resources.scale_of(item) if sub == "scale" and self.resources else item)
 
     def _place(self, whole: str) -> tuple[str, str, str]:
-        path = next((known for known in self.objects if whole == known or whole.startswith(f"{known}/")), None)
+        fitting = (known for known in self.objects if whole == known or whole.startswith(f"{known}/"))
+        path = max(fitting, key=len, default=None)
         if path in self.missing:
             raise web.HTTPNotFound(text="404 page not found\n")  # as an API server refuses what it does not know
         if path is None:
@@ -213,13 +217,15 @@ class FakeCluster:
     def _create(self, path: str, item: Json) -> Json:
         name = item.get("metadata", {}).get("name", "")
         if not (DNS_LABEL if path in (PODS, SECRETS) else DNS_NAME).fullmatch(name):
-            raise Refused(422, "Invalid", f'{KINDS[path]} "{name}" is invalid: metadata.name: a DNS label is expected')
-        if path in MODELS:
-            check_fields(item, MODELS[path], KINDS[path])
+            raise Refused(
+                422, "Invalid", f'{self.kinds[path]} "{name}" is invalid: metadata.name: a DNS label is expected'
+            )
+        if path in self.models:
+            check_fields(item, self.models[path], self.kinds[path])
         if path == EVENTS:
             _check_event(item)
         if name in self.objects[path]:
-            raise Refused(409, "AlreadyExists", f'{KINDS[path].lower()}s "{name}" already exists')
+            raise Refused(409, "AlreadyExists", f'{path.rpartition("/")[2]} "{name}" already exists')
         if path == PODS and self.quota is not None and len(self.objects[PODS]) >= self.quota:
             message = (
                 f'pods "{name}" is forbidden: exceeded quota: team, used: pods={self.quota}, limited: {self.quota}'
@@ -288,16 +294,22 @@ class FakeCluster:
     async def _listed(self, request: web.Request, path: str) -> web.StreamResponse:
         if request.query.get("watch"):
             return await self._watched(request, path)
-        items = [one for one in self.objects[path].values() if selected(one, request.query.get("labelSelector", ""))]
+        items = [one for one in self.objects[path].values() if is_selected(one, request.query)]
         items.sort(key=lambda one: str(one["metadata"]["name"]))
         begin, size = int(request.query.get("continue", 0)), int(request.query.get("limit", 0)) or len(items) or 1
         metadata: Json = {"resourceVersion": str(self.version)}
         if begin + size < len(items):
             metadata["continue"] = str(begin + size)
-        return _answer(200, {"kind": "List", "metadata": metadata, "items": items[begin : begin + size]})
+        return _answer(200, self._list_of(path, items[begin : begin + size], metadata))
+
+    def _list_of(self, path: str, items: list[Json], metadata: Json) -> Json:
+        return {"kind": f"{self.kinds[path]}List", "metadata": metadata, "items": items}
+
+    def _bookmark(self, path: str, version: int) -> Json:
+        return {"metadata": {"resourceVersion": str(version)}}
 
     async def _watched(self, request: web.Request, path: str) -> web.StreamResponse:
-        at, selector = int(request.query["resourceVersion"]), request.query.get("labelSelector", "")
+        at = int(request.query["resourceVersion"])
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
         await response.prepare(request)
         if at < self._oldest:
@@ -308,7 +320,7 @@ class FakeCluster:
             while request.transport is not None and not request.transport.is_closing():
                 news_now = self.history[bisect_right(self.history, at, key=lambda one: one[0]) :]
                 for _, where, kind, item in reversed(news_now) if self.reverses else news_now:
-                    if where == path and selected(item, selector):
+                    if where == path and is_selected(item, request.query):
                         for _ in range(1 + self.doubles):
                             await _line(response, kind, item)
                 at = news_now[-1][0] if news_now else at
@@ -317,7 +329,7 @@ class FakeCluster:
                     async with asyncio.timeout(BOOKMARK_SECONDS):
                         await news.wait()
                 except TimeoutError:
-                    await _line(response, "BOOKMARK", {"metadata": {"resourceVersion": str(at)}})
+                    await _line(response, "BOOKMARK", self._bookmark(path, at))
         except (ConnectionError, asyncio.CancelledError):
             pass
         finally:
@@ -325,9 +337,15 @@ class FakeCluster:
         return response
 
 
-def selected(item: Json, selector: str) -> bool:
+def is_selected(item: Json, query: Mapping[str, str]) -> bool:
     labels = item["metadata"].get("labels", {})
-    return all(labels.get(key) == value for key, value in (part.split("=") for part in selector.split(",") if part))
+    right = [labels.get(key) == value for key, value in _parts(query.get("labelSelector", ""))]
+    right += [value_at(item, key) == value for key, value in _parts(query.get("fieldSelector", ""))]
+    return all(right)
+
+
+def _parts(selector: str) -> list[list[str]]:
+    return [part.split("=", 1) for part in selector.split(",") if part]
 
 
 def merge(item: Json, patch: Json) -> Json:
@@ -366,7 +384,8 @@ def _check_event(item: Json) -> None:
 
 
 def _status(code: int, reason: str, message: str) -> Json:
-    return {"kind": "Status", "status": "Failure", "code": code, "reason": reason, "message": message}
+    found = {"status": "Failure", "code": code, "reason": reason, "message": message}
+    return {"apiVersion": "v1", "kind": "Status", "metadata": {}, **found}
 
 
 def _answer(status: int, item: Json, headers: dict[str, str] | None = None) -> web.Response:

@@ -16,7 +16,7 @@ from ports import free_port
 from shoal_controller.core.machine.events import Spawned
 from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.launchers.kubernetes import cluster_api, object_watch, pod_launcher, pod_writer
-from shoal_controller.launchers.kubernetes.connect import kubernetes_launcher
+from shoal_controller.launchers.kubernetes.connect import connected, kubernetes_launcher
 from shoal_controller.launchers.kubernetes.options import ClusterOptions, PodOptions
 from shoal_controller.launchers.kubernetes.pod_launcher import KubernetesLauncher
 from shoal_controller.worker_tokens import WorkerTokens
@@ -59,7 +59,10 @@ class Team:
     async def leading(self) -> AsyncIterator[KubernetesLauncher]:
         """A controller's term."""
         pods = PodOptions(lambda: ("shoal-workers:7071",), TOKENS)
-        async with kubernetes_launcher(pods, self.options, self.submit) as self.launcher:
+        async with (
+            connected(self.options) as api,
+            kubernetes_launcher(api, pods, self.options, self.submit) as self.launcher,
+        ):
             yield self.launcher
 
     def started(self) -> int:

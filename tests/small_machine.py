@@ -12,6 +12,7 @@ from shoal_controller import logs
 from shoal_controller.core.machine.effects import Effect, Note, Persist
 from shoal_controller.core.machine.events import Cancel, Event, Scale, Tick
 from shoal_controller.core.machine.job import Job
+from shoal_controller.core.machine.job_size import JobSize, resized
 from shoal_controller.core.machine.place import Place
 from shoal_controller.core.machine.spec import JobSpec, JobView, Phase
 from shoal_controller.core.planning.question import Answer, Question, answer
@@ -19,7 +20,7 @@ from shoal_controller.ports import Outside
 from shoal_controller.probes import ProbeResult
 from shoal_controller.shell import Shell
 from shoal_controller.store.open import open_store
-from shoal_protos.errors import Conflict
+from shoal_protos.errors import Conflict, PeerError
 from shoal_protos.messages import ToWorker
 
 SPEC = JobSpec("train", wanted=3, launcher="local", command=("python", "train.py"), env={"A": "1"})
@@ -53,19 +54,25 @@ class SmallMachine:
         if not isinstance(event, Tick):
             self.events.setdefault(job.spec.job, []).append(type(event).__name__)
         if isinstance(event, Scale):
-            if event.workers > 8:
-                raise Conflict(f"workers is {event.workers}; expected 1 to 8")
-            job = _kept(job, wanted=event.workers, paused_because=self.filler.get("filler", ""))
-            return job, [Persist(), Note("scale", f"scaled to {event.workers}", data={"workers": event.workers})]
+            return self._scaled(job, event)
         if isinstance(event, Cancel):
             return _kept(job, phase=Phase.CANCELLED), [Persist(), Note("cancelled", "cancelled by an operator")]
         answer = self.answers.get(type(event), ())
         return job, answer(job, event) if callable(answer) else answer
 
+    def _scaled(self, job: Job, event: Scale) -> tuple[Job, Sequence[Effect]]:
+        wanted = event.workers or job.durable.wanted
+        if wanted > 8:
+            raise Conflict(f"workers is {wanted}; expected 1 to 8")
+        bounds = resized(JobSize(job.spec.job, wanted, job.durable.bounds, job.spec.lanes), event).bounds
+        job = _kept(job, wanted=wanted, changed_bounds=bounds, paused_because=self.filler.get("filler", ""))
+        return job, [Persist(), Note("scale", f"scaled to {wanted}", data={"workers": wanted})]
+
     def view(self, job: Job, now: float) -> JobView:
+        bounds = job.durable.bounds
         view = JobView(
             job=job.spec.job, phase=job.durable.phase, generation=1, wanted=job.durable.wanted, active=0,
-            min_workers=job.spec.min_workers, max_workers=job.spec.max_workers, lanes=job.spec.lanes, step=0,
+            min_workers=bounds.least, max_workers=bounds.most, lanes=job.spec.lanes, step=0,
             max_steps=None, loss=None, last_checkpoint_step=None, reason="as it should be",
         )  # fmt: skip
         return replace(view, **self.shown)
@@ -83,6 +90,8 @@ class Written:
         self.met: dict[str, ProbeResult] = {}
         """By address: what a probe meets there."""
         self.adopted: dict[str, Place | None] = {}
+        self.adopt_failures = 0
+        """How often it does not answer what it finds."""
         self.spawns: Callable[[str], Place] = lambda worker: Place.of_process(100, f"/logs/{worker}")
         self.slow: asyncio.Event | None = None
         """What every start waits for."""
@@ -130,6 +139,9 @@ class Written:
 
     async def adopt(self, workers: Sequence[str], spec: JobSpec) -> Mapping[str, Place | None]:
         self._write("adopt", *workers)
+        if self.adopt_failures:
+            self.adopt_failures -= 1
+            raise PeerError("it is away")
         return self.adopted
 
 

@@ -34,7 +34,7 @@ def audit_entry(request: OperatorRequest | Create, by: Caller, time: float, gene
     action, sentence = _described(request)
     who = f"token {by.token}" if by.token else "a caller without a token"
     place = f" from {by.address}" if by.address else ""
-    data = {"action": action, "token": by.token, "role": str(by.role), "address": by.address, **asdict(request)}
+    data = {"action": action, "token": by.token, "role": str(by.role), "address": by.address, **_given(request)}
     worker = str(data.get("worker", ""))
     return JobEvent(time, str(EventKind.AUDIT), generation, worker, f"{who}{place}: {sentence}", data)
 
@@ -43,8 +43,8 @@ def _described(request: OperatorRequest | Create) -> tuple[str, str]:
     match request:
         case Create():
             return "create", "create the job"
-        case Scale(workers):
-            return "scale", f"scale to {plural(workers, 'worker')}"
+        case Scale():
+            return "scale", _scaling(request)
         case DrainWorker(worker, grace_seconds, why):
             return "drain", f"drain {worker} within {grace_seconds:g} s{f': {why}' if why else ''}"
         case ConfirmLost(worker):
@@ -57,3 +57,15 @@ def _described(request: OperatorRequest | Create) -> tuple[str, str]:
             return "delete", "stop the job"
         case Save():
             return "checkpoint", "save a checkpoint"
+
+
+def _given(request: OperatorRequest | Create) -> dict[str, object]:
+    """What was asked for; what was left as it is is not."""
+    return {name: value for name, value in asdict(request).items() if value is not None}
+
+
+def _scaling(request: Scale) -> str:
+    size = f"to {plural(request.workers, 'worker')}" if request.workers is not None else ""
+    least = f"with at least {request.least}" if request.least is not None else ""
+    most = f"with at most {request.most or 'its lanes'}" if request.most is not None else ""
+    return " ".join(filter(None, ("scale", size, " and ".join(filter(None, (least, most))))))

@@ -9,7 +9,7 @@ comes of it goes back as an event. Made by `runner.py`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,6 @@ from shoal_controller.core.machine.events import (
     Probed,
     Spawned,
 )
-from shoal_controller.core.machine.place import Place
 from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.launchers.launcher import Launcher
 from shoal_controller.ports import Outside
@@ -40,9 +39,12 @@ LAUNCH_SECONDS = 60.0
 """How long a launcher may take for one process."""
 
 ADOPT_TIMES = 3
-"""How often the launcher is asked what became of an earlier life's processes, if it fails."""
+"""How often the launcher is asked what became of an earlier life's processes before starts and ends go on without
+that; it is asked on.
+"""
 
-ADOPT_PAUSE_SECONDS = 2.0
+ADOPT_PAUSE_SECONDS, LONGEST_ADOPT_PAUSE_SECONDS = 2.0, 60.0
+"""Between two such questions; the longest once starts do not wait for it."""
 
 log = structlog.get_logger("shoal.background")
 
@@ -64,8 +66,10 @@ class BackgroundWork:
         self._unwanted: set[WorkerId] = set()
         """Workers that are to be ended before their start has begun."""
         self._adopted = asyncio.Event()
-        """Not set while the launcher is being asked what it finds."""
+        """Not set while starts and ends wait for what the launcher finds."""
         self._adopted.set()
+        self._adoptions: Tasks = {}
+        """Those that starts and ends no longer wait for."""
         self._kills: Tasks = {}
         self._probes: Tasks = {}
         self._question: AskPlanner | None = None
@@ -85,7 +89,7 @@ class BackgroundWork:
 
     async def stop(self) -> None:
         """End them all; processes live on."""
-        tasks = [*self._probes.values(), *self._kills.values(), *self._always]
+        tasks = [*self._probes.values(), *self._kills.values(), *self._adoptions.values(), *self._always]
         await asyncio.gather(*(end_task(task) for task in tasks))
 
     def run(self, effect: Probe | Adopt | Spawn | Kill | AskPlanner) -> None:
@@ -149,21 +153,36 @@ class BackgroundWork:
         return self._outside.launchers.get(self._spec.launcher)
 
     async def _adopt(self, adopt: Adopt) -> None:
+        """● A launcher that does not answer is asked until it does: a worker that it does not follow is not drained
+        when its machine is to go, and its death is noticed late. Starts and ends wait only for the first few times.
+        """
         if self._launcher is not None:
-            for worker, place in (await self._found(self._launcher, adopt)).items():
-                await self._report(Spawned(worker, place) if place is not None else NeverStarted(worker))
+            for _ in range(ADOPT_TIMES):
+                if await self._try_to_adopt(self._launcher, adopt):
+                    break
+                await asyncio.sleep(ADOPT_PAUSE_SECONDS)
+            else:
+                self._beside(self._adoptions, adopt, "adoption", partial(self._adopt_late, self._launcher, adopt))
         self._adopted.set()
 
-    async def _found(self, launcher: Launcher, adopt: Adopt) -> Mapping[WorkerId, Place | None]:
-        """Where an earlier life's workers are; where that is not known, their streams will say."""
-        for pause in (*[ADOPT_PAUSE_SECONDS] * (ADOPT_TIMES - 1), 0.0):
-            try:
-                async with asyncio.timeout(LAUNCH_SECONDS):
-                    return await launcher.adopt(adopt.workers, self._spec)
-            except Exception as error:
-                log.error("workers could not be adopted", job=self._spec.job, error=str(error), exc_info=error)
+    async def _adopt_late(self, launcher: Launcher, adopt: Adopt) -> None:
+        pause = ADOPT_PAUSE_SECONDS
+        while not await self._try_to_adopt(launcher, adopt):
             await asyncio.sleep(pause)
-        return {}
+            pause = min(2 * pause, LONGEST_ADOPT_PAUSE_SECONDS)
+
+    async def _try_to_adopt(self, launcher: Launcher, adopt: Adopt) -> bool:
+        """Returns whether the launcher has said where an earlier life's workers are; the job is told."""
+        try:
+            async with asyncio.timeout(LAUNCH_SECONDS):
+                places = await launcher.adopt(adopt.workers, self._spec)
+        except Exception as error:
+            known = isinstance(error, PeerError | TimeoutError)
+            log.error("workers are not adopted yet", job=self._spec.job, error=str(error), exc_info=not known)
+            return False
+        for worker, place in places.items():
+            await self._report(Spawned(worker, place) if place is not None else NeverStarted(worker))
+        return True
 
     async def _start(self, worker: WorkerId) -> None:
         if worker in self._unwanted:

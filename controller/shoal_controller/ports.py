@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from shoal_controller.core.machine.effects import Effect
-from shoal_controller.core.machine.events import Event
+from shoal_controller.core.machine.events import Event, Scale
 from shoal_controller.core.machine.job import Job
 from shoal_controller.core.machine.spec import JobView
 from shoal_controller.core.planning.question import Answer, Question
@@ -34,8 +34,8 @@ Planner = Callable[[Question], Awaitable[Answer]]
 class SizeWriter(Protocol):
     """Writes the size of a job that was made from a resource of a cluster: into the resource, which has it."""
 
-    async def write_size(self, view: JobView, workers: int) -> None:
-        """Have this job's resource ask for so many workers. Raises `ShoalError` where it does not take that."""
+    async def write_size(self, view: JobView, asked: Scale) -> None:
+        """Have this job's resource ask for this size. Raises `ShoalError` where it does not take that."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -213,8 +213,8 @@ async def _pods(
     pods = PodOptions(lambda: given or controller.places(), tokens)
     cluster = ClusterOptions(settings.kubeconfig, settings.kubernetes_namespace, settings.kubernetes_nodes, taints)
     async with (
-        kubernetes_launcher(pods, cluster, controller.report, asked) as launcher,
         connected(cluster, asked) as api,
+        kubernetes_launcher(api, pods, cluster, controller.report) as launcher,
     ):
         yield launcher, partial(reconciling, api)
 

@@ -37,6 +37,8 @@ async def test_a_job_is_created_shown_listed_scaled_and_deleted(tmp_path):
         assert await api.ask("GET", "/v1/jobs") == {"jobs": [shown]}
         scaled = shown | {"workers": shown["workers"] | {"wanted": 4}}
         assert await api.ask("POST", "/v1/jobs/train/scale", 202, json={"workers": 4}) == scaled
+        scaled = shown | {"workers": {"wanted": 4, "active": 0, "min": 1, "max": 8}}
+        assert await api.ask("POST", "/v1/jobs/train/scale", 202, json={"min": 1, "max": 8}) == scaled
         assert await api.ask("DELETE", "/v1/jobs/train", 202) == scaled | {"phase": "cancelled"}
         assert (await api.ask("GET", "/v1/jobs/train/events"))["events"][-1]["message"] == "cancelled by an operator"
 

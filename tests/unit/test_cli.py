@@ -41,7 +41,7 @@ FLAGS = {
     "submit": "--url FILE",
     "jobs": "--output --url",
     "describe": "--url JOB",
-    "scale": "--url JOB WORKERS",
+    "scale": "--max-workers --min-workers --url JOB WORKERS",
     "drain": "--url --why JOB WORKER",
     "lost": "--url JOB WORKER",
     "pause": "--url JOB",
@@ -238,6 +238,8 @@ def test_a_change_shows_the_job_as_the_controller_answered_it(controller: str) -
     Controller.status, Controller.body = 202, json.dumps(JOB)
     done = shoal("scale", "j", "3", env={"SHOAL_URL": controller, "SHOAL_TOKEN": "secret"})
     assert Controller.requests == [("POST", "/v1/jobs/j/scale", '{"workers":3}', "Bearer secret")]
+    shoal("scale", "j", "--min-workers", "2", "--max-workers", "6", "--url", controller)
+    assert Controller.requests[1][2] == '{"min":2,"max":6}'
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == [
         "j running: step 7/100, loss 1.25, generation 3, workers 2 of 3 (1 to lanes), lanes 8",
@@ -309,7 +311,7 @@ def test_wrong_use_is_exit_2_and_one_sentence(arguments: list[str], sentence: st
 
 
 def test_a_flag_that_is_missing_or_unknown_is_exit_2() -> None:
-    assert shoal("scale", "j").returncode == 2
+    assert "there is nothing to change" in shoal("scale", "j").stderr
     assert shoal("jobs", "--colour").returncode == 2
     assert shoal("run", "no-such-script.py").returncode == 2
     assert shoal("no-such-command").returncode == 2

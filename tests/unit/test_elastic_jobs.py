@@ -17,8 +17,9 @@ from pod_team import hurry
 from ports import free_port
 from shoal_controller.api import resource_rules
 from shoal_controller.callers import Caller, Role
+from shoal_controller.core.machine.events import Scale
 from shoal_controller.core.machine.spec import JobSpec, Phase
-from shoal_controller.elastic_jobs import owned_job, reconciler
+from shoal_controller.elastic_jobs import owned_job, reconciler, size_settling
 from shoal_controller.elastic_jobs.reconciler import reconciling
 from shoal_controller.elastic_jobs.resource_kind import FINALIZER
 from shoal_controller.launchers.kubernetes.connect import connected
@@ -37,6 +38,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reconciler, "AGAIN_SECONDS", 0.02)
     monkeypatch.setattr(owned_job, "SOON_SECONDS", 0.02)
     monkeypatch.setattr(owned_job, "STATUS_SECONDS", 0.05)
+    monkeypatch.setattr(size_settling, "FIRST_PAUSE_SECONDS", 0.02)
 
 
 class Place:
@@ -133,22 +135,61 @@ async def test_scaling_the_resource_scales_the_job_whatever_the_cluster_answers(
 
 
 @asynchronous
+async def test_an_autoscaler_that_flaps_makes_few_changes_and_its_last_word_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(size_settling, "FIRST_PAUSE_SECONDS", 0.2)
+    async with place(tmp_path) as one, one.term():
+        await one.apply()
+        await one.until(lambda: one.wanted() == 2, "two")
+        seen = set()
+        for number in range(60):
+            await one.scale(4 - 2 * (number % 2))
+            await asyncio.sleep(0.02)
+            accepted = one.condition("Accepted")
+            seen.add((accepted.get("reason"), accepted.get("status")))
+        assert ("Settling", "True") in seen
+        await one.scale(5)
+        await one.until(lambda: one.wanted() == 5, "the newest")
+        assert one.world.events().count("Scale") <= 6
+
+
+@asynchronous
+async def test_the_bounds_of_a_running_job_follow_its_resource_and_rest_writes_them_there(tmp_path: Path) -> None:
+    async with place(tmp_path) as one, one.term() as sizes:
+        controller: Any = SimpleNamespace(leading=lambda: one.shell, sizes=sizes)
+        await one.apply()
+        await one.until(one.has_job, "the job")
+        run = one.shell.spec("train").run
+        await one.kubectl.patch(f"{RESOURCES}/train", json={"spec": {"workers": {"min": 3, "max": None}}})
+        await one.until(lambda: one.shell.view("train").min_workers == 3, "the new minimum")
+        assert one.shell.view("train").max_workers is None and one.wanted() == 3, "`min`, until somebody scales"
+        await one.until(lambda: one.status()["workers"]["min"] == 3, "the status")
+        assert one.condition("Accepted")["status"] == "True" and one.shell.spec("train").run == run
+        view = await resource_rules.scale(controller, "train", Scale(least=2, most=6), SOMEBODY)
+        assert (view.min_workers, view.max_workers) == (2, 6)
+        assert one.item()["spec"]["workers"] == {"min": 2, "max": 6}
+        with pytest.raises(UserError, match="cannot have at least 7 workers; expected 1 to 6"):
+            await resource_rules.scale(controller, "train", Scale(least=7), SOMEBODY)
+
+
+@asynchronous
 async def test_rest_scales_the_resource_and_a_job_without_one_alone(tmp_path: Path) -> None:
     async with place(tmp_path) as one, one.term() as sizes:
         controller: Any = SimpleNamespace(leading=lambda: one.shell, sizes=sizes)
         await one.apply()
         await one.until(one.has_job, "the job")
-        view = await resource_rules.scale(controller, "train", 4, SOMEBODY)
+        view = await resource_rules.scale(controller, "train", Scale(4), SOMEBODY)
         assert view.wanted == 4 and one.item()["spec"]["workers"]["wanted"] == 4
         with pytest.raises(UserError, match="cannot be scaled to 9 workers; expected from 2 to 8"):
-            await resource_rules.scale(controller, "train", 9, SOMEBODY)
+            await resource_rules.scale(controller, "train", Scale(9), SOMEBODY)
         await one.shell.create(JobSpec("other", wanted=2))
         before = dict(one.cluster.objects[RESOURCES])
-        assert (await resource_rules.scale(controller, "other", 3, SOMEBODY)).wanted == 3
+        assert (await resource_rules.scale(controller, "other", Scale(3), SOMEBODY)).wanted == 3
         assert list(before) == list(one.cluster.objects[RESOURCES]) == ["train"]
         without: Any = SimpleNamespace(leading=lambda: one.shell, sizes=None)
         with pytest.raises(Conflict, match="has no launcher kubernetes"):
-            await resource_rules.scale(without, "train", 5, SOMEBODY)
+            await resource_rules.scale(without, "train", Scale(5), SOMEBODY)
 
 
 @asynchronous
@@ -184,6 +225,11 @@ async def test_what_cannot_be_followed_is_one_sentence_in_a_condition_and_an_eve
         await one.kubectl.patch(f"{RESOURCES}/good", json=patch)
         await one.until(lambda: one.condition("Accepted", "good").get("reason") == "Immutable", "the change")
         assert "spec.kubernetes.image" in one.condition("Accepted", "good")["message"]
+        await one.kubectl.patch(
+            f"{RESOURCES}/good", json={"spec": {"kubernetes": {"image": "train:1"}, "env": {"A": "2"}}}
+        )
+        await one.until(lambda: "spec.env changed" in one.condition("Accepted", "good")["message"], "the other change")
+        assert "would compute something else" in one.condition("Accepted", "good")["message"]
 
 
 @asynchronous
@@ -220,6 +266,28 @@ async def test_without_definition_or_rights_jobs_are_left_alone_and_it_is_served
             one.cluster.forbidden.clear()
             await one.apply()
             await one.until(one.has_job, "the job")
+
+
+@asynchronous
+async def test_a_definition_without_status_is_named_and_its_jobs_run(tmp_path: Path) -> None:
+    async with place(tmp_path) as one, one.term() as found:
+        assert one.cluster.resources is not None
+        one.cluster.resources.has_status = False
+        await one.apply()
+        await one.until(lambda: "has no subresource `status`" in found.trouble("train"), "the sentence")
+        assert one.has_job()
+        one.cluster.resources.has_status = True
+        await one.until(lambda: one.status().get("phase") == "waiting" and not found.trouble("train"), "the status")
+
+
+@asynchronous
+async def test_many_resources_share_the_writes_of_their_statuses(tmp_path: Path) -> None:
+    async with place(tmp_path) as one, one.term():
+        for number in range(40):
+            await one.apply(f"job-{number}")
+        await one.until(lambda: all(one.status(f"job-{n}").get("phase") for n in range(40)), "all of them")
+        surroundings = owned_job.Surroundings(one.shell, None, None, lambda: 1000)  # type: ignore[arg-type]
+        assert surroundings.status_seconds() == 50.0
 
 
 @asynchronous

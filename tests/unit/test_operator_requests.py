@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from machine_driver import MADE_OF, Driver
+from machine_driver import MADE_OF, Driver, training
 from shoal_controller.core.machine.events import (
     Cancel,
     ConfirmLost,
@@ -44,6 +44,43 @@ def test_scaling_is_bounded_by_lanes_where_no_maximum_is_given() -> None:
     job = Driver(wanted=2)
     job.start(2)
     assert refused(job, Scale(9)) == "job job cannot be scaled to 9 workers; expected from 1 to 8."
+
+
+def test_bounds_change_while_a_job_trains_and_outlive_the_controller() -> None:
+    job = training(2, max_workers=4)
+    job.feed(Scale(least=2, most=6))
+    assert "the job may have from 2 to 6 workers" in job.notes
+    job.restart()
+    assert (job.view.min_workers, job.view.wanted, job.view.max_workers) == (2, 2, 6)
+    job.feed(Scale(6))
+    job.feed(Scale(most=0))
+    assert (job.view.wanted, job.view.max_workers) == (6, 8), "no bound but the lanes"
+    assert job.job.spec.max_workers == 4, "what it was made with stays"
+
+
+def test_a_world_below_a_raised_minimum_commits_no_step_until_enough_have_come() -> None:
+    job = training(2)
+    job.feed(Scale(3, least=3))
+    assert not job.job.durable.planned[-1].steps
+    job.feed(Scale(least=2))
+    assert refused(job, Scale(1)) == "job job cannot be scaled to 1 worker; expected from 2 to 8."
+
+
+def test_a_lowered_maximum_lets_those_go_who_came_by_themselves_beyond_it() -> None:
+    job = Driver(wanted=2)
+    job.start(2)
+    job.hello("w2")
+    job.feed(Scale(most=2))
+    assert job.view.workers[2].state is State.DRAINING
+
+
+def test_bounds_that_a_job_cannot_have_are_refused_with_what_it_can() -> None:
+    job = training(2, max_workers=4)
+    assert refused(job, Scale(least=5)) == "job job cannot have at least 5 workers; expected 1 to 4."
+    assert refused(job, Scale(least=3)) == "job job wants 2 workers, not from 3 to 4; scale it in the same request."
+    assert refused(job, Scale(most=9)) == (
+        "job job cannot have up to 9 workers: it has 8 lanes, and every worker trains at least one."
+    )
 
 
 def test_draining_an_unknown_worker_names_those_there_are() -> None:

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from api_server import NODES, PODS, SECRETS
 from asynchronous import asynchronous
 from pod_team import SECTION, SPEC, TOKENS, hurry, team
+from shoal_controller import background
+from shoal_controller.background import BackgroundWork
+from shoal_controller.core.machine.effects import Adopt, Spawn
 from shoal_controller.core.machine.events import Endangered, Exited, Preempted, Spared, Spawned, Waiting
 from shoal_controller.core.machine.pending import Notice, PendingReason
 from shoal_controller.core.machine.place import Place
 from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.launchers.kubernetes import pod_launcher, pod_writer
-from shoal_controller.launchers.kubernetes.connect import kubernetes_launcher
-from shoal_controller.launchers.kubernetes.options import ClusterOptions, PodOptions
+from shoal_controller.launchers.kubernetes.connect import connected
+from shoal_controller.launchers.kubernetes.options import ClusterOptions
+from shoal_controller.tasks import only_logged
 from shoal_protos.errors import NotFound, StoreError, UserError
+from small_machine import Written
 
 
 @pytest.fixture(autouse=True)
@@ -443,14 +449,36 @@ async def test_of_the_ended_pods_of_a_job_a_few_stay_for_their_logs(
 
 
 @asynchronous
+async def test_pods_are_adopted_late_where_the_cluster_was_away_when_a_controller_took_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "ADOPT_TIMES", 2)
+    monkeypatch.setattr(background, "ADOPT_PAUSE_SECONDS", 0.02)
+    async with team(tmp_path, "a") as one:
+        await one.launcher.spawn("w0", SPEC)
+        await one.hears(Spawned)
+        await one.launcher.release()
+        one.reports.clear()
+        one.cluster.fail("GET", "/pods", 503, times=10**6)
+        outside = replace(Written().outside(), launchers={"kubernetes": one.launcher})
+        work = BackgroundWork(SPEC, outside, lambda event: one.submit(SPEC.job, event))
+        work.start(only_logged)
+        work.run(Adopt(()))
+        work.run(Spawn("w1"))
+        await one.until(lambda: "demo-w1" in one.cluster.pods(), "a start that waits for the adoption no longer")
+        assert not any(isinstance(news, Spawned) and news.worker == "w0" for news in one.reports)
+        one.cluster.faults.clear()
+        await one.hears(Spawned, of="w0")
+        one.cluster.node("a", "karpenter.sh/disrupted")
+        assert (await one.hears(Preempted, of="w0"))[0].notice
+        await work.stop()
+
+
+@asynchronous
 async def test_where_there_is_no_cluster_one_sentence_says_what_to_do(tmp_path: Path) -> None:
     for path, beginning in (("", "launcher kubernetes finds no cluster around this process"), ("no", "launcher kub")):
         with pytest.raises(UserError, match="set KUBECONFIG to a file that names a cluster") as error:
             kubeconfig_file = str(tmp_path / path) if path else ""
-            async with kubernetes_launcher(PodOptions(tuple), ClusterOptions(kubeconfig_file), _nobody):
+            async with connected(ClusterOptions(kubeconfig_file)):
                 pass
         assert str(error.value).startswith(beginning)
-
-
-async def _nobody(job: str, news: object) -> None:
-    raise AssertionError

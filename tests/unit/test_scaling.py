@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from machine_driver import MADE_OF, Driver
+from machine_driver import MADE_OF, Driver, training
 from shoal_controller.core.machine.durable import Leaving, Standing
 from shoal_controller.core.machine.effects import Kill, Note, Persist, Send
 from shoal_controller.core.machine.events import DrainWorker, Scale, Spawned
@@ -169,6 +169,18 @@ def test_scaling_down_lets_the_youngest_go() -> None:
     assert job.job.durable.roster["w2"].leaving is Leaving.SCALE_DOWN
     assert job.view.workers[2].state is State.DRAINING
     assert not job.spawned
+
+
+def test_a_size_that_goes_to_and_fro_costs_no_member_and_no_step() -> None:
+    job = training(2, launcher="kubernetes")
+    before = job.view.generation
+    for _ in range(20):
+        job.feed(Scale(4))
+        job.feed(Scale(2))
+        job.tick()
+    assert [record.worker for record in job.job.durable.roster.values() if record.serves] == ["w0", "w1"]
+    assert (job.view.generation, job.view.phase) == (before, Phase.RUNNING)
+    assert sum(resize.lost_steps for resize in job.view.resizes) == 0
 
 
 def test_a_drain_does_not_change_what_is_wanted() -> None:

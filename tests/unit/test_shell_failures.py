@@ -6,6 +6,7 @@ import json
 import pytest
 from asynchronous import asynchronous
 from machine_driver import stored
+from shoal_controller import background
 from shoal_controller.core.machine.durable import Durable
 from shoal_controller.core.machine.effects import Adopt, Kill, Note, Persist, Probe, Spawn
 from shoal_controller.core.machine.events import (
@@ -125,6 +126,26 @@ async def test_what_an_earlier_life_started_is_adopted_before_anything_is_starte
         await world.written.until("spawn", "w3", "train")
         await world.written.until("kill", "w1", "train")
         assert world.written.log[0] == ("adopt", "w0", "w1", "w2")
+
+
+@asynchronous
+async def test_an_adoption_that_fails_is_tried_until_it_does_not_and_holds_up_starts_for_a_while_only(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(background, "ADOPT_PAUSE_SECONDS", 0.0)
+    async with running(tmp_path) as world:
+        await world.shell.create(SPEC)
+    events = asyncio.Queue()
+    begin = [Adopt(("w1",)), Spawn("w3")]
+    machine = SmallMachine({Started: begin, Spawned: lambda _, event: events.put_nowait(event) or ()})
+    async with running(tmp_path, machine) as world:
+        world.written.adopt_failures = 2 * background.ADOPT_TIMES
+        world.written.adopted = {"w1": Place.of_process(7, "/logs/w1")}
+        found = [(await asyncio.wait_for(events.get(), 5)).worker for _ in range(2)]
+        assert found == ["w3", "w1"]
+        asked = [entry[0] for entry in world.written.log]
+        assert asked[: background.ADOPT_TIMES + 1] == ["adopt"] * background.ADOPT_TIMES + ["spawn"]
+        assert asked.count("adopt") == 2 * background.ADOPT_TIMES + 1
 
 
 @asynchronous

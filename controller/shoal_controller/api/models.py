@@ -14,13 +14,13 @@ from shoal_protos.validation import Allowed, Unshown, wrong_value
 
 from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.launchers.kubernetes.section import KubernetesSection
+from shoal_controller.launchers.own_variables import SET_BY_SHOAL
 
 MOST_WORKERS = 4096
 MOST_LANES = 65_536
 POD_NAME = r"[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?"
 """Names of jobs after which pods can be named: with `-w` and five digits they are DNS labels."""
 LONGEST_SECONDS = 7 * 24 * 3600.0
-SET_BY_SHOAL = {"SHOAL_CONTROLLER", "SHOAL_JOB", "SHOAL_RUN", "SHOAL_WORKER_ID", "SHOAL_TOKEN"}
 
 Workers = Annotated[int, Field(ge=1, le=MOST_WORKERS)]
 HOW_MANY = Allowed(f"a whole number from 1 to {MOST_WORKERS}")
@@ -168,10 +168,20 @@ class JobBody(Body):
 
 
 class ScaleBody(Body):
-    """The body of `POST /v1/jobs/{job}/scale`."""
+    """The body of `POST /v1/jobs/{job}/scale`: one of its keys at least."""
 
-    workers: Annotated[Workers, HOW_MANY]
-    """New number of workers."""
+    workers: Annotated[Workers | None, HOW_MANY] = None
+    """New number of workers. Default: as it is."""
+    min: Annotated[Workers | None, HOW_MANY] = None
+    """New fewest workers to train with. Default: as it is."""
+    max: Annotated[Workers | None, HOW_MANY] = None
+    """New most workers to scale to. Default: as it is."""
+
+    @model_validator(mode="after")
+    def _something_to_change(self) -> Self:
+        if self.workers is None and self.min is None and self.max is None:
+            raise ValueError(f"`workers`, `min` and `max` are missing; expected one of them at least, {HOW_MANY.text}")
+        return self
 
 
 class DrainBody(Body):

@@ -9,8 +9,8 @@ from shoal_protos.errors import Conflict, NotFound
 
 from shoal_controller.callers import Caller
 from shoal_controller.core.machine.events import Scale
-from shoal_controller.core.machine.phases.operator_requests import check_size
-from shoal_controller.core.machine.spec import JobSpec, JobView
+from shoal_controller.core.machine.job_size import JobSize, resized
+from shoal_controller.core.machine.spec import JobSpec, JobView, WorkerBounds
 from shoal_controller.elastic_jobs.resource_kind import FULL_NAME
 from shoal_controller.leadership.controller_state import ControllerState
 from shoal_controller.shell import Shell
@@ -30,20 +30,19 @@ async def delete(shell: Shell, job: str, by: Caller) -> JobView:
     return await shell.delete(job, by)
 
 
-async def scale(controller: ControllerState, job: str, workers: int, by: Caller) -> JobView:
+async def scale(controller: ControllerState, job: str, asked: Scale, by: Caller) -> JobView:
     """● One writer of the size: a job's resource is asked first, and the job becomes what the resource is."""
     shell = controller.leading()
     view = shell.view(job)
     if shell.spec(job).resource and not view.phase.over:
-        most = min((number for number in (view.max_workers, view.lanes) if number is not None), default=None)
-        check_size(job, workers, view.min_workers, most)
+        resized(JobSize(job, view.wanted, WorkerBounds(view.min_workers, view.max_workers), view.lanes), asked)
         if controller.sizes is None:
             raise Conflict(
                 f"job {job} has its size from the resource {FULL_NAME}/{job}, which this controller cannot write: it "
                 "has no launcher kubernetes"
             )
-        await controller.sizes.write_size(view, workers)
-    await shell.submit(job, Scale(workers), by)
+        await controller.sizes.write_size(view, asked)
+    await shell.submit(job, asked, by)
     return shell.view(job)
 
 

@@ -28,7 +28,7 @@ from shoal_controller.api.answers import (
 from shoal_controller.api.models import DrainBody, JobBody, ScaleBody
 from shoal_controller.api.stream import Follower, event_stream, wants_stream
 from shoal_controller.api.token_routes import ACaller, JoinTokenAnswer
-from shoal_controller.core.machine.events import ConfirmLost, DrainWorker, Pause, Resume, Save
+from shoal_controller.core.machine.events import ConfirmLost, DrainWorker, Pause, Resume, Save, Scale
 from shoal_controller.leadership.controller_state import ControllerState
 from shoal_controller.shell import Shell
 
@@ -95,8 +95,9 @@ async def delete_job(job: str, shell: Leading, caller: ACaller) -> JobAnswer:
 
 @router.post("/jobs/{job}/scale", status_code=202)
 async def scale_job(job: str, body: ScaleBody, caller: ACaller, request: Request) -> JobAnswer:
-    """Set the number of workers, in the job's resource where it was made from one."""
-    return JobAnswer.of(await resource_rules.scale(controller_of(request), job, body.workers, caller))
+    """Set the number of workers, or its bounds, in the job's resource where it was made from one."""
+    asked = Scale(body.workers, body.min, body.max)
+    return JobAnswer.of(await resource_rules.scale(controller_of(request), job, asked, caller))
 
 
 @router.post("/jobs/{job}/pause", status_code=202)

@@ -126,8 +126,11 @@ class Client:
     async def stop(self, job: str) -> Json:
         return await self._ask("DELETE", f"/jobs/{quote(job, safe='')}")
 
-    async def scale(self, job: str, workers: int) -> Json:
-        return await self._ask("POST", f"/jobs/{quote(job, safe='')}/scale", {"workers": workers})
+    async def scale(
+        self, job: str, workers: int | None = None, least: int | None = None, most: int | None = None
+    ) -> Json:
+        asked = {name: number for name, number in (("workers", workers), ("min", least), ("max", most)) if number}
+        return await self._ask("POST", f"/jobs/{quote(job, safe='')}/scale", asked)
 
     async def pause(self, job: str) -> Json:
         return await self._ask("POST", f"/jobs/{quote(job, safe='')}/pause")

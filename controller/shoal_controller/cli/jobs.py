@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from shoal_protos.errors import UserError
 
 from shoal_controller.cli.options import DEFAULT_URL, Form, Job, Output, Url
 
@@ -32,18 +33,28 @@ async def describe(job: Job, url: Url = DEFAULT_URL) -> None:
 
 async def scale(
     job: Job,
-    workers: Annotated[int, typer.Argument(metavar="N", help="New number of workers.", show_default=False)],
+    workers: Annotated[
+        int | None, typer.Argument(metavar="[N]", help="New number of workers.", show_default=False)
+    ] = None,
+    least: Annotated[
+        int | None, typer.Option("--min-workers", metavar="N", help="New fewest workers to train with.")
+    ] = None,
+    most: Annotated[
+        int | None, typer.Option("--max-workers", metavar="N", help="New most workers to scale to.")
+    ] = None,
     url: Url = DEFAULT_URL,
 ) -> None:
-    """Change how many workers are wanted.
+    """Change how many workers are wanted, and between which numbers that may be.
 
     A launcher starts missing workers; if there are too many, the youngest are drained.
     """
     from shoal_controller.cli.client import Client
     from shoal_controller.cli.tables import changed
 
+    if workers is least is most is None:
+        raise UserError("there is nothing to change; expected N, --min-workers or --max-workers")
     async with Client(url) as client:
-        changed(await client.scale(job, workers))
+        changed(await client.scale(job, workers, least, most))
 
 
 async def pause(job: Job, url: Url = DEFAULT_URL) -> None:

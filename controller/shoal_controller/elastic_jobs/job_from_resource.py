@@ -17,13 +17,16 @@ from shoal_protos.errors import UserError
 from shoal_protos.validation import first_sentence
 
 from shoal_controller.api.models import JobBody
-from shoal_controller.core.machine.spec import JobSpec
+from shoal_controller.core.machine.events import Scale
+from shoal_controller.core.machine.spec import JobSpec, JobView
 from shoal_controller.elastic_jobs.resource_kind import FULL_NAME, uid_of
 
 OWN_FIELDS = ("wanted", "wanted_by_default", "run", "resource")
 """Of a job's specification: those that change in its life, or are not the user's."""
-KEYS = {"min_workers": "workers.min", "max_workers": "workers.max"}
-"""Keys of a resource that a job's specification calls otherwise."""
+SIZE = ("min_workers", "max_workers")
+"""Those that a running job follows (`size_change`), with `wanted`."""
+COMPUTED_BY = ("env", "kubernetes.env", "kubernetes.image", "kubernetes.pod_template")
+"""Keys that decide what a worker computes: another value for those that start later would be another computation."""
 
 
 def job_spec_of(item: Mapping[str, Any]) -> JobSpec:
@@ -41,10 +44,34 @@ def job_spec_of(item: Mapping[str, Any]) -> JobSpec:
     return replace(spec, wanted_by_default=False, resource=uid_of(item))
 
 
+def size_change(view: JobView, asked: JobSpec) -> Scale | None:
+    """What to ask of a job so that it has its resource's size; None: it has it."""
+    top = asked.max_workers or view.lanes
+    change = Scale(
+        workers=asked.wanted if asked.wanted != view.wanted else None,
+        least=asked.min_workers if asked.min_workers != view.min_workers else None,
+        most=(asked.max_workers or 0) if top != view.max_workers else None,
+    )
+    return change if change != Scale() else None
+
+
+def why_not_followed(job: JobSpec, asked: JobSpec) -> str:
+    """A sentence on what of a resource has changed that a job that is made cannot follow; empty: nothing."""
+    changed = changed_keys(job, asked)
+    if not changed:
+        return ""
+    named = ", ".join(f"spec.{name}" for name in changed)
+    computed = [name for name in changed if name in COMPUTED_BY]
+    why = "a job that is made already cannot follow that"
+    if computed:
+        why = "workers that start later would compute something else than those that are there, and the result differ"
+    return f"{named} changed: {why}; put back what was there, or delete the resource and create it anew"
+
+
 def changed_keys(job: JobSpec, asked: JobSpec) -> list[str]:
-    """Keys of the resource that are not as they were when its job began, but for the number of workers."""
-    names = [field.name for field in fields(JobSpec) if field.name not in (*OWN_FIELDS, "kubernetes")]
-    changed = [KEYS.get(name, name) for name in names if getattr(job, name) != getattr(asked, name)]
+    """Keys of the resource that are not as they were when its job began, but for its size."""
+    names = [field.name for field in fields(JobSpec) if field.name not in (*OWN_FIELDS, *SIZE, "kubernetes")]
+    changed = [name for name in names if getattr(job, name) != getattr(asked, name)]
     before, after = (json.loads(spec.kubernetes or "{}") for spec in (job, asked))
     inner = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
-    return [f"spec.{name}" for name in (*changed, *(f"kubernetes.{key}" for key in inner))]
+    return [*changed, *(f"kubernetes.{key}" for key in inner)]

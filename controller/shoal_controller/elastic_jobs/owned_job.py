@@ -7,19 +7,21 @@ counts on what an earlier look, or an earlier controller, has done. Called by `r
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import structlog
 from shoal_protos.errors import NotFound, UserError
 
-from shoal_controller.core.machine.events import Cancel, Event, Pause, Save, Scale
+from shoal_controller.core.machine.events import Cancel, Event, Pause, Save
 from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.elastic_jobs.deletion_steps import Deletion, DeletionStep, failed_saves, next_step
 from shoal_controller.elastic_jobs.event_bursts import KINDS, NORMAL, WARNING, ClusterEvent, EventBursts
-from shoal_controller.elastic_jobs.job_from_resource import changed_keys, job_spec_of
-from shoal_controller.elastic_jobs.resource_kind import FULL_NAME, Json, has_finalizer, is_deleted, uid_of
+from shoal_controller.elastic_jobs.job_from_resource import job_spec_of, size_change, why_not_followed
+from shoal_controller.elastic_jobs.resource_kind import FULL_NAME, has_finalizer, is_deleted, uid_of
 from shoal_controller.elastic_jobs.resource_status import (
     ACCEPTED,
+    SETTLING,
     Acceptance,
     Seen,
     dropped_keys,
@@ -28,11 +30,15 @@ from shoal_controller.elastic_jobs.resource_status import (
     status_of,
 )
 from shoal_controller.elastic_jobs.resource_writer import ResourceWriter
+from shoal_controller.elastic_jobs.size_settling import SizeSettling
 from shoal_controller.launchers.kubernetes.object_watch import ObjectWatch
+from shoal_controller.launchers.kubernetes.section import Json
 from shoal_controller.shell import Shell
 
 STATUS_SECONDS = 5.0
 """So seldom is a status written that tells of no change of phase."""
+STATUSES_PER_SECOND = 20.0
+"""And so many of all resources: where there are many, each is written more seldom."""
 SOON_SECONDS = 0.5
 """Until the next look at a job that is being deleted."""
 EVENTS_AT_ONCE = 500
@@ -55,6 +61,12 @@ class Surroundings:
     copy: ObjectWatch
     """The resources as the cluster has them."""
     writer: ResourceWriter
+    count: Callable[[], int]
+    """How many resources there are."""
+
+    def status_seconds(self) -> float:
+        """Between two writes of a status that tell of no change of phase."""
+        return max(STATUS_SECONDS, self.count() / STATUSES_PER_SECOND)
 
 
 class OwnedJob:
@@ -65,10 +77,11 @@ class OwnedJob:
         self.due = 0.0
         """When to look again at the latest, by the monotonic clock."""
         self._shell, self._copy = surroundings.shell, surroundings.copy
-        self._writer = surroundings.writer
+        self._writer, self._status_seconds = surroundings.writer, surroundings.status_seconds
         self._deletion: Deletion | None = None
         self._forgotten_since: float | None = None
         self._bursts = EventBursts()
+        self._settling = SizeSettling()
         self._written = float("-inf")
         self.trouble = ""
         """Why the last look has failed; empty where it has not."""
@@ -103,7 +116,7 @@ class OwnedJob:
 
     async def look(self) -> None:
         """Raises `ShoalError` where the store or the cluster does not do its part: look again later."""
-        self.due = time.monotonic() + STATUS_SECONDS
+        self.due = time.monotonic() + self._status_seconds()
         item, spec = self._copy.items.get(self.name), self._spec()
         if item is None:
             if spec is not None and spec.resource:
@@ -136,7 +149,7 @@ class OwnedJob:
             if says_over(item.get("status") or {}):
                 return None
             return await self._submit(item, asked)
-        return ACCEPTED if over else await self._scale(job, asked)
+        return ACCEPTED if over else await self._follow_changes(job, asked)
 
     async def _submit(self, item: Json, asked: JobSpec) -> Acceptance | None:
         """● The finalizer is there before the job: no resource can go and leave a job behind."""
@@ -150,17 +163,21 @@ class OwnedJob:
         log.info("a job is made from a resource", job=self.name, uid=asked.resource)
         return ACCEPTED
 
-    async def _scale(self, job: JobSpec, asked: JobSpec) -> Acceptance:
-        if self._shell.view(self.name).wanted != asked.wanted:
+    async def _follow_changes(self, job: JobSpec, asked: JobSpec) -> Acceptance:
+        view, now = self._shell.view(self.name), time.monotonic()
+        change = size_change(view, asked)
+        due = self._settling.due(view.wanted, asked.wanted, now)
+        if change is not None and due <= now:
             try:
-                await self._shell.submit(self.name, Scale(asked.wanted))
+                await self._shell.submit(self.name, change)
             except UserError as error:
                 return Acceptance(False, "ScaleRefused", str(error))
-        if changed := changed_keys(job, asked):
-            return Acceptance(False, "Immutable", (
-                f"{', '.join(changed)} changed, which a job that is made already cannot follow; put back what was "
-                "there, or delete the resource and create it anew"
-            ))  # fmt: skip
+            self._settling.note(view.wanted, asked.wanted, now)
+        if sentence := why_not_followed(job, asked):
+            return Acceptance(False, "Immutable", sentence)
+        if change is not None and due > now:
+            self.due = min(self.due, due)
+            return SETTLING
         return ACCEPTED
 
     # ---- its end
@@ -246,7 +263,7 @@ class OwnedJob:
         at_once = _at_once(before) != _at_once(status)
         if not patch and view is not None and view.phase.over:
             self.due = now + OVER_SECONDS
-        if not patch or (not at_once and now - self._written < STATUS_SECONDS):
+        if not patch or (not at_once and now - self._written < self._status_seconds()):
             return
         answer = await self._writer.patch_status(item, patch)
         self._written = now

@@ -12,16 +12,19 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
+from itertools import islice
 
 import structlog
 from shoal_protos.errors import Conflict, PeerError, ShoalError, StoreError, UserError
 
+from shoal_controller.core.machine.events import Scale
 from shoal_controller.core.machine.spec import JobView
 from shoal_controller.elastic_jobs.owned_job import OwnedJob, Surroundings
-from shoal_controller.elastic_jobs.resource_kind import API_VERSION, FULL_NAME, Json, uid_of
+from shoal_controller.elastic_jobs.resource_kind import API_VERSION, FULL_NAME, uid_of
 from shoal_controller.elastic_jobs.resource_writer import ResourceWriter
 from shoal_controller.launchers.kubernetes.cluster_api import ClusterApi, ClusterRefusal
 from shoal_controller.launchers.kubernetes.object_watch import ObjectWatch
+from shoal_controller.launchers.kubernetes.section import Json
 from shoal_controller.shell import Shell
 from shoal_controller.tasks import end_task, guarded, only_logged
 
@@ -31,6 +34,10 @@ AT_A_TIME = 20
 """Resources that are looked at at the same time."""
 AGAIN_SECONDS = 1.0
 """After a look that failed."""
+NO_STATUS = (
+    f"the definition of {FULL_NAME} in this cluster has no subresource `status`, so nothing can be told there; apply "
+    "crd/elasticjobs.yaml of the chart's version"
+)
 
 log = structlog.get_logger("shoal.elastic_jobs")
 
@@ -44,10 +51,12 @@ class Reconciler:
         self.copy = ObjectWatch(api, writer.resources, "", self._on_resource)
         self.copy.listed, self.copy.explain = self._on_listed, self._explained
         self._writer = writer
-        self._surroundings = Surroundings(shell, self.copy, writer)
         self._owned: dict[str, OwnedJob] = {}
+        self._surroundings = Surroundings(shell, self.copy, writer, lambda: len(self._owned))
         self._changed: dict[str, None] = {}
-        """Names whose resource has changed."""
+        """Names of resources that are to be looked at, in this order."""
+        self._listed_at = float("-inf")
+        """When it was seen last which ones are due."""
         self._news = asyncio.Event()
         self._looks: dict[str, asyncio.Task[None]] = {}
 
@@ -56,6 +65,8 @@ class Reconciler:
         await self.copy.synced.wait()
         while True:
             self._news.clear()
+            if time.monotonic() - self._listed_at >= LOOK_SECONDS:
+                self._list_due()
             self._begin_looks()
             try:
                 async with asyncio.timeout(LOOK_SECONDS):
@@ -67,16 +78,22 @@ class Reconciler:
         """Jobs go on; whoever leads next looks after them."""
         await asyncio.gather(*map(end_task, self._looks.values()))
 
+    def _list_due(self) -> None:
+        """All of them are gone through so seldom: with a thousand that takes milliseconds."""
+        self._listed_at = now = time.monotonic()
+        due = [name for name, owned in self._owned.items() if now >= owned.due or owned.has_news]
+        self._changed |= dict.fromkeys(due)
+
     def _begin_looks(self) -> None:
-        now = time.monotonic()
-        for name, owned in list(self._owned.items()):
+        for name in list(islice(self._changed, 2 * AT_A_TIME)):
             if len(self._looks) >= AT_A_TIME:
                 return
-            if name in self._looks or not (name in self._changed or now >= owned.due or owned.has_news):
+            if name in self._looks:
                 continue
-            self._changed.pop(name, None)
-            self._looks[name] = guarded(f"look at {FULL_NAME} {name}", self._look(owned), only_logged)
-            self._looks[name].add_done_callback(partial(self._end_look, name))
+            del self._changed[name]
+            if (owned := self._owned.get(name)) is not None:
+                self._looks[name] = guarded(f"look at {FULL_NAME} {name}", self._look(owned), only_logged)
+                self._looks[name].add_done_callback(partial(self._end_look, name))
 
     def _end_look(self, name: str, _: object) -> None:
         """One more may begin."""
@@ -91,21 +108,26 @@ class Reconciler:
             owned.trouble = ""
         except (ShoalError, OSError) as error:
             owned.due = time.monotonic() + AGAIN_SECONDS
+            sentence = str(error)
             if isinstance(error, ClusterRefusal) and error.code in (404, 409):
-                await self._read_again(owned.name)
-            elif str(error) != owned.trouble:
-                log.warning("a resource is looked at again later", job=owned.name, error=str(error))
-                owned.trouble = str(error)
+                is_there = await self._read_again(owned.name)
+                if error.code == 409 or not is_there:
+                    return
+                sentence = NO_STATUS
+            if sentence != owned.trouble:
+                log.warning("a resource is looked at again later", job=owned.name, error=sentence)
+                owned.trouble = sentence
 
-    async def _read_again(self, name: str) -> None:
-        """Somebody has written meanwhile."""
+    async def _read_again(self, name: str) -> bool:
+        """Somebody has written meanwhile. Returns whether the resource is there."""
         try:
             found = await self._writer.read(name)
         except PeerError as error:
             log.warning("a resource cannot be read", job=name, error=str(error))
-            return
+            return False
         if found is not None:
             self.copy.learn(found)
+        return found is not None
 
     # ---- the watch
 
@@ -134,10 +156,14 @@ class Reconciler:
             )
         return str(error)
 
+    def trouble(self, name: str) -> str:
+        """Why the last look at a resource has failed; empty where it has not."""
+        return self._owned[name].trouble if name in self._owned else ""
+
     # ---- for REST
 
-    async def write_size(self, view: JobView, workers: int) -> None:
-        """Write into a job's resource how many workers are wanted. Raises `ShoalError` where it cannot be so many."""
+    async def write_size(self, view: JobView, asked: Scale) -> None:
+        """Write into a job's resource the size that it is to have. Raises `ShoalError` where it cannot be so many."""
         item = self.copy.items.get(view.job)
         if item is None or uid_of(item) != self._shell.spec(view.job).resource:
             trouble = self.copy.trouble or "it is deleted, or not known yet"
@@ -145,7 +171,7 @@ class Reconciler:
                 f"the resource {FULL_NAME}/{view.job}, which has the job's size, cannot be read: {trouble}"
             )
         try:
-            self.copy.learn(await self._writer.write_size(item, workers))
+            self.copy.learn(await self._writer.write_size(item, asked))
         except ClusterRefusal as error:
             if error.code == 409:
                 raise Conflict(f"the resource {FULL_NAME}/{view.job} has changed meanwhile; try again") from error

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-Json = dict[str, Any]
+from shoal_controller.launchers.kubernetes.section import Json
 
 GROUP, VERSION, KIND, PLURAL = "shoal.dev", "v1alpha1", "ElasticJob", "elasticjobs"
 API_VERSION = f"{GROUP}/{VERSION}"

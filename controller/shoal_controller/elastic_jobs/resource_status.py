@@ -13,9 +13,9 @@ from typing import Any
 from shoal_protos.plural import plural
 
 from shoal_controller.core.machine.spec import JobView, Phase
-from shoal_controller.elastic_jobs.resource_kind import Json
 from shoal_controller.elastic_jobs.shown_columns import columns
 from shoal_controller.launchers.kubernetes.pod_manifest import pods_of
+from shoal_controller.launchers.kubernetes.section import Json
 
 REFUSED = "refused"
 """Phase of a resource that no job was made from."""
@@ -34,6 +34,10 @@ class Acceptance:
 
 
 ACCEPTED = Acceptance(True, "Accepted", "the job is as the resource asks")
+SETTLING = Acceptance(True, "Settling", (
+    "the number of workers goes to and fro: the change under way is finished, and the newest number counts when its "
+    "pause is over; a longer stabilization window of the autoscaler helps"
+))  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,18 +12,19 @@ from typing import Any
 
 import structlog
 
+from shoal_controller.core.machine.events import Scale
 from shoal_controller.elastic_jobs.event_bursts import ClusterEvent
 from shoal_controller.elastic_jobs.resource_kind import (
     API_VERSION,
     FINALIZER,
     KIND,
     REPORTER,
-    Json,
     resources_path,
     uid_of,
 )
 from shoal_controller.launchers.kubernetes.cluster_api import ClusterApi, ClusterRefusal, ClusterSilence
 from shoal_controller.launchers.kubernetes.pod_manifest import pods_of, pods_path
+from shoal_controller.launchers.kubernetes.section import Json
 
 LONGEST_NOTE = 1000
 """Characters of an event; Kubernetes takes 1 KiB."""
@@ -76,9 +77,11 @@ class ResourceWriter:
         body = {"metadata": {"uid": uid_of(item)}, "status": patch}
         return await self._api.patch(f"{self.resources}/{name}/status", body)
 
-    async def write_size(self, item: Mapping[str, Any], workers: int) -> Json:
-        """What `kubectl scale` writes."""
-        body = {"metadata": {"uid": uid_of(item)}, "spec": {"workers": {"wanted": workers}}}
+    async def write_size(self, item: Mapping[str, Any], asked: Scale) -> Json:
+        """What `kubectl scale` writes, and the bounds where they are asked for."""
+        numbers = {"wanted": asked.workers, "min": asked.least, "max": asked.most}
+        workers = {name: number for name, number in numbers.items() if number is not None}
+        body = {"metadata": {"uid": uid_of(item)}, "spec": {"workers": workers}}
         return await self._api.patch(f"{self.resources}/{item['metadata']['name']}", body)
 
     async def pods_left(self, job: str) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from shoal_protos.runs import NO_BLOCKS, Runs
 
 from shoal_controller.core.machine.figures import Figures
 from shoal_controller.core.machine.place import Place
-from shoal_controller.core.machine.spec import JobSpec, Phase
+from shoal_controller.core.machine.spec import JobSpec, Phase, WorkerBounds
 
 HISTORY = 200
 """How many resizes are remembered."""
@@ -185,11 +185,14 @@ class Durable:
     """
 
     spec: JobSpec
+    """What it was made with. Its size may be another one by now: `wanted` and `bounds` are that."""
     wanted: int
     description: Description | None = None
     phase: Phase = Phase.WAITING
     reason: str = ""
     """Why a job is over or stalled, as one sentence."""
+    changed_bounds: WorkerBounds | None = None
+    """Between which numbers `wanted` may be, where that was changed since the job was made."""
     last_generation: int = 0
     """The highest generation given away."""
     first_valid_generation: int = 0
@@ -257,6 +260,11 @@ class Durable:
     """No process is started before this time: the back-off after failures."""
     ended_at: float | None = None
     """When the job was over, or its workers were asked to stop."""
+
+    @property
+    def bounds(self) -> WorkerBounds:
+        """Between which numbers `wanted` may be."""
+        return self.changed_bounds or WorkerBounds(self.spec.min_workers, self.spec.max_workers)
 
     @property
     def unused_number(self) -> int:

@@ -52,7 +52,7 @@ class EventKind(StrEnum):
         "audit",
         "An operator's request was carried out; the data has the action and the token's name.",
     )
-    SCALED = "scaled", "The wanted number of workers changed."
+    SCALED = "scaled", "The wanted number of workers, or its bounds, changed."
     DRAINING = "draining", "A worker is being drained, or let go because the job is scaled down."
     STAYS = "stays", "A drain was cancelled, because what had announced the worker's end is gone."
     LEFT = "left", "A drained worker was let go."

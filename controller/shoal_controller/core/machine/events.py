@@ -154,7 +154,12 @@ class PlannerFailed:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    workers: int
+    """Change how many workers are wanted, and between which numbers that may be. None: as it is."""
+
+    workers: int | None = None
+    least: int | None = None
+    most: int | None = None
+    """0: no bound but the lanes."""
 
 
 @dataclass(frozen=True, slots=True)

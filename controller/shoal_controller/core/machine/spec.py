@@ -41,6 +41,16 @@ class State(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerBounds:
+    """Between which numbers the wanted number of workers may be."""
+
+    least: int
+    """With fewer no step runs."""
+    most: int | None
+    """None: the job's lanes."""
+
+
+@dataclass(frozen=True, slots=True)
 class JobSpec:
     """The body of `POST /v1/jobs`, with defaults filled in."""
 

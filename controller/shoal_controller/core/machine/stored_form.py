@@ -16,9 +16,9 @@ from shoal_controller.core.machine.codec import plain, restored
 from shoal_controller.core.machine.durable import Durable
 
 FIELDS = (
-    "spec", "description", "reason", "paused_because", "last_refusal", "corruption", "restored_from", "failures",
-    "link_faults", "backoff_counts", "backoff_until", "figures", "opened_generations", "checkpoints",
-    "unreadable_checkpoints",
+    "spec", "changed_bounds", "description", "reason", "paused_because", "last_refusal", "corruption",
+    "restored_from", "failures", "link_faults", "backoff_counts", "backoff_until", "figures", "opened_generations",
+    "checkpoints", "unreadable_checkpoints",
 )  # fmt: skip
 """Those of no bounded size, or that seldom change. One that has its default has no record."""
 

@@ -17,15 +17,16 @@ def view(job: Job, now: float) -> JobView:
     durable, spec = job.durable, job.durable.spec
     members = _members(job)
     description = durable.description
+    lanes = description.lanes if description is not None else spec.lanes
     return JobView(
         job=spec.job,
         phase=shown_phase(job),
         generation=durable.current.generation if durable.current is not None else 0,
         wanted=durable.wanted,
         active=len(members),
-        min_workers=spec.min_workers,
-        max_workers=spec.max_workers or (description.lanes if description is not None else spec.lanes),
-        lanes=description.lanes if description is not None else spec.lanes,
+        min_workers=durable.bounds.least,
+        max_workers=durable.bounds.most or lanes,
+        lanes=lanes,
         step=durable.step,
         max_steps=description.max_steps if description is not None else None,
         loss=shown_loss(job),
@@ -84,7 +85,7 @@ def _why_no_steps(job: Job) -> str:
         return ""
     active = durable.current.world_size if durable.current is not None else 0
     active_workers = f"{active} worker{'s' * (active != 1)} active"
-    return f"{active_workers}, min_workers is {durable.spec.min_workers}{waiting.trouble(durable)}"
+    return f"{active_workers}, min_workers is {durable.bounds.least}{waiting.trouble(durable)}"
 
 
 def exactness(job: Job) -> str:

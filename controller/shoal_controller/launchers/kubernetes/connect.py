@@ -1,4 +1,4 @@
-"""Connections to a cluster, and a launcher of pods with one: for `server.py`, where a controller has this launcher."""
+"""The connection to a cluster, and a launcher of pods over it: for `server.py`, where one is allowed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shoal_controller.launchers.kubernetes.request_outcomes import Asked, nobody
 
 @asynccontextmanager
 async def connected(cluster: ClusterOptions, asked: Asked = nobody_counts) -> AsyncIterator[ClusterApi]:
-    """For as long as the context lasts. Raises `UserError` where there is no cluster."""
+    """For as long as the context lasts. `asked` hears of all requests. Raises `UserError` where there is no cluster."""
     api = await ClusterApi.connect(cluster.kubeconfig, cluster.namespace, asked)
     try:
         yield api
@@ -23,14 +23,11 @@ async def connected(cluster: ClusterOptions, asked: Asked = nobody_counts) -> As
 
 @asynccontextmanager
 async def kubernetes_launcher(
-    pods: PodOptions, cluster: ClusterOptions, submit: Submit, asked: Asked = nobody_counts
+    api: ClusterApi, pods: PodOptions, cluster: ClusterOptions, submit: Submit
 ) -> AsyncIterator[KubernetesLauncher]:
-    """For as long as the context lasts; its pods outlive it. `asked` hears of every request to the cluster. Raises
-    `UserError` where there is no cluster.
-    """
-    async with connected(cluster, asked) as api:
-        launcher = KubernetesLauncher(api, pods, cluster, submit)
-        try:
-            yield launcher
-        finally:
-            await launcher.release()
+    """For as long as the context lasts; its pods outlive it."""
+    launcher = KubernetesLauncher(api, pods, cluster, submit)
+    try:
+        yield launcher
+    finally:
+        await launcher.release()

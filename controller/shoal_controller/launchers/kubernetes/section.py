@@ -10,20 +10,14 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from shoal_controller.launchers.own_variables import SET_IN_PODS
+
 Json = dict[str, Any]
 Many = Annotated[list[Json], Field(max_length=100)]
 
 LONGEST_GRACE_SECONDS = 7 * 24 * 3600
 LEAST_GRACE_SECONDS = 10
 """A worker gets 5 s less than its pod."""
-
-OWN_VARIABLES = frozenset(
-    f"SHOAL_{name}"
-    for name in (
-        "CONTROLLER", "JOB", "RUN", "WORKER_ID", "TOKEN", "LAUNCHER", "HOST", "FAILURE_DOMAIN", "GRACE_SECONDS",
-    )
-)  # fmt: skip
-"""Set by the launcher in every pod."""
 
 QUANTITY = r"^[0-9]+(\.[0-9]+)?([eE][0-9]+|[munkKMGTPE]i?)?$"
 
@@ -96,7 +90,7 @@ class KubernetesSection(BaseModel):
             name = variable.get("name")
             if not isinstance(name, str) or not name:
                 raise ValueError(f"`kubernetes.env[{index}]` has no name; expected {{name: …, valueFrom: …}}")
-            if name in OWN_VARIABLES:
+            if name in SET_IN_PODS:
                 raise ValueError(f"`kubernetes.env` sets {name}, which is set by Shoal itself; leave it out")
         return env
 

@@ -123,8 +123,8 @@ def _describe_job(turn: Turn, hello: Hello) -> None:
 
 def _may_be_lowered(turn: Turn, lanes: int) -> bool:
     """Whether nobody has asked for so many workers, and fewer are enough."""
-    spec = turn.spec
-    return spec.wanted_by_default and turn.durable.wanted == spec.wanted and spec.min_workers <= lanes
+    spec, durable = turn.spec, turn.durable
+    return spec.wanted_by_default and durable.wanted == spec.wanted and durable.bounds.least <= lanes
 
 
 def _refuse(turn: Turn, event: Connected, refusal: Refusal) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal_protos.errors import Conflict, NotFound, UserError
+from shoal_protos.errors import Conflict, NotFound
 from shoal_protos.plan import WorkerId
 from shoal_protos.plural import plural
 
@@ -18,6 +18,7 @@ from shoal_controller.core.machine.events import (
     Save,
     Scale,
 )
+from shoal_controller.core.machine.job_size import JobSize, resized
 from shoal_controller.core.machine.phases import (
     checkpoints,
     ending,
@@ -34,27 +35,24 @@ from shoal_controller.core.machine.turn import Turn
 
 
 def on_scale(turn: Turn, event: Scale) -> None:
-    """Change the wanted number of workers. A launcher follows; without one the youngest are drained."""
-    least, most = turn.spec.min_workers, turn.spec.max_workers or turn.spec.lanes
-    if turn.durable.description is not None:
-        most = planned_changes.most_workers(turn)
-    check_size(turn.spec.job, event.workers, least, most)
-    before = turn.durable.wanted
-    if event.workers == before:
-        return
-    turn.keep(wanted=event.workers, scaled_up=event.workers > before)
-    sentence = f"the job is scaled from {before} to {plural(event.workers, 'worker')}"
-    turn.note(EventKind.SCALED, sentence, workers=event.workers)
-    if not scaling.has_launcher(turn):
-        for record in reversed(scaling.staying_workers(turn)[event.workers :]):
+    """Change the wanted number of workers and its bounds. A launcher follows; without one the youngest are drained."""
+    durable = turn.durable
+    lanes = durable.description.lanes if durable.description is not None else turn.spec.lanes
+    before = JobSize(turn.spec.job, durable.wanted, durable.bounds, lanes)
+    size = resized(before, event)
+    if size.bounds != before.bounds:
+        turn.keep(changed_bounds=size.bounds)
+        most = "as many as it has lanes" if size.bounds.most is None else plural(size.bounds.most, "worker")
+        sentence = f"the job may have from {size.bounds.least} to {most}"
+        turn.note(EventKind.SCALED, sentence, min=size.bounds.least, max=size.bounds.most)
+    if size.wanted != before.wanted:
+        turn.keep(wanted=size.wanted, scaled_up=size.wanted > before.wanted)
+        sentence = f"the job is scaled from {before.wanted} to {plural(size.wanted, 'worker')}"
+        turn.note(EventKind.SCALED, sentence, workers=size.wanted)
+    if size != before and not scaling.has_launcher(turn):
+        room = size.top if size.wanted == before.wanted else size.wanted
+        for record in reversed(scaling.staying_workers(turn)[room:] if room is not None else ()):
             scaling.drain(turn, record.worker, Leaving.SCALE_DOWN, scaling.SCALE_DOWN_GRACE)
-
-
-def check_size(job: str, workers: int, least: int, most: int | None) -> None:
-    """Raises `UserError` for a size that a job cannot have. `most`: None while its lanes are not known."""
-    if workers < least or (most is not None and workers > most):
-        bounds = f"from {least} to {most}" if most is not None else f"at least {least}"
-        raise UserError(f"job {job} cannot be scaled to {plural(workers, 'worker')}; expected {bounds}.")
 
 
 def on_drain(turn: Turn, event: DrainWorker) -> None:

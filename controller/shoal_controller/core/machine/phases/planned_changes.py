@@ -210,7 +210,7 @@ def _is_reachable(process: Process) -> bool:
 
 def most_workers(turn: Turn) -> int:
     lanes = turn.durable.description.lanes if turn.durable.description is not None else turn.durable.wanted
-    return min(turn.spec.max_workers or lanes, lanes)
+    return min(turn.durable.bounds.most or lanes, lanes)
 
 
 def _goal(turn: Turn, world: Plan, joiners: list[WorkerId]) -> Goal:

@@ -166,7 +166,7 @@ def _joiner_candidate(turn: Turn, worker: WorkerId, trains: bool) -> Candidate:
 
 def steps_run(turn: Turn, members: int) -> bool:
     """Not while the job is paused, is being saved for the last time, or has fewer members than it needs."""
-    return not turn.durable.paused and not turn.durable.final_drain and members >= turn.spec.min_workers
+    return not turn.durable.paused and not turn.durable.final_drain and members >= turn.durable.bounds.least
 
 
 def _request(

@@ -117,7 +117,7 @@ def _prepare(turn: Turn, attempt: Attempt) -> None:
     if attempt.reason is Reason.RESTORE:
         if not fenced_workers(turn):
             return lost_blocks.start_anew(turn, f"{attempt.why}; nobody is left")
-    elif attempt.start and len(fenced_workers(turn)) < turn.spec.min_workers:
+    elif attempt.start and len(fenced_workers(turn)) < turn.durable.bounds.least:
         return _give_up_start(turn)
     waiting = missing_answers(turn, attempt)
     if waiting:
@@ -159,7 +159,7 @@ def _wait_for_planner(turn: Turn, attempt: Attempt) -> None:
 
 def _give_up_start(turn: Turn) -> None:
     """Give up a start: not enough of its workers are left."""
-    least = turn.spec.min_workers
+    least = turn.durable.bounds.least
     turn.note(
         EventKind.WAITING,
         f"only {plural(len(fenced_workers(turn)), 'worker')} left to start with, min_workers is {least}",

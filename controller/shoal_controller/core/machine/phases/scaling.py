@@ -53,10 +53,10 @@ def settle(turn: Turn) -> None:
 
 def _spares(turn: Turn, here: list[WorkerRecord]) -> int:
     """Workers beyond `wanted` that are asked for while some may have to go; never more than can train."""
-    description, spec = turn.durable.description, turn.spec
+    description = turn.durable.description
     if description is None:
         return 0
-    room = min(spec.max_workers or description.lanes, description.lanes) - turn.durable.wanted
+    room = min(turn.durable.bounds.most or description.lanes, description.lanes) - turn.durable.wanted
     return max(0, min(sum(record.endangered for record in here), room))
 
 

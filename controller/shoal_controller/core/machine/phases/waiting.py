@@ -27,7 +27,7 @@ def settle(turn: Turn) -> None:
         turn.change(ready_since=since)
     waited = turn.now - since
     enough = len(ready) >= turn.durable.wanted
-    if enough or (waited >= PATIENCE_SECONDS and len(ready) >= turn.spec.min_workers):
+    if enough or (waited >= PATIENCE_SECONDS and len(ready) >= turn.durable.bounds.least):
         chosen = ready[: planned_changes.most_workers(turn)]
         recovery.start(turn, chosen, f"{plural(len(chosen), 'worker')} ready")
     return None
@@ -59,7 +59,7 @@ def sentence(job: Job, now: float) -> str:
     ready = sum(is_ready(job, process) for process in serving)
     coming = sum(record.serves for record in durable.roster.values()) - ready
     since = f"; waiting for {now - job.ready_since:.0f} s" if job.ready_since is not None else ""
-    short = f", min_workers is {durable.spec.min_workers}" if ready < durable.spec.min_workers else ""
+    short = f", min_workers is {durable.bounds.least}" if ready < durable.bounds.least else ""
     paused = "paused by an operator; " if durable.paused else ""
     return f"{paused}{ready} of {durable.wanted} workers ready{short}, {coming} more starting{since}{trouble(durable)}"
 
