@@ -136,7 +136,8 @@ def model_of(options: dict[str, Any]) -> Model:
 def train(result: str, **options: Any) -> None:
     """Options: max_steps, lanes, stage, mirrors, dropout, buffers, samples, optimizer, scheduler, pace, until, …
 
-    `children`: so many are forked after the first step, as a data loader's workers are, and sleep.
+    `children`: so many are forked after the first step, as a data loader's workers are, and sleep. `compile`: the
+    backend of torch.compile; then the number of graphs is printed whenever it has grown.
     """
     import shoal
 
@@ -147,21 +148,31 @@ def train(result: str, **options: Any) -> None:
     engine = shoal.initialize(
         model=model, config=config(options), dataset=samples, optimizer=optimizer, scheduler=scheduler
     )
-    brake = Brake(options)
+    module = torch.compile(engine.module, backend=options["compile"]) if "compile" in options else engine.module
+    brake, graphs = Brake(options), 0
     losses: list[float | None] = []
     engine.on_step(lambda engine: losses.append(engine.loss))
     for batch in engine:
         brake.hold(engine.global_step)
         if engine.global_step:
             have_children(options.pop("children", 0))
-        loss = engine.module(**batch)
+        loss = module(**batch)
         engine.backward(loss)
         engine.step()
+        graphs = say_graphs(graphs)
     fingerprint = engine.fingerprint()
     brake.linger()
     if "export" in options:
         engine.export(options["export"])
     _write(result, {"fingerprint": fingerprint, "step": engine.global_step, "loss": engine.loss, "losses": losses})
+
+
+def say_graphs(before: int) -> int:
+    """How many torch.compile has made in this process."""
+    count: int = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    if count > before:
+        print(f"graphs {count}", flush=True)
+    return count
 
 
 def have_children(count: int) -> None:

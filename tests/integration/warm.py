@@ -30,7 +30,7 @@ TESTS = Path(__file__).resolve().parents[1]
 WARM_MODULES = (
     "torch", "torch.distributed", "torch._dynamo", "shoal.training.engine", "shoal.training.start",
     "shoal_controller.server",
-    "integration.scripts",
+    "integration.scripts", "integration.compiler",
 )  # fmt: skip
 """`torch._dynamo`: a process's first optimizer imports it, which takes a second."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}

@@ -1,0 +1,30 @@
+"""A compiled module through changes of the world, with real processes: it is compiled once in each, and never again."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from integration.cluster import Cluster
+from shoal_protos.memory_estimate import BUILT_STAGES
+
+OPTIONS: dict[str, Any] = {"max_steps": 30, "lanes": 4, "compile": "aot_eager"}
+PACE = 0.2
+"""A joiner compiles before it is one, which takes a while where the machine is full."""
+
+
+@pytest.mark.parametrize("stage", [stage for stage in BUILT_STAGES if stage < 3])
+def test_a_compiled_module_has_one_graph_in_each_process_through_a_kill_a_join_and_a_drain(stage: int) -> None:
+    with Cluster(workers=3, options={**OPTIONS, "stage": stage}, pace=PACE) as cluster:
+        cluster.wait_step(2)
+        cluster.kill("w1")
+        cluster.wait_world(2)
+        cluster.add()
+        cluster.wait_world(3)
+        cluster.drain("w0")
+        assert cluster.wait_exit("w0") == 0
+        report = cluster.wait_undisturbed()
+        graphs = {worker: re.findall(r"^graphs (\d+)$", cluster.log(worker), re.MULTILINE) for worker in cluster.pids}
+    assert graphs == {worker: ["1"] for worker in ("w0", "w1", "w2", "w3")}
+    assert {"start", "kill", "join", "drain"} <= {world["reason"] for world in report["generations"]}
