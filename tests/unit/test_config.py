@@ -111,10 +111,11 @@ def test_auto_is_settled_from_the_rest() -> None:
 
 def test_keys_without_meaning_are_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
     ignored = {"steps_per_print": 10, "wall_clock_breakdown": False, "flops_profiler": {"enabled": True}}
-    zero = {"stage": 1, "overlap_comm": True, "allgather_bucket_size": 5e8}
+    zero = {"stage": 1, "overlap_comm": True, "offload_optimizer": {"device": "cpu"}, "allgather_bucket_size": 5e8}
     load_config({**SMALLEST, **ignored, "zero_optimization": zero})
     captured = capsys.readouterr()
-    keys = [*ignored, "zero_optimization.overlap_comm", "zero_optimization.allgather_bucket_size"]
+    known = ("overlap_comm", "offload_optimizer.device", "allgather_bucket_size")
+    keys = [*ignored, *(f"zero_optimization.{name}" for name in known)]
     [line] = captured.err.splitlines()
     assert json.loads(line)["keys"] == keys
     assert captured.out == ""

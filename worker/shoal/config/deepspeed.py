@@ -109,6 +109,15 @@ NOT_BUILT: Mapping[str, tuple[object, ...]] = {
 """Dotted keys of something that Shoal lacks, with the values that leave it off."""
 
 
+SAME_ON_CPU: Mapping[str, tuple[object, ...]] = {
+    "zero_optimization.offload_optimizer.device": ("cpu",),
+    "zero_optimization.offload_param.device": ("cpu",),
+    "zero_optimization.cpu_offload": (True,),
+    "zero_optimization.cpu_offload_param": (True,),
+}
+"""Dotted keys with values that change nothing where workers compute on the CPU: all state is in host memory anyway."""
+
+
 def sections() -> frozenset[str]:
     """The names of all sections that the two tables know, dotted."""
     names: set[str] = set()

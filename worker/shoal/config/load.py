@@ -19,7 +19,7 @@ from shoal_protos.memory_estimate import BUILT_STAGES
 from shoal_protos.validation import shown
 
 from shoal.config.batch import Sizes, per_lane, settle
-from shoal.config.deepspeed import NOT_BUILT, WITHOUT_MEANING, sections
+from shoal.config.deepspeed import NOT_BUILT, SAME_ON_CPU, WITHOUT_MEANING, sections
 from shoal.config.document import Checkpoint, Document, Optimizer
 from shoal.config.precision import Precision, precision_faults
 from shoal.config.sentences import all_of, not_built, sentences_of, unknown_key, wrong_value
@@ -72,7 +72,9 @@ def sift(given: Mapping[str, Any], faults: list[str], section: str = "") -> tupl
     for key, value in given.items():
         name = f"{section}.{key}" if section else key
         if name in NOT_BUILT:
-            if not any(value is off or (type(value) is type(off) and value == off) for off in NOT_BUILT[name]):
+            if _is_among(value, SAME_ON_CPU.get(name, ())):
+                ignored.append(name)
+            elif not _is_among(value, NOT_BUILT[name]):
                 faults.append(not_built(name, value))
         elif misplaced := _of_the_section_shoal(name, value):
             faults += misplaced
@@ -93,6 +95,11 @@ def sift(given: Mapping[str, Any], faults: list[str], section: str = "") -> tupl
         else:
             kept[key] = value
     return kept, ignored
+
+
+def _is_among(value: object, values: tuple[object, ...]) -> bool:
+    """`True` is not 1 here."""
+    return any(value is one or (type(value) is type(one) and value == one) for one in values)
 
 
 def _of_the_section_shoal(name: str, value: object) -> list[str]:

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from shoal_protos.validation import allowed_in, model_in
 
-from shoal.config.deepspeed import NOT_BUILT, WITHOUT_MEANING
+from shoal.config.deepspeed import NOT_BUILT, SAME_ON_CPU, WITHOUT_MEANING
 from shoal.config.document import Document
 from shoal.optim.schedules import FORMULAS, Formula
 
@@ -56,6 +56,7 @@ def page() -> str:
         + "".join(_section(Document, ""))
         + schedules
         + _not_built(NOT_BUILT)
+        + _same_on_cpu()
         + _without_meaning(WITHOUT_MEANING)
     )
 
@@ -95,6 +96,13 @@ def _default(field: FieldInfo) -> str:
 def _not_built(keys: Mapping[str, tuple[object, ...]]) -> str:
     rows = (f"| `{key}` | {', '.join(f'`{json.dumps(value)}`' for value in keys[key])} |\n" for key in sorted(keys))
     return NOT_BUILT_OPENING + "| key | off |\n|---|---|\n" + "".join(rows)
+
+
+def _same_on_cpu() -> str:
+    keys = ", ".join(f"`{key}: {json.dumps(value)}`" for key, values in SAME_ON_CPU.items() for value in values)
+    return (
+        f"\nWorkers compute on the CPU, where all state is in host memory anyway, so these are accepted too: {keys}.\n"
+    )
 
 
 def _without_meaning(keys: frozenset[str]) -> str:
