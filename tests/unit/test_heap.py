@@ -21,8 +21,7 @@ def a_step():
 if "keep" in sys.argv:
     keep_freed_memory()
 a_step()
-a_step()
-print(a_step())
+print(min(a_step() for _ in range(5)))  # where blocks come to lie differs a little from step to step
 """
 FEW = 500
 PAGES = 16_384

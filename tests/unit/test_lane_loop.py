@@ -12,7 +12,10 @@ def some_state():
     """What the loop needs of a training state; the lanes that were pushed stand in `pushed`."""
     pushed = []
     sums = SimpleNamespace(
-        begin_lane=lambda: None, push=pushed.append, live=SimpleNamespace(put_back=lambda _: None), clear=lambda: None
+        begin_lane=lambda: None,
+        lane_done=lambda lane, is_last: None if is_last else pushed.append(lane),
+        live=SimpleNamespace(put_back=lambda _: None),
+        clear=lambda: None,
     )
     buffers = SimpleNamespace(put_back=lambda: None, begin_micro_batch=lambda: None, lane_done=lambda lane: None)
     guard = SimpleNamespace(on_backward=lambda *_: None, check=lambda _: None)
