@@ -191,3 +191,15 @@ def test_a_plan_of_before_there_were_partners_is_taken_over() -> None:
     here = filled(old, candidates(0, WORKERS))
     plan = settle(TERMS, plan_change(PlanRequest(TERMS, 2, Reason.BALANCE), here, old), here)
     assert {len(chosen) for chosen in partners(plan).values()} == {4}
+
+
+def test_a_partner_on_the_own_host_is_given_up_where_the_copies_need_the_other_hosts() -> None:
+    """Two on one host were all the world; then two hosts come at once, and each block is to be on three."""
+    terms = PartnerTerms(count=2, mirrors=2)
+    chosen = choose_partners({0: (1,), 1: (0,)}, range(4), [1, 1, 0, 2], terms)
+    assert (chosen[0], chosen[1]) == ((2, 3), (2, 3))
+    here = [replace(known, holds=every(16)) for known in candidates(0, 2, on_a_host=2)]
+    wants = Terms(lanes=9, blocks=16, mirrors=2, mirror_partners=2, fill_blocks_per_step=2)
+    begun = start(wants, here)
+    plan = plan_change(PlanRequest(wants, 2, Reason.JOIN), [*here, *candidates(2, 1), *candidates(5, 1)], begun)
+    assert [set(share.partners) for share in plan.shares[:2]] == [{2, 3}, {2, 3}]

@@ -72,7 +72,7 @@ class _Choice:
         kept = [partner for partner in here if self._domains[partner] != self._domains[owner]]
         beside = [partner for partner in here if partner not in kept]
         kept += beside[: max(0, self._terms.mirrors - len(kept))]
-        while len(kept) == self._terms.count and self._lacking_domains(owner, kept) > 0:
+        while self._lacking_domains(owner, kept) > self._terms.count - len(kept):
             kept.pop(self._first_duplicate(owner, kept))
         for partner in kept:
             self._add(owner, partner)
