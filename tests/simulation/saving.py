@@ -147,7 +147,7 @@ class Saves:
     def _start(self, task: Task, act: SaveAct | None) -> None:
         """Whatever it is, it takes its time."""
         after, chance = self.worker.after, self.place.chance
-        if isinstance(act, WithdrawSave) and self.place.is_whole(task.path):
+        if isinstance(act, WithdrawSave) and act.everything and self.place.is_whole(task.path):
             self.worker.simulation.watch.violated("a whole checkpoint is withdrawn", self.worker, task.path)
         match act:
             case WriteSave():

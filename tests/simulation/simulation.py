@@ -25,7 +25,7 @@ from .worker import SimWorker
 from .world import Worlds
 
 POLICIES = ("restore", "restore", "restore", "pause", "continue")
-STAGES = (1, 1, 2, 3)
+STAGES = (1, 2, 3, 1)
 """Of jobs in which not everybody mirrors everything."""
 LOG = 4000
 """How many lines of the event log are kept."""
@@ -46,7 +46,8 @@ class Simulation:
         lanes = int(shape.get("lanes", chance.randint(most, 2 * most)))  # type: ignore[call-overload]
         launcher = str(shape.get("launcher", chance.choice(("local", "none"))))
         mirrors = shape.get("mirrors", chance.choice((1, 1, 1, 2, 2, EVERYONE)))
-        self.stage = 0 if mirrors == EVERYONE else int(self._shape(shape, "stage", 1, STAGES))
+        drawn_stage = 1 if self.still else Random(f"{seed} stage of zero").choice(STAGES)
+        self.stage = 0 if mirrors == EVERYONE else int(shape.get("stage", drawn_stage))  # type: ignore[call-overload]
         self.max_steps = int(shape.get("max_steps", chance.choice((20, 60, 10_000))))  # type: ignore[call-overload]
         drawn = 0 if self.still else Random(f"{seed} saves").choice((0, 5))
         every = int(shape.get("checkpoint_every", drawn))  # type: ignore[call-overload]
