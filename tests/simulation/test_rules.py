@@ -74,13 +74,15 @@ NOTICED_BY: dict[str, str | int] = {
 
 SEARCHED = 400
 """So many seeds from the first one on: what a seed draws changes with the code, the rule does not."""
+SHAPE = {"stage": 1}
+"""No rule here depends on the stage, unless all mirror everything."""
 
 
 def notices(by: str | int) -> bool:
     if isinstance(by, str):
         transcript = (SCENARIOS / f"{by}.txt").read_text()
         return play(transcript) != transcript
-    return any(attempt((seed, {}))[1] for seed in range(by, by + SEARCHED))
+    return any(attempt((seed, SHAPE))[1] for seed in range(by, by + SEARCHED))
 
 
 @pytest.mark.timeout(600)
