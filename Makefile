@@ -6,6 +6,7 @@
 #   make faults     run real jobs under mixed faults for an hour; each must end with the undisturbed bits
 #   make outages    run jobs while etcd or the leading controller dies, freezes or is cut off, at every phase of a change
 #   make fuzz       send 5,000 requests of schemathesis and 1,000 fuzzed sessions to a controller whose job trains on
+#   make cluster    run the tests of pods and resources against the cluster that KUBECONFIG names, in a namespace of theirs
 #   make charts     render the chart with both helms over all files of values, and check every manifest
 #   make mutants    break every rule of docs/rules.md in a copy, and report what no test notices
 #   make protos     regenerate the code of protos/shoal_protos/session.proto
@@ -23,7 +24,7 @@ PROMETHEUS := $(VENV)/prometheus/usr/bin/promtool
 
 
 .DEFAULT_GOAL := help
-.PHONY: help setup packages demo test lint types imports generated unit whole pytest simulate faults outages fuzz charts mutants protos docs pictures format clean
+.PHONY: help setup packages demo test lint types imports generated unit whole pytest simulate faults outages fuzz cluster charts mutants protos docs pictures format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -89,6 +90,10 @@ outages: $(READY) packages
 
 fuzz: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.run $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+cluster: $(READY)
+	@[ -n "$(KUBECONFIG)" ] || { echo "make cluster needs a cluster in which it may make a namespace and the definition of ElasticJobs. Name it: make cluster KUBECONFIG=$$HOME/.kube/config" >&2; exit 2; }
+	SHOAL_CLUSTER="$(abspath $(KUBECONFIG))" OMP_NUM_THREADS=1 $(BIN)/pytest tests/charts/test_cluster.py $(ARGS)
 
 charts: $(READY) packages
 	SHOAL_CHARTS=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 tests/charts $(ARGS)

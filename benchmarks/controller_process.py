@@ -1,4 +1,4 @@
-"""A `shoal controller` in a process of its own, for control_plane.py: what it costs, seen from outside.
+"""A `shoal controller` in a process of its own, for control_plane.py and elastic_jobs.py: what it costs, from outside.
 
 Its store is embedded, or a real etcd of three servers, whose own CPU is not the controller's.
 """
@@ -6,11 +6,12 @@ Its store is embedded, or a real etcd of three servers, whose own CPU is not the
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,8 +81,8 @@ class Controller:
 
 
 @contextlib.contextmanager
-def controller(store: str) -> Iterator[Controller]:
-    """One that listens on loopback, with a store of that kind, until the context ends."""
+def controller(store: str, env: Mapping[str, str] | None = None) -> Iterator[Controller]:
+    """One that listens on loopback, with a store of that kind, until the context ends. `env`: further variables."""
     with tempfile.TemporaryDirectory(prefix="shoal-bench-") as name, contextlib.ExitStack() as ends:
         folder = Path(name)
         url = f"embedded:{name}/store"
@@ -90,7 +91,8 @@ def controller(store: str) -> Iterator[Controller]:
         command = [sys.executable, str(HERE / "held_loop.py"), str(folder / "held"), "controller"]
         command += ["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--store", url]
         with (folder / "log").open("wb") as log:
-            process = subprocess.Popen([*command, "--data", name], stdout=subprocess.PIPE, stderr=log)
+            given = {**os.environ, **(env or {})}
+            process = subprocess.Popen([*command, "--data", name], stdout=subprocess.PIPE, stderr=log, env=given)
         try:
             assert process.stdout is not None
             ready = process.stdout.readline().decode()

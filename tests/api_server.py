@@ -185,7 +185,7 @@ class FakeCluster:
         if path in self.forbidden:
             resource = path.rpartition("/")[2]
             raise Refused(403, "Forbidden", f'{resource} is forbidden: User "shoal" cannot use resource "{resource}"')
-        body = json.loads(await request.read() or b"{}")
+        body = self._parsed(await request.read())
         if request.method == "GET" and not name:
             return await self._listed(request, path)
         strict = path == RESOURCES and request.query.get("fieldValidation") == "Strict"
@@ -202,6 +202,9 @@ class FakeCluster:
             item = self._patch(path, item, body, sub)
         return _answer(200, self.resources.scale_of(item) if sub == "scale" and self.resources else item)
 
+    def _parsed(self, body: bytes) -> Json:
+        return dict(json.loads(body or b"{}"))
+
     def _place(self, whole: str) -> tuple[str, str, str]:
         fitting = (known for known in self.objects if whole == known or whole.startswith(f"{known}/"))
         path = max(fitting, key=len, default=None)
@@ -216,7 +219,7 @@ class FakeCluster:
 
     def _create(self, path: str, item: Json) -> Json:
         name = item.get("metadata", {}).get("name", "")
-        if not (DNS_LABEL if path in (PODS, SECRETS) else DNS_NAME).fullmatch(name):
+        if not (DNS_LABEL if path == PODS else DNS_NAME).fullmatch(name):
             raise Refused(
                 422, "Invalid", f'{self.kinds[path]} "{name}" is invalid: metadata.name: a DNS label is expected'
             )

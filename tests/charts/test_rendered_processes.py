@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -55,11 +55,11 @@ def container_of(manifests: tuple[Json, ...], kind: str) -> tuple[Json, dict[str
 
 
 @contextmanager
-def process(command: list[str], environment: Mapping[str, str], log: Path) -> Iterator[None]:
+def process(command: list[str], environment: Mapping[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Runs for as long as the context lasts, and ends when it is told to."""
     with log.open("wb") as file, subprocess.Popen(command, env=environment, stdout=file, stderr=file) as started:
         try:
-            yield
+            yield started
         finally:
             started.send_signal(signal.SIGTERM)
             started.wait(END_SECONDS)
@@ -105,16 +105,39 @@ def controller(
     return container["args"], {"PATH": PATH, "HOME": str(folder), "POD_IP": "127.0.0.1", **given, **own}
 
 
-def wait_ready(url: str, authority: ssl.SSLContext, folder: Path) -> None:
+def test_a_controller_whose_etcd_is_not_there_lives_is_not_ready_says_why_once_and_ends_when_it_is_told(
+    manifests: tuple[Json, ...], tmp_path: Path
+) -> None:
+    places, _ = members(manifests, tmp_path)
+    command, environment = controller(manifests, tmp_path, places)
+    container, _ = container_of(manifests, "Deployment")
+    alive, ready = (container[kind]["httpGet"]["path"] for kind in ("livenessProbe", "readinessProbe"))
+    authority = ssl.create_default_context(cafile=tmp_path / "shoal-tls" / "ca.crt")
+    url, log = f"https://localhost:{environment['SHOAL_HTTP'].rpartition(':')[2]}", tmp_path / "controller.log"
+    with process(command, environment, log) as started, httpx.Client(verify=authority, trust_env=False) as client:
+        wait_for(lambda: client.get(f"{url}{alive}").is_success, "the probe of its life", tmp_path)
+        wait_for(lambda: "waiting for it" in log.read_text(), "the sentence", tmp_path)
+        answer = client.get(f"{url}{ready}")
+        assert answer.status_code == 503 and client.get(f"{url}{alive}").is_success
+    assert started.returncode == 0
+    (sentence,) = [line for line in log.read_text().splitlines() if "waiting for it" in line]
+    assert next(iter(places.values())) in sentence
+
+
+def wait_for(done: Callable[[], bool], goal: str, folder: Path) -> None:
     deadline, pause = time.monotonic() + READY_SECONDS, threading.Event()
-    with httpx.Client(verify=authority, trust_env=False, timeout=2) as client:
-        while time.monotonic() < deadline:
-            with suppress(httpx.TransportError):
-                if client.get(f"{url}/readyz?store").is_success:
-                    return
-            pause.wait(0.2)
+    while time.monotonic() < deadline:
+        with suppress(httpx.TransportError):
+            if done():
+                return
+        pause.wait(0.2)
     logs = "\n".join(f"--- {log.name}\n{log.read_text()[-1500:]}" for log in sorted(folder.glob("*.log")))
-    raise AssertionError(f"the controller is not ready after {READY_SECONDS} s\n{logs}")
+    raise AssertionError(f"{goal}: not after {READY_SECONDS} s\n{logs}")
+
+
+def wait_ready(url: str, authority: ssl.SSLContext, folder: Path) -> None:
+    with httpx.Client(verify=authority, trust_env=False, timeout=2) as client:
+        wait_for(lambda: client.get(f"{url}/readyz?store").is_success, "a controller that is ready", folder)
 
 
 @pytest.mark.timeout(240)
