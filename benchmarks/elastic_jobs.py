@@ -24,7 +24,7 @@ from tables import show
 from api_server import PODS, RESOURCES, FakeCluster, kubeconfig, served  # isort: skip (the tests')
 from ports import free_port  # isort: skip
 
-SETTLE_SECONDS = 60.0
+SETTLE_SECONDS = 20.0
 PATIENCE_SECONDS = 300.0
 SPEC = {"command": ["python", "train.py"], "kubernetes": {"image": "train:1"}, "workers": {"min": 1, "max": 8}}
 COLUMNS = (

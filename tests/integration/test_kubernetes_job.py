@@ -57,12 +57,16 @@ def test_a_resource_has_the_size_of_its_job_and_takes_it_along_when_it_goes(tmp_
         job.wait_world(2)
         job.kubectl("PATCH", "/job/scale", {"spec": {"replicas": 4}})
         job.wait_world(4)
+        for replicas in 10 * (2, 4):
+            job.kubectl("PATCH", "/job/scale", {"spec": {"replicas": replicas}})
         job.scale(3)
         assert job.resource()["spec"]["workers"]["wanted"] == 3
         job.wait_world(3)
         until("the status to tell", lambda: job.resource()["status"]["workers"]["active"] == 3)
         (tmp_path / "go").touch()
-        job.wait_undisturbed()
+        report = job.wait_undisturbed()
+        assert sum(world["lost_steps"] for world in report["generations"]) == 0
+        assert len(job.messages("scaled")) <= 6, "an autoscaler that flaps is not followed each time"
         until("the status to be over", lambda: job.condition("Complete") == "True")
         job.delete(pods)
 
