@@ -20,7 +20,7 @@ from shoal_controller.elastic_jobs.deletion_steps import (
     next_step,
 )
 from shoal_controller.elastic_jobs.event_bursts import ClusterEvent, EventBursts
-from shoal_controller.elastic_jobs.resource_status import patch_between
+from shoal_controller.elastic_jobs.resource_status import patch_between, tells_news
 from shoal_controller.elastic_jobs.shown_columns import columns, span
 
 # ---- events
@@ -112,6 +112,14 @@ objects = st.dictionaries(st.sampled_from("abcd"), values, max_size=4).map(witho
 def test_a_patch_makes_one_status_of_the_other_and_none_of_the_same(before: Any, after: Any) -> None:
     assert merged(before, patch_between(before, after)) == after
     assert patch_between(after, after) == {}
+
+
+def test_for_how_long_it_has_been_so_is_no_news() -> None:
+    before = {"reason": "0 of 2 workers ready; waiting for 9 s", "conditions": [{"message": "and 1.5 s so far"}]}
+    later = {"reason": "0 of 2 workers ready; waiting for 14 s", "conditions": [{"message": "and 6.5 s so far"}]}
+    assert not tells_news(before, later)
+    assert tells_news(before, {**later, "step": 7})
+    assert tells_news(before, {**later, "reason": "1 of 2 workers ready; waiting for 14 s"})
 
 
 # ---- an end

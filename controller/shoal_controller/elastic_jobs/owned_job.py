@@ -28,6 +28,7 @@ from shoal_controller.elastic_jobs.resource_status import (
     patch_between,
     says_over,
     status_of,
+    tells_news,
 )
 from shoal_controller.elastic_jobs.resource_writer import ResourceWriter
 from shoal_controller.elastic_jobs.size_settling import SizeSettling
@@ -37,8 +38,10 @@ from shoal_controller.shell import Shell
 
 STATUS_SECONDS = 5.0
 """So seldom is a status written that tells of no change of phase."""
+TIME_SECONDS = 60.0
+"""And one that tells only for how long something has been so."""
 STATUSES_PER_SECOND = 20.0
-"""And so many of all resources: where there are many, each is written more seldom."""
+"""So many of all resources: where there are many, each is written more seldom."""
 SOON_SECONDS = 0.5
 """Until the next look at a job that is being deleted."""
 EVENTS_AT_ONCE = 500
@@ -263,7 +266,8 @@ class OwnedJob:
         at_once = _at_once(before) != _at_once(status)
         if not patch and view is not None and view.phase.over:
             self.due = now + OVER_SECONDS
-        if not patch or (not at_once and now - self._written < self._status_seconds()):
+        seconds = self._status_seconds() if tells_news(before, status) else max(TIME_SECONDS, self._status_seconds())
+        if not patch or (not at_once and now - self._written < seconds):
             return
         answer = await self._writer.patch_status(item, patch)
         self._written = now

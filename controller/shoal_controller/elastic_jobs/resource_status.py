@@ -5,6 +5,8 @@ Whoever waits for a condition (`kubectl wait`) finds each of them from the first
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -17,6 +19,7 @@ from shoal_controller.elastic_jobs.shown_columns import columns
 from shoal_controller.launchers.kubernetes.pod_manifest import pods_of
 from shoal_controller.launchers.kubernetes.section import Json
 
+SECONDS = re.compile(r"\b\d+(\.\d+)? s\b")
 REFUSED = "refused"
 """Phase of a resource that no job was made from."""
 LONGEST_REASON = 1024
@@ -93,6 +96,15 @@ def patch_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> Json:
         elif value != known or key not in before:
             patch[key] = value
     return patch
+
+
+def tells_news(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
+    """Whether more has changed than for how long something has been so: "waiting for 12 s"."""
+    return _timeless(before) != _timeless(after)
+
+
+def _timeless(status: Mapping[str, Any]) -> str:
+    return SECONDS.sub("", json.dumps(status, sort_keys=True))
 
 
 def dropped_keys(wanted: Mapping[str, Any], stored: Mapping[str, Any]) -> list[str]:

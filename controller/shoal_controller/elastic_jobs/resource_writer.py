@@ -24,6 +24,7 @@ from shoal_controller.elastic_jobs.resource_kind import (
 )
 from shoal_controller.launchers.kubernetes.cluster_api import ClusterApi, ClusterRefusal, ClusterSilence
 from shoal_controller.launchers.kubernetes.pod_manifest import pods_of, pods_path
+from shoal_controller.launchers.kubernetes.pod_state import node_of
 from shoal_controller.launchers.kubernetes.section import Json
 
 LONGEST_NOTE = 1000
@@ -85,9 +86,10 @@ class ResourceWriter:
         return await self._api.patch(f"{self.resources}/{item['metadata']['name']}", body)
 
     async def pods_left(self, job: str) -> tuple[int, int]:
-        """How many of a job's pods are there, and how many of them have not ended."""
+        """How many of a job's pods are there, and how many of them have not ended. One without a node runs nothing."""
         pods, _ = await self._api.list(self._pods, pods_of(job))
-        running = [pod for pod in pods if pod.get("status", {}).get("phase", "Pending") in LIVE_PHASES]
+        live = [pod for pod in pods if pod.get("status", {}).get("phase", "Pending") in LIVE_PHASES]
+        running = [pod for pod in live if node_of(pod)]
         return len(pods), len(running)
 
     # ---- events
