@@ -76,9 +76,7 @@ def agreement(config: TrainingConfig) -> dict[str, str]:
         "shoal.exact": config.exact,
         "shoal.corruption_steps": config.corruption_steps,
         "shoal.on_corruption": config.on_corruption,
-        "precision.parameters": config.precision.parameters,
-        "precision.autocast": config.precision.autocast,
-        **_scaling(config.precision),
+        **_precision(config.precision),
     }
     for section, spec in (("optimizer", config.optimizer), ("scheduler", config.scheduler)):
         values[f"{section}.type"] = spec.type if spec else None
@@ -87,6 +85,10 @@ def agreement(config: TrainingConfig) -> dict[str, str]:
     return {key: json.dumps(value, sort_keys=True) for key, value in values.items()}
 
 
-def _scaling(precision: Precision) -> dict[str, object]:
-    given = asdict(precision.scaling) if precision.scaling else {}
-    return {f"fp16.{name}": value for name, value in given.items()}
+def _precision(precision: Precision) -> dict[str, object]:
+    values: dict[str, object] = {}
+    for section, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
+        values[f"{section}.enabled"] = dtype in (precision.parameters, precision.autocast)
+        values[f"{section}.auto_cast"] = precision.autocast == dtype
+    scaling = asdict(precision.scaling) if precision.scaling else {}
+    return values | {f"fp16.{name}": value for name, value in scaling.items()}
