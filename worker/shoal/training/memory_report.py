@@ -38,9 +38,10 @@ class MemoryReport:
 
     def on_step(self, world: World) -> None:
         """A step is committed and handed out in `world`."""
+        if self._is_said or self._context.boundaries < world.plan.boundaries:
+            return
         share = world.plan.shares[world.rank]
-        settled = share.lanes and share.keeps and self._context.boundaries >= world.plan.boundaries
-        if self._is_said or not settled:
+        if not (share.lanes and share.keeps):
             return
         self._is_said = True
         held = held_bytes(self._context.state)
