@@ -50,9 +50,10 @@ class Layer(nn.Module):
             self.past.data.add_(self.power.abs())
             self.large[0] += 1
         self.count = self.count + 1
-        up = self.drop(self.norm(torch.relu(self.up(hidden)).flatten(0, 1))).view_as(hidden)
+        drawn = hidden * (random.random() + float(numpy.random.rand()))
+        up = self.drop(self.norm(torch.relu(self.up(drawn)).flatten(0, 1))).view_as(hidden)
         factor = self.power.clone() + self.count + self.past.clone() + self.large[0].clone()
-        return hidden + up * factor * random.random() * float(numpy.random.rand()) * scale
+        return hidden + up * factor * scale
 
 
 class Stack(nn.Module):
