@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,14 +12,23 @@ import torch
 from crew import ONE_AT_A_TIME, Crew, Task, engine_of, undisturbed
 from integration.scripts import Model, optimizer_of
 from safetensors.torch import load_file
+from shoal.blocks.held import State
 from shoal.checkpoint.catalogue import checkpoints
+from shoal.checkpoint.errors import CheckpointDamaged
 from shoal.checkpoint.export import export
+from shoal.checkpoint.plain import encode
+from shoal.checkpoint.restore import _load_loss_scale, load_blocks
 from shoal.checkpoint.storage import LocalStorage
 from shoal.config.load import load_config
+from shoal.core.layout import Stretch
+from shoal.exchange.fill_slices import blank_states, head_of
 from shoal.faults import Faults
 from shoal.session.alone import AloneLink
 from shoal.training.engine import Engine
-from shoal_protos.errors import UserError
+from shoal.training.small_state import pack, unpack
+from shoal.training.state import TrainingState
+from shoal_protos.errors import PeerError, UserError
+from shoal_protos.plan import Fill
 
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 18, "loss_scale_window": 2, "hysteresis": 1}}
@@ -212,3 +223,83 @@ def test_the_names_that_configs_of_deepspeed_use_for_bf16_are_understood() -> No
         assert load_config({**basis, name: {"enabled": "auto"}}).precision.parameters is None
     found = load_config({**basis, "fp16": {"enabled": True, "loss_scale": 128}, "communication_data_type": "fp16"})
     assert found.precision.scaling is not None and not found.precision.scaling.is_dynamic
+
+
+# ---- what comes from outside
+
+
+def without_masters(state: TrainingState) -> dict[Stretch, State]:
+    """Of all blocks."""
+    found = state.held.states(state.everything)
+    return {
+        where: {key: value.clone() for key, value in one.items() if key != "master"} for where, one in found.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("master", "found"),
+    [
+        (None, "found none"),
+        (lambda size: torch.zeros(size, dtype=torch.bfloat16), r"found torch\.bfloat16"),
+        (lambda _: torch.zeros(()), r"found torch\.float32 of shape \(\)"),
+    ],
+)
+def test_blocks_whose_master_weights_are_none_are_refused_before_anything_is_taken(
+    master: Callable[[int], torch.Tensor] | None, found: str
+) -> None:
+    state = alone(Task(options(BF16, max_steps=1))).context.state
+    states = without_masters(state)
+    if master is not None:
+        for where, one in states.items():
+            one["master"] = master(where.blocks * state.layout.block_elements)
+    sentence = f"need one torch.float32 master weight per element; {found}"
+    reader: Any = SimpleNamespace(where="the place", states=lambda _: states)
+    with pytest.raises(CheckpointDamaged, match=rf"the place is damaged: blocks 0 to .* {sentence}"):
+        load_blocks(reader, state, state.everything)
+    state.held.expect(state.everything)
+    with pytest.raises(PeerError, match=f"rank 1 sent a fill that cannot be read: .* {sentence}"):
+        blank_states(head_of(states), Fill(1, 0, state.everything), state.held)
+
+
+class Mastered(torch.optim.SGD):
+    """Keeps something of its own by the name of master weights."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                own = self.state[parameter].setdefault("master", torch.zeros_like(parameter))
+                own.add_(parameter.grad)
+                parameter.sub_(own, alpha=group["lr"])
+
+
+def test_a_state_of_an_optimizers_own_that_is_called_master_is_no_master_weight() -> None:
+    more = {"shoal": {"elementwise": True}}
+    task = Task(options({}, **more), optimizer=lambda model: Mastered(model.parameters(), lr=0.01))
+    with Crew("ab", task) as crew:
+        crew.train_to(2)
+        crew.add("c")
+        crew.train_until("a fill", crew.at_rest)
+        assert crew.finish() == undisturbed(task)
+
+
+@pytest.mark.parametrize(
+    "position",
+    [
+        {"scale": 0.0, "good_steps": 1, "hysteresis_left": 1},
+        {"scale": 10**400, "good_steps": 1, "hysteresis_left": 1},
+        {"scale": float("nan"), "good_steps": 1, "hysteresis_left": 1},
+        {"scale": True, "good_steps": 1, "hysteresis_left": 1},
+        {"scale": 2.0, "good_steps": -1, "hysteresis_left": 1},
+        {"scale": 2.0},
+    ],
+)
+def test_a_loss_scale_that_cannot_be_is_refused_from_a_checkpoint_and_from_a_peer(position: dict[str, Any]) -> None:
+    """A scale of 0 would make every gradient 0, and 0 / 0 of it, without an overflow."""
+    state = alone(Task(options(FP16, max_steps=1))).context.state
+    assert state.loss_scale is not None
+    with pytest.raises(PeerError, match="the small state that another worker sent cannot be read: a loss scale has"):
+        state.load_small_state(pack({**unpack(state.small_state()), "loss_scale": position}))
+    reader: Any = SimpleNamespace(where="the place", manifest=SimpleNamespace(scaler=encode(position, {}, "it")))
+    with pytest.raises(CheckpointDamaged, match="the place is damaged: its loss scale cannot be read: a loss scale"):
+        _load_loss_scale(reader, {}, state, state.loss_scale)

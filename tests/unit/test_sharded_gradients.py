@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from crew import ONE_AT_A_TIME, Crew, Task, engine_of, undisturbed
 from integration.scripts import Model
 from shoal.blocks.shard_sums import ShardSums
+from shoal.blocks.taken_gradients import TakenGradient
 from shoal.faults import Faults
 from shoal.session.alone import AloneLink
 from shoal.training.engine import Engine
@@ -134,7 +137,8 @@ def test_gradients_are_gone_after_a_backward_and_reduced_ones_are_of_own_blocks_
         sums = engine.context.state.sums
         assert isinstance(sums, ShardSums)
         if engine.global_step == 4:
-            seen.append(sums.live._flats == {} and all(p.grad is None for p in engine.module.parameters()))
+            seen.append(sums.live._flats == {})
+            seen.append(all(isinstance(p.grad, TakenGradient) for p in engine.context.state.parameters))
             seen.append(sums.reduced.bytes < 0.6 * engine.context.state.weights.bytes)
         return engine.step()
 
@@ -155,3 +159,88 @@ def test_a_gradient_that_the_script_puts_there_is_refused() -> None:
         with pytest.raises(UserError, match="gradients were changed between"):
             for batch in engine:
                 meddle(engine, batch)
+
+
+HALF = {"precision": {"bf16": {"enabled": True}}}
+
+
+def in_between(action: Callable[[Engine, torch.Tensor], object]) -> Callable[[Engine, Any], None]:
+    """A loop that does this between `engine.backward` and `engine.step`."""
+
+    def body(engine: Engine, batch: Any) -> None:
+        loss, again = engine.module(**batch), engine.module(**batch)
+        engine.backward(loss)
+        action(engine, again)
+        engine.step()
+
+    return body
+
+
+@pytest.mark.parametrize("more", [{}, {"stage": 0, **HALF}], ids=["stage 2", "bf16"])
+@pytest.mark.parametrize(
+    ("action", "sentence"),
+    [
+        (lambda engine, _: torch.nn.utils.clip_grad_norm_(engine.module.parameters(), 1.0), "`gradient_clipping`"),
+        (lambda engine, _: engine.module.up.weight.grad.norm(), "cannot be read or changed .*register_hook"),
+        (lambda engine, _: engine.module.zero_grad(set_to_none=False), "cannot be read or changed between"),
+        (lambda _, again: again.backward(), "gradients were changed between"),
+    ],
+    ids=["clip", "norm", "zero", "another backward"],
+)
+def test_a_gradient_that_has_left_cannot_be_used_in_silence(
+    action: Callable[[Engine, torch.Tensor], object], sentence: str, more: dict[str, Any]
+) -> None:
+    with pytest.raises(UserError, match=sentence):
+        undisturbed(Task(options(**{"stage": 2, **more}), body=in_between(action)))
+
+
+def test_a_gradient_that_is_dropped_or_not_there_is_fine() -> None:
+    def drop(engine: Engine, _: object) -> None:
+        assert engine.module.frozen.grad is None
+        engine.module.zero_grad()
+
+    assert undisturbed(Task(options(), body=in_between(drop))) == undisturbed(
+        Task(options(stage=0), body=in_between(lambda *_: None))
+    )
+
+
+def halve(parameter: torch.Tensor) -> None:
+    if parameter.grad is not None:
+        parameter.grad.mul_(0.5)
+
+
+def hook_on(model: torch.nn.Module) -> torch.nn.Module:
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(halve)
+    return model
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize(
+    "task",
+    [{"model": lambda: hook_on(Model(0.1, True))}, {"prepare": lambda engine: hook_on(engine.module)}],
+    ids=["before initialize", "after it"],
+)
+def test_a_hook_on_accumulated_gradients_is_refused_by_the_parameters_name(stage: int, task: dict[str, Any]) -> None:
+    """It would see a lane's gradient here and a sum of several there."""
+    with pytest.raises(UserError, match=r'parameter ".*" has a hook by register_post_accumulate_grad_hook'):
+        undisturbed(Task(options(stage=stage), **task))
+
+
+class Sparse(Model):
+    """Some of its gradients are rows of an embedding; tokens come more than once."""
+
+    def __init__(self, dropout: float, buffers: bool) -> None:
+        super().__init__(dropout, buffers)
+        self.rows = torch.nn.Embedding(256, 16, sparse=True)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens, targets) + self.rows(tokens % 5).square().mean()
+
+
+@pytest.mark.parametrize("more", [{}, HALF], ids=["float32", "bf16"])
+def test_sparse_gradients_have_the_bits_of_stage_0(more: dict[str, Any]) -> None:
+    right = undisturbed(Task(options(stage=0, **more), model=lambda: Sparse(0.1, True)))
+    with Crew("abc", Task(options(**more), model=lambda: Sparse(0.1, True))) as crew:
+        assert crew.finish() == right

@@ -60,7 +60,7 @@ class BucketHooks:
                 "use torch.utils.checkpoint with use_reentrant=False."
             )
         if self._sums.live.takes_gradients and parameter.grad is not None:
-            self._sums.live.add(number, parameter.grad)
+            self._sums.live.add(number, _dense(parameter.grad))
             parameter.grad = None
         missing = self._missing[bucket]
         missing.discard(slot)
@@ -69,3 +69,10 @@ class BucketHooks:
         while self._next < len(self._missing) and not self._missing[self._next]:
             self._next += 1
             self._on_filled(self._next - 1)
+
+
+def _dense(
+    gradient: Tensor,  # of its parameter's shape
+) -> Tensor:  # of the same shape
+    """As autograd would add it to one that is there: `nn.Embedding(sparse=True)` makes rows only."""
+    return gradient.to_dense() if gradient.is_sparse else gradient

@@ -51,6 +51,7 @@ def trainable(
                 'half precision set `bf16: {"enabled": true}` or `fp16: {"enabled": true}` in the config, which keeps '
                 "float32 master weights."
             )
+        refuse_hooks(name, parameter, own=0)
         if parameter.device.type != "cpu":
             raise UserError(f'parameter "{name}" lies on {parameter.device}, which is not supported yet; expected cpu.')
         group, unit = group_of[id(parameter)], unit_of[id(parameter)]
@@ -122,6 +123,23 @@ def drop_gradients(parameters: Sequence[nn.Parameter]) -> None:
     """Makes `.grad` None, as `zero_grad()` does: a script finds nothing that it could change."""
     for parameter in parameters:
         parameter.grad = None
+
+
+def refuse_hooks(
+    name: str,
+    parameter: nn.Parameter,  # of its own shape
+    own: int,
+) -> None:
+    """Raises `UserError` where the script hooks on accumulated gradients. `own`: so many such hooks are the engine's.
+
+    It would change one lane's gradient or a sum of several, before it leaves or after, as stage and world have it.
+    """
+    if len(parameter._post_accumulate_grad_hooks or ()) > own:
+        raise UserError(
+            f'parameter "{name}" has a hook by register_post_accumulate_grad_hook, which finds other gradients in '
+            "every world: some are of one micro-batch, some are sums, some have left. Use parameter.register_hook, "
+            "which gets each micro-batch's gradient before it is added up, or `gradient_clipping`."
+        )
 
 
 def refuse_others(

@@ -144,6 +144,19 @@ class HeldBlocks:
                 raise ValueError(f"{stretch} lies in no bucket")
         return self._layout.runs(stretches)
 
+    def check_masters(
+        self,
+        states: Mapping[Stretch, State],  # each (elements of the stretch,), or () for what all its blocks share
+    ) -> None:
+        """Raises `ValueError` where states from outside lack master weights, or have others than an update needs."""
+        for stretch, state in states.items():
+            bucket, master = self._layout.buckets[stretch.bucket], state.get(MASTER)
+            if not bucket.has_masters or (master is not None and master.dim() and master.dtype == bucket.wide_dtype):
+                continue
+            found = "none" if master is None else f"{master.dtype} of shape {tuple(master.shape)}"
+            blocks = f"blocks {stretch.start} to {stretch.stop - 1} of bucket {stretch.bucket}"
+            raise ValueError(f"{blocks} need one {bucket.wide_dtype} master weight per element; found {found}")
+
     def take(
         self,
         states: Mapping[Stretch, State],  # each (elements of the stretch,), or () for what all its blocks share
@@ -163,11 +176,12 @@ class HeldBlocks:
         stretch: Stretch,
         state: State,  # each (elements of the stretch,), or () for what all its blocks share
     ) -> Segment:
-        parameter = state[MASTER] if MASTER in state else self._parameters.of(stretch)
-        own = {key: value for key, value in state.items() if key != MASTER}
+        has_master = MASTER in state and self._layout.buckets[stretch.bucket].has_masters
+        parameter = state[MASTER] if has_master else self._parameters.of(stretch)
+        own = {key: value for key, value in state.items() if not (has_master and key == MASTER)}
         if own:
             self._twin.state[parameter].update(own)
-        return Segment(stretch, parameter, MASTER in state)
+        return Segment(stretch, parameter, has_master)
 
     def _initial(self, bucket: int, elements: Span) -> State:  # each (elements,), or ()
         """The state at step 0 that the user's object has already (Adagrad makes it when constructed; a loaded one)."""

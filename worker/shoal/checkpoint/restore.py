@@ -157,7 +157,12 @@ def load_blocks(reader: Reader, state: TrainingState, blocks: Runs) -> None:
     """Holds these blocks as the checkpoint has them, and nothing else."""
     state.held.keep_only(NO_BLOCKS)
     stretches = state.layout.stretches(blocks)
-    state.held.take(reader.states(stretches))
+    states = reader.states(stretches)
+    try:
+        state.held.check_masters(states)
+    except ValueError as error:
+        raise CheckpointDamaged(f"{reader.where} is damaged: {error}.") from None
+    state.held.take(states)
     reader.parameters(stretches, state.weights)
     state.current = blocks
 

@@ -8,7 +8,7 @@ Megatron-LM's; keys and defaults are those of ds_config's section `fp16` (deepsp
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -16,6 +16,8 @@ from shoal_protos.errors import UserError
 
 FACTOR = 2.0
 """By which a dynamic scale is raised and lowered."""
+MOST = sys.float_info.max
+"""More is no number that a scale could be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +63,15 @@ class LossScale:
 
         A static scale is what the config says.
         """
-        if position.keys() != self.position.keys() or not all(
-            isinstance(value, int | float) and 0 <= value < math.inf for value in position.values()
+        if (
+            position.keys() != self.position.keys()
+            or not all(type(value) in (int, float) and 0 <= value <= MOST for value in position.values())
+            or not position["scale"]
         ):
-            raise ValueError(f"a loss scale has {sorted(self.position)}, each a number; found {dict(position)}")
+            raise ValueError(
+                f"a loss scale has {sorted(self.position)}, each a number of at least 0, and the scale is above 0; "
+                f"found {dict(position)}"
+            )
         if not self.rule.is_dynamic:
             return self
         good, left = int(position["good_steps"]), int(position["hysteresis_left"])

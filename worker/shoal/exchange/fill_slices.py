@@ -82,10 +82,12 @@ def blank_states(head: bytes, fill: Fill, held: HeldBlocks) -> States:
         }
         if held.numbers_of(announced) != fill.blocks:
             raise ValueError(f"it brings other blocks than {fill.blocks}")
-        return {
+        states = {
             where: {key: _blank(held, where, key, *entry) for key, entry in state.items()}
             for where, state in announced.items()
         }
+        held.check_masters(states)
+        return states
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise PeerError(f"rank {fill.source} sent a fill that cannot be read: {error}") from None
 

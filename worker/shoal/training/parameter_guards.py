@@ -19,8 +19,9 @@ import torch
 from shoal_protos.errors import UserError
 from torch import Tensor, nn
 
-from shoal.blocks.flat import Flats, Gradients
+from shoal.blocks.flat import Flats, Gradients, refuse_hooks
 from shoal.blocks.lane_sums import LaneSums
+from shoal.blocks.taken_gradients import TakenGradients
 from shoal.exchange.pieces import Extent
 
 WINDOW_ELEMENTS = 1 << 14
@@ -87,8 +88,8 @@ class ModuleGuard:
         return list(chain.from_iterable(map(dict.values, self._containers)))
 
     def check(self, world: object) -> None:
-        """Raises `UserError` naming a parameter that was added, removed, replaced, frozen, unfrozen, moved away, or
-        changed since the last commit in this world.
+        """Raises `UserError` naming a parameter that was added, removed, replaced, frozen, unfrozen, moved away, hooked
+        on, or changed since the last commit in this world.
         """
         if [parameter.requires_grad for parameter in self._all] != self._requires:
             self._name_what_is_frozen_otherwise()
@@ -98,6 +99,8 @@ class ModuleGuard:
             self._look_at_structure()  # parts without parameters may come and go
         if [parameter.data_ptr() for parameter in self._trained] != self._places:
             self._name_what_was_moved()
+        for name, parameter in zip(self._names, self._trained, strict=True):
+            refuse_hooks(name, parameter, own=1)
         self._check_values(world)
 
     def _name_what_differs(self) -> None:
@@ -206,14 +209,18 @@ class GradientGuard:
 
 
 class TakenGradientGuard:
-    """Where gradients are taken from their parameters: the script finds none, and must put none there."""
+    """Where gradients are taken from their parameters: the script can use none, and must put none there."""
 
-    def on_backward(self, arriving: Iterable[Extent] = ()) -> None:
-        """`engine.backward` has come to its end: there is nothing that the script could change."""
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters, self._taken = parameters, TakenGradients(parameters)
+
+    def on_backward(self, _: Iterable[Extent] = ()) -> None:
+        """`engine.backward` has come to its end: whatever the script does with a gradient is refused."""
+        self._taken.put_in_place(self._parameters)
 
     def check(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Raises `UserError` where a parameter has a gradient."""
-        if any(parameter.grad is not None for parameter in parameters):
+        """Raises `UserError` where the script has given a parameter a gradient."""
+        if not self._taken.are_in_place(parameters):
             raise UserError(GRADIENTS_CHANGED)
 
 

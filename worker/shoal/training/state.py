@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from shoal_protos.errors import UserError
+from shoal_protos.errors import PeerError, UserError
 from shoal_protos.messages import Inventory
 from shoal_protos.runs import NO_BLOCKS, Runs, every
 from torch import Tensor, nn
@@ -97,10 +97,12 @@ class TrainingState:
         self.gradient_guard: GradientGuard | TakenGradientGuard
         if limits.residency.gradients:
             self.sums = LaneSums(self.layout, limits.lanes)
-            self.gradient_guard = GradientGuard(self.sums)
         else:
             self.sums = ShardSums(self.layout, limits.one_micro_batch)
-            self.gradient_guard = TakenGradientGuard()
+        if isinstance(self.sums, ShardSums) or self.sums.live.takes_gradients:
+            self.gradient_guard = TakenGradientGuard(self.parameters)
+        else:
+            self.gradient_guard = GradientGuard(self.sums)
         self.held = HeldBlocks(self.layout, optimizer, self.weights, {info.name: tensor for info, tensor in pairs})
         self.buffers = ModuleBuffers(module, limits.lanes)
         self.module_guard = ModuleGuard(module, self._named(), self.weights.flats)
@@ -249,7 +251,10 @@ class TrainingState:
         if self.scheduler is not None and given["scheduler"] is not None:
             self.scheduler.load_state_dict(given["scheduler"])
         if self.loss_scale is not None and given["loss_scale"] is not None:
-            self.loss_scale = self.loss_scale.at(given["loss_scale"])
+            try:
+                self.loss_scale = self.loss_scale.at(given["loss_scale"])
+            except ValueError as error:
+                raise PeerError(f"the small state that another worker sent cannot be read: {error}") from None
         self.buffers.load(given["buffers"])
         self.last_step = given["last_step"]
         self.lineage = tuple(Branch(**branch) for branch in given["lineage"])
