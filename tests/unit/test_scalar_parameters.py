@@ -72,3 +72,22 @@ def test_state_that_an_optimizer_brings_along_goes_on_as_in_the_plain_optimizer(
     step(plain, theirs)
     for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine, other)
+
+
+class WithNothing(Scaled):
+    """One parameter has no elements, and no other shares its block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.zeros(0, dtype=torch.float64))
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return super().forward(tokens, targets) + self.nothing.sum()
+
+
+def test_a_block_without_an_element_has_the_state_that_its_optimizer_brings_along() -> None:
+    task = Task({"max_steps": 3}, model=WithNothing, optimizer=adagrad)
+    with Crew("ab", task) as crew:
+        crew.train_to(1)
+        crew.kill("b")
+        assert crew.finish() == undisturbed(task)

@@ -199,8 +199,9 @@ class HeldBlocks:
                     continue
                 if value.dim() == 0 and (slot.parameter.shape != () or key in shared):
                     state[key] = value.clone()
-                elif first < last:
-                    flat = state.setdefault(key, torch.zeros(stop - start, dtype=value.dtype))
+                    continue
+                flat = state.setdefault(key, torch.zeros(stop - start, dtype=value.dtype))
+                if first < last:
                     flat[first - start : last - start] = value.reshape(-1)[first - slot.start : last - slot.start]
         return state
 

@@ -1,0 +1,43 @@
+"""Random modules and programs over them end with the same bits in stage 2, whatever the world, as alone in stage 0."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from crew import Crew, Task, undisturbed
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from random_modules import RandomModel, optimizer_of
+
+PRECISIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"bf16": {"enabled": True}},
+    {"fp16": {"enabled": True, "initial_scale_power": 18, "loss_scale_window": 2, "hysteresis": 1}},
+)
+POINTS = (
+    "forward", "backward", "exchange", "mirror", "vote", "optimizer", "hand_out", "fill", "prepare", "promote", "begin",
+)  # fmt: skip
+
+
+@given(st.integers(0, 1 << 30), st.sampled_from(PRECISIONS), st.sampled_from(POINTS), st.data())
+@settings(max_examples=6, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate], database=None)
+def test_a_random_module_has_the_same_bits_in_stage_2_through_a_loss_and_a_join(
+    number: int, precision: dict[str, Any], point: str, data: st.DataObject
+) -> None:
+    lanes, micro_batches = data.draw(st.integers(2, 5)), data.draw(st.sampled_from([1, 1, 2]))
+    names = "abcd"[: data.draw(st.integers(2, min(4, lanes)))]
+    options = {"max_steps": 5, "lanes": lanes, "micro_batches_per_lane": micro_batches, "precision": precision}
+
+    def task(stage: int) -> Task:
+        return Task(
+            {**options, "stage": stage},
+            model=lambda: RandomModel(number, is_half=bool(precision)),
+            optimizer=optimizer_of(number),
+        )
+
+    right = undisturbed(task(0))
+    with Crew(names, task(2)) as crew:
+        crew.plant(data.draw(st.sampled_from(names)), data.draw(st.integers(2, 4)), point)
+        crew.train_to(1)
+        crew.add("e")
+        assert crew.finish() == right
