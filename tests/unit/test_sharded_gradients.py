@@ -244,3 +244,20 @@ def test_sparse_gradients_have_the_bits_of_stage_0(more: dict[str, Any]) -> None
     right = undisturbed(Task(options(stage=0, **more), model=lambda: Sparse(0.1, True)))
     with Crew("abc", Task(options(**more), model=lambda: Sparse(0.1, True))) as crew:
         assert crew.finish() == right
+
+
+def test_a_module_may_be_compiled_while_its_gradients_have_left() -> None:
+    def compiled() -> torch.nn.Module:
+        torch._dynamo.reset()
+        model = Model(0.0, False)
+        model.compile(backend="eager")
+        return model
+
+    def body(engine: Engine, batch: Any) -> None:
+        engine.backward(engine.module(**batch))
+        with torch.no_grad():
+            engine.module(**batch)
+        engine.step()
+
+    one, other = (Task(options(stage, max_steps=2), model=compiled, body=body) for stage in (0, 2))
+    assert undisturbed(one) == undisturbed(other)

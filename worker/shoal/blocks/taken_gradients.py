@@ -8,7 +8,7 @@ backward pass of the script's own puts another tensor in its place rather than a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from shoal_protos.errors import UserError
@@ -26,9 +26,16 @@ class TakenGradient(Tensor):
     """Of a parameter's shape and dtype, and good for nothing."""
 
     @classmethod
-    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        """Raises `UserError`: whatever is done with it."""
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Raises `UserError`, whatever is done with it; but a compiler may look at it where it looks at a parameter."""
+        if _is_compiling():
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         raise UserError(TAKEN)
+
+
+def _is_compiling() -> bool:
+    """Whether a forward is being compiled: then the compiler describes parameters with their `.grad`."""
+    return torch._guards.TracingContext.try_get() is not None or torch.compiler.is_compiling()
 
 
 class TakenGradients:
