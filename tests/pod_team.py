@@ -15,7 +15,7 @@ from kubelet import Kubelets
 from ports import free_port
 from shoal_controller.core.machine.events import Spawned
 from shoal_controller.core.machine.spec import JobSpec
-from shoal_controller.launchers.kubernetes import cluster_api, object_watch, pod_launcher, pod_writer
+from shoal_controller.launchers.kubernetes import cluster_api, object_watch, pod_launcher, pod_writer, world_annotations
 from shoal_controller.launchers.kubernetes.connect import connected, kubernetes_launcher
 from shoal_controller.launchers.kubernetes.options import ClusterOptions, PodOptions
 from shoal_controller.launchers.kubernetes.pod_launcher import KubernetesLauncher
@@ -37,6 +37,8 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pod_writer, "FIRST_PAUSE_SECONDS", 0.05)
     monkeypatch.setattr(pod_writer, "NAME_FREE_SECONDS", 0.05)
     monkeypatch.setattr(pod_launcher, "AGAIN_SECONDS", 0.05)
+    monkeypatch.setattr(world_annotations, "SETTLE_SECONDS", 0.05)
+    monkeypatch.setattr(world_annotations, "FIRST_PAUSE_SECONDS", 0.05)
 
 
 class Team:

@@ -22,6 +22,7 @@ from shoal_controller.shell import Shell
 from shoal_controller.store.open import open_store
 from shoal_protos.errors import Conflict, PeerError
 from shoal_protos.messages import ToWorker
+from shoal_protos.plan import Plan
 
 SPEC = JobSpec("train", wanted=3, launcher="local", command=("python", "train.py"), env={"A": "1"})
 
@@ -133,6 +134,9 @@ class Written:
 
     async def kill(self, worker: str, spec: JobSpec) -> None:
         self._write("kill", worker, spec.job)
+
+    def world_began(self, world: Plan, spec: JobSpec) -> None:
+        self._write("world", world.generation, spec.job)
 
     async def forget(self, job: str) -> None:
         self._write("forget", job)

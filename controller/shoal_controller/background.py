@@ -15,7 +15,7 @@ from typing import Any
 
 import structlog
 from shoal_protos.errors import PeerError, StoreError
-from shoal_protos.plan import WorkerId
+from shoal_protos.plan import Plan, WorkerId
 
 from shoal_controller.core.machine.effects import Adopt, AskPlanner, Kill, Probe, Spawn
 from shoal_controller.core.machine.events import (
@@ -75,6 +75,8 @@ class BackgroundWork:
         self._question: AskPlanner | None = None
         """The newest one that nobody has begun to answer."""
         self._question_came = asyncio.Event()
+        self._shown_generation = 0
+        """The last one that the launcher was told."""
         self._always: list[asyncio.Task[None]] = []
         """Tasks that run for as long as the job does."""
         self._alarm: Alarm | None = None
@@ -110,6 +112,14 @@ class BackgroundWork:
             case AskPlanner():
                 self._question = effect
                 self._question_came.set()
+
+    def show(self, world: Plan | None) -> None:
+        """Tell the launcher which world trains, once for each; nobody waits for what it makes of that."""
+        if world is None or world.generation == self._shown_generation:
+            return
+        self._shown_generation = world.generation
+        if self._launcher is not None:
+            self._launcher.world_began(world, self._spec)
 
     def _beside(self, tasks: Tasks, who: object, purpose: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run in a task of its own, unless the same is under way."""

@@ -285,6 +285,7 @@ class Runner:
             self._job, effects = self._life.step(self._job, events, self._life.clock())
             await self._carry_out(effects, self._audit(events[0], by))
             self._carried_out = self._job
+            self._background.show(self._job.durable.current)
         except StoreError as error:
             if not isinstance(error, Unfit):
                 raise

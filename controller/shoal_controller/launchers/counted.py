@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from shoal_protos.plan import WorkerId
+from shoal_protos.plan import Plan, WorkerId
 
 from shoal_controller.core.machine.place import Place
 from shoal_controller.core.machine.spec import JobSpec
@@ -37,6 +37,9 @@ class CountedLauncher:
     async def adopt(self, workers: Sequence[WorkerId], spec: JobSpec) -> Mapping[WorkerId, Place | None]:
         with self._call("adopt"):
             return await self._launcher.adopt(workers, spec)
+
+    def world_began(self, world: Plan, spec: JobSpec) -> None:
+        self._launcher.world_began(world, spec)
 
     async def forget(self, job: str) -> None:
         with self._call("forget"):

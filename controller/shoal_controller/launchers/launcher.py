@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from shoal_protos.plan import WorkerId
+from shoal_protos.plan import Plan, WorkerId
 
 from shoal_controller.core.machine.place import Place
 from shoal_controller.core.machine.spec import JobSpec
@@ -29,6 +29,11 @@ class Launcher(Protocol):
     async def adopt(self, workers: Sequence[WorkerId], spec: JobSpec) -> Mapping[WorkerId, Place | None]:
         """Where they live whom an earlier controller has started for this job; None: one of `workers` that it has not
         started. Whoever has ended is reported as all ends are.
+        """
+
+    def world_began(self, world: Plan, spec: JobSpec) -> None:
+        """This is the world that trains now, which may be shown wherever its workers are. Never waits, and nothing is
+        decided by it. Called again at a take-over.
         """
 
     async def forget(self, job: str) -> None:

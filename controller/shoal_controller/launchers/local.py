@@ -20,7 +20,7 @@ from pathlib import Path
 import structlog
 from shoal_protos.channel import GRPC_VARIABLES
 from shoal_protos.errors import ShoalError, StoreError, UserError
-from shoal_protos.plan import WorkerId
+from shoal_protos.plan import Plan, WorkerId
 
 from shoal_controller.core.machine.events import Exited
 from shoal_controller.core.machine.place import Place
@@ -151,6 +151,9 @@ class LocalLauncher:
             worker: self._unrecorded(spec.job, records, worker) for worker in workers if worker not in recorded
         }
         return {worker: place for worker, place in recorded.items() if place is not None} | unrecorded
+
+    def world_began(self, world: Plan, spec: JobSpec) -> None:
+        """A process has nothing to show it on."""
 
     async def forget(self, job: str) -> None:
         """End what is left of a job that is over, and delete its folder: logs and records."""

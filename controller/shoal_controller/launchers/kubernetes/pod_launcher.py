@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import structlog
 from shoal_protos.errors import PeerError, ShoalError, StoreError, UserError
-from shoal_protos.plan import WorkerId
+from shoal_protos.plan import Plan, WorkerId
 
 from shoal_controller.core.machine.events import Exited, Waiting
 from shoal_controller.core.machine.place import Place
@@ -32,6 +32,7 @@ from shoal_controller.launchers.kubernetes.pod_state import (
 from shoal_controller.launchers.kubernetes.pod_writer import PodWriter
 from shoal_controller.launchers.kubernetes.section import Json
 from shoal_controller.launchers.kubernetes.tracked_pod import News, TrackedPod, TrackedPods
+from shoal_controller.launchers.kubernetes.world_annotations import WorldAnnotations, annotated
 from shoal_controller.tasks import end_task, guarded, only_logged
 
 NODES = "/api/v1/nodes"
@@ -56,6 +57,7 @@ class KubernetesLauncher:
         self._pods = ObjectWatch(api, self._writer.pods, MANAGED, self._on_pod)
         self._nodes = ObjectWatch(api, NODES, "", self._on_node)
         self._tracked = TrackedPods()
+        self._annotations = WorldAnnotations(api, self._tracked)
         self._untold: dict[str, None] = {}
         """Names of pods of which there may be news, in order."""
         self._news = asyncio.Event()
@@ -94,7 +96,7 @@ class KubernetesLauncher:
             tracked = self._tracked.by_name.get(pod["metadata"]["name"])
             if tracked is None:
                 tracked = self._tracked.add(TrackedPod(worker_of(pod), spec, pod["metadata"]["name"]))
-            tracked.uid = pod["metadata"]["uid"]
+            tracked.uid, tracked.annotated = pod["metadata"]["uid"], annotated(pod)
             self._pods.learn(pod)
             places.pop(tracked.worker, None)
             self._judge(tracked, pod)
@@ -102,8 +104,13 @@ class KubernetesLauncher:
                 places[tracked.worker] = tracked.state.place
         return places
 
+    def world_began(self, world: Plan, spec: JobSpec) -> None:
+        """Its members' pods will say so, each in its annotations."""
+        self._annotations.began(world, spec)
+
     async def forget(self, job: str) -> None:
         """Delete what is left of a job that is over: pods, secret, PodGroup. Raises `OSError`."""
+        self._annotations.forget(job)
         for tracked in self._tracked.of(job):
             tracked.is_killed = True
             self._tracked.remove(tracked)
@@ -120,6 +127,7 @@ class KubernetesLauncher:
         await asyncio.gather(*map(end_task, [*self._watching, *self._writing]))
         self._watching.clear()
         self._tracked.clear()
+        self._annotations.clear()
         self._untold.clear()
         self._pods = ObjectWatch(self._api, self._writer.pods, MANAGED, self._on_pod)
         self._nodes = ObjectWatch(self._api, NODES, "", self._on_node)
@@ -151,6 +159,7 @@ class KubernetesLauncher:
         self._watching = [
             guarded("watch of pods", self._pods.run(), only_logged),
             guarded("news of pods", self._tell(), only_logged),
+            guarded("annotations of pods", self._annotations.run(), only_logged),
         ]
         if self._cluster.nodes:
             self._nodes.listed = self._on_nodes_listed
@@ -202,6 +211,7 @@ class KubernetesLauncher:
             tracked.end = tracked.end or tracked.state.end
             if pod.get("status", {}).get("phase") not in ("Succeeded", "Failed"):
                 self._write(f"end of {tracked.name}", self._delete(tracked))
+        self._annotations.look(tracked)
         self._mark(tracked)
 
     def _end(self, tracked: TrackedPod, why: str) -> None:

@@ -6,6 +6,7 @@ or never makes no difference. Pure.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shoal_protos.plan import WorkerId
@@ -38,6 +39,8 @@ class TrackedPod:
     told_start: bool = False
     told_announcement: Preempted | None = None
     told_hint: str = ""
+    annotated: Mapping[str, str] = field(default_factory=dict)
+    """What its pod says of the worker's world, as it was found or written last."""
 
     def news(self) -> News | None:
         """The next thing to tell; None where its job knows all."""
