@@ -45,6 +45,7 @@ from shoal_controller.core.machine.events import (
 )
 from shoal_controller.core.machine.job import Job, new_job, restore
 from shoal_controller.core.machine.phases.progress import as_of_now
+from shoal_controller.core.machine.phases.rest import CALM_TICKS, rests_until
 from shoal_controller.core.machine.spec import JobSpec, JobView, Phase
 from shoal_controller.job_inbox import JobInbox, Submission, settle
 from shoal_controller.job_repository import JobRepository
@@ -62,9 +63,6 @@ STOP_SECONDS = 5.0
 
 LAST_WRITE_SECONDS = 1.0
 """How long the write of its steps may take after that: nothing is decided by them."""
-
-CALM_TICKS = 0.25
-"""Heartbeat intervals between the ticks of a job in which time brings nothing soon: a tick goes through all workers."""
 
 log = structlog.get_logger("shoal.job")
 
@@ -101,6 +99,8 @@ class Runner:
         self._unserved = ""
         self._in_hand: Sequence[Submission] = ()
         self._ticked_at = life.clock()
+        self._rests_until = 0.0
+        """Before this time a job that waits needs no tick."""
         repository.on_trouble = self._on_trouble
         self._shown = _blank_view(spec)
         self._background = BackgroundWork(spec, life.outside, self.submit)
@@ -232,6 +232,8 @@ class Runner:
         if self._broken or self._unserved or self.trouble:
             return
         now = self._life.clock()
+        if self._ticked_at <= now < self._rests_until:
+            return
         if self._job.is_calm and 0 <= now - self._ticked_at < CALM_TICKS * self.spec.heartbeat_seconds:
             return
         self._ticked_at = now
@@ -285,6 +287,7 @@ class Runner:
             self._job, effects = self._life.step(self._job, events, self._life.clock())
             await self._carry_out(effects, self._audit(events[0], by))
             self._carried_out = self._job
+            self._rests_until = rests_until(self._job)
             self._background.show(self._job.durable.current)
         except StoreError as error:
             if not isinstance(error, Unfit):

@@ -40,6 +40,7 @@ from shoal_controller.core.machine.events import (
 )
 from shoal_controller.core.machine.job import Job
 from shoal_controller.core.machine.machine import new_job, restore, step
+from shoal_controller.core.machine.phases.rest import rests_until
 from shoal_controller.core.machine.place import Place
 from shoal_protos.errors import UserError
 from shoal_protos.messages import Refusal, Welcome
@@ -116,7 +117,8 @@ class ControllerHost:
 
     def _tick(self, life: int) -> None:
         if self.alive and self.life == life:
-            if not any(isinstance(event, Tick) for event in self._inbox):
+            is_due = self.clock.now >= rests_until(self.job)
+            if is_due and not any(isinstance(event, Tick) for event in self._inbox):
                 self._inbox.append(Tick())
             if not self._is_writing:
                 self._empty_inbox()

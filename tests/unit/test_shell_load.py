@@ -121,3 +121,21 @@ async def test_a_calm_job_is_ticked_four_times_a_heartbeat_and_any_other_one_eac
             runner.tick()
             await world.shell.submit("train", Save())
         assert sorted(set(ticks)) == [10.26, 10.4, 10.45]
+
+
+@asynchronous
+async def test_a_job_that_rests_is_ticked_when_its_rest_is_over_and_after_a_clock_that_went_back(tmp_path, monkeypatch):
+    ticks, now, until = [], [10.0], [12.0]
+    monkeypatch.setattr("shoal_controller.runner.rests_until", lambda _: until[0])
+    machine = SmallMachine({Tick: lambda *_: ticks.append(now[0]) or ()})
+    async with running(tmp_path, machine) as world:
+        await world.shell.create(SPEC)
+        runner = world.shell._runners["train"]
+        runner._life, runner._ticked_at = replace(runner._life, clock=lambda: now[0]), now[0]
+        await world.shell.submit("train", Save())
+        ticks.clear()
+        for at in (10.1, 11.9, 12.0, 9.0):
+            now[0] = at
+            runner.tick()
+            await world.shell.submit("train", Save())
+        assert sorted(set(ticks)) == [9.0, 12.0]

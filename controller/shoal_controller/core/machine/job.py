@@ -181,7 +181,7 @@ class Job:
     started_at: float
     """When this controller's life began."""
     ticked_at: float | None = None
-    """When the last tick came."""
+    """When the last tick came, or since when there is somebody to listen to."""
     listening: Listening = NO_LISTENING
     """Listening time in this life, up to the last tick."""
     doubt_shown: bool = False

@@ -189,6 +189,7 @@ def _refuse_second_process(turn: Turn, event: Connected) -> None:
 def _take_in(turn: Turn, worker: WorkerId, event: Connected) -> None:
     hello, known = event.hello, turn.durable.roster.get(worker)
     first = known is None or not known.incarnation
+    silence.note_first(turn)
     turn.enlist(_record_with(hello, turn.enlist_new(worker) if known is None else known))
     turn.keep(last_generation=max(turn.durable.last_generation, hello.next_generation))
     before = turn.process(worker)

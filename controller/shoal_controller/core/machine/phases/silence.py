@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from shoal_protos.plan import WorkerId
 
-from shoal_controller.core.machine.durable import Standing, WorkerRecord
+from shoal_controller.core.machine.durable import Durable, Standing, WorkerRecord
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.job import NO_LISTENING, Job, Listening
 from shoal_controller.core.machine.turn import Turn
@@ -82,6 +82,26 @@ def may_be_reconnecting(turn: Turn) -> bool:
 
 def is_reconnecting(job: Job, now: float) -> bool:
     return now - job.started_at < job.durable.spec.reconnect_seconds
+
+
+def introduced(durable: Durable) -> Iterator[WorkerRecord]:
+    """Those who have said hello, and are not known to be gone or told to go."""
+    return (
+        record
+        for record in durable.roster.values()
+        if record.incarnation and record.ending is None and record.standing is not Standing.DEAD
+    )
+
+
+def is_deserted(durable: Durable) -> bool:
+    """Whether there is nobody whose silence could tell anything."""
+    return next(introduced(durable), None) is None
+
+
+def note_first(turn: Turn) -> None:
+    """● Somebody comes where nobody was: the time since the last tick, which may be long (`rest.py`), is no silence."""
+    if not turn.job.connections and is_deserted(turn.durable):
+        turn.change(ticked_at=turn.now)
 
 
 def note_return(turn: Turn) -> None:
