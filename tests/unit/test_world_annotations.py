@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -67,11 +68,15 @@ async def test_a_pod_tells_generation_and_rank_one_patch_a_resize_and_a_joiner_t
 
 
 @asynchronous
-async def test_of_worlds_that_follow_each_other_quickly_only_the_last_one_is_written(tmp_path: Path) -> None:
+async def test_of_worlds_that_follow_each_other_quickly_only_the_last_one_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(world_annotations, "SETTLE_SECONDS", 0.5)
     async with team(tmp_path, "a", "b") as one:
         await started(one, "w0", "w1")
         for generation in range(1, 20):
             one.launcher.world_began(world(generation, "w0", "w1"), SPEC)
+            await asyncio.sleep(0)
         await one.until(lambda: (says(one, "w0"), says(one, "w1")) == (mark(19, 0), mark(19, 1)), "the last one")
         await one.settle()
         assert patches(one) == {"w0": 1, "w1": 1}
