@@ -44,7 +44,8 @@ def launched(workers: int, folder: Path, text: str = SCRIPT) -> Iterator[Cluster
     script.write_text(text)
     options = {**OPTIONS, "pace": 0.02, "until": str(folder / "go")}
     command = [sys.executable, str(script), str(folder), json.dumps(options)]
-    with Cluster(workers=workers, options=OPTIONS, spec={"launcher": "local", "command": command}) as cluster:
+    spec = {"launcher": "local", "command": command, "stall_seconds": 90.0}  # three fresh Pythons on two busy cores
+    with Cluster(workers=workers, options=OPTIONS, spec=spec) as cluster:
         yield cluster
 
 

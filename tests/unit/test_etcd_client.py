@@ -8,7 +8,8 @@ import grpc
 import pytest
 from asynchronous import asynchronous
 from shoal_controller.etcd.client import EtcdClient, delete, is_guarded, modified_at, put
-from shoal_controller.etcd.cluster import Login
+from shoal_controller.etcd.cluster import Cluster, Login
+from shoal_controller.etcd.endpoint import Endpoint
 from shoal_controller.etcd.errors import Closed, Compacted, Denied, Exhausted, Rejected, UnknownOutcome
 from shoal_controller.etcd.etcd_pb2 import (
     AuthenticateRequest,
@@ -21,6 +22,7 @@ from shoal_controller.etcd.etcd_pb2 import (
     WatchRequest,
     WatchResponse,
 )
+from shoal_controller.etcd.watching import WATCH
 
 LOST = (grpc.StatusCode.UNAVAILABLE, "etcdserver: request timed out")
 NOT_BEGUN = (grpc.StatusCode.UNAVAILABLE, "etcdserver: no leader")
@@ -205,6 +207,24 @@ async def test_whoever_waits_for_a_server_that_says_nothing_hears_of_the_closing
         for one in waiting:
             with pytest.raises(Closed):
                 await one
+
+
+@asynchronous
+async def test_a_stream_that_is_being_opened_hears_of_the_closing(monkeypatch):
+    """gRPC cancels the calls of a channel that closes, as if the task that made them were to end."""
+    closed = asyncio.Event()
+
+    async def connect(endpoint, seconds):
+        await closed.wait()
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(Endpoint, "connect", connect)
+    cluster = Cluster(["127.0.0.1:1"])
+    opening = asyncio.ensure_future(cluster.stream(WATCH))
+    await cluster.close()
+    closed.set()
+    with pytest.raises(Closed):
+        await opening
 
 
 def test_a_password_is_not_shown():

@@ -127,6 +127,10 @@ class Cluster:
         except NotSent:
             self.leave(endpoint)
             raise
+        except asyncio.CancelledError:
+            if self.is_cut():
+                raise self.closed() from None
+            raise
         return CallStream(self, endpoint, method, metadata)
 
     async def versions(self) -> dict[str, str | BaseException]:
