@@ -7,7 +7,8 @@ here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 from shoal_protos.errors import UserError
@@ -19,7 +20,7 @@ from shoal.core.layout import Layout
 
 
 class BucketHooks:
-    """`arm` before the last backward of a step, `disarm` after it."""
+    """`armed` around a backward."""
 
     def __init__(self, layout: Layout, parameters: Sequence[nn.Parameter], sums: LaneSums | ShardSums) -> None:
         self._slots, self._sums = [len(bucket.slots) for bucket in layout.buckets], sums
@@ -31,19 +32,21 @@ class BucketHooks:
         for number, ((bucket, slot), parameter) in enumerate(zip(owners, parameters, strict=True)):
             parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, number, bucket, slot))
 
-    def arm(self, on_filled: Callable[[int], None]) -> None:
-        """Call `on_filled(bucket)` for each bucket, in order, as soon as it and all before it are whole."""
+    @contextmanager
+    def armed(self, on_filled: Callable[[int], None]) -> Iterator[None]:
+        """Calls `on_filled(bucket)` for each bucket, in order, as soon as it and all before it are whole. Buckets with
+        unused parameters never come; whoever arms sees to them.
+        """
         self._missing = [set(range(count)) for count in self._slots]
         self._next, self._on_filled = 0, on_filled
+        try:
+            yield
+        finally:
+            self._on_filled = None
 
-    def arm_to_take(self) -> None:
+    def armed_to_take(self) -> AbstractContextManager[None]:
         """For a backward that fills no bucket for good: what is to be taken from parameters is so anyway."""
-        if self._sums.live.takes_gradients:
-            self.arm(lambda _: None)
-
-    def disarm(self) -> None:
-        """Buckets with unused parameters never came; whoever armed sees to them."""
-        self._on_filled = None
+        return self.armed(lambda _: None) if self._sums.live.takes_gradients else nullcontext()
 
     def _on_gradient(
         self,

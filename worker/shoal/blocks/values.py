@@ -24,12 +24,16 @@ class StretchValues(Protocol):
         ...
 
 
-class BlockValues(StretchValues, Protocol):
-    """Values of the blocks that are kept here."""
+class RangeValues(Protocol):
+    """Values of elements of a bucket: parameters, gradients, whole or in parts."""
 
     def range(self, bucket: int, start: int, stop: int) -> Tensor:  # (stop - start,)
         """A view of elements of a bucket that lie in such blocks."""
         ...
+
+
+class BlockValues(StretchValues, RangeValues, Protocol):
+    """Values of the blocks that are kept here."""
 
 
 class WholeValues:

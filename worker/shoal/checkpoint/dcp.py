@@ -39,7 +39,7 @@ def export_dcp(reader: Reader, folder: Path, dtype: torch.dtype | None) -> None:
 
 def _model(reader: Reader, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
     found = {}
-    for name, tensor in named.tensors(reader, exact=dtype in (torch.float32, torch.float64)):
+    for name, tensor in named.tensors(reader, exact=named.shows_masters(dtype)):
         found[name] = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor.clone()
     return found | {other: found[first] for other, first in reader.manifest.layout.tied.items()}
 

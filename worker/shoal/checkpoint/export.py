@@ -15,7 +15,7 @@ from shoal_protos.errors import UserError
 
 from shoal.blocks.host_memory import tensor_bytes
 from shoal.checkpoint.container import Region, header
-from shoal.checkpoint.named import Known, names, tensors
+from shoal.checkpoint.named import Known, names, shows_masters, tensors
 from shoal.checkpoint.reader import Reader
 from shoal.checkpoint.storage import LocalStorage
 
@@ -51,13 +51,8 @@ def _converted(known: Known, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and known.dtype.is_floating_point else known.dtype
 
 
-def _is_wide(dtype: torch.dtype | None) -> bool:
-    """Whether master weights have something to add."""
-    return dtype in (torch.float32, torch.float64)
-
-
 def _stream(regions: Sequence[Region], head: bytes, reader: Reader, dtype: torch.dtype | None) -> Iterator[memoryview]:
     yield memoryview(head)
-    for region, (name, tensor) in zip(regions, tensors(reader, exact=_is_wide(dtype)), strict=True):
+    for region, (name, tensor) in zip(regions, tensors(reader, exact=shows_masters(dtype)), strict=True):
         assert region.name == name, f"{name} is where {region.name} was expected"
         yield tensor_bytes(tensor.to(region.dtype))

@@ -44,6 +44,11 @@ def names(manifest: Manifest) -> dict[str, Known]:
     return found | {name: Known(entry.shape, DTYPES[entry.dtype]) for name, entry in beside.items()}
 
 
+def shows_masters(dtype: torch.dtype | None) -> bool:
+    """Whether tensors of this dtype can be more exact than parameters in half precision."""
+    return dtype in (torch.float32, torch.float64)
+
+
 def tensors(reader: Reader, exact: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Every one of `names`, in their order, verified. A parameter is a view of its bucket: clone what is to last.
 

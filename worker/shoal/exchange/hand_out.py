@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from shoal_protos.activity import StepPhase
 
-from shoal.exchange.packing import PackedReceive, Posted, Ranges, send_packed
+from shoal.blocks.values import RangeValues
+from shoal.exchange.packing import PackedReceive, Posted, send_packed
 from shoal.exchange.traffic import HANDED, PieceTraffic, Traffic
 from shoal.group.group import Group, WorldChanged
 
@@ -22,7 +23,7 @@ class HandOut:
     def __init__(
         self,
         group: Group,
-        parameters: Ranges,
+        parameters: RangeValues,
         traffic: Traffic,
         flow: PieceTraffic,
     ) -> None:

@@ -7,11 +7,11 @@ A message of one extent is a view and costs nothing; several are packed into a b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from shoal.blocks.values import RangeValues
 from shoal.exchange.pieces import Extent, elements_in, is_alone
 from shoal.group.group import Group, Work
 
@@ -23,7 +23,7 @@ def send_packed(
     group: Group,
     peer: int,
     tag: int,
-    values: Ranges,  # the extents are of one dtype
+    values: RangeValues,  # the extents are of one dtype
     extents: Sequence[Extent],
 ) -> Posted:  # the message: (elements in the extents,)
     """Posts one message."""
@@ -62,14 +62,7 @@ def _is_together(subtrees: int, elements: int, itemsize: int) -> bool:
     return subtrees == 1 or not is_alone(elements, itemsize)
 
 
-class Ranges(Protocol):
-    """Values of which ranges can be sent: parameters, gradients, whole or in parts."""
-
-    def range(self, bucket: int, start: int, stop: int) -> Tensor:  # (stop - start,)
-        ...
-
-
-def ranges(values: Ranges, extents: Sequence[Extent]) -> list[Tensor]:  # each (elements of its extent,)
+def ranges(values: RangeValues, extents: Sequence[Extent]) -> list[Tensor]:  # each (elements of its extent,)
     return [values.range(*extent) for extent in extents]
 
 
@@ -91,7 +84,7 @@ class PackedReceive:
         group: Group,
         source: int,
         tag: int,
-        values: Ranges,
+        values: RangeValues,
         extents: Sequence[Extent],
     ) -> None:
         self._values, self._extents = values, extents

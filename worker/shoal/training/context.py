@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 
-from shoal.blocks.residency import Residency
 from shoal.checkpoint.manifest import DataPosition
 from shoal.config.training import TrainingConfig
 from shoal.data.forward_seed import ForwardSeed
@@ -28,7 +27,6 @@ class TrainingContext:
         self, config: TrainingConfig, state: TrainingState, link: Link, loop: LaneLoop, faults: Faults
     ) -> None:
         self.config, self.state, self.link, self.loop, self.faults = config, state, link, loop, faults
-        self.residency = Residency.of(config.stage)
         self.meter = Meter()
         self.forward_seed = ForwardSeed(state.module, config.seed)
         self.autocast = Autocast(config.precision, torch.device("cpu"))

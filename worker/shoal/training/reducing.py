@@ -87,19 +87,13 @@ class WholeReducing:
         context = self._context
         arriving = _world(context).traffic.arriving(context.boundaries)
         self._sums.begin_push(context.loop.lane)
-        self._hooks.arm(self._reduction.on_filled)
-        try:
+        with self._hooks.armed(self._reduction.on_filled):
             context.loop.backward(loss, context.state, arriving)
-        finally:
-            self._hooks.disarm()
         self._sums.end_push()
 
     def backward_here(self, loss: Tensor) -> None:
-        self._hooks.arm_to_take()
-        try:
+        with self._hooks.armed_to_take():
             self._context.loop.backward(loss, self._context.state)
-        finally:
-            self._hooks.disarm()
 
     def skip(self) -> None:
         if self._context.loop.at_last_backward:
@@ -149,23 +143,15 @@ class ShardReducing:
 
     def backward(self, loss: Tensor) -> None:
         assert self._reduction is not None
-        self._hooks.arm(self._reduction.on_filled)
-        try:
+        with self._hooks.armed(self._reduction.on_filled):
             self._context.loop.backward(loss, self._context.state)
-        finally:
-            self._hooks.disarm()
         self._reduction.end_lane()
 
     def backward_here(self, loss: Tensor) -> None:
         """A micro-batch of several, or of a warm-up: what that makes is thrown away bucket by bucket."""
-        if self._context.loop.is_warming_up:
-            self._hooks.arm(self._throw_away)
-        else:
-            self._hooks.arm_to_take()
-        try:
+        warming_up = self._context.loop.is_warming_up
+        with self._hooks.armed(self._throw_away) if warming_up else self._hooks.armed_to_take():
             self._context.loop.backward(loss, self._context.state)
-        finally:
-            self._hooks.disarm()
 
     def _throw_away(self, bucket: int) -> None:
         self._sums.live.release(bucket)

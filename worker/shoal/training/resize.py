@@ -236,9 +236,9 @@ class Resize:
         link = self._context.link
         rank = plan.rank_of(link.worker, link.incarnation)
         assert rank is not None, f"plan {plan.generation} leaves out {link.worker}, which was told to carry it out"
-        context = self._context
-        one, by_rounds = context.config.micro_batches_per_lane == 1, not context.residency.gradients
-        return World(plan, rank, group, Traffic(plan, rank, context.state.layout, one, by_rounds))
+        state = self._context.state
+        narrow, by_rounds = state.one_micro_batch, not state.residency.gradients
+        return World(plan, rank, group, Traffic(plan, rank, state.layout, narrow, by_rounds))
 
     def _enter(self, world: World) -> None:
         """The world begins here: it replaces the old one whole."""
@@ -252,7 +252,7 @@ class Resize:
         self._step.reducing.forget()
         context.state.held.expect(plan.filled(world.rank, plan.boundaries))
         world.group.progress.begin_boundary(0)
-        keeps_lanes = at_same_step and context.residency.gradients
+        keeps_lanes = at_same_step and context.state.residency.gradients
         if not (keeps_lanes and context.loop.continue_with(world.first_lanes)):
             context.state.forget_gradients()
             context.loop.begin_step(world.first_lanes)

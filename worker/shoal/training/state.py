@@ -85,6 +85,7 @@ class TrainingState:
         scheduler: LRScheduler | None,
         limits: Limits,
     ) -> None:
+        self.residency, self.one_micro_batch = limits.residency, limits.one_micro_batch
         pairs = trainable(module, optimizer, limits.units, limits.half)
         pairs, before = round_module(module, pairs, limits.half)
         self.module, self.optimizer, self.scheduler, self.clipping = module, optimizer, scheduler, limits.clipping
