@@ -123,7 +123,7 @@ def launched(
         host = 0 if isinstance(hosts, Loopback) else host_of(env["SHOAL_FAILURE_DOMAIN"])
         return ForkedPod(fork_on(hosts, host, call, given, env, folder / f"{name}.log"))
 
-    options = {**OPTIONS, **more, "pace": 0.02, "until": str(folder / "go")}
+    options = {**OPTIONS, "pace": 0.02, **more, "until": str(folder / "go")}
     section = {"image": "registry/train:1", "grace_seconds": 30}
     spec = {"launcher": "kubernetes", "command": [TRAIN, json.dumps(options)], "kubernetes": section}
     names = [f"n{number}" for number in range(nodes)]

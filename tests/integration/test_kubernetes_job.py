@@ -53,7 +53,7 @@ def test_another_controller_adopts_the_pods_and_the_job_goes_on(tmp_path: Path) 
 
 
 def test_a_resource_has_the_size_of_its_job_and_takes_it_along_when_it_goes(tmp_path: Path) -> None:
-    with launched(2, 4, tmp_path, JobOfResource) as (job, pods):
+    with launched(2, 4, tmp_path, JobOfResource, max_steps=150, pace=0.1) as (job, pods):
         job.wait_world(2)
         job.kubectl("PATCH", "/job/scale", {"spec": {"replicas": 4}})
         job.wait_world(4)
