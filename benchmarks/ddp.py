@@ -19,22 +19,41 @@ from pathlib import Path
 import model
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 STEPS = 3
 """Of one round."""
 ROUNDS = 9
+WAYS = ("ddp", "zero", "fsdp2", "fsdp2 reshard")
+"""DDP, DDP with ZeroRedundancyOptimizer, and FSDP2 that keeps parameters from forward to backward or frees them."""
 PATIENCE_SECONDS = 60.0
 
 
-def baseline(rank: int, world: int, size: str, lanes: int, sharded: bool) -> Callable[[], None]:
-    """One step of so many lanes in all."""
-    module = DistributedDataParallel(model.build(size), gradient_as_bucket_view=True)
+def fully_sharded(size: str, reshard: bool) -> nn.Module:
+    """FSDP2, a unit for each layer. `reshard`: parameters are freed between forward and backward."""
+    gpt, mesh = model.build(size), init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in gpt.blocks:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(gpt, mesh=mesh, reshard_after_forward=reshard)
+    return gpt
+
+
+def baseline(rank: int, world: int, size: str, lanes: int, way: str) -> Callable[[], None]:
+    """One step of so many lanes in all. `way`: one of `WAYS`."""
+    if way.startswith("fsdp2"):
+        module = fully_sharded(size, way == "fsdp2 reshard")
+        accumulating = nullcontext
+    else:
+        module = DistributedDataParallel(model.build(size), gradient_as_bucket_view=True)
+        accumulating = module.no_sync
     given = {"lr": 1e-4, "fused": True}
     optimizer = (
         ZeroRedundancyOptimizer(module.parameters(), torch.optim.AdamW, **given)
-        if sharded
+        if way == "zero"
         else torch.optim.AdamW(module.parameters(), **given)
     )
     windows, at, each = model.Windows(), rank * lanes // world, lanes // world
@@ -45,7 +64,7 @@ def baseline(rank: int, world: int, size: str, lanes: int, sharded: bool) -> Cal
         for lane in range(at, at + each):
             numbers = [(lane * model.MICRO_BATCH + i) % len(windows) for i in range(model.MICRO_BATCH)]
             batch = torch.utils.data.default_collate([windows[number] for number in numbers])
-            with module.no_sync() if lane < at + each - 1 else nullcontext():
+            with accumulating() if lane < at + each - 1 else nullcontext():
                 module(**batch).backward()
         at += lanes
         optimizer.step()
@@ -68,7 +87,7 @@ def measured(step: Callable[[], None]) -> tuple[float, float]:
 
 def _member(rank: int, place: str, size: str, workers: int, lanes: int, all_done: Barrier) -> None:
     dist.init_process_group("gloo", init_method=f"file://{place}/group", rank=rank, world_size=workers)
-    step = baseline(rank, workers, size, lanes, sharded=False)
+    step = baseline(rank, workers, size, lanes, "ddp")
     measured(step)
     took = [measured(step) for _ in range(ROUNDS)]
     if rank == 0:

@@ -1,6 +1,6 @@
-"""The worker's script of step_time.py: rounds of DDP, of DDP with ZeroRedundancyOptimizer and of Shoal, in turn.
+"""The worker's script of step_time.py and zero.py: rounds of PyTorch's own ways (ddp.py) and of Shoal, in turn.
 
-Each member of the world takes part in all three on the same two cores, so that a busy machine is busy for all alike.
+Each member of the world takes part in all of them on the same two cores, so that a busy machine is busy for all alike.
 Rank 0 writes what every round took, wall and CPU seconds per step (of all processes together), as JSON.
 """
 
@@ -39,10 +39,9 @@ def main() -> None:
         elastic(engine, batches)
     dist.init_process_group("gloo", init_method=f"file://{place}.group", rank=engine.rank, world_size=workers)
     ways: dict[str, Callable[[], None]] = {
-        "ddp": baseline(engine.rank, workers, given.size, given.lanes, sharded=False),
-        "zero": baseline(engine.rank, workers, given.size, given.lanes, sharded=True),
-        "shoal": lambda: elastic(engine, batches),
+        way: baseline(engine.rank, workers, given.size, given.lanes, way) for way in given.beside
     }
+    ways["shoal"] = lambda: elastic(engine, batches)
     for step in ways.values():
         measured(step)
     took = {name: [measured(step)] for name, step in ways.items()}

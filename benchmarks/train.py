@@ -56,6 +56,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--lanes", type=int, default=4)
     parser.add_argument("--mirrors", type=int, default=1)
     parser.add_argument("--stage", type=int, default=1, help="of ZeRO")
+    parser.add_argument("--beside", nargs="+", default=["ddp", "zero"], help="what takes turns with it (ddp.py)")
     parser.add_argument("--workers", type=int, default=0, help="one for each lane, unless given")
     return parser.parse_args()
 
