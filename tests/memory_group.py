@@ -6,6 +6,7 @@ whatever is posted too early tears what it lands in. Guarded by the lock of `cha
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -30,6 +31,8 @@ class Wire:
         self.gone: set[int] = set()
         self.arrived: dict[Way, deque[Tensor]] = defaultdict(deque)
         self.awaited: dict[Way, deque[Posted]] = defaultdict(deque)
+        self.served: dict[tuple[int, int], Callable[[int, Tensor], None]] = {}
+        """By rank and tag, who is called with messages."""
         self.posts: list[tuple[str, Way]] = []
         self.bytes = 0
         """Of all messages that were sent."""
@@ -44,6 +47,10 @@ class Wire:
         arrived, awaited = self.arrived[way], self.awaited[way]
         while arrived and awaited and not self.gone & {way[0], way[1]}:
             awaited.popleft().land(arrived.popleft())
+        on_request = self.served.get(way[1:])
+        while on_request is not None and arrived and not self.gone & {way[0], way[1]}:
+            with contextlib.suppress(WorldChanged):
+                on_request(way[0], arrived.popleft().view(torch.int64))
         self.changed.notify_all()
 
 
@@ -117,6 +124,12 @@ class MemoryGroup:
 
     def all_gather(self, row: Tensor) -> Tensor:
         return gather(self, row)
+
+    def serve(self, tag: int, elements: int, on_request: Callable[[int, Tensor], None]) -> None:
+        """`on_request` is called on the thread of whoever asks."""
+        self.wire.served[self.rank, tag] = on_request
+        for peer in range(self.size):
+            self.wire.match((peer, self.rank, tag))
 
     def abort(self) -> None:
         self.wire.leave(self.rank)

@@ -15,7 +15,7 @@ Offload = Literal["none", "host", "file"]
 Location = Literal["device", "host", "file"]
 
 STAGES = (0, 1, 2, 3)
-BUILT_STAGES = (0, 1, 2)
+BUILT_STAGES = (0, 1, 2, 3)
 BUILT_PRECISIONS: tuple[Precision, ...] = ("fp64", "fp32", "bf16", "fp16")
 BUILT_OFFLOADS: tuple[Offload, ...] = ("none",)
 

@@ -35,7 +35,7 @@ TRAIN = "integration.scripts:train"
 PATIENCE_SECONDS = 100.0
 """Far above what anything takes on two busy cores; a test that needs it is wrong."""
 OVER = ("succeeded", "failed", "cancelled")
-WITHOUT_EFFECT = ("stage", "mirrors", "pace", "until")
+WITHOUT_EFFECT = ("stage", "mirrors", "pace", "until", "evaluate")
 """Options of the script that must not change a bit."""
 QUICK = {"heartbeat_seconds": 0.2, "reconnect_seconds": 2.0, "stall_seconds": 30.0}
 """So that a test sees within moments what takes seconds in earnest."""

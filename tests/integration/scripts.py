@@ -137,7 +137,8 @@ def train(result: str, **options: Any) -> None:
     """Options: max_steps, lanes, stage, mirrors, dropout, buffers, samples, optimizer, scheduler, pace, until, …
 
     `children`: so many are forked after the first step, as a data loader's workers are, and sleep. `compile`: the
-    backend of torch.compile; then the number of graphs is printed whenever it has grown.
+    backend of torch.compile; then the number of graphs is printed whenever it has grown. `evaluate`: after every step,
+    on rank 0.
     """
     import shoal
 
@@ -152,6 +153,8 @@ def train(result: str, **options: Any) -> None:
     brake, graphs = Brake(options), 0
     losses: list[float | None] = []
     engine.on_step(lambda engine: losses.append(engine.loss))
+    if options.get("evaluate"):
+        engine.on_step(evaluate)
     for batch in engine:
         brake.hold(engine.global_step)
         if engine.global_step:
@@ -165,6 +168,13 @@ def train(result: str, **options: Any) -> None:
     if "export" in options:
         engine.export(options["export"])
     _write(result, {"fingerprint": fingerprint, "step": engine.global_step, "loss": engine.loss, "losses": losses})
+
+
+def evaluate(engine: Any) -> None:
+    """On rank 0 alone."""
+    with engine.evaluating(), engine.gathered():
+        tokens = torch.arange(2 * LENGTH).view(2, LENGTH)
+        engine.report(score=engine.module(tokens, tokens))
 
 
 def say_graphs(before: int) -> int:

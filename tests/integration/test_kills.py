@@ -126,6 +126,15 @@ def test_a_worker_dies_while_it_rolls_forward() -> None:
 
 
 @pytest.mark.parametrize("how", ["kill", "stop"])
+def test_a_worker_is_lost_while_others_gather_what_it_has(how: str) -> None:
+    """Within their forward, which runs again by itself."""
+    options = {**SHORT, "stage": 3, "evaluate": True}
+    with Cluster(workers=3, options=options, faults=f"w1@4:gather:{how}") as cluster:
+        report = cluster.wait_undisturbed()
+        assert report["generations"][-1]["workers"] == 2
+
+
+@pytest.mark.parametrize("how", ["kill", "stop"])
 def test_a_worker_is_lost_in_a_backward_whose_gradients_are_leaving(how: str) -> None:
     """Others wait for it within theirs."""
     with Cluster(workers=3, options={**SHORT, "stage": 2}, faults=f"w1@4:backward:{how}") as cluster:
@@ -133,7 +142,7 @@ def test_a_worker_is_lost_in_a_backward_whose_gradients_are_leaving(how: str) ->
         assert report["generations"][-1]["workers"] == 2
 
 
-@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_worker_is_lost_in_the_very_vote_in_which_a_planned_change_begins(stage: int) -> None:
     faults = "w1@0:in_vote_to_begin:kill"
     with Cluster(workers=3, options={**LONG, "stage": stage}, faults=faults, pace=PACE) as cluster:

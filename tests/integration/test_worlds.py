@@ -33,6 +33,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "two micro-batches per lane": {"micro_batches_per_lane": 2, "samples": 70},
     "five lanes": {"lanes": 5},
     "bfloat16, sharded gradients": {"precision": {"bf16": {"enabled": True}}, "stage": 2},
+    "bfloat16, sharded parameters": {"precision": {"bf16": {"enabled": True}}, "stage": 3, "evaluate": True},
     "seven lanes": {"lanes": 7},
     "float64": {"double": True},
     "no dropout, no buffers": {"dropout": 0.0, "buffers": False},
@@ -40,7 +41,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-WORLDS = [(1, 1), (1, 2), (2, 0), (2, 2), (3, 1), (3, 2), (4, 0), (4, 2), (8, 1), (8, 2)]
+WORLDS = [(1, 1), (1, 2), (2, 0), (2, 2), (3, 1), (3, 2), (4, 0), (4, 2), (8, 1), (8, 2), (1, 3), (3, 3), (8, 3)]
 
 
 @pytest.mark.parametrize(("workers", "stage"), WORLDS)

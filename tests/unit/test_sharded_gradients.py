@@ -139,7 +139,7 @@ def test_gradients_are_gone_after_a_backward_and_reduced_ones_are_of_own_blocks_
         if engine.global_step == 4:
             seen.append(sums.live._flats == {})
             seen.append(all(isinstance(p.grad, TakenGradient) for p in engine.context.state.parameters))
-            seen.append(sums.reduced.bytes < 0.6 * engine.context.state.weights.bytes)
+            seen.append(sums.reduced.bytes < 0.6 * engine.context.state.flats.bytes)
         return engine.step()
 
     with Crew("abcd", Task(options(mirrors=1, lanes=4), step=look)) as crew:

@@ -22,7 +22,15 @@ from shoal.core.layout import Layout
 class BucketHooks:
     """`armed` around a backward."""
 
-    def __init__(self, layout: Layout, parameters: Sequence[nn.Parameter], sums: LaneSums | ShardSums) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        parameters: Sequence[nn.Parameter],
+        sums: LaneSums | ShardSums,
+        on_whole: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """`on_whole`: called with a bucket when all its gradients are there, in whatever order backward makes them."""
+        self._on_whole = on_whole
         self._slots, self._sums = [len(bucket.slots) for bucket in layout.buckets], sums
         self._is_half = [bucket.has_masters for bucket in layout.buckets]
         self._on_filled: Callable[[int], None] | None = None
@@ -69,6 +77,7 @@ class BucketHooks:
         missing.discard(slot)
         if missing:
             return
+        self._on_whole(bucket)
         while self._next < len(self._missing) and not self._missing[self._next]:
             self._next += 1
             self._on_filled(self._next - 1)

@@ -79,9 +79,10 @@ def lay_out_model(pairs: Sequence[tuple[Trainable, nn.Parameter]]) -> tuple[Layo
     return layout, [by_name[slot.parameter.name] for bucket in layout.buckets for slot in bucket.slots]
 
 
-def empty_flats(layout: Layout) -> Flats:  # per bucket (elements,) of its dtype
-    """Zeros in the layout's shape."""
-    return [host_memory(bucket.elements, bucket.dtype) for bucket in layout.buckets]
+def empty_flats(layout: Layout, come_and_go: bool = False) -> Flats:  # per bucket (elements,) of its dtype
+    """Zeros in the layout's shape. `come_and_go`: in storages that can be freed and found again."""
+    find = torch.zeros if come_and_go else host_memory
+    return [find(bucket.elements, dtype=bucket.dtype) for bucket in layout.buckets]
 
 
 def views(
@@ -103,9 +104,10 @@ def all_views(
 def adopt(
     layout: Layout,
     parameters: Sequence[nn.Parameter],  # each of its own shape, in the order of the slots
+    come_and_go: bool = False,
 ) -> Flats:  # per bucket (elements,) of its dtype
-    """Moves the parameters' values into flats and makes the parameters views of them."""
-    flats = empty_flats(layout)
+    """Moves the parameters' values into flats (`empty_flats`) and makes the parameters views of them."""
+    flats = empty_flats(layout, come_and_go)
     with torch.no_grad():
         for parameter, view in zip(parameters, all_views(layout, flats), strict=True):
             view.copy_(parameter)

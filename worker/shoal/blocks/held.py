@@ -10,8 +10,9 @@ kernels give the bits of the whole tensor on no other slices.
 from __future__ import annotations
 
 import copy
+import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -33,6 +34,8 @@ State = dict[str, Tensor]  # each (elements,), or () where all its blocks share 
 
 MASTER = "master"
 """The key of master weights."""
+WEIGHTS = "weights"
+"""The key of parameters, where a block's are with its state and nowhere else."""
 
 SEGMENTS_PER_BUCKET = 4
 """More make an update slower than it need be; fewer are not worth the copy that joins them."""
@@ -51,8 +54,9 @@ class Segment:
     """A stretch of blocks that are updated as one; their state is the twin's of `parameter`."""
 
     stretch: Stretch
-    parameter: Tensor  # (elements,): a view of the bucket's dtype, or master weights of its wide dtype
+    parameter: Tensor  # (elements,): of the bucket's dtype, or master weights of its wide dtype
     has_master: bool
+    weights: Tensor | None  # (elements,) of the bucket's dtype: where they are with the state
 
 
 def may_step_in_parts(optimizer: torch.optim.Optimizer) -> bool:
@@ -93,9 +97,18 @@ class HeldBlocks:
         optimizer: torch.optim.Optimizer,
         parameters: BlockValues,
         tensors: Mapping[str, Tensor],  # each of its parameter's shape and dtype
+        keeps_weights: bool = False,
     ) -> None:
-        """`tensors`: the user's parameter objects by name, under which a state that exists already is found."""
-        self._layout = layout
+        """`tensors`: the user's parameter objects by name, under which a state that exists already is found.
+
+        `keeps_weights`: parameters are with the state; `parameters` are their first values.
+        """
+        self.keeps_weights = keeps_weights
+        self.lock = threading.Lock()
+        """Held by whoever changes which segments there are, or reads them on another thread."""
+        self.revision = 0
+        """Of the segments: it grows whenever they are others."""
+        self.layout = layout
         self._tensor_of = tensors
         self._user = optimizer
         self._twin = twin_of(optimizer)
@@ -107,55 +120,46 @@ class HeldBlocks:
 
     def state_bytes(self) -> int:
         """Bytes of all state held, counted over tensors."""
-        return sum(value.nbytes for segment in self._segments for value in self._state(segment).values())
+        states = (self._state(segment) for segment in self._segments)
+        return sum(value.nbytes for state in states for key, value in state.items() if key != WEIGHTS)
 
     def state_bytes_of_a_block(self) -> int:
         """What one block's state takes, also before there is any."""
-        return probe_state_bytes(self._layout, self._twin)
+        return probe_state_bytes(self.layout, self._twin)
+
+    @property
+    def segments(self) -> list[Segment]:
+        """In the order of their stretches. To be read only; another list is put in its place, under `lock`."""
+        return self._segments
 
     def _state(self, segment: Segment) -> State:  # each (elements of the segment,), or ()
         state: dict[str, Any] = self._twin.state[segment.parameter]
         found: State = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-        return {**found, MASTER: segment.parameter} if segment.has_master else found
+        if segment.has_master:
+            found[MASTER] = segment.parameter
+        if segment.weights is not None:
+            found[WEIGHTS] = segment.weights
+        return found
 
     def hold(self, runs: Runs, masters: StretchValues | None = None) -> None:
         """Begins to hold blocks in the state of step 0. `masters`: the first values of master weights."""
-        for stretch in self._layout.stretches(runs):
-            state = self._initial(stretch.bucket, self._layout.elements(stretch))
-            if masters is not None and self._layout.buckets[stretch.bucket].has_masters:
+        segments = list(self._segments)
+        for stretch in self.layout.stretches(runs):
+            state = self._initial(stretch.bucket, self.layout.elements(stretch))
+            if masters is not None and self.layout.buckets[stretch.bucket].has_masters:
                 state[MASTER] = masters.of(stretch)
-            self._segments.append(self._segment(stretch, state))
-        self._regroup(self.runs | runs)
+            if self.keeps_weights:
+                state[WEIGHTS] = self._parameters.of(stretch).clone()
+            segments.append(self._segment(stretch, state))
+        self._regroup(segments, self.runs | runs)
 
     def expect(self, runs: Runs) -> None:
         """The blocks that a world fills, at its beginning: `memory_for` is asked for these."""
-        self._expected = FillMemory(self._layout, runs)
+        self._expected = FillMemory(self.layout, runs)
 
     def memory_for(self, stretch: Stretch, key: str, dtype: torch.dtype) -> Tensor:  # (elements,) of `dtype`
         """Where a state of expected blocks is received, for `take`: whatever is taken of one stretch is one segment."""
         return self._expected.part(stretch, key, dtype)
-
-    def numbers_of(self, stretches: Collection[Stretch]) -> Runs:
-        """Block numbers. Raises `ValueError` for stretches that lie in no bucket."""
-        buckets = self._layout.buckets
-        for stretch in stretches:
-            is_in = 0 <= stretch.bucket < len(buckets) and stretch.stop <= buckets[stretch.bucket].blocks
-            if not is_in or not 0 <= stretch.start < stretch.stop:
-                raise ValueError(f"{stretch} lies in no bucket")
-        return self._layout.runs(stretches)
-
-    def check_masters(
-        self,
-        states: Mapping[Stretch, State],  # each (elements of the stretch,), or () for what all its blocks share
-    ) -> None:
-        """Raises `ValueError` where states from outside lack master weights, or have others than an update needs."""
-        for stretch, state in states.items():
-            bucket, master = self._layout.buckets[stretch.bucket], state.get(MASTER)
-            if not bucket.has_masters or (master is not None and master.dim() and master.dtype == bucket.wide_dtype):
-                continue
-            found = "none" if master is None else f"{master.dtype} of shape {tuple(master.shape)}"
-            blocks = f"blocks {stretch.start} to {stretch.stop - 1} of bucket {stretch.bucket}"
-            raise ValueError(f"{blocks} need one {bucket.wide_dtype} master weight per element; found {found}")
 
     def take(
         self,
@@ -165,10 +169,10 @@ class HeldBlocks:
 
         What is held already is replaced: a plan may fill again what the one before had filled and it releases.
         """
-        taken = self._layout.runs(states)
+        taken = self.layout.runs(states)
         self.keep_only(self.runs - taken)
-        self._segments += [self._segment(stretch, state) for stretch, state in states.items()]
-        self._regroup(self.runs | taken)
+        segments = [*self._segments, *(self._segment(stretch, state) for stretch, state in states.items())]
+        self._regroup(segments, self.runs | taken)
         self._join_where(self._follows)
 
     def _segment(
@@ -176,12 +180,28 @@ class HeldBlocks:
         stretch: Stretch,
         state: State,  # each (elements of the stretch,), or () for what all its blocks share
     ) -> Segment:
-        has_master = MASTER in state and self._layout.buckets[stretch.bucket].has_masters
-        parameter = state[MASTER] if has_master else self._parameters.of(stretch)
-        own = {key: value for key, value in state.items() if not (has_master and key == MASTER)}
+        has_master = MASTER in state and self.layout.buckets[stretch.bucket].has_masters
+        weights = self._weights(stretch, state, has_master) if self.keeps_weights else None
+        parameter = state[MASTER] if has_master else self._parameters.of(stretch) if weights is None else weights
+        apart = {MASTER} if has_master else set()
+        own = {key: value for key, value in state.items() if key not in apart and key != WEIGHTS}
         if own:
             self._twin.state[parameter].update(own)
-        return Segment(stretch, parameter, has_master)
+        return Segment(stretch, parameter, has_master, weights)
+
+    def _weights(
+        self,
+        stretch: Stretch,
+        state: State,  # each (elements of the stretch,), or () for what all its blocks share
+        has_master: bool,
+    ) -> Tensor:  # (elements of the stretch,) of the bucket's dtype
+        """Those given, else the masters rounded, else memory that a reader fills."""
+        dtype = self.layout.buckets[stretch.bucket].dtype
+        if WEIGHTS in state:
+            return state[WEIGHTS]
+        if has_master:
+            return state[MASTER].to(dtype)
+        return host_memory(stretch.blocks * self.layout.block_elements, dtype)
 
     def _initial(self, bucket: int, elements: Span) -> State:  # each (elements,), or ()
         """The state at step 0 that the user's object has already (Adagrad makes it when constructed; a loaded one)."""
@@ -189,9 +209,9 @@ class HeldBlocks:
         if not self._user.state:
             return state
         start, stop = elements
-        one_element = probe_state(self._user, self._layout.buckets[bucket], 1)
+        one_element = probe_state(self._user, self.layout.buckets[bucket], 1)
         shared = {key for key, value in one_element.items() if value.dim() == 0}
-        for slot in self._layout.buckets[bucket].slots:
+        for slot in self.layout.buckets[bucket].slots:
             user = self._user.state.get(self._tensor_of[slot.parameter.name], {})
             first, last = max(start, slot.start), min(stop, slot.start + slot.parameter.elements)
             for key, value in user.items():
@@ -210,7 +230,7 @@ class HeldBlocks:
         if self.runs <= runs:
             return
         kept: list[Segment] = []
-        wanted = self._layout.stretches(runs)
+        wanted = self.layout.stretches(runs)
         for segment in self._segments:
             stays = overlaps(wanted, segment.stretch)
             if stays == [segment.stretch]:
@@ -218,8 +238,7 @@ class HeldBlocks:
                 continue
             kept += [self._split_off(segment, stretch) for stretch in stays]
             self._twin.state.pop(segment.parameter, None)  # nothing there before the first step
-        self._segments = kept
-        self._regroup(self.runs & runs)
+        self._regroup(kept, self.runs & runs)
 
     def _split_off(self, segment: Segment, stretch: Stretch) -> Segment:
         first, last = self._within(segment, stretch)
@@ -228,14 +247,14 @@ class HeldBlocks:
 
     def _within(self, segment: Segment, stretch: Stretch) -> Span:
         """The elements of a segment that are a stretch of it."""
-        size, start = self._layout.block_elements, segment.stretch.start
+        size, start = self.layout.block_elements, segment.stretch.start
         return (stretch.start - start) * size, (stretch.stop - start) * size
 
     def join(self) -> None:
         """Makes neighbours of one bucket one segment, if there are so many that it is worth a copy: else a job would
         get slower with every change.
         """
-        if len(self._segments) > SEGMENTS_PER_BUCKET * len(self._layout.buckets):
+        if len(self._segments) > SEGMENTS_PER_BUCKET * len(self.layout.buckets):
             self._join_where(self._continues)
 
     def _join_where(self, are_one: Callable[[Segment, Segment], bool]) -> None:
@@ -246,8 +265,7 @@ class HeldBlocks:
             else:
                 runs.append([segment])
         if len(runs) < len(self._segments):
-            self._segments = [self._join_run(run) if len(run) > 1 else run[0] for run in runs]
-            self._regroup(self.runs)
+            self._regroup([self._join_run(run) if len(run) > 1 else run[0] for run in runs], self.runs)
 
     def _follows(self, segment: Segment, other: Segment) -> bool:
         """Whether `other` continues a segment in memory too, so that joining them copies nothing."""
@@ -277,9 +295,11 @@ class HeldBlocks:
         }
         return self._segment(Stretch(first.bucket, first.start, last.stop), state)
 
-    def _regroup(self, runs: Runs) -> None:
-        self.runs = runs
-        self._segments.sort(key=lambda segment: segment.stretch)
+    def _regroup(self, segments: list[Segment], runs: Runs) -> None:
+        segments.sort(key=lambda segment: segment.stretch)
+        with self.lock:
+            self.runs, self._segments = runs, segments
+            self.revision += 1
 
     def _parts(self) -> list[_Part]:
         """In the order of the buckets; a bucket is in one part."""
@@ -290,16 +310,23 @@ class HeldBlocks:
                 if size >= PART_BYTES and following.stretch.bucket != one.stretch.bucket:
                     parts.append(_Part(self._segments[first:index], one.stretch.bucket))
                     first, size = index, 0
-        return [*parts, _Part(self._segments[first:], len(self._layout.buckets) - 1)]
+        return [*parts, _Part(self._segments[first:], len(self.layout.buckets) - 1)]
 
-    def states(self, runs: Runs) -> dict[Stretch, State]:  # each (elements of its stretch,), or ()
-        """The state of held blocks, stretch by stretch, as views: what a fill sends and a digest reads."""
+    def states(
+        self, runs: Runs, with_weights: bool = False
+    ) -> dict[Stretch, State]:  # each (elements of its stretch,), or ()
+        """The state of held blocks, stretch by stretch, as views: what a digest reads.
+
+        `with_weights`: what a fill sends: parameters too, where they are kept with the state and no masters tell them.
+        """
         found: dict[Stretch, State] = {}
-        wanted = self._layout.stretches(runs)
+        wanted = self.layout.stretches(runs)
         for segment in self._segments:
+            left_out = () if with_weights and not segment.has_master else (WEIGHTS,)
             for stretch in overlaps(wanted, segment.stretch):
                 first, last = self._within(segment, stretch)
-                found[stretch] = {key: _cut(value, first, last) for key, value in self._state(segment).items()}
+                state = {key: value for key, value in self._state(segment).items() if key not in left_out}
+                found[stretch] = {key: _cut(value, first, last) for key, value in state.items()}
         return found
 
     def apply(
@@ -328,7 +355,7 @@ class HeldBlocks:
             group["params"] = []
         for segment in segments:
             segment.parameter.grad = gradients.of(segment.stretch)
-            self._twin.param_groups[self._layout.buckets[segment.stretch.bucket].group]["params"].append(
+            self._twin.param_groups[self.layout.buckets[segment.stretch.bucket].group]["params"].append(
                 segment.parameter
             )
         if scale != 1.0 and segments:
@@ -338,7 +365,10 @@ class HeldBlocks:
             segment.parameter.grad = None
         masters = [segment for segment in segments if segment.has_master]
         if masters:
-            rounded = [self._parameters.of(segment.stretch) for segment in masters]
+            rounded = [
+                self._parameters.of(segment.stretch) if segment.weights is None else segment.weights
+                for segment in masters
+            ]
             torch._foreach_copy_(rounded, [segment.parameter for segment in masters])
 
 
@@ -369,11 +399,14 @@ def _in_one_piece(
     return torch.cat(list(parts), out=host_memory(total, parts[0].dtype))
 
 
-def probe_state_bytes(layout: Layout, optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of optimizer state of one block (the most of any bucket), found by one update of a block of zeros."""
+def probe_state_bytes(layout: Layout, optimizer: torch.optim.Optimizer, with_weights: bool = False) -> int:
+    """Bytes of optimizer state of one block (the most of any bucket), found by one update of a block of zeros.
+
+    `with_weights`: and of its parameters, which masters tell where there are such.
+    """
     return max(
         sum(value.nbytes for value in probe_state(optimizer, bucket, layout.block_elements).values())
-        + bucket.has_masters * bucket.wide_dtype.itemsize * layout.block_elements
+        + (with_weights or bucket.has_masters) * bucket.wide_dtype.itemsize * layout.block_elements
         for bucket in layout.buckets
     )
 

@@ -17,11 +17,13 @@ class Residency:
     """Optimizer state and master weights."""
     gradients: bool
     """Of a step, until it is committed."""
+    parameters: bool
+    """As forwards compute with them."""
 
     @classmethod
     def of(cls, stage: int) -> Residency:
-        """`stage`: 0, 1 or 2."""
-        return cls(state=stage == 0, gradients=stage < 2)
+        """`stage`: 0 to 3."""
+        return cls(state=stage == 0, gradients=stage < 2, parameters=stage < 3)
 
 
-EVERYTHING = Residency(state=True, gradients=True)
+EVERYTHING = Residency(state=True, gradients=True, parameters=True)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from shoal.blocks.given_states import check_masters
 from shoal.checkpoint.draft import States
 from shoal.checkpoint.errors import CheckpointDamaged
 from shoal.checkpoint.layout_check import Match, difference
@@ -159,7 +160,7 @@ def load_blocks(reader: Reader, state: TrainingState, blocks: Runs) -> None:
     stretches = state.layout.stretches(blocks)
     states = reader.states(stretches)
     try:
-        state.held.check_masters(states)
+        check_masters(state.layout, states)
     except ValueError as error:
         raise CheckpointDamaged(f"{reader.where} is damaged: {error}.") from None
     state.held.take(states)

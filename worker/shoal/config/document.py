@@ -67,10 +67,10 @@ class Scheduler(Section):
 class ZeroOptimization(Section):
     """`zero_optimization`: the state that is sharded over the workers."""
 
-    stage: Annotated[int, Field(ge=0, le=3), Allowed("0, 1 or 2")] = 0
+    stage: Annotated[int, Field(ge=0, le=3), Allowed("0, 1, 2 or 3")] = 0
     """0: every worker keeps all optimizer state. 1: each worker keeps the state of the blocks that it owns or mirrors.
-    2: and their gradients; a lane's gradient leaves while its backward runs. The bits are the same. 3 is not supported
-    yet."""
+    2: and their gradients; a lane's gradient leaves while its backward runs. 3: and their parameters; a unit of the
+    model is gathered while it is used (sharded_parameters.md). The bits are the same."""
 
 
 class Bf16(Section):

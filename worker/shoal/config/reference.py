@@ -33,8 +33,7 @@ NOT_BUILT_OPENING = """\
 
 ## Not supported yet
 
-These DeepSpeed keys are refused unless they have one of the values shown, which leave the feature off. Stages 2 and 3
-of `zero_optimization.stage` are refused too.
+These DeepSpeed keys are refused unless they have one of the values shown, which leave the feature off.
 
 """
 IGNORED_OPENING = """\

@@ -17,6 +17,7 @@ from shoal_protos.errors import PeerError
 from shoal_protos.plan import Fill
 from torch import Tensor
 
+from shoal.blocks.given_states import check_masters, check_weights, numbers_of
 from shoal.blocks.held import HeldBlocks, State
 from shoal.blocks.host_memory import tensor_bytes
 from shoal.checkpoint.container import CODES, DTYPES
@@ -33,7 +34,7 @@ def send_slice(group: Group, held: HeldBlocks, fills: tuple[Fill, ...]) -> list[
     works: list[Work] = []
     for fill in fills:
         if fill.source == group.rank:
-            states = held.states(fill.blocks)
+            states = held.states(fill.blocks, with_weights=True)
             works.append(FramedSend(group, fill.target, FILLED, head_of(states)))
             works += [group.send(value, fill.target, FILLED) for value in _large(states)]
     return works
@@ -80,13 +81,15 @@ def blank_states(head: bytes, fill: Fill, held: HeldBlocks) -> States:
             Stretch(bucket, start, stop): {key: tuple(entry) for key, entry in state.items()}
             for bucket, start, stop, state in json.loads(head)
         }
-        if held.numbers_of(announced) != fill.blocks:
+        if numbers_of(held.layout, announced) != fill.blocks:
             raise ValueError(f"it brings other blocks than {fill.blocks}")
         states = {
             where: {key: _blank(held, where, key, *entry) for key, entry in state.items()}
             for where, state in announced.items()
         }
-        held.check_masters(states)
+        check_masters(held.layout, states)
+        if held.keeps_weights:
+            check_weights(held.layout, states)
         return states
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise PeerError(f"rank {fill.source} sent a fill that cannot be read: {error}") from None

@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 
 import torch
 from shoal_protos.plan import Plan
-from shoal_protos.runs import Runs, Span
+from shoal_protos.runs import NO_BLOCKS, Runs, Span
 
 from shoal.core.layout import Layout
 from shoal.core.tree import subtrees
@@ -29,7 +29,9 @@ from shoal.exchange.pieces import (
 )
 from shoal.exchange.tree_sum import TreeSum
 
-FIRST_MESSAGE, PARTIALS, MIRRORED, HANDED, FILLED, BUFFERS, DIGESTS, STARTED, HYPER, GATHERED = range(10)
+(
+    FIRST_MESSAGE, PARTIALS, MIRRORED, HANDED, FILLED, BUFFERS, DIGESTS, STARTED, HYPER, GATHERED, ASKED, GATHERED_UNIT
+) = range(12)  # fmt: skip
 """Tags. Messages of one tag between two members keep their order, so a tag need not name piece or step."""
 
 Messages = tuple[tuple[int, Extents], ...]
@@ -48,11 +50,13 @@ class Traffic:
     """The traffic of one member of a world."""
 
     def __init__(
-        self, plan: Plan, rank: int, layout: Layout, leaves_are_narrow: bool = False, by_rounds: bool = False
-    ) -> None:
+        self, plan: Plan, rank: int, layout: Layout, leaves_are_narrow: bool = False, by_rounds: bool = False,
+        hands_out: bool = True,
+    ) -> None:  # fmt: skip
         """`leaves_are_narrow`: a lane's gradient has the precision of the parameters, as it is no sum.
 
-        `by_rounds`: every lane's gradient goes to the owners at once (rounds_traffic.py).
+        `by_rounds`: every lane's gradient goes to the owners at once (rounds_traffic.py). `hands_out`: all members have
+        all parameters.
         """
         self.plan, self.rank, self.layout, self.leaves_are_narrow = plan, rank, layout, leaves_are_narrow
         self._by_rounds = by_rounds
@@ -72,7 +76,9 @@ class Traffic:
             )
         )
         self._handed = lru_cache(maxsize=2)(
-            lambda boundaries: self._flow(lambda owner, peer: self._owned(owner) - self.replays(boundaries)[peer])
+            lambda boundaries: self._flow(
+                lambda owner, peer: self._owned(owner) - self.replays(boundaries)[peer] if hands_out else NO_BLOCKS
+            )
         )
 
     def _owned(self, rank: int) -> Runs:

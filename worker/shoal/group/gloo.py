@@ -10,10 +10,11 @@ for an operation that is half-way through is not woken by any of it: [Note: lost
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Protocol, cast
 
@@ -172,7 +173,7 @@ class GlooGroup:
         self._closing = threading.Lock()
         self.wait_threads = WaitThreads()
         self._looks: dict[int, Connection] = {}
-        self._aborted = False
+        self._aborted = self._is_serving = False
         self._broken: set[int] = set()
 
     @property
@@ -189,6 +190,22 @@ class GlooGroup:
 
     def all_gather(self, row: Tensor) -> Tensor:
         return gather(self, row)
+
+    def serve(self, tag: int, elements: int, on_request: Callable[[int, Tensor], None]) -> None:
+        """A thread for each peer: gloo waits for one message at a time."""
+        self._is_serving = True
+        for peer in self._order:
+            given = (peer, tag, elements, on_request)
+            threading.Thread(target=self._serve, args=given, name=f"shoal-group-serves-{peer}", daemon=True).start()
+
+    def _serve(self, peer: int, tag: int, elements: int, on_request: Callable[[int, Tensor], None]) -> None:
+        with contextlib.suppress(RuntimeError, WorldChanged):  # the connection is closed
+            while (gloo := self._gloo) is not None:
+                message = torch.zeros(elements, dtype=torch.int64)
+                work = gloo.recv([message], peer, tag)
+                del gloo
+                work.wait()
+                on_request(peer, message)
 
     def _post(self, kind: str, tensor: Tensor, peer: int, tag: int) -> _Posted:
         gloo = self._gloo
@@ -245,13 +262,13 @@ class GlooGroup:
             self.wait_threads.free("the group was aborted")
 
     def close(self) -> None:
-        if self.in_flight:
+        if self.in_flight or self._is_serving:
             self.abort()
         with self._closing:
             self._gloo = None
             self.wait_threads.close()
             self._looks.clear()
-            for posted in self.in_flight:
+            for posted in tuple(self.in_flight):
                 posted.forget()
             self.in_flight.clear()
 

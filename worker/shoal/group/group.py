@@ -7,7 +7,7 @@ operation of the group fail at once on the training thread. Knows nothing of pla
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -20,8 +20,11 @@ GATHER_TAG = RESERVED_TAGS + 1
 """Tag of the rows of an all-gather."""
 
 
-class WorldChanged(Exception):
-    """An operation of the group failed, or the session told the training thread to stop: take part in the change."""
+class WorldChanged(BaseException):
+    """An operation of the group failed, or the session told the training thread to stop: take part in the change.
+
+    No `Exception`: it passes through the forwards of users, who catch those (as `asyncio.CancelledError` became one).
+    """
 
 
 class Work(Protocol):
@@ -62,6 +65,11 @@ class Group(Protocol):
     def begin_wait(self, works: Sequence[Work]) -> Waiting:
         """Waits for them beside what the training thread does, which may look whether they are done. Raises
         `WorldChanged` for works of a closed group.
+        """
+
+    def serve(self, tag: int, elements: int, on_request: Callable[[int, Tensor], None]) -> None:
+        """Calls `on_request(peer, message)`, a message being `(elements,)` int64, for each that comes with this tag:
+        beside the training thread, until the group is closed, and never twice at once for one peer.
         """
 
     def all_gather(self, row: Tensor) -> Tensor:

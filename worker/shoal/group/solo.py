@@ -6,7 +6,7 @@ there is no gloo.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -46,6 +46,9 @@ class SoloGroup:
     def begin_wait(self, works: Sequence[Work]) -> Waiting:
         self.wait(works)
         return _Over()
+
+    def serve(self, tag: int, elements: int, on_request: Callable[[int, Tensor], None]) -> None:
+        """Nobody asks."""
 
     def all_gather(self, row: Tensor) -> Tensor:
         if self._over:

@@ -1,7 +1,9 @@
 """Autocast: the forward computes in half precision where torch holds that to be safe; parameters stay as they are.
 
 From the batch to `engine.backward`, and in an evaluation: whatever part of the module a script calls, and its loss, as
-in torch's own recipe (torch.amp, "Typical mixed precision training").
+in torch's own recipe (torch.amp, "Typical mixed precision training"). But without its cache of cast weights: a weight
+that is used twice would have its gradients added up in half precision where the cache is kept, and in its own where
+parameters come and go in between (ZeRO stage 3).
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ class Autocast:
     def begin(self) -> None:
         """The loop gets a batch."""
         if self._dtype is not None and self._entered is None:
-            self._entered = torch.autocast(self._device, self._dtype)
+            self._entered = torch.autocast(self._device, self._dtype, cache_enabled=False)
             self._entered.__enter__()
 
     def end(self) -> None:
@@ -40,5 +42,5 @@ class Autocast:
         if self._dtype is None:
             yield
             return
-        with torch.autocast(self._device, self._dtype):
+        with torch.autocast(self._device, self._dtype, cache_enabled=False):
             yield

@@ -30,9 +30,9 @@ from shoal.training.state import NO_STEP, TrainingState
 from shoal.training.training_loop import TrainingLoop
 
 PUBLIC = {
-    "backward", "device", "evaluating", "export", "fingerprint", "generation", "global_step", "lanes", "loss", "module",
-    "on_step", "rank", "register_state", "report", "reports", "save_checkpoint", "shard", "skip", "step", "stop",
-    "warming_up", "world_size",
+    "backward", "device", "evaluating", "export", "fingerprint", "gathered", "generation", "global_step", "lanes",
+    "loss", "module", "on_step", "rank", "register_state", "report", "reports", "save_checkpoint", "shard", "skip",
+    "step", "stop", "warming_up", "world_size",
 }  # fmt: skip
 """What scripts may use; all else is between the parts of this package."""
 
@@ -150,6 +150,14 @@ class Engine:
         Also at the top of the loop's body, and after the loop. Raises `UserError` between a forward and `step`.
         """
         return self.training.evaluating()
+
+    def gathered(self, *modules: nn.Module) -> AbstractContextManager[None]:
+        """A context in which all parameters of these modules (of the whole model, where none is named) can be read.
+
+        Where parameters are sharded (ZeRO stage 3) they are brought here for it; leave it before `step`. In the other
+        stages it changes nothing. What is written to them is lost, or refused.
+        """
+        return self.parts.step.parameters.gathered(modules or (self.module,))
 
     def shard(self, dataset: Any) -> Iterator[Any]:
         """The micro-batches of a dataset that belong to the lanes held here. Waits for nobody."""

@@ -28,7 +28,8 @@ def agree_on_the_start(world: World, state: TrainingState) -> None:
         **frozen_parameters(state.module),
         **{f"buffer {name}": buffer for name, buffer in named_buffers(state.module)},
     }
-    group, digests = world.group, world.group.all_gather(as_bytes_tensor(digest_of(list(tensors.items())).encode()))
+    copies = ((name, tensor.detach().clone()) for name, tensor in tensors.items())  # numpy would pin what is looked at
+    group, digests = world.group, world.group.all_gather(as_bytes_tensor(digest_of(copies).encode()))
     others = [rank for rank in range(group.size) if not torch.equal(digests[rank], digests[0])]
     if world.rank in others:
         log.warning("initial_state_replaced", rank=world.rank, by_rank=0,

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from shoal.blocks.flat import Flats, Gradients, refuse_hooks
 from shoal.blocks.lane_sums import LaneSums
 from shoal.blocks.taken_gradients import TakenGradients
+from shoal.blocks.unit_flats import storage_key
 from shoal.exchange.pieces import Extent
 
 WINDOW_ELEMENTS = 1 << 14
@@ -45,10 +46,12 @@ class Windows:
         self._at = 0
 
     def turn(self) -> None:
-        self._at = (self._at + 1) % len(self._places)
+        self._at = (self._at + 1) % max(1, len(self._places))
 
     def of(self, flats: Flats) -> Tensor:
-        """The window at hand."""
+        """The window at hand; empty where there are no flats."""
+        if not self._places:
+            return torch.empty(0)
         bucket, start, stop = self._places[self._at]
         return flats[bucket][start:stop]
 
@@ -63,11 +66,13 @@ class Windows:
 
 
 class ModuleGuard:
-    """`trained`: the parameters in the flats, by name, in the order of `flats`' slots."""
+    """`trained`: the parameters in the flats, by name, in the order of `flats`' slots. `flats`: those whose values are
+    here all the time; none where parameters come and go: then a write is seen by its version alone.
+    """
 
     def __init__(self, module: nn.Module, trained: dict[str, nn.Parameter], flats: Flats) -> None:
         self._module, self._names, self._trained, self._flats = module, list(trained), list(trained.values()), flats
-        self._places = [parameter.data_ptr() for parameter in self._trained]
+        self._places = [_place(parameter) for parameter in self._trained]
         self._windows = Windows(flats)
         self._versions: list[int] = []
         self._content: tuple[object, int] | None = None
@@ -97,7 +102,7 @@ class ModuleGuard:
         if len(now) != len(known) or not all(map(is_, now, known)):
             self._name_what_differs()
             self._look_at_structure()  # parts without parameters may come and go
-        if [parameter.data_ptr() for parameter in self._trained] != self._places:
+        if [_place(parameter) for parameter in self._trained] != self._places:
             self._name_what_was_moved()
         for name, parameter in zip(self._names, self._trained, strict=True):
             refuse_hooks(name, parameter, own=1)
@@ -123,7 +128,7 @@ class ModuleGuard:
 
     def _name_what_was_moved(self) -> None:
         for name, parameter, place in zip(self._names, self._trained, self._places, strict=True):
-            if parameter.data_ptr() != place:
+            if _place(parameter) != place:
                 raise UserError(
                     f'parameter "{name}" got new memory after shoal.initialize (module.to, .double, .half, '
                     f"vector_to_parameters, or an assignment to .data), and would not be trained. {BEFORE}"
@@ -158,8 +163,15 @@ class ModuleGuard:
 
     def forgive(self, before: list[int]) -> None:
         """Parameters that were changed since `before` (`whole()`) and have their values again were not changed."""
-        if self._versions and self.whole() == before:
+        if self._flats and self._versions and self.whole() == before:
             self._versions = [parameter._version for parameter in self._trained]
+
+
+def _place(
+    parameter: nn.Parameter,  # of its own shape
+) -> tuple[int, int]:
+    """Which memory it is a view of, and where in it; the same where that comes and goes."""
+    return storage_key(parameter), int(parameter.storage_offset())
 
 
 CHANGED = (

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shoal.blocks.held_weights import HeldWeights
 from shoal.training.boundary import Boundary
 from shoal.training.checkpoint_loading import CheckpointLoading
 from shoal.training.checkpoint_saving import CheckpointSaving
 from shoal.training.context import TrainingContext
 from shoal.training.corruption_watch import CorruptionWatch
 from shoal.training.evaluation import Evaluation
+from shoal.training.parameters import Parameters, WholeParameters
 from shoal.training.requests import Requests
 from shoal.training.resize import Resize
+from shoal.training.sharded_parameters import ShardedParameters
 from shoal.training.status import StatusReport
 from shoal.training.step import Step
 from shoal.training.update import Update
@@ -36,15 +39,23 @@ class Parts:
     @classmethod
     def of(cls, context: TrainingContext) -> Parts:
         """Puts them together."""
+
+        def take_part() -> None:
+            resize.take_part(broken=True)
+
         corruption = CorruptionWatch(context)
         loading = CheckpointLoading(context)
         saving = CheckpointSaving(context, corruption, loading)
         evaluation = Evaluation(context)
-        requests = Requests(context, saving)
+        weights = context.state.weights
+        parameters: Parameters = (
+            ShardedParameters(context, weights, take_part) if isinstance(weights, HeldWeights) else WholeParameters()
+        )
+        requests = Requests(context, saving, parameters)
         status = StatusReport(context, loading, saving, corruption)
         boundary = Boundary(context, corruption, saving, evaluation, requests, status)
         update = Update(context, evaluation)
         voting = Voting(context, corruption, saving, evaluation, requests)
-        step = Step(context, voting, update, boundary, evaluation)
+        step = Step(context, voting, update, boundary, evaluation, parameters)
         resize = Resize(context, step, boundary, loading, requests, status)
         return cls(corruption, loading, saving, evaluation, requests, status, boundary, update, step, resize)

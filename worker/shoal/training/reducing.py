@@ -50,12 +50,16 @@ class Reducing(Protocol):
         """Another world begins."""
 
 
-def reducing_of(context: TrainingContext, on_reduced: Callable[[], None]) -> Reducing:
-    """`on_reduced`: called for each piece, before it is mirrored."""
+def reducing_of(
+    context: TrainingContext, on_reduced: Callable[[], None], on_gradients: Callable[[int], None]
+) -> Reducing:
+    """`on_reduced`: called for each piece, before it is mirrored. `on_gradients`: with each bucket whose gradients a
+    backward has made, where they leave with every lane.
+    """
     sums = context.state.sums
     if isinstance(sums, LaneSums):
         return WholeReducing(context, sums, on_reduced)
-    return ShardReducing(context, sums, on_reduced)
+    return ShardReducing(context, sums, on_reduced, on_gradients)
 
 
 class WholeReducing:
@@ -113,9 +117,15 @@ class WholeReducing:
 class ShardReducing:
     """A lane's gradient leaves bucket by bucket with the lane's last backward."""
 
-    def __init__(self, context: TrainingContext, sums: ShardSums, on_reduced: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        context: TrainingContext,
+        sums: ShardSums,
+        on_reduced: Callable[[], None],
+        on_gradients: Callable[[int], None],
+    ) -> None:
         self._context, self._sums, self._on_reduced = context, sums, on_reduced
-        self._hooks = BucketHooks(context.state.layout, context.state.parameters, sums)
+        self._hooks = BucketHooks(context.state.layout, context.state.parameters, sums, on_gradients)
         self._reduction: RoundReduction | None = None
         self._rounds: tuple[World, bool, RoundsTraffic] | None = None
 

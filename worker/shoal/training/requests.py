@@ -19,6 +19,7 @@ from shoal.model_export import export
 from shoal.training.checkpoint_saving import SAVE, CheckpointSaving
 from shoal.training.context import TrainingContext
 from shoal.training.initial_state import share_frozen
+from shoal.training.parameters import Parameters
 
 FINGERPRINT = Request("fingerprint")
 
@@ -28,8 +29,8 @@ log = get_logger("shoal")
 class Requests:
     """This worker's own requests, and how any is carried out."""
 
-    def __init__(self, context: TrainingContext, saving: CheckpointSaving) -> None:
-        self._context, self._saving = context, saving
+    def __init__(self, context: TrainingContext, saving: CheckpointSaving, parameters: Parameters) -> None:
+        self._context, self._saving, self._parameters = context, saving, parameters
         self._mine: list[Request] = []
         self._scripts: set[Request] = set()
         """Requests of the script, whose end it may wait for."""
@@ -120,7 +121,8 @@ class Requests:
         if self._context.rank != 0:
             return
         try:
-            export(self._context.state.module, path)
+            with self._parameters.gathered([self._context.state.module]):
+                export(self._context.state.module, path)
         except UserError as error:
             log.error("export_failed", path=str(path), reason=str(error))
             self._failure = error
@@ -133,5 +135,5 @@ class Requests:
             share_frozen(world.group, state.module, world.plan.builder, [request.rank])
         if world.rank == request.rank:
             state.frozen_in_place = True
-            if state.current:
+            if state.current or not state.residency.parameters:
                 state.current = state.everything

@@ -199,6 +199,7 @@ class Resize:
         if prepared is None:
             return
         assert old is not None
+        self._step.parameters.before_leaving(old)
         self._clock.start()
         context.faults.at("begin", context.state.step)
         if prepared.plan.rank_of(context.link.worker, context.link.incarnation) is None:
@@ -237,8 +238,9 @@ class Resize:
         rank = plan.rank_of(link.worker, link.incarnation)
         assert rank is not None, f"plan {plan.generation} leaves out {link.worker}, which was told to carry it out"
         state = self._context.state
-        narrow, by_rounds = state.one_micro_batch, not state.residency.gradients
-        return World(plan, rank, group, Traffic(plan, rank, state.layout, narrow, by_rounds))
+        narrow, residency = state.one_micro_batch, state.residency
+        traffic = Traffic(plan, rank, state.layout, narrow, not residency.gradients, residency.parameters)
+        return World(plan, rank, group, traffic)
 
     def _enter(self, world: World) -> None:
         """The world begins here: it replaces the old one whole."""
@@ -250,6 +252,7 @@ class Resize:
         context.world, context.boundaries, self._caught_up = world, 0, None
         context.is_first_step = True
         self._step.reducing.forget()
+        self._step.parameters.on_world(world)
         context.state.held.expect(plan.filled(world.rank, plan.boundaries))
         world.group.progress.begin_boundary(0)
         keeps_lanes = at_same_step and context.state.residency.gradients

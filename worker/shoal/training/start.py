@@ -119,7 +119,7 @@ def _description(
         lanes=config.lanes,
         blocks=state.layout.blocks,
         block_elements=state.layout.block_elements,
-        state_bytes=probe_state_bytes(state.layout, optimizer),
+        state_bytes=probe_state_bytes(state.layout, optimizer, not state.residency.parameters),
         mirrors=EVERYONE if Residency.of(config.stage).state else config.mirrors,
         stage=config.stage,
         mirror_partners=config.mirror_partners,

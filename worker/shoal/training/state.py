@@ -7,7 +7,7 @@ the training thread touches it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.blocks.flat import adopt, lay_out_model, trainable
 from shoal.blocks.held import HeldBlocks, OnUpdated, unheard
+from shoal.blocks.held_weights import HeldWeights
 from shoal.blocks.host_memory import tensor_bytes
 from shoal.blocks.lane_sums import LaneSums
 from shoal.blocks.originals import Originals
@@ -91,7 +92,9 @@ class TrainingState:
         self.module, self.optimizer, self.scheduler, self.clipping = module, optimizer, scheduler, limits.clipping
         self.layout: Layout
         self.layout, self.parameters = lay_out_model(pairs)
-        self.weights = WholeValues(self.layout, adopt(self.layout, self.parameters))
+        sharded = not limits.residency.parameters
+        self.flats = WholeValues(self.layout, adopt(self.layout, self.parameters, come_and_go=sharded))
+        """What forwards compute with."""
         self.originals: Originals | None = Originals(self.layout, self.parameters, before)
         """Until something but the script has made this process's state: till then it could begin at step 0."""
         self.sums: LaneSums | ShardSums
@@ -104,9 +107,12 @@ class TrainingState:
             self.gradient_guard = TakenGradientGuard(self.parameters)
         else:
             self.gradient_guard = GradientGuard(self.sums)
-        self.held = HeldBlocks(self.layout, optimizer, self.weights, {info.name: tensor for info, tensor in pairs})
+        tensors = {info.name: tensor for info, tensor in pairs}
+        self.held = HeldBlocks(self.layout, optimizer, self.flats, tensors, keeps_weights=sharded)
+        self.weights = HeldWeights(self.layout, self.held) if sharded else self.flats
+        """The parameters of the blocks that are held, at least."""
         self.buffers = ModuleBuffers(module, limits.lanes)
-        self.module_guard = ModuleGuard(module, self._named(), self.weights.flats)
+        self.module_guard = ModuleGuard(module, self._named(), [] if sharded else self.flats.flats)
         self.set_in_time = SetInTime(optimizer)
         self.modes = ModuleModes(module)
         self.loss_scale = first_loss_scale(limits.scaling) if limits.scaling is not None else None
@@ -164,12 +170,16 @@ class TrainingState:
         self.optimizer.state.clear()  # what the user's object brought along lives in the held blocks now
         self.buffers.commit()
         self.step, self.committed_in, self.record = record.step, generation, record
-        self.current, self.pending = self.held.runs, NO_BLOCKS
+        self.current, self.pending = self._current(self.held.runs), NO_BLOCKS
         if self.scheduler is not None and record.updates:
             advance(self.scheduler, record.loss)
         if any(request.kind == "stop" for request in record.requests):
             self.last_step = min(self.last_step, record.step)
         self.set_in_time.on_commit(record)
+
+    def _current(self, mine: Runs) -> Runs:
+        """Where parameters are sharded none is handed out: who needs one asks for it."""
+        return mine if self.residency.parameters or not self.frozen_in_place else self.everything
 
     def _clip(self, norm: float | None) -> float:
         if norm is None or not self.clipping:
@@ -262,8 +272,8 @@ class TrainingState:
         check_registered(self.registered, given["registered"], "another worker of this job")
         for name, of in self.registered.items():
             of.load_state_dict(given["registered"][name])
-        self.current = NO_BLOCKS
         self.frozen_in_place = bool(given["frozen"] == frozen_digest(self.module))
+        self.current = self._current(NO_BLOCKS)
 
 
 def check_registered(mine: Collection[str], theirs: Collection[str], where: str) -> None:
@@ -284,7 +294,7 @@ def frozen_digest(module: nn.Module) -> str:
     return digest_of(list(frozen_parameters(module).items()))
 
 
-def digest_of(named: Sequence[tuple[str, Tensor]]) -> str:
+def digest_of(named: Iterable[tuple[str, Tensor]]) -> str:
     """SHA-256 over names, dtypes, shapes and bytes, hexadecimal."""
     total = hashlib.sha256()
     for name, tensor in named:

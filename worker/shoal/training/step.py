@@ -25,6 +25,7 @@ from shoal.training.boundary import Boundary
 from shoal.training.context import TrainingContext
 from shoal.training.evaluation import Evaluation
 from shoal.training.memory_report import MemoryReport
+from shoal.training.parameters import Parameters
 from shoal.training.reducing import reducing_of
 from shoal.training.update import Update
 from shoal.training.voting import Voting
@@ -35,11 +36,18 @@ class Step:
     """The steps of one worker. `number` is the current step."""
 
     def __init__(
-        self, context: TrainingContext, voting: Voting, update: Update, boundary: Boundary, evaluation: Evaluation
+        self,
+        context: TrainingContext,
+        voting: Voting,
+        update: Update,
+        boundary: Boundary,
+        evaluation: Evaluation,
+        parameters: Parameters,
     ) -> None:
         self._context, self._voting, self.update, self._boundary = context, voting, update, boundary
         self._evaluation = evaluation
-        self.reducing = reducing_of(context, self._on_reduced)
+        self.parameters = parameters
+        self.reducing = reducing_of(context, self._on_reduced, self.parameters.on_gradients)
         self._memory = MemoryReport(context)
         self.faults = context.faults
         self.number = 0
@@ -56,6 +64,7 @@ class Step:
         self._exchange_buffers()
         norms = self._sums_of_squares()
         take_over_where_no_body_runs(self._world, self._context.state.optimizer, self._context.state.modes)
+        self.parameters.before_vote()
         wait_for(sends, self._world.group)
         self._note_pending()
         record = self._vote(reduction.bad_gradient, norms)  # past this line the step is committed
@@ -137,6 +146,7 @@ class Step:
         self._finish_hand_out(hand_out)
         context.state.module_guard.on_commit(self._world)
         context.boundaries += 1
+        self.parameters.on_boundary(self._world)
         context.meter.on_step()
         self._memory.on_step(self._world)
 
@@ -164,11 +174,13 @@ class Step:
         sends = send_slice(group, held, fills)
         context.meter.on_fill(self._receive_slice(fills), 0.0)
         wait_for(sends, group)
+        self.parameters.before_vote()
         record = self._vote()
         self._evaluation.on_vote(record.evaluations)
         if not self._world.plan.steps and not context.boundaries:
             self._finish_hand_out(self._begin_hand_out())  # joiners would wait for a step's
         context.boundaries += 1
+        self.parameters.on_boundary(self._world)
         self._boundary.pass_vote(record)
         return record
 

@@ -95,9 +95,10 @@ class TrainingLoop:
             return
         loop.prepare_backward(loss, state)
         context.faults.at("backward", state.step + 1)
-        reducing = self._parts.step.reducing
+        reducing, parameters = self._parts.step.reducing, self._parts.step.parameters
         if context.world is None or not reducing.is_next:
-            reducing.backward_here(loss)
+            with parameters.in_backward():
+                reducing.backward_here(loss)
             return
         try:
             reducing.begin()
@@ -106,7 +107,8 @@ class TrainingLoop:
             self.backward(loss)
             return
         try:
-            reducing.backward(loss)
+            with parameters.in_backward():
+                reducing.backward(loss)
         except WorldChanged:
             self._parts.resize.take_part(broken=True)
 
@@ -119,6 +121,7 @@ class TrainingLoop:
         if loop.is_warming_up:
             loop.end_warm_up_batch(state)
             return False
+        self._parts.step.parameters.check_step()
         if loop.at_last_backward:
             state.module_guard.check(context.world)
             state.buffers.check()

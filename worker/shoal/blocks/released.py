@@ -1,0 +1,77 @@
+"""What a parameter is while its values are not on this worker: touching it gathers them, or says so by name.
+
+A freed storage is no error to torch but a crash of the process; so a released parameter has a class of its own, an
+attribute's write away from `nn.Parameter`. Shapes, dtypes, hooks and `.grad` can be looked at all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+OnTouch = Callable[[nn.Parameter, str], None]
+"""Called with a released parameter and the name of what uses it: gathers it, or raises `UserError`."""
+
+READS = {"data", "T", "mT", "H", "mH", "real", "imag"}
+"""Attributes that are values, or views of them; all others are about the tensor."""
+ABOUT = {
+    "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "is_floating_point",
+    "is_complex", "is_contiguous", "is_same_size", "untyped_storage", "data_ptr", "get_device", "requires_grad_",
+    "register_hook", "register_post_accumulate_grad_hook", "__len__", "__hash__", "is_pinned", "is_shared",
+    "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like", "new_empty",
+    "new_zeros", "new_ones", "new_full", "new_tensor",
+}  # fmt: skip
+"""Methods that read no value."""
+
+ON_TOUCH = "_shoal_on_touch"
+
+
+class Released(nn.Parameter):
+    """A parameter whose storage is empty."""
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """As if the parameter were there, once it has been gathered. Raises `UserError` where it cannot be."""
+        given = kwargs or {}
+        if not _is_about(func):
+            name = _name_of(func)
+            for parameter in _released(args, given):
+                vars(parameter)[ON_TOUCH](parameter, name)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **given)
+
+
+def release(parameters: Sequence[nn.Parameter], on_touch: OnTouch) -> None:
+    """Their values go."""
+    for parameter in parameters:
+        vars(parameter)[ON_TOUCH] = on_touch
+        parameter.__class__ = Released
+
+
+def restore(parameters: Sequence[nn.Parameter]) -> None:
+    """Their values are there again."""
+    for parameter in parameters:
+        parameter.__class__ = nn.Parameter
+
+
+def _is_about(func: Callable[..., Any]) -> bool:
+    """Whether it tells or changes something other than values."""
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        return getattr(getattr(func, "__self__", None), "__name__", "") not in READS
+    return name in ABOUT
+
+
+def _name_of(func: Callable[..., Any]) -> str:
+    name = getattr(func, "__name__", str(func))
+    return f".{func.__self__.__name__}" if name in ("__get__", "__set__") else name  # type: ignore[attr-defined]
+
+
+def _released(args: Any, kwargs: Any) -> Iterator[nn.Parameter]:
+    for leaf in tree_leaves((args, kwargs)):
+        if isinstance(leaf, Tensor) and type(leaf) is Released:
+            yield leaf

@@ -1,0 +1,120 @@
+"""Units where parameters are sharded (stage 3): a unit's parameters come and go together, in flats of whole buckets.
+
+The parameters stay views of their flats; what comes and goes is the flats' storage. So tensors that autograd has saved
+see the values again when the unit is gathered again. Knows no group: exchange/unit_fetch.py brings the values.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from enum import Enum
+from itertools import count
+
+import torch
+from torch import Tensor, nn
+
+from shoal.blocks.flat import Flats
+from shoal.blocks.released import OnTouch, release, restore
+from shoal.core.layout import Layout
+
+POISON = False
+"""Set by tests: freed values are NaN before they go, and new memory is before anything comes."""
+
+
+class Presence(Enum):
+    """Where a unit's values are."""
+
+    OUT = "with their owners and mirrors"
+    COMING = "on their way here"
+    HERE = "here"
+
+
+class Unit:
+    """`number`: its place among all units. Its values are here at first: those that the script made."""
+
+    def __init__(
+        self,
+        number: int,
+        buckets: Sequence[int],
+        flats: Flats,  # of each of its buckets (elements,)
+        parameters: Sequence[nn.Parameter],  # each of its own shape: views of the flats, in the order of the slots
+    ) -> None:
+        self.number, self.buckets, self.parameters = number, tuple(buckets), list(parameters)
+        self._flats = flats
+        self._sizes = [flat.nbytes for flat in flats]
+        self.presence = Presence.HERE
+        self.is_pinned = False
+        """It stays until its gradients are in, or whoever asked for it is done."""
+
+    def allocate(self) -> None:
+        """Memory for what comes."""
+        for flat, size in zip(self._flats, self._sizes, strict=True):
+            _resize(flat, size)
+            if POISON:
+                flat.fill_(torch.nan)
+        self.presence = Presence.COMING
+
+    def restore(self) -> None:
+        """All values have come."""
+        restore(self.parameters)
+        self.presence = Presence.HERE
+
+    def free(self, on_touch: OnTouch) -> None:
+        """Nothing may be on its way into it."""
+        if POISON and self.presence is Presence.HERE:
+            for flat in self._flats:
+                flat.fill_(torch.nan)
+        release(self.parameters, on_touch)
+        for flat in self._flats:
+            _resize(flat, 0)
+        self.presence, self.is_pinned = Presence.OUT, False
+
+    @property
+    def storages(self) -> list[int]:
+        """Keys of its flats' storages: those of a tensor that lies in them."""
+        return [storage_key(flat) for flat in self._flats]
+
+    @property
+    def bytes(self) -> int:
+        """What its values take while they are here."""
+        return sum(self._sizes)
+
+
+def _resize(
+    flat: Tensor,  # (elements,)
+    size: int,
+) -> None:
+    """To so many bytes; not where numpy has a view of it (`parameter.numpy()`), which is never told."""
+    storage = flat.untyped_storage()
+    if storage.resizable():
+        storage.resize_(size)
+
+
+def storage_key(
+    tensor: Tensor,  # of any shape
+) -> int:
+    """The same for all views of one memory, whether there is any or not."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def units_of(
+    layout: Layout,
+    flats: Flats,  # per bucket (elements,)
+    parameters: Sequence[nn.Parameter],  # each of its own shape, in the order of the slots
+) -> list[Unit]:
+    """In registration order."""
+    slot = count(0)
+    numbers = [[next(slot) for _ in bucket.slots] for bucket in layout.buckets]
+    buckets: dict[int, list[int]] = defaultdict(list)
+    for bucket in layout.buckets:
+        buckets[bucket.slots[0].parameter.unit].append(bucket.index)
+    return [
+        Unit(
+            number,
+            buckets[unit],
+            [flats[bucket] for bucket in buckets[unit]],
+            [parameters[slot] for bucket in buckets[unit] for slot in numbers[bucket]],
+        )
+        for number, unit in enumerate(sorted(buckets))
+    ]

@@ -1,0 +1,75 @@
+"""Gathering one unit on one member: asks the owners for what it does not hold, and puts in what it does.
+
+`begin` posts, `finish` waits; several units can be on their way. The answers of one owner keep the order in which it
+was asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shoal.blocks.unit_flats import Unit
+from shoal.blocks.values import RangeValues
+from shoal.exchange.packing import PackedReceive
+from shoal.exchange.traffic import GATHERED_UNIT
+from shoal.exchange.unit_server import Key, ask
+from shoal.exchange.unit_traffic import UnitTraffic
+from shoal.group.group import Group, Work
+
+Own = tuple[list[Tensor], list[Tensor]]
+"""Places in the flats of a unit, and the values that go there, (elements,) each."""
+
+
+@dataclass(slots=True)
+class _Coming:
+    receives: list[PackedReceive]
+    asked: list[tuple[Work, Tensor]]
+
+
+class UnitFetch:
+    """The gathering of units between two votes. `own`: by unit number, what is held here."""
+
+    def __init__(
+        self,
+        group: Group,
+        traffic: UnitTraffic,
+        key: Key,
+        flats: RangeValues,
+        own: Callable[[int], Own],
+    ) -> None:
+        self._group, self._traffic, self._key, self._flats, self._own = group, traffic, key, flats, own
+        self._coming: dict[int, _Coming] = {}
+        self.bytes = 0
+        """What has come from others."""
+
+    def begin(self, unit: Unit) -> None:
+        """Raises `WorldChanged`."""
+        unit.allocate()
+        coming = self._coming[unit.number] = _Coming([], [])
+        size, rank = self._group.size, self._group.rank
+        for owner in ((rank + distance) % size for distance in range(1, size)):
+            messages = self._traffic.messages(owner, rank, self._key[1])[unit.number]
+            if not messages:
+                continue
+            coming.receives += [
+                PackedReceive(self._group, owner, GATHERED_UNIT, self._flats, extents) for extents in messages
+            ]
+            coming.asked.append(ask(self._group, owner, self._key, unit.number))
+        places, values = self._own(unit.number)
+        if places:
+            torch._foreach_copy_(places, values)
+
+    def finish(self, unit: Unit) -> None:
+        """Its values are here. Raises `WorldChanged`."""
+        coming = self._coming[unit.number]
+        if coming.receives:
+            self._group.wait([one.work for one in coming.receives] + [work for work, _ in coming.asked])
+        for one in coming.receives:
+            one.unpack()
+            self.bytes += one.bytes
+        del self._coming[unit.number]
+        unit.restore()

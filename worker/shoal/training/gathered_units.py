@@ -1,0 +1,147 @@
+"""The units of sharded parameters on one worker: which are here, on their way, or with their owners.
+
+Between two votes any unit can be gathered, by any member, as often as it likes: owners answer beside their own work
+(exchange/unit_server.py). Who asks when is in sharded_parameters.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from shoal.blocks.held_weights import HeldWeights
+from shoal.blocks.released import OnTouch
+from shoal.blocks.unit_flats import Presence, Unit, storage_key, units_of
+from shoal.core.layout import Stretch
+from shoal.exchange.unit_fetch import Own, UnitFetch
+from shoal.exchange.unit_server import Key, UnitServer
+from shoal.exchange.unit_traffic import UnitTraffic
+from shoal.training.context import TrainingContext
+from shoal.world import World
+
+
+class GatheredUnits:
+    """`on_touch` is called when a parameter of a unit that is not here is used."""
+
+    def __init__(self, context: TrainingContext, weights: HeldWeights, on_touch: OnTouch) -> None:
+        self._context, self._weights, self._on_touch = context, weights, on_touch
+        state = context.state
+        self._units = units_of(state.layout, state.flats.flats, state.parameters)
+        self._of_bucket = {bucket: unit for unit in self._units for bucket in unit.buckets}
+        self._by_storage = {key: unit for unit in self._units for key in unit.storages}
+        self._server: UnitServer | None = None
+        self._fetch: UnitFetch | None = None
+        """None: everything is here, until the first world."""
+        self._traffic: UnitTraffic | None = None
+        self._own: dict[int, Own] = {}
+        self._own_as_of = (-1, -1)
+        self._stretches: list[list[Stretch]] = []
+        """By unit, what is held here as of then."""
+
+    def __iter__(self) -> Iterator[Unit]:
+        return iter(self._units)
+
+    @property
+    def come_and_go(self) -> bool:
+        """Whether a world has begun."""
+        return self._fetch is not None
+
+    def of_bucket(self, bucket: int) -> Unit:
+        return self._of_bucket[bucket]
+
+    def of_tensor(
+        self,
+        tensor: Tensor,  # of any shape
+    ) -> Unit | None:
+        """The one in whose flats it lies."""
+        if tensor.layout is not torch.strided:
+            return None
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._by_storage.get(storage_key(tensor))
+
+    def of_modules(self, modules: list[nn.Module]) -> list[Unit]:
+        """Those with parameters of these modules, or of what they hold."""
+        wanted = {id(parameter) for module in modules for parameter in module.parameters()}
+        return [unit for unit in self if any(id(parameter) in wanted for parameter in unit.parameters)]
+
+    # ---- the world
+
+    def on_world(self, world: World) -> None:
+        """What was gathered in the one before is void, and nothing is on its way: its group is closed."""
+        state = self._context.state
+        state.originals = None  # their memory goes with the parameters'
+        self._traffic = UnitTraffic(world.plan, world.rank, state.layout, [unit.buckets for unit in self])
+        if self._server is None or self._server.group is not world.group:
+            self._server = UnitServer(world.group)
+        self._own_as_of = (-1, -1)
+        self.free_all()
+        self.stand(world)
+
+    def stand(self, world: World) -> None:
+        """At the boundary at hand. Raises `WorldChanged`."""
+        traffic, server, held = self._traffic, self._server, self._context.state.held
+        assert traffic is not None and server is not None
+        key: Key = world.plan.generation, self._context.boundaries
+        self._fetch = UnitFetch(world.group, traffic, key, self._context.state.flats, self._own_of)
+
+        def answers(peer: int, unit: int) -> list[Tensor]:
+            messages = traffic.messages(world.rank, peer, key[1])[unit]
+            with held.lock:
+                parts = [[self._weights.range(*extent) for extent in extents] for extents in messages]
+            return [one[0] if len(one) == 1 else torch.cat(one) for one in parts]
+
+        server.open(key, answers)
+
+    def _own_of(self, unit: int) -> Own:
+        """Of a unit whose flats have memory, where in them goes what is held here, and where it lies."""
+        context, traffic = self._context, self._traffic
+        assert traffic is not None
+        as_of = min(context.boundaries, traffic.plan.boundaries), context.state.held.revision
+        if self._own_as_of != as_of:
+            self._own_as_of, self._own = as_of, {}
+            self._stretches = traffic.own(context.boundaries)
+        if unit not in self._own:
+            places: list[Tensor] = []
+            values: list[Tensor] = []
+            for stretch in self._stretches[unit]:
+                parts = self._weights.parts(stretch)
+                values += parts
+                places += context.state.flats.of(stretch).split([part.numel() for part in parts])
+            self._own[unit] = places, values
+        return self._own[unit]
+
+    # ---- units
+
+    def begin(self, unit: Unit) -> None:
+        """It is asked for, where it is not here or on its way. Raises `WorldChanged`."""
+        if unit.presence is not Presence.OUT or self._fetch is None:
+            return
+        self._fetch.begin(unit)
+        if self._context.loop.in_flight:
+            self._context.faults.at("gather", self._context.state.step + 1)
+
+    def ensure(self, unit: Unit) -> None:
+        """It is here. Raises `WorldChanged`."""
+        self.begin(unit)
+        if unit.presence is Presence.COMING:
+            assert self._fetch is not None
+            self._fetch.finish(unit)
+
+    def settle(self) -> None:
+        """Nothing is on its way. Raises `WorldChanged`."""
+        for unit in self:
+            if unit.presence is Presence.COMING:
+                self.ensure(unit)
+
+    def free(self, unit: Unit) -> None:
+        """Where it is here."""
+        if unit.presence is Presence.HERE:
+            unit.free(self._on_touch)
+
+    def free_all(self) -> None:
+        """Nothing may be on its way in a group that is open."""
+        for unit in self:
+            if unit.presence is not Presence.OUT:
+                unit.free(self._on_touch)

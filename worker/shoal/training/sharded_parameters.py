@@ -1,0 +1,256 @@
+"""Sharded parameters (stage 3): a unit is gathered when a module that uses it is called, and freed when another is.
+
+The next one comes beside it. Backward gathers a unit again for whatever autograd has saved of it, and frees it when its
+gradients are in. So nothing need be known of a model beforehand: what is touched out of turn is gathered then, and
+stays until it cannot be needed any more. Follows Rajbhandari et al. (2020), stage 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from shoal_protos.errors import UserError
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from shoal.blocks.held_weights import HeldWeights
+from shoal.blocks.unit_flats import Presence, Unit
+from shoal.group.group import WorldChanged
+from shoal.logs import get_logger
+from shoal.training.context import TrainingContext
+from shoal.training.gathered_units import GatheredUnits
+from shoal.training.module_calls import listen
+from shoal.world import World
+
+log = get_logger("shoal")
+
+
+class ShardedParameters:
+    """`take_part` is called where the world changes under a call that can be made again."""
+
+    def __init__(self, context: TrainingContext, weights: HeldWeights, take_part: Callable[[], None]) -> None:
+        self._context, self._take_part = context, take_part
+        self.units = GatheredUnits(context, weights, self._on_touch)
+        self._lacking: dict[int, set[int]] = {}
+        """By unit, the buckets whose gradients are still to come in this backward."""
+        self._is_called = self._is_backward = False
+        self._open = 0
+        """Contexts of `gathered`."""
+        self._stack: list[Unit] = []
+        """Units that calls under way use."""
+        self._current: Unit | None = None
+        self._next: dict[int, Unit] = {}
+        self._before: dict[int, Unit] = {}
+        """By unit, which one came next in the last forward, and which before."""
+        module = context.state.module
+        if len(list(self.units)) == 1:
+            log.warning("one_unit", model=type(module).__name__, means="the whole model is gathered at once",
+                        hint="put its layers into an nn.ModuleList, or name their classes in shoal.units")  # fmt: skip
+        self._needs = _needs(module, self.units)
+        listen([part for part in module.modules() if next(part.parameters(), None) is not None], self)
+
+    # ---- the steps of training
+
+    def on_world(self, world: World) -> None:
+        """Also where a forward of the world before is still to be made again."""
+        self._stack.clear()
+        self._current = None
+        self.units.on_world(world)
+
+    def check_step(self) -> None:
+        if self._open:
+            raise UserError("engine.step was called within engine.gathered(...); leave that context before it.")
+
+    def before_vote(self) -> None:
+        self._free()
+
+    def _free(self) -> None:
+        self.units.settle()
+        self.units.free_all()
+        self._current = None
+
+    def before_leaving(self, world: World) -> None:
+        """Callbacks of one member may have asked others until now."""
+        self._free()
+        world.group.all_gather(torch.zeros(1, dtype=torch.uint8))
+
+    def on_boundary(self, world: World) -> None:
+        self.units.stand(world)
+
+    # ---- calls
+
+    def around(self, module: nn.Module, forward: Callable[[], Any]) -> Any:
+        """A `CallListener`."""
+        if not self.units.come_and_go:
+            return forward()
+        if self._is_called or self._is_backward:
+            return self._inside(module, forward)
+        while True:
+            try:
+                with self._outermost():
+                    return self._inside(module, forward)
+            except WorldChanged:
+                self._take_part()
+
+    @contextmanager
+    def _outermost(self) -> Iterator[None]:
+        self._is_called = True
+        try:
+            with self._saving():
+                yield
+        finally:
+            self._is_called = False
+            self._stack.clear()
+            if not torch.is_grad_enabled():
+                self._unpin()
+
+    def _saving(self) -> AbstractContextManager[object]:
+        """A context in which what autograd saves of a unit brings it back."""
+        if not torch.is_grad_enabled():
+            return nullcontext()
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def _unpin(self) -> None:
+        if not self._open:
+            for unit in self.units:
+                unit.is_pinned = False
+
+    def _inside(self, module: nn.Module, forward: Callable[[], Any]) -> Any:
+        needed = self._needs.get(module, ())
+        for unit in needed:
+            self._enter(unit)
+        if not needed:
+            return forward()
+        try:
+            result = forward()
+        finally:
+            del self._stack[len(self._stack) - len(needed) :]
+        self._pin_what_leaves(result)
+        return result
+
+    def _enter(self, unit: Unit) -> None:
+        self._stack.append(unit)
+        if self._is_backward or (unit is self._current and unit.presence is Presence.HERE):
+            self.units.ensure(unit)  # in a backward it is made again: it stays until its gradients are in
+            return
+        self.units.ensure(unit)
+        self._free_others()
+        if self._current is not None and self._current is not unit:
+            self._next[self._current.number], self._before[unit.number] = unit, self._current
+        self._current = unit
+        following = self._next.get(unit.number)
+        if following is not None:
+            self.units.begin(following)
+
+    def _free_others(self) -> None:
+        """Those that no call under way uses."""
+        for unit in self.units:
+            if not unit.is_pinned and unit not in self._stack:
+                self.units.free(unit)
+
+    def _pin_what_leaves(self, result: Any) -> None:
+        """A module may return a parameter, or a view of one."""
+        for leaf in tree_leaves(result):
+            unit = self.units.of_tensor(leaf) if isinstance(leaf, Tensor) else None
+            if unit is not None:
+                unit.is_pinned = True
+
+    def _on_touch(self, parameter: nn.Parameter, use: str) -> None:
+        unit = self.units.of_tensor(parameter)
+        assert unit is not None
+        if not (self._is_called or self._is_backward or self._open):
+            named = self._context.state.module.named_parameters()
+            name = next(name for name, one in named if one is parameter)
+            raise UserError(
+                f'parameter "{name}" is used by {use} while it is not gathered (ZeRO stage 3 keeps each parameter on '
+                "its owners only). Use it within the module's forward, or within `with engine.gathered(module):`."
+            )
+        unit.is_pinned = True
+        self.units.ensure(unit)
+
+    # ---- backward
+
+    def _pack(
+        self,
+        saved: Tensor,  # of any shape
+    ) -> Any:
+        unit = self.units.of_tensor(saved)
+        return saved if unit is None else (unit, saved)
+
+    def _unpack(self, packed: Any) -> Tensor:  # of any shape
+        if isinstance(packed, Tensor):
+            return packed
+        unit: Unit
+        saved: Tensor
+        unit, saved = packed
+        self.units.ensure(unit)
+        if unit is not self._current:
+            self._current = unit
+            before = self._before.get(unit.number)
+            if before is not None and self._lacking.get(before.number):
+                self.units.begin(before)
+        return saved
+
+    @contextmanager
+    def in_backward(self) -> Iterator[None]:
+        self._is_backward, self._current = True, None
+        self._lacking = {unit.number: set(unit.buckets) for unit in self.units}
+        try:
+            yield
+        finally:
+            self._is_backward, self._lacking = False, {}
+            self._stack.clear()
+        if self.units.come_and_go and not self._open:
+            self._free()
+
+    def on_gradients(self, bucket: int) -> None:
+        unit = self.units.of_bucket(bucket)
+        lacking = self._lacking.get(unit.number, set())
+        lacking.discard(bucket)
+        if not lacking and self.units.come_and_go and not self._open:
+            self.units.free(unit)
+
+    # ---- all of some
+
+    @contextmanager
+    def gathered(self, modules: Iterable[nn.Module]) -> Iterator[None]:
+        units = self.units.of_modules(list(modules))
+        self._bring(units)
+        self._open += 1
+        try:
+            with self._saving():
+                yield
+        finally:
+            self._open -= 1
+            self._unpin()
+            if self.units.come_and_go and not (self._open or self._is_called or self._is_backward):
+                self._free_others()
+
+    def _bring(self, units: list[Unit]) -> None:
+        while True:
+            try:
+                for unit in units:
+                    unit.is_pinned = True
+                    self.units.begin(unit)
+                for unit in units:
+                    self.units.ensure(unit)
+            except WorldChanged:
+                if self._is_called or self._is_backward:
+                    raise
+                self._take_part()
+            else:
+                return
+
+
+def _needs(model: nn.Module, units: GatheredUnits) -> dict[nn.Module, list[Unit]]:
+    """By module, the units that its own parameters lie in."""
+    found = {}
+    for module in model.modules():
+        own = [units.of_tensor(parameter) for parameter in module.parameters(recurse=False)]
+        lying = [unit for unit in own if unit is not None]
+        if lying:
+            found[module] = list(dict.fromkeys(lying))
+    return found
