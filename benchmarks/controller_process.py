@@ -11,8 +11,8 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
@@ -32,12 +32,33 @@ TRANSACTIONS = re.compile(r'^shoal_store_request_duration_seconds_count\{request
 class Controller:
     """A controller: its process, its addresses, its folder."""
 
-    process: psutil.Process
-    http: str
-    grpc: str
     folder: Path
+    command: Sequence[str]
+    env: Mapping[str, str]
+    http: str = ""
+    grpc: str = ""
     read: int = 0
     """How much was read of what `held_loop.py` writes."""
+    process: psutil.Process = field(init=False)
+    _started: subprocess.Popen[bytes] = field(init=False)
+
+    def start(self) -> None:
+        """Start it, or start it again with the same store, at new addresses."""
+        with (self.folder / "log").open("ab") as log:
+            self._started = subprocess.Popen(self.command, stdout=subprocess.PIPE, stderr=log, env=self.env)
+        self.process = psutil.Process(self._started.pid)
+        assert self._started.stdout is not None
+        if not (ready := self._started.stdout.readline().decode()):
+            raise RuntimeError(f"the controller did not start: {(self.folder / 'log').read_text()}")
+        addresses = dict(part.split("=") for part in ready.split())
+        self.http, self.grpc = addresses["http"], addresses["grpc"]
+
+    def kill(self) -> None:
+        """By SIGKILL."""
+        self._started.kill()
+        self._started.wait()
+        if self._started.stdout is not None:
+            self._started.stdout.close()
 
     def cpu_seconds(self) -> float:
         """Of the process and its living children: the planner is one."""
@@ -89,17 +110,10 @@ def controller(store: str, env: Mapping[str, str] | None = None) -> Iterator[Con
         if store == "etcd":
             url = f"etcd://{','.join(ends.enter_context(etcd_cluster(folder / 'etcd', 3)).addresses)}/shoal"
         command = [sys.executable, str(HERE / "held_loop.py"), str(folder / "held"), "controller"]
-        command += ["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--store", url]
-        with (folder / "log").open("wb") as log:
-            given = {**os.environ, **(env or {})}
-            process = subprocess.Popen([*command, "--data", name], stdout=subprocess.PIPE, stderr=log, env=given)
+        command += ["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--store", url, "--data", name]
+        there = Controller(folder, command, {**os.environ, **(env or {})})
         try:
-            assert process.stdout is not None
-            ready = process.stdout.readline().decode()
-            if not ready:
-                raise RuntimeError(f"the controller did not start: {(folder / 'log').read_text()}")
-            addresses = dict(part.split("=") for part in ready.split())
-            yield Controller(psutil.Process(process.pid), addresses["http"], addresses["grpc"], folder)
+            there.start()
+            yield there
         finally:
-            process.kill()
-            process.wait()
+            there.kill()

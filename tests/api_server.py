@@ -50,14 +50,20 @@ class Fault:
 
     method: str
     part: str
-    """Of the path."""
+    """Of the path, with its query."""
     status: int = 0
     """0: it is carried out, and the answer is cut off."""
     times: int = 1
     headers: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
     """It is only late."""
+    gate: asyncio.Event | None = None
+    """It is only late, until the test opens this."""
     message: str = "drawn by the test"
+
+    @property
+    def is_a_cut(self) -> bool:
+        return not (self.status or self.seconds or self.gate is not None)
 
 
 class Refused(Exception):
@@ -93,7 +99,8 @@ class FakeCluster:
         self._oldest = 0
         self._news = asyncio.Event()
         self._watches: set[web.StreamResponse] = set()
-        self.most_at_a_time = self._at_a_time = 0
+        self.held = 0
+        """Requests that have come to a gate so far."""
 
     # ---- for tests and kubelets
 
@@ -132,6 +139,16 @@ class FakeCluster:
     def fail(self, method: str, part: str, status: int = 0, **fields: Any) -> None:
         self.faults.append(Fault(method, part, status, **fields))
 
+    def hold(self, method: str, part: str) -> asyncio.Event:
+        """Whatever matches waits until the event that this returns is set; `held` counts what has come."""
+        self.held, gate = 0, asyncio.Event()
+        self.fail(method, part, times=1_000_000, gate=gate)
+        return gate
+
+    def asked(self, method: str, path: str) -> int:
+        """How often."""
+        return self.requests.count((method, path))
+
     def compact(self) -> None:
         """Nobody can go on from an older version."""
         self._oldest = self.version
@@ -159,24 +176,23 @@ class FakeCluster:
     async def handle(self, request: web.Request) -> web.StreamResponse:
         self.requests.append((request.method, request.path))
         fault = next(
-            (f for f in self.faults if f.method == request.method and f.part in request.path and f.times), None
+            (f for f in self.faults if f.method == request.method and f.part in request.path_qs and f.times), None
         )
         if fault is not None:
             fault.times -= 1
-            if fault.seconds:
+            if fault.gate is not None:
+                self.held += 1
+                await fault.gate.wait()
+            elif fault.seconds:
                 await asyncio.sleep(fault.seconds)
             elif fault.status:
                 return _answer(fault.status, _status(fault.status, "Drawn", fault.message), fault.headers)
-        self._at_a_time += request.method in ("POST", "DELETE")
-        self.most_at_a_time = max(self.most_at_a_time, self._at_a_time)
         try:
             await asyncio.sleep(0)
             answer = await self._answered(request)
         except Refused as error:
             return _answer(error.status, _status(error.status, error.reason, str(error)))
-        finally:
-            self._at_a_time -= request.method in ("POST", "DELETE")
-        if fault is not None and not fault.status and not fault.seconds and request.transport is not None:
+        if fault is not None and fault.is_a_cut and request.transport is not None:
             request.transport.close()
         return answer
 

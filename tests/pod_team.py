@@ -37,6 +37,7 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pod_writer, "FIRST_PAUSE_SECONDS", 0.05)
     monkeypatch.setattr(pod_writer, "NAME_FREE_SECONDS", 0.05)
     monkeypatch.setattr(pod_launcher, "AGAIN_SECONDS", 0.05)
+    monkeypatch.setattr(pod_launcher, "ADOPT_SECONDS", 0.5)
     monkeypatch.setattr(world_annotations, "SETTLE_SECONDS", 0.05)
     monkeypatch.setattr(world_annotations, "FIRST_PAUSE_SECONDS", 0.05)
 

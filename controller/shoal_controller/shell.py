@@ -24,6 +24,7 @@ from shoal_controller.core.machine.events import Cancel, Event
 from shoal_controller.core.machine.spec import JobSpec, JobView
 from shoal_controller.event_bounds import EVENTS_KEPT, bound_events
 from shoal_controller.job_repository import JobRepository, new_repository, stored_jobs
+from shoal_controller.named_locks import NamedLocks
 from shoal_controller.ports import Outside, Step, View
 from shoal_controller.records import JobEvent
 from shoal_controller.runner import Life, Runner
@@ -87,6 +88,8 @@ class Shell:
         self._outside: Outside | None = None
         self._runners: dict[str, Runner] = {}
         self._creating = asyncio.Lock()
+        self._changing = NamedLocks()
+        """Held by whoever makes or forgets that job: a cluster that is slow to forget one keeps nobody from others."""
         self._begun: dict[str, JobRepository] = {}
         """Repositories of new jobs that may or may not be stored, because the store failed."""
         self._cluster = ""
@@ -170,7 +173,7 @@ class Shell:
     async def create(self, spec: JobSpec, by: Caller | None = None) -> JobView:
         """A new run of a job, durable when this returns. One of that name that is over is replaced; its events stay."""
         spec = replace(spec, run=secrets.token_hex(8))
-        async with self._creating:
+        async with self._changing.of(spec.job), self._creating:
             before = self._runners.get(spec.job)
             if before is not None and before.unserved:
                 raise Conflict(before.unserved)
@@ -196,15 +199,17 @@ class Shell:
         """Forget the job that has been over for longest, where there are as many as may be."""
         if len(self._runners) < MOST_JOBS:
             return
-        over = [runner for runner in self._runners.values() if runner.over and not runner.unserved]
+        idle = [runner for name, runner in self._runners.items() if not self._changing.is_held(name)]
+        over = [runner for runner in idle if runner.over and not runner.unserved]
         if not over:
             raise Conflict(f"{MOST_JOBS} jobs are not over, and more are not served; delete some first")
         oldest = min(over, key=lambda runner: runner.repository.modified)
-        await self._forget(oldest)
+        async with self._changing.of(oldest.spec.job):  # nobody has it, so there is no wait for one who waits for us
+            await self._forget(oldest)
 
     async def delete(self, job: str, by: Caller | None = None) -> JobView:
         """Stop it; it stays visible, with its events. One that is over is forgotten, its events and logs too."""
-        async with self._creating:
+        async with self._changing.of(job):
             runner = self.runner(job)
             if runner.unserved:
                 raise Conflict(runner.unserved)
@@ -241,7 +246,7 @@ class Shell:
                 if ended_at is None or runner.unserved or self._clock() - ended_at < self._forget_after_seconds:
                     continue
                 try:
-                    async with self._creating:
+                    async with self._changing.of(runner.spec.job):
                         if self._runners.get(runner.spec.job) is runner:
                             await self._forget(runner)
                 except StoreError as error:

@@ -1,5 +1,6 @@
 """A job that is forgotten while its store fails at any moment: it is gone in the end, or as if it had never been."""
 
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -84,4 +85,23 @@ async def test_a_new_run_of_a_job_that_was_half_forgotten_lives_on_with_the_next
     await after.shell.start()
     assert (after.shell.view("train").phase, after.shell.view("train").wanted) == (Phase.WAITING, 2)
     await after.shell.stop()
+    await store.close()
+
+
+@asynchronous
+async def test_a_job_that_is_slow_to_be_forgotten_keeps_nobody_from_others_and_its_name_is_free_afterwards(tmp_path):
+    store, world = await begun(tmp_path)
+    slow = asyncio.Event()
+    world.written.forget = lambda job: slow.wait()
+    going = asyncio.ensure_future(world.shell.delete("train"))
+    await asyncio.sleep(0)
+    again = asyncio.ensure_future(world.shell.create(replace(SPEC, wanted=2)))
+    for name in ("other", "another"):
+        await world.shell.create(replace(SPEC, job=name))
+    await world.shell.delete("other")
+    assert not going.done() and not again.done()
+    slow.set()
+    await going
+    assert (await again).wanted == 2
+    await world.shell.stop()
     await store.close()

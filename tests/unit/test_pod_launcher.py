@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from api_server import NODES, PODS, SECRETS
 from asynchronous import asynchronous
 from pod_team import SECTION, SPEC, TOKENS, hurry, team
-from shoal_controller import background
-from shoal_controller.background import BackgroundWork
-from shoal_controller.core.machine.effects import Adopt, Spawn
 from shoal_controller.core.machine.events import Endangered, Exited, Preempted, Spared, Spawned, Waiting
 from shoal_controller.core.machine.pending import Notice, PendingReason
 from shoal_controller.core.machine.place import Place
 from shoal_controller.core.machine.spec import JobSpec
-from shoal_controller.launchers.kubernetes import pod_launcher, pod_writer
+from shoal_controller.launchers.kubernetes import pod_launcher
 from shoal_controller.launchers.kubernetes.connect import connected
 from shoal_controller.launchers.kubernetes.options import ClusterOptions
-from shoal_controller.tasks import only_logged
 from shoal_protos.errors import NotFound, StoreError, UserError
-from small_machine import Written
 
 
 @pytest.fixture(autouse=True)
@@ -148,16 +142,6 @@ async def test_a_name_that_another_pod_has_is_waited_for_where_it_ends_and_named
         await one.hears(Spawned)
 
 
-@asynchronous
-async def test_twenty_pods_are_made_at_a_time(tmp_path: Path) -> None:
-    async with team(tmp_path) as one:
-        one.cluster.fail("POST", "/pods", seconds=0.05, times=100)
-        for number in range(50):
-            await one.launcher.spawn(f"w{number}", SPEC)
-        await one.until(lambda: len(one.cluster.pods()) == 50, "fifty pods")
-        assert one.cluster.most_at_a_time <= pod_writer.AT_A_TIME
-
-
 # ---- ending
 
 
@@ -193,6 +177,19 @@ async def test_a_killed_pod_has_ended_when_it_is_gone_and_not_before(tmp_path: P
         one.kubelets.silent.clear()
         one.cluster.node("b")  # so that they look again
         assert (await one.hears(Exited))[0].worker == "w0"
+
+
+@asynchronous
+async def test_a_conflict_is_looked_at_before_a_pod_is_taken_for_anothers(tmp_path: Path) -> None:
+    async with team(tmp_path, "a") as one:
+        await one.launcher.spawn("w0", SPEC)
+        await one.hears(Spawned)
+        one.kubelets.silent.add("a")
+        one.cluster.fail("DELETE", "/pods", 409, times=2)
+        await one.launcher.kill("w0", SPEC)
+        assert one.cluster.pods()["demo-w0"]["metadata"]["deletionTimestamp"]
+        await one.settle()
+        assert not one.count(Exited), "its process lives"
 
 
 @asynchronous
@@ -245,7 +242,7 @@ async def test_a_kill_spares_a_pod_of_another_uid_that_is_not_seen_yet(tmp_path:
         await one.hears(Spawned)
         pod = one.cluster.pods()["demo-w0"]
         one.kubelets.silent.add("a")
-        one.cluster.fail("GET", "/pods", 500, times=1000)
+        one.cluster.fail("GET", "/pods?", 500, times=1000)
         one.cluster.break_watches()
         one.cluster.remove(PODS, "demo-w0")
         one.cluster.put(PODS, {**pod, "metadata": {**pod["metadata"], "uid": "another"}})
@@ -347,78 +344,7 @@ async def test_a_job_that_cannot_hear_is_told_again_in_order(tmp_path: Path) -> 
         await one.until(lambda: not one.deaf or len(one.deaf) < 5, "a report that nobody wants")
 
 
-# ---- another controller
-
-
-@asynchronous
-async def test_a_controller_that_missed_the_loss_of_a_node_finds_out(tmp_path: Path) -> None:
-    async with team(tmp_path, "a") as one:
-        await one.launcher.spawn("w0", SPEC)
-        await one.hears(Spawned)
-        await one.launcher.release()
-        one.kubelets.silent.add("a")
-        one.cluster.remove(NODES, "a")
-        await one.launcher.adopt([], SPEC)
-        assert (await one.hears(Exited))[0].why == "its node a is not there any more"
-
-
-@asynchronous
-async def test_a_kill_finds_a_pod_that_was_not_adopted_and_says_where_there_is_none(tmp_path: Path) -> None:
-    async with team(tmp_path, "a") as one:
-        await one.launcher.spawn("w0", SPEC)
-        await one.hears(Spawned)
-        await one.launcher.release()
-        for worker in ("w0", "w1"):
-            await one.launcher.kill(worker, SPEC)
-        await one.until(lambda: one.count(Exited) == 2, "both ends")
-        assert one.cluster.pods() == {}
-        assert (await one.hears(Exited, of="w1"))[0].why == "there is no pod demo-w1"
-
-
-@asynchronous
-async def test_another_controller_adopts_what_lives_and_hears_of_what_ended(tmp_path: Path) -> None:
-    async with team(tmp_path, "a", "b", "c") as one:
-        for worker in ("w0", "w1", "w2", "w3"):
-            await one.launcher.spawn(worker, SPEC)
-        await one.until(lambda: one.count(Spawned) == 3, "three run")
-        waits = next(f"w{n}" for n in range(4) if one.cluster.pods()[f"demo-w{n}"]["status"]["phase"] == "Pending")
-        await one.launcher.release()
-        one.reports.clear()
-        for node in ("a", "b", "c"):
-            one.cluster.node(node, "team/full")
-        ended, lives, *_ = [f"w{n}" for n in range(4) if f"w{n}" != waits]
-        one.kubelets.end(f"demo-{ended}", 1)
-        places = await one.launcher.adopt([waits, "w9"], SPEC)
-        assert places["w9"] is None and ended not in places
-        assert places[lives] is not None and places[lives].node and not places[waits].node  # type: ignore[union-attr]
-        assert (await one.hears(Exited))[0].worker == ended
-        assert (await one.hears(Waiting))[0].worker == waits
-
-
-@asynchronous
-async def test_the_pods_of_an_earlier_run_are_deleted_and_not_adopted(tmp_path: Path) -> None:
-    async with team(tmp_path, "a", "b") as one:
-        await one.launcher.spawn("w0", SPEC)
-        await one.hears(Spawned)
-        await one.launcher.release()
-        again = JobSpec("demo", 1, launcher="kubernetes", run="e5f6", kubernetes=SPEC.kubernetes)
-        assert await one.launcher.adopt([], again) == {}
-        await one.launcher.spawn("w0", again)
-        await one.until(lambda: one.run_of("demo-w0") == "e5f6", "a pod of the new run")
-        token = one.cluster.objects[SECRETS]["demo-shoal-token"]["stringData"]["token"]
-        assert token == TOKENS.join("demo", "e5f6")
-
-
-@asynchronous
-async def test_a_pod_of_an_earlier_run_that_has_the_name_makes_way(tmp_path: Path) -> None:
-    async with team(tmp_path, "a", "b") as one:
-        await one.launcher.spawn("w0", SPEC)
-        await one.hears(Spawned)
-        await one.launcher.release()
-        await one.launcher.spawn(
-            "w0", JobSpec("demo", 1, launcher="kubernetes", run="e5f6", kubernetes=SPEC.kubernetes)
-        )
-        await one.until(lambda: one.run_of("demo-w0") == "e5f6", "a pod of the new run")
+# ---- what is left
 
 
 @asynchronous
@@ -449,29 +375,22 @@ async def test_of_the_ended_pods_of_a_job_a_few_stay_for_their_logs(
 
 
 @asynchronous
-async def test_pods_are_adopted_late_where_the_cluster_was_away_when_a_controller_took_over(
+async def test_an_old_pod_is_deleted_once_however_many_end_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background, "ADOPT_TIMES", 2)
-    monkeypatch.setattr(background, "ADOPT_PAUSE_SECONDS", 0.02)
+    monkeypatch.setattr(pod_launcher, "KEPT_PODS", 1)
     async with team(tmp_path, "a") as one:
-        await one.launcher.spawn("w0", SPEC)
-        await one.hears(Spawned)
-        await one.launcher.release()
-        one.reports.clear()
-        one.cluster.fail("GET", "/pods", 503, times=10**6)
-        outside = replace(Written().outside(), launchers={"kubernetes": one.launcher})
-        work = BackgroundWork(SPEC, outside, lambda event: one.submit(SPEC.job, event))
-        work.start(only_logged)
-        work.run(Adopt(()))
-        work.run(Spawn("w1"))
-        await one.until(lambda: "demo-w1" in one.cluster.pods(), "a start that waits for the adoption no longer")
-        assert not any(isinstance(news, Spawned) and news.worker == "w0" for news in one.reports)
-        one.cluster.faults.clear()
-        await one.hears(Spawned, of="w0")
-        one.cluster.node("a", "karpenter.sh/disrupted")
-        assert (await one.hears(Preempted, of="w0"))[0].notice
-        await work.stop()
+        one.kubelets.per_node = 10
+        for number in range(10):
+            await one.launcher.spawn(f"w{number}", SPEC)
+        await one.until(lambda: one.started() == 10, "all run")
+        gate = one.cluster.hold("DELETE", "/pods")
+        for number in range(10):
+            one.kubelets.end(f"demo-w{number}", 1)
+        await one.until(lambda: one.count(Exited) == 10, "all ends")
+        gate.set()
+        await one.until(lambda: len(one.cluster.pods()) == 1, "one stays")
+        assert sum(method == "DELETE" for method, _ in one.cluster.requests) == 9
 
 
 @asynchronous

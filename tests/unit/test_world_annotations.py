@@ -103,7 +103,7 @@ async def test_a_pod_that_is_gone_or_anothers_is_left_alone(tmp_path: Path) -> N
         await one.hears(Exited)
         one.kubelets.silent |= {"a", "b", "c"}
         pod = one.cluster.pods()["demo-w1"]
-        one.cluster.fail("GET", "/pods", 500, times=1000)
+        one.cluster.fail("GET", "/pods?", 500, times=1000)
         one.cluster.break_watches()
         one.cluster.remove(PODS, "demo-w1")
         one.cluster.put(PODS, {**pod, "metadata": {**pod["metadata"], "uid": "another"}})
@@ -111,6 +111,16 @@ async def test_a_pod_that_is_gone_or_anothers_is_left_alone(tmp_path: Path) -> N
         await one.until(lambda: says(one, "w2") == mark(1, 2), "the one that lives")
         await one.settle()
         assert not says(one, "w1") and "w0" not in patches(one) and patches(one)["w1"] == 1
+
+
+@asynchronous
+async def test_a_conflict_is_read_and_tried_again_unless_the_pod_is_another(tmp_path: Path) -> None:
+    async with team(tmp_path, "a") as one:
+        await started(one, "w0")
+        one.cluster.fail("PATCH", "/pods", 409, times=2)
+        one.launcher.world_began(world(1, "w0"), SPEC)
+        await one.until(lambda: says(one, "w0") == mark(1, 0), "world 1")
+        assert patches(one) == {"w0": 3}
 
 
 @asynchronous

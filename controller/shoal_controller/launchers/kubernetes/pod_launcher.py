@@ -21,7 +21,7 @@ from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.launchers.kubernetes.cluster_api import ClusterApi, ClusterRefusal
 from shoal_controller.launchers.kubernetes.object_watch import ObjectWatch
 from shoal_controller.launchers.kubernetes.options import ClusterOptions, PodOptions
-from shoal_controller.launchers.kubernetes.pod_manifest import JOB, MANAGED, RUN, pod_name, pods_of, run_label
+from shoal_controller.launchers.kubernetes.pod_manifest import MANAGED, RUN, pod_name, pods_of, run_label
 from shoal_controller.launchers.kubernetes.pod_state import (
     gone,
     is_terminating,
@@ -30,6 +30,7 @@ from shoal_controller.launchers.kubernetes.pod_state import (
     worker_of,
 )
 from shoal_controller.launchers.kubernetes.pod_writer import PodWriter
+from shoal_controller.launchers.kubernetes.pods_by_job import PodsByJob
 from shoal_controller.launchers.kubernetes.section import Json
 from shoal_controller.launchers.kubernetes.tracked_pod import News, TrackedPod, TrackedPods
 from shoal_controller.launchers.kubernetes.world_annotations import WorldAnnotations, annotated
@@ -38,6 +39,8 @@ from shoal_controller.tasks import end_task, guarded, only_logged
 NODES = "/api/v1/nodes"
 AGAIN_SECONDS = 0.5
 """Before a job that could not hear is told again."""
+ADOPT_SECONDS = 40.0
+"""How long an adoption waits until all pods are known."""
 KEPT_PODS = 20
 """Ended pods of a job that stay, for their logs; the oldest are deleted."""
 FORGET_SECONDS = 45.0
@@ -57,6 +60,9 @@ class KubernetesLauncher:
         self._pods = ObjectWatch(api, self._writer.pods, MANAGED, self._on_pod)
         self._nodes = ObjectWatch(api, NODES, "", self._on_node)
         self._tracked = TrackedPods()
+        self._by_job = PodsByJob()
+        self._leaving: dict[str, str] = {}
+        """Old pods that are being deleted: their uids by name."""
         self._annotations = WorldAnnotations(api, self._tracked)
         self._untold: dict[str, None] = {}
         """Names of pods of which there may be news, in order."""
@@ -87,22 +93,30 @@ class KubernetesLauncher:
         `workers` that it has not made. Pods of another run are deleted.
         """
         self._watch()
-        found, _ = await self._api.list(self._writer.pods, pods_of(spec.job))
+        await self._know_pods(spec.job)
         places: dict[WorkerId, Place | None] = dict.fromkeys(workers)
-        for pod in found:
+        for pod in self._by_job.of(spec.job):
             if pod["metadata"]["labels"].get(RUN) != run_label(spec.run):
-                self._write(f"old pod {pod['metadata']['name']}", self._writer.in_turn(pod))
+                self._delete_old(pod)
                 continue
             tracked = self._tracked.by_name.get(pod["metadata"]["name"])
             if tracked is None:
                 tracked = self._tracked.add(TrackedPod(worker_of(pod), spec, pod["metadata"]["name"]))
             tracked.uid, tracked.annotated = pod["metadata"]["uid"], annotated(pod)
-            self._pods.learn(pod)
             places.pop(tracked.worker, None)
             self._judge(tracked, pod)
             if tracked.end is None and tracked.state is not None:
                 places[tracked.worker] = tracked.state.place
         return places
+
+    async def _know_pods(self, job: str) -> None:
+        """● One list, made in this term, serves all jobs that are adopted: a thousand of them ask for two pages."""
+        try:
+            async with asyncio.timeout(ADOPT_SECONDS):
+                await self._pods.synced.wait()
+        except TimeoutError as error:
+            why = self._pods.trouble or "the cluster's API server does not answer"
+            raise PeerError(f"the pods of job {job} are not known yet: {why}") from error
 
     def world_began(self, world: Plan, spec: JobSpec) -> None:
         """Its members' pods will say so, each in its annotations."""
@@ -117,7 +131,7 @@ class KubernetesLauncher:
         try:
             async with asyncio.timeout(FORGET_SECONDS):
                 found, _ = await self._api.list(self._writer.pods, pods_of(job))
-                await asyncio.gather(*map(self._writer.in_turn, found))
+                await asyncio.gather(*map(self._writer.delete, found))
                 await self._writer.delete_belongings(job)
         except (PeerError, TimeoutError) as error:
             raise OSError(f"its pods cannot be deleted: {error}") from error
@@ -129,6 +143,8 @@ class KubernetesLauncher:
         self._tracked.clear()
         self._annotations.clear()
         self._untold.clear()
+        self._by_job.clear()
+        self._leaving.clear()
         self._pods = ObjectWatch(self._api, self._writer.pods, MANAGED, self._on_pod)
         self._nodes = ObjectWatch(self._api, NODES, "", self._on_node)
 
@@ -168,6 +184,9 @@ class KubernetesLauncher:
             log.warning("nodes may not be read: no taint, cordon or lost node is seen")
 
     def _on_pod(self, name: str, pod: Json | None) -> None:
+        self._by_job.note(name, pod)
+        if pod is None:
+            self._leaving.pop(name, None)
         tracked = self._tracked.by_name.get(name)
         if tracked is None or not tracked.uid:
             return
@@ -262,6 +281,21 @@ class KubernetesLauncher:
             self._pods.forget(tracked.name, pod)
         return None
 
+    def _delete_old(self, pod: Json) -> None:
+        """One whose end is of interest to nobody. It is asked for once, however often it is seen before it is gone."""
+        name, uid = pod["metadata"]["name"], pod["metadata"]["uid"]
+
+        async def delete() -> None:
+            try:
+                await self._writer.delete(pod)
+            except PeerError:
+                self._leaving.pop(name, None)
+                raise
+
+        if self._leaving.get(name) != uid:
+            self._leaving[name] = uid
+            self._write(f"old pod {name}", delete())
+
     async def _node_answers(self, name: str) -> bool:
         """Whether a node is there to confirm that a pod has ended."""
         if not name or not self._cluster.nodes:
@@ -306,11 +340,9 @@ class KubernetesLauncher:
         """Delete the oldest ended pods of a job: their logs are no longer asked for."""
         ended = [
             pod
-            for pod in self._pods.items.values()
-            if pod["metadata"].get("labels", {}).get(JOB) == tracked.spec.job
-            and pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
-            and not is_terminating(pod)
+            for pod in self._by_job.of(tracked.spec.job)
+            if pod.get("status", {}).get("phase") in ("Succeeded", "Failed") and not is_terminating(pod)
         ]
         ended.sort(key=lambda pod: str(pod["metadata"].get("creationTimestamp", "")))
         for pod in ended[:-KEPT_PODS]:
-            self._write(f"old pod {pod['metadata']['name']}", self._writer.in_turn(pod))
+            self._delete_old(pod)

@@ -37,11 +37,13 @@ from shoal_controller.launchers.kubernetes.section import Json
 from shoal_controller.launchers.kubernetes.tracked_pod import TrackedPod
 
 AT_A_TIME = 20
-"""Pods that are made or deleted at the same time."""
+"""Pods that are made at the same time, and so many that are deleted: what is slow to be made delays no end."""
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 20.0
 """Before a pod that could not be made is tried again."""
 NAME_FREE_SECONDS = 1.0
 """How often it is looked whether a name is free that a pod of another run still has."""
+CONFLICTS, FIRST_CONFLICT_SECONDS = 6, 0.05
+"""How often a deletion is tried that meets a conflict, and the first pause; each further one is twice as long."""
 MOMENT = {"gracePeriodSeconds": 1}
 """● The kubelet confirms the end: with no grace at all the name is free while the process still runs."""
 BY_FORCE = {"gracePeriodSeconds": 0}
@@ -57,7 +59,7 @@ class PodWriter:
 
     def __init__(self, api: ClusterApi, options: PodOptions) -> None:
         self._api, self._options = api, options
-        self._turns = asyncio.Semaphore(AT_A_TIME)
+        self._makes, self._deletions = asyncio.Semaphore(AT_A_TIME), asyncio.Semaphore(AT_A_TIME)
         self._writing: dict[_Belonging, asyncio.Lock] = {}
         self._written: set[_Belonging] = set()
         """What is there."""
@@ -77,7 +79,7 @@ class PodWriter:
         """Make a worker's pod, whenever that is possible; None: it was told to end first. `waits` hears what for."""
         pause = FIRST_PAUSE_SECONDS
         while not tracked.is_killed:
-            async with self._turns:
+            async with self._makes:
                 if tracked.is_killed:
                     return None
                 try:
@@ -157,16 +159,37 @@ class PodWriter:
     # ---- deleting
 
     async def delete(self, found: Json, *, by_force: bool = False) -> bool:
-        """End this very pod; returns whether it was there. Raises `ClusterRefusal` and `ClusterSilence`."""
+        """End this very pod; returns whether it was there. Raises `ClusterRefusal` and `ClusterSilence`.
+
+        ● A conflict says that another pod has its name, or only that somebody has written: it is looked which.
+        """
         name, uid = found["metadata"]["name"], found["metadata"]["uid"]
         options = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}}
-        try:
-            await self._api.delete(f"{self.pods}/{name}", options | (BY_FORCE if by_force else MOMENT))
-        except ClusterRefusal as error:
-            if error.code in (404, 409):  # it is gone, or another one has its name
+        path, pause = f"{self.pods}/{name}", FIRST_CONFLICT_SECONDS
+        for _ in range(CONFLICTS):
+            try:
+                async with self._deletions:
+                    await self._api.delete(path, options | (BY_FORCE if by_force else MOMENT))
+                return True
+            except ClusterRefusal as error:
+                if error.code == 404:
+                    return False
+                if error.code != 409:
+                    raise
+            if await self._uid_of(path) != uid:
                 return False
+            await asyncio.sleep(pause)
+            pause *= 2
+        raise ClusterSilence(f"the pod {name} was not deleted: others have written it {CONFLICTS} times meanwhile")
+
+    async def _uid_of(self, path: str) -> str:
+        """Of the pod that has this name now; empty where there is none."""
+        try:
+            return str((await self._api.get(path))["metadata"]["uid"])
+        except ClusterRefusal as error:
+            if error.code == 404:
+                return ""
             raise
-        return True
 
     async def delete_belongings(self, job: str) -> None:
         """What a job has once. Whether it had a PodGroup is not known any more; a cluster without Volcano has none."""
@@ -182,11 +205,6 @@ class PodWriter:
                     raise
         self._written = {key for key in self._written if key[0] != job}
         self._writing = {key: lock for key, lock in self._writing.items() if key[0] != job}
-
-    async def in_turn(self, found: Json) -> None:
-        """Delete it when others leave room."""
-        async with self._turns:
-            await self.delete(found)
 
 
 class _NameTaken(Exception):

@@ -127,13 +127,26 @@ class WorldAnnotations:
 
     async def _write(self, tracked: TrackedPod, wanted: Mapping[str, str]) -> None:
         """● To this very pod: one of its name that somebody else has made is refused by its uid. What is refused is not
-        asked for again before the next world, for it may be refused for good.
+        asked for again before the next world, for it may be refused for good; a conflict is none of these refusals
+        where the pod is still the one.
         """
         path = f"{pods_path(self._api.namespace)}/{tracked.name}"
         try:
             await self._api.patch(path, {"metadata": {"uid": tracked.uid, "annotations": dict(wanted)}})
         except ClusterRefusal as error:
+            if error.code == 409 and (found := await self._read(path, tracked)) is not None:
+                tracked.annotated = annotated(found)
+                return self.look(tracked)
             if error.code not in (404, 409) and (error.code, error.why) not in self._refused:
                 self._refused.add((error.code, error.why))
                 log.warning("the worlds of workers cannot be written into pods", pod=tracked.name, error=str(error))
         tracked.annotated = wanted
+        return None
+
+    async def _read(self, path: str, tracked: TrackedPod) -> Json | None:
+        """The worker's pod as it is now; None: it is gone, or another one has its name."""
+        try:
+            found = await self._api.get(path)
+        except ClusterRefusal:
+            return None
+        return found if found["metadata"]["uid"] == tracked.uid else None
