@@ -61,6 +61,9 @@ class JobOfResource(JobOfPods):
         assert answer.is_success, answer.text
         return dict(answer.json())
 
+    def kubectl_scale(self, replicas: int) -> None:
+        self.kubectl("PATCH", f"/{self.job_name}/scale", {"spec": {"replicas": replicas}})
+
     def resource(self) -> dict[str, Any]:
         return self.kubectl("GET", f"/{self.job_name}")
 

@@ -53,7 +53,10 @@ class EventKind(StrEnum):
         "An operator's request was carried out; the data has the action and the token's name.",
     )
     SCALED = "scaled", "The wanted number of workers, or its bounds, changed."
-    DRAINING = "draining", "A worker is being drained, or let go because the job is scaled down."
+    DRAINING = (
+        "draining",
+        "A worker is being drained, or let go because the job is scaled down; the data has the step at which.",
+    )
     STAYS = "stays", "A drain was cancelled, because what had announced the worker's end is gone."
     LEFT = "left", "A drained worker was let go."
     DISMISSED = "dismissed", "A worker was told to end for another reason; the message gives it."

@@ -16,6 +16,7 @@ from shoal_controller.core.machine.events import NeverStarted
 from shoal_controller.core.machine.phases import failures
 from shoal_controller.core.machine.phases.failures import LONGEST_BACKOFF
 from shoal_controller.core.machine.phases.next_message import is_member, send_if_due
+from shoal_controller.core.machine.phases.progress import known_step
 from shoal_controller.core.machine.turn import Turn
 
 LAST_ONE = "there was no worker to take its blocks"
@@ -142,7 +143,7 @@ def drain(turn: Turn, worker: WorkerId, why: Leaving, grace_seconds: float, beca
     turn.mark(worker, leaving=why, grace_seconds=grace_seconds, leaves_at=leaves_at, leaving_because=because)
     words = "removed because the job is scaled down" if why is Leaving.SCALE_DOWN else "drained"
     sentence = f"worker {worker} is being {words} (grace {grace_seconds:g} s){f': {because}' if because else ''}"
-    turn.note(EventKind.DRAINING, sentence, worker)
+    turn.note(EventKind.DRAINING, sentence, worker, step=known_step(turn))
     turn.say(worker, Drain(grace_seconds, turn.durable.last_generation))
 
 
