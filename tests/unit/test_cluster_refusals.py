@@ -77,7 +77,11 @@ def failed_by(wait: Waiting) -> Driver:
             without_rights,
             f"the controller may not do this in namespace {NAMESPACE}: {RBAC}. Give its service account the rights",
         ),
-        (without_image, 'ImagePullBackOff: Back-off pulling image "registry/train:1"'),
+        (
+            without_image,
+            'ImagePullBackOff: Back-off pulling image "registry/train:1"; '
+            "check `kubernetes.image` and `kubernetes.image_pull_secrets`",
+        ),
         (against_a_policy, f"the cluster refuses the pod of job demo: {POLICY}"),
         (without_namespace, f'namespace {NAMESPACE} cannot be used: namespaces "{NAMESPACE}" not found'),
     ],
@@ -105,4 +109,24 @@ async def test_a_quota_of_0_is_waited_for_and_named_in_the_jobs_reason(
     assert job.view.phase is not Phase.FAILED
     assert job.view.reason.endswith(
         '1 worker waits to start for 60 s: pods "demo-w0" is forbidden: exceeded quota: team, used: pods=0, limited: 0'
+        "; have the quota raised, or ask for fewer workers"
+    )
+
+
+@asynchronous
+async def test_a_resource_that_no_node_has_is_waited_for_and_named_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hurry(monkeypatch)
+    async with team(tmp_path) as one:
+        await one.launcher.spawn("w0", SPEC)
+        await one.until(lambda: one.reports and "nodes are available" in one.reports[-1].why, "the scheduler's words")
+        wait = one.reports[-1]
+    job = Driver(wanted=1, launcher="kubernetes", stall_seconds=20.0, max_restarts=0)
+    job.feed(Spawned("w0", Place.of_pod("demo-w0", "uid-w0")))
+    job.feed(wait)
+    job.wait(60)
+    assert job.view.phase is not Phase.FAILED
+    assert job.view.reason.endswith(
+        "Insufficient pods; add nodes that have room, or ask for less in `kubernetes.resources`"
     )

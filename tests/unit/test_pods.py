@@ -138,7 +138,8 @@ def test_what_the_cluster_cannot_start_fails_a_job_that_trains_nothing_after_thr
     assert not job.job.durable.phase.over
     job.feed(no_image("w4"))
     assert job.job.durable.phase is Phase.FAILED
-    assert job.view.reason == f"no worker could be started in 3 attempts; worker w4: {NO_IMAGE}"
+    advice = "check `kubernetes.image` and `kubernetes.image_pull_secrets`"
+    assert job.view.reason == f"no worker could be started in 3 attempts; worker w4: {NO_IMAGE}; {advice}"
 
 
 def test_one_that_starts_ends_the_count_of_attempts() -> None:

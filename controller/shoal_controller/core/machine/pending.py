@@ -5,6 +5,7 @@ Few kinds, for people and for metrics; each comes with the cluster's own message
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -26,6 +27,19 @@ class PendingReason(StrEnum):
     """Its volumes or containers are being set up, or cannot be."""
     CLUSTER = "cluster"
     """The cluster does not answer."""
+
+
+ADVICE: Mapping[PendingReason, str] = {
+    PendingReason.UNSCHEDULABLE: "add nodes that have room, or ask for less in `kubernetes.resources`",
+    PendingReason.QUOTA: "have the quota raised, or ask for fewer workers",
+    PendingReason.IMAGE: "check `kubernetes.image` and `kubernetes.image_pull_secrets`",
+}
+"""What people can do about it. What the others wait for says so itself, or passes."""
+
+
+def with_advice(reason: PendingReason, why: str) -> str:
+    """The cluster's own message, and what to do about it."""
+    return f"{why.rstrip('.')}; {ADVICE[reason]}" if reason in ADVICE else why
 
 
 class Notice(StrEnum):

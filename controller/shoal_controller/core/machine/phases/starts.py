@@ -19,13 +19,15 @@ from shoal_controller.core.machine.effects import Kill
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.events import Waiting
 from shoal_controller.core.machine.job import Job
-from shoal_controller.core.machine.pending import Pending, PendingReason
+from shoal_controller.core.machine.pending import Pending, PendingReason, with_advice
 from shoal_controller.core.machine.phases import ending
 from shoal_controller.core.machine.phases.failures import LONGEST_BACKOFF
 from shoal_controller.core.machine.turn import Turn
 
 MOST_UNSTARTABLE = 3
 """Attempts in a row that may ask for what the cluster cannot start."""
+ADVISED_SECONDS = 10.0
+"""From this wait on it is said what people can do: what only takes its time needs nobody."""
 LONGEST_MESSAGE = 600
 """Characters of a cluster's message that are kept."""
 
@@ -38,7 +40,7 @@ def on_waiting(turn: Turn, event: Waiting) -> bool:
     why = event.why.strip()[:LONGEST_MESSAGE]
     if event.hopeless:
         turn.drop("pending", event.worker)
-        _give_up(turn, record, why)
+        _give_up(turn, record, with_advice(event.reason, why))
         return True
     before = turn.job.pending.get(event.worker)
     if event.reason not in {other.reason for other in pending_workers(turn.job).values()}:
@@ -104,4 +106,6 @@ def sentence(job: Job, now: float) -> str:
     longest = max(now - one.since for one in pending.values() if one.why == message)
     others = f" (and {len(pending) - count} for other reasons)" if len(pending) > count else ""
     verb = "waits" if count == 1 else "wait"
+    if longest >= ADVISED_SECONDS:
+        message = with_advice(next(one.reason for one in pending.values() if one.why == message), message)
     return f"{plural(count, 'worker')} {verb} to start for {longest:.0f} s{others}: {message}"
