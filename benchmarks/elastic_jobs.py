@@ -63,13 +63,13 @@ def api_server(folder: Path) -> Iterator[tuple[FakeCluster, str]]:
         thread.join(10)
 
 
-def until(done: Callable[[], bool], goal: str) -> float:
+def until(done: Callable[[], bool], goal: str, look_seconds: float = 0.1) -> float:
     """How long it took."""
     began, pause = time.monotonic(), threading.Event()
     while not done():
         if time.monotonic() - began > PATIENCE_SECONDS:
             raise RuntimeError(f"{goal}: not after {PATIENCE_SECONDS:g} s")
-        pause.wait(0.1)
+        pause.wait(look_seconds)
     return time.monotonic() - began
 
 
@@ -140,7 +140,7 @@ def _adopt(there: Controller, cluster: FakeCluster, jobs: int) -> Phase:
         lines = asyncio.run(there.metrics()).splitlines()
         return any(line.startswith(ADOPTED) and float(line.rpartition(" ")[2]) >= jobs for line in lines)
 
-    until(adopted, "all pods to be adopted")
+    until(adopted, "all pods to be adopted", 1.0)  # metrics of a thousand jobs are long
     return Phase(time.monotonic() - began, there.cpu_seconds(), len(cluster.requests) - counted)
 
 

@@ -258,7 +258,7 @@ class ChartValues(Values):
     """Names of secrets for the registry."""
     nameOverride: Name = ""
     """Name of the chart in labels."""
-    fullnameOverride: Annotated[Name, Field(max_length=40)] = ""
+    fullnameOverride: Annotated[str, Field(pattern=r"^([a-z]([-a-z0-9]*[a-z0-9])?)?$", max_length=40)] = ""
     """Name of everything that is made. Default: the release's name, with `-shoal` where it has not that in it."""
     clusterDomain: Annotated[str, Field(pattern=r"^[a-z0-9.-]+$")] = "cluster.local"
     """Domain of the cluster's DNS."""

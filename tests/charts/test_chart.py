@@ -7,6 +7,7 @@ A manifest of a kind that Kubernetes itself has not (cert-manager's, prometheus-
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
@@ -153,6 +154,21 @@ def test_wrong_values_are_refused_in_one_sentence(name: str, wrong: Path, tmp_pa
     lines = [line.strip().removeprefix("- ") for line in done.stderr.splitlines()]
     assert [line for line in lines if line.endswith(sentence)], done.stderr
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize("release", ["ml.team-a", "x" * 53])
+def test_whatever_the_release_is_called_its_objects_have_names_that_kubernetes_takes(release: str) -> None:
+    namespace = "n" * 63
+    done = helm(NEWEST, "template", release, CHART, "--namespace", namespace, "--values", VALUES[0])
+    assert done.returncode == 0, done.stderr
+    manifests = tuple(one for one in yaml.safe_load_all(done.stdout) if one)
+    for one in of_kind(manifests, "Service"):
+        assert re.fullmatch("[a-z]([-a-z0-9]{0,61}[a-z0-9])?", one["metadata"]["name"])
+    assert all(len(one["metadata"]["name"]) <= 52 for one in of_kind(manifests, "StatefulSet")), "its pods have a label"
+    (role,) = of_kind(manifests, "ClusterRole")
+    assert role["metadata"]["name"].endswith("-nodes"), "two releases of one namespace are not one"
+    refused = helm(NEWEST, "template", "1.0", CHART)
+    assert "everything would be named 1-0-shoal, but a service's name begins with a letter" in refused.stderr
 
 
 def test_the_notes_name_the_next_commands() -> None:

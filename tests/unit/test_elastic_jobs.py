@@ -233,6 +233,17 @@ async def test_what_cannot_be_followed_is_one_sentence_in_a_condition_and_an_eve
 
 
 @asynchronous
+async def test_a_resource_that_was_deleted_and_made_again_is_told_of_anew(tmp_path: Path) -> None:
+    async with place(tmp_path) as one, one.term():
+        await one.apply("odd", kubernetes={"image": "a", "gang": "kueue"})
+        await one.until(lambda: len(one.notes("Refused")) == 1, "the event of the first")
+        spec = one.item("odd")["spec"]
+        one.cluster.remove(RESOURCES, "odd")
+        one.cluster.put(RESOURCES, {"metadata": {"name": "odd", "generation": 1}, "spec": spec})
+        await one.until(lambda: len(one.notes("Refused")) == 2, "the event of the second")
+
+
+@asynchronous
 async def test_a_job_that_is_over_is_not_run_again_and_rest_leaves_it_to_its_resource(tmp_path: Path) -> None:
     async with place(tmp_path) as one:
         async with one.term():
@@ -288,6 +299,7 @@ async def test_many_resources_share_the_writes_of_their_statuses(tmp_path: Path)
         await one.until(lambda: all(one.status(f"job-{n}").get("phase") for n in range(40)), "all of them")
         surroundings = owned_job.Surroundings(one.shell, None, None, lambda: 1000)  # type: ignore[arg-type]
         assert surroundings.status_seconds() == 50.0
+        assert surroundings.status_seconds(tells_news=False) == 250.0, "a minute of a few, four minutes of a thousand"
 
 
 @asynchronous

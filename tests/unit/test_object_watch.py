@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 from typing import Any
 
+import pytest
+from asynchronous import asynchronous
+from shoal_controller.launchers.kubernetes import object_watch
+from shoal_controller.launchers.kubernetes.cluster_api import ClusterRefusal, WatchNews
 from shoal_controller.launchers.kubernetes.object_watch import ObjectWatch
 
 
@@ -20,6 +25,21 @@ class Listed:
 
     async def list(self, path: str, selector: str) -> tuple[list[dict[str, Any]], str]:
         return self.answer
+
+
+class Hasty(Listed):
+    """One that ends each watch at once, or says that its version is too old."""
+
+    def __init__(self, refuses: bool) -> None:
+        super().__init__(1)
+        self.refuses, self.watches = refuses, 0
+
+    async def watch(self, path: str, version: str, selector: str) -> AsyncGenerator[WatchNews]:
+        self.watches += 1
+        if self.refuses:
+            raise ClusterRefusal(410, "Expired", "too old resource version")
+        if self.watches < 0:
+            yield WatchNews("BOOKMARK", {})
 
 
 def copy(api: Any = None) -> tuple[ObjectWatch, list[tuple[str, str]]]:
@@ -59,3 +79,17 @@ def test_a_list_that_is_older_than_what_was_written_takes_nothing_away() -> None
     watch.learn(item(7))
     asyncio.run(watch._list())
     assert sorted(watch.items) == ["a", "b"] and ("old", "gone") in seen and ("a", "gone") not in seen
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+@asynchronous
+async def test_a_server_that_ends_each_watch_at_once_is_not_asked_without_end(
+    monkeypatch: pytest.MonkeyPatch, refuses: bool
+) -> None:
+    monkeypatch.setattr(object_watch, "AGAIN_SECONDS", 0.05)
+    api = Hasty(refuses)
+    watch, _ = copy(api)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.3):
+            await watch.run()
+    assert 2 <= api.watches <= 7

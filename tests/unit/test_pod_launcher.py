@@ -224,6 +224,22 @@ async def test_a_node_that_is_gone_or_out_of_service_proves_a_death(tmp_path: Pa
 
 
 @asynchronous
+async def test_a_node_that_could_not_be_asked_for_is_asked_for_again(tmp_path: Path) -> None:
+    async with team(tmp_path, "a") as one:
+        await one.launcher.spawn("w0", SPEC)
+        await one.hears(Spawned)
+        one.kubelets.silent.add("a")
+        one.cluster.fail("GET", "/nodes/a", 503, times=3)
+        one.cluster.remove(NODES, "a")
+        await one.until(lambda: one.cluster.asked("GET", f"{NODES}/a") >= 3, "it is asked for")
+        await one.settle()
+        one.cluster.faults.clear()
+        one.cluster.compact()
+        one.cluster.break_watches()
+        assert (await one.hears(Exited))[0].why == "its node a is not there any more"
+
+
+@asynchronous
 async def test_a_pod_that_was_deleted_and_made_again_is_not_ours(tmp_path: Path) -> None:
     async with team(tmp_path, "a") as one:
         await one.launcher.spawn("w0", SPEC)

@@ -40,8 +40,10 @@ STATUS_SECONDS = 5.0
 """So seldom is a status written that tells of no change of phase."""
 TIME_SECONDS = 60.0
 """And one that tells only for how long something has been so."""
-STATUSES_PER_SECOND = 20.0
-"""So many of all resources: where there are many, each is written more seldom."""
+STATUSES_PER_SECOND, TIMES_PER_SECOND = 20.0, 4.0
+"""So many of all resources: where there are many, each is written more seldom. The second: of those that tell only for
+how long something has been so.
+"""
 SOON_SECONDS = 0.5
 """Until the next look at a job that is being deleted."""
 EVENTS_AT_ONCE = 500
@@ -67,8 +69,10 @@ class Surroundings:
     count: Callable[[], int]
     """How many resources there are."""
 
-    def status_seconds(self) -> float:
+    def status_seconds(self, *, tells_news: bool = True) -> float:
         """Between two writes of a status that tell of no change of phase."""
+        if not tells_news:
+            return max(TIME_SECONDS, self.count() / TIMES_PER_SECOND)
         return max(STATUS_SECONDS, self.count() / STATUSES_PER_SECOND)
 
 
@@ -83,15 +87,20 @@ class OwnedJob:
         self._writer, self._status_seconds = surroundings.writer, surroundings.status_seconds
         self._deletion: Deletion | None = None
         self._forgotten_since: float | None = None
-        self._bursts = EventBursts()
-        self._settling = SizeSettling()
         self._written = float("-inf")
         self.trouble = ""
         """Why the last look has failed; empty where it has not."""
         self._dropped: list[str] = []
-        self._told_acceptance = ACCEPTED
+        self._uid = ""
+        self._begin_anew("")
         self._passed_on: tuple[str, int] = ("", 0)
         """A run, and the number of its last event that the cluster was told."""
+
+    def _begin_anew(self, uid: str) -> None:
+        """● A resource that was deleted and made again is another one: what is to be told of the first is not its."""
+        self._uid = uid
+        self._bursts, self._settling = EventBursts(), SizeSettling()
+        self._told_acceptance = ACCEPTED
 
     # ---- what there is
 
@@ -121,6 +130,8 @@ class OwnedJob:
         """Raises `ShoalError` where the store or the cluster does not do its part: look again later."""
         self.due = time.monotonic() + self._status_seconds()
         item, spec = self._copy.items.get(self.name), self._spec()
+        if item is not None and uid_of(item) != self._uid:
+            self._begin_anew(uid_of(item))
         if item is None:
             if spec is not None and spec.resource:
                 await self._end_job(spec)
@@ -266,7 +277,7 @@ class OwnedJob:
         at_once = _at_once(before) != _at_once(status)
         if not patch and view is not None and view.phase.over:
             self.due = now + OVER_SECONDS
-        seconds = self._status_seconds() if tells_news(before, status) else max(TIME_SECONDS, self._status_seconds())
+        seconds = self._status_seconds(tells_news=tells_news(before, status))
         if not patch or (not at_once and now - self._written < seconds):
             return
         answer = await self._writer.patch_status(item, patch)

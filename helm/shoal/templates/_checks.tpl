@@ -3,6 +3,10 @@
 {{- define "shoal.checks" -}}
 {{- $values := .Values -}}
 {{- $external := $values.etcd.external -}}
+{{- $fullname := include "shoal.fullname" . -}}
+{{- if not (regexMatch "^[a-z]" $fullname) -}}
+{{- fail (printf "everything would be named %s, but a service's name begins with a letter; set fullnameOverride, or give the release another name" $fullname) -}}
+{{- end -}}
 {{- if eq $values.store "embedded" -}}
 {{- if ne (int $values.controller.replicas) 1 -}}
 {{- fail (printf "controller.replicas is %d, but an embedded store can be held by one controller only; set controller.replicas to 1, or store to etcd" (int $values.controller.replicas)) -}}

@@ -26,9 +26,11 @@ REQUEST_SECONDS = 15.0
 PATIENCE_SECONDS = 40.0
 """How long a request is tried, answers that ask for patience included."""
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 5.0
-WATCH_SECONDS = 240
-"""After so long the server ends a watch, and another one begins."""
-SILENT_SECONDS = WATCH_SECONDS + 30.0
+WATCH_SECONDS = 60
+"""After so long the server ends a watch, and another one goes on where it ended. ● A line that is dead and says nothing
+hides every notice of a preemption for as long as it is waited for.
+"""
+SILENT_SECONDS = WATCH_SECONDS + 10.0
 PAGE = 500
 """Objects of one answer to a list."""
 LONGEST_REFUSAL = 1000

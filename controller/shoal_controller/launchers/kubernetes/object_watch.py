@@ -46,18 +46,28 @@ class ObjectWatch:
 
     async def run(self) -> None:
         """Until it is cancelled."""
+        clock = asyncio.get_running_loop().time
         while True:
+            began = clock()
             try:
                 version = await self._list()
                 self.trouble = ""
                 while True:
+                    began = clock()
                     version = await self._follow(version)
+                    await self._not_too_soon(began)
             except ClusterRefusal as error:
                 if error.code == 410:
+                    await self._not_too_soon(began)
                     continue
                 await self._pause(error, FORBIDDEN_SECONDS if error.code in (401, 403, 404) else AGAIN_SECONDS)
             except ClusterSilence as error:
                 await self._pause(error, AGAIN_SECONDS)
+
+    async def _not_too_soon(self, began: float) -> None:
+        """● Whoever ends each watch as soon as it has begun is not asked without end."""
+        if asyncio.get_running_loop().time() - began < AGAIN_SECONDS:
+            await asyncio.sleep(AGAIN_SECONDS)
 
     async def _pause(self, error: Exception, seconds: float) -> None:
         if (sentence := self.explain(error)) != self.trouble:

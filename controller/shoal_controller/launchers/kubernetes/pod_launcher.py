@@ -18,7 +18,7 @@ from shoal_protos.plan import Plan, WorkerId
 from shoal_controller.core.machine.events import Exited, Waiting
 from shoal_controller.core.machine.place import Place
 from shoal_controller.core.machine.spec import JobSpec
-from shoal_controller.launchers.kubernetes.cluster_api import ClusterApi, ClusterRefusal
+from shoal_controller.launchers.kubernetes.cluster_api import ClusterApi, ClusterRefusal, ClusterSilence
 from shoal_controller.launchers.kubernetes.object_watch import ObjectWatch
 from shoal_controller.launchers.kubernetes.options import ClusterOptions, PodOptions
 from shoal_controller.launchers.kubernetes.pod_manifest import MANAGED, RUN, pod_name, pods_of, run_label
@@ -214,6 +214,9 @@ class KubernetesLauncher:
         try:
             self._nodes.learn(await self._api.get(f"{NODES}/{name}"))
             tracked.looked_for = ""
+        except ClusterSilence:
+            tracked.looked_for = ""  # it is asked for again with the next news of its pod, or of a list of nodes
+            raise
         except ClusterRefusal as error:
             if error.code == 404:
                 self._end(tracked, f"its node {name} is not there any more")
