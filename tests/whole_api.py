@@ -18,12 +18,14 @@ from protobuf_objects import MAGIC, json_of
 GROUP = "shoal.dev/v1alpha1"
 DEFINITIONS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 DEPLOYMENTS = f"/apis/apps/v1/namespaces/{NAMESPACE}/deployments"
+QUOTAS = f"/api/v1/namespaces/{NAMESPACE}/resourcequotas"
 CORE_EVENTS = f"/api/v1/namespaces/{NAMESPACE}/events"
 NAMESPACES = "/api/v1/namespaces"
 NAMESPACED: dict[str, dict[str, str]] = {
     "v1": {
         "pods": "Pod", "secrets": "Secret", "services": "Service", "serviceaccounts": "ServiceAccount",
         "configmaps": "ConfigMap", "persistentvolumeclaims": "PersistentVolumeClaim", "events": "Event",
+        "resourcequotas": "ResourceQuota",
     },
     "apps/v1": {"deployments": "Deployment", "statefulsets": "StatefulSet", "replicasets": "ReplicaSet"},
     "batch/v1": {"jobs": "Job"},
@@ -97,6 +99,9 @@ class WholeCluster(FakeCluster):
         if path == DEFINITIONS and request.method != "GET":
             crd = next(iter(self.objects[DEFINITIONS].values()), None)
             self.resources = CustomResources(crd) if crd else None
+        if path == QUOTAS and request.method != "GET":
+            quota = next(iter(self.objects[QUOTAS].values()), None)
+            self.quota = int(quota["spec"]["hard"]["pods"]) if quota else None
         return answer
 
     def _put(self, path: str, name: str, item: Json) -> web.Response:
@@ -113,6 +118,8 @@ class WholeCluster(FakeCluster):
         if path == DEFINITIONS:
             known = {"conditions": [{"type": "Established", "status": "True"}]}
             return self._write(path, "MODIFIED", {**made, "status": known})
+        if path == QUOTAS:
+            return self._write(path, "MODIFIED", {**made, "status": {"hard": made["spec"]["hard"]}})
         return self._rolled_out(made) if path == DEPLOYMENTS else made
 
     def _patch(self, path: str, item: Json, patch: Json, sub: str) -> Json:

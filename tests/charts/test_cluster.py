@@ -1,7 +1,10 @@
 """What Shoal counts on in a cluster: the same tests against the API server in this process and, by `make cluster`,
 against the one that `KUBECONFIG` names, in a namespace that is made for them and deleted.
 
-No image is needed: the pods ask for a node that there is not, and so wait.
+No image is needed: the pods ask for a node that there is not, and so wait. What needs a server that fails on purpose
+(409, 410, 429, 500, late and cut answers, news twice and out of order), nodes that are tainted or lost, an account
+without rights, or an older definition, which all namespaces share, is in tests/unit/test_pod_launcher.py,
+test_elastic_jobs.py and their neighbours, against the server in this process alone.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +29,7 @@ from shoal_controller.launchers.kubernetes.connect import connected, kubernetes_
 from shoal_controller.launchers.kubernetes.options import PodOptions
 from shoal_controller.launchers.kubernetes.pod_launcher import KubernetesLauncher
 from shoal_controller.worker_tokens import WorkerTokens
+from shoal_protos.plan import Member, Plan, Reason
 
 SECTION: Json = {"image": "train:1", "node_selector": {"shoal.dev/nowhere": "yes"}, "grace_seconds": 10}
 ITEM: Json = {
@@ -32,6 +37,13 @@ ITEM: Json = {
     "spec": {"command": ["python"], "lanes": 8, "workers": {"min": 2, "max": 8}, "kubernetes": SECTION},
 }  # fmt: skip
 JOB = JobSpec("demo", 1, launcher="kubernetes", command=("python",), run="a1b2", kubernetes=json.dumps(SECTION))
+POD: Json = {
+    "apiVersion": "v1", "kind": "Pod",
+    "spec": {"nodeSelector": SECTION["node_selector"], "containers": [{"name": "a", "image": "train:1"}]},
+}  # fmt: skip
+QUOTA: Json = {
+    "apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "none"}, "spec": {"hard": {"pods": "0"}},
+}  # fmt: skip
 DEFINITION = CHART / "crd" / "elasticjobs.yaml"
 TOLD_SECONDS = 30
 
@@ -102,6 +114,78 @@ async def test_pods_are_made_adopted_by_uid_and_gone_when_they_are_killed(tmp_pa
             assert "was deleted" in (await until(news, Exited)).why
             await second.forget("demo")
         assert not (await one.shows("secret/demo-shoal-token"))
+
+
+@pytest.mark.timeout(300)
+@asynchronous
+async def test_a_pods_name_that_another_has_a_quota_and_an_earlier_run_are_waited_for_and_worlds_are_told(
+    tmp_path: Path,
+) -> None:
+    stranger = {**POD, "metadata": {"name": "demo-w0"}}
+    async with cluster_desk(tmp_path) as one, launcher(one) as (pods, news):
+        await one.kubectl("apply --filename -", json.dumps(stranger))
+        await pods.spawn("w0", JOB)
+        assert "is not one of job demo" in (await until(news, Waiting)).why
+        await one.kubectl("delete pod/demo-w0 --grace-period 0 --force")
+        await one.sees("pod/demo-w0", lambda item: run_of(item) == "a1b2", "the worker's pod")
+
+        pods.world_began(world("w0"), JOB)
+        mark = {"shoal.dev/generation": "1", "shoal.dev/rank": "0"}
+        await one.sees("pod/demo-w0", lambda item: item["metadata"].get("annotations", {}) | mark
+                       == item["metadata"].get("annotations"), "its place in the world")  # fmt: skip
+
+        await pods.spawn("w0", replace(JOB, run="c3d4"))
+        await one.sees("pod/demo-w0", lambda item: run_of(item) == "c3d4", "the pod of the next run")
+
+        await one.kubectl("apply --filename -", json.dumps(QUOTA))
+        await one.sees("resourcequota/none", lambda item: item["status"].get("hard"), "the quota to count")
+        await pods.spawn("w1", JOB)
+        while (wait := await until(news, Waiting)).worker != "w1":
+            pass
+        assert wait.reason is PendingReason.QUOTA and not wait.hopeless, wait.why
+        await one.kubectl("delete resourcequota/none")
+        await one.sees("pod/demo-w1", run_of, "the pod that waited for the quota")
+
+
+@pytest.mark.timeout(300)
+@asynchronous
+async def test_what_a_job_cannot_follow_is_a_condition_and_a_resource_that_goes_while_nobody_leads_is_noticed(
+    tmp_path: Path,
+) -> None:
+    async with defined(tmp_path) as one:
+        await one.shell.create(JobSpec("taken", 1))
+        async with one.controller():
+            await one.kubectl("apply --filename -", json.dumps({**ITEM, "metadata": {"name": "taken"}}))
+            await one.sees("ej/taken", lambda item: accepted(item) == "NameTaken", "the name")
+            await one.kubectl("apply --filename -", json.dumps(ITEM))
+            await one.sees("ej/demo", lambda item: accepted(item) == "Accepted", "the job")
+            await one.kubectl('patch ej/demo --type merge --patch \'{"spec":{"env":{"A":"2"}}}\'')
+            await one.sees("ej/demo", lambda item: accepted(item) == "Immutable", "the refusal")
+            await one.kubectl('patch ej/demo --type merge --patch \'{"spec":{"env":null,"workers":{"min":3}}}\'')
+            await one.sees("ej/demo", lambda item: item["status"]["workers"]["min"] == 3, "the new minimum")
+        await one.kubectl("delete ej/demo --wait=false")
+        assert (await one.shows("ej/demo"))["metadata"]["deletionTimestamp"], "its finalizer keeps it"
+        async with one.controller():
+            await one.kubectl("wait ej/demo --for delete --timeout 60s")
+            assert [view.job for view in one.shell.jobs()] == ["taken"]
+            await one.shell.delete("taken")
+            await one.sees("ej/taken", lambda item: accepted(item) == "Accepted", "the name that is free now")
+            await one.kubectl("delete ej/taken --timeout 60s")
+
+
+def run_of(pod: Json) -> str:
+    return str(pod.get("metadata", {}).get("labels", {}).get("shoal.dev/run", ""))
+
+
+def accepted(item: Json) -> str:
+    """The reason of the condition."""
+    conditions = item.get("status", {}).get("conditions", ())
+    return next((str(one["reason"]) for one in conditions if one["type"] == "Accepted"), "")
+
+
+def world(worker: str) -> Plan:
+    members = (Member(worker, "an incarnation", "10.0.0.1:1"),)
+    return Plan(1, 0, Reason.START, 8, 8, members, (), (), 1, 0, True)
 
 
 @asynccontextmanager

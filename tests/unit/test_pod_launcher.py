@@ -80,6 +80,17 @@ async def test_a_quota_that_is_used_up_is_waited_for(tmp_path: Path) -> None:
 
 
 @asynchronous
+async def test_a_quota_that_was_just_made_is_no_refusal_for_good(tmp_path: Path) -> None:
+    async with team(tmp_path, "a") as one:
+        words = 'pods "demo-w0" is forbidden: status unknown for quota: team, resources: pods'
+        one.cluster.fail("POST", PODS, 403, message=words)
+        await one.launcher.spawn("w0", SPEC)
+        (wait,) = await one.hears(Waiting)
+        assert (wait.reason, wait.hopeless) == (PendingReason.QUOTA, False)
+        await one.hears(Spawned)
+
+
+@asynchronous
 async def test_what_the_cluster_refuses_for_good_is_hopeless_and_says_what_to_do(tmp_path: Path) -> None:
     async with team(tmp_path, "a") as one:
         spec = JobSpec("demo", 1, launcher="kubernetes", run="r", kubernetes=json.dumps(

@@ -48,6 +48,9 @@ MOMENT = {"gracePeriodSeconds": 1}
 """● The kubelet confirms the end: with no grace at all the name is free while the process still runs."""
 BY_FORCE = {"gracePeriodSeconds": 0}
 
+QUOTA_WORDS = ("exceeded quota", "status unknown for quota")
+"""Of refusals that pass: a quota may be raised, and one that was just made is counted in a moment."""
+
 _Belonging = tuple[str, str, str]
 """Job, run, and the path of the kind."""
 
@@ -238,7 +241,7 @@ def _lacks_rights(error: ClusterRefusal) -> bool:
 def _wait_of(error: ClusterRefusal, tracked: TrackedPod, namespace: str) -> Waiting:
     """What a refusal to make a pod means for its worker."""
     worker, job = tracked.worker, tracked.spec.job
-    if error.code == 403 and "exceeded quota" in str(error):
+    if error.code == 403 and any(words in str(error) for words in QUOTA_WORDS):
         return Waiting(worker, PendingReason.QUOTA, str(error))
     if _lacks_rights(error):
         sentence = (
