@@ -220,7 +220,7 @@ async def test_a_stream_that_is_being_opened_hears_of_the_closing(monkeypatch):
 
     monkeypatch.setattr(Endpoint, "connect", connect)
     cluster = Cluster(["127.0.0.1:1"])
-    opening = asyncio.ensure_future(cluster.stream(WATCH))
+    opening = asyncio.ensure_future(cluster.stream(WATCH).__aenter__())
     await cluster.close()
     closed.set()
     with pytest.raises(Closed):

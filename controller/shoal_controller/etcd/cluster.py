@@ -8,8 +8,8 @@ a leader says so at once (`hasleader`). With a user, a token is had by a login, 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Generic
 
@@ -19,6 +19,7 @@ from grpc.aio import AioRpcError
 from shoal_controller.etcd import etcd_pb2 as pb
 from shoal_controller.etcd.endpoint import (
     STATUS,
+    TRANSIENT,
     Answer,
     Endpoint,
     Metadata,
@@ -39,6 +40,8 @@ REQUEST_SECONDS = 5.0
 
 PAUSE_SECONDS = 0.05
 """Before the next attempt."""
+
+LEADER = ("hasleader", "true")
 
 AUTHENTICATE = Method("/etcdserverpb.Auth/Authenticate", pb.AuthenticateResponse)
 
@@ -87,51 +90,43 @@ class Cluster:
                 return await self._attempt(endpoint, method, request, min(left, ATTEMPT_SECONDS)), doubt
             except NotSent as error:
                 why = str(error)
-                if not isinstance(error, TokenRefused):
-                    self.leave(endpoint)
-            except Unanswered as error:
+            except (Unanswered, Closed) as error:
                 doubt = str(error)
-                self.leave(endpoint)
-                if not repeatable:
-                    break
             except Rejected as error:
                 if doubt:
                     raise UnknownOutcome(f"{doubt}; then {error}") from error
                 raise
+            self.leave(endpoint)
+            if doubt and not repeatable:
+                break
             await asyncio.sleep(PAUSE_SECONDS)
         if doubt:
             raise UnknownOutcome(doubt)
         raise self.closed() if self._is_closed else Unavailable(why)
 
     async def _attempt(self, endpoint: Endpoint, method: Method[Answer], request: Message, seconds: float) -> Answer:
-        metadata: Metadata = ()
-        try:
-            metadata = await self._metadata(endpoint)
+        async with self._asked_as(endpoint) as metadata:
             return await endpoint.attempt(method, request, seconds, metadata)
-        except TokenRefused as error:
-            self.refuse_token(metadata, error)
-            raise
-        except asyncio.CancelledError:
-            if self.is_cut():
-                raise Unanswered(str(self.closed())) from None
-            raise
 
-    async def stream(self, method: Method[Answer]) -> CallStream[Answer]:
-        """A stream to the server that is asked now; one attempt. Raises `NotSent`, `Denied`, `Closed`."""
+    @asynccontextmanager
+    async def stream(self, method: Method[Answer]) -> AsyncIterator[CallStream[Answer]]:
+        """A stream to the server that is asked now; where it fails, another is. Raises what its use raises, `NotSent`,
+        `Denied` and `Closed`.
+        """
         if self._is_closed:
             raise self.closed()
         endpoint = self.endpoints[self._current]
         try:
-            metadata = await self._metadata(endpoint)
-            await endpoint.connect(ATTEMPT_SECONDS)
-        except NotSent:
+            async with self._asked_as(endpoint) as metadata:
+                await endpoint.connect(ATTEMPT_SECONDS)
+                opened = CallStream(endpoint, method, metadata)
+                try:
+                    yield opened
+                finally:
+                    opened.cancel()
+        except TRANSIENT:
             self.leave(endpoint)
             raise
-        except asyncio.CancelledError:
-            if self.is_cut():
-                raise self.closed() from None
-            raise
-        return CallStream(self, endpoint, method, metadata)
 
     async def versions(self) -> dict[str, str | BaseException]:
         """What each server says that it is, by its address, or why it does not."""
@@ -146,24 +141,34 @@ class Cluster:
         if self.endpoints[self._current] is endpoint:
             self._current = (self._current + 1) % len(self.endpoints)
 
-    def is_cut(self) -> bool:
-        """Whether a `CancelledError` comes from `close`, and not from whoever wants this task to end."""
-        task = asyncio.current_task()
-        return self._is_closed and (task is None or not task.cancelling())
-
     def closed(self) -> Closed:
         return Closed(f"the client of etcd at {', '.join(one.address for one in self.endpoints)} is closed")
 
     # ---- who asks
 
-    async def _metadata(self, endpoint: Endpoint) -> Metadata:
-        leader = ("hasleader", "true")
-        if self.login is None:
-            return (leader,)
-        async with self._logging_in:
-            if not self._token:
-                self._token = await self._log_in(endpoint, self.login)
-            return (leader, ("token", self._token))
+    @asynccontextmanager
+    async def _asked_as(self, endpoint: Endpoint) -> AsyncIterator[Metadata]:
+        """What shows a server who asks. A token that it refuses is not shown again. Raises `Closed` where `close`
+        cancels a call, and not whoever wants this task to end.
+        """
+        shown: Metadata = (LEADER,)
+        try:
+            if self.login is not None:
+                async with self._logging_in:
+                    self._token = self._token or await self._log_in(endpoint, self.login)
+                    shown = (LEADER, ("token", self._token))
+            yield shown
+        except TokenRefused as error:
+            if self.login is None:
+                raise Denied(str(error)) from error
+            if ("token", self._token) in shown:
+                self._token = ""
+            raise
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._is_closed and not (task and task.cancelling()):
+                raise self.closed() from None
+            raise
 
     async def _log_in(self, endpoint: Endpoint, login: Login) -> str:
         request = pb.AuthenticateRequest(name=login.user, password=login.password)
@@ -174,21 +179,12 @@ class Cluster:
         except Rejected as error:
             raise Denied(f"{error} (to the login of user {login.user})") from None
 
-    def refuse_token(self, metadata: Metadata, error: Exception) -> None:
-        """Log in again before the next attempt. Raises `Denied` where there is no user to log in as."""
-        if self.login is None:
-            raise Denied(str(error)) from error
-        if ("token", self._token) in metadata:
-            self._token = ""
-
 
 class CallStream(Generic[Answer]):
     """A stream to one server, in both directions."""
 
-    def __init__(self, cluster: Cluster, endpoint: Endpoint, method: Method[Answer], metadata: Metadata) -> None:
-        self._cluster = cluster
+    def __init__(self, endpoint: Endpoint, method: Method[Answer], metadata: Metadata) -> None:
         self.endpoint = endpoint
-        self.metadata = metadata
         call = endpoint.channel.stream_stream(method.path, serialized, method.answer.FromString)
         self._call = call(metadata=metadata)
         self._answer = method.answer
@@ -204,26 +200,14 @@ class CallStream(Generic[Answer]):
             await self._call.write(message)
 
     async def read(self) -> Answer:
-        """The next message. Raises `NotSent`, `Unanswered`, what etcd refuses it with, and `Closed`."""
+        """The next message. Raises `NotSent`, `Unanswered`, and what etcd refuses it with."""
         try:
             message = await self._call.read()
         except AioRpcError as error:
-            meaning = self.endpoint.meaning(error)
-            if isinstance(meaning, TokenRefused):
-                self._cluster.refuse_token(self.metadata, meaning)
-            raise meaning from None
-        except asyncio.CancelledError:
-            if self._cluster.is_cut():
-                raise self._cluster.closed() from None
-            raise
+            raise self.endpoint.meaning(error) from None
         if not isinstance(message, self._answer):
             raise Unanswered(f"{self.endpoint} has ended a stream")
         return message
-
-    def drop(self) -> None:
-        """It has failed: let go of it, and of its server."""
-        self._cluster.leave(self.endpoint)
-        self.cancel()
 
     def cancel(self) -> None:
         self._call.cancel()

@@ -39,10 +39,13 @@ TOKEN_IS_OLD = (
 NOT_BEGUN = ("etcdserver: no leader", "etcdserver: too many requests", "etcdserver: not capable")
 """Answers of a server that may do it later."""
 REFUSALS = (
-    StatusCode.INVALID_ARGUMENT, StatusCode.OUT_OF_RANGE, StatusCode.NOT_FOUND, StatusCode.ALREADY_EXISTS,
-    StatusCode.FAILED_PRECONDITION,
+    (StatusCode.PERMISSION_DENIED, "", Denied), (StatusCode.RESOURCE_EXHAUSTED, "", Exhausted),
+    (StatusCode.NOT_FOUND, "lease", LeaseNotFound), (StatusCode.NOT_FOUND, "", Rejected),
+    (StatusCode.OUT_OF_RANGE, "compacted", Compacted), (StatusCode.OUT_OF_RANGE, "", Rejected),
+    (StatusCode.INVALID_ARGUMENT, "", Rejected), (StatusCode.ALREADY_EXISTS, "", Rejected),
+    (StatusCode.FAILED_PRECONDITION, "", Rejected),
 )  # fmt: skip
-"""With these etcd answers what it does not begin, or undoes as a whole."""
+"""What etcd answers, by status and a word of it, to what it does not begin, or undoes as a whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,17 +140,12 @@ class Endpoint:
             return NotSent(sentence)
         if details.startswith("etcdserver: user name is empty"):
             return Denied(f"{self} asks for a user and a password")
-        if code is StatusCode.PERMISSION_DENIED:
-            return Denied(sentence)
-        if code is StatusCode.NOT_FOUND and "lease" in details:
-            return LeaseNotFound(sentence)
-        if code is StatusCode.OUT_OF_RANGE and "compacted" in details:
-            return Compacted(sentence)
         if code is StatusCode.UNIMPLEMENTED:
             return Rejected(f"{self} does not speak etcd's API of version 3 ({details})")
-        if code is StatusCode.RESOURCE_EXHAUSTED:
-            return Exhausted(sentence)
-        return Rejected(sentence) if code in REFUSALS else Unanswered(f"{self} does not answer: {details or code}")
+        for status, word, refusal in REFUSALS:
+            if code is status and word in details:
+                return refusal(sentence)
+        return Unanswered(f"{self} does not answer: {details or code}")
 
 
 def serialized(message: Message) -> bytes:

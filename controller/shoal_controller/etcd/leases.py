@@ -1,7 +1,7 @@
 """A lease that is kept alive for as long as its context lasts, and that says until when it surely is.
 
 It counts from before a request was sent, by this process's clock, so that here it is over before etcd's is: whoever
-holds it stops before another one can get it. The signs of life go over one stream, each with a deadline; where one is
+holds it stops before another one can get it. Each sign of life has a stream of its own and a deadline; where one is
 not answered the next goes to another server.
 """
 
@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from math import ceil
 
 from shoal_controller.etcd import etcd_pb2 as pb
-from shoal_controller.etcd.cluster import ATTEMPT_SECONDS, PAUSE_SECONDS, CallStream, Cluster
+from shoal_controller.etcd.cluster import ATTEMPT_SECONDS, PAUSE_SECONDS, Cluster
 from shoal_controller.etcd.endpoint import TRANSIENT, Method
 from shoal_controller.etcd.errors import EtcdError
 
@@ -51,52 +52,40 @@ async def lease(cluster: Cluster, seconds: float) -> AsyncIterator[KeptLease]:
                 await cluster.call(REVOKE, pb.LeaseRevokeRequest(ID=kept.id), REVOKE_SECONDS)
 
 
+@dataclass(slots=True)
 class KeptLease:
     """A lease that was granted, and its signs of life."""
 
-    def __init__(self, cluster: Cluster, id: int, seconds: float, valid_until: float) -> None:
-        self.id = id
-        self.seconds = seconds
-        """What was granted: it lives so long after each sign of life."""
-        self.valid_until = valid_until
-        """By the event loop's clock; before it, it is over for nobody."""
-        self.lost = asyncio.Event()
-        """Set when it is over, or may be."""
-        self._cluster = cluster
-        self._stream: CallStream[pb.LeaseKeepAliveResponse] | None = None
+    _cluster: Cluster
+    id: int
+    seconds: float
+    """What was granted: it lives so long after each sign of life."""
+    valid_until: float
+    """By the event loop's clock; before it, it is over for nobody."""
+    lost: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when it is over, or may be."""
 
     async def keep(self) -> None:
         """Give signs of life until it is over, or may be."""
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout_at(self.valid_until) as limit:
-                while True:
-                    granted_at = self.valid_until - self.seconds
-                    await asyncio.sleep(max(0.0, granted_at + self.seconds / SIGNS_OF_LIFE - loop.time()))
-                    asked = loop.time()
-                    if (granted := await self._renewed()) <= 0:
-                        return
-                    self.valid_until = asked + granted
-                    limit.reschedule(self.valid_until)
-        except (TimeoutError, EtcdError):
-            return
+            with suppress(TimeoutError, EtcdError):
+                async with asyncio.timeout_at(self.valid_until) as limit:
+                    while True:
+                        granted_at = self.valid_until - self.seconds
+                        await asyncio.sleep(max(0.0, granted_at + self.seconds / SIGNS_OF_LIFE - loop.time()))
+                        asked = loop.time()
+                        if (granted := await self._renewed()) <= 0:
+                            return
+                        self.valid_until = asked + granted
+                        limit.reschedule(self.valid_until)
         finally:
             self.lost.set()
-            self._drop()
 
     async def _renewed(self) -> int:
         """Seconds from when it was asked for; 0 where the lease is gone."""
         while True:
-            try:
-                async with asyncio.timeout(ATTEMPT_SECONDS):
-                    if self._stream is None:
-                        self._stream = await self._cluster.stream(KEEP_ALIVE)
-                    return (await self._stream.ask(pb.LeaseKeepAliveRequest(ID=self.id))).TTL
-            except TRANSIENT:
-                self._drop()
-                await asyncio.sleep(PAUSE_SECONDS)
-
-    def _drop(self) -> None:
-        if self._stream is not None:
-            self._stream.drop()
-        self._stream = None
+            with suppress(*TRANSIENT):
+                async with self._cluster.stream(KEEP_ALIVE) as stream, asyncio.timeout(ATTEMPT_SECONDS):
+                    return (await stream.ask(pb.LeaseKeepAliveRequest(ID=self.id))).TTL
+            await asyncio.sleep(PAUSE_SECONDS)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
 from itertools import groupby
 
 from shoal_controller.endable import Endable
@@ -46,61 +46,59 @@ async def watch(cluster: Cluster, key: bytes, end: bytes, after: int) -> AsyncIt
     """The changes after a revision. Entered, the watch is established: what is written from then on is seen. Entering
     raises `Unavailable`, `Denied`; iterating `Denied`, `Compacted`, `Closed`.
     """
-    watching = _Watch(
-        cluster, pb.WatchCreateRequest(key=key, range_end=end, progress_notify=True, fragment=True), after
-    )
-    deadline = asyncio.get_running_loop().time() + REQUEST_SECONDS
-    while not await watching.establish():
-        if asyncio.get_running_loop().time() > deadline:
-            raise Unavailable(watching.why)
-    revisions = Endable(watching.revisions())
-    try:
-        yield revisions
-    finally:
-        await revisions.end()
-        watching.stream.cancel()
-
-
-class _Watch:
-    stream: CallStream[pb.WatchResponse]
-    """There is one from the first success of `establish` on."""
-
-    def __init__(self, cluster: Cluster, request: pb.WatchCreateRequest, after: int) -> None:
-        self._cluster = cluster
-        self._request = request
-        self._after = after
-        self._parts: list[pb.Event] = []
-        """Of a response that is not whole yet."""
-        self._has_new_login = False
-        self.why = ""
-
-    async def establish(self) -> bool:
-        """One attempt at a stream on which etcd has confirmed the watch; else `why` says what was in its way."""
+    request = pb.WatchCreateRequest(key=key, range_end=end, progress_notify=True, fragment=True)
+    watching = _Watch(cluster, request, after)
+    async with aclosing(watching.responses()) as responses:
         try:
-            self.stream = await self._cluster.stream(WATCH)
+            async with asyncio.timeout(REQUEST_SECONDS):
+                await anext(responses)
+        except TimeoutError:
+            raise Unavailable(watching.why) from None
+        revisions = Endable(one async for found in responses for one in found)
+        try:
+            yield revisions
+        finally:
+            await revisions.end()
+
+
+@dataclass
+class _Watch:
+    _cluster: Cluster
+    _request: pb.WatchCreateRequest
+    _after: int
+    _parts: list[pb.Event] = field(default_factory=list)
+    """Of a response that is not whole yet."""
+    _has_new_login: bool = False
+    why: str = "no server of etcd confirms a watch in time"
+    stream: CallStream[pb.WatchResponse] = field(init=False)
+    """The last one."""
+
+    async def responses(self) -> AsyncGenerator[list[Revision]]:
+        """What is complete with each response of etcd. Nothing is when it has confirmed the watch, the first of each
+        stream; where that one fails there is another. `why` says what was in the way of the last one.
+        """
+        while True:
             try:
-                async with asyncio.timeout(ATTEMPT_SECONDS):
-                    await self._create()
-            except BaseException:
-                self.stream.drop()
-                raise
-        except TRANSIENT as error:
-            self.why = str(error) or f"{self.stream.endpoint} does not confirm a watch in time"
-            await asyncio.sleep(PAUSE_SECONDS)
-            return False
-        return True
+                async with self._cluster.stream(WATCH) as self.stream:
+                    async with asyncio.timeout(ATTEMPT_SECONDS):
+                        await self._create()
+                    yield []
+                    while True:
+                        yield self._complete(await self._next())
+            except TRANSIENT as error:
+                self.why = str(error) or f"{self.stream.endpoint} does not confirm a watch in time"
+                await asyncio.sleep(PAUSE_SECONDS)
 
     async def _create(self) -> None:
         self._parts = []
         self._request.start_revision = self._after + 1
         response = await self.stream.ask(pb.WatchRequest(create_request=self._request))
         if response.canceled and any(reason in response.cancel_reason for reason in REFUSALS):
-            error = Denied(f"{self.stream.endpoint} answers: {response.cancel_reason}")
-            if self._cluster.login is None or self._has_new_login:
-                raise error
+            sentence = f"{self.stream.endpoint} answers: {response.cancel_reason}"
+            if self._has_new_login:
+                raise Denied(sentence)
             self._has_new_login = True
-            self._cluster.refuse_token(self.stream.metadata, error)
-            raise TokenRefused(str(error))
+            raise TokenRefused(sentence)
         self._has_new_login = False
         self._complete(response)
         if response.header.revision < self._after:
@@ -117,18 +115,6 @@ class _Watch:
         if now < self._after:
             sentence = f"{self.stream.endpoint} is at revision {now}, before revision {self._after}, which it had"
             raise Compacted(sentence, now)
-
-    async def revisions(self) -> AsyncGenerator[Revision]:
-        while True:
-            try:
-                response = await self._next()
-            except TRANSIENT:
-                self.stream.drop()
-                while not await self.establish():
-                    continue
-                continue
-            for revision in self._complete(response):
-                yield revision
 
     async def _next(self) -> pb.WatchResponse:
         """The next message. A server that sends none is asked for a sign of life: one that is frozen keeps its
@@ -156,10 +142,8 @@ class _Watch:
         self._parts += response.events
         if response.fragment or response.created or response.watch_id == OF_NO_WATCH:
             return []
-        found = [
-            Revision(number, tuple(events))
-            for number, events in groupby(self._parts, lambda event: event.kv.mod_revision)
-        ]
+        by_revision = groupby(self._parts, lambda event: event.kv.mod_revision)
+        found = [Revision(number, tuple(events)) for number, events in by_revision]
         self._parts = []
         # without events it says that nothing has changed up to there
         self._after = found[-1].revision if found else max(self._after, response.header.revision)
