@@ -26,7 +26,7 @@ from shoal_controller.core.machine.spec import JobView, Phase, State, WorkerView
 from shoal_controller.own_figures import OwnFigures
 
 GONE = (State.LOST, State.LEFT)
-MEMORY_KINDS = ("parameters", "gradients", "state", "rss")
+MEMORY_KINDS = ("parameters", "gradients", "state", "state_files", "rss")
 """Whatever else a worker claims has no series."""
 
 JobFigure = Callable[[JobView], float | None]
@@ -81,6 +81,10 @@ WORKER_GAUGES: Mapping[str, tuple[str, WorkerFigure]] = {
     "shoal_worker_waits_for_seconds": (
         "Time that other workers have waited for this one.",
         lambda worker: worker.waited_for_seconds,
+    ),
+    "shoal_worker_state_file_bytes_per_second": (
+        "Speed at which a worker's last update read and wrote optimizer state that lies in a file.",
+        lambda worker: worker.state_file_bytes_per_second or None,
     ),
     "shoal_worker_lanes": ("Number of lanes that a worker trains.", lambda worker: len(worker.lanes)),
 }

@@ -133,6 +133,8 @@ WORKERS = [
          {"{{worker}}": most("shoal_worker_waits_for_seconds", "worker")}, "s"),
     View("Memory", "Memory of the largest worker, by kind.",
          {"{{kind}}": most("shoal_worker_memory_bytes", "kind")}, "bytes"),
+    View("State in files", "Speed at which updates read and write optimizer state that lies in files.",
+         {"{{worker}}": most("shoal_worker_state_file_bytes_per_second", "worker")}, "Bps"),
     View("Heartbeats", "Seconds since a worker's last heartbeat.",
          {"{{worker}}": most("shoal_worker_last_heartbeat_seconds", "worker")}, "s"),
     View("Pods waiting", "Pods that have not started, by what they wait for.",

@@ -17,7 +17,7 @@ Location = Literal["device", "host", "file"]
 STAGES = (0, 1, 2, 3)
 BUILT_STAGES = (0, 1, 2, 3)
 BUILT_PRECISIONS: tuple[Precision, ...] = ("fp64", "fp32", "bf16", "fp16")
-BUILT_OFFLOADS: tuple[Offload, ...] = ("none",)
+BUILT_OFFLOADS: tuple[Offload, ...] = ("none", "file")
 
 PARAMETER_BYTES: dict[Precision, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 """Of a parameter as the model computes with it; a lane's gradient has the same dtype."""
@@ -33,8 +33,10 @@ UNITS_GATHERED = 3
 IN_FLIGHT_BYTES = 16 << 20
 PIECE_BYTES = 8 << 20
 MESSAGE_BYTES = 512 << 10
-OFFLOAD_BUFFERS_BYTES = 3 * (12 << 20)
-"""Three pieces of a file: one is read, one updated, one written."""
+OFFLOAD_BUFFERS = 3
+"""Of pieces of a file: one is read, one updated, one written."""
+OFFLOAD_PIECE = 1 << 20
+"""Parameters whose state is one piece, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +120,7 @@ def _parameters(setup: MemorySetup) -> list[MemoryItem]:
 
 def _gradients(setup: MemorySetup) -> list[MemoryItem]:
     whole = SUM_BYTES[setup.precision] * setup.parameters
-    down = setup.offload != "none"
+    down = setup.offload == "host"
     reduced = round(whole * setup.copies)
     if setup.stage < 2:
         lane_sums = whole * (stack_copies(-(-setup.lanes // setup.workers)) - 1)
@@ -134,11 +136,12 @@ def _gradients(setup: MemorySetup) -> list[MemoryItem]:
 def _state(setup: MemorySetup) -> list[MemoryItem]:
     held = setup.parameters * setup.copies
     location: Location = "device" if setup.offload == "none" else setup.offload
-    buffers = OFFLOAD_BUFFERS_BYTES if setup.offload == "file" else 0
+    masters = MASTER_BYTES[setup.precision]
+    carried = min(OFFLOAD_BUFFERS * OFFLOAD_PIECE, held) if setup.offload == "file" else 0
     return [
         MemoryItem("optimizer state", round(setup.state_bytes * held), location),
-        MemoryItem("master weights", round(MASTER_BYTES[setup.precision] * held), location),
-        MemoryItem("offload buffers", buffers, "host"),
+        MemoryItem("master weights", round(masters * held), location),
+        MemoryItem("offload buffers", round((setup.state_bytes + masters) * carried), "host"),
     ]
 
 

@@ -75,7 +75,7 @@ class Telemetry:
     fill_bytes: int = 0
     """Bytes received by fills in this process's life."""
     memory_bytes: Mapping[str, int] = field(default_factory=dict)
-    """Bytes by kind: parameters, gradients, state, rss."""
+    """Bytes by kind: parameters, gradients, state, rss; and state_files, which are on a disk."""
     changes: tuple[Change, ...] = ()
     """The last few, newest last."""
     saves: tuple[SaveReport, ...] = ()
@@ -88,6 +88,8 @@ class Telemetry:
     """Steps of the job up to then whose loss or gradient was not finite."""
     not_finite: str = ""
     """The last such step, and what was not finite in it."""
+    state_file_bytes_per_second: int = 0
+    """At which the last update read and wrote optimizer state that lies in a file; 0: none does."""
 
 
 GRACE_SECONDS = 30.0

@@ -67,7 +67,7 @@ def config(options: dict[str, Any]) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": options.get("gradient_clipping", 1.0),
-        "zero_optimization": {"stage": options.get("stage", 1)},
+        "zero_optimization": {"stage": options.get("stage", 1), **_offload(options)},
         **options.get("precision", {}),
         "shoal": {
             "lanes": lanes,
@@ -78,6 +78,12 @@ def config(options: dict[str, Any]) -> dict[str, Any]:
             **options.get("shoal", {}),
         },
     }
+
+
+def _offload(options: dict[str, Any]) -> dict[str, Any]:
+    """`offload`: the folder of the files that keep optimizer state."""
+    folder = options.get("offload")
+    return {"offload_optimizer": {"device": "nvme", "nvme_path": str(folder)}} if folder else {}
 
 
 def optimizer_of(model: nn.Module, name: str = "AdamW", **arguments: Any) -> torch.optim.Optimizer:
@@ -175,6 +181,23 @@ def evaluate(engine: Any) -> None:
     with engine.evaluating(), engine.gathered():
         tokens = torch.arange(2 * LENGTH).view(2, LENGTH)
         engine.report(score=engine.module(tokens, tokens))
+
+
+def train_and_die_writing(result: str, **options: Any) -> None:
+    """`train`; w1 is killed in the middle of a write of its file of optimizer state, in its fourth update or so."""
+    from shoal.offload.state_file import StateFile
+
+    if os.environ.get("SHOAL_WORKER_ID") == "w1":
+        write, calls = StateFile.write, iter(range(1, 1 << 20))
+
+        def half(file: StateFile, at: int, source: memoryview) -> None:
+            if next(calls) > 12:
+                write(file, at, source[: len(source) // 2 // 4096 * 4096])
+                os.kill(os.getpid(), signal.SIGKILL)
+            write(file, at, source)
+
+        StateFile.write = half  # type: ignore[method-assign]
+    train(result, **options)
 
 
 def say_graphs(before: int) -> int:

@@ -109,12 +109,27 @@ def test_auto_is_settled_from_the_rest() -> None:
     assert (config.micro_batches_per_lane, config.gradient_clipping, config.epochs) == (3, 0.0, 2)
 
 
+@pytest.mark.parametrize(
+    ("section", "folder"),
+    [
+        (None, None),
+        ({"nvme_path": "/disk"}, None),
+        ({"device": None, "nvme_path": "/disk"}, None),
+        ({"device": "cpu", "nvme_path": "/disk"}, None),
+        ({"device": "nvme", "nvme_path": "/disk", "buffer_count": 4, "pipeline_read": True, "ratio": 0.3}, "/disk"),
+    ],
+)
+def test_optimizer_state_lies_in_files_where_deepspeeds_keys_say_so(section: object, folder: str | None) -> None:
+    assert load_config({**SMALLEST, "zero_optimization": {"offload_optimizer": section}}).state_folder == folder
+
+
 def test_keys_without_meaning_are_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
     ignored = {"steps_per_print": 10, "wall_clock_breakdown": False, "flops_profiler": {"enabled": True}}
-    zero = {"stage": 1, "overlap_comm": True, "offload_optimizer": {"device": "cpu"}, "allgather_bucket_size": 5e8}
+    offload = {"device": "cpu", "pin_memory": True}
+    zero = {"stage": 1, "overlap_comm": True, "offload_optimizer": offload, "allgather_bucket_size": 5e8}
     load_config({**SMALLEST, **ignored, "zero_optimization": zero})
     captured = capsys.readouterr()
-    known = ("overlap_comm", "offload_optimizer.device", "allgather_bucket_size")
+    known = ("overlap_comm", "offload_optimizer.pin_memory", "allgather_bucket_size")
     keys = [*ignored, *(f"zero_optimization.{name}" for name in known)]
     [line] = captured.err.splitlines()
     assert json.loads(line)["keys"] == keys

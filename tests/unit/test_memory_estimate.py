@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from shoal.blocks.lane_sums import LaneSums
 from shoal.core.layout import BUCKET_BYTES
 from shoal.core.tree import push
 from shoal.exchange import pieces
+from shoal.offload import held_piece, transfers
 from shoal_controller.cli.estimate import COLUMNS
 from shoal_protos import memory_estimate
 from shoal_protos.memory_estimate import (
@@ -57,8 +59,11 @@ def test_in_a_step_stages_2_and_3_hold_reduced_gradients_sums_buckets_and_units(
 def test_offload_moves_state_to_the_host_or_to_files() -> None:
     host = estimate(MemorySetup(P, workers=4, stage=2, lanes=4, precision="bf16", offload="host"))
     assert (host.at_rest("device"), host.at_rest("host"), host.at_most("host")) == (2 * P, 6 * P, 8 * P)
-    file = estimate(MemorySetup(P, workers=4, stage=2, lanes=4, precision="bf16", offload="file"))
-    assert (file.at_rest("file"), file.at_rest("host")) == (6 * P, 3 * 12 << 20)
+    file = estimate(MemorySetup(100 * P, workers=4, stage=2, lanes=4, precision="bf16", offload="file"))
+    assert (file.at_rest("file"), file.at_rest("host"), file.at_rest("device")) == (600 * P, 3 * 12 << 20, 200 * P)
+    assert file.built and not host.built
+    small = estimate(MemorySetup(P, workers=4, stage=1, lanes=4, offload="file"))
+    assert (small.at_rest("file"), small.at_rest("host")) == (4 * P, 4 * P)
     parameters = estimate(MemorySetup(P, workers=4, stage=3, lanes=4, offload_parameters=True))
     assert (parameters.at_rest("device"), parameters.at_rest("host")) == (4 * P, 2 * P)
 
@@ -107,10 +112,12 @@ def test_an_unknown_optimizer_has_no_known_state() -> None:
     assert state_bytes_of("LBFGS", {}) is None
 
 
-def test_the_sizes_are_those_of_the_exchange() -> None:
+def test_the_sizes_are_those_of_the_exchange_and_of_offload() -> None:
     assert memory_estimate.BUCKET_BYTES == BUCKET_BYTES
     for name in ("IN_FLIGHT_BYTES", "PIECE_BYTES", "MESSAGE_BYTES"):
         assert getattr(memory_estimate, name) == getattr(pieces, name)
+    assert memory_estimate.OFFLOAD_PIECE == held_piece.PIECE_ELEMENTS
+    assert memory_estimate.OFFLOAD_BUFFERS == transfers.BUFFERS
     [exchange] = [item for item in estimate(MemorySetup(P, 40, 1, 40)).items if item.name == "exchange buffers"]
     assert exchange.bytes == pieces.IN_FLIGHT_BYTES + pieces.piece_bytes(40)
 
@@ -169,3 +176,22 @@ def test_workers_hold_what_is_estimated_and_their_logs_say_so(
     logged = [line for line in lines if line["event"] == "memory"]
     assert [line["estimated_bytes"] for line in logged] == [expected] * 4
     assert all(0.9 < line["measured_bytes"] / expected < TOLERANCE for line in logged)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_with_state_in_files_workers_hold_what_is_estimated(
+    stage: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = Task({"max_steps": 2, "lanes": 4, "stage": stage, "mirrors": 1, "offload": tmp_path}, model=Wide)
+    expected = estimate(MemorySetup(sum(one.numel() for one in Wide().parameters()), 4, stage, 4, 1, offload="file"))
+    before = tensor_bytes()
+    with Crew("abcd", task) as crew:
+        crew.finish()
+        held = (tensor_bytes() - before) / 4
+    assert 1 <= held / expected.at_rest("device") <= TOLERANCE  # buffers are no tensors, and files no memory
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    logged = [line for line in lines if line["event"] == "memory"]
+    assert [line["estimated_file_bytes"] for line in logged] == [expected.at_rest("file")] * 4
+    assert all(1 <= line["state_files"] / expected.at_rest("file") < TOLERANCE for line in logged)
+    most = expected.at_rest("device") + expected.at_rest("host")
+    assert all(line["measured_bytes"] < TOLERANCE * most and line["estimated_bytes"] == most for line in logged)

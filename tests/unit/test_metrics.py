@@ -32,7 +32,7 @@ def worker(name="w0", **fields) -> WorkerView:
     plain = {
         "host": "h", "pid": 1, "state": State.ACTIVE, "rank": 0, "lanes": (0,), "blocks": 1, "mirrored_blocks": 0,
         "step": 3, "step_seconds": 0.5, "memory_bytes": {"rss": 100, "state": 40}, "log": "",
-        "heartbeat_age_seconds": 0.25,
+        "heartbeat_age_seconds": 0.25, "state_file_bytes_per_second": 10**9,
     }  # fmt: skip
     return WorkerView(**{"worker": name, **plain, **fields})
 

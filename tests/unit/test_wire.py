@@ -106,7 +106,7 @@ telemetries = st.builds(
     training_seconds=seconds, fill_bytes=numbers,
     memory_bytes=st.dictionaries(names, numbers, max_size=3), changes=st.lists(changes, max_size=2).map(tuple),
     saves=st.lists(saves, max_size=2).map(tuple), skipped_folders=texts,
-    skipped_micro_batches=numbers, not_finite_steps=numbers, not_finite=texts,
+    skipped_micro_batches=numbers, not_finite_steps=numbers, not_finite=texts, state_file_bytes_per_second=numbers,
 )  # fmt: skip
 from_worker = st.one_of(
     st.builds(

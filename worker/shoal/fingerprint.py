@@ -45,7 +45,7 @@ def contents(state: TrainingState, blocks: Runs) -> Iterator[tuple[Stretch, list
     """Each stretch of blocks with its parameters, then each state tensor, keys sorted: (blocks × block elements,)
     elements, or () for a number that all blocks share.
     """
-    for stretch, tensors in state.held.states(blocks).items():
+    for stretch, tensors in state.held.stream(blocks):
         first, _ = state.layout.elements(stretch)
         gaps = state.layout.buckets[stretch.bucket].gaps
         yield (

@@ -263,6 +263,7 @@ def _write_heartbeat(heartbeat: Heartbeat) -> pb.Heartbeat:
             skipped_micro_batches=telemetry.skipped_micro_batches,
             not_finite_steps=telemetry.not_finite_steps,
             not_finite=bounds.readable(telemetry.not_finite),
+            state_file_bytes_per_second=telemetry.state_file_bytes_per_second,
         ),
         echo=heartbeat.echo,
         activity=write_activity(heartbeat.activity),
@@ -285,6 +286,9 @@ def _read_heartbeat(message: pb.Heartbeat, blocks: int) -> Heartbeat:
         skipped_micro_batches=bounds.whole("telemetry.skipped_micro_batches", given.skipped_micro_batches),
         not_finite_steps=bounds.whole("telemetry.not_finite_steps", given.not_finite_steps),
         not_finite=bounds.text("telemetry.not_finite", given.not_finite),
+        state_file_bytes_per_second=bounds.whole(
+            "telemetry.state_file_bytes_per_second", given.state_file_bytes_per_second
+        ),
     )
     return Heartbeat(
         _read_status(message.status, blocks),

@@ -10,7 +10,8 @@ from collections.abc import Collection, Mapping
 from shoal_protos.runs import Runs
 from torch import Tensor
 
-from shoal.blocks.held import MASTER, WEIGHTS, State
+from shoal.blocks.held import MASTER, WEIGHTS
+from shoal.blocks.loaded_state import State
 from shoal.core.layout import Layout, Stretch
 
 

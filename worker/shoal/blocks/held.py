@@ -9,10 +9,8 @@ kernels give the bits of the whole tensor on no other slices.
 
 from __future__ import annotations
 
-import copy
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -23,14 +21,12 @@ from torch import Tensor
 
 from shoal.blocks.fill_memory import FillMemory
 from shoal.blocks.host_memory import host_memory
+from shoal.blocks.loaded_state import LoadedState, State, probe_state, twin_of
 from shoal.blocks.values import BlockValues, StretchValues
-from shoal.core.layout import Bucket, Layout, Stretch, overlaps
+from shoal.core.layout import Layout, Stretch, overlaps
 
 PART_BYTES = 16 << 20
 """Of parameters that are updated by one step of the optimizer: far more than the step costs besides."""
-
-State = dict[str, Tensor]  # each (elements,), or () where all its blocks share one number
-"""Optimizer state of a stretch of blocks, by the optimizer's own keys; and its master weights where it has such."""
 
 MASTER = "master"
 """The key of master weights."""
@@ -43,6 +39,10 @@ SEGMENTS_PER_BUCKET = 4
 
 OnUpdated = Callable[[int], None]
 """Called with a bucket's number."""
+
+
+MayBeOne = Callable[[State, State], bool]  # each (elements,), or ()
+"""Whether two states that follow each other are worth being one."""
 
 
 def unheard(_: int) -> None:
@@ -77,17 +77,6 @@ class _Part:
     """All that is held of it and of those before it is updated then."""
 
 
-def twin_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """An optimizer of the same class, hyper-parameters and attributes, without parameters."""
-    twin = copy.copy(optimizer)  # torch copies no attribute that a class of the user's own has set
-    for name, value in vars(optimizer).items():
-        if name != "step":  # a scheduler has put a wrapper there that is bound to the user's object
-            twin.__dict__.setdefault(name, value)
-    twin.state = defaultdict(dict)
-    twin.param_groups = [{**group, "params": []} for group in optimizer.param_groups]
-    return twin
-
-
 class HeldBlocks:
     """Which blocks this worker holds with valid bits, their state, and `apply`, the update."""
 
@@ -109,19 +98,25 @@ class HeldBlocks:
         self.revision = 0
         """Of the segments: it grows whenever they are others."""
         self.layout = layout
-        self._tensor_of = tensors
         self._user = optimizer
+        self._loaded = LoadedState(layout, optimizer, tensors)
         self._twin = twin_of(optimizer)
         self._parameters = parameters
         self._segments: list[Segment] = []
         self.runs = NO_BLOCKS
         """The blocks that are held."""
+        self.bytes_per_second = 0.0
+        """At which the last update's state came from a file and went back; 0: none did."""
         self._expected = FillMemory(layout, NO_BLOCKS)
 
     def state_bytes(self) -> int:
         """Bytes of all state held, counted over tensors."""
         states = (self._state(segment) for segment in self._segments)
         return sum(value.nbytes for state in states for key, value in state.items() if key != WEIGHTS)
+
+    def bytes_by_place(self) -> dict[str, int]:
+        """What it takes between two steps: `state` is memory, `state_files` are bytes of files."""
+        return {"state": self.state_bytes()}
 
     def state_bytes_of_a_block(self) -> int:
         """What one block's state takes, also before there is any."""
@@ -145,7 +140,7 @@ class HeldBlocks:
         """Begins to hold blocks in the state of step 0. `masters`: the first values of master weights."""
         segments = list(self._segments)
         for stretch in self.layout.stretches(runs):
-            state = self._initial(stretch.bucket, self.layout.elements(stretch))
+            state = self._loaded.of(stretch)
             if masters is not None and self.layout.buckets[stretch.bucket].has_masters:
                 state[MASTER] = masters.of(stretch)
             if self.keeps_weights:
@@ -173,7 +168,7 @@ class HeldBlocks:
         self.keep_only(self.runs - taken)
         segments = [*self._segments, *(self._segment(stretch, state) for stretch, state in states.items())]
         self._regroup(segments, self.runs | taken)
-        self._join_where(self._follows)
+        self._join_where(lie_together)
 
     def _segment(
         self,
@@ -203,28 +198,6 @@ class HeldBlocks:
             return state[MASTER].to(dtype)
         return host_memory(stretch.blocks * self.layout.block_elements, dtype)
 
-    def _initial(self, bucket: int, elements: Span) -> State:  # each (elements,), or ()
-        """The state at step 0 that the user's object has already (Adagrad makes it when constructed; a loaded one)."""
-        state: State = {}
-        if not self._user.state:
-            return state
-        start, stop = elements
-        one_element = probe_state(self._user, self.layout.buckets[bucket], 1)
-        shared = {key for key, value in one_element.items() if value.dim() == 0}
-        for slot in self.layout.buckets[bucket].slots:
-            user = self._user.state.get(self._tensor_of[slot.parameter.name], {})
-            first, last = max(start, slot.start), min(stop, slot.start + slot.parameter.elements)
-            for key, value in user.items():
-                if not isinstance(value, Tensor):
-                    continue
-                if value.dim() == 0 and (slot.parameter.shape != () or key in shared):
-                    state[key] = value.clone()
-                    continue
-                flat = state.setdefault(key, torch.zeros(stop - start, dtype=value.dtype))
-                if first < last:
-                    flat[first - start : last - start] = value.reshape(-1)[first - slot.start : last - slot.start]
-        return state
-
     def keep_only(self, runs: Runs) -> None:
         """Frees every other block; pieces that stay of a cut segment are copied, so that the memory is given back."""
         if self.runs <= runs:
@@ -241,48 +214,37 @@ class HeldBlocks:
         self._regroup(kept, self.runs & runs)
 
     def _split_off(self, segment: Segment, stretch: Stretch) -> Segment:
-        first, last = self._within(segment, stretch)
+        first, last = _within(segment, stretch, self.layout)
         state = {key: _cut(value, first, last).clone() for key, value in self._state(segment).items()}
         return self._segment(stretch, state)
-
-    def _within(self, segment: Segment, stretch: Stretch) -> Span:
-        """The elements of a segment that are a stretch of it."""
-        size, start = self.layout.block_elements, segment.stretch.start
-        return (stretch.start - start) * size, (stretch.stop - start) * size
 
     def join(self) -> None:
         """Makes neighbours of one bucket one segment, if there are so many that it is worth a copy: else a job would
         get slower with every change.
         """
         if len(self._segments) > SEGMENTS_PER_BUCKET * len(self.layout.buckets):
-            self._join_where(self._continues)
+            self._join_where(_anyhow)
 
-    def _join_where(self, are_one: Callable[[Segment, Segment], bool]) -> None:
+    def _join_where(self, may_be_one: MayBeOne) -> None:
         runs: list[list[Segment]] = []
         for segment in self._segments:
-            if runs and are_one(runs[-1][-1], segment):
+            if runs and self._is_continued(runs[-1][-1], segment, may_be_one):
                 runs[-1].append(segment)
             else:
                 runs.append([segment])
         if len(runs) < len(self._segments):
             self._regroup([self._join_run(run) if len(run) > 1 else run[0] for run in runs], self.runs)
 
-    def _follows(self, segment: Segment, other: Segment) -> bool:
-        """Whether `other` continues a segment in memory too, so that joining them copies nothing."""
-        if not self._continues(segment, other):
-            return False
-        mine, theirs = self._state(segment), self._state(other)
-        return all(_are_adjacent(value, theirs[key]) for key, value in mine.items() if value.dim())
-
-    def _continues(self, segment: Segment, other: Segment) -> bool:
+    def _is_continued(self, segment: Segment, other: Segment, may_be_one: MayBeOne) -> bool:
         """Whether `other` is the next stretch of the bucket, and the numbers that all its blocks share are equal."""
         if (segment.stretch.bucket, segment.stretch.stop) != (other.stretch.bucket, other.stretch.start):
             return False
         mine, theirs = self._state(segment), self._state(other)
-        return mine.keys() == theirs.keys() and all(
+        are_alike = mine.keys() == theirs.keys() and all(
             value is theirs[key] or (value.dim() == theirs[key].dim() and (value.dim() or value.equal(theirs[key])))
             for key, value in mine.items()
         )
+        return are_alike and may_be_one(mine, theirs)
 
     def _join_run(self, segments: list[Segment]) -> Segment:
         states = [self._state(segment) for segment in segments]
@@ -301,17 +263,6 @@ class HeldBlocks:
             self.runs, self._segments = runs, segments
             self.revision += 1
 
-    def _parts(self) -> list[_Part]:
-        """In the order of the buckets; a bucket is in one part."""
-        parts, first, size = list[_Part](), 0, 0
-        if may_step_in_parts(self._user):
-            for index, (one, following) in enumerate(pairwise(self._segments), start=1):
-                size += one.parameter.nbytes
-                if size >= PART_BYTES and following.stretch.bucket != one.stretch.bucket:
-                    parts.append(_Part(self._segments[first:index], one.stretch.bucket))
-                    first, size = index, 0
-        return [*parts, _Part(self._segments[first:], len(self.layout.buckets) - 1)]
-
     def states(
         self, runs: Runs, with_weights: bool = False
     ) -> dict[Stretch, State]:  # each (elements of its stretch,), or ()
@@ -324,10 +275,22 @@ class HeldBlocks:
         for segment in self._segments:
             left_out = () if with_weights and not segment.has_master else (WEIGHTS,)
             for stretch in overlaps(wanted, segment.stretch):
-                first, last = self._within(segment, stretch)
+                first, last = _within(segment, stretch, self.layout)
                 state = {key: value for key, value in self._state(segment).items() if key not in left_out}
                 found[stretch] = {key: _cut(value, first, last) for key, value in state.items()}
         return found
+
+    def outline(self, runs: Runs) -> dict[Stretch, State]:  # each (elements of its stretch,), or ()
+        """Keys, sizes and dtypes of what `stream` brings, and the numbers that blocks share; no other values."""
+        return self.states(runs)
+
+    def stream(self, runs: Runs) -> Iterator[tuple[Stretch, State]]:  # each (elements of its stretch,), or ()
+        """The state of held blocks, stretch by stretch: each is valid until the next is asked for."""
+        yield from self.states(runs).items()
+
+    def portions(self, stretches: Sequence[Stretch]) -> Iterator[list[Stretch]]:
+        """Parts of these stretches whose state may be in memory at one time, beside what is held."""
+        yield list(stretches)
 
     def apply(
         self,
@@ -339,9 +302,8 @@ class HeldBlocks:
 
         `on_updated` hears of a bucket when it and those before it are updated; not of each.
         """
-        for mine, theirs in zip(self._twin.param_groups, self._user.param_groups, strict=True):
-            mine.update({key: value for key, value in theirs.items() if key != "params"})
-        for part in self._parts():
+        take_over_hyper_parameters(self._twin, self._user)
+        for part in _parts_of(self._segments, len(self.layout.buckets), may_step_in_parts(self._user)):
             self._apply_to(part.segments, gradients, scale)
             on_updated(part.last_bucket)
 
@@ -372,12 +334,52 @@ class HeldBlocks:
             torch._foreach_copy_(rounded, [segment.parameter for segment in masters])
 
 
+def take_over_hyper_parameters(mine: torch.optim.Optimizer, users: torch.optim.Optimizer) -> None:
+    """Those of the user's object, as they are now."""
+    for own, theirs in zip(mine.param_groups, users.param_groups, strict=True):
+        own.update({key: value for key, value in theirs.items() if key != "params"})
+
+
+def _parts_of(segments: list[Segment], buckets: int, may_be_several: bool) -> list[_Part]:
+    """In the order of the buckets; a bucket is in one part."""
+    parts, first, size = list[_Part](), 0, 0
+    if may_be_several:
+        for index, (one, following) in enumerate(pairwise(segments), start=1):
+            size += one.parameter.nbytes
+            if size >= PART_BYTES and following.stretch.bucket != one.stretch.bucket:
+                parts.append(_Part(segments[first:index], one.stretch.bucket))
+                first, size = index, 0
+    return [*parts, _Part(segments[first:], buckets - 1)]
+
+
+def _within(segment: Segment, stretch: Stretch, layout: Layout) -> Span:
+    """The elements of a segment that are a stretch of it."""
+    size, start = layout.block_elements, segment.stretch.start
+    return (stretch.start - start) * size, (stretch.stop - start) * size
+
+
 def _cut(
     value: Tensor,  # (elements,) or ()
     first: int,
     last: int,
 ) -> Tensor:  # (last - first,), or () as it is
     return value if value.dim() == 0 else value[first:last]
+
+
+def _anyhow(
+    _: State,  # each (elements,), or ()
+    __: State,  # each (elements,), or ()
+) -> bool:
+    """Wherever two states lie."""
+    return True
+
+
+def lie_together(
+    mine: State,  # each (elements,), or ()
+    theirs: State,  # each (elements,), or ()
+) -> bool:
+    """Whether one continues the other in memory, so that joining them copies nothing."""
+    return all(_are_adjacent(value, theirs[key]) for key, value in mine.items() if value.dim())
 
 
 def _are_adjacent(
@@ -409,12 +411,3 @@ def probe_state_bytes(layout: Layout, optimizer: torch.optim.Optimizer, with_wei
         + (with_weights or bucket.has_masters) * bucket.wide_dtype.itemsize * layout.block_elements
         for bucket in layout.buckets
     )
-
-
-def probe_state(optimizer: torch.optim.Optimizer, bucket: Bucket, elements: int) -> State:  # each (elements,), or ()
-    """The state that one update makes of so many zeros of that bucket."""
-    twin, zeros = twin_of(optimizer), torch.zeros(elements, dtype=bucket.wide_dtype)
-    zeros.grad = torch.zeros_like(zeros)
-    twin.param_groups[bucket.group]["params"] = [zeros]
-    twin.step()
-    return {key: value for key, value in twin.state[zeros].items() if isinstance(value, Tensor)}

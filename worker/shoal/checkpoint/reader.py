@@ -16,8 +16,8 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from shoal.blocks.held import State
 from shoal.blocks.host_memory import host_memory, tensor_bytes
+from shoal.blocks.loaded_state import State
 from shoal.blocks.values import BlockValues
 from shoal.checkpoint.checksum import CHECKSUM_BYTES, checksum
 from shoal.checkpoint.container import DTYPES

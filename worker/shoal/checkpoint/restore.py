@@ -157,14 +157,14 @@ def _load_frozen(reader: Reader, state: TrainingState) -> None:
 def load_blocks(reader: Reader, state: TrainingState, blocks: Runs) -> None:
     """Holds these blocks as the checkpoint has them, and nothing else."""
     state.held.keep_only(NO_BLOCKS)
-    stretches = state.layout.stretches(blocks)
-    states = reader.states(stretches)
-    try:
-        check_masters(state.layout, states)
-    except ValueError as error:
-        raise CheckpointDamaged(f"{reader.where} is damaged: {error}.") from None
-    state.held.take(states)
-    reader.parameters(stretches, state.weights)
+    for portion in state.held.portions(state.layout.stretches(blocks)):
+        states = reader.states(portion)
+        try:
+            check_masters(state.layout, states)
+        except ValueError as error:
+            raise CheckpointDamaged(f"{reader.where} is damaged: {error}.") from None
+        state.held.take(states)
+        reader.parameters(portion, state.weights)
     state.current = blocks
 
 

@@ -7,15 +7,17 @@ serves all saves. Called on the training thread; what becomes of it is the write
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from shoal_protos.runs import Runs
 from torch import Tensor
 
-from shoal.blocks.held import HeldBlocks, State
+from shoal.blocks.held import HeldBlocks
 from shoal.blocks.host_memory import host_memory
+from shoal.blocks.loaded_state import State
 from shoal.blocks.values import BlockValues
 from shoal.checkpoint.container import Region
 from shoal.core.layout import Bucket, Layout, Stretch
@@ -79,17 +81,8 @@ def take_snapshot(
     layout: Layout, weights: BlockValues, held: HeldBlocks, owned: Runs, beside: Mapping[str, Tensor], arena: Arena
 ) -> Snapshot:
     """Copies the parameters and states of `owned`, and the tensors `beside` (by name: buffers and the like)."""
-    drafts = list(_pieces(weights, held.states(owned)))
-    sources = _in_file_order(drafts, beside)
-    regions, at = [], 0
-    for name, (views, shape) in sources.items():
-        regions.append(Region(name, views[0].dtype, shape, at))
-        at += regions[-1].bytes
-    data = arena.take(at)
-    for region, (views, _) in zip(regions, sources.values(), strict=True):
-        _copy(views, data, region.at)
-    if data.is_pinned():
-        torch.cuda.synchronize()
+    drafts = list(_pieces(weights, held.outline(owned)))
+    regions = _regions(drafts, beside)
     by_name = {region.name: region for region in regions}
     pieces = tuple(
         Piece(
@@ -99,7 +92,29 @@ def take_snapshot(
         )
         for draft in drafts
     )
-    return Snapshot(layout.block_elements, pieces, {name: by_name[name] for name in beside}, tuple(regions), data)
+    tensors = {name: by_name[name] for name in beside}
+    data = arena.take(regions[-1].at + regions[-1].bytes if regions else 0)
+    snapshot = Snapshot(layout.block_elements, pieces, tensors, regions, data)
+    _copy_states(snapshot, weights, held.stream(owned))
+    for name, tensor in beside.items():
+        _copy(tensor, data, tensors[name].at)
+    if data.is_pinned():
+        torch.cuda.synchronize()
+    return snapshot
+
+
+def _copy_states(snapshot: Snapshot, weights: BlockValues, states: Iterable[tuple[Stretch, State]]) -> None:
+    """Each stretch of state, and its parameters, to their places within their piece."""
+    for stretch, state in states:
+        piece = snapshot.pieces[bisect_right(snapshot.pieces, _begin(stretch), key=lambda one: _begin(one.stretch)) - 1]
+        first = (stretch.start - piece.stretch.start) * snapshot.block_elements
+        for key, value in {PARAMETERS: weights.of(stretch), **state}.items():
+            skipped = first * value.element_size() if value.dim() else 0
+            _copy(value, snapshot.data, piece.regions[key].at + skipped)
+
+
+def _begin(stretch: Stretch) -> tuple[int, int]:
+    return stretch.bucket, stretch.start
 
 
 @dataclass(slots=True)
@@ -138,30 +153,30 @@ def _continues(draft: _Draft, stretch: Stretch, views: Mapping[str, Tensor]) -> 
     )
 
 
-def _in_file_order(
-    drafts: list[_Draft], beside: Mapping[str, Tensor]
-) -> dict[str, tuple[list[Tensor], tuple[int, ...]]]:
-    """Name → (views, shape): section by section, large elements first, so that every tensor is aligned to its own."""
-    found: list[tuple[tuple[int, bool, str], str, list[Tensor], tuple[int, ...]]] = []
+def _regions(drafts: list[_Draft], beside: Mapping[str, Tensor]) -> tuple[Region, ...]:
+    """In the file's order: section by section, large elements first, so that every tensor is aligned to its own."""
+    found: list[tuple[tuple[int, bool, str], str, torch.dtype, tuple[int, ...]]] = []
     for draft in drafts:
         for key, views in draft.views.items():
             head = views[0]
-            shape = (sum(view.numel() for view in views),) if head.dim() else ()
+            shape: tuple[int, ...] = (sum(view.numel() for view in views),) if head.dim() else ()
             order = (-head.element_size(), not head.dim(), key)
-            found.append((order, _name(key, draft.stretch), views, shape))
+            found.append((order, _name(key, draft.stretch), head.dtype, shape))
     for name, tensor in beside.items():
-        found.append(((-tensor.element_size(), True, f"~{name}"), name, [tensor], tuple(tensor.shape)))
+        found.append(((-tensor.element_size(), True, f"~{name}"), name, tensor.dtype, tuple(tensor.shape)))
     found.sort(key=lambda one: one[0])  # stable: within a section the pieces keep their order
-    return {name: (views, shape) for _, name, views, shape in found}
+    regions, at = list[Region](), 0
+    for _, name, dtype, extents in found:
+        regions.append(Region(name, dtype, extents, at))
+        at += regions[-1].bytes
+    return tuple(regions)
 
 
 def _name(key: str, stretch: Stretch) -> str:
     return f"{'state/' + key if key else 'parameters'}/{stretch.bucket}:{stretch.start}:{stretch.stop}"
 
 
-def _copy(views: list[Tensor], data: Tensor, at: int) -> None:
-    for view in views:
-        count = view.numel() * view.element_size()
-        if count:
-            data[at : at + count].view(view.dtype).copy_(view.detach().reshape(-1), non_blocking=True)
-        at += count
+def _copy(value: Tensor, data: Tensor, at: int) -> None:
+    count = value.numel() * value.element_size()
+    if count:
+        data[at : at + count].view(value.dtype).copy_(value.detach().reshape(-1), non_blocking=True)

@@ -64,6 +64,20 @@ class Scheduler(Section):
     `total_num_steps`, `total_steps`, `total_iters`, `T_max` the job's last step."""
 
 
+class OffloadOptimizer(Section):
+    """`zero_optimization.offload_optimizer`: the place of optimizer state and master weights (docs/offload.md)."""
+
+    device: Annotated[Literal["none", "cpu", "nvme"] | None, Allowed('"none", "cpu" or "nvme"')] = "none"
+    """`none`: beside the parameters. `cpu`: host memory, which is the same on a worker that computes on the CPU.
+    `nvme`: a file in `nvme_path`, in every stage; an update carries it through three buffers. The bits are the same."""
+    nvme_path: Annotated[
+        Annotated[str, Field(min_length=1, max_length=MOST_PATH)] | None,
+        Allowed(f"a folder of at most {MOST_PATH} characters"),
+    ] = None
+    """Folder on a local disk, on every worker. Each worker keeps one file in it, which has no name and is gone when its
+    process ends. Needed where `device` is "nvme"."""
+
+
 class ZeroOptimization(Section):
     """`zero_optimization`: the state that is sharded over the workers."""
 
@@ -71,6 +85,7 @@ class ZeroOptimization(Section):
     """0: every worker keeps all optimizer state. 1: each worker keeps the state of the blocks that it owns or mirrors.
     2: and their gradients; a lane's gradient leaves while its backward runs. 3: and their parameters; a unit of the
     model is gathered while it is used (sharded_parameters.md). The bits are the same."""
+    offload_optimizer: OffloadOptimizer = OffloadOptimizer()
 
 
 class Bf16(Section):

@@ -20,15 +20,19 @@ from shoal_protos.validation import shown
 
 from shoal.config.batch import Sizes, per_lane, settle
 from shoal.config.deepspeed import NOT_BUILT, SAME_ON_CPU, WITHOUT_MEANING, sections
-from shoal.config.document import Checkpoint, Document, Optimizer
+from shoal.config.document import Checkpoint, Document, OffloadOptimizer, Optimizer
 from shoal.config.precision import Precision, precision_faults
-from shoal.config.sentences import all_of, not_built, sentences_of, unknown_key, wrong_value
+from shoal.config.sentences import all_of, keys_of, not_built, sentences_of, unknown_key, wrong_value
 from shoal.config.training import TrainingConfig
 from shoal.logs import get_logger
 
 NUMBERS = ("lr", "weight_decay", "eps", "momentum", "dampening", "alpha", "rho", "lr_decay", "momentum_decay", "lambd")
 """Parameters of optimizers that are one number in every class that has them."""
 Settled = TypeVar("Settled")
+OUR_SECTIONS = frozenset(
+    key for key in keys_of(Document) if any(one.startswith(f"{key}.") for one in keys_of(Document))
+)
+"""Dotted names of the models' sections."""
 log = get_logger("shoal.config")
 
 
@@ -88,7 +92,7 @@ def sift(given: Mapping[str, Any], faults: list[str], section: str = "") -> tupl
                 continue
             inner, below = sift(value, faults, name)
             ignored += below
-            if name in Document.model_fields:
+            if name in OUR_SECTIONS:
                 kept[key] = inner
             else:
                 faults += [unknown_key(f"{name}.{other}", inner[other]) for other in inner]
@@ -151,12 +155,17 @@ def _resolve(document: Document, faults: list[str]) -> TrainingConfig | None:
         corruption_steps=shoal.corruption_steps,
         on_corruption=OnCorruption(shoal.on_corruption),
         stage=document.zero_optimization.stage,
+        state_folder=_state_folder(document.zero_optimization.offload_optimizer),
         gradient_clipping=float(_value_or_none(document.gradient_clipping) or 0.0),
         precision=Precision.of(document),
         optimizer=document.optimizer,
         scheduler=document.scheduler,
         checkpoint=shoal.checkpoint,
     )
+
+
+def _state_folder(offload: OffloadOptimizer) -> str | None:
+    return offload.nvme_path if offload.device == "nvme" else None
 
 
 def _value_or_none(value: Settled | str | None) -> Settled | None:
@@ -169,6 +178,10 @@ def _unfit(document: Document) -> Iterator[str]:
     shoal = document.shoal
     if document.zero_optimization.stage not in BUILT_STAGES:
         yield not_built("zero_optimization.stage", document.zero_optimization.stage)
+    offload = document.zero_optimization.offload_optimizer
+    if offload.device == "nvme" and offload.nvme_path is None:
+        key = "zero_optimization.offload_optimizer"
+        yield f'`{key}.device` is "nvme", but no `{key}.nvme_path` says where; name a folder on a local disk.'
     if shoal.max_steps is None and shoal.epochs is None:
         yield "neither `shoal.max_steps` nor `shoal.epochs` is given; the job needs one of them to end."
     yield from precision_faults(document)

@@ -45,6 +45,8 @@ class TrainingConfig:
     """0: off."""
     on_corruption: OnCorruption
     stage: int
+    state_folder: str | None
+    """Where a file keeps optimizer state (`offload_optimizer.nvme_path`); None: memory does."""
     gradient_clipping: float
     """0: off."""
     precision: Precision
@@ -61,7 +63,7 @@ class TrainingConfig:
 def agreement(config: TrainingConfig) -> dict[str, str]:
     """Dotted keys with values as JSON: all that changes bits, data order, length or what a vote carries. Not what only
     guards (elementwise), paces (fill_bytes_per_step), spreads (mirror_partners), saves memory (activation
-    checkpointing) or is compared elsewhere (threads: in the numeric identity)."""
+    checkpointing, offload) or is compared elsewhere (threads: in the numeric identity)."""
     values: dict[str, object] = {
         "train_micro_batch_size_per_gpu": config.micro_batch_size,
         "gradient_clipping": config.gradient_clipping,

@@ -18,8 +18,9 @@ from shoal_protos.plan import Fill
 from torch import Tensor
 
 from shoal.blocks.given_states import check_masters, check_weights, numbers_of
-from shoal.blocks.held import HeldBlocks, State
+from shoal.blocks.held import HeldBlocks
 from shoal.blocks.host_memory import tensor_bytes
+from shoal.blocks.loaded_state import State
 from shoal.checkpoint.container import CODES, DTYPES
 from shoal.core.layout import Stretch
 from shoal.exchange.framing import FramedSend, receive_framed

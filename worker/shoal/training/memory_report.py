@@ -26,6 +26,9 @@ PRECISIONS: dict[torch.dtype, Precision] = {
     torch.float16: "fp16",
 }
 
+FILES = "state_files"
+"""What is held in files, among the kinds of memory."""
+
 log = get_logger("shoal")
 
 
@@ -45,16 +48,19 @@ class MemoryReport:
             return
         self._is_said = True
         held = held_bytes(self._context.state)
-        expected = estimate(self._setup(world.plan.world_size, held["state"])).at_rest("device")
-        log.info("memory", measured_bytes=sum(held.values()), estimated_bytes=expected, **held)
+        expected = estimate(self._setup(world.plan.world_size))
+        in_memory = sum(held.values()) - held.get(FILES, 0)
+        files = {"estimated_file_bytes": expected.at_rest("file")} if FILES in held else {}
+        log.info("memory", measured_bytes=in_memory,
+                 estimated_bytes=expected.at_rest("device") + expected.at_rest("host"), **held, **files)  # fmt: skip
 
-    def _setup(self, workers: int, held_state: int) -> MemorySetup:
+    def _setup(self, workers: int) -> MemorySetup:
         config, state = self._context.config, self._context.state
         buckets = state.layout.buckets
         precision = PRECISIONS[buckets[0].dtype]
         by_parameter: float | None = state_bytes_of(type(state.optimizer).__name__, state.optimizer.defaults)
         if by_parameter is None:
-            by_parameter = held_state / (len(state.held.runs) * state.layout.block_elements)
+            by_parameter = state.held.state_bytes() / (len(state.held.runs) * state.layout.block_elements)
         elif precision == "fp64":
             by_parameter *= PARAMETER_BYTES["fp64"] / PARAMETER_BYTES["fp32"]
         return MemorySetup(
@@ -65,4 +71,5 @@ class MemoryReport:
             mirrors=min(config.mirrors, workers - 1),
             precision=precision,
             state_bytes=by_parameter,
+            offload="file" if config.state_folder is not None else "none",
         )

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.blocks.flat import adopt, lay_out_model, trainable
-from shoal.blocks.held import HeldBlocks, OnUpdated, unheard
+from shoal.blocks.held import OnUpdated, unheard
 from shoal.blocks.held_weights import HeldWeights
 from shoal.blocks.host_memory import tensor_bytes
 from shoal.blocks.lane_sums import LaneSums
@@ -34,6 +34,7 @@ from shoal.core.loss_scale import LossScaleRule, after, first_loss_scale
 from shoal.core.module_names import named_parameters
 from shoal.exchange.module_buffers import ModuleBuffers
 from shoal.exchange.vote import Record
+from shoal.offload.filed_blocks import held_blocks
 from shoal.optim.hyper import hyper_parameters, load_into
 from shoal.optim.take_over import advance
 from shoal.precision.rounding import half_dtype, round_module
@@ -64,6 +65,8 @@ class Limits:
     """The half precision of the parameters; None: the script's own."""
     scaling: LossScaleRule | None = None
     """How losses are scaled; None: not at all."""
+    state_folder: str | None = None
+    """Where a file keeps optimizer state and master weights; None: memory does."""
 
     @classmethod
     def of(cls, config: TrainingConfig, last_step: int) -> Limits:
@@ -72,7 +75,7 @@ class Limits:
         one, residency = config.micro_batches_per_lane == 1, Residency.of(config.stage)
         return cls(
             config.lanes, config.gradient_clipping, last_step, config.units, residency, one, half_dtype(precision),
-            precision.scaling,
+            precision.scaling, config.state_folder,
         )  # fmt: skip
 
 
@@ -108,7 +111,7 @@ class TrainingState:
         else:
             self.gradient_guard = GradientGuard(self.sums)
         tensors = {info.name: tensor for info, tensor in pairs}
-        self.held = HeldBlocks(self.layout, optimizer, self.flats, tensors, keeps_weights=sharded)
+        self.held = held_blocks(limits.state_folder, self.layout, optimizer, self.flats, tensors, sharded)
         self.weights = HeldWeights(self.layout, self.held) if sharded else self.flats
         """The parameters of the blocks that are held, at least."""
         self.buffers = ModuleBuffers(module, limits.lanes)

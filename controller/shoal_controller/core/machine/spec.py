@@ -142,6 +142,8 @@ class WorkerView:
     heartbeat_age_seconds: float | None = None
     waited_for_seconds: float = 0.0
     """How long others have waited for it."""
+    state_file_bytes_per_second: int = 0
+    """Of optimizer state that lies in a file, in its last update; 0: none does."""
     pod: str = ""
     node: str = ""
     why: str = ""

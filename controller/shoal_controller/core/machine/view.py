@@ -173,6 +173,7 @@ def _worker(job: Job, record: WorkerRecord, now: float, waited_for_seconds: floa
         step=max(process.status.step, 0) if process is not None else 0,
         step_seconds=telemetry.step_seconds if telemetry is not None else 0.0,
         memory_bytes=telemetry.memory_bytes if telemetry is not None else {},
+        state_file_bytes_per_second=telemetry.state_file_bytes_per_second if telemetry is not None else 0,
         log=record.log,
         waited_for_seconds=waited_for_seconds,
         pod=record.place.pod if record.place is not None else "",

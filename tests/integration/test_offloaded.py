@@ -1,0 +1,25 @@
+"""Optimizer state in files under real processes: one is killed while it writes, another joins and is filled."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+from integration.cluster import Cluster, undisturbed
+
+OPTIONS = {"max_steps": 10, "stage": 2}
+
+
+def test_a_worker_killed_in_the_middle_of_a_write_costs_no_step_and_leaves_no_file(tmp_path: Path) -> None:
+    script = "integration.scripts:train_and_die_writing"
+    with Cluster(workers=3, options={**OPTIONS, "offload": str(tmp_path)}, script=script, pace=0.01) as cluster:
+        cluster.wait_world(2)
+        cluster.add()
+        cluster.wait_world(3)
+        cluster.release()
+        report = cluster.wait_undisturbed()
+        assert cluster.exit_code("w1") == -signal.SIGKILL
+        assert "state_files" in cluster.log("w0")
+        assert list(tmp_path.iterdir()) == []
+    assert [one["reason"] for one in report["generations"]][:2] == ["start", "kill"]
+    assert report["fingerprint"] == undisturbed(OPTIONS)

@@ -1,0 +1,416 @@
+"""Held blocks in a file against held blocks in memory, and the file, its pages and its buffers by themselves."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fills import fill
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from late_file import LateFile
+from shoal.blocks.flat import Flats, adopt, empty_flats, lay_out_model, trainable
+from shoal.blocks.held import HeldBlocks
+from shoal.blocks.held_weights import HeldWeights
+from shoal.blocks.values import WholeValues
+from shoal.core.layout import Layout
+from shoal.offload import transfers
+from shoal.offload.filed_blocks import FiledBlocks, held_blocks
+from shoal.offload.piece_store import PieceStore
+from shoal.offload.state_file import PAGE_BYTES, OffloadFailed, StateFile
+from shoal_protos.errors import UserError
+from shoal_protos.runs import NO_BLOCKS, Runs, every
+from torch import Tensor, nn
+
+OPTIMIZERS = [
+    torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.ASGD,
+    torch.optim.NAdam, torch.optim.Adadelta,
+]  # fmt: skip
+FORKING = """
+import os, sys
+from shoal.offload.state_file import StateFile
+file = StateFile(sys.argv[1])
+child = os.fork()
+if not child:
+    try:
+        os.fstat(file._fd)
+    except OSError:
+        os._exit(0)
+    os._exit(1)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two blocks, so that there are more of them than buffers."""
+    monkeypatch.setattr("shoal.offload.held_piece.PIECE_ELEMENTS", 2 * 4096)
+
+
+@pytest.fixture
+def folder() -> Iterator[str]:
+    """On a disk."""
+    with tempfile.TemporaryDirectory() as name:
+        yield name
+
+
+def pair_of(
+    file: StateFile,
+    kind: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    half: torch.dtype | None = None,
+    sharded: bool = False,
+) -> tuple[Layout, FiledBlocks, HeldBlocks, list[WholeValues]]:
+    """Two that hold nothing yet, over equal parameters, which come last: those of the file's first."""
+    weights: list[WholeValues] = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(200, 200), nn.Linear(200, 200), nn.Linear(200, 3)).to(half)
+        users = kind(model.parameters())  # type: ignore[call-arg]
+        pairs = trainable(model, users, half=half)
+        layout, parameters = lay_out_model(pairs)
+        weights.append(WholeValues(layout, adopt(layout, parameters)))
+    named = {info.name: tensor for info, tensor in pairs}
+    filed = FiledBlocks(layout, users, weights[0], named, PieceStore(layout, file), sharded)
+    return layout, filed, HeldBlocks(layout, users, weights[1], named, sharded), weights
+
+
+def gradients(layout: Layout, seed: int) -> Flats:
+    random = torch.Generator().manual_seed(seed)
+    return [torch.randn(flat.shape, generator=random) for flat in empty_flats(layout)]
+
+
+def by_block(held: HeldBlocks) -> dict[tuple[int, int, str], Tensor]:
+    """Every block's state by bucket, position and key."""
+    size = held.layout.block_elements
+    return {
+        (stretch.bucket, stretch.start + index, key): value[index * size : (index + 1) * size] if value.dim() else value
+        for stretch, state in held.states(held.runs).items()
+        for key, value in state.items()
+        for index in range(stretch.blocks)
+    }
+
+
+def assert_equal(mine: HeldBlocks, theirs: HeldBlocks) -> None:
+    assert mine.runs == theirs.runs
+    left, right = by_block(mine), by_block(theirs)
+    if mine.keeps_weights:
+        for stretch in mine.layout.stretches(mine.runs):
+            assert torch.equal(*(HeldWeights(held.layout, held).of(stretch) for held in (mine, theirs)))
+    assert left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
+
+
+def check_pages(held: FiledBlocks) -> None:
+    """Every page is free or one piece's, none is lost, and no more are taken than the blocks need."""
+    file, used = held.store.file, NO_BLOCKS
+    for piece in held.store.pieces:
+        assert not piece.pages & used and len(piece.pages) * PAGE_BYTES == piece.bytes
+        used |= piece.pages
+    assert not used & file._free and used | file._free == every(file._pages)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_every_elementwise_optimizer_has_the_same_state_in_a_file(
+    kind: type[torch.optim.Optimizer], folder: str
+) -> None:
+    layout, filed, kept, weights = pair_of(StateFile(folder), kind)
+    for step in range(3):
+        for held in (filed, kept):
+            if not step:
+                held.hold(every(layout.blocks))
+            held.apply(WholeValues(layout, gradients(layout, step)), 0.5)
+        assert_equal(filed, kept)
+    assert filed.state_bytes_of_a_block() == kept.state_bytes_of_a_block()
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(*(w.flats for w in weights), strict=True))
+
+
+@given(st.data(), st.booleans())
+@settings(max_examples=25, deadline=None)
+def test_whatever_is_held_filled_and_dropped_the_file_has_what_memory_has(data: st.DataObject, sharded: bool) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        layout, filed, kept, _ = pair_of(StateFile(folder), sharded=sharded)
+        _, source, _, _ = pair_of(StateFile(folder), sharded=sharded)
+        sets = st.sets(st.integers(0, layout.blocks - 1)).map(Runs.of)
+        first = data.draw(sets)
+        source.hold(every(layout.blocks))
+        for held in (filed, kept):
+            held.hold(first)
+        for step in range(data.draw(st.integers(1, 4))):
+            for held in (source, filed, kept):
+                held.apply(WholeValues(layout, gradients(layout, step)), 1.0)
+            stays, comes = data.draw(sets), data.draw(sets)
+            for held in (filed, kept):
+                held.keep_only(held.runs & stays)
+                fill(source, held, comes, expected=comes)
+                held.join()
+            check_pages(filed)
+            assert_equal(filed, kept)
+
+
+def test_what_fills_bring_grows_together_and_moves_nothing(folder: str) -> None:
+    layout, filed, _, _ = pair_of(StateFile(folder))
+    _, source, _, _ = pair_of(StateFile(folder))
+    source.hold(every(layout.blocks))
+    source.apply(WholeValues(layout, gradients(layout, 0)), 1.0)
+    for block in reversed(range(layout.blocks)):
+        fill(source, filed, Runs.of([block]), expected=Runs.of([block]))
+    assert [piece.stretch for piece in filed.store.pieces] == [piece.stretch for piece in source.store.pieces]
+    assert_equal(filed, source)
+
+
+@pytest.mark.parametrize("half", [None, torch.bfloat16], ids=["fp32", "bf16"])
+def test_nothing_is_read_or_used_before_it_is_there_and_nothing_changes_while_it_is_written(
+    half: torch.dtype | None, folder: str
+) -> None:
+    late = LateFile(folder)
+    layout, filed, kept, weights = pair_of(late, half=half)
+    for held, own in zip((filed, kept), weights, strict=True):
+        held.hold(every(layout.blocks), Wide(own))
+        for step in range(3):
+            held.apply(WholeValues(layout, gradients(layout, step)), 1.0)
+    assert len(filed.store.pieces) > 2 * transfers.BUFFERS
+    assert_equal(filed, kept)
+    assert late.changed == 0
+
+
+class Wide:
+    """First values of master weights."""
+
+    def __init__(self, weights: WholeValues) -> None:
+        self._weights = weights
+
+    def of(self, stretch: Any) -> Tensor:
+        return self._weights.of(stretch).float()
+
+
+@pytest.mark.parametrize("buffers", [1, 2, 3, 4])
+def test_any_number_of_buffers_carries_the_same(buffers: int, folder: str) -> None:
+    layout, filed, kept, _ = pair_of(StateFile(folder))
+    filed.store = PieceStore(layout, filed.store.file, buffers)
+    for held in (filed, kept):
+        held.hold(every(layout.blocks))
+        for step in range(2):
+            held.apply(WholeValues(layout, gradients(layout, step)), 1.0)
+    assert_equal(filed, kept)
+
+
+def test_a_pass_that_is_given_up_harms_no_later_one(folder: str) -> None:
+    layout, filed, kept, _ = pair_of(LateFile(folder))
+    for held in (filed, kept):
+        held.hold(every(layout.blocks))
+        held.apply(WholeValues(layout, gradients(layout, 0)), 1.0)
+    abandoned = filed.stream(filed.runs)
+    next(abandoned)
+    for held in (filed, kept):
+        held.apply(WholeValues(layout, gradients(layout, 1)), 1.0)
+    abandoned.close()
+    assert_equal(filed, kept)
+
+
+class GatedFile:
+    """Every byte read is the lowest of its address; one address is answered when the gate opens."""
+
+    folder = "/disk"
+
+    def __init__(self, gated: int) -> None:
+        self._gated, self.gate, self.landed = gated, threading.Event(), threading.Event()
+
+    def read(self, at: int, target: memoryview) -> None:
+        if at == self._gated:
+            self.gate.wait(10)
+        target[:] = bytes([at & 0xFF]) * len(target)
+        if at == self._gated:
+            self.landed.set()
+
+
+def test_a_pass_that_is_given_up_is_waited_for_before_its_buffers_are_used_again() -> None:
+    file = GatedFile(gated=2)
+    passes = transfers.Transfers(file)  # type: ignore[arg-type]
+    first = passes.carry([(transfers.FileRange(at, 0, 8),) for at in (1, 2, 3)], 8)
+    next(first)
+    opener = threading.Timer(0.02, file.gate.set)
+    opener.start()
+    later = passes.carry([(transfers.FileRange(at, 0, 8),) for at in (4, 5, 6)], 8)
+    next(later)
+    buffer = next(later)
+    assert file.landed.wait(10)
+    assert buffer.view(0, 8, torch.uint8).tolist() == [5] * 8
+    first.close()
+    later.close()
+    opener.join()
+
+
+def test_pieces_of_one_stretch_count_their_steps_each_for_itself(folder: str) -> None:
+    layout, filed, kept, _ = pair_of(StateFile(folder))
+    for held in (filed, kept):
+        held.hold(every(layout.blocks))
+        held.apply(WholeValues(layout, gradients(layout, 0)), 1.0)
+    wholes = {
+        stretch: {key: value.clone() for key, value in state.items()}
+        for stretch, state in kept.states(every(layout.blocks)).items()
+    }
+    assert len(filed.store.pieces) > len(wholes)
+    odd = Runs.of(range(1, layout.blocks, 2))
+    for held in (filed, kept):
+        held.take(wholes)
+        held.apply(WholeValues(layout, gradients(layout, 1)), 1.0)
+        held.keep_only(odd)
+        held.apply(WholeValues(layout, gradients(layout, 2)), 1.0)
+    assert_equal(filed, kept)
+
+
+def test_state_that_an_optimizer_begins_to_keep_later_gets_its_place(folder: str) -> None:
+    layout, filed, kept, _ = pair_of(StateFile(folder), torch.optim.SGD)
+    for held in (filed, kept):
+        held.hold(every(layout.blocks))
+        held.apply(WholeValues(layout, gradients(layout, 0)), 1.0)
+    assert filed.state_bytes() == 0
+    for held in (filed, kept):
+        held._user.param_groups[0]["momentum"] = 0.9
+        for step in (1, 2):
+            held.apply(WholeValues(layout, gradients(layout, step)), 1.0)
+    assert_equal(filed, kept)
+    check_pages(filed)
+
+
+# ---- the file
+
+
+def test_space_is_reserved_before_the_first_update_and_for_what_is_to_be_filled(folder: str) -> None:
+    layout, filed, _, _ = pair_of(StateFile(folder))
+    first = every(layout.blocks).first(6)
+    filed.hold(first)
+    block = 2 * 4 * layout.block_elements
+    assert filed.store.file.reserved_bytes == len(first) * block
+    assert os.fstat(filed.store.file._fd).st_blocks * 512 >= len(first) * block
+    filed.expect(every(layout.blocks) - first)
+    reserved = filed.store.file.reserved_bytes
+    assert reserved == layout.blocks * block
+    for step in range(2):
+        filed.apply(WholeValues(layout, gradients(layout, step)), 1.0)
+    assert filed.store.file.reserved_bytes == reserved
+
+
+def test_a_full_disk_is_named_before_the_first_update(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, filed, _, _ = pair_of(StateFile(folder))
+
+    def full(fd: int, at: int, count: int) -> None:
+        raise NO_SPACE
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    left = rf"{folder} has [\d,]+ bytes left"
+    sentence = f"{left}, and the optimizer state that this worker is to keep there needs [\\d,]+ more; make room"
+    with pytest.raises(OffloadFailed, match=sentence):
+        filed.hold(every(layout.blocks))
+
+
+def test_a_file_has_no_name_and_is_gone_with_its_process(folder: str) -> None:
+    left, right = StateFile(folder), StateFile(folder)
+    assert list(Path(folder).iterdir()) == []
+    assert os.fstat(left._fd).st_nlink == 0
+    assert os.fstat(left._fd).st_ino != os.fstat(right._fd).st_ino
+    descriptor = left._fd
+    del left
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+
+
+def test_a_forked_child_keeps_no_space_on_the_disk(folder: str) -> None:
+    assert subprocess.run([sys.executable, "-c", FORKING, folder], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("name", ["missing", "file"])
+def test_a_path_that_is_no_folder_is_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    path = tmp_path / name
+    with pytest.raises(UserError) as caught:
+        StateFile(str(path))
+    assert str(caught.value) == (
+        f"`zero_optimization.offload_optimizer.nvme_path` is {path}, which is not a folder here; name one on a local "
+        "disk."
+    )
+
+
+def test_a_folder_that_nobody_may_write_to_is_refused(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    with pytest.raises(UserError, match=f"nvme_path` is {folder}, where no file can be made: Permission"):
+        StateFile(folder)
+
+
+def test_a_system_that_cannot_reserve_space_is_refused(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "posix_fallocate")
+    with pytest.raises(UserError, match="optimizer state in files needs Linux"):
+        StateFile(folder)
+
+
+def test_memory_that_poses_as_a_disk_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        layout, filed, kept, _ = pair_of(StateFile(folder))
+        for held in (filed, kept):
+            held.hold(every(layout.blocks))
+            held.apply(WholeValues(layout, gradients(layout, 0)), 1.0)
+        assert_equal(filed, kept)
+    [line] = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert (line["event"], line["filesystem"]) == ("offload_to_memory", "tmpfs")
+    assert line["means"] == f"{folder} is no disk: its files take memory, and offload saves none"
+
+
+def test_where_direct_transfers_are_refused_buffered_ones_do_and_say_why(
+    folder: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.offload.state_file.folder_type", lambda _: "ext4")
+    layout, filed, kept, _ = pair_of(StateFile(folder, direct=False))
+    for held in (filed, kept):
+        held.hold(every(layout.blocks))
+        held.apply(WholeValues(layout, gradients(layout, 0)), 1.0)
+    assert_equal(filed, kept)
+    [line] = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert (line["event"], line["reason"]) == ("offload_buffered", "it was asked for")
+
+
+def test_a_slow_disk_is_named_once_with_its_speed(
+    folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("shoal.offload.filed_blocks.TELLING_BYTES", 1)
+    monkeypatch.setattr("shoal.offload.filed_blocks.SLOW_BYTES_PER_SECOND", 1e15)
+    layout, filed, _, _ = pair_of(StateFile(folder))
+    filed.hold(every(layout.blocks))
+    for step in range(3):
+        filed.apply(WholeValues(layout, gradients(layout, step)), 1.0)
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    [line] = [line for line in lines if line["event"] == "offload_is_slow"]
+    assert filed.bytes_per_second > 0 and line["bytes_per_second"] > 0
+    assert "waits" in line["means"] and "MB/s; expected" in line["means"]
+
+
+def test_a_disk_that_does_not_answer_is_given_up(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfers, "SECONDS", 0.0)
+    layout, filed, _, _ = pair_of(LateFile(folder))
+    with pytest.raises(OffloadFailed, match=f"the disk of {folder} has not answered for 0 s"):
+        filed.hold(every(layout.blocks))
+        for step in range(2):
+            filed.apply(WholeValues(layout, gradients(layout, step)), 1.0)
+
+
+def test_an_optimizer_whose_step_must_be_one_is_refused(folder: str) -> None:
+    class Counting(torch.optim.SGD):
+        """A class of the user's own."""
+
+    model = nn.Linear(2, 2)
+    users = Counting(model.parameters(), lr=0.1)
+    layout, parameters = lay_out_model(trainable(model, users))
+    with pytest.raises(UserError, match="updated piece by piece, and Counting may count its steps"):
+        held_blocks(folder, layout, users, WholeValues(layout, adopt(layout, parameters)), {})

@@ -1,0 +1,73 @@
+"""The state that the user's optimizer has already when training begins: made when constructed, or loaded by the script.
+
+And what state an optimizer makes at all, found by one update of a twin of it. Called by the held blocks.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from shoal.core.layout import Bucket, Layout, Stretch
+
+State = dict[str, Tensor]  # each (elements,), or () where all its blocks share one number
+"""Optimizer state of a stretch of blocks, by the optimizer's own keys; and its master weights where it has such."""
+
+
+class LoadedState:
+    """`tensors`: the user's parameter objects by name, under which their state is found."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        optimizer: torch.optim.Optimizer,
+        tensors: Mapping[str, Tensor],  # each of its parameter's shape and dtype
+    ) -> None:
+        self._layout, self._user, self._tensor_of = layout, optimizer, tensors
+
+    def of(self, stretch: Stretch) -> State:  # each (elements,), or ()
+        """Copies; empty where the user's object has none (Adagrad makes it when constructed)."""
+        state: State = {}
+        if not self._user.state:
+            return state
+        bucket = self._layout.buckets[stretch.bucket]
+        start, stop = self._layout.elements(stretch)
+        one_element = probe_state(self._user, bucket, 1)
+        shared = {key for key, value in one_element.items() if value.dim() == 0}
+        for slot in bucket.slots:
+            user = self._user.state.get(self._tensor_of[slot.parameter.name], {})
+            first, last = max(start, slot.start), min(stop, slot.start + slot.parameter.elements)
+            for key, value in user.items():
+                if not isinstance(value, Tensor):
+                    continue
+                if value.dim() == 0 and (slot.parameter.shape != () or key in shared):
+                    state[key] = value.clone()
+                    continue
+                flat = state.setdefault(key, torch.zeros(stop - start, dtype=value.dtype))
+                if first < last:
+                    flat[first - start : last - start] = value.reshape(-1)[first - slot.start : last - slot.start]
+        return state
+
+
+def twin_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """An optimizer of the same class, hyper-parameters and attributes, without parameters."""
+    twin = copy.copy(optimizer)  # torch copies no attribute that a class of the user's own has set
+    for name, value in vars(optimizer).items():
+        if name != "step":  # a scheduler has put a wrapper there that is bound to the user's object
+            twin.__dict__.setdefault(name, value)
+    twin.state = defaultdict(dict)
+    twin.param_groups = [{**group, "params": []} for group in optimizer.param_groups]
+    return twin
+
+
+def probe_state(optimizer: torch.optim.Optimizer, bucket: Bucket, elements: int) -> State:  # each (elements,), or ()
+    """The state that one update makes of so many zeros of that bucket."""
+    twin, zeros = twin_of(optimizer), torch.zeros(elements, dtype=bucket.wide_dtype)
+    zeros.grad = torch.zeros_like(zeros)
+    twin.param_groups[bucket.group]["params"] = [zeros]
+    twin.step()
+    return {key: value for key, value in twin.state[zeros].items() if isinstance(value, Tensor)}
