@@ -18,9 +18,9 @@ from tables import show, spread, verdict
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 
-from faults.hosts import Hosts  # noqa: E402
-from integration.cluster import QUICK, until, warmed  # noqa: E402
-from integration.job_of_pods import JobOfPods, host_of, launched  # noqa: E402
+from faults.hosts import Hosts
+from integration.cluster import QUICK, until, warmed
+from integration.job_of_pods import JobOfPods, host_of, launched
 
 WORKERS, STEPS = 3, 400
 HEARTBEATS, EXTRA_SECONDS = 3, 0.5
