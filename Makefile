@@ -8,6 +8,7 @@
 #   make fuzz       send 5,000 requests of schemathesis and 1,000 fuzzed sessions to a controller whose job trains on
 #   make cluster    run the tests of pods and resources against the cluster that KUBECONFIG names, in a namespace of theirs
 #   make charts     render the chart with both helms over all files of values, and check every manifest
+#   make models     train six models of Hugging Face with sharded parameters, and compare bits and generated tokens
 #   make mutants    break every rule of docs/rules.md in a copy, and report what no test notices
 #   make protos     regenerate the code of protos/shoal_protos/session.proto
 #   make docs       regenerate pages of docs/ (phases, events, controller, configuration, chart) and what the chart
@@ -24,7 +25,7 @@ PROMETHEUS := $(VENV)/prometheus/usr/bin/promtool
 
 
 .DEFAULT_GOAL := help
-.PHONY: help setup packages demo test lint types imports generated unit whole pytest simulate faults outages fuzz cluster charts mutants protos docs pictures format clean
+.PHONY: help setup packages demo test lint types imports generated unit whole pytest simulate faults outages fuzz cluster charts models mutants protos docs pictures format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -97,6 +98,11 @@ cluster: $(READY)
 
 charts: $(READY) packages
 	SHOAL_CHARTS=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 tests/charts $(ARGS)
+
+# transformers is for these tests alone.
+models: $(READY)
+	$(BIN)/pip install --quiet "transformers>=5.20,<6"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 tests/models $(ARGS)
 
 mutants: $(READY)
 	$(BIN)/python -m tests.mutants.run $(if $(RULE),--rule "$(RULE)") $(ARGS)

@@ -1,37 +1,65 @@
-"""Writes the model as a plain safetensors file with the model's own parameter names."""
+"""Writes the model as a plain safetensors file with the model's own parameter names, tensor by tensor.
+
+So the whole model need not be in memory for it: where parameters are sharded they come one unit after the other.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from safetensors.torch import save_file
 from shoal_protos.errors import UserError
 from torch import Tensor, nn
 
+from shoal.blocks.host_memory import tensor_bytes
+from shoal.checkpoint.container import CODES, Region, header
 from shoal.core.module_names import named_state
 
+Reading = Callable[[Sequence[Tensor]], Iterable[Tensor]]
+"""The same tensors one after the other, each with its values until the next is asked for."""
 
-def export(module: nn.Module, path: Path) -> None:
+
+def export(module: nn.Module, path: Path, reading: Reading = iter) -> None:
     """Atomic: the file is whole or not there. Tied tensors are written once; the metadata maps their other names.
 
-    Raises `UserError` where the place cannot be written.
+    Raises `UserError` where the place cannot be written, and what `reading` raises.
     """
-    tensors: dict[str, Tensor] = {}
-    first_name: dict[tuple[int, tuple[int, ...]], str] = {}
-    metadata = {"format": "pt"}
-    for name, value in named_state(module):
-        place = (value.data_ptr(), tuple(value.shape))
-        if value.numel() and place in first_name:
-            metadata[name] = first_name[place]
-            continue
-        first_name[place] = name
-        tensors[name] = value.detach().cpu().clone().contiguous()
+    tensors, tied = _tensors(module)
+    regions, at = list[Region](), 0
+    for name, value in tensors.items():
+        regions.append(Region(name, value.dtype, tuple(value.shape), at))
+        at += regions[-1].bytes
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, beside, metadata)
+        with beside.open("wb") as file:
+            file.write(header(regions, {"format": "pt", **tied}))
+            file.writelines(_contents(reading(list(tensors.values()))))
         beside.replace(path)
     except OSError as error:
-        beside.unlink(missing_ok=True)
         raise UserError(f"cannot export the model to {path}: {error}. Choose a place that can be written.") from error
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _tensors(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """By name, each once; and the other names of those that have several. Raises `UserError` for an unknown dtype."""
+    tensors: dict[str, Tensor] = {}
+    first_name: dict[object, str] = {}
+    tied: dict[str, str] = {}
+    for name, value in named_state(module):
+        if value.dtype not in CODES:
+            raise UserError(f'cannot export the model: "{name}" has dtype {value.dtype}, which safetensors lacks.')
+        place = id(value) if isinstance(value, nn.Parameter) else (value.data_ptr(), tuple(value.shape))
+        if value.numel() and place in first_name:
+            tied[name] = first_name[place]
+            continue
+        first_name[place] = name
+        tensors[name] = value
+    return tensors, tied
+
+
+def _contents(tensors: Iterable[Tensor]) -> Iterator[memoryview]:
+    for value in tensors:
+        yield tensor_bytes(value.detach().cpu().clone().contiguous())  # a copy: numpy pins what it looks at

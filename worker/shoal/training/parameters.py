@@ -5,11 +5,11 @@ What the steps of training tell whoever looks after them; sharded_parameters.py 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from shoal.world import World
 
@@ -38,6 +38,11 @@ class Parameters(Protocol):
     def on_boundary(self, world: World) -> None:
         """A vote has passed, and its update is made. Raises `WorldChanged`."""
 
+    def reading(self, tensors: Sequence[Tensor]) -> Iterable[Tensor]:
+        """The same tensors one after the other, each with its values until the next is asked for. Raises
+        `WorldChanged`.
+        """
+
     def gathered(self, modules: Iterable[nn.Module], /) -> AbstractContextManager[None]:
         """A context in which all parameters of these modules are here, to be read."""
 
@@ -65,6 +70,9 @@ class WholeParameters:
 
     def on_boundary(self, world: World) -> None:
         """The hand-out has brought them."""
+
+    def reading(self, tensors: Sequence[Tensor]) -> Iterable[Tensor]:
+        return tensors
 
     def gathered(self, _: Iterable[nn.Module], /) -> AbstractContextManager[None]:
         return nullcontext()

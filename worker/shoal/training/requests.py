@@ -121,8 +121,7 @@ class Requests:
         if self._context.rank != 0:
             return
         try:
-            with self._parameters.gathered([self._context.state.module]):
-                export(self._context.state.module, path)
+            export(self._context.state.module, path, self._parameters.reading)
         except UserError as error:
             log.error("export_failed", path=str(path), reason=str(error))
             self._failure = error

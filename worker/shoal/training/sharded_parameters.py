@@ -7,8 +7,9 @@ stays until it cannot be needed any more. Follows Rajbhandari et al. (2020), sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -214,6 +215,15 @@ class ShardedParameters:
             self.units.free(unit)
 
     # ---- all of some
+
+    def reading(self, tensors: Sequence[Tensor]) -> Iterator[Tensor]:  # each of any shape
+        """A unit at a time."""
+        for unit, together in groupby(tensors, key=self.units.of_tensor):
+            if unit is not None:
+                self.units.ensure(unit)
+            yield from together
+            if unit is not None and not unit.is_pinned:
+                self.units.free(unit)
 
     @contextmanager
     def gathered(self, modules: Iterable[nn.Module]) -> Iterator[None]:
