@@ -51,12 +51,14 @@ class Team:
         self.reports: list[Any] = []
         self.deaf: list[Exception] = []
         """What the next reports meet instead of a job."""
+        self.on_report: Callable[[Any], None] = lambda news: None
         self.launcher: KubernetesLauncher = None  # type: ignore[assignment]
 
     async def submit(self, job: str, news: Any) -> None:
         if self.deaf:
             raise self.deaf.pop(0)
         self.reports.append(news)
+        self.on_report(news)
 
     @asynccontextmanager
     async def leading(self) -> AsyncIterator[KubernetesLauncher]:
@@ -97,6 +99,10 @@ class Team:
 
     def count(self, kind: type) -> int:
         return sum(isinstance(news, kind) for news in self.reports)
+
+    async def breathe(self, seconds: float) -> None:
+        """Let others have their turn."""
+        await asyncio.sleep(seconds)
 
     async def settle(self) -> None:
         """Enough time for what should not happen."""

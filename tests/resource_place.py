@@ -1,0 +1,91 @@
+"""A cluster with ElasticJobs, a shell with a small machine, and who stands between them: for tests of resources."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from api_server import EVENTS, RESOURCES, FakeCluster, kubeconfig, served
+from pod_team import hurry
+from ports import free_port
+from shoal_controller.elastic_jobs import owned_job, reconciler, size_settling
+from shoal_controller.elastic_jobs.reconciler import reconciling
+from shoal_controller.launchers.kubernetes.connect import connected
+from shoal_controller.launchers.kubernetes.options import ClusterOptions
+from small_machine import running
+
+SPEC = {"command": ["python", "train.py"], "kubernetes": {"image": "train:1"}, "workers": {"min": 2, "max": 8}}
+
+
+def hurry_resources(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a test waits hundredths of a second for what takes seconds in earnest."""
+    hurry(monkeypatch)
+    monkeypatch.setattr(reconciler, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(reconciler, "AGAIN_SECONDS", 0.02)
+    monkeypatch.setattr(owned_job, "SOON_SECONDS", 0.02)
+    monkeypatch.setattr(owned_job, "STATUS_SECONDS", 0.05)
+    monkeypatch.setattr(size_settling, "FIRST_PAUSE_SECONDS", 0.02)
+
+
+class Place:
+    """A cluster, a shell, and who stands between them."""
+
+    def __init__(self, cluster: FakeCluster, world: Any, url: str, options: ClusterOptions) -> None:
+        self.cluster, self.world, self.shell, self._options = cluster, world, world.shell, options
+        self.kubectl = httpx.AsyncClient(base_url=url, trust_env=False)
+
+    @asynccontextmanager
+    async def term(self) -> AsyncIterator[reconciler.Reconciler]:
+        """A leader's."""
+        async with connected(self._options) as api, reconciling(api, self.shell) as found:
+            yield found
+
+    async def apply(self, name: str = "train", **changed: Any) -> httpx.Response:
+        item = {"apiVersion": "shoal.dev/v1alpha1", "kind": "ElasticJob", "metadata": {"name": name}}
+        return await self.kubectl.post(RESOURCES, json={**item, "spec": {**SPEC, **changed}})
+
+    async def scale(self, replicas: int, name: str = "train") -> httpx.Response:
+        return await self.kubectl.patch(f"{RESOURCES}/{name}/scale", json={"spec": {"replicas": replicas}})
+
+    async def delete(self, name: str = "train") -> None:
+        await self.kubectl.request("DELETE", f"{RESOURCES}/{name}", json={})
+
+    def item(self, name: str = "train") -> dict[str, Any]:
+        return self.cluster.objects[RESOURCES].get(name, {})
+
+    def status(self, name: str = "train") -> dict[str, Any]:
+        return dict(self.item(name).get("status") or {})
+
+    def condition(self, kind: str, name: str = "train") -> dict[str, Any]:
+        return next((one for one in self.status(name).get("conditions", ()) if one["type"] == kind), {})
+
+    def notes(self, reason: str) -> list[str]:
+        return [one["note"] for one in self.cluster.objects[EVENTS].values() if one["reason"] == reason]
+
+    def has_job(self, name: str = "train") -> bool:
+        return name in [view.job for view in self.shell.jobs()]
+
+    def wanted(self) -> int:
+        return int(self.shell.view("train").wanted) if self.has_job() else 0
+
+    async def until(self, done: Callable[[], object], goal: str) -> None:
+        for _ in range(500):
+            if done():
+                return
+            await asyncio.sleep(0.02)
+        raise AssertionError(f"{goal}: {self.cluster.objects[RESOURCES]}")
+
+
+@asynccontextmanager
+async def place(folder: Path) -> AsyncIterator[Place]:
+    cluster = FakeCluster()
+    async with served(cluster, free_port()) as url, running(folder / "store") as world:
+        (folder / "kubeconfig").write_text(kubeconfig(url))
+        found = Place(cluster, world, url, ClusterOptions(str(folder / "kubeconfig")))
+        async with found.kubectl:
+            yield found
