@@ -134,8 +134,8 @@ async def test_in_a_storm_nobody_is_dead_who_may_live_and_afterwards_all_is_as_i
 
         def settled() -> bool:
             lives = {worker for worker in storm.left() if worker not in storm.killed}
-            told = {news.worker for news in one.reports if isinstance(news, Spawned) and news.place.node}
-            return set(storm.left()) == lives and lives <= told
+            known = {news.worker for news in one.reports if isinstance(news, Spawned) and news.place.node}
+            return set(storm.left()) == lives and lives <= known
 
         await one.until(settled, f"everybody runs or has ended: {storm.left()} {storm.killed}")
         for worker in storm.left():
