@@ -99,10 +99,10 @@ cluster: $(READY)
 charts: $(READY) packages
 	SHOAL_CHARTS=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 tests/charts $(ARGS)
 
-# transformers is for these tests alone.
+# Apart from all else: what transformers needs starts threads when it is imported, and the other tests fork.
 models: $(READY)
-	$(BIN)/pip install --quiet "transformers>=5.20,<6"
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 tests/models $(ARGS)
+	$(BIN)/pip install --quiet --upgrade --target $(VENV)/models "transformers>=5.20,<6"
+	PYTHONPATH=$(VENV)/models OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 tests/models $(ARGS)
 
 mutants: $(READY)
 	$(BIN)/python -m tests.mutants.run $(if $(RULE),--rule "$(RULE)") $(ARGS)

@@ -14,8 +14,9 @@ PACE = 0.2
 """A joiner compiles before it is one, which takes a while where the machine is full."""
 
 
-@pytest.mark.parametrize("stage", [stage for stage in BUILT_STAGES if stage < 3])
-def test_a_compiled_module_has_one_graph_in_each_process_through_a_kill_a_join_and_a_drain(stage: int) -> None:
+@pytest.mark.parametrize("stage", BUILT_STAGES)
+def test_a_compiled_module_is_compiled_once_in_each_process_through_a_kill_a_join_and_a_drain(stage: int) -> None:
+    """Into one graph; where parameters are sharded into one for each module that is entered."""
     with Cluster(workers=3, options={**OPTIONS, "stage": stage}, pace=PACE) as cluster:
         cluster.wait_step(2)
         cluster.kill("w1")
@@ -26,5 +27,6 @@ def test_a_compiled_module_has_one_graph_in_each_process_through_a_kill_a_join_a
         assert cluster.wait_exit("w0") == 0
         report = cluster.wait_undisturbed()
         graphs = {worker: re.findall(r"^graphs (\d+)$", cluster.log(worker), re.MULTILINE) for worker in cluster.pids}
-    assert graphs == {worker: ["1"] for worker in ("w0", "w1", "w2", "w3")}
+    assert graphs.keys() == {"w0", "w1", "w2", "w3"} and all(len(grown) == 1 for grown in graphs.values()), graphs
+    assert stage == 3 or all(grown == ["1"] for grown in graphs.values())
     assert {"start", "kill", "join", "drain"} <= {world["reason"] for world in report["generations"]}

@@ -55,12 +55,11 @@ def _make(kind: type[nn.Module]) -> Callable[..., Any]:
     @functools.wraps(kind.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         own = vars(self).get(OWN_FORWARD)
-
-        def plain() -> Any:
-            return own(*args, **kwargs) if own is not None else kind.forward(self, *args, **kwargs)
-
+        bound = MethodType(kind.forward, self) if own is None else own
         listener = _LISTENERS.get(self)
-        return plain() if listener is None else listener.around(self, plain)  # None: of a copy
+        if listener is None:  # of a copy
+            return bound(*args, **kwargs)
+        return listener.around(self, functools.partial(bound, *args, **kwargs))
 
     forward.__dict__["_shoal_is_around"] = True
     return torch.compiler.disable(forward, recursive=False)  # type: ignore[no-any-return]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from shoal_protos.errors import UserError
@@ -28,12 +28,24 @@ from shoal.world import World
 
 log = get_logger("shoal")
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _uncompiled(function: F) -> F:
+    """With all that it calls."""
+    return torch.compiler.disable(function)  # type: ignore[no-any-return]
+
+
+def _uncompiled_frame(function: F) -> F:
+    """Itself alone."""
+    return torch.compiler.disable(function, recursive=False)  # type: ignore[no-any-return]
+
 
 class ShardedParameters:
     """`take_part` is called where the world changes under a call that can be made again."""
 
     def __init__(self, context: TrainingContext, weights: HeldWeights, take_part: Callable[[], None]) -> None:
-        self._context, self._take_part = context, take_part
+        self._context, self._take_part = context, _uncompiled(take_part)
         self.units = GatheredUnits(context, weights, self._on_touch)
         self._lacking: dict[int, set[int]] = {}
         """By unit, the buckets whose gradients are still to come in this backward."""
@@ -83,6 +95,9 @@ class ShardedParameters:
 
     # ---- calls
 
+    # A compiler breaks its graphs here: it compiles what a module does, and calls what is done around it.
+
+    @_uncompiled_frame
     def around(self, module: nn.Module, forward: Callable[[], Any]) -> Any:
         """A `CallListener`."""
         if not self.units.come_and_go:
@@ -90,23 +105,27 @@ class ShardedParameters:
         if self._is_called or self._is_backward:
             return self._inside(module, forward)
         while True:
+            saving = self._begin_call()
             try:
-                with self._outermost():
+                with saving:
                     return self._inside(module, forward)
             except WorldChanged:
+                self._end_call()
                 self._take_part()
+            finally:
+                self._end_call()
 
-    @contextmanager
-    def _outermost(self) -> Iterator[None]:
+    @_uncompiled
+    def _begin_call(self) -> AbstractContextManager[object]:
         self._is_called = True
-        try:
-            with self._saving():
-                yield
-        finally:
-            self._is_called = False
-            self._stack.clear()
-            if not torch.is_grad_enabled():
-                self._unpin()
+        return self._saving()
+
+    @_uncompiled
+    def _end_call(self) -> None:
+        self._is_called = False
+        self._stack.clear()
+        if not torch.is_grad_enabled():
+            self._unpin()
 
     def _saving(self) -> AbstractContextManager[object]:
         """A context in which what autograd saves of a unit brings it back."""
@@ -119,18 +138,33 @@ class ShardedParameters:
             for unit in self.units:
                 unit.is_pinned = False
 
+    @_uncompiled_frame
     def _inside(self, module: nn.Module, forward: Callable[[], Any]) -> Any:
-        needed = self._needs.get(module, ())
-        for unit in needed:
-            self._enter(unit)
-        if not needed:
-            return forward()
+        entered, result = self._enter_all(module), None
         try:
             result = forward()
         finally:
-            del self._stack[len(self._stack) - len(needed) :]
-        self._pin_what_leaves(result)
+            self._leave_all(entered, result)
         return result
+
+    @_uncompiled
+    def _enter_all(self, module: nn.Module) -> int:
+        """Gathers the units of its own parameters; returns how many there are."""
+        needed = self._needs.get(module, ())
+        for unit in needed:
+            self._enter(unit)
+        return len(needed)
+
+    @_uncompiled
+    def _leave_all(self, entered: int, result: Any) -> None:
+        """What a module returns may be a parameter, or a view of one: its unit stays."""
+        if not entered:
+            return
+        del self._stack[len(self._stack) - entered :]
+        for leaf in tree_leaves(result):
+            unit = self.units.of_tensor(leaf) if isinstance(leaf, Tensor) else None
+            if unit is not None:
+                unit.is_pinned = True
 
     def _enter(self, unit: Unit) -> None:
         self._stack.append(unit)
@@ -152,13 +186,7 @@ class ShardedParameters:
             if not unit.is_pinned and unit not in self._stack:
                 self.units.free(unit)
 
-    def _pin_what_leaves(self, result: Any) -> None:
-        """A module may return a parameter, or a view of one."""
-        for leaf in tree_leaves(result):
-            unit = self.units.of_tensor(leaf) if isinstance(leaf, Tensor) else None
-            if unit is not None:
-                unit.is_pinned = True
-
+    @_uncompiled
     def _on_touch(self, parameter: nn.Parameter, use: str) -> None:
         unit = self.units.of_tensor(parameter)
         assert unit is not None
@@ -174,6 +202,7 @@ class ShardedParameters:
 
     # ---- backward
 
+    @_uncompiled
     def _pack(
         self,
         saved: Tensor,  # of any shape
@@ -181,6 +210,7 @@ class ShardedParameters:
         unit = self.units.of_tensor(saved)
         return saved if unit is None else (unit, saved)
 
+    @_uncompiled
     def _unpack(self, packed: Any) -> Tensor:  # of any shape
         if isinstance(packed, Tensor):
             return packed
