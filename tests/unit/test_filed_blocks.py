@@ -250,7 +250,8 @@ def test_a_pass_that_is_given_up_is_waited_for_before_its_buffers_are_used_again
     opener.join()
 
 
-def test_pieces_of_one_stretch_count_their_steps_each_for_itself(folder: str) -> None:
+def test_pieces_of_one_stretch_count_their_steps_each_for_itself(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.offload.held_piece.PIECE_ELEMENTS", 4 * 4096)
     layout, filed, kept, _ = pair_of(StateFile(folder))
     for held in (filed, kept):
         held.hold(every(layout.blocks))
@@ -260,7 +261,7 @@ def test_pieces_of_one_stretch_count_their_steps_each_for_itself(folder: str) ->
         for stretch, state in kept.states(every(layout.blocks)).items()
     }
     assert len(filed.store.pieces) > len(wholes)
-    odd = Runs.of(range(1, layout.blocks, 2))
+    odd = Runs.of(number for numbers in layout.numbers for number in numbers[1::2])
     for held in (filed, kept):
         held.take(wholes)
         held.apply(WholeValues(layout, gradients(layout, 1)), 1.0)
