@@ -7,7 +7,7 @@ Elapsed is until every survivor has committed the first step of the new world; `
 normal step of that world (the median of its next steps). The early kill is the best moment: survivors keep the lane in
 flight. A frozen worker is told twice: from its suspicion, as the target is, and from SIGSTOP, which has the missed
 heartbeats in it. Then a fresh worker joins, and the next trial begins in the same job. Beside it, on the same model in
-the same run, torchrun's elastic restart (restart.py): of a worker as here, and of a node.
+the same run, torchrun's elastic restart (restart.py): of a worker as here, and of a node. Meanwhile the job is paused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from statistics import median
 import restart
 from cluster import Cluster, Job, end_cleanly
 from model import SIZES
-from restart import INTO_THE_STEP, STEPS_AFTER
+from restart import INTO_THE_STEP, STEPS_AFTER, NoWorld
 from steps import done, normal_step
 from tables import show, spread, verdict
 
@@ -99,12 +99,19 @@ def shoal_trials(size: str) -> Iterator[tuple[str, Trial]]:
             victim = members[0] if kind == FROZEN else members[-1]
             number = signal.SIGSTOP if kind == FROZEN else signal.SIGKILL
             part = instants.random() if kind == ANYWHERE else INTO_THE_STEP
-            yield kind, lose(cluster, victim, number, part)
+            trial = lose(cluster, victim, number, part)
+            cluster.settle(WORKERS)
+            cluster.ask("POST", "/pause")  # it would take the cores from whoever has its turn meanwhile
+            yield kind, trial
+            cluster.ask("POST", "/resume")
 
 
-def measure(size: str, trials: int, restarts: int) -> dict[str, list[Trial]]:
-    """Interleaved: one loss of each kind, a restart by torchrun of a worker and of a node, and again."""
+def measure(size: str, trials: int, restarts: int) -> tuple[dict[str, list[Trial]], dict[str, str]]:
+    """Interleaved: one loss of each kind, a restart by torchrun of a worker and of a node, and again. With the trials:
+    why there is none of a kind.
+    """
     found: dict[str, list[Trial]] = {kind: [] for kind in (*KINDS, *RESTARTS)}
+    failed: dict[str, str] = {}
     losses = shoal_trials(size)
     for number in range(trials):
         for _ in KINDS:
@@ -112,19 +119,24 @@ def measure(size: str, trials: int, restarts: int) -> dict[str, list[Trial]]:
             found[kind].append(trial)
             print(f"{size} {kind} {number + 1}/{trials}: {trial.sentence}", flush=True)
         for kind, node in RESTARTS.items() if number < restarts else ():
-            elapsed, normal = restart.trial(size, WORKERS, node)
+            try:
+                elapsed, normal = restart.trial(size, WORKERS, node)
+            except NoWorld as error:
+                failed[kind] = str(error)
+                continue
             found[kind].append(Trial(elapsed, normal, 0.0, 0.0, 0.0, {}))
             print(f"{size} {kind} {number + 1}/{restarts}: {elapsed:.1f} s, normal {normal:.3f} s", flush=True)
     losses.close()
-    return found
+    return found, failed
 
 
-def rows(size: str, found: dict[str, list[Trial]]) -> list[list[str]]:
+def rows(size: str, found: dict[str, list[Trial]], failed: dict[str, str]) -> list[list[str]]:
     """One row for each kind of loss. Like is compared with like: a process lost here with a worker lost there."""
     table = []
     like = [trial.elapsed for trial in found[next(iter(RESTARTS))]]
     for kind, trials in found.items():
         if not trials:
+            table += [[size, kind, f"none: {failed[kind]}", *6 * "–"]] if kind in failed else []
             continue
         elapsed, excess = [t.elapsed for t in trials], [t.excess for t in trials]
         own = kind in KINDS
@@ -156,7 +168,7 @@ def main() -> None:
         "target",
         "torchrun ÷",
     ]
-    lines = [line for size in given.sizes for line in rows(size, measure(size, given.trials, given.restarts))]
+    lines = [line for size in given.sizes for line in rows(size, *measure(size, given.trials, given.restarts))]
     show("A lost worker: to the first step of the new world", head, lines)
 
 

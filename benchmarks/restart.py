@@ -30,7 +30,9 @@ STEPS_AFTER = 6
 """So many steps of the new world say what is normal."""
 INTO_THE_STEP = 0.1
 """Part of a step after which a process is killed: in its forward."""
-PATIENCE_SECONDS = 300.0
+PATIENCE_SECONDS = 120.0
+"""For the first world's steps, and for the restart: several times what they take beside nothing else."""
+ATTEMPTS = 2
 STORE = """
 import sys, threading
 from datetime import timedelta
@@ -76,10 +78,26 @@ def train(size: str, folder: Path) -> None:
 # ---- one restart
 
 
+class NoWorld(Exception):
+    """torchrun's agents built no world that trains: how far they came."""
+
+
 def trial(size: str, workers: int, node: bool) -> tuple[float, float]:
     """(seconds from the kill to the first step of the new world, seconds of its normal step). `node`: the agent dies
-    with its worker, and the new world is smaller by one.
+    with its worker, and the new world is smaller by one. Raises `NoWorld`.
+
+    Agents that come further apart than the last call begin a world of fewer, and the one that comes too late makes them
+    restart: with torch 2.13 that may hang for ever. So there is another attempt.
     """
+    for attempt in range(1, ATTEMPTS):
+        try:
+            return _attempt(size, workers, node)
+        except NoWorld as error:
+            print(f"torchrun, attempt {attempt} of {ATTEMPTS}: {error}", file=sys.stderr, flush=True)
+    return _attempt(size, workers, node)
+
+
+def _attempt(size: str, workers: int, node: bool) -> tuple[float, float]:
     folder = Path(tempfile.mkdtemp(prefix="torchrun-bench-"))
     store = subprocess.Popen([sys.executable, "-c", STORE], stdout=subprocess.PIPE)
     assert store.stdout is not None
@@ -94,9 +112,11 @@ def trial(size: str, workers: int, node: bool) -> tuple[float, float]:
         (_kill if node else _kill_worker)(agents[-1])
         times = log.until("the restart", lambda steps: _restarted(steps, killed, left), PATIENCE_SECONDS)
         return times[0] - killed, normal_step(times)
-    except BaseException:
+    except BaseException as error:
         for text in sorted(folder.glob("*.log")):
             print(f"---- {text.name}\n{text.read_text()[-2000:]}", file=sys.stderr)
+        if isinstance(error, TimeoutError):
+            raise NoWorld(f"torchrun's {workers} agents: {error}; {_how_far(log.look())}") from None
         raise
     finally:
         for agent in agents:
@@ -104,6 +124,12 @@ def trial(size: str, workers: int, node: bool) -> tuple[float, float]:
         store.kill()
         store.wait()
         shutil.rmtree(folder)
+
+
+def _how_far(steps: list[Step]) -> str:
+    """The last step of each size of world."""
+    last = {step.generation: step.step for step in sorted(steps, key=lambda step: step.step)}
+    return ", ".join(f"step {step} in a world of {world}" for world, step in last.items()) or "no step in any world"
 
 
 def _restarted(steps: list[Step], killed: float, workers: int) -> list[float]:
