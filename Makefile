@@ -3,7 +3,8 @@
 #   make demo       run a job through failures and verify that the result is bit-identical
 #   make test       run everything that must pass: lint, types, import contracts, generated code, all tests
 #   make simulate   run more of the simulation: make simulate SEEDS=20000, or SEED=17 to replay one
-#   make faults     run real jobs under mixed faults for an hour; each must end with the undisturbed bits
+#   make faults     run the cases that make test leaves out, then real jobs under mixed faults for 50 minutes; each must
+#                   end with the undisturbed bits
 #   make outages    run jobs while etcd or the leading controller dies, freezes or is cut off, at every phase of a change
 #   make fuzz       send 5,000 requests of schemathesis and 1,000 fuzzed sessions to a controller whose job trains on
 #   make cluster    run the tests of pods and resources against the cluster that KUBECONFIG names, in a namespace of theirs
@@ -70,12 +71,15 @@ packages: $(READY)
 		&& dpkg-deb --extract "$$folder"/prometheus_*.deb $(VENV)/prometheus && rm -r "$$folder"; \
 	fi
 
-# Two files at a time; what a file's tests share, a cluster of etcd say, is started once.
+# Of many cases of one kind a few run here, `make faults` has the others: tests/matrices.py.
 unit: $(READY) packages
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 tests/unit tests/charts $(ARGS)
 
+# Whole files, so that what a file's tests share, a cluster of etcd say, is started once; in the order of their names,
+# as two long tests alone in a file would come last and leave a core idle.
+WHOLE := -n 2 --dist loadfile --no-loadscope-reorder tests/simulation tests/integration
 whole: $(READY) packages
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile tests/simulation tests/integration $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(WHOLE) $(ARGS)
 
 pytest: $(READY) packages
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(ARGS)
@@ -83,8 +87,10 @@ pytest: $(READY) packages
 simulate: $(READY)
 	$(BIN)/python -m tests.simulation.run $(if $(SEED),--replay $(SEED),--seeds $(or $(SEEDS),20000)) $(ARGS)
 
+# Who repeats a round (ARGS) wants that round alone.
 faults: $(READY) packages
-	$(BIN)/python -m tests.faults.run --minutes $(or $(MINUTES),60) $(ARGS)
+	$(if $(ARGS),,OMP_NUM_THREADS=1 $(BIN)/pytest -m matrix $(WHOLE) tests/unit)
+	$(BIN)/python -m tests.faults.run --minutes $(or $(MINUTES),50) $(ARGS)
 
 outages: $(READY) packages
 	SHOAL_OUTAGES=1 OMP_NUM_THREADS=1 $(BIN)/pytest tests/integration/test_etcd_faults.py tests/integration/test_etcd_links.py $(ARGS)

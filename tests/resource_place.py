@@ -37,7 +37,7 @@ class Place:
 
     def __init__(self, cluster: FakeCluster, world: Any, url: str, options: ClusterOptions) -> None:
         self.cluster, self.world, self.shell, self._options = cluster, world, world.shell, options
-        self.kubectl = httpx.AsyncClient(base_url=url, trust_env=False)
+        self.kubectl = httpx.AsyncClient(base_url=url, trust_env=False, verify=False)
 
     @asynccontextmanager
     async def term(self) -> AsyncIterator[reconciler.Reconciler]:

@@ -86,7 +86,9 @@ def test_helm_test_runs_a_job_of_8_steps_twice_and_compares(scripts: Path, url: 
     done = run(scripts / "check_job.py", {**given, "SHOAL_TEST_SPEC": json.dumps(spec())})
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("8 steps with 2 workers and with 1 worker: ")
-    left = httpx.get(f"{url}/v1/jobs", headers={"Authorization": f"Bearer {TOKEN}"}, trust_env=False).json()
+    left = httpx.get(
+        f"{url}/v1/jobs", headers={"Authorization": f"Bearer {TOKEN}"}, trust_env=False, verify=False
+    ).json()
     assert left["jobs"] == []
 
 
@@ -156,7 +158,9 @@ def api_server(folder: Path) -> Iterator[tuple[type[Secrets], dict[str, str]]]:
 def scrape(url: str, state: type[Secrets]) -> int:
     """What a Prometheus with the kept token is answered."""
     token = base64.b64decode(state.secret["data"]["token"]).decode()
-    return httpx.get(f"{url}/metrics", headers={"Authorization": f"Bearer {token}"}, trust_env=False).status_code
+    return httpx.get(
+        f"{url}/metrics", headers={"Authorization": f"Bearer {token}"}, trust_env=False, verify=False
+    ).status_code
 
 
 def test_the_token_for_prometheus_is_made_once_and_made_anew_if_it_is_lost(

@@ -153,7 +153,7 @@ class Job:
         url = f"http://{self.hosts.address(0)}:{HTTP}/v1{path}"
         headers = {"Authorization": f"Bearer {TOKEN}"}
         try:
-            answer = httpx.request(method, url, json=body, headers=headers, timeout=5, trust_env=False)
+            answer = httpx.request(method, url, json=body, headers=headers, timeout=5, trust_env=False, verify=False)
         except httpx.TransportError:
             return None
         return answer.json() if answer.is_success else None

@@ -8,8 +8,8 @@ import pytest
 from integration.cluster import Cluster, alone
 from shoal_protos.messages import WRONG_USE
 
-LONG: dict[str, Any] = {"max_steps": 60}
-PACE = 0.01
+LONG: dict[str, Any] = {"max_steps": 30}
+PACE = 0.03
 
 STRANGERS: list[tuple[dict[str, Any], str]] = [
     ({"double": True}, "buffer norm.running_mean is torch.float64 (256,), the job's is torch.float32 (256,)"),

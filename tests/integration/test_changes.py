@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from integration.cluster import Cluster, until
 
-LONG: dict[str, Any] = {"max_steps": 60}
-PACE = 0.01
+LONG: dict[str, Any] = {"max_steps": 30}
+PACE = 0.03
 
 
 # ---- drain
@@ -168,7 +168,7 @@ def test_other_initial_weights_are_replaced_by_the_jobs() -> None:
 
 
 def test_a_run_changes_its_world_ten_times() -> None:
-    with Cluster(workers=3, options={"max_steps": 150}, pace=PACE) as cluster:
+    with Cluster(workers=3, options={"max_steps": 75}, pace=PACE) as cluster:
         cluster.wait_step(2)
         for youngest in ("w3", "w4", "w5"):
             cluster.add()

@@ -16,8 +16,8 @@ from shoal.checkpoint.catalogue import checkpoints
 from shoal.checkpoint.storage import LocalStorage
 from shoal.checkpoint.verify import verify
 
-STEPS = 60
-PACE = 0.01
+STEPS = 30
+PACE = 0.02
 KILLS = 5
 
 

@@ -8,7 +8,7 @@ import pytest
 from integration.cluster import Cluster, alone, undisturbed
 
 OPTIONS: dict[str, Any] = {"max_steps": 12}
-LONGER: dict[str, Any] = {"max_steps": 60, "pace": 0.002}
+LONGER: dict[str, Any] = {"max_steps": 30, "pace": 0.01}
 
 
 def test_a_world_of_three_ends_with_the_bits_of_one() -> None:

@@ -22,8 +22,8 @@ pytestmark = [
 ]
 
 
-PACE = 0.02
-LONG: dict[str, Any] = {"max_steps": 60}
+PACE = 0.04
+LONG: dict[str, Any] = {"max_steps": 30}
 TWO_MIRRORS: dict[str, Any] = {**LONG, "mirrors": 2}
 PATIENT_SECONDS = 8.0
 """Longer than two attempts of a worker to reach a controller."""
@@ -45,7 +45,7 @@ def test_a_leader_that_is_cut_off_from_half_of_its_workers_goes_on_with_the_othe
 def test_a_leader_that_is_cut_off_from_all_of_its_workers_counts_nobody_out_and_training_goes_on(
     tmp_path: Path,
 ) -> None:
-    options, spec = {**LONG, "max_steps": 200}, {"reconnect_seconds": PATIENT_SECONDS}
+    options, spec = {**LONG, "max_steps": 100}, {"reconnect_seconds": PATIENT_SECONDS}
     with far_controllers(tmp_path, 4, options=options, spec=spec, pace=PACE) as cluster:
         cluster.wait_step(2)
         cluster.cut(cluster.leader().name, "w0", "w1", "w2", "w3")

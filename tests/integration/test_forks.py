@@ -13,6 +13,7 @@ import pytest
 from integration.cluster import Cluster, ended, fork, until
 from integration.forking import train_and_evaluate
 from integration.small_controller import SmallController
+from matrices import shortened
 from shoal_protos.messages import Heartbeat
 
 WORKER = Path(__file__).resolve().parents[2] / "worker"
@@ -21,7 +22,6 @@ FIRST_IMPORTS = sorted(
     for file in WORKER.rglob("*.py")
     if re.search(r"^(import|from) grpc", file.read_text(), re.MULTILINE)
 )
-FORKS = 500
 
 
 @pytest.mark.parametrize("module", FIRST_IMPORTS)
@@ -42,15 +42,16 @@ import {module}
     assert seen.stdout.strip() == "0", seen.stderr
 
 
-def test_no_child_of_500_that_are_forked_beside_a_talking_session_dies(tmp_path: Path) -> None:
+@pytest.mark.parametrize("forks", shortened([100, 500], 100))
+def test_no_child_of_many_that_are_forked_beside_a_talking_session_dies(tmp_path: Path, forks: int) -> None:
     result = tmp_path / "ends"
     with SmallController() as controller:
         controller.heartbeat_seconds = 0.01
-        arguments = {"controller": controller.address, "count": FORKS, "result": str(result)}
+        arguments = {"controller": controller.address, "count": forks, "result": str(result)}
         pid = fork("integration.forking:fork_beside_a_session", arguments, {}, tmp_path / "log")
         controller.receives(Heartbeat)
         until("the forks to be done", lambda: pid in ended(), patience=100)
-    assert json.loads(result.read_text()) == {"0": FORKS}, (tmp_path / "log").read_text()
+    assert json.loads(result.read_text()) == {"0": forks}, (tmp_path / "log").read_text()
 
 
 def test_a_data_loader_with_workers_in_the_loop_harms_no_worker_and_no_bit() -> None:
@@ -63,7 +64,7 @@ def test_a_data_loader_with_workers_in_the_loop_harms_no_worker_and_no_bit() -> 
 
 
 def test_a_killed_worker_whose_children_live_on_is_known_to_be_dead_at_once() -> None:
-    with Cluster(workers=2, options={"max_steps": 60}, spec={"workers": {"wanted": 3}}, pace=0.01) as cluster:
+    with Cluster(workers=2, options={"max_steps": 30}, spec={"workers": {"wanted": 3}}, pace=0.03) as cluster:
         cluster.add(children=2)
         cluster.wait_step(3)
         children = psutil.Process(cluster.pids["w2"]).children()

@@ -7,7 +7,7 @@ from faults.hosts import Hosts
 from faults.job import Job, wait
 from faults.run import undisturbed
 
-STEPS, PACE = 80, 0.05
+STEPS, PACE = 40, 0.1
 
 
 def is_in_a_world(job: Job, workers: int, step: int) -> bool:

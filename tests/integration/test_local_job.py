@@ -15,7 +15,7 @@ from typing import Any
 from integration.cluster import Cluster, undisturbed, until
 
 TESTS = Path(__file__).resolve().parents[1]
-OPTIONS: dict[str, Any] = {"max_steps": 200}
+OPTIONS: dict[str, Any] = {"max_steps": 50}
 SCRIPT = f"""
 import json, os, sys
 sys.path.insert(0, {str(TESTS)!r})
@@ -42,7 +42,7 @@ def launched(workers: int, folder: Path, text: str = SCRIPT) -> Iterator[Cluster
     """A job with the local launcher, at work until the file `go` is there."""
     script = folder / "train.py"
     script.write_text(text)
-    options = {**OPTIONS, "pace": 0.02, "until": str(folder / "go")}
+    options = {**OPTIONS, "pace": 0.1, "until": str(folder / "go")}
     command = [sys.executable, str(script), str(folder), json.dumps(options)]
     spec = {"launcher": "local", "command": command, "stall_seconds": 90.0}  # three fresh Pythons on two busy cores
     with Cluster(workers=workers, options=OPTIONS, spec=spec) as cluster:
@@ -62,7 +62,7 @@ def test_who_is_killed_or_drained_is_replaced_by_the_launcher(tmp_path: Path) ->
         (tmp_path / "go").touch()
         report = cluster.wait_undisturbed()
         log = Path(cluster.workers()["w3"]["log"])
-        until("its last word", lambda: "done at step 200" in log.read_text())
+        until("its last word", lambda: "done at step 50" in log.read_text())
     assert {"start", "kill", "join", "drain"} <= {world["reason"] for world in report["generations"]}
 
 

@@ -43,7 +43,7 @@ def settings(directory, **more):
 async def controller(directory, **more):
     async with (
         serve(settings(directory, **more)) as server,
-        httpx.AsyncClient(base_url=f"http://{server.http}", trust_env=False) as client,
+        httpx.AsyncClient(base_url=f"http://{server.http}", trust_env=False, verify=False) as client,
     ):
         yield server, client
 
@@ -105,7 +105,9 @@ async def test_a_controller_answers_on_ports_of_its_choice_and_ends_without_a_tr
 async def test_a_job_outlives_kill_9_of_its_controller(tmp_path):
     def killed_after_creating():
         with controller_process(tmp_path) as (process, url):
-            created = httpx.post(f"{url}/v1/jobs", json={"job": "a", "workers": {"wanted": 3}}, trust_env=False)
+            created = httpx.post(
+                f"{url}/v1/jobs", json={"job": "a", "workers": {"wanted": 3}}, trust_env=False, verify=False
+            )
             process.send_signal(signal.SIGKILL)
         return created.json()
 
@@ -182,7 +184,7 @@ async def test_who_cancels_the_body_is_not_deceived(tmp_path):
 async def test_an_open_stream_does_not_hold_up_the_end(tmp_path):
     async def read_to_the_end(url):
         async with (
-            httpx.AsyncClient(base_url=url, trust_env=False) as client,
+            httpx.AsyncClient(base_url=url, trust_env=False, verify=False) as client,
             client.stream("GET", "/v1/jobs/a/events", headers={"accept": "text/event-stream"}) as stream,
         ):
             open_now.set()

@@ -35,7 +35,7 @@ async def controller(folder: Path) -> AsyncIterator[tuple[Server, httpx.AsyncCli
     )  # fmt: skip
     async with (
         serve(settings) as server,
-        httpx.AsyncClient(base_url=f"http://{server.http}/v1", trust_env=False, headers=ROOT) as client,
+        httpx.AsyncClient(base_url=f"http://{server.http}/v1", trust_env=False, verify=False, headers=ROOT) as client,
     ):
         yield server, client
 

@@ -52,7 +52,7 @@ async def opened(url: str, etcd: EtcdAccess | None = None):
 async def controller(settings: Settings):
     async with (
         serve(settings) as server,
-        httpx.AsyncClient(base_url=f"http://{server.http}", trust_env=False) as client,
+        httpx.AsyncClient(base_url=f"http://{server.http}", trust_env=False, verify=False) as client,
     ):
         yield client
 
@@ -286,7 +286,7 @@ async def test_a_controller_whose_store_is_away_answers_reads_refuses_writes_and
     )
     async with (
         serve(settings) as server,
-        httpx.AsyncClient(base_url=f"http://{server.http}", trust_env=False) as client,
+        httpx.AsyncClient(base_url=f"http://{server.http}", trust_env=False, verify=False) as client,
     ):
         assert (await client.post("/v1/jobs", json={"job": "a"})).status_code == 202
         await asyncio.to_thread(alone.nodes[0].kill)
@@ -304,7 +304,7 @@ async def test_a_controller_whose_store_is_away_answers_reads_refuses_writes_and
         assert (await client.post("/v1/jobs/a/scale", json={"workers": 2}, timeout=30)).status_code == 202
     async with (
         serve(settings) as server,
-        httpx.AsyncClient(base_url=f"http://{server.http}", trust_env=False) as client,
+        httpx.AsyncClient(base_url=f"http://{server.http}", trust_env=False, verify=False) as client,
     ):
         assert (await client.get("/v1/jobs/a")).json()["workers"]["wanted"] == 2
         events = (await client.get("/v1/jobs/a/events")).json()["events"]

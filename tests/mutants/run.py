@@ -100,7 +100,7 @@ def _run(tests: list[str], tree: Path) -> tuple[bool, str]:
     environment = {**os.environ, "PYTHONPATH": packages, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         run = subprocess.run(
-            [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", *tests],
+            [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-m", "", *tests],
             cwd=tree, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:

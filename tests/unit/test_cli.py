@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import pytest
 import typer
 import yaml
+from matrices import shortened
 from rich.console import Console
 from shoal_controller.cli import endings, main
 from shoal_controller.cli.client import Client
@@ -98,7 +99,9 @@ def test_nothing_heavy_is_imported_for_help() -> None:
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("command", [command for command in FLAGS if "--url" in FLAGS[command]])
+@pytest.mark.parametrize(
+    "command", shortened([one for one in FLAGS if "--url" in FLAGS[one]], "jobs", "submit", "scale", "token create")
+)
 def test_an_unreachable_controller_is_exit_3_and_one_sentence(command: str, tmp_path: Path) -> None:
     (tmp_path / "job.json").write_text('{"job": "j"}')
     positional = {

@@ -71,7 +71,9 @@ async def following(directory, port: int):
     store = await open_store(f"embedded:{directory / 'follower'}")
     await store.transact([], [Put(LEADER, ControllerPlace("leader", f"127.0.0.1:{port}", "leader:2").encoded())])
     web, tokens = Web("127.0.0.1", 0), TokenRegister(None)
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{web.port}", trust_env=False, timeout=20) as client:
+    async with httpx.AsyncClient(
+        base_url=f"http://127.0.0.1:{web.port}", trust_env=False, verify=False, timeout=20
+    ) as client:
         follower = Follower(store, client)
         standing = asyncio.create_task(follower.election.run(follower.lead))
         app = build_app(follower.controller, figures, ApiSettings(2), tokens, Neighbours(ClientTls(None)))

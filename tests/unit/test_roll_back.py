@@ -71,7 +71,9 @@ async def controller(store: str, folder: Path, newer: bool = False, token: str |
             patch.setattr(token_register, "FORMAT", token_register.FORMAT + 1)
         async with (
             serve(settings) as server,
-            httpx.AsyncClient(base_url=f"http://{server.http}", headers=shown, trust_env=False, timeout=20) as client,
+            httpx.AsyncClient(
+                base_url=f"http://{server.http}", headers=shown, trust_env=False, verify=False, timeout=20
+            ) as client,
         ):
             yield Asked(client)
 

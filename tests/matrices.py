@@ -1,0 +1,26 @@
+"""Matrices: many cases of one kind, each with real processes or of many seconds.
+
+`make test` runs the short ones that are named here, `make faults` all others: they bear the marker `matrix`, and
+`pytest -m ''` runs both. A kind of its own is no further case, and never bears it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+further = pytest.mark.matrix
+"""A test of which `make test` has another one of the same kind."""
+
+
+def shortened(cases: Iterable[Any], *kept: Any) -> list[Any]:
+    """All cases, of which `make test` runs those that are kept."""
+    cases = list(cases)
+    assert kept and not [one for one in kept if one not in cases], f"{kept} must be among {cases}"
+    return [one if one in kept else _further(one) for one in cases]
+
+
+def _further(case: Any) -> Any:
+    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=further)
