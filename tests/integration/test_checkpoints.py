@@ -19,6 +19,8 @@ from shoal.checkpoint.verify import verify
 STEPS = 30
 PACE = 0.02
 KILLS = 5
+MANY_STEPS = 60
+"""Enough for some between each two kills."""
 
 
 def options(place: object, **checkpoint: Any) -> dict[str, Any]:
@@ -52,8 +54,9 @@ def wait_saved(cluster: Cluster, step: int) -> int:
 @pytest.mark.timeout(180)
 def test_a_run_that_is_killed_whole_five_times_ends_in_the_undisturbed_fingerprint(tmp_path: Path) -> None:
     chance = random.Random(7)
-    expected = undisturbed({"max_steps": STEPS})
-    with Cluster(workers=3, options=options(tmp_path, every_steps=2), pace=PACE) as cluster:
+    expected = undisturbed({"max_steps": MANY_STEPS})
+    given = options(tmp_path, every_steps=2) | {"max_steps": MANY_STEPS}
+    with Cluster(workers=3, options=given, pace=PACE) as cluster:
         running, before = ["w0", "w1", "w2"], 0
         for size in (2, 3, 1, 4, 3):
             for worker in running:

@@ -17,7 +17,7 @@ def test_the_demo_ends_with_the_same_bits(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_bytes(b"the quick brown fox jumps over the lazy dog\n" * 20_000)
     done = subprocess.run(
-        [SHOAL, "demo", "--steps", "60", "--text", str(text)], cwd=tmp_path, capture_output=True, text=True, timeout=280
+        [SHOAL, "demo", "--steps", "90", "--text", str(text)], cwd=tmp_path, capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.match(r"http=127\.0\.0\.1:\d+ grpc=127\.0\.0\.1:\d+\n", done.stdout)

@@ -171,7 +171,7 @@ def test_a_leader_that_is_cut_off_from_etcd_gives_way_and_hears_what_was_compact
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("rescales", one_or([2, 20]))
 def test_the_controllers_are_restarted_one_after_the_other_while_the_job_is_scaled(etcd: Etcd, rescales: int) -> None:
-    with Controllers(etcd, workers=3, options={"max_steps": 30 * rescales}, spec=PATIENT, pace=0.05) as cluster:
+    with Controllers(etcd, workers=3, options={"max_steps": 40 * rescales}, spec=PATIENT, pace=0.1) as cluster:
         cluster.wait_step(2)
         for number in range(rescales):
             size, one = 2 + number % 2, cluster.all[number % 2]

@@ -22,7 +22,7 @@ pytestmark = [
 ]
 
 
-PACE = 0.04
+PACE = 0.06
 LONG: dict[str, Any] = {"max_steps": 30}
 TWO_MIRRORS: dict[str, Any] = {**LONG, "mirrors": 2}
 PATIENT_SECONDS = 8.0

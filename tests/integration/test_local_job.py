@@ -42,7 +42,7 @@ def launched(workers: int, folder: Path, text: str = SCRIPT) -> Iterator[Cluster
     """A job with the local launcher, at work until the file `go` is there."""
     script = folder / "train.py"
     script.write_text(text)
-    options = {**OPTIONS, "pace": 0.1, "until": str(folder / "go")}
+    options = {**OPTIONS, "pace": 0.2, "until": str(folder / "go")}
     command = [sys.executable, str(script), str(folder), json.dumps(options)]
     spec = {"launcher": "local", "command": command, "stall_seconds": 90.0}  # three fresh Pythons on two busy cores
     with Cluster(workers=workers, options=OPTIONS, spec=spec) as cluster:
