@@ -71,6 +71,9 @@ def test_every_scheduler_gives_the_same_bits(name: str) -> None:
     disturbed({"scheduler": name})
 
 
-@pytest.mark.parametrize("name", shortened(MODELS, "two micro-batches per lane", "bfloat16, sharded gradients"))
+@pytest.mark.parametrize(
+    "name",
+    shortened(MODELS, "two micro-batches per lane", "bfloat16, sharded gradients", "bfloat16, sharded parameters"),
+)
 def test_every_model_and_config_gives_the_same_bits(name: str) -> None:
     disturbed(MODELS[name])
