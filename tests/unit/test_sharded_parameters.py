@@ -296,6 +296,34 @@ def test_gathered_parameters_are_the_jobs_and_may_be_part_of_a_loss() -> None:
         assert crew.finish() == right
 
 
+def slope(engine: Engine) -> Tensor:
+    """A backward of the script's own; its gradient is of what the engine does not know of."""
+    at = torch.ones(1, WIDTH, requires_grad=True)
+    values = engine.module.layers[0](at.unsqueeze(0))
+    (found,) = torch.autograd.grad(values.sum(), at)
+    return found
+
+
+@pytest.mark.parametrize("look", [lambda engine: engine.module.layers[0].up.weight.norm(), slope])
+def test_a_loss_under_what_a_script_does_outside_of_the_forward_is_mended_too(
+    look: Callable[[Engine], Tensor],
+) -> None:
+    seen: list[float] = []
+
+    def body(engine: Engine, batch: Any) -> None:
+        with engine.gathered(engine.module.layers[3]):
+            seen.append(float(look(engine).detach().sum()))
+        and_train(engine, batch)
+
+    right = undisturbed(of(task(0, body=body)))
+    numbers, seen[:] = set(seen), []
+    with Crew("abc", of(task(body=body))) as crew:
+        crew.plant("c", 2, "hand_out")
+        crew.train_to(3)
+        assert crew.finish() == right
+    assert set(seen) == numbers
+
+
 def test_a_context_of_gathered_parameters_is_left_before_the_step() -> None:
     def body(engine: Engine, batch: Any) -> None:
         with engine.gathered():

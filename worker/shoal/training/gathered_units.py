@@ -6,7 +6,7 @@ Between two votes any unit can be gathered, by any member, as often as it likes:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from shoal.core.layout import Stretch
 from shoal.exchange.unit_fetch import Own, UnitFetch
 from shoal.exchange.unit_server import Key, UnitServer
 from shoal.exchange.unit_traffic import UnitTraffic
+from shoal.group.group import WorldChanged
 from shoal.training.context import TrainingContext
 from shoal.world import World
 
@@ -87,6 +88,8 @@ class GatheredUnits:
         self._fetch = UnitFetch(world.group, traffic, key, self._context.state.flats, self._own_of)
 
         def answers(peer: int, unit: int) -> list[Tensor]:
+            if not 0 <= unit < len(self._units):
+                raise WorldChanged(f"rank {peer} asks for unit {unit} of {len(self._units)}")
             messages = traffic.messages(world.rank, peer, key[1])[unit]
             with held.lock:
                 parts = [[self._weights.range(*extent) for extent in extents] for extents in messages]
@@ -139,6 +142,12 @@ class GatheredUnits:
         """Where it is here."""
         if unit.presence is Presence.HERE:
             unit.free(self._on_touch)
+
+    def free_unused(self, used: Collection[Unit]) -> None:
+        """All that are here but these and the pinned ones."""
+        for unit in self:
+            if not unit.is_pinned and unit not in used:
+                self.free(unit)
 
     def free_all(self) -> None:
         """Nothing may be on its way in a group that is open."""

@@ -172,19 +172,13 @@ class ShardedParameters:
             self.units.ensure(unit)  # in a backward it is made again: it stays until its gradients are in
             return
         self.units.ensure(unit)
-        self._free_others()
+        self.units.free_unused(self._stack)
         if self._current is not None and self._current is not unit:
             self._next[self._current.number], self._before[unit.number] = unit, self._current
         self._current = unit
         following = self._next.get(unit.number)
         if following is not None:
             self.units.begin(following)
-
-    def _free_others(self) -> None:
-        """Those that no call under way uses."""
-        for unit in self.units:
-            if not unit.is_pinned and unit not in self._stack:
-                self.units.free(unit)
 
     @_uncompiled
     def _on_touch(self, parameter: nn.Parameter, use: str) -> None:
@@ -198,7 +192,14 @@ class ShardedParameters:
                 "its owners only). Use it within the module's forward, or within `with engine.gathered(module):`."
             )
         unit.is_pinned = True
-        self.units.ensure(unit)
+        self._get(unit)
+
+    def _get(self, unit: Unit) -> None:
+        """It is here. Outside of calls that could be made again, changes are taken part in at once."""
+        if self._is_called or self._is_backward:
+            self.units.ensure(unit)
+        else:
+            self._bring([unit])
 
     # ---- backward
 
@@ -217,7 +218,7 @@ class ShardedParameters:
         unit: Unit
         saved: Tensor
         unit, saved = packed
-        self.units.ensure(unit)
+        self._get(unit)
         if unit is not self._current:
             self._current = unit
             before = self._before.get(unit.number)
@@ -267,7 +268,7 @@ class ShardedParameters:
             self._open -= 1
             self._unpin()
             if self.units.come_and_go and not (self._open or self._is_called or self._is_backward):
-                self._free_others()
+                self.units.free_unused(self._stack)
 
     def _bring(self, units: list[Unit]) -> None:
         while True:
