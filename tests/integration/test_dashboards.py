@@ -109,7 +109,8 @@ def disturbed(cluster: Cluster) -> None:
 @pytest.mark.skipif(PROMETHEUS is None, reason=MISSING)
 @pytest.mark.timeout(240)
 def test_every_panel_shows_data_of_a_run_and_the_numbers_of_its_report(tmp_path: Path) -> None:
-    options = {"max_steps": MAX_STEPS, "shoal": {"checkpoint": {"path": str(tmp_path / "saves")}}}
+    kept = {"offload": str(tmp_path), "shoal": {"checkpoint": {"path": str(tmp_path / "saves")}}}
+    options = {"max_steps": MAX_STEPS, **kept}
     with Cluster(workers=3, options=options, pace=0.05) as cluster, prometheus(cluster.url, tmp_path) as server:
         disturbed(cluster)
         cluster.wait_done()
