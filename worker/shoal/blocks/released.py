@@ -39,7 +39,7 @@ class Released(nn.Parameter):
         given = kwargs or {}
         if not _is_about(func):
             name = _name_of(func)
-            for parameter in _released(args, given):
+            while (parameter := next(_released(args, given), None)) is not None:  # to gather one may release another
                 vars(parameter)[ON_TOUCH](parameter, name)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **given)
@@ -55,6 +55,7 @@ def release(parameters: Sequence[nn.Parameter], on_touch: OnTouch) -> None:
 def restore(parameters: Sequence[nn.Parameter]) -> None:
     """Their values are there again."""
     for parameter in parameters:
+        vars(parameter).pop(ON_TOUCH, None)
         parameter.__class__ = nn.Parameter
 
 

@@ -44,6 +44,8 @@ class Unit:
         self._flats = flats
         self._sizes = [flat.nbytes for flat in flats]
         self.presence = Presence.HERE
+        self._uses_at_most: int | None = None
+        """More than so many views of its memory are others' than ours: then it is not freed."""
         self.is_pinned = False
         """It stays until its gradients are in, or whoever asked for it is done."""
 
@@ -62,13 +64,24 @@ class Unit:
 
     def free(self, on_touch: OnTouch) -> None:
         """Nothing may be on its way into it."""
-        if POISON and self.presence is Presence.HERE:
-            for flat in self._flats:
-                flat.fill_(torch.nan)
+        if self._uses_at_most is not None and self.uses <= self._uses_at_most:
+            self._uses_at_most = None
         release(self.parameters, on_touch)
-        for flat in self._flats:
+        for flat in self._flats if self._uses_at_most is None else ():
+            if POISON and self.presence is Presence.HERE:
+                flat.fill_(torch.nan)
             _resize(flat, 0)
         self.presence, self.is_pinned = Presence.OUT, False
+
+    @property
+    def uses(self) -> int:
+        """How many tensors lie in its memory, those of this class included."""
+        return sum(torch._C._storage_Use_Count(key) for key in self.storages)
+
+    def keep_for_views(self, uses: int) -> None:
+        """Where there are more uses now, somebody has kept views: they stay good to read, as in the other stages."""
+        if self.uses > uses:
+            self._uses_at_most = uses
 
     @property
     def storages(self) -> list[int]:

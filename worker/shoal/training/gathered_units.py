@@ -32,6 +32,7 @@ class GatheredUnits:
         self._units = units_of(state.layout, state.flats.flats, state.parameters)
         self._of_bucket = {bucket: unit for unit in self._units for bucket in unit.buckets}
         self._by_storage = {key: unit for unit in self._units for key in unit.storages}
+        self._first_uses = [unit.uses for unit in self._units]
         self._server: UnitServer | None = None
         self._fetch: UnitFetch | None = None
         """None: everything is here, until the first world."""
@@ -57,7 +58,7 @@ class GatheredUnits:
         tensor: Tensor,  # of any shape
     ) -> Unit | None:
         """The one in whose flats it lies."""
-        if tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             return None
         with torch._C.DisableTorchFunctionSubclass():
             return self._by_storage.get(storage_key(tensor))
@@ -72,13 +73,21 @@ class GatheredUnits:
     def on_world(self, world: World) -> None:
         """What was gathered in the one before is void, and nothing is on its way: its group is closed."""
         state = self._context.state
-        state.originals = None  # their memory goes with the parameters'
+        if state.originals is not None:
+            self._give_up_first_values()
         self._traffic = UnitTraffic(world.plan, world.rank, state.layout, [unit.buckets for unit in self])
         if self._server is None or self._server.group is not world.group:
             self._server = UnitServer(world.group)
         self._own_as_of = (-1, -1)
         self.free_all()
         self.stand(world)
+
+    def _give_up_first_values(self) -> None:
+        """Their memory goes with the parameters', but for what the script has kept of them."""
+        with_originals = [unit.uses for unit in self]
+        self._context.state.originals = None
+        for unit, first, before in zip(self, self._first_uses, with_originals, strict=True):
+            unit.keep_for_views(first - (before - unit.uses))
 
     def stand(self, world: World) -> None:
         """At the boundary at hand. Raises `WorldChanged`."""

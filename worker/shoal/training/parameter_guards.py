@@ -161,6 +161,10 @@ class ModuleGuard:
         """Checksums of all parameters."""
         return [checksum(flat) for flat in self._flats]
 
+    def forget_writes(self) -> None:
+        """What was written is no more: it was written to copies."""
+        self._versions = [parameter._version for parameter in self._trained] if self._versions else []
+
     def forgive(self, before: list[int]) -> None:
         """Parameters that were changed since `before` (`whole()`) and have their values again were not changed."""
         if self._flats and self._versions and self.whole() == before:

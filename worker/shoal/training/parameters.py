@@ -32,6 +32,9 @@ class Parameters(Protocol):
     def before_vote(self) -> None:
         """Whatever has been asked for is here: after the vote it may be something else. Raises `WorldChanged`."""
 
+    def after_evaluating(self) -> None:
+        """An evaluation is over."""
+
     def before_leaving(self, world: World) -> None:
         """The world ends by plan; returns when nobody asks for anything in it. Raises `WorldChanged`."""
 
@@ -64,6 +67,9 @@ class WholeParameters:
 
     def before_vote(self) -> None:
         """Nothing was asked for."""
+
+    def after_evaluating(self) -> None:
+        """They stay."""
 
     def before_leaving(self, world: World) -> None:
         """Nobody asks."""

@@ -7,6 +7,7 @@ the training thread, between two of the engine's steps.
 
 from __future__ import annotations
 
+import torch
 from shoal_protos.activity import StepPhase
 from shoal_protos.errors import JobFailed
 from shoal_protos.messages import AskKind, Ending
@@ -28,6 +29,7 @@ from shoal.training.checkpoint_loading import CheckpointLoading
 from shoal.training.context import TrainingContext
 from shoal.training.initial_state import agree_on_the_start, share_frozen
 from shoal.training.requests import Requests
+from shoal.training.state import frozen_parameters
 from shoal.training.status import StatusReport
 from shoal.training.step import Step
 from shoal.world import World
@@ -216,6 +218,7 @@ class Resize:
             for rank, member in enumerate(world.plan.members):
                 if member not in was:
                     FramedSend(world.group, rank, FIRST_MESSAGE, context.state.small_state()).wait()
+                    self._give_frozen(world, rank)
         self._enter(world)
 
     def _join(self, plan: Plan, group: Group, small_state: bytes) -> None:
@@ -225,11 +228,36 @@ class Resize:
         self._clock.start()
         world = self._world(plan, group)
         context.state.load_small_state(small_state)
+        self._take_frozen(world)
         self._boundary.stand_at(context.state.step)
         context.faults.at("join", context.state.step)
         if not context.state.frozen_in_place:
             self._requests.add(Request("frozen", rank=world.rank))
         self._enter(world)
+
+    @property
+    def _trains_at_once(self) -> bool:
+        """Whether a joiner has lanes in its first world, and so needs the frozen parameters before it."""
+        state = self._context.state
+        return not state.residency.parameters and bool(frozen_parameters(state.module))
+
+    def _give_frozen(self, world: World, rank: int) -> None:
+        """To a joiner that says its own differ."""
+        if self._trains_at_once:
+            lacks = torch.zeros(1, dtype=torch.uint8)
+            world.group.receive(lacks, rank, STARTED).wait()
+            if lacks.item():
+                share_frozen(world.group, self._context.state.module, world.rank, [rank])
+
+    def _take_frozen(self, world: World) -> None:
+        """A joiner's part in it."""
+        state, builder = self._context.state, world.plan.builder
+        if self._trains_at_once:
+            lacks = torch.tensor([not state.frozen_in_place], dtype=torch.uint8)
+            world.group.send(lacks, builder, STARTED).wait()
+            if not state.frozen_in_place:
+                share_frozen(world.group, state.module, builder, [world.rank])
+                state.frozen_in_place, state.current = True, state.everything
 
     # ---- entering, leaving
 

@@ -7,9 +7,10 @@ stays until it cannot be needed any more. Follows Rajbhandari et al. (2020), sta
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.blocks.held_weights import HeldWeights
 from shoal.blocks.unit_flats import Presence, Unit
+from shoal.data.seeds import RandomState
 from shoal.group.group import WorldChanged
 from shoal.logs import get_logger
 from shoal.training.context import TrainingContext
@@ -50,8 +52,10 @@ class ShardedParameters:
         self._lacking: dict[int, set[int]] = {}
         """By unit, the buckets whose gradients are still to come in this backward."""
         self._is_called = self._is_backward = False
-        self._open = 0
-        """Contexts of `gathered`."""
+        self._open: list[list[Unit]] = []
+        """Units of each context of `gathered` that is open."""
+        self._random: RandomState | None = None
+        """As the call at hand found it."""
         self._stack: list[Unit] = []
         """Units that calls under way use."""
         self._current: Unit | None = None
@@ -78,16 +82,20 @@ class ShardedParameters:
             raise UserError("engine.step was called within engine.gathered(...); leave that context before it.")
 
     def before_vote(self) -> None:
-        self._free()
-
-    def _free(self) -> None:
         self.units.settle()
         self.units.free_all()
         self._current = None
 
+    def after_evaluating(self) -> None:
+        """Whatever the script has written into parameters is gone with them."""
+        if not self._open and self.units.come_and_go and not self._context.loop.has_gradient:
+            with contextlib.suppress(WorldChanged):  # what breaks is found by the next who waits
+                self.before_vote()
+                self._context.state.module_guard.forget_writes()
+
     def before_leaving(self, world: World) -> None:
         """Callbacks of one member may have asked others until now."""
-        self._free()
+        self.before_vote()
         world.group.all_gather(torch.zeros(1, dtype=torch.uint8))
 
     def on_boundary(self, world: World) -> None:
@@ -111,32 +119,36 @@ class ShardedParameters:
                     return self._inside(module, forward)
             except WorldChanged:
                 self._end_call()
-                self._take_part()
+                self._change_worlds()
             finally:
                 self._end_call()
 
     @_uncompiled
     def _begin_call(self) -> AbstractContextManager[object]:
-        self._is_called = True
+        self._is_called, self._current = True, None
+        if not self._context.loop.in_flight:  # a lane's own are those of the lane when it is repeated
+            self._random = RandomState.save()
         return self._saving()
 
     @_uncompiled
     def _end_call(self) -> None:
         self._is_called = False
         self._stack.clear()
-        if not torch.is_grad_enabled():
-            self._unpin()
+
+    @_uncompiled
+    def _change_worlds(self) -> None:
+        """Then the units of open contexts are here again, and a call that is made again draws the same numbers."""
+        with torch.inference_mode(False):
+            self._take_part()
+        if self._random is not None:
+            self._random.restore()
+        self._bring([])
 
     def _saving(self) -> AbstractContextManager[object]:
         """A context in which what autograd saves of a unit brings it back."""
         if not torch.is_grad_enabled():
             return nullcontext()
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-
-    def _unpin(self) -> None:
-        if not self._open:
-            for unit in self.units:
-                unit.is_pinned = False
 
     @_uncompiled_frame
     def _inside(self, module: nn.Module, forward: Callable[[], Any]) -> Any:
@@ -236,7 +248,7 @@ class ShardedParameters:
             self._is_backward, self._lacking = False, {}
             self._stack.clear()
         if self.units.come_and_go and not self._open:
-            self._free()
+            self.before_vote()
 
     def on_gradients(self, bucket: int) -> None:
         unit = self.units.of_bucket(bucket)
@@ -260,28 +272,33 @@ class ShardedParameters:
     def gathered(self, modules: Iterable[nn.Module]) -> Iterator[None]:
         units = self.units.of_modules(list(modules))
         self._bring(units)
-        self._open += 1
+        self._open.append(units)
+        uses = [unit.uses for unit in units]
         try:
             with self._saving():
                 yield
         finally:
-            self._open -= 1
-            self._unpin()
+            self._open.remove(units)
+            for unit, before in zip(units, uses, strict=True):
+                unit.keep_for_views(before)
+                unit.is_pinned = any(unit in others for others in self._open)
             if self.units.come_and_go and not (self._open or self._is_called or self._is_backward):
                 self.units.free_unused(self._stack)
 
     def _bring(self, units: list[Unit]) -> None:
         while True:
+            wanted = [*units, *chain.from_iterable(self._open)]
             try:
-                for unit in units:
+                for unit in wanted:
                     unit.is_pinned = True
                     self.units.begin(unit)
-                for unit in units:
+                for unit in wanted:
                     self.units.ensure(unit)
             except WorldChanged:
                 if self._is_called or self._is_backward:
                     raise
-                self._take_part()
+                with torch.inference_mode(False):
+                    self._take_part()
             else:
                 return
 

@@ -97,8 +97,11 @@ class TrainingLoop:
         context.faults.at("backward", state.step + 1)
         reducing, parameters = self._parts.step.reducing, self._parts.step.parameters
         if context.world is None or not reducing.is_next:
-            with parameters.in_backward():
-                reducing.backward_here(loss)
+            try:
+                with parameters.in_backward():
+                    reducing.backward_here(loss)
+            except WorldChanged:
+                self._parts.resize.take_part(broken=True)
             return
         try:
             reducing.begin()
@@ -205,6 +208,7 @@ class TrainingLoop:
         """`Engine.evaluating`."""
         with self._parts.evaluation.running():
             yield
+        self._parts.step.parameters.after_evaluating()
         if self._context.over and self._context.left_loop:
             self._settle_evaluations()
 
