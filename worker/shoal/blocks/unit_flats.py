@@ -88,11 +88,6 @@ class Unit:
         """Keys of its flats' storages: those of a tensor that lies in them."""
         return [storage_key(flat) for flat in self._flats]
 
-    @property
-    def bytes(self) -> int:
-        """What its values take while they are here."""
-        return sum(self._sizes)
-
 
 def _resize(
     flat: Tensor,  # (elements,)

@@ -43,8 +43,6 @@ class UnitFetch:
     ) -> None:
         self._group, self._traffic, self._key, self._flats, self._own = group, traffic, key, flats, own
         self._coming: dict[int, _Coming] = {}
-        self.bytes = 0
-        """What has come from others."""
 
     def begin(self, unit: Unit) -> None:
         """Raises `WorldChanged`."""
@@ -70,6 +68,5 @@ class UnitFetch:
             self._group.wait([one.work for one in coming.receives] + [work for work, _ in coming.asked])
         for one in coming.receives:
             one.unpack()
-            self.bytes += one.bytes
         del self._coming[unit.number]
         unit.restore()

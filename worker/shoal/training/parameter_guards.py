@@ -168,7 +168,7 @@ class ModuleGuard:
     def forgive(self, before: list[int]) -> None:
         """Parameters that were changed since `before` (`whole()`) and have their values again were not changed."""
         if self._flats and self._versions and self.whole() == before:
-            self._versions = [parameter._version for parameter in self._trained]
+            self.forget_writes()
 
 
 def _place(

@@ -47,7 +47,7 @@ class ShardedParameters:
     """`take_part` is called where the world changes under a call that can be made again."""
 
     def __init__(self, context: TrainingContext, weights: HeldWeights, take_part: Callable[[], None]) -> None:
-        self._context, self._take_part = context, _uncompiled(take_part)
+        self._context, self._take_part = context, _uncompiled(torch.inference_mode(False)(take_part))
         self.units = GatheredUnits(context, weights, self._on_touch)
         self._lacking: dict[int, set[int]] = {}
         """By unit, the buckets whose gradients are still to come in this backward."""
@@ -126,8 +126,8 @@ class ShardedParameters:
     @_uncompiled
     def _begin_call(self) -> AbstractContextManager[object]:
         self._is_called, self._current = True, None
-        if not self._context.loop.in_flight:  # a lane's own are those of the lane when it is repeated
-            self._random = RandomState.save()
+        in_lane = self._context.loop.in_flight  # its numbers are those of the lane when it is repeated
+        self._random = None if in_lane else RandomState.save()
         return self._saving()
 
     @_uncompiled
@@ -138,8 +138,7 @@ class ShardedParameters:
     @_uncompiled
     def _change_worlds(self) -> None:
         """Then the units of open contexts are here again, and a call that is made again draws the same numbers."""
-        with torch.inference_mode(False):
-            self._take_part()
+        self._take_part()
         if self._random is not None:
             self._random.restore()
         self._bring([])
@@ -297,8 +296,7 @@ class ShardedParameters:
             except WorldChanged:
                 if self._is_called or self._is_backward:
                     raise
-                with torch.inference_mode(False):
-                    self._take_part()
+                self._take_part()
             else:
                 return
 
