@@ -72,12 +72,15 @@ def baseline(rank: int, world: int, size: str, lanes: int, way: str) -> Callable
     return step
 
 
-def measured(step: Callable[[], None]) -> tuple[float, float]:
-    """Wall seconds per step, from all to all, and the CPU seconds of all processes."""
+def measured(step: Callable[[], None], end: Callable[[], None] = lambda: None) -> tuple[float, float]:
+    """Wall seconds per step, from all to all, and the CPU seconds of all processes. `end`: what the last step leaves to
+    be done.
+    """
     dist.barrier()
     wall, processor = time.perf_counter(), time.process_time()
     for _ in range(STEPS):
         step()
+    end()
     used = torch.tensor([time.process_time() - processor])
     dist.barrier()
     wall = time.perf_counter() - wall

@@ -28,8 +28,14 @@ Rounds = dict[str, list[tuple[float, float, float]]]
 """By way: (wall seconds, CPU seconds, bytes sent by rank 0) per step of each round."""
 
 
-def measure(case: str, mirrors: int, shaped: bool) -> Rounds:
-    """One cluster's rounds."""
+def traffic_seconds(case: str) -> float:
+    """What a host's bytes of a step take on its link, one way."""
+    workers, _, layers, megabit = CASES[case]
+    return 2 * (workers - 1) / workers * layers * BYTES_PER_LAYER * 8 / (megabit * MB)
+
+
+def measure(case: str, mirrors: int, shaped: bool, computes: float) -> Rounds:
+    """One cluster's rounds. `computes`: of the time of the traffic."""
     workers, on_a_host, layers, megabit = CASES[case]
     with Hosts(workers // on_a_host) as hosts:
         if shaped:
@@ -37,7 +43,7 @@ def measure(case: str, mirrors: int, shaped: bool) -> Rounds:
                 hosts.shape(host, 1_000 * megabit, QUEUE)
         job = Job(
             workers=workers, lanes=workers, mirrors=mirrors, workers_per_host=on_a_host, script="wire_rounds.py",
-            arguments=("--layers", str(layers)),
+            arguments=("--layers", str(layers), "--computes", str(computes * traffic_seconds(case))),
         )  # fmt: skip
         with Cluster(job, hosts) as cluster:
             return dict(*cluster.results(".json", patience=PATIENCE_SECONDS))
@@ -61,13 +67,15 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--mirrors", nargs="+", type=int, choices=list(TARGETS), default=list(TARGETS))
     parser.add_argument("--unshaped", action="store_true", help="leave the links as fast as they are")
+    parser.add_argument("--computes", type=float, default=0.0, metavar="SHARE",
+                        help="each layer takes time besides, all of them this share of their traffic's")  # fmt: skip
     given = parser.parse_args()
     if not Hosts.can_be_had():
         sys.exit("wire.py needs network namespaces: root, and the commands ip, tc and nft.")
     rows = []
     for case in given.cases:
         for mirrors in given.mirrors:
-            rounds = measure(case, mirrors, not given.unshaped)
+            rounds = measure(case, mirrors, not given.unshaped, given.computes)
             rows += [row(case, mirrors, rounds, way) for way in rounds]
     head = ["", "step, s", "of DDP", "CPU, s", "MB sent (of the formula)", "target"]
     show("A step on shaped links", head, rows)
