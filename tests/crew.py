@@ -281,6 +281,8 @@ class Crew:
             self.changed.notify_all()
         for worker in self.workers.values():
             worker.thread.join(PATIENCE_SECONDS)
+            if hasattr(worker, "engine"):
+                worker.engine.parts.step.parameters.forget()  # the process has hooks for all models
 
     # ---- what a test does
 

@@ -168,7 +168,7 @@ def test_nothing_that_a_commit_or_hand_out_writes_is_touched_or_posted_before_th
         if world is None or worker.engine.context.over:
             return
         posts = [way[2] for kind, way in world.group.wire.posts if way[kind == "receive"] == world.rank]
-        if point == "forward":
+        if point == "backward":  # what was handed out after the last step is here
             state_of.setdefault((worker.name, step), everything(worker.engine.context.state))
         elif point == "vote":
             assert posts.count(HANDED) == worker.engine.context.boundaries * handed(worker)

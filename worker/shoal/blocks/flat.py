@@ -79,6 +79,15 @@ def lay_out_model(pairs: Sequence[tuple[Trainable, nn.Parameter]]) -> tuple[Layo
     return layout, [by_name[slot.parameter.name] for bucket in layout.buckets for slot in bucket.slots]
 
 
+def by_bucket(
+    layout: Layout,
+    parameters: Sequence[nn.Parameter],  # each of its own shape, in the order of the slots
+) -> list[list[nn.Parameter]]:  # by bucket
+    """The parameters that lie in each bucket."""
+    rest = iter(parameters)
+    return [[next(rest) for _ in bucket.slots] for bucket in layout.buckets]
+
+
 def empty_flats(layout: Layout, come_and_go: bool = False) -> Flats:  # per bucket (elements,) of its dtype
     """Zeros in the layout's shape. `come_and_go`: in storages that can be freed and found again."""
     find = torch.zeros if come_and_go else host_memory

@@ -12,7 +12,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -73,8 +72,8 @@ class _Part:
     """Segments that are updated in one go."""
 
     segments: list[Segment]
-    last_bucket: int
-    """All that is held of it and of those before it is updated then."""
+    first_bucket: int
+    """All that is held of it and of those after it is updated then."""
 
 
 class HeldBlocks:
@@ -300,12 +299,13 @@ class HeldBlocks:
     ) -> None:
         """One update of all held blocks with the reduced gradients, times `scale` (clipping) first.
 
-        `on_updated` hears of a bucket when it and those before it are updated; not of each.
+        The last buckets come first, as forwards begin with them. `on_updated` hears of a bucket when it and those after
+        it are updated; not of each.
         """
         take_over_hyper_parameters(self._twin, self._user)
-        for part in _parts_of(self._segments, len(self.layout.buckets), may_step_in_parts(self._user)):
+        for part in _parts_of(self._segments, may_step_in_parts(self._user)):
             self._apply_to(part.segments, gradients, scale)
-            on_updated(part.last_bucket)
+            on_updated(part.first_bucket)
 
     def _apply_to(
         self,
@@ -340,16 +340,17 @@ def take_over_hyper_parameters(mine: torch.optim.Optimizer, users: torch.optim.O
         own.update({key: value for key, value in theirs.items() if key != "params"})
 
 
-def _parts_of(segments: list[Segment], buckets: int, may_be_several: bool) -> list[_Part]:
-    """In the order of the buckets; a bucket is in one part."""
-    parts, first, size = list[_Part](), 0, 0
+def _parts_of(segments: list[Segment], may_be_several: bool) -> list[_Part]:
+    """From the last bucket to the first; a bucket is in one part, and its segments are in their order."""
+    parts, stop, size = list[_Part](), len(segments), 0
     if may_be_several:
-        for index, (one, following) in enumerate(pairwise(segments), start=1):
-            size += one.parameter.nbytes
-            if size >= PART_BYTES and following.stretch.bucket != one.stretch.bucket:
-                parts.append(_Part(segments[first:index], one.stretch.bucket))
-                first, size = index, 0
-    return [*parts, _Part(segments[first:], buckets - 1)]
+        for index in range(len(segments) - 1, 0, -1):
+            one, following = segments[index].stretch.bucket, segments[index - 1].stretch.bucket
+            size += segments[index].parameter.nbytes
+            if size >= PART_BYTES and following != one:
+                parts.append(_Part(segments[index:stop], one))
+                stop, size = index, 0
+    return [*parts, _Part(segments[:stop], 0)]
 
 
 def _within(segment: Segment, stretch: Stretch, layout: Layout) -> Span:

@@ -6,7 +6,7 @@ attribute's write away from `nn.Parameter`. Shapes, dtypes, hooks and `.grad` ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ ABOUT = {
     "new_zeros", "new_ones", "new_full", "new_tensor",
 }  # fmt: skip
 """Methods that read no value."""
+PLACES = {"untyped_storage", "data_ptr"}
+"""Methods that tell where values lie, for whoever reads them past torch."""
 
 ON_TOUCH = "_shoal_on_touch"
 
@@ -33,11 +35,13 @@ ON_TOUCH = "_shoal_on_touch"
 class Released(nn.Parameter):
     """A parameter whose storage is empty."""
 
+    about = frozenset(ABOUT)
+
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """As if the parameter were there, once it has been gathered. Raises `UserError` where it cannot be."""
         given = kwargs or {}
-        if not _is_about(func):
+        if not _is_about(func, cls.about):
             name = _name_of(func)
             while (parameter := next(_released(args, given), None)) is not None:  # to gather one may release another
                 vars(parameter)[ON_TOUCH](parameter, name)
@@ -45,11 +49,29 @@ class Released(nn.Parameter):
             return func(*args, **given)
 
 
-def release(parameters: Sequence[nn.Parameter], on_touch: OnTouch) -> None:
-    """Their values go."""
+class Arriving(Released):
+    """A parameter into whose memory values are coming."""
+
+    about = frozenset(ABOUT - PLACES)
+
+
+def touch(
+    parameter: Released,  # of its own shape
+    use: str,
+) -> None:
+    """Its values are here, or are said not to be, as for a function of torch's that `use` names."""
+    vars(parameter)[ON_TOUCH](parameter, use)
+
+
+def release(
+    parameters: Sequence[nn.Parameter],  # each of its own shape
+    on_touch: OnTouch,
+    kind: type[Released] = Released,
+) -> None:
+    """Their values go, or are about to change."""
     for parameter in parameters:
         vars(parameter)[ON_TOUCH] = on_touch
-        parameter.__class__ = Released
+        parameter.__class__ = kind
 
 
 def restore(parameters: Sequence[nn.Parameter]) -> None:
@@ -59,12 +81,12 @@ def restore(parameters: Sequence[nn.Parameter]) -> None:
         parameter.__class__ = nn.Parameter
 
 
-def _is_about(func: Callable[..., Any]) -> bool:
+def _is_about(func: Callable[..., Any], about: Collection[str]) -> bool:
     """Whether it tells or changes something other than values."""
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         return getattr(getattr(func, "__self__", None), "__name__", "") not in READS
-    return name in ABOUT
+    return name in about
 
 
 def _name_of(func: Callable[..., Any]) -> str:
@@ -74,5 +96,5 @@ def _name_of(func: Callable[..., Any]) -> str:
 
 def _released(args: Any, kwargs: Any) -> Iterator[nn.Parameter]:
     for leaf in tree_leaves((args, kwargs)):
-        if isinstance(leaf, Tensor) and type(leaf) is Released:
+        if isinstance(leaf, Tensor) and isinstance(leaf, Released):
             yield leaf

@@ -132,6 +132,25 @@ def windows(pieces: Sequence[ExchangePiece], in_flight: int = IN_FLIGHT_BYTES) -
     return tuple(until)
 
 
+@dataclass(frozen=True, slots=True)
+class Backwards:
+    """Pieces from the last to the first. Each tuple is in that order."""
+
+    numbers: tuple[int, ...]
+    first_buckets: tuple[int, ...]
+    """The first bucket that a piece has something of."""
+    last_buckets: tuple[int, ...]
+    windows: tuple[int, ...]
+    """As those of `windows`."""
+
+    @classmethod
+    def of(cls, pieces: Sequence[ExchangePiece]) -> Backwards:
+        lasts = [piece.last_bucket for piece in pieces]
+        firsts = [last if last == before else before + 1 for before, last in zip([-1, *lasts], lasts, strict=False)]
+        numbers = tuple(range(len(pieces))[::-1])
+        return cls(numbers, tuple(firsts[::-1]), tuple(lasts[::-1]), windows(pieces[::-1]))
+
+
 def split(pieces: Sequence[ExchangePiece], owner: int, wanted: Sequence[Sequence[Span]]) -> dict[int, Extents]:
     """By piece, what of an owner's elements is wanted. `wanted`: element ranges by bucket, all of them the owner's."""
     found: dict[int, list[Extent]] = {}

@@ -18,6 +18,7 @@ from shoal.core.layout import Layout
 from shoal.core.tree import subtrees
 from shoal.exchange.host_sums import HostSums
 from shoal.exchange.pieces import (
+    Backwards,
     ExchangePiece,
     Extent,
     Extents,
@@ -126,6 +127,11 @@ class Traffic:
         return windows(self.pieces)
 
     @cached_property
+    def backwards(self) -> Backwards:
+        """The pieces from the last to the first."""
+        return Backwards.of(self.pieces)
+
+    @cached_property
     def partials(self) -> PieceTraffic:
         """The partial sums that this member sends to owners at once, and all that come in: of those the extents are its
         own, once for each subtree of the peer.
@@ -171,19 +177,19 @@ class Traffic:
 
     def replays(self, boundaries: int) -> tuple[Runs, ...]:
         """Blocks that each rank updates itself at the vote that follows `boundaries` passed ones."""
-        return self._replays(min(boundaries, self._fills_end))
+        return self._replays(min(boundaries, self.plan.boundaries))
 
     def mirrored(self, boundaries: int) -> PieceTraffic:
         """The reduced gradients that owners send to whoever replays their blocks."""
-        return self._mirrored(min(boundaries, self._fills_end))
+        return self._mirrored(min(boundaries, self.plan.boundaries))
 
     def arriving(self, boundaries: int) -> tuple[Extent, ...]:
         """Where in the last live copy such gradients come in, from the first `on_filled` on."""
-        return self._arriving(min(boundaries, self._fills_end))
+        return self._arriving(min(boundaries, self.plan.boundaries))
 
     def handed(self, boundaries: int) -> PieceTraffic:
         """The updated parameters that owners hand out to whoever does not."""
-        return self._handed(min(boundaries, self._fills_end))
+        return self._handed(min(boundaries, self.plan.boundaries))
 
     @cached_property
     def stale(self) -> PieceTraffic:
@@ -191,10 +197,6 @@ class Traffic:
         recovery = self.plan.recovery
         assert recovery is not None
         return self._flow(lambda owner, peer: self._owned(owner) & recovery.stale[peer])
-
-    @cached_property
-    def _fills_end(self) -> int:
-        return self.plan.boundaries
 
     def _flow(self, wanted: Callable[[int, int], Runs]) -> PieceTraffic:
         """`wanted(owner, peer)`: blocks of the owner's that go from one to the other."""

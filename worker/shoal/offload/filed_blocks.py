@@ -217,14 +217,14 @@ class FiledBlocks(HeldBlocks):
     ) -> None:
         check_steps_in_parts(self._user)
         take_over_hyper_parameters(self._twin, self._user)
-        pieces, transfers = self.store.pieces, self.store.transfers
+        pieces, transfers = self.store.pieces[::-1], self.store.transfers
         before = transfers.moved, transfers.seconds
         for index, buffer in enumerate(transfers.carry([piece.ranges() for piece in pieces], self._most_bytes(pieces))):
             self._apply_to_piece(pieces[index], buffer, gradients, scale)
             bucket = pieces[index].stretch.bucket
             if index + 1 < len(pieces) and pieces[index + 1].stretch.bucket != bucket:
                 on_updated(bucket)
-        on_updated(len(self.layout.buckets) - 1)
+        on_updated(0)
         self._measure(transfers.moved - before[0], transfers.seconds - before[1])
 
     def _most_bytes(self, pieces: Sequence[HeldPiece]) -> int:

@@ -38,8 +38,8 @@ class Boundary:
         self._context, self._corruption, self._saving = context, corruption, saving
         self._evaluation, self._requests, self._status = evaluation, requests, status
         self._callbacks: list[Callable[[], None]] = []
-        self._settled = 0
-        """The last step whose boundary this member has passed, or knows to be passed."""
+        self._passed = self._settled = 0
+        """The last step whose boundary this member has passed, and the last that it knows all to pass."""
         self._called = 0
         """The last step whose callbacks were called here, or before this worker was there."""
         self._owed = False
@@ -51,7 +51,7 @@ class Boundary:
 
     def stand_at(self, step: int) -> None:
         """This worker begins at `step`, whose boundary it does not owe."""
-        self._settled = self._called = step
+        self._passed = self._settled = self._called = step
         self._owed = False
 
     def go_back_to(self, step: int, saved: int) -> None:
@@ -90,7 +90,8 @@ class Boundary:
         context.meter.on_vote(stepped)
         self._corruption.on_vote(record)
         if context.world is not None:
-            context.world.group.progress.begin_boundary(context.boundaries)
+            if context.are_parameters_here:
+                context.world.group.progress.begin_boundary(context.boundaries)
             self._saving.on_vote(record, context.world, stepped, self._owed)
         self._requests.carry_out(record.requests)
         self._status.publish()
@@ -101,7 +102,16 @@ class Boundary:
             with self._evaluation.anywhere():
                 for callback in self._callbacks:
                     callback()
-        self._settled = step
+        self._passed = step
+        if self._context.are_parameters_here:
+            self._settled = step
+
+    def on_all_here(self) -> None:
+        """What was handed out after the last step has come: nobody's boundary can be lost with him any more."""
+        context = self._context
+        assert context.world is not None
+        context.world.group.progress.begin_boundary(context.boundaries)
+        self._settled = self._passed
 
     # ---- over a change
 
@@ -118,7 +128,7 @@ class Boundary:
         self._owed = int(rows[:, 1].min()) < step
         self._called = int(rows[:, 2].max())
         if not self._owed:
-            self._settled = step
+            self._passed = self._settled = step
         return [bool(there) for there in rows[:, 0].tolist()]
 
     @property

@@ -47,8 +47,15 @@ log = get_logger("shoal.checkpoint")
 class CheckpointSaving:
     """Saves of one worker. Without `shoal.checkpoint.path` it does nothing but refuse."""
 
-    def __init__(self, context: TrainingContext, corruption: CorruptionWatch, loading: CheckpointLoading) -> None:
-        self._context, self._corruption, self._loading = context, corruption, loading
+    def __init__(
+        self,
+        context: TrainingContext,
+        corruption: CorruptionWatch,
+        loading: CheckpointLoading,
+        settle: Callable[[], None],
+    ) -> None:
+        """`settle`: all parameters are here then; raises `WorldChanged`."""
+        self._context, self._corruption, self._loading, self._settle = context, corruption, loading, settle
         self._config = context.config.checkpoint
         self._saver: Saver | None = None
         if self._config.path is not None:
@@ -140,6 +147,7 @@ class CheckpointSaving:
         if choice is not SaveChoice.NOTHING:
             self._clock = time.monotonic()
         if choice is SaveChoice.BEGIN:
+            self._settle()
             self._corruption.on_save()
             self._begin(self._saver, world)
         if choice is SaveChoice.SKIP and world.rank == 0:

@@ -34,6 +34,10 @@ class TrainingContext:
         """The one that this worker is in."""
         self.boundaries = 0
         """Votes that have passed in this world."""
+        self.are_parameters_here = True
+        """Whether all that was handed out after the last step is."""
+        self.is_reading = False
+        """Whether the dataset is asked for a batch: a change of the world waits until it has answered."""
         self.is_first_step = True
         """Whether no step has been committed in this world."""
         self.begins: Prepared | None = None

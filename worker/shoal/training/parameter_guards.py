@@ -9,7 +9,7 @@ engine.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_
@@ -48,6 +48,11 @@ class Windows:
     def turn(self) -> None:
         self._at = (self._at + 1) % max(1, len(self._places))
 
+    @property
+    def bucket(self) -> int:
+        """The bucket that the window at hand is of; -1 where there are no flats."""
+        return self._places[self._at].bucket if self._places else -1
+
     def of(self, flats: Flats) -> Tensor:
         """The window at hand; empty where there are no flats."""
         if not self._places:
@@ -77,6 +82,8 @@ class ModuleGuard:
         self._versions: list[int] = []
         self._content: tuple[object, int] | None = None
         """The world and the checksum of the window, as of the last commit."""
+        self._awaited: tuple[object, int] | None = None
+        """The world and the window's bucket, while that is still to come."""
         self._look_at_structure()
 
     # ---- structure
@@ -138,14 +145,25 @@ class ModuleGuard:
 
     def mark(self, world: object) -> None:
         """Whatever the parameters are now is the engine's doing: before the first batch of a world."""
+        if self._awaited is not None and self._awaited[0] is world:
+            return
+        self._awaited = None
         if self._content is None or self._content[0] is not world:
             self._versions = [parameter._version for parameter in self._trained]
             self._content = (world, checksum(self._windows.of(self._flats)))
 
-    def on_commit(self, world: object) -> None:
-        """The engine has changed the parameters."""
+    def on_commit(self, world: object, coming: Collection[int] = ()) -> None:
+        """The engine has changed the parameters, and changes those of the buckets that are coming."""
         self._windows.turn()
-        self._content = (world, checksum(self._windows.of(self._flats)))
+        bucket = self._windows.bucket
+        self._awaited = (world, bucket) if bucket in coming else None
+        self._content = None if self._awaited else (world, checksum(self._windows.of(self._flats)))
+
+    def on_arrived(self, bucket: int) -> None:
+        """All of this bucket has come, and nobody has used it yet."""
+        if self._awaited is not None and self._awaited[1] == bucket:
+            self._content = (self._awaited[0], checksum(self._windows.of(self._flats)))
+            self._awaited = None
 
     def _check_values(self, world: object) -> None:
         versions = [parameter._version for parameter in self._trained]

@@ -11,7 +11,8 @@ from shoal.training.checkpoint_saving import CheckpointSaving
 from shoal.training.context import TrainingContext
 from shoal.training.corruption_watch import CorruptionWatch
 from shoal.training.evaluation import Evaluation
-from shoal.training.parameters import Parameters, WholeParameters
+from shoal.training.handed_parameters import HandedParameters
+from shoal.training.parameters import Parameters
 from shoal.training.requests import Requests
 from shoal.training.resize import Resize
 from shoal.training.sharded_parameters import ShardedParameters
@@ -43,14 +44,19 @@ class Parts:
         def take_part() -> None:
             resize.take_part(broken=True)
 
+        def on_all_here() -> None:
+            boundary.on_all_here()
+
         corruption = CorruptionWatch(context)
         loading = CheckpointLoading(context)
-        saving = CheckpointSaving(context, corruption, loading)
-        evaluation = Evaluation(context)
         weights = context.state.weights
-        parameters: Parameters = (
-            ShardedParameters(context, weights, take_part) if isinstance(weights, HeldWeights) else WholeParameters()
-        )
+        parameters: Parameters
+        if isinstance(weights, HeldWeights):
+            parameters = ShardedParameters(context, weights, take_part)
+        else:
+            parameters = HandedParameters(context, take_part, on_all_here)
+        saving = CheckpointSaving(context, corruption, loading, parameters.settle)
+        evaluation = Evaluation(context)
         requests = Requests(context, saving, parameters)
         status = StatusReport(context, loading, saving, corruption)
         boundary = Boundary(context, corruption, saving, evaluation, requests, status)

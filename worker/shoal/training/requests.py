@@ -98,6 +98,8 @@ class Requests:
 
         A stop is carried out by the commit of a step: where the vote committed none, it stays as well.
         """
+        if requests:
+            self._parameters.settle()
         for request in requests:
             match request.kind:
                 case "fingerprint":

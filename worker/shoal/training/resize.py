@@ -88,6 +88,7 @@ class Resize:
         context = self._context
         self._clock.start()
         context.faults.at("prepare", max(0, context.state.step))
+        self._step.parameters.forget()
         context.begins, self._caught_up = None, None
         in_world = context.world.plan.generation if context.world else context.link.membership().generation
         context.link.answer(context.state.inventory(generation, in_world, context.lane_in_flight))
@@ -297,6 +298,7 @@ class Resize:
     def _end(self, ended: Ended) -> bool:
         """Leaves, or starts over. True: wait for what comes next."""
         context = self._context
+        self._step.parameters.forget()
         match ended.ending:
             case Ending.START_OVER:
                 log.warning("starting_over", reason=ended.reason)

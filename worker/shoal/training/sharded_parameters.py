@@ -26,6 +26,7 @@ from shoal.logs import get_logger
 from shoal.training.context import TrainingContext
 from shoal.training.gathered_units import GatheredUnits
 from shoal.training.module_calls import listen
+from shoal.training.parameters import Parameters
 from shoal.world import World
 
 log = get_logger("shoal")
@@ -43,7 +44,7 @@ def _uncompiled_frame(function: F) -> F:
     return torch.compiler.disable(function, recursive=False)  # type: ignore[no-any-return]
 
 
-class ShardedParameters:
+class ShardedParameters(Parameters):
     """`take_part` is called where the world changes under a call that can be made again."""
 
     def __init__(self, context: TrainingContext, weights: HeldWeights, take_part: Callable[[], None]) -> None:

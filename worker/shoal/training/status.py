@@ -29,7 +29,8 @@ class StatusReport:
         status = Status(
             sequence=0, generation=0, state=MemberState.WARMING_UP, promised=0,  # the link says these
             step=state.step, committed_in=state.committed_in, boundaries=context.boundaries, holds=state.held.runs,
-            parameters_current=state.is_current and context.world is not None, done=context.done, ended=context.ended,
+            parameters_current=context.world is not None and (state.is_current or not context.are_parameters_here),
+            done=context.done, ended=context.ended,
             checkpoint=self._loading.known.reference,
             unreadable_checkpoint=self._loading.known.unreadable_checkpoint,
             highest_saved=self._loading.highest_saved,

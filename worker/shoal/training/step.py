@@ -143,8 +143,8 @@ class Step:
     @fault_point("hand_out")
     def _hand_out(self, hand_out: HandOut) -> None:
         context = self._context
-        self._finish_hand_out(hand_out)
-        context.state.module_guard.on_commit(self._world)
+        coming = self.parameters.on_updated(hand_out)
+        context.state.module_guard.on_commit(self._world, coming)
         context.boundaries += 1
         self.parameters.on_boundary(self._world)
         context.meter.on_step()
@@ -154,13 +154,6 @@ class Step:
         """Parameters go to the workers that do not update them; what is updated leaves while the rest is."""
         world, state, boundaries = self._world, self._context.state, self._context.boundaries
         return HandOut(world.group, state.weights, world.traffic, world.traffic.handed(boundaries))
-
-    def _finish_hand_out(self, hand_out: HandOut) -> None:
-        """Then everybody has all parameters."""
-        hand_out.finish()
-        state = self._context.state
-        if state.frozen_in_place:
-            state.current = state.everything
 
     # ---- no step
 
@@ -178,7 +171,9 @@ class Step:
         record = self._vote()
         self._evaluation.on_vote(record.evaluations)
         if not self._world.plan.steps and not context.boundaries:
-            self._finish_hand_out(self._begin_hand_out())  # joiners would wait for a step's
+            self._begin_hand_out().finish()  # joiners would wait for a step's
+            if self._context.state.frozen_in_place:
+                self._context.state.current = self._context.state.everything
         context.boundaries += 1
         self.parameters.on_boundary(self._world)
         self._boundary.pass_vote(record)

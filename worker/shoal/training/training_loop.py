@@ -59,12 +59,25 @@ class TrainingLoop:
                 context.faults.at("forward", context.state.step + 1)
                 context.state.module_guard.mark(context.world)
                 context.state.set_in_time.check(context.state.record)
-                batch = context.loop.next_batch(context.state)
+                try:
+                    batch = self._next_batch()
+                except WorldChanged:
+                    parts.resize.take_part(broken=True)
+                    continue
                 context.forward_seed.arm(context.state.step, *context.loop.place)
                 context.autocast.begin()
                 yield batch
             else:
                 self._guarded(self._standby_step if context.world.plan.steps else self._vote_and_idle)
+
+    def _next_batch(self) -> Any:
+        """Raises `WorldChanged` from a dataset that computes with the model."""
+        context = self._context
+        context.is_reading = True
+        try:
+            return context.loop.next_batch(context.state)
+        finally:
+            context.is_reading = False
 
     def _warm_up(self) -> Iterator[Any]:
         """A joiner runs one lane whose result is thrown away, so that compiling stalls nobody; then it is ready."""
@@ -92,6 +105,9 @@ class TrainingLoop:
             self._parts.resize.take_part()
         if not loop.in_flight:
             loop.check_void("engine.backward")
+            return
+        if self._settles_with_a_change():
+            self.backward(loss)
             return
         loop.prepare_backward(loss, state)
         context.faults.at("backward", state.step + 1)
@@ -144,6 +160,8 @@ class TrainingLoop:
         if not loop.in_flight:
             loop.forget_void("engine.skip")
             return False
+        if self._settles_with_a_change():
+            return self.skip()
         loop.skip(state)
         if not loop.is_warming_up:
             try:
@@ -151,6 +169,15 @@ class TrainingLoop:
             except WorldChanged:
                 self._parts.resize.take_part(broken=True)
         return self.end_micro_batch()
+
+    def _settles_with_a_change(self) -> bool:
+        """All that was handed out is here; whether the world has changed meanwhile, which has been taken part in."""
+        try:
+            self._parts.step.parameters.settle()
+        except WorldChanged:
+            self._parts.resize.take_part(broken=True)
+            return True
+        return False
 
     # ---- without a batch
 
@@ -206,6 +233,7 @@ class TrainingLoop:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """`Engine.evaluating`."""
+        self._parts.step.parameters.before_evaluating()
         with self._parts.evaluation.running():
             yield
         self._parts.step.parameters.after_evaluating()

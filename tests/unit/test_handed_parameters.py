@@ -1,0 +1,262 @@
+"""Stages 0 to 2: parameters that are handed out beside the next forward have the bits of those that are waited for.
+
+Where anything comes it is NaN before, so whatever is read too early is a wrong bit.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import shoal.exchange.hand_out
+import torch
+from crew import Crew, Task, undisturbed
+from hard_units import STEPS, WIDTH, Layers, and_train, of, task
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from random_modules import RandomModel
+from random_modules import optimizer_of as optimizer_of_random
+from shoal.blocks.released import Arriving
+from shoal.training.engine import Engine
+from shoal_controller.core.machine.events import DrainWorker
+from torch import Tensor, nn
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shoal.exchange.hand_out, "POISON", True)
+
+
+def coming(engine: Engine) -> int:
+    """How many parameters are still to come."""
+    return sum(isinstance(one, Arriving) for one in engine.module.parameters())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}])
+def test_every_world_ends_as_one_worker(stage: int, precision: dict[str, Any]) -> None:
+    precision = precision and {"precision": precision}
+    late: list[int] = []
+
+    def look(engine: Engine) -> None:
+        late.append(coming(engine))
+
+    right = undisturbed(of(task(0, **precision)))
+    for workers, mirrors in (("ab", 0), ("abc", 1), ("abcd", 2)):
+        late.clear()
+        with Crew(workers, of(task(stage, mirrors=mirrors, in_loop=look, **precision))) as crew:
+            crew.train_to(2)
+            crew.add("e")
+            assert crew.finish() == right, (workers, mirrors)
+        assert (max(late) > 0) == (stage > 0), (workers, mirrors)  # in stage 0 everybody updates everything
+
+
+@pytest.mark.parametrize(
+    "point", ["forward", "arrival", "backward", "exchange", "mirror", "fill", "vote", "optimizer", "hand_out", "begin"]
+)
+def test_a_loss_anywhere_in_a_step_changes_no_bit(point: str) -> None:
+    with Crew("abc", of(task(1))) as crew:
+        crew.plant("c", 3, point)
+        crew.train_to(2)
+        crew.add("d")
+        assert crew.finish() == undisturbed(of(task(0)))
+
+
+@pytest.mark.parametrize("worker", ["a", "b"])
+@pytest.mark.parametrize("arrivals", range(0, 8, 2))
+def test_a_loss_at_any_arrival_of_a_step_changes_no_bit(arrivals: int, worker: str) -> None:
+    count = 0
+
+    def die(of: Any, point: str, step: int) -> None:
+        nonlocal count
+        if (of.name, point, step) == (worker, "arrival", 3):
+            count += 1
+            if count == arrivals + 1:
+                crew.plant(worker, 3, "arrival")
+
+    with Crew("abc", of(task(1))) as crew:
+        crew.watchers.append(die)
+        assert crew.finish() == undisturbed(of(task(0)))
+
+
+USES: list[Callable[[nn.Module], object]] = [
+    lambda model: [one.detach().clone() for one in model.parameters()],
+    lambda model: {name: value.clone() for name, value in model.state_dict().items()},
+    lambda model: copy.deepcopy(model),
+    lambda model: [one.data.sum() for one in reversed(list(model.parameters()))],
+    lambda model: nn.utils.parameters_to_vector(model.parameters()),
+    lambda model: torch._foreach_norm(list(model.parameters())),
+    lambda model: [one.numpy(force=True).sum() for one in model.parameters()],
+    lambda model: repr(list(model.parameters())),
+]
+
+
+@pytest.mark.parametrize("use", range(len(USES)))
+def test_whatever_uses_a_parameter_between_steps_finds_the_new_values(use: int) -> None:
+    """In the loop's body a loss is taken part in where the parameter is used, and nothing is raised."""
+
+    def look(engine: Engine) -> None:
+        USES[use](engine.module)
+        assert not coming(engine)
+        values = torch.cat([one.detach().double().flatten() for one in engine.module.parameters()])
+        assert bool(values.isfinite().all())
+
+    with Crew("abc", of(task(1, in_loop=look))) as crew:
+        crew.plant("c", 3, "arrival")
+        assert crew.finish() == undisturbed(of(task(0)))
+
+
+def test_a_gradient_by_torch_func_finds_the_new_values() -> None:
+    def look(engine: Engine) -> None:
+        layer = engine.module.layers[2]
+        named = dict(layer.named_parameters())
+        ones = torch.ones(1, 3, WIDTH)
+        slopes = torch.func.grad(lambda values: torch.func.functional_call(layer, values, (ones,)).sum())(named)
+        assert all(bool(one.isfinite().all()) for one in slopes.values())
+
+    with Crew("abc", of(task(1, in_loop=look))) as crew:
+        assert crew.finish() == undisturbed(of(task(0)))
+
+
+def test_a_dataset_that_computes_with_the_model_finds_the_new_values_through_a_loss() -> None:
+    def ask(engine: Engine) -> None:
+        fetcher = engine.context.loop._fetcher
+        own = fetcher.micro_batch
+
+        def micro_batch(*place: int) -> Any:
+            assert bool(nn.utils.parameters_to_vector(engine.module.parameters()).isfinite().all())
+            return own(*place)
+
+        fetcher.micro_batch = micro_batch  # type: ignore[method-assign]
+
+    with Crew("abc", of(task(1, prepare=ask))) as crew:
+        crew.plant("c", 3, "arrival")
+        assert crew.finish() == undisturbed(of(task(0)))
+
+
+def averaging(averages: dict[int, Tensor]) -> Callable[[Engine], None]:
+    """An average of the weights, taken after every step."""
+    mean: dict[int, Tensor] = {}
+
+    def body(engine: Engine, batch: Any) -> None:
+        before = engine.global_step
+        and_train(engine, batch)
+        if engine.global_step == before or engine.warming_up:
+            return
+        weights = nn.utils.parameters_to_vector(engine.module.parameters()).detach()
+        key = id(engine)
+        mean[key] = weights.clone() if key not in mean else mean[key].lerp(weights, 0.1)
+        averages[engine.global_step] = mean[key]
+
+    return body
+
+
+def test_an_average_of_the_weights_after_every_step_has_the_same_bits() -> None:
+    alone: dict[int, Tensor] = {}
+    right = undisturbed(of(task(0, body=averaging(alone))))
+    several: dict[int, Tensor] = {}
+    with Crew("abc", of(task(1, mirrors=0, body=averaging(several)))) as crew:
+        assert crew.finish() == right
+    assert torch.equal(alone[STEPS], several[STEPS])
+
+
+def test_callbacks_evaluations_and_gathered_weights_find_all_parameters() -> None:
+    found: list[float] = []
+
+    def watch(engine: Engine) -> None:
+        def on_step(engine: Engine) -> None:
+            total = sum(float(one.detach().double().sum()) for one in engine.module.parameters())
+            with engine.evaluating(), engine.gathered():
+                assert not coming(engine)
+                assert total == sum(float(one.detach().double().sum()) for one in engine.module.parameters())
+            found.append(total)
+
+        engine.on_step(on_step)
+
+    right = undisturbed(of(task(0, prepare=watch)))
+    alone, found[:] = list(found), []
+    with Crew("abcd", of(task(1, prepare=watch))) as crew:
+        crew.plant("b", 3, "arrival")
+        crew.plant("a", 5, "optimizer")
+        assert crew.finish() == right
+    assert found == alone
+
+
+def test_each_step_has_its_callback_once_where_rank_0_dies_before_its_hand_out() -> None:
+    steps: list[int] = []
+
+    def watch(engine: Engine) -> None:
+        engine.on_step(lambda engine: steps.append(engine.global_step))
+
+    for point in ("optimizer", "hand_out", "arrival"):
+        steps.clear()
+        with Crew("abc", of(task(1, prepare=watch))) as crew:
+            crew.plant("a", 3, point)
+            crew.finish()
+        assert steps == list(range(1, STEPS + 1)), point
+
+
+def test_views_that_a_script_keeps_are_never_read_too_early() -> None:
+    """No class guards them, so with them nothing comes late."""
+    views: dict[int, list[Tensor]] = {}
+    late: list[int] = []
+
+    def look(engine: Engine) -> None:
+        if id(engine) not in views:
+            views[id(engine)] = [one.data for one in engine.module.parameters()]
+        late.append(coming(engine))
+        assert all(bool(one.isfinite().all()) for one in views[id(engine)])
+
+    with Crew("abc", of(task(1, mirrors=0, in_loop=look))) as crew:
+        assert crew.finish() == undisturbed(of(task(0)))
+    assert max(late) == 0
+
+
+def test_a_write_in_the_forward_is_refused_though_its_parameter_has_just_come() -> None:
+    class Clamps(Layers):
+        def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+            self.layers[3].down.weight.data.clamp_(-0.01, 0.01)
+            self.embedding.weight.data.clamp_(-0.01, 0.01)
+            return super().forward(tokens, targets)
+
+    one = of(task(1, mirrors=0, max_steps=200))
+    with Crew("ab", Task(**{**vars(one), "model": Clamps})) as crew:
+        crew.allow()
+        crew.until("a refusal", lambda: any("was changed by the script" in w.failure for w in crew.workers.values()))
+
+
+def test_a_drained_worker_leaves_all_parameters_behind() -> None:
+    with Crew("abc", of(task(1, mirrors=0))) as crew:
+        crew.train_to(2)
+        crew.request(DrainWorker("b"))
+        assert crew.finish() == undisturbed(of(task(0)))
+
+
+def test_two_losses_one_during_the_recovery_from_the_other() -> None:
+    with Crew("abcd", of(task(1, mirrors=2))) as crew:
+        crew.plant("d", 3, "arrival")
+        crew.plant("c", 3, "promote")
+        assert crew.finish() == undisturbed(of(task(0)))
+
+
+@given(st.integers(0, 1 << 30), st.sampled_from(["forward", "arrival", "backward", "vote", "begin"]), st.data())
+@settings(max_examples=6, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate], database=None)
+def test_a_random_module_has_the_same_bits_through_a_loss_and_a_join(
+    number: int, point: str, data: st.DataObject
+) -> None:
+    lanes, micro_batches = data.draw(st.integers(2, 5)), data.draw(st.sampled_from([1, 1, 2]))
+    names = "abcd"[: data.draw(st.integers(2, min(4, lanes)))]
+    options = {"max_steps": 5, "lanes": lanes, "micro_batches_per_lane": micro_batches}
+
+    def of_stage(stage: int) -> Task:
+        model, optimizer = (lambda: RandomModel(number)), optimizer_of_random(number)
+        return Task({**options, "stage": stage}, model=model, optimizer=optimizer)
+
+    right = undisturbed(of_stage(0))
+    with Crew(names, of_stage(data.draw(st.integers(0, 2)))) as crew:
+        crew.plant(data.draw(st.sampled_from(names)), data.draw(st.integers(2, 4)), point)
+        crew.train_to(1)
+        crew.add("e")
+        assert crew.finish() == right

@@ -1,0 +1,212 @@
+"""Whole parameters (stages 0 to 2): what other members have updated comes beside the next forward.
+
+Until its bucket is here a parameter has a class of its own, and whatever uses it waits for the bucket: in the model's
+forward or anywhere else. Where the world changes in such a wait it is taken part in there, and the use goes on with the
+values of the new world: the forward that it may be in belongs to a lane that is then repeated. Where anything could
+read past that class, parameters come before the loop goes on, as they do where a step's boundary has something to do.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from operator import gt
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from shoal.blocks.flat import by_bucket
+from shoal.blocks.released import Arriving, release, restore, touch
+from shoal.blocks.unit_flats import storage_key
+from shoal.exchange.hand_out import HandOut
+from shoal.group.group import WorldChanged
+from shoal.training.context import TrainingContext
+from shoal.training.parameters import Parameters
+from shoal.world import World
+
+OF_A_FLAT = 2
+"""Uses of a flat's memory besides its parameters: the flat, and the memory that it was made of."""
+
+
+class HandedParameters(Parameters):
+    """`take_part` is called where the world changes under a use of a parameter; `on_all_here` when the last of a
+    hand-out has come that others did not wait for.
+    """
+
+    def __init__(
+        self, context: TrainingContext, take_part: Callable[[], None], on_all_here: Callable[[], None]
+    ) -> None:
+        state = context.state
+        self._context, self._on_all_here = context, on_all_here
+        self._take_part = torch.inference_mode(False)(take_part)
+        self._by_bucket = by_bucket(state.layout, state.parameters)
+        self._bucket_of = {id(one): bucket for bucket, found in enumerate(self._by_bucket) for one in found}
+        self._modules = frozenset(state.module.modules())
+        self._can_be_guarded = _can_be_guarded(state.module, state.parameters)
+        self._hand_out: HandOut | None = None
+        self._guarded: set[int] = set()
+        """Buckets that are still to come."""
+        self._hook: RemovableHandle | None = None
+        self._lock = threading.RLock()
+        """A script may use parameters on threads of its own."""
+        self._thread = threading.get_ident()
+        self._has_views = False
+        """Whether the script keeps views of parameters, which no class guards."""
+
+    # ---- the steps of training
+
+    def before_vote(self) -> None:
+        self.settle()
+        self._has_views = self._can_be_guarded and self._are_viewed()
+
+    def before_evaluating(self) -> None:
+        self._settle_here()
+
+    def before_leaving(self, _: World) -> None:
+        self.settle()
+
+    def on_updated(self, hand_out: HandOut) -> Collection[int]:
+        context = self._context
+        self._hand_out, self._thread = hand_out, threading.get_ident()
+        coming = hand_out.coming if self._can_wait() else set()
+        if not coming:
+            hand_out.finish()
+            self._end()
+            return ()
+        hand_out.begin()
+        for bucket in coming:
+            release(self._by_bucket[bucket], self._on_touch, Arriving)
+        self._guarded = coming
+        self._hook = register_module_forward_pre_hook(self._before_module)
+        context.are_parameters_here = False
+        return coming
+
+    def _can_wait(self) -> bool:
+        """Whether the loop can go on without what comes."""
+        context, world = self._context, self._context.world
+        return (
+            self._can_be_guarded
+            and not self._has_views
+            and world is not None
+            and bool(world.lanes)
+            and context.state.frozen_in_place
+            and not context.over
+            and not _has_compiled()
+        )
+
+    def _are_viewed(self) -> bool:
+        """Whether more tensors lie in the parameters' memory than they and the held blocks."""
+        state = self._context.state
+        known = [OF_A_FLAT + len(found) for found in self._by_bucket]
+        for segment in state.held.segments:
+            known[segment.stretch.bucket] += not segment.has_master
+        found = [torch._C._storage_Use_Count(storage_key(flat)) for flat in state.flats.flats]
+        return state.originals is not None or any(map(gt, found, known))
+
+    # ---- until all is here
+
+    def settle(self) -> None:
+        with self._lock:
+            if self._hand_out is not None:
+                self._hand_out.finish()
+                self._end()
+
+    def _settle_here(self) -> None:
+        try:
+            self.settle()
+        except WorldChanged:
+            self._on_change()
+
+    def _on_change(self) -> None:
+        """The world has changed under a use: it is taken part in, where that can be done. Raises `WorldChanged`."""
+        if threading.get_ident() != self._thread or self._context.is_reading:
+            raise WorldChanged("a parameter was used where no change can be taken part in")
+        self._take_part()
+
+    def _end(self) -> None:
+        """All is here."""
+        context, others_waited = self._context, self._context.are_parameters_here
+        for bucket in self._guarded:
+            context.state.module_guard.on_arrived(bucket)
+        self.forget()
+        if context.state.frozen_in_place:
+            context.state.current = context.state.everything
+        if not others_waited:
+            self._on_all_here()
+
+    def forget(self) -> None:
+        with self._lock:
+            for bucket in self._guarded:
+                restore(self._by_bucket[bucket])
+            self._hand_out, self._guarded = None, set()
+            if self._hook is not None:
+                self._hook.remove()
+                self._hook = None
+            self._context.are_parameters_here = True
+
+    # ---- uses
+
+    def _before_module(self, module: nn.Module, _: Any) -> None:
+        """A module may compute with what is no function of torch's, or with what a transform of torch.func wraps."""
+        for parameter in module._parameters.values():
+            if isinstance(parameter, Arriving):
+                touch(parameter, "a module")
+            elif module in self._modules and _is_wrapped(parameter):
+                with temporarily_clear_interpreter_stack():  # what comes is no part of the transform
+                    self._settle_here()
+
+    def _on_touch(self, parameter: nn.Parameter, _: str) -> None:
+        try:
+            with self._lock:
+                self._bring(self._bucket_of[id(parameter)])
+        except WorldChanged:
+            self._on_change()
+
+    def _bring(self, bucket: int) -> None:
+        hand_out = self._hand_out
+        if hand_out is None or bucket not in self._guarded:
+            return
+        self._context.faults.at("arrival", self._context.state.step + 1)
+        hand_out.bring(bucket)
+        for here in [one for one in self._guarded if hand_out.is_here(one)]:
+            self._guarded.remove(here)
+            restore(self._by_bucket[here])
+            self._context.state.module_guard.on_arrived(here)
+        if hand_out.is_over:
+            self._end()
+
+    # ---- all of some
+
+    def reading(self, tensors: Sequence[Tensor]) -> Iterable[Tensor]:  # each of any shape
+        self.settle()
+        return tensors
+
+    @contextmanager
+    def gathered(self, _: Iterable[nn.Module], /) -> Iterator[None]:
+        self._settle_here()
+        yield
+
+
+def _can_be_guarded(module: nn.Module, parameters: Sequence[nn.Parameter]) -> bool:
+    """Whether a class of ours can stand in for that of these parameters, and whoever uses them asks it."""
+    scripted = any(isinstance(part, torch.jit.ScriptModule) for part in module.modules())
+    return not scripted and all(type(parameter) is nn.Parameter for parameter in parameters)
+
+
+def _is_wrapped(
+    parameter: Tensor | None,  # of any shape
+) -> bool:
+    """Whether a transform of torch.func computes with it."""
+    return parameter is not None and torch._C._functorch.is_functorch_wrapped_tensor(parameter)
+
+
+def _has_compiled() -> bool:
+    """Whether anything was compiled in this process: such code reads parameters past their class."""
+    frames = sys.modules.get("torch._dynamo.convert_frame")
+    return frames is not None and bool(frames.FRAME_COUNTER)
