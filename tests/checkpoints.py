@@ -18,7 +18,7 @@ from shoal.checkpoint.manifest import DataPosition, Manifest
 from shoal.checkpoint.named import tied_names
 from shoal.checkpoint.snapshot import Arena, take_snapshot
 from shoal.checkpoint.storage import Storage
-from shoal.checkpoint.writer import Author, write_snapshot
+from shoal.checkpoint.writer import Author, write_content
 from shoal.exchange.vote import Record
 from shoal.training.state import Limits, TrainingState, frozen_parameters
 from shoal_protos.runs import Runs, every
@@ -108,6 +108,6 @@ def save(
     for number, (author, owned) in enumerate(zip(authors, owners, strict=True)):
         tensors = {} if number else beside
         snapshot = take_snapshot(state.layout, state.weights, state.held, owned, tensors, Arena())
-        files.append(write_snapshot(storage, name.folder, state.step, author, snapshot).name)
+        files.append(write_content(storage, name.folder, state.step, author, snapshot).name)
     draft = draft.model_copy(update={"frozen": write_frozen(storage, frozen_parameters(state.module), "f")})
     return name, commit(storage, name.folder, draft, files)

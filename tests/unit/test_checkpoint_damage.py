@@ -22,7 +22,7 @@ from shoal.checkpoint.restore import has_scheduler_of, load_blocks, load_small_s
 from shoal.checkpoint.snapshot import Arena, take_snapshot
 from shoal.checkpoint.storage import LocalStorage
 from shoal.checkpoint.verify import verify
-from shoal.checkpoint.writer import Author, part_of, write_snapshot
+from shoal.checkpoint.writer import Author, part_of, write_content
 from shoal_protos.errors import NotFound, UserError
 from shoal_protos.runs import Runs, every
 
@@ -224,7 +224,7 @@ def parts(storage: LocalStorage, owners: list[Runs]) -> tuple[Manifest, str, lis
     folder, files = SaveName.of(1, 1, 1, "x").folder, []
     for number, owned in enumerate(owners):
         snapshot = take_snapshot(state.layout, state.weights, state.held, owned, {} if number else beside, Arena())
-        files.append(write_snapshot(storage, folder, 1, Author(f"w{number}", "x"), snapshot).name)
+        files.append(write_content(storage, folder, 1, Author(f"w{number}", "x"), snapshot).name)
     return draft, folder, files
 
 

@@ -14,6 +14,7 @@ from shoal_protos.runs import Runs
 from torch import Tensor
 
 from shoal.blocks.host_memory import tensor_bytes
+from shoal.blocks.values import without_gaps
 from shoal.core.layout import Layout, Stretch
 from shoal.exchange.framing import FramedSend, receive_framed
 from shoal.exchange.traffic import DIGESTS
@@ -50,21 +51,8 @@ def contents(state: TrainingState, blocks: Runs) -> Iterator[tuple[Stretch, list
         gaps = state.layout.buckets[stretch.bucket].gaps
         yield (
             stretch,
-            [state.weights.of(stretch), *(_without_gaps(tensors[key], first, gaps) for key in sorted(tensors))],
+            [state.weights.of(stretch), *(without_gaps(tensors[key], first, gaps) for key in sorted(tensors))],
         )
-
-
-def _without_gaps(value: Tensor, first: int, gaps: list[tuple[int, int]]) -> Tensor:
-    """The state with zeros where no parameter lies (an optimizer may count there: Rprop's step sizes)."""
-    if value.dim() == 0:
-        return value
-    inside = [(max(a - first, 0), min(b - first, value.numel())) for a, b in gaps if a - first < value.numel()]
-    inside = [(a, b) for a, b in inside if a < b and value[a:b].count_nonzero()]
-    if inside:
-        value = value.clone()
-        for start, stop in inside:
-            value[start:stop] = 0
-    return value
 
 
 def _digest(part: Tensor, at: int, size: int) -> bytes:

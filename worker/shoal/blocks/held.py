@@ -58,6 +58,11 @@ class Segment:
     weights: Tensor | None  # (elements,) of the bucket's dtype: where they are with the state
 
 
+def stretch_of(segment: Segment) -> Stretch:
+    """What segments are sorted by."""
+    return segment.stretch
+
+
 def may_step_in_parts(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it makes no difference that one step is several, each for some of the parameters.
 
@@ -145,7 +150,7 @@ class HeldBlocks:
             if self.keeps_weights:
                 state[WEIGHTS] = self._parameters.of(stretch).clone()
             segments.append(self._segment(stretch, state))
-        self._regroup(segments, self.runs | runs)
+        self._regroup(sorted(segments, key=stretch_of), self.runs | runs)
 
     def expect(self, runs: Runs) -> None:
         """The blocks that a world fills, at its beginning: `memory_for` is asked for these."""
@@ -166,7 +171,7 @@ class HeldBlocks:
         taken = self.layout.runs(states)
         self.keep_only(self.runs - taken)
         segments = [*self._segments, *(self._segment(stretch, state) for stretch, state in states.items())]
-        self._regroup(segments, self.runs | taken)
+        self._regroup(sorted(segments, key=stretch_of), self.runs | taken)
         self._join_where(lie_together)
 
     def _segment(
@@ -198,19 +203,21 @@ class HeldBlocks:
         return host_memory(stretch.blocks * self.layout.block_elements, dtype)
 
     def keep_only(self, runs: Runs) -> None:
-        """Frees every other block; pieces that stay of a cut segment are copied, so that the memory is given back."""
+        """Frees every other block; pieces that stay of a cut segment are copied, so that the memory is given back:
+        segment by segment, so that no more than one is there twice.
+        """
         if self.runs <= runs:
             return
-        kept: list[Segment] = []
-        wanted = self.layout.stretches(runs)
-        for segment in self._segments:
+        index, wanted = 0, self.layout.stretches(runs)
+        while index < len(self._segments):
+            segment = self._segments[index]
             stays = overlaps(wanted, segment.stretch)
-            if stays == [segment.stretch]:
-                kept.append(segment)
-                continue
-            kept += [self._split_off(segment, stretch) for stretch in stays]
-            self._twin.state.pop(segment.parameter, None)  # nothing there before the first step
-        self._regroup(kept, self.runs & runs)
+            if stays != [segment.stretch]:
+                parts = [self._split_off(segment, stretch) for stretch in stays]
+                self._twin.state.pop(segment.parameter, None)  # nothing there before the first step
+                self._regroup(self._segments[:index] + parts + self._segments[index + 1 :], self.runs)
+            index += len(stays)
+        self.runs &= runs
 
     def _split_off(self, segment: Segment, stretch: Stretch) -> Segment:
         first, last = _within(segment, stretch, self.layout)
@@ -218,21 +225,25 @@ class HeldBlocks:
         return self._segment(stretch, state)
 
     def join(self) -> None:
-        """Makes neighbours of one bucket one segment, if there are so many that it is worth a copy: else a job would
-        get slower with every change.
+        """What was expected has come. Makes neighbours of one bucket one segment, if there are so many that it is worth
+        a copy: else a job would get slower with every change.
         """
+        self._expected = FillMemory(self.layout, NO_BLOCKS)
         if len(self._segments) > SEGMENTS_PER_BUCKET * len(self.layout.buckets):
             self._join_where(_anyhow)
 
     def _join_where(self, may_be_one: MayBeOne) -> None:
-        runs: list[list[Segment]] = []
-        for segment in self._segments:
-            if runs and self._is_continued(runs[-1][-1], segment, may_be_one):
-                runs[-1].append(segment)
-            else:
-                runs.append([segment])
-        if len(runs) < len(self._segments):
-            self._regroup([self._join_run(run) if len(run) > 1 else run[0] for run in runs], self.runs)
+        """Run by run, so that no more than one is there twice."""
+        first = 0
+        while first < len(self._segments):
+            stop = first + 1
+            segments = self._segments
+            while stop < len(segments) and self._is_continued(segments[stop - 1], segments[stop], may_be_one):
+                stop += 1
+            if stop > first + 1:
+                whole = self._join_run(segments[first:stop])
+                self._regroup([*segments[:first], whole, *segments[stop:]], self.runs)
+            first += 1
 
     def _is_continued(self, segment: Segment, other: Segment, may_be_one: MayBeOne) -> bool:
         """Whether `other` is the next stretch of the bucket, and the numbers that all its blocks share are equal."""
@@ -250,14 +261,14 @@ class HeldBlocks:
         for segment in segments:
             self._twin.state.pop(segment.parameter, None)
         first, last = segments[0].stretch, segments[-1].stretch
-        state = {
-            key: value if value.dim() == 0 else _in_one_piece([state[key] for state in states])
-            for key, value in states[0].items()
-        }
+        state: State = {}
+        for key in [*states[0]]:
+            parts = [one.pop(key) for one in states]  # each is gone before the next is copied
+            state[key] = parts[0] if parts[0].dim() == 0 else _in_one_piece(parts)
         return self._segment(Stretch(first.bucket, first.start, last.stop), state)
 
     def _regroup(self, segments: list[Segment], runs: Runs) -> None:
-        segments.sort(key=lambda segment: segment.stretch)
+        """`segments`: in the order of their stretches."""
         with self.lock:
             self.runs, self._segments = runs, segments
             self.revision += 1

@@ -7,7 +7,7 @@ from bisect import bisect_right
 import torch
 from torch import Tensor
 
-from shoal.blocks.held import HeldBlocks, Segment
+from shoal.blocks.held import HeldBlocks, stretch_of
 from shoal.core.layout import Layout, Stretch
 
 
@@ -20,7 +20,7 @@ class HeldWeights:
     def parts(self, stretch: Stretch) -> list[Tensor]:  # each (elements,); together the stretch's
         """Views, one for each segment that the stretch lies in."""
         segments, found, at = self._held.segments, list[Tensor](), stretch.start
-        first = bisect_right(segments, stretch, key=_stretch_of) - 1
+        first = bisect_right(segments, stretch, key=stretch_of) - 1
         for segment in segments[max(0, first) :]:
             where = segment.stretch
             if at == stretch.stop or where.bucket > stretch.bucket:
@@ -48,7 +48,3 @@ class HeldWeights:
     def bytes(self) -> int:
         """What they take."""
         return sum(segment.weights.nbytes for segment in self._held.segments if segment.weights is not None)
-
-
-def _stretch_of(segment: Segment) -> Stretch:
-    return segment.stretch

@@ -7,10 +7,11 @@ exchange, digests and saves read by range and need not know.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-from shoal_protos.runs import NO_BLOCKS, Runs
+from shoal_protos.runs import NO_BLOCKS, Runs, Span
 from torch import Tensor
 
 from shoal.core.layout import Layout, Stretch
@@ -34,6 +35,25 @@ class RangeValues(Protocol):
 
 class BlockValues(StretchValues, RangeValues, Protocol):
     """Values of the blocks that are kept here."""
+
+
+def without_gaps(
+    value: Tensor,  # (elements,) or ()
+    first: int,
+    gaps: Sequence[Span],
+) -> Tensor:  # the same, or a copy of it
+    """Zeros where no parameter lies (an optimizer may count there: Rprop's step sizes). `gaps`: of the bucket, of which
+    `value` begins with the element `first`.
+    """
+    if value.dim() == 0:
+        return value
+    inside = [(max(a - first, 0), min(b - first, value.numel())) for a, b in gaps if a - first < value.numel()]
+    inside = [(a, b) for a, b in inside if a < b and value[a:b].count_nonzero()]
+    if inside:
+        value = value.clone()
+        for start, stop in inside:
+            value[start:stop] = 0
+    return value
 
 
 class WholeValues:

@@ -30,7 +30,7 @@ from shoal.checkpoint.layout_entry import LayoutEntry
 from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.snapshot import Arena, take_snapshot
 from shoal.checkpoint.storage import Storage
-from shoal.checkpoint.writer import Author, write_snapshot
+from shoal.checkpoint.writer import Author, write_content
 from shoal.core.layout import Trainable, lay_out
 
 WRAPPINGS = ("state_dict", "model_state_dict", "model", "module")
@@ -57,7 +57,7 @@ def import_model(file: Path, storage: Storage) -> SaveName:
     held = HeldBlocks(layout, torch.optim.SGD([torch.zeros(1)]), weights, {})
     held.hold(every(layout.blocks))
     snapshot = take_snapshot(layout, weights, held, every(layout.blocks), {}, Arena())
-    entry = write_snapshot(storage, name.folder, 0, author, snapshot)
+    entry = write_content(storage, name.folder, 0, author, snapshot)
     commit(storage, name.folder, draft, [entry.name])
     return name
 

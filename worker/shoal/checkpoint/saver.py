@@ -2,7 +2,8 @@
 
 The training thread calls `begin` at a boundary and `on_vote` after each vote. What follows from the votes is decided in
 core/save_part.py; an act is carried out by the thread whose file it waited for, or by a new one if it waited for the
-vote. Retention follows a save that is complete. Nothing here waits for training, and training for nothing here.
+vote. Retention follows a save that is complete. Nothing here waits for training, and training for nothing here, unless
+the file is written from what training holds (`write`).
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from shoal.checkpoint.errors import StorageFull
 from shoal.checkpoint.frozen import write_frozen
 from shoal.checkpoint.manifest import FrozenEntry, Manifest
 from shoal.checkpoint.retention import Keep, Ours, delete, delete_rests, prune, withdraw
-from shoal.checkpoint.snapshot import Arena, Snapshot
+from shoal.checkpoint.snapshot import Arena, DataContent
 from shoal.checkpoint.storage import Storage
-from shoal.checkpoint.writer import Author, part_of, write_snapshot
+from shoal.checkpoint.writer import Author, part_of, write_content
 from shoal.core.save_part import CompleteSave, SaveAct, SavePart, SavePartVote, SaveStatus, WithdrawSave, WriteSave
 from shoal.logs import get_logger
 
@@ -57,7 +58,7 @@ class SaveTask:
 
     part: SavePart
     name: SaveName
-    snapshot: Snapshot
+    content: DataContent
     lead: Lead | None
     ours: Ours = field(default_factory=Ours)
     """Whose other saves in the place may be deleted."""
@@ -125,6 +126,14 @@ class Saver:
         self._expect(save.part, save.name).seconds["copy"] = copy_seconds
         self._start(WriteSave())
 
+    def write(self, save: SaveTask) -> None:
+        """As `begin`, but it returns when the own file is written: training changes what that is written from."""
+        self.join()
+        self._save, began = save, time.monotonic()
+        outcome = self._expect(save.part, save.name)
+        self._follow(save, outcome, WriteSave())
+        outcome.seconds["copy"] = time.monotonic() - began
+
     def refuse(self, part: SavePart, name: SaveName, why: str) -> None:
         """A save that this member cannot even begin."""
         part.refuse(why)
@@ -176,6 +185,11 @@ class Saver:
     def _run(self, save: SaveTask, outcome: SaveResult, act: SaveAct | None) -> None:
         if hasattr(os, "setpriority"):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        self._follow(save, outcome, act)
+
+    # ---- on that one, or on the training thread where training waits
+
+    def _follow(self, save: SaveTask, outcome: SaveResult, act: SaveAct | None) -> None:
         while act is not None:
             act = self._carry_out(save, outcome, act)
 
@@ -208,7 +222,7 @@ class Saver:
         """Writes this worker's own file; the leader writes frozen parameters too: nobody waits for them later."""
         began, folder, author = time.monotonic(), save.name.folder, Author.of(save.part.member)
         entry = self._making_room(
-            save, lambda: write_snapshot(self.storage, folder, save.name.step, author, save.snapshot)
+            save, lambda: write_content(self.storage, folder, save.name.step, author, save.content)
         )
         outcome.bytes, outcome.seconds["write"] = entry.bytes, time.monotonic() - began
         if save.lead is not None:

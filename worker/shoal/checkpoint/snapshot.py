@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from shoal_protos.runs import Runs
@@ -62,9 +63,31 @@ class Piece:
     regions: Mapping[str, Region]
 
 
+class DataContent(Protocol):
+    """What a data file is written from."""
+
+    @property
+    def block_elements(self) -> int: ...
+    @property
+    def pieces(self) -> tuple[Piece, ...]: ...
+    @property
+    def tensors(self) -> Mapping[str, Region]:
+        """What is in no block, by name."""
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """In the file's order; they count from the first byte behind its header."""
+
+    def contents(self) -> Iterator[tuple[Region, memoryview]]:
+        """All regions in their order with their bytes, each valid until the next is asked for. Where no parameter lies
+        there are zeros: an optimizer may count there.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """`data` is what stands in the file behind its header; regions count from its first byte, in their order."""
+    """A `DataContent` that is a copy: `data` is what stands in the file behind its header."""
 
     block_elements: int
     pieces: tuple[Piece, ...]
@@ -72,9 +95,23 @@ class Snapshot:
     regions: tuple[Region, ...]
     data: Tensor
 
-    def view(self, region: Region) -> memoryview:
-        """The bytes of a region."""
-        return memoryview(self.data.numpy().data)[region.at : region.at + region.bytes]
+    def contents(self) -> Iterator[tuple[Region, memoryview]]:
+        self._clear_gaps()
+        content = memoryview(self.data.numpy().data)
+        for region in self.regions:
+            yield region, content[region.at : region.at + region.bytes]
+
+    def _clear_gaps(self) -> None:
+        for piece in self.pieces:
+            first, stop = (at * self.block_elements for at in (piece.stretch.start, piece.stretch.stop))
+            gaps = [
+                (max(a, first) - first, min(b, stop) - first) for a, b in piece.bucket.gaps if a < stop and b > first
+            ]
+            for region in piece.regions.values():
+                if region.shape and gaps:
+                    values: Tensor = self.data[region.at : region.at + region.bytes].view(region.dtype)
+                    for start, end in gaps:
+                        values[start:end] = 0
 
 
 def take_snapshot(
@@ -88,7 +125,7 @@ def take_snapshot(
         Piece(
             draft.stretch,
             layout.buckets[draft.stretch.bucket],
-            {key: by_name[_name(key, draft.stretch)] for key in draft.views},
+            {key: by_name[region_name(key, draft.stretch)] for key in draft.views},
         )
         for draft in drafts
     )
@@ -161,7 +198,7 @@ def _regions(drafts: list[_Draft], beside: Mapping[str, Tensor]) -> tuple[Region
             head = views[0]
             shape: tuple[int, ...] = (sum(view.numel() for view in views),) if head.dim() else ()
             order = (-head.element_size(), not head.dim(), key)
-            found.append((order, _name(key, draft.stretch), head.dtype, shape))
+            found.append((order, region_name(key, draft.stretch), head.dtype, shape))
     for name, tensor in beside.items():
         found.append(((-tensor.element_size(), True, f"~{name}"), name, tensor.dtype, tuple(tensor.shape)))
     found.sort(key=lambda one: one[0])  # stable: within a section the pieces keep their order
@@ -172,7 +209,8 @@ def _regions(drafts: list[_Draft], beside: Mapping[str, Tensor]) -> tuple[Region
     return tuple(regions)
 
 
-def _name(key: str, stretch: Stretch) -> str:
+def region_name(key: str, stretch: Stretch) -> str:
+    """Of a tensor of a stretch, in the file."""
     return f"{'state/' + key if key else 'parameters'}/{stretch.bucket}:{stretch.start}:{stretch.stop}"
 
 

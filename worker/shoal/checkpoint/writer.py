@@ -1,7 +1,7 @@
-"""Writes one worker's data file and what it says of it; the second half of a save, on a thread of its own.
+"""Writes one worker's data file and what it says of it; the second half of a save.
 
-The file is streamed from the snapshot: each chunk is checked and written while it is in the cache, so nothing is
-copied and memory stays bounded to the snapshot. The file's entry for the manifest lies beside it as JSON until the
+The file is streamed from what it is written from (a copy, or the state itself): each chunk is checked and written while
+it is in the cache, so nothing is copied. The file's entry for the manifest lies beside it as JSON until the
 manifest is there (`commit.py`). Files carry step, worker and incarnation, and are never overwritten.
 """
 
@@ -12,12 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shoal_protos.plan import Member
-from torch import Tensor
 
 from shoal.checkpoint.checksum import checksum
 from shoal.checkpoint.container import CODES, Region, header
 from shoal.checkpoint.manifest import FileEntry, HeadEntry, PieceEntry, StateEntry, TensorEntry, safe_name
-from shoal.checkpoint.snapshot import PARAMETERS, Piece, Snapshot
+from shoal.checkpoint.snapshot import PARAMETERS, DataContent, Piece
 from shoal.checkpoint.storage import Storage
 
 CHUNK_BYTES = 1 << 20
@@ -45,21 +44,20 @@ def part_of(file: str) -> str:
     return f"{file}.json"
 
 
-def write_snapshot(storage: Storage, folder: str, step: int, author: Author, snapshot: Snapshot) -> FileEntry:
+def write_content(storage: Storage, folder: str, step: int, author: Author, content: DataContent) -> FileEntry:
     """Writes the file, then its entry. Raises `StorageFailed`."""
-    _clear_gaps(snapshot)
-    head = header(snapshot.regions, {"format": "pt", "shoal": f"step {step}, a part; see manifest.json"})
+    head = header(content.regions, {"format": "pt", "shoal": f"step {step}, a part; see manifest.json"})
     checksums: dict[str, list[bytes]] = {}
     name = author.file(step)
-    size = storage.write(f"{folder}/{name}", _stream(head, snapshot, checksums))
+    size = storage.write(f"{folder}/{name}", _stream(head, content, checksums))
     entry = FileEntry(
         name=name,
         bytes=size,
         head=head_entry(head),
         worker=author.worker,
         incarnation=author.incarnation,
-        pieces=tuple(_piece_entry(piece, len(head), checksums) for piece in snapshot.pieces),
-        tensors={name: _tensor_entry(region, len(head), checksums) for name, region in snapshot.tensors.items()},
+        pieces=tuple(_piece_entry(piece, len(head), checksums) for piece in content.pieces),
+        tensors={name: _tensor_entry(region, len(head), checksums) for name, region in content.tensors.items()},
     )
     storage.publish(f"{folder}/{part_of(name)}", entry.model_dump_json().encode())
     return entry
@@ -69,30 +67,16 @@ def head_entry(head: bytes) -> HeadEntry:
     return HeadEntry(bytes=len(head), checksum=checksum(head).hex())
 
 
-def _clear_gaps(snapshot: Snapshot) -> None:
-    """Zeros where no parameter lies; an optimizer may count there, and checksums are of zeros."""
-    for piece in snapshot.pieces:
-        first = piece.stretch.start * snapshot.block_elements
-        stop = piece.stretch.stop * snapshot.block_elements
-        gaps = [(max(a, first) - first, min(b, stop) - first) for a, b in piece.bucket.gaps if a < stop and b > first]
-        for region in piece.regions.values():
-            if region.shape and gaps:
-                values: Tensor = snapshot.data[region.at : region.at + region.bytes].view(region.dtype)
-                for start, end in gaps:
-                    values[start:end] = 0
-
-
-def _stream(head: bytes, snapshot: Snapshot, checksums: dict[str, list[bytes]]) -> Iterator[memoryview]:
+def _stream(head: bytes, content: DataContent, checksums: dict[str, list[bytes]]) -> Iterator[memoryview]:
     """The file's bytes; leaves the checksums of every region's blocks behind."""
     yield memoryview(head)
     block_bytes = {
-        region.name: snapshot.block_elements * region.dtype.itemsize
-        for piece in snapshot.pieces
+        region.name: content.block_elements * region.dtype.itemsize
+        for piece in content.pieces
         for region in piece.regions.values()
         if region.shape
     }
-    for region in snapshot.regions:
-        view = snapshot.view(region)
+    for region, view in content.contents():
         if region.name not in block_bytes:
             checksums[region.name] = [checksum(view)]
             yield view

@@ -144,6 +144,9 @@ class Checkpoint(Section):
     """Steps between two checkpoints. None: no schedule by steps."""
     every_minutes: Annotated[Annotated[float, Field(gt=0)] | None, Allowed("a number of minutes above 0")] = None
     """Minutes between two checkpoints, by the clock of rank 0. None: no schedule by time."""
+    stream: Switch = False
+    """True: each worker writes its part straight from what it holds, and training waits until it is written. False: it
+    is copied into host memory, and written beside training. The files hold the same."""
     keep: Annotated[Positive, Allowed("a whole number from 1 to 10^15")] = 3
     """Number of newest checkpoints that are kept."""
     keep_every: Count = None

@@ -22,6 +22,7 @@ from shoal.blocks.held import (
     Segment,
     lie_together,
     may_step_in_parts,
+    stretch_of,
     take_over_hyper_parameters,
     unheard,
 )
@@ -135,7 +136,7 @@ class FiledBlocks(HeldBlocks):
     ) -> None:
         """These are held: parameters in memory, where they are with the state, and space in the file for the rest."""
         kept = [self._in_memory(stretch, state) for stretch, state in states.items() if self.keeps_weights]
-        self._regroup([*self._segments, *kept], self.runs | runs)
+        self._regroup(sorted([*self._segments, *kept], key=stretch_of), self.runs | runs)
         self._join_where(lie_together)
         self._reserve()
 

@@ -25,6 +25,7 @@ from shoal.checkpoint.retention import Keep, Ours
 from shoal.checkpoint.saver import Lead, Saver, SaveResult, SaveTask
 from shoal.checkpoint.snapshot import take_snapshot
 from shoal.checkpoint.storage import open_storage
+from shoal.checkpoint.streamed import streamed_state
 from shoal.config.training import agreement
 from shoal.core.save_part import BUSY, SavePart, SavePartVote, SaveStatus, SharedSave
 from shoal.core.saving import SaveChoice, SaveVote, Saving
@@ -156,7 +157,7 @@ class CheckpointSaving:
     # ---- a save begins
 
     def _begin(self, saver: Saver, world: World) -> None:
-        """Copies what this member owns; writing goes on beside training."""
+        """Copies what this member owns; writing goes on beside training, unless the config says to write at once."""
         context, plan, state = self._context, world.plan, self._context.state
         began = time.monotonic()
         save, member = SharedSave.of(state.step, plan), plan.members[world.rank]
@@ -175,9 +176,12 @@ class CheckpointSaving:
                 return saver.refuse(part, name, str(error))
             lead = Lead(draft, frozen_parameters(state.module), _in_use(world))
         owned = plan.shares[world.rank].owned
-        snapshot = take_snapshot(state.layout, state.weights, state.held, owned, beside, saver.ready())
-        task = SaveTask(part, name, snapshot, lead, Ours(run, state.lineage))
-        saver.begin(task, copy_seconds=time.monotonic() - began)
+        held, ours = (state.layout, state.weights, state.held, owned, beside), Ours(run, state.lineage)
+        if self._config.stream:
+            saver.write(SaveTask(part, name, streamed_state(*held), lead, ours))
+            return None
+        snapshot = take_snapshot(*held, saver.ready())
+        saver.begin(SaveTask(part, name, snapshot, lead, ours), copy_seconds=time.monotonic() - began)
         return None
 
     @property
@@ -193,7 +197,7 @@ class CheckpointSaving:
     def on_world(self, world: World) -> None:
         """A world begins: where saves are scheduled, their memory is taken before the first of them needs it."""
         config = self._config
-        if self._saver is None or (config.every_steps is None and config.every_minutes is None):
+        if self._saver is None or config.stream or (config.every_steps is None and config.every_minutes is None):
             return
         state = self._context.state
         blocks = len(world.plan.shares[world.rank].owned)

@@ -1,0 +1,168 @@
+"""Bytes of tensors at the peak of what stage 3 does, by the allocator's own count: `test_peak_memory.py` starts it.
+
+A process of its own, because the counter (benchmarks/tensor_bytes.c) is preloaded. A world of one, so that all there is
+belongs to one worker; fills are made between two sets of held blocks. Prints JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from crew import Strikes, Task, engine_of, train
+from shoal.blocks.flat import adopt, lay_out_model, trainable
+from shoal.blocks.held import HeldBlocks
+from shoal.blocks.host_memory import host_memory
+from shoal.blocks.values import WholeValues
+from shoal.core.layout import Stretch
+from shoal.session.alone import AloneLink
+from shoal.training.engine import Engine
+from shoal_protos.runs import NO_BLOCKS, Runs, every
+from torch import Tensor, nn
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+from tensor_bytes import TensorBytes, in_torchs_memory
+
+WIDTH, LAYERS = 512, 6
+UNIT = 4 * WIDTH * WIDTH
+"""Bytes of the parameters of a layer, the largest unit."""
+
+
+class Layers(nn.Module):
+    """Units of a mebibyte each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, 256, bias=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:  # (batch, length) both
+        hidden = self.embedding(tokens)
+        for layer in self.layers:
+            hidden = torch.relu(layer(hidden))
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), targets.flatten())
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters())
+
+
+class Peaks:
+    """Bytes above what was there when `begin` was called."""
+
+    def __init__(self) -> None:
+        self.counter, self.found = TensorBytes(), dict[str, int]()
+        self._before = 0
+
+    def begin(self) -> None:
+        self.counter.forget_most()
+        self._before = self.counter.now
+
+    def end(self, name: str) -> None:
+        self.found[name] = self.counter.most - self._before
+        self.found[f"{name}, left"] = self.counter.now - self._before
+
+    def of(self, name: str, call: Callable[[], object]) -> None:
+        self.begin()
+        call()
+        self.end(name)
+
+
+def in_training(peaks: Peaks, place: Path, stream: bool) -> None:
+    """A plain step, and one that saves; after the loop a fingerprint and an export."""
+    began = [False]
+
+    def at_save(point: str, _: int) -> None:
+        if point == "save":
+            began[0] = True
+            peaks.begin()
+
+    def make(engine: Engine, batch: Any) -> None:
+        engine.backward(engine.module(**batch))
+        engine.step()
+
+    def body(engine: Engine, batch: Any) -> None:
+        name = "streamed save" if stream else "save"
+        if engine.global_step == 2 and not stream:
+            peaks.of("step", lambda: make(engine, batch))
+        elif engine.global_step == 3:
+            engine.save_checkpoint()
+            make(engine, batch)
+            assert began[0]
+            peaks.end(name)
+        else:
+            make(engine, batch)
+
+    saves = {"path": str(place / ("streamed" if stream else "saves")), "stream": stream}
+    options = {"max_steps": 5, "lanes": 1, "stage": 3, "mirrors": 0, "shoal": {"checkpoint": saves}}
+    task = Task(options, model=Layers, optimizer=adamw, scheduler=lambda _: None, body=body)
+    engine = engine_of(task, AloneLink(), Strikes([], at_save))
+    train(engine, task, lambda: None)
+    if not stream:
+        peaks.of("fingerprint", engine.fingerprint)
+        peaks.of("export", lambda: engine.export(place / "model.safetensors"))
+    engine.parts.saving.close()
+
+
+def held_of(model: nn.Module) -> HeldBlocks:
+    layout, parameters = lay_out_model(trainable(model, adamw(model)))
+    flats = WholeValues(layout, adopt(layout, parameters))
+    return HeldBlocks(layout, adamw(model), flats, {}, keeps_weights=True)
+
+
+def in_fills(peaks: Peaks) -> None:
+    """One worker takes all blocks slice by slice; the numbers that blocks share differ in none. Then half of them go,
+    out of the middle of every bucket.
+    """
+    source, target = held_of(Layers()), held_of(Layers())
+    layout, blocks = source.layout, source.layout.blocks
+    source.hold(every(blocks))
+    gradients = WholeValues(layout, [torch.ones(bucket.elements) for bucket in layout.buckets])
+    source.apply(gradients, 1.0)
+    peaks.begin()
+    target.expect(every(blocks))
+    for first in range(0, blocks, 7):
+        states = source.states(Runs(((first, min(first + 7, blocks)),)), with_weights=True)
+        target.take({where: received(target, where, state) for where, state in states.items()})
+    target.join()
+    peaks.end("fill")
+    apart = held_of(Layers())  # as after many changes
+    for number in range(blocks):
+        states = source.states(Runs(((number, number + 1),)), with_weights=True)
+        apart.take({where: {k: copied(v) for k, v in state.items()} for where, state in states.items()})
+    peaks.of("join", apart.join)
+    kept = Runs((at, at + blocks // 8) for at in range(0, blocks // 8 * 8, blocks // 4))
+    peaks.of("free", lambda: target.keep_only(kept))
+    peaks.of("free all", lambda: target.keep_only(NO_BLOCKS))
+
+
+def received(target: HeldBlocks, where: Stretch, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """As a fill leaves it."""
+    found = {}
+    for key, value in state.items():
+        found[key] = target.memory_for(where, key, value.dtype).copy_(value) if value.dim() else value.clone()
+    return found
+
+
+def copied(value: Tensor) -> Tensor:
+    return host_memory(value.numel(), value.dtype).copy_(value) if value.dim() else value.clone()
+
+
+def main() -> None:
+    in_torchs_memory()
+    torch.set_num_threads(1)
+    peaks = Peaks()
+    in_training(peaks, Path(sys.argv[1]), stream=False)
+    in_training(peaks, Path(sys.argv[1]), stream=True)
+    in_fills(peaks)
+    parameters = sum(one.nbytes for one in Layers().parameters())
+    print(json.dumps({"parameters": parameters, "unit": UNIT, **peaks.found}))
+
+
+if __name__ == "__main__":
+    main()

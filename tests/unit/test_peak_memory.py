@@ -1,0 +1,64 @@
+"""Peaks of memory in stage 3, counted by the allocator: what is there once is not there twice, unit by unit at most."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parents[1]
+sys.path.append(str(TESTS.parent / "benchmarks"))
+from tensor_bytes import preloaded  # noqa: E402 (the counter is the benchmarks')
+
+SMALL = 1 << 16
+"""Scalars, messages, pages."""
+
+
+@pytest.fixture(scope="module")
+def peaks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
+    """Bytes above what was there before, by what was done; and what is left of them."""
+    place = tmp_path_factory.mktemp("peaks")
+    path = f"{TESTS}:{TESTS / 'unit'}"
+    environment = {**os.environ, **preloaded(place), "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(TESTS / "peak_memory.py"), str(place)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert not done.returncode, done.stderr
+    return dict(json.loads(done.stdout))
+
+
+def test_a_save_takes_one_copy_of_what_it_writes_and_nothing_else(peaks: dict[str, int]) -> None:
+    state = 3 * peaks["parameters"]
+    assert state <= peaks["save"] <= state + SMALL
+    assert peaks["save, left"] <= state + SMALL
+
+
+def test_a_streamed_save_takes_no_copy(peaks: dict[str, int]) -> None:
+    assert peaks["streamed save"] <= SMALL
+
+
+def test_a_fingerprint_and_an_export_take_two_units_at_most(peaks: dict[str, int]) -> None:
+    assert peaks["fingerprint"] <= 2 * peaks["unit"]
+    assert peaks["unit"] <= peaks["export"] <= 2 * peaks["unit"] + SMALL
+    assert peaks["fingerprint, left"] <= SMALL
+    assert peaks["export, left"] <= SMALL
+
+
+def test_a_fill_is_received_where_it_stays(peaks: dict[str, int]) -> None:
+    state = 3 * peaks["parameters"]
+    assert state <= peaks["fill, left"] <= peaks["fill"] <= state + SMALL
+
+
+def test_what_changes_have_cut_is_joined_unit_by_unit(peaks: dict[str, int]) -> None:
+    assert peaks["join"] <= 2 * peaks["unit"]
+    assert peaks["join, left"] <= SMALL
+
+
+def test_blocks_that_go_give_their_memory_back_while_the_rest_of_their_bucket_is_copied(peaks: dict[str, int]) -> None:
+    state = 3 * peaks["parameters"]
+    assert peaks["free"] <= 2 * peaks["unit"]
+    assert peaks["free, left"] + peaks["free all, left"] == pytest.approx(-state, abs=SMALL)
+    assert peaks["free, left"] == pytest.approx(-state / 2, rel=0.02)
