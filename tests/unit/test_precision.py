@@ -208,7 +208,8 @@ def test_weights_are_taken_from_a_checkpoint_of_another_precision_by_name(tmp_pa
         ({"bf16": {"enabled": "yes"}}, 'expected true, false or "auto"'),
         ({"fp16": {"enabled": True, "loss_scale": -1}}, "a number of at least 0"),
         ({"fp16": {"enabled": True, "min_loss_scale": 0}}, "a number above 0"),
-        ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, "not supported yet"),
+        ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, "not supported .*: master weights"),
+        ({"fp16": {"enabled": True, "min_loss_scale": 2**17}}, "the smallest cannot be above the first"),
     ],
 )
 def test_a_precision_that_cannot_be_is_refused_in_one_sentence(precision: dict[str, Any], sentence: str) -> None:

@@ -55,6 +55,7 @@ _SWITCHED = (
     "curriculum_learning",
     "data_efficiency",
     "eigenvalue",
+    "fp8",
     "hybrid_engine",
     "progressive_layer_drop",
     "quantize_training",
@@ -108,6 +109,37 @@ NOT_BUILT: Mapping[str, tuple[object, ...]] = {
     "weight_quantization": (None, {}),
 }
 """Dotted keys of something that Shoal lacks, with the values that leave it off."""
+
+ERROR_FEEDBACK = (
+    "what rounding leaves over comes back in a later step, and belongs to the lane whose gradient it was: every lane "
+    "would carry a copy as large as the model, or results would depend on how many workers there are"
+)
+_FLOAT32 = "master weights, sums of gradients and optimizer state are float32"
+_AS_THEY_ARE = "gathered parameters have the bits of their owner's, on every worker"
+_ALL_WORKERS = "blocks are spread over all workers; `shoal.mirrors` makes copies, which need not be gathered"
+
+WHY: Mapping[str, str] = {
+    "fp16.fp16_master_weights_and_grads": _FLOAT32,
+    "bf16.bf16_master_weights_and_grads": _FLOAT32,
+    "bf16.bf16_optimizer_states": _FLOAT32,
+    "data_types.grad_accum_dtype": "gradients are always added up in float32",
+    "communication_data_type": ERROR_FEEDBACK,
+    "fp8.enabled": "the scales of float8 follow from the values of earlier steps, which belong to the lane: a lane's "
+    "result would depend on the worker that trains it",
+    "zero_optimization.zero_quantized_gradients": ERROR_FEEDBACK,
+    "zero_optimization.zeropp_loco_param": ERROR_FEEDBACK,
+    "zero_optimization.zero_quantized_weights": _AS_THEY_ARE,
+    "zero_optimization.zero_quantized_nontrainable_weights": _AS_THEY_ARE,
+    "zero_optimization.zero_hpz_partition_size": _ALL_WORKERS,
+    "zero_optimization.mics_shard_size": _ALL_WORKERS,
+    "zero_optimization.mics_hierarchical_params_gather": _ALL_WORKERS,
+    "zero_optimization.offload_param.device": "others ask for a worker's parameters at any time; files are for "
+    "optimizer state (`offload_optimizer`)",
+}
+"""Why, where the key is not merely missing."""
+
+REFUSED: Mapping[str, tuple[object, ...]] = {"communication_data_type": ("fp8", "fp8_e4m3", "fp8_e5m2", "int8", "int4")}
+"""Values of keys that are honoured otherwise."""
 
 
 SAME_ON_CPU: Mapping[str, tuple[object, ...]] = {

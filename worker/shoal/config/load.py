@@ -19,10 +19,10 @@ from shoal_protos.memory_estimate import BUILT_STAGES
 from shoal_protos.validation import shown
 
 from shoal.config.batch import Sizes, per_lane, settle
-from shoal.config.deepspeed import NOT_BUILT, SAME_ON_CPU, WITHOUT_MEANING, sections
+from shoal.config.deepspeed import NOT_BUILT, REFUSED, SAME_ON_CPU, WITHOUT_MEANING, sections
 from shoal.config.document import Checkpoint, Document, OffloadOptimizer, Optimizer
 from shoal.config.precision import Precision, precision_faults
-from shoal.config.sentences import all_of, keys_of, not_built, sentences_of, unknown_key, wrong_value
+from shoal.config.sentences import all_of, keys_of, not_built, refused_value, sentences_of, unknown_key, wrong_value
 from shoal.config.training import TrainingConfig
 from shoal.logs import get_logger
 
@@ -80,6 +80,8 @@ def sift(given: Mapping[str, Any], faults: list[str], section: str = "") -> tupl
                 ignored.append(name)
             elif not _is_among(value, NOT_BUILT[name]):
                 faults.append(not_built(name, value))
+        elif _is_among(value, REFUSED.get(name, ())):
+            faults.append(refused_value(name, value))
         elif misplaced := _of_the_section_shoal(name, value):
             faults += misplaced
         elif name in WITHOUT_MEANING or f"{section}.*" in WITHOUT_MEANING:

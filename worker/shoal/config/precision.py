@@ -45,6 +45,12 @@ def precision_faults(document: Document) -> Iterator[str]:
     """What does not fit together."""
     if document.bf16.enabled is True and document.fp16.enabled is True:
         yield "`bf16.enabled` and `fp16.enabled` are both true; keep one."
+    fp16, first = document.fp16, 2.0**document.fp16.initial_scale_power
+    if fp16.enabled is True and not fp16.loss_scale and fp16.min_loss_scale > first:
+        yield (
+            f"`fp16.min_loss_scale` is {fp16.min_loss_scale:g}, and the scale begins with 2^{fp16.initial_scale_power} "
+            f"= {first:g} (`fp16.initial_scale_power`); the smallest cannot be above the first."
+        )
     travels, precision = document.communication_data_type, Precision.of(document)
     if travels in ("auto", "fp32", None) or travels == TRAVELS_AS.get(str(precision.parameters)):
         return

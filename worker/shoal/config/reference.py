@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from shoal_protos.validation import allowed_in, model_in
 
-from shoal.config.deepspeed import NOT_BUILT, SAME_ON_CPU, WITHOUT_MEANING
+from shoal.config.deepspeed import NOT_BUILT, SAME_ON_CPU, WHY, WITHOUT_MEANING
 from shoal.config.document import Document
 from shoal.optim.schedules import FORMULAS, Formula
 
@@ -31,7 +31,7 @@ nothing determines a value (`optimizer.params.lr`, `scheduler.params.warmup_num_
 """
 NOT_BUILT_OPENING = """\
 
-## Not supported yet
+## Not supported
 
 These DeepSpeed keys are refused unless they have one of the values shown, which leave the feature off.
 
@@ -93,8 +93,9 @@ def _default(field: FieldInfo) -> str:
 
 
 def _not_built(keys: Mapping[str, tuple[object, ...]]) -> str:
-    rows = (f"| `{key}` | {', '.join(f'`{json.dumps(value)}`' for value in keys[key])} |\n" for key in sorted(keys))
-    return NOT_BUILT_OPENING + "| key | off |\n|---|---|\n" + "".join(rows)
+    off = {key: ", ".join(f"`{json.dumps(value)}`" for value in values) for key, values in keys.items()}
+    rows = (f"| `{key}` | {off[key]} | {WHY.get(key, '')} |\n" for key in sorted(keys))
+    return NOT_BUILT_OPENING + "| key | off | why |\n|---|---|---|\n" + "".join(rows)
 
 
 def _same_on_cpu() -> str:

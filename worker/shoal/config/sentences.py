@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from shoal_protos import validation
 from shoal_protos.validation import Fault, find, model_in, shown
 
-from shoal.config.deepspeed import NOT_BUILT, WITHOUT_MEANING
+from shoal.config.deepspeed import NOT_BUILT, WHY, WITHOUT_MEANING
 from shoal.config.document import Document
 
 REFERENCE = "docs/configuration.md"
@@ -23,7 +23,12 @@ def wrong_value(key: str, value: object, allowed: str) -> str:
 
 
 def not_built(key: str, value: object) -> str:
-    return f"`{key}` is not supported yet (given: {shown(value)})."
+    why = WHY.get(key)
+    return f"`{key}` is not supported{'' if why else ' yet'} (given: {shown(value)}){f': {why}' if why else ''}."
+
+
+def refused_value(key: str, value: object) -> str:
+    return f"`{key}` is {shown(value)}, which is not supported: {WHY[key]}."
 
 
 def keys_of(model: type[BaseModel], section: str = "") -> Iterator[str]:
@@ -58,6 +63,11 @@ ELSEWHERE = {
     "max_grad_norm": "gradient_clipping",
     "zero": "zero_optimization",
     "steps": "shoal.max_steps",
+    "activation_checkpointing.enabled": "shoal.activation_checkpointing",
+    "activation_checkpointing.modules": "shoal.activation_checkpointing",
+    "zero_optimization.offload_optimizer.path": "zero_optimization.offload_optimizer.nvme_path",
+    "data_types.params_dtype": "bf16.enabled",
+    "fp16.opt_level": "fp16.auto_cast",
     "shoal.steps": "shoal.max_steps",
     "shoal.checkpoint.every": "shoal.checkpoint.every_steps",
     "shoal.checkpoint.dir": "shoal.checkpoint.path",

@@ -38,6 +38,8 @@ NOT_ELEMENTWISE = {
     "sparseadam": "needs sparse gradients",
 }
 """Class names in lower case, whoever ships them, and what they do."""
+COMPRESSING = ("onebitadam", "zerooneadam", "onebitlamb")
+"""Those that compress gradients on their way and feed the error back."""
 
 
 def names() -> str:

@@ -19,10 +19,11 @@ from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
+from shoal.config.deepspeed import ERROR_FEEDBACK
 from shoal.config.document import Optimizer as OptimizerSection
 from shoal.config.document import Scheduler as SchedulerSection
 from shoal.config.sentences import all_of, sentences_of
-from shoal.optim.elementwise import ELEMENTWISE, NOT_ELEMENTWISE, names
+from shoal.optim.elementwise import COMPRESSING, ELEMENTWISE, NOT_ELEMENTWISE, names
 from shoal.optim.scheduler import Schedule
 from shoal.optim.schedules import FORMULAS
 
@@ -69,6 +70,8 @@ def _optimizer_kind(name: str) -> type[Optimizer]:
         return kind
     reason = NOT_ELEMENTWISE.get(name.lower())
     why = f" It {reason}, and Shoal runs optimizers on blocks of parameters." if reason else ""
+    if name.lower() in COMPRESSING:
+        why += f" It compresses gradients on their way: {ERROR_FEEDBACK}."
     raise UserError(
         f"`optimizer.type` is {shown(name)}; expected {names()}.{why} "
         "Any other elementwise optimizer can be passed to shoal.initialize as an object."
