@@ -19,13 +19,14 @@ from shoal_protos.channel import GRPC_VARIABLES
 from shoal_protos.errors import JobFailed, PeerError, ShoalError, UserError
 
 if TYPE_CHECKING:
+    from shoal.first_values.building import deferred
     from shoal.training.engine import Engine
     from shoal.training.start import initialize
 
 for _name, _value in GRPC_VARIABLES.items():  # before gRPC, whichever module of Shoal is imported first
     os.environ.setdefault(_name, _value)
 
-__all__ = ["Engine", "JobFailed", "PeerError", "ShoalError", "UserError", "initialize"]
+__all__ = ["Engine", "JobFailed", "PeerError", "ShoalError", "UserError", "deferred", "initialize"]
 
 
 def __dir__() -> list[str]:
@@ -33,9 +34,13 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in ("Engine", "initialize"):
+    if name not in ("Engine", "deferred", "initialize"):
         raise AttributeError(f"module 'shoal' has no attribute {name!r}")
     try:
+        if name == "deferred":
+            from shoal.first_values.building import deferred
+
+            return deferred
         if name == "Engine":
             from shoal.training.engine import Engine
 

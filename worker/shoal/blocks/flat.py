@@ -52,7 +52,7 @@ def trainable(
                 "float32 master weights."
             )
         refuse_hooks(name, parameter, own=0)
-        if parameter.device.type != "cpu":
+        if parameter.device.type not in ("cpu", "meta"):
             raise UserError(f'parameter "{name}" lies on {parameter.device}, which is not supported yet; expected cpu.')
         group, unit = group_of[id(parameter)], unit_of[id(parameter)]
         found.append((Trainable(name, tuple(parameter.shape), parameter.dtype, group, unit), parameter))
@@ -63,7 +63,7 @@ def trainable(
 
 
 def _refuse_shared_storage(found: Sequence[tuple[Trainable, nn.Parameter]]) -> None:
-    spans = sorted((p.data_ptr(), p.data_ptr() + p.nbytes, t.name) for t, p in found if p.numel())
+    spans = sorted((p.data_ptr(), p.data_ptr() + p.nbytes, t.name) for t, p in found if p.numel() and not p.is_meta)
     for (_, stop, name), (start, _, other) in pairwise(spans):
         if start < stop:
             raise UserError(
@@ -119,9 +119,42 @@ def adopt(
     flats = empty_flats(layout, come_and_go)
     with torch.no_grad():
         for parameter, view in zip(parameters, all_views(layout, flats), strict=True):
+            if parameter.is_meta:
+                give_memory(parameter, view)
+                continue
             view.copy_(parameter)
             parameter.data = view
     return flats
+
+
+def adopt_without_values(
+    layout: Layout,
+    parameters: Sequence[nn.Parameter],  # each of its own shape, in the order of the slots
+) -> Flats:  # per bucket (elements,) of its dtype
+    """As `adopt`, but the flats' storages are empty: values come when they are gathered."""
+    flats: Flats = []
+    given = iter(parameters)
+    for bucket in layout.buckets:
+        flat = torch.empty(bucket.elements, dtype=bucket.dtype)
+        for view in views(bucket, flat):
+            parameter = next(given)
+            if parameter.is_meta:
+                give_memory(parameter, view)
+            else:
+                parameter.data = view
+        flat.untyped_storage().resize_(0)
+        flats.append(flat)
+    return flats
+
+
+def give_memory(
+    parameter: nn.Parameter,  # of its own shape, on the meta device
+    memory: Tensor,  # of the same shape
+) -> None:
+    """It stays the same object, in the module and in the optimizer."""
+    real = nn.Parameter(torch.empty(0, dtype=memory.dtype), parameter.requires_grad)
+    real.data = memory  # of a view that is made a parameter it would count the writes
+    torch.utils.swap_tensors(parameter, real)
 
 
 def in_order(layout: Layout, stretches: Iterable[Stretch]) -> Tensor:  # (blocks in them,) int64

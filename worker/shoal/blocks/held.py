@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from shoal_protos.errors import UserError
 from shoal_protos.runs import NO_BLOCKS, Runs, Span
 from torch import Tensor
 
@@ -140,15 +141,11 @@ class HeldBlocks:
             found[WEIGHTS] = segment.weights
         return found
 
-    def hold(self, runs: Runs, masters: StretchValues | None = None) -> None:
-        """Begins to hold blocks in the state of step 0. `masters`: the first values of master weights."""
-        segments = list(self._segments)
+    def hold(self, runs: Runs, first: StretchValues | None = None) -> None:
+        """Begins to hold blocks in the state of step 0. `first`: the parameters' first values, in wide dtypes."""
+        segments, kept = list(self._segments), self._parameters if self.keeps_weights else None
         for stretch in self.layout.stretches(runs):
-            state = self._loaded.of(stretch)
-            if masters is not None and self.layout.buckets[stretch.bucket].has_masters:
-                state[MASTER] = masters.of(stretch)
-            if self.keeps_weights:
-                state[WEIGHTS] = self._parameters.of(stretch).clone()
+            state = {**self._loaded.of(stretch), **first_weights(self.layout, stretch, first, kept)}
             segments.append(self._segment(stretch, state))
         self._regroup(sorted(segments, key=stretch_of), self.runs | runs)
 
@@ -333,9 +330,12 @@ class HeldBlocks:
             )
         if scale != 1.0 and segments:
             torch._foreach_mul_([one.parameter.grad for one in segments if one.parameter.grad is not None], scale)
+        before = [segment.parameter.detach() for segment in segments]
         self._twin.step()
-        for segment in segments:
+        for segment, memory in zip(segments, before, strict=True):
             segment.parameter.grad = None
+            if segment.parameter.data_ptr() != memory.data_ptr():
+                _put_back(segment, memory, self._user)
         masters = [segment for segment in segments if segment.has_master]
         if masters:
             rounded = [
@@ -343,6 +343,36 @@ class HeldBlocks:
                 for segment in masters
             ]
             torch._foreach_copy_(rounded, [segment.parameter for segment in masters])
+
+
+def _put_back(
+    segment: Segment,
+    memory: Tensor,  # (elements,): what the parameter was a view of
+    by: torch.optim.Optimizer,
+) -> None:
+    """An optimizer has assigned `.data` where others write: the module would know nothing of it."""
+    made = segment.parameter.detach()
+    if (made.shape, made.dtype) != (memory.shape, memory.dtype):
+        raise UserError(
+            f"optimizer {type(by).__name__} has put a {made.dtype} of shape {tuple(made.shape)} in the place of a "
+            f"{memory.dtype} of shape {tuple(memory.shape)}, a part of the parameters; it must write into parameters, "
+            "or assign `.data` of the same shape and dtype."
+        )
+    memory.copy_(made)
+    segment.parameter.data = memory
+
+
+def first_weights(
+    layout: Layout, stretch: Stretch, first: StretchValues | None, kept: StretchValues | None
+) -> State:  # each (elements of the stretch,)
+    """Master weights from the first values, where they are given; else parameters, where they are with the state (then
+    `kept` has them too).
+    """
+    if first is not None and layout.buckets[stretch.bucket].has_masters:
+        return {MASTER: first.of(stretch)}
+    if kept is None:
+        return {}
+    return {WEIGHTS: kept.of(stretch).clone() if first is None else first.of(stretch)}
 
 
 def take_over_hyper_parameters(mine: torch.optim.Optimizer, users: torch.optim.Optimizer) -> None:

@@ -10,7 +10,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
+from shoal_protos.errors import UserError
+from torch import Tensor, nn
 
 from shoal.core.layout import Bucket, Layout, Stretch
 
@@ -44,6 +45,8 @@ class LoadedState:
             for key, value in user.items():
                 if not isinstance(value, Tensor):
                     continue
+                if value.is_meta:
+                    value = self._first_value(key).expand(value.shape)
                 if value.dim() == 0 and (slot.parameter.shape != () or key in shared):
                     state[key] = value.clone()
                     continue
@@ -51,6 +54,22 @@ class LoadedState:
                 if first < last:
                     flat[first - start : last - start] = value.reshape(-1)[first - slot.start : last - slot.start]
         return state
+
+    def _first_value(self, key: str) -> Tensor:  # ()
+        """What the optimizer's constructor puts into a state, where the parameters had no values then.
+
+        Raises `UserError` for state that no constructor makes.
+        """
+        kind, one = type(self._user), nn.Parameter(torch.zeros(1))
+        try:
+            made = kind([one], **self._user.defaults).state[one][key]
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(
+                f'optimizer {kind.__name__} has a state "{key}" of parameters without values (they were built within '
+                "shoal.deferred()). Load optimizer states by `shoal.checkpoint.resume`, not into this object."
+            ) from error
+        assert isinstance(made, Tensor)
+        return made.reshape(-1)[0]
 
 
 def twin_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -1,53 +1,107 @@
 """The parameters' first values, as exact as the script made them: from `initialize` until this process trains.
 
 Masters begin with them, so that nothing is lost by the rounding to half precision. Where parameters are not rounded
-these are the parameters themselves and take no memory.
+these are the parameters themselves and take no memory. Those of a model that was built within `shoal.deferred()` are
+made a unit at a time, where they are asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 
 import torch
+from shoal_protos.runs import Runs
 from torch import Tensor, nn
 
-from shoal.core.layout import Layout, Slot, Stretch
+from shoal.core.layout import Bucket, Layout, Slot, Stretch
+from shoal.first_values.deferred_values import DeferredValues
 
 
 class Originals:
-    """`named`: by the parameter's name, each of its shape, in the wide dtype of its bucket."""
+    """`named`: those that the script made, by the parameter's name, each of its shape, in the wide dtype of its bucket.
+
+    `deferred` has all others.
+    """
 
     def __init__(
         self,
         layout: Layout,
         parameters: Sequence[nn.Parameter],  # each of its own shape, in the order of the slots
         before: Mapping[str, Tensor],  # each of its parameter's shape: values from before the parameters were rounded
+        deferred: DeferredValues | None = None,
     ) -> None:
-        self._layout, self._parameters = layout, parameters
+        self._layout, self._parameters, self.deferred = layout, parameters, deferred
         self.named: dict[str, Tensor] = {}
-        slots = [(bucket, slot) for bucket in layout.buckets for slot in bucket.slots]
-        for (bucket, slot), parameter in zip(slots, parameters, strict=True):
+        for (bucket, slot), parameter in zip(self._slots(), parameters, strict=True):
             name = slot.parameter.name
-            exact = before[name].to(bucket.wide_dtype) if bucket.has_masters else parameter.data
-            self.named[name] = exact
+            if deferred is None or name not in deferred:
+                self.named[name] = before[name].to(bucket.wide_dtype) if name in before else parameter.data
+
+    def _slots(self) -> Iterator[tuple[Bucket, Slot]]:
+        return ((bucket, slot) for bucket in self._layout.buckets for slot in bucket.slots)
 
     def of(self, stretch: Stretch) -> Tensor:  # (elements,) of the bucket's wide dtype
         """A copy; zeros where no parameter lies."""
-        bucket = self._layout.buckets[stretch.bucket]
-        start, stop = self._layout.elements(stretch)
+        return self._range(self._layout.buckets[stretch.bucket], *self._layout.elements(stretch))
+
+    def _range(self, bucket: Bucket, start: int, stop: int) -> Tensor:  # (stop - start,) of the bucket's wide dtype
         found = torch.zeros(stop - start, dtype=bucket.wide_dtype)
         for slot in bucket.slots:
             first, last = max(start, slot.start), min(stop, slot.start + slot.parameter.elements)
             if first < last:
-                found[first - start : last - start] = self._part(slot, first, last)
+                found[first - start : last - start] = self._part(slot, first - slot.start, last - slot.start)
         return found
 
     def _part(self, slot: Slot, first: int, last: int) -> Tensor:  # (last - first,)
-        return self.named[slot.parameter.name].reshape(-1)[first - slot.start : last - slot.start]
+        name = slot.parameter.name
+        if name in self.named:
+            return self.named[name].reshape(-1)[first:last]
+        assert self.deferred is not None
+        return self.deferred.part(name, first, last)
+
+    def portions(self, runs: Runs) -> Iterator[Runs]:
+        """These blocks in parts that need few values in memory at one time: of a unit each, where values are made."""
+        if self.deferred is None:
+            yield runs
+            return
+        stretches = sorted(self._layout.stretches(runs), key=self._unit_of)
+        for _, together in groupby(stretches, key=self._unit_of):
+            yield self._layout.runs(together)
+        self.forget()
+
+    def forget(self) -> None:
+        """What was made last; it is made again where it is asked for."""
+        if self.deferred is not None:
+            self.deferred.forget()
+
+    def _unit_of(self, stretch: Stretch) -> int:
+        return self._layout.buckets[stretch.bucket].slots[0].parameter.unit
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """The parameters are these values again, rounded."""
-        for parameter, exact in zip(self._parameters, self.named.values(), strict=True):
-            if exact.data_ptr() != parameter.data_ptr():
+        """The parameters are these values again, rounded. For parameters that are all here."""
+        pairs = list(zip(self._slots(), self._parameters, strict=True))
+        for (_, slot), parameter in sorted(pairs, key=lambda pair: pair[0][1].parameter.unit):
+            exact = self.named.get(slot.parameter.name)
+            if exact is None:
+                parameter.copy_(self._part(slot, 0, slot.parameter.elements).view(parameter.shape))
+            elif exact.data_ptr() != parameter.data_ptr():
                 parameter.copy_(exact)
+        self.forget()
+
+    def keep_all(self) -> None:
+        """From now on none is made any more, and `named` has all: what comes from elsewhere can be put there."""
+        for bucket, slot in self._slots():
+            if slot.parameter.name not in self.named:
+                values = self._part(slot, 0, slot.parameter.elements).to(bucket.wide_dtype, copy=True)
+                self.named[slot.parameter.name] = values.view(slot.parameter.shape)
+
+    def fill(
+        self,
+        bucket: int,
+        flat: Tensor,  # (elements,) of the bucket's dtype
+    ) -> None:
+        """Puts a bucket's values into its flat, rounded."""
+        of = self._layout.buckets[bucket]
+        flat.copy_(self._range(of, 0, of.elements))

@@ -49,6 +49,11 @@ class Unit:
         self.is_pinned = False
         """It stays until its gradients are in, or whoever asked for it is done."""
 
+    def begin_elsewhere(self, on_touch: OnTouch) -> None:
+        """Its flats never had memory."""
+        release(self.parameters, on_touch)
+        self.presence = Presence.OUT
+
     def allocate(self) -> None:
         """Memory for what comes."""
         for flat, size in zip(self._flats, self._sizes, strict=True):

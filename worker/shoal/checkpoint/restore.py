@@ -171,6 +171,7 @@ def load_blocks(reader: Reader, state: TrainingState, blocks: Runs) -> None:
 def load_model(reader: Reader, state: TrainingState, allow: tuple[str, ...]) -> Match:
     """Takes parameters and buffers by name; what else there is stays as at step 0."""
     assert state.originals is not None
+    state.originals.keep_all()
     matched = load_by_name(reader, state.module, state.originals.named, allow)
     state.buffers.refresh()
     return matched

@@ -26,8 +26,12 @@ def seed_everything(seed: int, step: int, lane: int, micro: int, *, purpose: str
 
     CUDA's also where CUDA is not yet initialised: it takes it up then.
     """
-    place = f"{seed} {step} {lane} {micro} {purpose}".rstrip().encode()
-    digest = hashlib.blake2b(place, digest_size=32, person=b"shoal.seeds").digest()
+    seed_from(f"{seed} {step} {lane} {micro} {purpose}".rstrip())
+
+
+def seed_from(place: str) -> None:
+    """Seed all generators by a text that names what they are for."""
+    digest = hashlib.blake2b(place.encode(), digest_size=32, person=b"shoal.seeds").digest()
     words = [int.from_bytes(digest[at : at + 8], "little") for at in range(0, 32, 8)]
     torch.default_generator.manual_seed(words[0])
     if _has_cuda():

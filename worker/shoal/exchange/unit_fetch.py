@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shoal.blocks.flat import Flats
+from shoal.blocks.originals import Originals
 from shoal.blocks.unit_flats import Unit
 from shoal.blocks.values import RangeValues
 from shoal.exchange.packing import PackedReceive
@@ -69,4 +71,27 @@ class UnitFetch:
         for one in coming.receives:
             one.unpack()
         del self._coming[unit.number]
+        unit.restore()
+
+
+class FirstValuesFetch:
+    """The same before there is a world, where first values are made when they are asked for: in a warm-up."""
+
+    def __init__(
+        self,
+        originals: Originals,
+        flats: Flats,  # per bucket (elements,)
+    ) -> None:
+        self._originals, self._flats = originals, flats
+
+    def begin(self, unit: Unit) -> None:
+        """Finds memory."""
+        unit.allocate()
+
+    @torch.no_grad()
+    def finish(self, unit: Unit) -> None:
+        """Its values are here."""
+        for bucket in unit.buckets:
+            self._originals.fill(bucket, self._flats[bucket])
+        self._originals.forget()
         unit.restore()

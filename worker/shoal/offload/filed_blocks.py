@@ -20,6 +20,7 @@ from shoal.blocks.held import (
     HeldBlocks,
     OnUpdated,
     Segment,
+    first_weights,
     lie_together,
     may_step_in_parts,
     stretch_of,
@@ -117,17 +118,15 @@ class FiledBlocks(HeldBlocks):
 
     # ---- to hold, to take, to free
 
-    def hold(self, runs: Runs, masters: StretchValues | None = None) -> None:
-        def first(stretch: Stretch) -> State:
-            state = self._loaded.of(stretch)
-            if masters is not None and self.layout.buckets[stretch.bucket].has_masters:
-                state[MASTER] = masters.of(stretch)
-            return state
+    def hold(self, runs: Runs, first: StretchValues | None = None) -> None:
+        kept = self._parameters if self.keeps_weights else None
+
+        def state_of(stretch: Stretch) -> State:
+            return {**self._loaded.of(stretch), **first_weights(self.layout, stretch, first, None)}
 
         stretches = self.layout.stretches(runs)
-        firsts = {one: {WEIGHTS: self._parameters.of(one).clone()} for one in stretches if self.keeps_weights}
-        self._add(firsts, runs)
-        self._put(self.store.cells(stretches), first)
+        self._add({one: first_weights(self.layout, one, first, kept) for one in stretches if self.keeps_weights}, runs)
+        self._put(self.store.cells(stretches), state_of)
 
     def _add(
         self,

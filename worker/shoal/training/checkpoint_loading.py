@@ -20,7 +20,7 @@ from shoal.exchange.hand_out import HandOut
 from shoal.failure import NeedsFreshProcess
 from shoal.logs import get_logger
 from shoal.training.context import TrainingContext
-from shoal.training.initial_state import agree_on_the_start
+from shoal.training.initial_state import agree_on_the_start, check_made
 from shoal.world import World
 
 log = get_logger("shoal.checkpoint")
@@ -98,6 +98,7 @@ class CheckpointLoading:
         log.info("tensors_taken", path=found.path, what=str(load_model(found.reader(), state, self._config.allow)))
         agree_on_the_start(world, state)
         state.begin_anew(world.plan.shares[world.rank].keeps)
+        check_made(world, state)
         return found.manifest.data_bytes
 
     def _restore(self, found: Found, world: World) -> int:

@@ -15,7 +15,7 @@ from shoal.blocks.held_weights import HeldWeights
 from shoal.blocks.released import OnTouch
 from shoal.blocks.unit_flats import Presence, Unit, storage_key, units_of
 from shoal.core.layout import Stretch
-from shoal.exchange.unit_fetch import Own, UnitFetch
+from shoal.exchange.unit_fetch import FirstValuesFetch, Own, UnitFetch
 from shoal.exchange.unit_server import Key, UnitServer
 from shoal.exchange.unit_traffic import UnitTraffic
 from shoal.group.group import WorldChanged
@@ -34,8 +34,12 @@ class GatheredUnits:
         self._by_storage = {key: unit for unit in self._units for key in unit.storages}
         self._first_uses = [unit.uses for unit in self._units]
         self._server: UnitServer | None = None
-        self._fetch: UnitFetch | None = None
+        self._fetch: UnitFetch | FirstValuesFetch | None = None
         """None: everything is here, until the first world."""
+        if state.comes_later and state.originals is not None:
+            self._fetch = FirstValuesFetch(state.originals, state.flats.flats)
+            for unit in self._units:
+                unit.begin_elsewhere(on_touch)
         self._traffic: UnitTraffic | None = None
         self._own: dict[int, Own] = {}
         self._own_as_of = (-1, -1)
@@ -47,7 +51,7 @@ class GatheredUnits:
 
     @property
     def come_and_go(self) -> bool:
-        """Whether a world has begun."""
+        """Whether a world has begun, or values were never here."""
         return self._fetch is not None
 
     def of_bucket(self, bucket: int) -> Unit:

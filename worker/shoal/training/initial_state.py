@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from shoal_protos.errors import UserError
 from torch import Tensor, nn
 
 from shoal.core.module_names import named_buffers
@@ -37,6 +38,24 @@ def agree_on_the_start(world: World, state: TrainingState) -> None:
     _replace(group, list(tensors.values()), 0, others)
     if world.rank in others:
         state.buffers.refresh()
+
+
+def check_made(world: World, state: TrainingState) -> None:
+    """After the state has begun: what members have made of a model that was built without memory is alike.
+
+    Raises `UserError` where it is not.
+    """
+    deferred = state.originals.deferred if state.originals is not None else None
+    if deferred is None:
+        return
+    rows = world.group.all_gather(deferred.sums)
+    for unit, sums in enumerate(rows.t().tolist()):
+        if len({one for one in sums if one}) > 1:
+            raise UserError(
+                f'the first values of parameter "{deferred.first_name(unit)}", or of others of its unit, are not the '
+                "same on all workers. A reset_parameters() or init may draw random numbers from torch's, numpy's and "
+                "Python's own generators, and from nothing else."
+            )
 
 
 def share_frozen(group: Group, module: nn.Module, source: int, targets: Sequence[int]) -> None:

@@ -90,7 +90,8 @@ class ModuleGuard:
 
     def _look_at_structure(self) -> None:
         parts = list(self._module.modules())
-        self._containers: list[dict[str, Any]] = [part._parameters for part in parts] + [p._modules for p in parts]
+        containers = [part._parameters for part in parts] + [part._modules for part in parts]
+        self._containers: list[dict[str, Any]] = [one for one in containers if isinstance(one, dict)]  # not torch.jit's
         self._content_of_containers = self._contained()
         self._by_name = dict(self._module.named_parameters(remove_duplicate=False))
         self._all = list(self._module.parameters())

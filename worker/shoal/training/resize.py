@@ -27,7 +27,7 @@ from shoal.training.boundary import Boundary
 from shoal.training.change_clock import ChangeClock
 from shoal.training.checkpoint_loading import CheckpointLoading
 from shoal.training.context import TrainingContext
-from shoal.training.initial_state import agree_on_the_start, share_frozen
+from shoal.training.initial_state import agree_on_the_start, check_made, share_frozen
 from shoal.training.requests import Requests
 from shoal.training.state import frozen_parameters
 from shoal.training.status import StatusReport
@@ -127,6 +127,7 @@ class Resize:
             self._boundary.go_back_to(0, saved=-1)
             agree_on_the_start(world, state)
             state.begin_anew(plan.shares[world.rank].keeps)
+            check_made(world, state)
             return
         self._share_small_state(world)
         self._share_frozen(world)

@@ -64,6 +64,7 @@ class ShardedParameters(Parameters):
         self._before: dict[int, Unit] = {}
         """By unit, which one came next in the last forward, and which before."""
         module = context.state.module
+        _refuse_scripted(module)
         if len(list(self.units)) == 1:
             log.warning("one_unit", model=type(module).__name__, means="the whole model is gathered at once",
                         hint="put its layers into an nn.ModuleList, or name their classes in shoal.units")  # fmt: skip
@@ -300,6 +301,16 @@ class ShardedParameters(Parameters):
                 self._take_part()
             else:
                 return
+
+
+def _refuse_scripted(model: nn.Module) -> None:
+    """Nothing can be done between the calls that its interpreter makes, and it would read memory that is freed."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UserError(
+                f'module "{name}" was made by torch.jit, whose interpreter knows nothing of parameters that come and '
+                "go (ZeRO stage 3). Give the plain module (torch.compile works), or use stage 2."
+            )
 
 
 def _needs(model: nn.Module, units: GatheredUnits) -> dict[nn.Module, list[Unit]]:

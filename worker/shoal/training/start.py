@@ -142,4 +142,7 @@ def _description(
 def _beside_the_config(state: TrainingState) -> dict[str, str]:
     """What else must agree: the class of a scheduler that the script made, and the module's buffers."""
     buffers = {f"buffer {name}": f"{value.dtype} {tuple(value.shape)}" for name, value in named_buffers(state.module)}
+    deferred = state.originals.deferred if state.originals is not None else None
+    if deferred is not None:
+        buffers["model built within shoal.deferred()"] = deferred.identity()
     return {**buffers, "scheduler": type(state.scheduler).__name__ if state.scheduler is not None else "none"}

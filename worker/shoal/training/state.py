@@ -18,7 +18,7 @@ from shoal_protos.runs import NO_BLOCKS, Runs, every
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from shoal.blocks.flat import adopt, lay_out_model, trainable
+from shoal.blocks.flat import adopt, adopt_without_values, give_memory, lay_out_model, trainable
 from shoal.blocks.held import OnUpdated, unheard
 from shoal.blocks.held_weights import HeldWeights
 from shoal.blocks.host_memory import tensor_bytes
@@ -32,8 +32,10 @@ from shoal.config.training import TrainingConfig
 from shoal.core.layout import Layout
 from shoal.core.loss_scale import LossScaleRule, after, first_loss_scale
 from shoal.core.module_names import named_parameters
+from shoal.core.units import unit_numbers
 from shoal.exchange.module_buffers import ModuleBuffers
 from shoal.exchange.vote import Record
+from shoal.first_values.deferred_values import DeferredValues, deferred_values
 from shoal.offload.filed_blocks import held_blocks
 from shoal.optim.hyper import hyper_parameters, load_into
 from shoal.optim.take_over import advance
@@ -67,6 +69,7 @@ class Limits:
     """How losses are scaled; None: not at all."""
     state_folder: str | None = None
     """Where a file keeps optimizer state and master weights; None: memory does."""
+    seed: int = 0
 
     @classmethod
     def of(cls, config: TrainingConfig, last_step: int) -> Limits:
@@ -75,7 +78,7 @@ class Limits:
         one, residency = config.micro_batches_per_lane == 1, Residency.of(config.stage)
         return cls(
             config.lanes, config.gradient_clipping, last_step, config.units, residency, one, half_dtype(precision),
-            precision.scaling, config.state_folder,
+            precision.scaling, config.state_folder, config.seed,
         )  # fmt: skip
 
 
@@ -90,16 +93,25 @@ class TrainingState:
         limits: Limits,
     ) -> None:
         self.residency, self.one_micro_batch = limits.residency, limits.one_micro_batch
+        deferred = deferred_values(module, limits.seed, unit_numbers(module, limits.units))
         pairs = trainable(module, optimizer, limits.units, limits.half)
         pairs, before = round_module(module, pairs, limits.half)
         self.module, self.optimizer, self.scheduler, self.clipping = module, optimizer, scheduler, limits.clipping
         self.layout: Layout
         self.layout, self.parameters = lay_out_model(pairs)
         sharded = not limits.residency.parameters
-        self.flats = WholeValues(self.layout, adopt(self.layout, self.parameters, come_and_go=sharded))
+        self.comes_later = sharded and deferred is not None
+        """Whether parameters have no values before they are gathered for the first time."""
+        if self.comes_later:
+            before = {info.name: parameter.data for info, parameter in pairs} | before
+            flats = adopt_without_values(self.layout, self.parameters)
+        else:
+            flats = adopt(self.layout, self.parameters, come_and_go=sharded)
+        self.flats = WholeValues(self.layout, flats)
         """What forwards compute with."""
-        self.originals: Originals | None = Originals(self.layout, self.parameters, before)
+        self.originals: Originals | None = Originals(self.layout, self.parameters, before, deferred)
         """Until something but the script has made this process's state: till then it could begin at step 0."""
+        self._put_first_values(deferred)
         self.sums: LaneSums | ShardSums
         self.gradient_guard: GradientGuard | TakenGradientGuard
         if limits.residency.gradients:
@@ -133,6 +145,18 @@ class TrainingState:
         """The checkpoints that training has gone on from."""
         self.registered: dict[str, Any] = {}
         """The user's own objects with `state_dict` and `load_state_dict`, by name."""
+
+    def _put_first_values(self, deferred: DeferredValues | None) -> None:
+        """Of a model that was built without memory: frozen parameters, and all that are whole on every worker."""
+        if deferred is None:
+            return
+        assert self.originals is not None
+        for name, parameter in named_parameters(self.module):
+            if parameter.is_meta:
+                value = deferred.part(name, 0, parameter.numel()).to(parameter.dtype, copy=True)
+                give_memory(parameter, value.view(parameter.shape))
+        if not self.comes_later:
+            self.originals.put_back()
 
     def _named(self) -> dict[str, nn.Parameter]:
         """The trained parameters in the order of the flats' slots."""
@@ -223,8 +247,10 @@ class TrainingState:
     def begin_anew(self, keeps: Runs) -> None:
         """The initial state: the given blocks held in the state that the user's optimizer starts with."""
         originals = self.stand_at_the_start()
-        originals.put_back()
-        self.held.hold(keeps, originals)
+        if not self.comes_later:
+            originals.put_back()
+        for blocks in originals.portions(keeps):
+            self.held.hold(blocks, originals)
         self.current = self.everything
 
     def give_up(self) -> None:

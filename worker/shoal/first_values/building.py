@@ -1,0 +1,92 @@
+"""`shoal.deferred()`: a context in which a model is built without memory, on the meta device.
+
+Which modules were built in which context is remembered here, with what was said of their first values; the values are
+made at `shoal.initialize`, a unit at a time (deferred_values.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from shoal_protos.errors import UserError
+from torch import Tensor, nn
+from torch.nn.modules import module as registration
+
+Init = Callable[[nn.Module], object]
+"""Fills the parameters and buffers that are a module's own, not those of its children."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Where the first values of what was built in one context come from."""
+
+    init: Init | None = None
+    weights: Path | None = None
+
+
+_BUILT: WeakKeyDictionary[nn.Module, Recipe] = WeakKeyDictionary()
+
+
+@contextmanager
+def deferred(init: Init | None = None, weights: str | Path | None = None) -> Iterator[None]:
+    """A context in which a model is built without memory; `shoal.initialize` makes its values, a unit at a time.
+
+    Each module is filled by its `reset_parameters()`, and by the model's `_init_weights(module)` where there is such,
+    under a seed of its own: the same values in every stage and every world. `init`: a function of a module in place of
+    `_init_weights`. `weights`: a safetensors file, or a folder of such, whose tensors are read by name instead.
+    """
+    recipe = Recipe(init, _checked(weights))
+
+    def note(module: nn.Module, _: str, part: nn.Module | Tensor | None) -> None:
+        _BUILT.setdefault(module, recipe)
+        if isinstance(part, nn.Module):
+            _BUILT.setdefault(part, recipe)
+
+    # nn.Module has no other way to say which modules are made in a context
+    handles: list[Any] = [
+        registration.register_module_parameter_registration_hook(note),
+        registration.register_module_buffer_registration_hook(note),
+        registration.register_module_module_registration_hook(note),
+    ]
+    try:
+        with torch.device("meta"):
+            yield
+    except (NotImplementedError, RuntimeError) as error:
+        if "meta" not in str(error):
+            raise
+        raise UserError(
+            "the model reads values while it is built, and within shoal.deferred() there are none: "
+            f'{str(error).splitlines()[0].rstrip(".")}. Make what it reads with device="cpu".'
+        ) from error
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _checked(weights: str | Path | None) -> Path | None:
+    if weights is None:
+        return None
+    path = Path(weights)
+    if not path.exists():
+        raise UserError(f"shoal.deferred(weights=…) names {path}, which does not exist.")
+    return path
+
+
+def recipes(model: nn.Module) -> dict[nn.Module, Recipe]:
+    """Of all modules of a model that were built in such a context: their own, or the next one's above them."""
+    found: dict[nn.Module, Recipe] = {}
+    above: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        parent = above.get(name.rpartition(".")[0])
+        inherited = found.get(parent) if parent is not None and parent is not module else None
+        recipe = _BUILT.get(module, inherited)  # a deep copy of a module is not registered anywhere
+        if recipe is not None:
+            found[module] = recipe
+        above[name] = module
+    return found
