@@ -324,7 +324,7 @@ def test_parts_that_were_built_with_values_keep_them() -> None:
         def look(engine: Engine, batch: Any, seen: list[float] = seen) -> None:
             if engine.global_step == 0:
                 with engine.gathered():
-                    seen.append(float(engine.module.layers[0].up.bias[3]))
+                    seen.append(float(engine.module.layers[0].up.bias.detach()[3]))
             and_train(engine, batch)
 
         found = undisturbed(Task(**{**vars(with_model(task(stage), mixed)), "body": look}))
