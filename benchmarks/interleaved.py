@@ -17,6 +17,9 @@ import torch.distributed as dist
 from ddp import ROUNDS, baseline, measured
 from train import initialize, options
 
+GATHERED = 3
+"""The stage in which nothing is handed out."""
+
 
 def elastic(engine: shoal.Engine, batches: Iterator[dict[str, torch.Tensor]]) -> None:
     """One optimizer step of Shoal; the first one after the world has begun, which a batch may wait for."""
@@ -42,12 +45,19 @@ def main() -> None:
         way: baseline(engine.rank, workers, given.size, given.lanes, way) for way in given.beside
     }
     ways["shoal"] = lambda: elastic(engine, batches)
+
+    def settle() -> None:
+        """What the last step has handed out belongs to its round."""
+        if given.stage < GATHERED:
+            with engine.gathered():
+                pass
+
     for step in ways.values():
         measured(step)
-    took = {name: [measured(step)] for name, step in ways.items()}
-    for _ in range(ROUNDS - 1):
+    took: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+    for _ in range(ROUNDS):
         for name, step in ways.items():
-            took[name].append(measured(step))
+            took[name].append(measured(step, settle))
     if engine.rank == 0:
         beside = Path(f"{place}.new")
         beside.write_text(json.dumps(took))

@@ -126,6 +126,13 @@ def test_a_worker_dies_while_it_rolls_forward() -> None:
         assert rolled_forward(cluster) == ["w3"]
 
 
+@pytest.mark.parametrize("how", shortened(["kill", "stop"], "stop"))
+def test_a_worker_is_lost_while_others_begin_the_forward_that_its_parameters_come_beside(how: str) -> None:
+    with Cluster(workers=3, options=SHORT, faults=f"w1@4:arrival:{how}") as cluster:
+        report = cluster.wait_undisturbed()
+        assert report["generations"][-1]["workers"] == 2
+
+
 @pytest.mark.parametrize("how", shortened(["kill", "stop"], "kill"))
 def test_a_worker_is_lost_while_others_gather_what_it_has(how: str) -> None:
     """Within their forward, which runs again by itself."""
