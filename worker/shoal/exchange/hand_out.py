@@ -43,9 +43,9 @@ class HandOut:
         """Received so far."""
 
     @property
-    def coming(self) -> set[int]:
+    def coming(self) -> frozenset[int]:
         """The buckets of which something comes from others."""
-        return {extent.bucket for piece in self._flow.receives for _, extents in piece for extent in extents}
+        return self._flow.coming
 
     def on_updated(self, bucket: int) -> None:
         """This bucket and those after it are updated: they leave, but for the last piece. `finish` raises."""

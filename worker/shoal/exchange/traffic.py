@@ -45,6 +45,8 @@ class PieceTraffic:
 
     sends: tuple[Messages, ...]
     receives: tuple[Messages, ...]
+    coming: frozenset[int] = frozenset()
+    """The buckets of which it receives something, where that is asked for."""
 
 
 class Traffic:
@@ -202,7 +204,9 @@ class Traffic:
         """`wanted(owner, peer)`: blocks of the owner's that go from one to the other."""
         sends = {peer: self._by_piece(self.rank, wanted(self.rank, peer)) for peer in self.others}
         receives = {peer: self._by_piece(peer, wanted(peer, self.rank)) for peer in self.others}
-        return PieceTraffic(self._messages(sends), self._messages(receives))
+        arriving = self._messages(receives)
+        coming = {extent.bucket for piece in arriving for _, extents in piece for extent in extents}
+        return PieceTraffic(self._messages(sends), arriving, frozenset(coming))
 
     def _by_piece(self, owner: int, blocks: Runs) -> dict[int, Extents]:
         return split(self.pieces, owner, self.layout.cut(blocks)) if blocks else {}

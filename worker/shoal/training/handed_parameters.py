@@ -50,8 +50,8 @@ class HandedParameters(Parameters):
         self._modules = frozenset(state.module.modules())
         self._can_be_guarded = _can_be_guarded(state.module, state.parameters)
         self._hand_out: HandOut | None = None
-        self._guarded: set[int] = set()
-        """Buckets that are still to come."""
+        self._guarded: list[int] = []
+        """Buckets that are still to come, ascending: the last one comes first."""
         self._hook: RemovableHandle | None = None
         self._lock = threading.RLock()
         """A script may use parameters on threads of its own."""
@@ -74,7 +74,7 @@ class HandedParameters(Parameters):
     def on_updated(self, hand_out: HandOut) -> Collection[int]:
         context = self._context
         self._hand_out, self._thread = hand_out, threading.get_ident()
-        coming = hand_out.coming if self._can_wait() else set()
+        coming = hand_out.coming if self._can_wait() else ()
         if not coming:
             hand_out.finish()
             self._end()
@@ -82,7 +82,7 @@ class HandedParameters(Parameters):
         hand_out.begin()
         for bucket in coming:
             release(self._by_bucket[bucket], self._on_touch, Arriving)
-        self._guarded = coming
+        self._guarded = sorted(coming)
         self._hook = register_module_forward_pre_hook(self._before_module)
         context.are_parameters_here = False
         return coming
@@ -144,7 +144,7 @@ class HandedParameters(Parameters):
         with self._lock:
             for bucket in self._guarded:
                 restore(self._by_bucket[bucket])
-            self._hand_out, self._guarded = None, set()
+            self._hand_out, self._guarded = None, []
             if self._hook is not None:
                 self._hook.remove()
                 self._hook = None
@@ -170,12 +170,12 @@ class HandedParameters(Parameters):
 
     def _bring(self, bucket: int) -> None:
         hand_out = self._hand_out
-        if hand_out is None or bucket not in self._guarded:
+        if hand_out is None:
             return
         self._context.faults.at("arrival", self._context.state.step + 1)
         hand_out.bring(bucket)
-        for here in [one for one in self._guarded if hand_out.is_here(one)]:
-            self._guarded.remove(here)
+        while self._guarded and hand_out.is_here(self._guarded[-1]):
+            here = self._guarded.pop()
             restore(self._by_bucket[here])
             self._context.state.module_guard.on_arrived(here)
         if hand_out.is_over:
