@@ -137,7 +137,7 @@ class Runner:
 
     @property
     def over(self) -> bool:
-        return bool(self._broken or self._unserved) or self._shown.phase.over
+        return bool(self._broken or self._unserved) or self._carried_out.durable.phase.over
 
     # ---- its life
 

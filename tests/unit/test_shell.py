@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 import pytest
 from asynchronous import asynchronous
 from shoal_controller.core.machine.effects import Close, Note, Persist, Send
-from shoal_controller.core.machine.events import MOST_AT_ONCE, Pause, Probed, Resume, Save, Scale, Tick
+from shoal_controller.core.machine.events import MOST_AT_ONCE, Cancel, Pause, Probed, Resume, Save, Scale, Tick
 from shoal_controller.core.machine.spec import JobSpec, Phase
 from shoal_controller.records import JobEvent, event_key
 from shoal_controller.store.store import Put
@@ -269,6 +269,16 @@ async def test_a_job_that_is_over_is_ticked_more_seldom(tmp_path, monkeypatch):
         await world.shell.create(SPEC)
         await asyncio.wait_for(enough.wait(), 10)
         assert 0 < ticks["other"] <= ticks["train"] / 3
+
+
+@asynchronous
+async def test_a_job_that_nobody_looks_at_is_over_once_it_has_ended(tmp_path):
+    async with running(tmp_path, SmallMachine()) as world:
+        await world.shell.create(SPEC)
+        runner = world.shell._runners["train"]
+        assert not runner.view().phase.over
+        await world.shell.submit("train", Cancel())
+        assert runner.over
 
 
 @asynchronous

@@ -173,7 +173,7 @@ def _conclude(turn: Turn, refused: bool) -> None:
     if refused and not turn.durable.phase.over:
         failure_detector.judge_refusals(turn)
     SETTLE[turn.durable.phase](turn)
-    if turn.durable.stopping:
+    if turn.durable.stopping and not turn.durable.phase.over:
         operator_requests.settle_cancelled(turn)
     if not turn.durable.phase.over:
         scaling.settle(turn)
