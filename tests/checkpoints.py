@@ -109,5 +109,5 @@ def save(
         tensors = {} if number else beside
         snapshot = take_snapshot(state.layout, state.weights, state.held, owned, tensors, Arena())
         files.append(write_content(storage, name.folder, state.step, author, snapshot).name)
-    draft = draft.model_copy(update={"frozen": write_frozen(storage, frozen_parameters(state.module), "f")})
+    draft = draft.model_copy(update={"frozen": write_frozen(storage, frozen_parameters(state), "f")})
     return name, commit(storage, name.folder, draft, files)

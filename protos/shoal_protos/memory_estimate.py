@@ -57,7 +57,9 @@ class MemorySetup:
     offload_parameters: bool = False
     """Whether stage 3 keeps its parts of the parameters in host memory."""
     unit: int = 0
-    """Parameters of the largest unit; only stage 3 asks."""
+    """Parameters of the largest unit, frozen ones too; only stage 3 asks."""
+    frozen: int = 0
+    """Parameters that need no gradient."""
 
     @property
     def copies(self) -> float:
@@ -108,13 +110,14 @@ def estimate(setup: MemorySetup) -> MemoryEstimate:
 def _parameters(setup: MemorySetup) -> list[MemoryItem]:
     width, parameters = PARAMETER_BYTES[setup.precision], setup.parameters
     if setup.stage < 3:
-        return [MemoryItem("parameters", width * parameters)]
+        return [MemoryItem("parameters", width * parameters), MemoryItem("frozen parameters", width * setup.frozen)]
     kept: Location = "host" if setup.offload_parameters else "device"
     part = 1 / setup.workers if MASTER_BYTES[setup.precision] else setup.copies  # without masters they are the state
-    units = min(UNITS_GATHERED * setup.unit, parameters)
+    units = min(UNITS_GATHERED * setup.unit, parameters + setup.frozen)
     return [
         MemoryItem("parameters", round(width * parameters * part), kept),
-        MemoryItem("gathered units", 2 * width * units, in_step=True),  # each with its gradient
+        MemoryItem("frozen parameters", round(width * setup.frozen * setup.copies), kept),
+        MemoryItem("gathered units", width * (units + min(units, parameters)), in_step=True),  # with their gradients
     ]
 
 

@@ -62,7 +62,8 @@ FLAGS = {
     "export": "--dtype --format PATH FILE",
     "import": "FILE PATH",
     "estimate": (
-        "--config --lanes --mirrors --offload --output --params --precision --stage --state-bytes --unit --workers"
+        "--config --frozen --lanes --mirrors --offload --output --params --precision --stage --state-bytes --unit "
+        "--workers"
     ),
 }
 """People and scripts rely on these."""

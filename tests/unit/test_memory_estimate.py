@@ -123,9 +123,15 @@ def test_the_sizes_are_those_of_the_exchange_and_of_offload() -> None:
 
 
 def test_every_item_is_in_a_column_of_the_table() -> None:
-    setups = [MemorySetup(P, 4, s, 16, precision="bf16", offload="file", unit=9) for s in STAGES]
+    setups = [MemorySetup(P, 4, s, 16, precision="bf16", offload="file", unit=9, frozen=7) for s in STAGES]
     named = {item.name for setup in setups for item in estimate(setup).items}
     assert named == {name for names in COLUMNS.values() for name in names}
+
+
+def test_frozen_parameters_are_whole_below_stage_3_and_shared_there() -> None:
+    for stage, bytes_of_a_worker in ((0, 4 * 1000), (2, 4 * 1000), (3, 4 * 1000 * 2 / 4)):
+        items = {item.name: item.bytes for item in estimate(MemorySetup(P, 4, stage, 4, mirrors=1, frozen=1000)).items}
+        assert items["frozen parameters"] == bytes_of_a_worker
 
 
 # ---- against what workers hold

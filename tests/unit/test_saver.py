@@ -66,7 +66,7 @@ class World:
         state = self.state
         name = SaveName.of(state.step, 1, state.step, WRITERS[0].incarnation)
         draft, beside = draft_of(state, origin(state), 1, {})
-        lead = Lead(draft, frozen_parameters(state.module), in_use="")
+        lead = Lead(draft, frozen_parameters(state), in_use="")
         for number, saver in enumerate(self.savers):
             tensors = {} if number else beside
             snapshot = take_snapshot(state.layout, state.weights, state.held, OWNERS[number], tensors, saver.arena)

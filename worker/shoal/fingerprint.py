@@ -24,9 +24,13 @@ from shoal.world import World
 
 
 def block_digests(state: TrainingState, blocks: Runs) -> dict[int, bytes]:
-    """Digests by block number: 32 bytes for the parameters and 32 for each state tensor, keys sorted."""
+    """Digests by block number: 32 bytes for the parameters and 32 for each state tensor, keys sorted. None of frozen
+    blocks.
+    """
     found: dict[int, bytes] = {}
     for stretch, parts in contents(state, blocks):
+        if state.held_layout.buckets[stretch.bucket].is_frozen:
+            continue
         found.update(digests_of(state.layout, stretch, parts))
     return found
 
@@ -47,8 +51,8 @@ def contents(state: TrainingState, blocks: Runs) -> Iterator[tuple[Stretch, list
     elements, or () for a number that all blocks share.
     """
     for stretch, tensors in state.held.stream(blocks):
-        first, _ = state.layout.elements(stretch)
-        gaps = state.layout.buckets[stretch.bucket].gaps
+        first, _ = state.held_layout.elements(stretch)
+        gaps = state.held_layout.buckets[stretch.bucket].gaps
         yield (
             stretch,
             [state.weights.of(stretch), *(without_gaps(tensors[key], first, gaps) for key in sorted(tensors))],

@@ -31,5 +31,5 @@ class World:
         return tuple(lane for lane in own if lane != NO_LANE)
 
     def replays(self, boundaries: int) -> Runs:
-        """The blocks that this member updates itself at the next vote."""
-        return self.traffic.replays(boundaries)[self.rank]
+        """The blocks that this member has as of the next vote: it updates them itself, where they are not frozen."""
+        return self.plan.replays(self.rank, min(boundaries, self.plan.boundaries))

@@ -49,6 +49,10 @@ def estimate(
         str | None,
         typer.Option("--unit", metavar="N", help="Parameters of the largest unit, for stage 3. Default: a 32nd."),
     ] = None,
+    frozen: Annotated[
+        str | None,
+        typer.Option("--frozen", metavar="N", help="Parameters that need no gradient, as under adapters. Default: 0."),
+    ] = None,
     output: Output = Form.TABLE,
 ) -> None:
     """Estimate the memory that a worker needs, without activations."""
@@ -58,9 +62,11 @@ def estimate(
     flags = {"stage": stage, "lanes": lanes, "precision": precision, "offload": offload, "state_bytes": state_bytes}
     wanted |= {name: value for name, value in flags.items() if value is not None}
     _check(workers, mirrors, wanted)
-    total = _count("--params", params)
+    trained, at_rest = _count("--params", params), _count("--frozen", frozen) if frozen is not None else 0
+    total = trained + at_rest
     setup: dict[str, Any] = {
-        "parameters": total,
+        "parameters": trained,
+        "frozen": at_rest,
         "workers": workers,
         "lanes": workers,
         "unit": min(total, _count("--unit", unit) if unit is not None else -(-total // LAYERS)),
@@ -119,7 +125,7 @@ def _row(one: MemoryEstimate) -> dict[str, Any]:
 
 
 COLUMNS = {
-    "parameters": ("parameters",),
+    "parameters": ("parameters", "frozen parameters"),
     "gradients": ("gradients", "reduced gradients"),
     "lane sums": ("lane sums",),
     "optimizer": ("optimizer state",),
@@ -147,8 +153,9 @@ def _table(estimates: list[MemoryEstimate]) -> RenderableType:
 
 def _heading(setup: MemorySetup) -> str:
     offload = {"none": "", "host": ", optimizer state on the host", "file": ", optimizer state in files"}[setup.offload]
+    frozen = f" and {setup.frozen:,} frozen ones" if setup.frozen else ""
     return (
-        f"Bytes of a worker: {setup.parameters:,} parameters in {setup.precision}, {setup.workers} "
+        f"Bytes of a worker: {setup.parameters:,} parameters{frozen} in {setup.precision}, {setup.workers} "
         f"worker{'s'[: setup.workers != 1]}, {setup.lanes} lane{'s'[: setup.lanes != 1]}, {setup.mirrors} "
         f"mirror{'s'[: setup.mirrors != 1]}{offload}"
     )

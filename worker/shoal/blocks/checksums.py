@@ -34,7 +34,7 @@ def block_checksums(state: TrainingState, blocks: Runs) -> Tensor:  # (len(block
         found.append(total)
     if not found:
         return torch.zeros(0, dtype=torch.int64)
-    sums = torch.cat(found).cpu()[in_order(state.layout, stretches)]
+    sums = torch.cat(found).cpu()[in_order(state.held_layout, stretches)]
     return torch.where(sums == 0, 1, sums)
 
 

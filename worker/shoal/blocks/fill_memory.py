@@ -28,7 +28,7 @@ class FillMemory:
         """Where the state `key` of a stretch of these blocks is to lie."""
         whole = self._wholes[bisect_right(self._wholes, (stretch.bucket, stretch.start), key=_begin) - 1]
         assert whole.bucket == stretch.bucket and stretch.stop <= whole.stop, f"{stretch} is not among {self._wholes}"
-        size = self._layout.block_elements
+        size = self._layout.buckets[stretch.bucket].block_elements
         if (whole, key, dtype) not in self._found:
             self._found[whole, key, dtype] = host_memory(whole.blocks * size, dtype)
         first, last = ((at - whole.start) * size for at in (stretch.start, stretch.stop))

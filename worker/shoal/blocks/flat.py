@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shoal.blocks.host_memory import host_memory
 from shoal.blocks.values import WholeValues
-from shoal.core.layout import Bucket, Layout, Stretch, Trainable, lay_out
+from shoal.core.layout import FROZEN, Bucket, Layout, Stretch, Trainable, lay_out
 from shoal.core.module_names import named_parameters
 from shoal.core.units import unit_numbers
 
@@ -60,6 +60,18 @@ def trainable(
         raise UserError("the model has no parameter that requires a gradient; there is nothing to train.")
     _refuse_shared_storage(found)
     return found
+
+
+def frozen(model: nn.Module, units: Collection[str] = ()) -> list[tuple[Trainable, nn.Parameter]]:
+    """The parameters that need no gradient and can lie in blocks, in registration order, each once. `units`: as for
+    `trainable`.
+    """
+    unit_of = unit_numbers(model, units)
+    return [
+        (Trainable(name, tuple(parameter.shape), parameter.dtype, FROZEN, unit_of[id(parameter)]), parameter)
+        for name, parameter in named_parameters(model)
+        if not parameter.requires_grad and parameter.dtype.is_floating_point and parameter.dtype.itemsize > 1
+    ]
 
 
 def _refuse_shared_storage(found: Sequence[tuple[Trainable, nn.Parameter]]) -> None:

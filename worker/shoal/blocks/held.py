@@ -23,7 +23,7 @@ from shoal.blocks.fill_memory import FillMemory
 from shoal.blocks.host_memory import host_memory
 from shoal.blocks.loaded_state import LoadedState, State, probe_state, twin_of
 from shoal.blocks.values import BlockValues, StretchValues
-from shoal.core.layout import Layout, Stretch, overlaps
+from shoal.core.layout import Bucket, Layout, Stretch, overlaps
 
 PART_BYTES = 16 << 20
 """Of parameters that are updated by one step of the optimizer: far more than the step costs besides."""
@@ -197,7 +197,7 @@ class HeldBlocks:
             return state[WEIGHTS]
         if has_master:
             return state[MASTER].to(dtype)
-        return host_memory(stretch.blocks * self.layout.block_elements, dtype)
+        return host_memory(stretch.blocks * self.layout.buckets[stretch.bucket].block_elements, dtype)
 
     def keep_only(self, runs: Runs) -> None:
         """Frees every other block; pieces that stay of a cut segment are copied, so that the memory is given back:
@@ -311,7 +311,9 @@ class HeldBlocks:
         it are updated; not of each.
         """
         take_over_hyper_parameters(self._twin, self._user)
-        for part in _parts_of(self._segments, may_step_in_parts(self._user)):
+        buckets = len(self.layout.trained.buckets)
+        trained = [segment for segment in self._segments if segment.stretch.bucket < buckets]  # frozen ones come last
+        for part in _parts_of(trained, may_step_in_parts(self._user)):
             self._apply_to(part.segments, gradients, scale)
             on_updated(part.first_bucket)
 
@@ -396,7 +398,7 @@ def _parts_of(segments: list[Segment], may_be_several: bool) -> list[_Part]:
 
 def _within(segment: Segment, stretch: Stretch, layout: Layout) -> Span:
     """The elements of a segment that are a stretch of it."""
-    size, start = layout.block_elements, segment.stretch.start
+    size, start = layout.buckets[segment.stretch.bucket].block_elements, segment.stretch.start
     return (stretch.start - start) * size, (stretch.stop - start) * size
 
 
@@ -449,7 +451,11 @@ def probe_state_bytes(layout: Layout, optimizer: torch.optim.Optimizer, with_wei
     `with_weights`: and of its parameters, which masters tell where there are such.
     """
     return max(
-        sum(value.nbytes for value in probe_state(optimizer, bucket, layout.block_elements).values())
-        + (with_weights or bucket.has_masters) * bucket.wide_dtype.itemsize * layout.block_elements
+        sum(value.nbytes for value in _made_by(optimizer, bucket).values())
+        + (with_weights or bucket.has_masters) * bucket.wide_dtype.itemsize * bucket.block_elements
         for bucket in layout.buckets
     )
+
+
+def _made_by(optimizer: torch.optim.Optimizer, bucket: Bucket) -> State:  # each (elements of a block,), or ()
+    return {} if bucket.is_frozen else probe_state(optimizer, bucket, bucket.block_elements)

@@ -27,7 +27,7 @@ class HeldWeights:
                 break
             if where.bucket == stretch.bucket and where.start <= at < where.stop:
                 assert segment.weights is not None
-                stop, size = min(where.stop, stretch.stop), self._layout.block_elements
+                stop, size = min(where.stop, stretch.stop), self._layout.buckets[where.bucket].block_elements
                 found.append(segment.weights[(at - where.start) * size : (stop - where.start) * size])
                 at = stop
         assert at == stretch.stop, f"{stretch} is not held"
@@ -40,7 +40,7 @@ class HeldWeights:
 
     def range(self, bucket: int, start: int, stop: int) -> Tensor:  # (stop - start,)
         """As `of`. Bounds are those of blocks."""
-        size = self._layout.block_elements
+        size = self._layout.buckets[bucket].block_elements
         assert start % size == stop % size == 0, f"{bucket}:{start}:{stop} cuts a block"
         return self.of(Stretch(bucket, start // size, stop // size))
 

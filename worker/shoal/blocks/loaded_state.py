@@ -33,9 +33,9 @@ class LoadedState:
     def of(self, stretch: Stretch) -> State:  # each (elements,), or ()
         """Copies; empty where the user's object has none (Adagrad makes it when constructed)."""
         state: State = {}
-        if not self._user.state:
-            return state
         bucket = self._layout.buckets[stretch.bucket]
+        if not self._user.state or bucket.is_frozen:
+            return state
         start, stop = self._layout.elements(stretch)
         one_element = probe_state(self._user, bucket, 1)
         shared = {key for key, value in one_element.items() if value.dim() == 0}

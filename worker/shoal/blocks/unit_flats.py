@@ -44,6 +44,8 @@ class Unit:
         self._flats = flats
         self._sizes = [flat.nbytes for flat in flats]
         self.presence = Presence.HERE
+        self.gets_gradients: tuple[int, ...] = self.buckets
+        """Those of its buckets that are not frozen."""
         self._uses_at_most: int | None = None
         """More than so many views of its memory are others' than ours: then it is not freed."""
         self.is_pinned = False
@@ -82,6 +84,18 @@ class Unit:
     def uses(self) -> int:
         """How many tensors lie in its memory, those of this class included."""
         return sum(torch._C._storage_Use_Count(key) for key in self.storages)
+
+    @property
+    def has_frozen(self) -> bool:
+        """Whether some of its parameters are frozen."""
+        return self.gets_gradients != self.buckets
+
+    def is_used_beyond(self, views: int) -> bool:
+        """Whether something but its parameters, its flats and so many views lies in its memory: what autograd has saved
+        for nodes that are still to run, or a script keeps.
+        """
+        counted = 2 * len(self._flats)  # whoever counts is counted
+        return self.uses > counted + len(self.parameters) + views
 
     def keep_for_views(self, uses: int) -> None:
         """Where there are more uses now, somebody has kept views: they stay good to read, as in the other stages."""
@@ -122,7 +136,7 @@ def units_of(
     buckets: dict[int, list[int]] = defaultdict(list)
     for bucket in layout.buckets:
         buckets[bucket.slots[0].parameter.unit].append(bucket.index)
-    return [
+    found = [
         Unit(
             number,
             buckets[unit],
@@ -131,3 +145,6 @@ def units_of(
         )
         for number, unit in enumerate(sorted(buckets))
     ]
+    for unit_found in found:
+        unit_found.gets_gradients = tuple(b for b in unit_found.buckets if not layout.buckets[b].is_frozen)
+    return found

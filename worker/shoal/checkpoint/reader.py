@@ -8,7 +8,7 @@ differs is named and nothing of the checkpoint may be used then.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -161,13 +161,14 @@ class Reader:
         found = self.tensors(f"buffer/{name}" for name in self.manifest.buffers)
         return {name.removeprefix("buffer/"): value for name, value in found.items()}
 
-    def frozen(self) -> dict[str, Tensor]:
-        """The parameters that no optimizer changes, by name."""
+    def frozen(self, names: Collection[str] | None = None) -> dict[str, Tensor]:
+        """The parameters that no optimizer changes, by name; all of them where none is named."""
         entry = self.manifest.frozen
         if entry is None:
             return {}
-        found = {name: torch.empty(one.shape, dtype=DTYPES[one.dtype]) for name, one in entry.tensors.items()}
-        self._read([_range_of_tensor(entry.file, name, one, found[name]) for name, one in entry.tensors.items()])
+        wanted = {name: one for name, one in entry.tensors.items() if names is None or name in names}
+        found = {name: torch.empty(one.shape, dtype=DTYPES[one.dtype]) for name, one in wanted.items()}
+        self._read([_range_of_tensor(entry.file, name, one, found[name]) for name, one in wanted.items()])
         return found
 
     def check_heads(self) -> None:

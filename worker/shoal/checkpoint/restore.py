@@ -6,7 +6,7 @@ names the blocks that it is to keep.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.blocks.given_states import check_masters
+from shoal.blocks.held import WEIGHTS
+from shoal.blocks.host_memory import host_memory
 from shoal.checkpoint.draft import States
 from shoal.checkpoint.errors import CheckpointDamaged
 from shoal.checkpoint.layout_check import Match, difference
@@ -25,10 +27,17 @@ from shoal.checkpoint.named import load_by_name
 from shoal.checkpoint.plain import decode
 from shoal.checkpoint.reader import Reader
 from shoal.checkpoint.state_check import first_difference_in_kind
+from shoal.core.layout import Stretch
 from shoal.core.loss_scale import LossScale
 from shoal.exchange.vote import Record
 from shoal.optim.hyper import hyper_parameters, load_into
-from shoal.training.state import TrainingState, check_registered, frozen_digest, frozen_parameters
+from shoal.training.state import (
+    TrainingState,
+    check_registered,
+    frozen_digest,
+    frozen_in_blocks,
+    frozen_parameters,
+)
 
 
 def fits(manifest: Manifest, state: TrainingState, allow: tuple[str, ...], where: str) -> bool:
@@ -139,25 +148,49 @@ def _buffers(reader: Reader, beside: Mapping[str, Tensor], own: Mapping[str, Ten
 
 @torch.no_grad()
 def _load_frozen(reader: Reader, state: TrainingState) -> None:
-    """Read only where the script's own differ."""
-    entry, own = reader.manifest.frozen, frozen_parameters(state.module)
+    """Read only where the script's own differ; what is in blocks is read with these."""
+    entry, own = reader.manifest.frozen, frozen_parameters(state) | frozen_in_blocks(state)
     if (entry is None) != (not own) or (entry is not None and entry.tensors.keys() != own.keys()):
         raise UserError(f"{reader.where} does not fit: other parameters are frozen in this job's model.")
-    if entry is None or entry.digest == frozen_digest(state.module):
+    if entry is None or entry.digest == frozen_digest(state):
         return
-    for name, value in reader.frozen().items():
-        if own[name].shape != value.shape:
+    for name, found in entry.tensors.items():
+        if tuple(own[name].shape) != found.shape:
             raise UserError(
                 f'{reader.where} does not fit: frozen parameter "{name}" has shape {tuple(own[name].shape)}, the '
-                f"checkpoint's {tuple(value.shape)}."
+                f"checkpoint's {found.shape}."
             )
-        own[name].copy_(value)
+    whole = frozen_parameters(state)
+    for name, value in reader.frozen(whole).items():
+        whole[name].copy_(value)
+
+
+def _load_frozen_blocks(reader: Reader, state: TrainingState, stretches: Sequence[Stretch]) -> None:
+    """Tensor by tensor: a checksum is of a whole one."""
+    layout = state.held_layout
+    elements = {one: one.blocks * layout.buckets[one.bucket].block_elements for one in stretches}
+    found = {one: host_memory(count, layout.buckets[one.bucket].dtype) for one, count in elements.items()}
+    for bucket in sorted({one.bucket for one in stretches}):
+        parts = [(layout.elements(one), found[one]) for one in stretches if one.bucket == bucket]
+        for slot in layout.buckets[bucket].slots:
+            name, end = slot.parameter.name, slot.start + slot.parameter.elements
+            wanted = [(max(start, slot.start), min(stop, end), start, part) for (start, stop), part in parts]
+            wanted = [one for one in wanted if one[0] < one[1]]
+            flat = reader.frozen([name])[name].reshape(-1) if wanted else None
+            for first, last, start, part in wanted:
+                assert flat is not None
+                part[first - start : last - start] = flat[first - slot.start : last - slot.start]
+    state.held.take({one: {WEIGHTS: part} for one, part in found.items()})
 
 
 def load_blocks(reader: Reader, state: TrainingState, blocks: Runs) -> None:
     """Holds these blocks as the checkpoint has them, and nothing else."""
     state.held.keep_only(NO_BLOCKS)
-    for portion in state.held.portions(state.layout.stretches(blocks)):
+    stretches, trained = state.held_layout.stretches(blocks), len(state.layout.buckets)  # frozen buckets come last
+    frozen = [one for one in stretches if one.bucket >= trained]
+    if frozen:
+        _load_frozen_blocks(reader, state, frozen)
+    for portion in state.held.portions([one for one in stretches if one.bucket < trained]):
         states = reader.states(portion)
         try:
             check_masters(state.layout, states)

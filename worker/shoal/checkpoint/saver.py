@@ -29,6 +29,7 @@ from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.writer import Author, part_of, write_content
 from shoal.core.save_part import CompleteSave, SaveAct, SavePart, SavePartVote, SaveStatus, WithdrawSave, WriteSave
 from shoal.logs import get_logger
+from shoal.model_export import Reading
 
 PATIENCE_SECONDS = 30.0
 """Wait for the part of a member that has left: its process ends once it has written it."""
@@ -48,6 +49,7 @@ class Lead:
 
     draft: Manifest
     frozen: Mapping[str, Tensor]
+    """None where `write_frozen_now` has written them."""
     in_use: str
     """Folder of the checkpoint that training came from, which retention leaves alone; or empty."""
 
@@ -93,6 +95,7 @@ class Saver:
         self._lock = threading.Lock()
         """Around all calls of the part."""
         self._frozen: FrozenEntry | None = None
+        self._written_now: FrozenEntry | None = None
 
     # ---- on the training thread
 
@@ -133,6 +136,15 @@ class Saver:
         outcome = self._expect(save.part, save.name)
         self._follow(save, outcome, WriteSave())
         outcome.seconds["copy"] = time.monotonic() - began
+
+    def write_frozen_now(self, named: Mapping[str, Tensor], incarnation: str, reading: Reading) -> None:
+        """Of frozen parameters that only the training thread can read: before the save that names the file begins.
+
+        Once in a process's life, as long as the file is there. Raises what `reading` and the storage raise.
+        """
+        known = self._written_now
+        if known is None or self.storage.list().get(known.file) != known.bytes:
+            self._written_now = write_frozen(self.storage, named, incarnation, reading)
 
     def refuse(self, part: SavePart, name: SaveName, why: str) -> None:
         """A save that this member cannot even begin."""
@@ -227,7 +239,10 @@ class Saver:
         outcome.bytes, outcome.seconds["write"] = entry.bytes, time.monotonic() - began
         if save.lead is not None:
             tensors = save.lead.frozen
-            self._frozen = self._making_room(save, lambda: self._frozen_file(tensors, author))
+            if tensors or self._written_now is None:
+                self._frozen = self._making_room(save, lambda: self._frozen_file(tensors, author))
+            else:
+                self._frozen = self._written_now
 
     def _making_room(self, save: SaveTask, write: Callable[[], T]) -> T:
         """Where there is no room for it, what older saves left goes, and it is tried once more."""

@@ -4,6 +4,9 @@ A bucket holds parameters of one unit, one optimizer group and one dtype: groups
 reverse registration order (the order in which backward finishes them), each at a 64-byte multiple; it is padded with
 zeros to whole blocks. Pure: shapes and dtypes only, no tensor is touched.
 
+Parameters that need no gradient (frozen) may be in buckets of their own, behind all others: such blocks have no state,
+and are in no fingerprint. `Layout.trained` is the layout without them, which is the same wherever they are kept.
+
 Block numbers are striped: blocks are numbered across the buckets, by their relative place in their bucket. So a run of
 numbers is one slice of every bucket, and any owner of long runs has its share of every bucket's traffic.
 """
@@ -26,13 +29,16 @@ VERSION: Literal[2] = 2
 """Of the rules on this page: other ones put the same parameters into other blocks."""
 SMALLEST_BLOCK = 4_096
 MOST_BLOCKS = 65_536
+MOST_FROZEN_BLOCKS = 16_384
 BUCKET_BYTES = 8 << 20
 ALIGNMENT_BYTES = 64
+FROZEN = -1
+"""The group of parameters that no optimizer changes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trainable:
-    """A parameter that gets gradients, as the layout needs it."""
+    """A parameter as the layout needs it: one that gets gradients, or a frozen one that is kept in blocks."""
 
     name: str
     shape: tuple[int, ...]
@@ -67,14 +73,25 @@ class Bucket:
     @property
     def wide_dtype(self) -> torch.dtype:
         """Of sums, reduced gradients, optimizer state, and of the master weights where it is not the parameters' own:
-        rounding to half precision happens once, at the end of an update.
+        rounding to half precision happens once, at the end of an update. A frozen parameter has its own.
         """
+        if self.is_frozen:
+            return self.dtype
         return torch.float32 if self.dtype.itemsize < torch.float32.itemsize else self.dtype
 
     @property
     def has_masters(self) -> bool:
         """Whether an owner keeps the parameters in more precision than they are computed with."""
         return self.dtype != self.wide_dtype
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether no optimizer changes it."""
+        return self.group == FROZEN
+
+    @property
+    def block_elements(self) -> int:
+        return self.elements // self.blocks
 
     @property
     def gaps(self) -> list[Span]:
@@ -105,7 +122,29 @@ class Stretch:
 @dataclass(frozen=True)
 class Layout:
     block_elements: int
+    """Of all buckets but frozen ones, whose blocks may be larger."""
     buckets: tuple[Bucket, ...]
+
+    @cached_property
+    def trained(self) -> Layout:
+        """Without frozen buckets, which come last; the blocks of the others follow each other as here."""
+        kept = tuple(bucket for bucket in self.buckets if not bucket.is_frozen)
+        return self if len(kept) == len(self.buckets) else Layout(self.block_elements, kept)
+
+    @cached_property
+    def _trained_blocks(self) -> array[int]:
+        """Their numbers here, ascending."""
+        places = enumerate(self.places)
+        return array("q", (number for number, (bucket, _) in places if not self.buckets[bucket].is_frozen))
+
+    def trained_runs(self, runs: Runs) -> Runs:
+        """Those of a set of blocks that are not frozen, by their numbers in `trained`."""
+        if self.trained is self:
+            return runs
+        numbers, spans = self._trained_blocks, list[Span]()
+        for start, stop in runs.spans:
+            _append(spans, bisect_left(numbers, start), bisect_left(numbers, stop))
+        return Runs(spans)
 
     @cached_property
     def blocks(self) -> int:
@@ -128,6 +167,13 @@ class Layout:
         for number, (bucket, _) in enumerate(self.places):
             found[bucket].append(number)
         return found
+
+    def without_frozen(self, runs: Runs) -> Runs:
+        """Those of a set of blocks that are not frozen, by their numbers here."""
+        if self.trained is self:
+            return runs
+        spans = self.trained_runs(runs).spans
+        return Runs.of(self._trained_blocks[index] for start, stop in spans for index in range(start, stop))
 
     def stretches(self, runs: Runs) -> list[Stretch]:
         """A set of blocks as the longest stretches, in order."""
@@ -155,7 +201,8 @@ class Layout:
 
     def elements(self, stretch: Stretch) -> Span:
         """Where a stretch lies in its bucket."""
-        return stretch.start * self.block_elements, stretch.stop * self.block_elements
+        size = self.buckets[stretch.bucket].block_elements
+        return stretch.start * size, stretch.stop * size
 
     def cut(self, runs: Runs) -> tuple[tuple[Span, ...], ...]:
         """Element ranges of a set of blocks, by bucket."""
@@ -201,15 +248,25 @@ def _append(spans: list[Span], start: int, stop: int) -> None:
 def lay_out(parameters: Sequence[Trainable], bucket_bytes: int = BUCKET_BYTES) -> Layout:
     """The layout of parameters given in registration order; a bucket is closed once it holds `bucket_bytes`."""
     drafts = list(_drafts(parameters, bucket_bytes))
-    block = SMALLEST_BLOCK
-    while sum(-(-elements // block) for _, elements in drafts) > MOST_BLOCKS and block < max(e for _, e in drafts):
-        block *= 2
+    trained = [elements for slots, elements in drafts if slots[0].parameter.group != FROZEN]
+    frozen = [elements for slots, elements in drafts if slots[0].parameter.group == FROZEN]
+    block = _block_elements(trained, SMALLEST_BLOCK, MOST_BLOCKS)
+    size_of_frozen = _block_elements(frozen, block, MOST_FROZEN_BLOCKS)
     buckets = []
     for index, (slots, elements) in enumerate(drafts):
-        blocks = max(1, -(-elements // block))
         head = slots[0].parameter
-        buckets.append(Bucket(index, head.group, head.dtype, tuple(slots), blocks, blocks * block))
+        size = size_of_frozen if head.group == FROZEN else block
+        blocks = max(1, -(-elements // size))
+        buckets.append(Bucket(index, head.group, head.dtype, tuple(slots), blocks, blocks * size))
     return Layout(block, tuple(buckets))
+
+
+def _block_elements(buckets: Sequence[int], smallest: int, most: int) -> int:
+    """So many elements that there are not too many blocks. `buckets`: the elements of each."""
+    size = smallest
+    while sum(-(-elements // size) for elements in buckets) > most and size < max(buckets):
+        size *= 2
+    return size
 
 
 def _drafts(parameters: Sequence[Trainable], bucket_bytes: int) -> list[tuple[list[Slot], int]]:
@@ -217,7 +274,7 @@ def _drafts(parameters: Sequence[Trainable], bucket_bytes: int) -> list[tuple[li
     drafts: list[tuple[list[Slot], int]] = []
     latest: dict[tuple[int, torch.dtype, int], int] = {}
     backwards = parameters[::-1]
-    for parameter in sorted(backwards, key=lambda p: p.group):
+    for parameter in sorted(backwards, key=lambda p: (p.group == FROZEN, p.group)):
         kind = (parameter.group, parameter.dtype, parameter.unit)
         align = max(1, ALIGNMENT_BYTES // parameter.dtype.itemsize)
         slots, elements = drafts[latest[kind]] if kind in latest else ([], 0)

@@ -56,16 +56,22 @@ class Traffic:
         self, plan: Plan, rank: int, layout: Layout, leaves_are_narrow: bool = False, by_rounds: bool = False,
         hands_out: bool = True,
     ) -> None:  # fmt: skip
-        """`leaves_are_narrow`: a lane's gradient has the precision of the parameters, as it is no sum.
+        """`layout`: of all blocks of the plan. Frozen ones are in no traffic here; all else goes by the numbers without
+        them (`Layout.trained_runs`).
+
+        `leaves_are_narrow`: a lane's gradient has the precision of the parameters, as it is no sum.
 
         `by_rounds`: every lane's gradient goes to the owners at once (rounds_traffic.py). `hands_out`: all members have
         all parameters.
         """
-        self.plan, self.rank, self.layout, self.leaves_are_narrow = plan, rank, layout, leaves_are_narrow
+        self.plan, self.rank, self.layout, self.leaves_are_narrow = plan, rank, layout.trained, leaves_are_narrow
+        self._trained = layout.trained_runs
+        self.owned = tuple(self._trained(share.owned) for share in plan.shares)
+        """By rank."""
         self._by_rounds = by_rounds
         self.others = tuple((rank + distance) % plan.world_size for distance in range(1, plan.world_size))
         self._replays = lru_cache(maxsize=4)(
-            lambda boundaries: tuple(plan.replays(r, boundaries) for r in range(plan.world_size))
+            lambda boundaries: tuple(self._trained(plan.replays(r, boundaries)) for r in range(plan.world_size))
         )
         self._mirrored = lru_cache(maxsize=2)(
             lambda boundaries: self._flow(lambda owner, mirror: self._owned(owner) & self.replays(boundaries)[mirror])
@@ -85,7 +91,7 @@ class Traffic:
         )
 
     def _owned(self, rank: int) -> Runs:
-        return self.plan.shares[rank].owned
+        return self.owned[rank]
 
     @cached_property
     def lane_spans(self) -> tuple[tuple[Span, ...], ...]:
@@ -95,12 +101,12 @@ class Traffic:
     @cached_property
     def norm_spans(self) -> tuple[tuple[Span, ...], ...]:
         """Whole subtrees of blocks that each rank owns, whose sums of squares it votes."""
-        return tuple(tuple(subtrees(share.owned, self.plan.blocks)) for share in self.plan.shares)
+        return tuple(tuple(subtrees(owned, self.layout.blocks)) for owned in self.owned)
 
     @cached_property
     def host_sums(self) -> HostSums:
         """Who adds up what before it leaves a host."""
-        owners = [rank for rank, share in enumerate(self.plan.shares) if share.owned]
+        owners = [rank for rank, owned in enumerate(self.owned) if owned]
         if self._by_rounds:
             return HostSums(
                 [[(rank, rank + 1)] for rank in range(self.plan.world_size)], (), owners, self.plan.world_size
@@ -120,8 +126,8 @@ class Traffic:
     @cached_property
     def pieces(self) -> tuple[ExchangePiece, ...]:
         """What is exchanged at one time; the same on all members."""
-        owned = [self.layout.cut(share.owned) for share in self.plan.shares]
-        return cut_into_pieces(self.layout, owned, self.host_sums, piece_bytes(self.plan.world_size))
+        cut = [self.layout.cut(owned) for owned in self.owned]
+        return cut_into_pieces(self.layout, cut, self.host_sums, piece_bytes(self.plan.world_size))
 
     @cached_property
     def windows(self) -> tuple[int, ...]:
@@ -198,7 +204,7 @@ class Traffic:
         """What owners hand out before a recovered world opens."""
         recovery = self.plan.recovery
         assert recovery is not None
-        return self._flow(lambda owner, peer: self._owned(owner) & recovery.stale[peer])
+        return self._flow(lambda owner, peer: self._owned(owner) & self._trained(recovery.stale[peer]))
 
     def _flow(self, wanted: Callable[[int, int], Runs]) -> PieceTraffic:
         """`wanted(owner, peer)`: blocks of the owner's that go from one to the other."""

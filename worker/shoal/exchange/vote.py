@@ -248,7 +248,7 @@ def _norm(
         for spans, values in zip(traffic.norm_spans, sums, strict=True)
         for span, value in zip(spans, values, strict=False)
     ]
-    return math.sqrt(fold_numbers(parts, traffic.plan.blocks))
+    return math.sqrt(fold_numbers(parts, traffic.layout.blocks))
 
 
 def _evaluated(each: list[dict[str, list[float]]]) -> dict[str, float]:

@@ -103,9 +103,9 @@ class FiledBlocks(HeldBlocks):
 
     def _reserve(self) -> None:
         """Space for all that is held and awaited, state that an optimizer makes later included."""
-        stretches, size = self.layout.stretches(self.runs | self._awaited), self.layout.block_elements
+        held = [(one, self.layout.buckets[one.bucket]) for one in self.layout.stretches(self.runs | self._awaited)]
         self.store.file.reserve(
-            sum(one.blocks * size * self._bytes_of_an_element(self.layout.buckets[one.bucket]) for one in stretches)
+            sum(one.blocks * of.block_elements * self._bytes_of_an_element(of) for one, of in held if not of.is_frozen)
         )
 
     def _bytes_of_an_element(self, bucket: Bucket) -> int:
@@ -160,16 +160,17 @@ class FiledBlocks(HeldBlocks):
         """Memory of its own, until it is taken; parameters stay where they are received."""
         if key == WEIGHTS:
             return super().memory_for(stretch, key, dtype)
-        return host_memory(stretch.blocks * self.layout.block_elements, dtype)
+        return host_memory(stretch.blocks * self.layout.buckets[stretch.bucket].block_elements, dtype)
 
     def take(
         self,
         states: Mapping[Stretch, State],  # each (elements of the stretch,), or () for what all its blocks share
     ) -> None:
-        taken, size = self.layout.runs(states), self.layout.block_elements
+        taken = self.layout.runs(states)
         given = {cell: stretch for stretch in states for cell in self.store.cells([stretch])}
 
         def part(cell: Stretch) -> State:
+            size = self.layout.buckets[cell.bucket].block_elements
             first, stop = ((at - given[cell].start) * size for at in (cell.start, cell.stop))
             state = {key: value for key, value in states[given[cell]].items() if key != WEIGHTS}
             return {key: value[first:stop] if value.dim() else value for key, value in state.items()}
@@ -217,7 +218,8 @@ class FiledBlocks(HeldBlocks):
     ) -> None:
         check_steps_in_parts(self._user)
         take_over_hyper_parameters(self._twin, self._user)
-        pieces, transfers = self.store.pieces[::-1], self.store.transfers
+        buckets, transfers = len(self.layout.trained.buckets), self.store.transfers
+        pieces = [piece for piece in self.store.pieces[::-1] if piece.stretch.bucket < buckets]  # frozen ones come last
         before = transfers.moved, transfers.seconds
         for index, buffer in enumerate(transfers.carry([piece.ranges() for piece in pieces], self._most_bytes(pieces))):
             self._apply_to_piece(pieces[index], buffer, gradients, scale)

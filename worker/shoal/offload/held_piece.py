@@ -22,14 +22,14 @@ PIECE_ELEMENTS = 1 << 20
 """12 MiB of master weights and AdamW's state: far more than a disk needs to be busy."""
 
 
-def cell_blocks(layout: Layout) -> int:
+def cell_blocks(layout: Layout, bucket: int) -> int:
     """Blocks of a cell of the grid: of a whole piece."""
-    return max(1, PIECE_ELEMENTS // layout.block_elements)
+    return max(1, PIECE_ELEMENTS // layout.buckets[bucket].block_elements)
 
 
 def cells(layout: Layout, stretch: Stretch) -> Iterator[Stretch]:
     """A stretch, cut at the grid."""
-    size, start = cell_blocks(layout), stretch.start
+    size, start = cell_blocks(layout, stretch.bucket), stretch.start
     while start < stretch.stop:
         stop = min(stretch.stop, (start // size + 1) * size)
         yield Stretch(stretch.bucket, start, stop)
@@ -131,7 +131,7 @@ class HeldPiece:
 
     def is_continued_by(self, other: HeldPiece, layout: Layout) -> bool:
         """Whether `other` has the next blocks of the same cell, and the same kind of state."""
-        size, mine, theirs = cell_blocks(layout), self.stretch, other.stretch
+        size, mine, theirs = cell_blocks(layout, self.stretch.bucket), self.stretch, other.stretch
         if (mine.bucket, mine.stop) != (theirs.bucket, theirs.start) or theirs.start % size == 0:
             return False
         if {key: place.dtype for key, place in self.places.items()} != {

@@ -41,7 +41,8 @@ class PieceStore:
         added = []
         for index, buffer in enumerate(self.transfers.carry([()] * len(stretches), 0)):
             state = state_of(stretches[index])
-            piece = HeldPiece(stretches[index], stretches[index].blocks * self._layout.block_elements, {}, {})
+            elements = stretches[index].blocks * self._layout.buckets[stretches[index].bucket].block_elements
+            piece = HeldPiece(stretches[index], elements, {}, {})
             piece.shared = {key: value.clone() for key, value in state.items() if not value.dim()}
             self._keep_large(piece, buffer, state)
             added.append(piece)

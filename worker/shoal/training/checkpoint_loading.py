@@ -111,7 +111,7 @@ class CheckpointLoading:
         load_blocks(reader, state, owned)
         self._context.faults.at("restore", state.step)
         HandOut(world.group, state.weights, world.traffic, world.traffic.stale).finish()
-        state.current = every(state.layout.blocks)
+        state.current = every(state.held_layout.blocks)
         log.info("restored", path=found.path, step=state.step, bytes=reader.bytes_read)
         return reader.bytes_read
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from shoal_protos.checkpoint import CheckpointRef, SaveReport
-from shoal_protos.errors import UserError
+from shoal_protos.errors import ShoalError, UserError
 from torch import Tensor
 
 from shoal.checkpoint.catalogue import SaveName
@@ -27,16 +27,19 @@ from shoal.checkpoint.snapshot import take_snapshot
 from shoal.checkpoint.storage import open_storage
 from shoal.checkpoint.streamed import streamed_state
 from shoal.config.training import agreement
+from shoal.core.module_names import named_parameters
 from shoal.core.save_part import BUSY, SavePart, SavePartVote, SaveStatus, SharedSave
 from shoal.core.saving import SaveChoice, SaveVote, Saving
 from shoal.exchange.ballot import Request
 from shoal.exchange.vote import Record
+from shoal.group.group import WorldChanged
 from shoal.logs import get_logger
 from shoal.numerics import identity
 from shoal.training.checkpoint_loading import CheckpointLoading
 from shoal.training.context import TrainingContext
 from shoal.training.corruption_watch import CorruptionWatch
-from shoal.training.state import frozen_parameters
+from shoal.training.parameters import Parameters
+from shoal.training.state import frozen_in_blocks, frozen_parameters
 from shoal.world import World
 
 SAVE = Request("save")
@@ -49,14 +52,10 @@ class CheckpointSaving:
     """Saves of one worker. Without `shoal.checkpoint.path` it does nothing but refuse."""
 
     def __init__(
-        self,
-        context: TrainingContext,
-        corruption: CorruptionWatch,
-        loading: CheckpointLoading,
-        settle: Callable[[], None],
+        self, context: TrainingContext, corruption: CorruptionWatch, loading: CheckpointLoading, parameters: Parameters
     ) -> None:
-        """`settle`: all parameters are here then; raises `WorldChanged`."""
-        self._context, self._corruption, self._loading, self._settle = context, corruption, loading, settle
+        self._context, self._corruption, self._loading = context, corruption, loading
+        self._parameters = parameters
         self._config = context.config.checkpoint
         self._saver: Saver | None = None
         if self._config.path is not None:
@@ -148,7 +147,7 @@ class CheckpointSaving:
         if choice is not SaveChoice.NOTHING:
             self._clock = time.monotonic()
         if choice is SaveChoice.BEGIN:
-            self._settle()
+            self._parameters.settle()
             self._corruption.on_save()
             self._begin(self._saver, world)
         if choice is SaveChoice.SKIP and world.rank == 0:
@@ -171,11 +170,12 @@ class CheckpointSaving:
         if part.leads:
             try:
                 draft, beside = draft_of(state, self.origin, plan.generation, state.registered)
-            except UserError as error:
+                frozen = self._frozen(saver, member.incarnation)
+            except (ShoalError, WorldChanged) as error:  # a world that has changed is found by whoever waits next
                 log.error("save_failed", step=name.step, reason=str(error))
-                return saver.refuse(part, name, str(error))
-            lead = Lead(draft, frozen_parameters(state.module), _in_use(world))
-        owned = plan.shares[world.rank].owned
+                return saver.refuse(part, name, str(error) or "the world changed meanwhile")
+            lead = Lead(draft, frozen, _in_use(world))
+        owned = state.held_layout.without_frozen(plan.shares[world.rank].owned)
         held, ours = (state.layout, state.weights, state.held, owned, beside), Ours(run, state.lineage)
         if self._config.stream:
             saver.write(SaveTask(part, name, streamed_state(*held), lead, ours))
@@ -183,6 +183,17 @@ class CheckpointSaving:
         snapshot = take_snapshot(*held, saver.ready())
         saver.begin(SaveTask(part, name, snapshot, lead, ours), copy_seconds=time.monotonic() - began)
         return None
+
+    def _frozen(self, saver: Saver, incarnation: str) -> dict[str, Tensor]:
+        """What is to be written beside training; what is in blocks is written here and now."""
+        state = self._context.state
+        whole, in_blocks = frozen_parameters(state), frozen_in_blocks(state)
+        if not in_blocks:
+            return whole
+        together = {**whole, **in_blocks}
+        named = {name: together[name] for name, _ in named_parameters(state.module) if name in together}
+        saver.write_frozen_now(named, incarnation, self._parameters.reading)
+        return {}
 
     @property
     def origin(self) -> Origin:
@@ -200,7 +211,7 @@ class CheckpointSaving:
         if self._saver is None or config.stream or (config.every_steps is None and config.every_minutes is None):
             return
         state = self._context.state
-        blocks = len(world.plan.shares[world.rank].owned)
+        blocks = len(world.traffic.owned[world.rank])
         parameters = max(bucket.dtype.itemsize for bucket in state.layout.buckets) * state.layout.block_elements
         self._saver.reserve(blocks * (parameters + state.held.state_bytes_of_a_block()))
 

@@ -52,7 +52,7 @@ class CorruptionWatch:
             return ()
         found = []
         if step > self._state.step:
-            blocks = sampled(step, self._state.layout.blocks, self._every)
+            blocks = sampled(step, self._state.held_layout.blocks, self._every)
             if blocks:
                 found.append(self._comparison(blocks, self._checksums(blocks), self._state.step))
         if self._saved is not None:
@@ -101,7 +101,7 @@ class CorruptionWatch:
         if not self._every or not self._copies:
             return
         state = self._state
-        self._saved = torch.full((state.layout.blocks,), NO_COPY, dtype=torch.int64, device="cpu")
+        self._saved = torch.full((state.held_layout.blocks,), NO_COPY, dtype=torch.int64, device="cpu")
         own = self._valid
         self._saved[list(own)] = block_checksums(state, own)
         self._saved_step, self._compared, self._sound = state.step, 0, True

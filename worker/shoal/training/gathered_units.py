@@ -29,7 +29,8 @@ class GatheredUnits:
     def __init__(self, context: TrainingContext, weights: HeldWeights, on_touch: OnTouch) -> None:
         self._context, self._weights, self._on_touch = context, weights, on_touch
         state = context.state
-        self._units = units_of(state.layout, state.flats.flats, state.parameters)
+        self._units = units_of(state.held_layout, state.flats.flats, state.placed)
+        self.have_frozen = any(unit.has_frozen for unit in self._units)
         self._of_bucket = {bucket: unit for unit in self._units for bucket in unit.buckets}
         self._by_storage = {key: unit for unit in self._units for key in unit.storages}
         self._first_uses = [unit.uses for unit in self._units]
@@ -79,7 +80,7 @@ class GatheredUnits:
         state = self._context.state
         if state.originals is not None:
             self._give_up_first_values()
-        self._traffic = UnitTraffic(world.plan, world.rank, state.layout, [unit.buckets for unit in self])
+        self._traffic = UnitTraffic(world.plan, world.rank, state.held_layout, [unit.buckets for unit in self])
         if self._server is None or self._server.group is not world.group:
             self._server = UnitServer(world.group)
         self._own_as_of = (-1, -1)
@@ -161,6 +162,20 @@ class GatheredUnits:
         for unit in self:
             if not unit.is_pinned and unit not in used:
                 self.free(unit)
+
+    def free_done(self, waiting: Collection[int], but: Collection[Unit]) -> None:
+        """In a backward: those with frozen parameters that no node still to run has saved anything of. `waiting`: units
+        whose gradients are still to come.
+        """
+        for unit in self:
+            is_needed = unit.is_pinned or unit.number in waiting or unit in but
+            if unit.has_frozen and not is_needed and not self.is_awaited(unit):
+                self.free(unit)
+
+    def is_awaited(self, unit: Unit) -> bool:
+        """Whether somebody has saved something of one with frozen parameters, as autograd does."""
+        places, _ = self._own.get(unit.number, ([], []))
+        return unit.has_frozen and unit.is_used_beyond(len(places))
 
     def free_all(self) -> None:
         """Nothing may be on its way in a group that is open."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from shoal_protos.errors import UserError
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.core.module_names import named_buffers
 from shoal.exchange.framing import as_bytes_tensor
@@ -26,7 +26,7 @@ def agree_on_the_start(world: World, state: TrainingState) -> None:
     """
     tensors = {
         **state.stand_at_the_start().named,
-        **frozen_parameters(state.module),
+        **frozen_parameters(state),
         **{f"buffer {name}": buffer for name, buffer in named_buffers(state.module)},
     }
     copies = ((name, tensor.detach().clone()) for name, tensor in tensors.items())  # numpy would pin what is looked at
@@ -58,9 +58,9 @@ def check_made(world: World, state: TrainingState) -> None:
             )
 
 
-def share_frozen(group: Group, module: nn.Module, source: int, targets: Sequence[int]) -> None:
+def share_frozen(group: Group, state: TrainingState, source: int, targets: Sequence[int]) -> None:
     """Frozen parameters of `source` replace those of `targets`. Called by these; others need not."""
-    _replace(group, list(frozen_parameters(module).values()), source, targets)
+    _replace(group, list(frozen_parameters(state).values()), source, targets)
 
 
 def _replace(group: Group, tensors: Sequence[Tensor], source: int, targets: Sequence[int]) -> None:

@@ -16,6 +16,7 @@ from shoal_protos.memory_estimate import (
 
 from shoal.logs import get_logger
 from shoal.training.context import TrainingContext
+from shoal.training.state import frozen_in_blocks
 from shoal.training.telemetry import held_bytes
 from shoal.world import World
 
@@ -65,6 +66,7 @@ class MemoryReport:
             by_parameter *= PARAMETER_BYTES["fp64"] / PARAMETER_BYTES["fp32"]
         return MemorySetup(
             parameters=sum(slot.parameter.elements for bucket in buckets for slot in bucket.slots),
+            frozen=sum(parameter.numel() for parameter in frozen_in_blocks(state).values()),
             workers=workers,
             stage=config.stage,
             lanes=config.lanes,

@@ -71,8 +71,9 @@ class Windows:
 
 
 class ModuleGuard:
-    """`trained`: the parameters in the flats, by name, in the order of `flats`' slots. `flats`: those whose values are
-    here all the time; none where parameters come and go: then a write is seen by its version alone.
+    """`trained`: the parameters in the flats, by name, in the order of `flats`' slots; frozen ones too where they are
+    there. `flats`: those whose values are here all the time; none where parameters come and go: then a write is seen by
+    its version alone.
     """
 
     def __init__(self, module: nn.Module, trained: dict[str, nn.Parameter], flats: Flats) -> None:

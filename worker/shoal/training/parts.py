@@ -55,7 +55,7 @@ class Parts:
             parameters = ShardedParameters(context, weights, take_part)
         else:
             parameters = HandedParameters(context, take_part, on_all_here)
-        saving = CheckpointSaving(context, corruption, loading, parameters.settle)
+        saving = CheckpointSaving(context, corruption, loading, parameters)
         evaluation = Evaluation(context)
         requests = Requests(context, saving, parameters)
         status = StatusReport(context, loading, saving, corruption)

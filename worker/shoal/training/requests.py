@@ -133,7 +133,7 @@ class Requests:
         world, state = self._context.world, self._context.state
         assert world is not None
         if world.rank in (world.plan.builder, request.rank):
-            share_frozen(world.group, state.module, world.plan.builder, [request.rank])
+            share_frozen(world.group, state, world.plan.builder, [request.rank])
         if world.rank == request.rank:
             state.frozen_in_place = True
             if state.current or not state.residency.parameters:

@@ -170,7 +170,7 @@ class Resize:
         in_place, state = self._boundary.agree(world), self._context.state
         lacking = [rank for rank, there in enumerate(in_place) if not there]
         if lacking:
-            share_frozen(world.group, state.module, in_place.index(True), lacking)
+            share_frozen(world.group, state, in_place.index(True), lacking)
             state.frozen_in_place = True
 
     def _owned_before(self) -> Runs:
@@ -241,7 +241,7 @@ class Resize:
     def _trains_at_once(self) -> bool:
         """Whether a joiner has lanes in its first world, and so needs the frozen parameters before it."""
         state = self._context.state
-        return not state.residency.parameters and bool(frozen_parameters(state.module))
+        return not state.residency.parameters and bool(frozen_parameters(state))
 
     def _give_frozen(self, world: World, rank: int) -> None:
         """To a joiner that says its own differ."""
@@ -249,7 +249,7 @@ class Resize:
             lacks = torch.zeros(1, dtype=torch.uint8)
             world.group.receive(lacks, rank, STARTED).wait()
             if lacks.item():
-                share_frozen(world.group, self._context.state.module, world.rank, [rank])
+                share_frozen(world.group, self._context.state, world.rank, [rank])
 
     def _take_frozen(self, world: World) -> None:
         """A joiner's part in it."""
@@ -258,7 +258,7 @@ class Resize:
             lacks = torch.tensor([not state.frozen_in_place], dtype=torch.uint8)
             world.group.send(lacks, builder, STARTED).wait()
             if not state.frozen_in_place:
-                share_frozen(world.group, state.module, builder, [world.rank])
+                share_frozen(world.group, state, builder, [world.rank])
                 state.frozen_in_place, state.current = True, state.everything
 
     # ---- entering, leaving
@@ -269,7 +269,7 @@ class Resize:
         assert rank is not None, f"plan {plan.generation} leaves out {link.worker}, which was told to carry it out"
         state = self._context.state
         narrow, residency = state.one_micro_batch, state.residency
-        traffic = Traffic(plan, rank, state.layout, narrow, not residency.gradients, residency.parameters)
+        traffic = Traffic(plan, rank, state.held_layout, narrow, not residency.gradients, residency.parameters)
         return World(plan, rank, group, traffic)
 
     def _enter(self, world: World) -> None:

@@ -182,6 +182,7 @@ class ShardedParameters(Parameters):
     def _enter(self, unit: Unit) -> None:
         self._stack.append(unit)
         if self._is_backward or (unit is self._current and unit.presence is Presence.HERE):
+            self._free_done(unit)
             self.units.ensure(unit)  # in a backward it is made again: it stays until its gradients are in
             return
         self.units.ensure(unit)
@@ -234,15 +235,16 @@ class ShardedParameters(Parameters):
         self._get(unit)
         if unit is not self._current:
             self._current = unit
+            self._free_done(unit)
             before = self._before.get(unit.number)
-            if before is not None and self._lacking.get(before.number):
+            if before is not None and (self._lacking.get(before.number) or self.units.is_awaited(before)):
                 self.units.begin(before)
         return saved
 
     @contextmanager
     def in_backward(self) -> Iterator[None]:
         self._is_backward, self._current = True, None
-        self._lacking = {unit.number: set(unit.buckets) for unit in self.units}
+        self._lacking = {unit.number: set(unit.gets_gradients) for unit in self.units}
         try:
             yield
         finally:
@@ -256,7 +258,15 @@ class ShardedParameters(Parameters):
         lacking = self._lacking.get(unit.number, set())
         lacking.discard(bucket)
         if not lacking and self.units.come_and_go and not self._open:
-            self.units.free(unit)
+            if not unit.has_frozen:
+                self.units.free(unit)
+            self._free_done(unit)
+
+    def _free_done(self, but: Unit) -> None:
+        """Frozen parameters have no gradients that tell when they are done with."""
+        if self.units.have_frozen and self._is_backward and self.units.come_and_go and not self._open:
+            waiting = [number for number, lacking in self._lacking.items() if lacking]
+            self.units.free_done(waiting, [*self._stack, but])
 
     # ---- all of some
 

@@ -117,9 +117,9 @@ def _description(
     )
     return Description(
         lanes=config.lanes,
-        blocks=state.layout.blocks,
+        blocks=state.held_layout.blocks,
         block_elements=state.layout.block_elements,
-        state_bytes=probe_state_bytes(state.layout, optimizer, not state.residency.parameters),
+        state_bytes=probe_state_bytes(state.held_layout, optimizer, not state.residency.parameters),
         mirrors=EVERYONE if Residency.of(config.stage).state else config.mirrors,
         stage=config.stage,
         mirror_partners=config.mirror_partners,

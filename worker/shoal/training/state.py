@@ -18,7 +18,7 @@ from shoal_protos.runs import NO_BLOCKS, Runs, every
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from shoal.blocks.flat import adopt, adopt_without_values, give_memory, lay_out_model, trainable
+from shoal.blocks.flat import adopt, adopt_without_values, frozen, give_memory, lay_out_model, trainable
 from shoal.blocks.held import OnUpdated, unheard
 from shoal.blocks.held_weights import HeldWeights
 from shoal.blocks.host_memory import tensor_bytes
@@ -97,19 +97,25 @@ class TrainingState:
         pairs = trainable(module, optimizer, limits.units, limits.half)
         pairs, before = round_module(module, pairs, limits.half)
         self.module, self.optimizer, self.scheduler, self.clipping = module, optimizer, scheduler, limits.clipping
-        self.layout: Layout
-        self.layout, self.parameters = lay_out_model(pairs)
         sharded = not limits.residency.parameters
+        pairs += frozen(module, limits.units) if sharded else []
+        self.held_layout: Layout
+        """Of all that is in blocks; where parameters are sharded, frozen ones too."""
+        self.held_layout, self.placed = lay_out_model(pairs)
+        self.layout = self.held_layout.trained
+        """Of what is trained: the same in every stage."""
+        self.parameters = self.placed[: sum(len(bucket.slots) for bucket in self.layout.buckets)]
+        """The trained ones, in the order of the slots; `placed`: all that are in blocks."""
         self.comes_later = sharded and deferred is not None
         """Whether parameters have no values before they are gathered for the first time."""
         if self.comes_later:
             before = {info.name: parameter.data for info, parameter in pairs} | before
-            flats = adopt_without_values(self.layout, self.parameters)
+            flats = adopt_without_values(self.held_layout, self.placed)
         else:
-            flats = adopt(self.layout, self.parameters, come_and_go=sharded)
-        self.flats = WholeValues(self.layout, flats)
+            flats = adopt(self.held_layout, self.placed, come_and_go=sharded)
+        self.flats = WholeValues(self.held_layout, flats)
         """What forwards compute with."""
-        self.originals: Originals | None = Originals(self.layout, self.parameters, before, deferred)
+        self.originals: Originals | None = Originals(self.held_layout, self.placed, before, deferred)
         """Until something but the script has made this process's state: till then it could begin at step 0."""
         self._put_first_values(deferred)
         self.sums: LaneSums | ShardSums
@@ -123,8 +129,8 @@ class TrainingState:
         else:
             self.gradient_guard = GradientGuard(self.sums)
         tensors = {info.name: tensor for info, tensor in pairs}
-        self.held = held_blocks(limits.state_folder, self.layout, optimizer, self.flats, tensors, sharded)
-        self.weights = HeldWeights(self.layout, self.held) if sharded else self.flats
+        self.held = held_blocks(limits.state_folder, self.held_layout, optimizer, self.flats, tensors, sharded)
+        self.weights = HeldWeights(self.held_layout, self.held) if sharded else self.flats
         """The parameters of the blocks that are held, at least."""
         self.buffers = ModuleBuffers(module, limits.lanes)
         self.module_guard = ModuleGuard(module, self._named(), [] if sharded else self.flats.flats)
@@ -159,13 +165,13 @@ class TrainingState:
             self.originals.put_back()
 
     def _named(self) -> dict[str, nn.Parameter]:
-        """The trained parameters in the order of the flats' slots."""
-        names = [slot.parameter.name for bucket in self.layout.buckets for slot in bucket.slots]
-        return dict(zip(names, self.parameters, strict=True))
+        """The parameters that are in blocks, in the order of the flats' slots."""
+        names = [slot.parameter.name for bucket in self.held_layout.buckets for slot in bucket.slots]
+        return dict(zip(names, self.placed, strict=True))
 
     @property
     def everything(self) -> Runs:
-        return every(self.layout.blocks)
+        return every(self.held_layout.blocks)
 
     @property
     def scale(self) -> float:
@@ -275,7 +281,7 @@ class TrainingState:
                 "buffers": self.buffers.committed,
                 "last_step": self.last_step,
                 "lineage": [branch.model_dump() for branch in self.lineage],
-                "frozen": frozen_digest(self.module),
+                "frozen": frozen_digest(self),
                 "registered": {name: of.state_dict() for name, of in self.registered.items()},
             }
         )
@@ -301,7 +307,7 @@ class TrainingState:
         check_registered(self.registered, given["registered"], "another worker of this job")
         for name, of in self.registered.items():
             of.load_state_dict(given["registered"][name])
-        self.frozen_in_place = bool(given["frozen"] == frozen_digest(self.module))
+        self.frozen_in_place = bool(given["frozen"] == frozen_digest(self))
         self.current = self._current(NO_BLOCKS)
 
 
@@ -313,14 +319,23 @@ def check_registered(mine: Collection[str], theirs: Collection[str], where: str)
         raise UserError(f'{where} has a state "{name}"; this script must register it with engine.register_state.')
 
 
-def frozen_parameters(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters by name that no optimizer changes; they are in no block."""
-    return {name: parameter.data for name, parameter in named_parameters(module) if not parameter.requires_grad}
+def frozen_parameters(state: TrainingState) -> dict[str, Tensor]:
+    """Parameters by name that no optimizer changes and that are whole on every worker: those in no block."""
+    in_blocks = frozen_in_blocks(state)
+    named = named_parameters(state.module)
+    return {name: one.data for name, one in named if not one.requires_grad and name not in in_blocks}
 
 
-def frozen_digest(module: nn.Module) -> str:
-    """SHA-256 over names and bytes of the frozen parameters, hexadecimal."""
-    return digest_of(list(frozen_parameters(module).items()))
+def frozen_in_blocks(state: TrainingState) -> dict[str, nn.Parameter]:
+    """Parameters by name that no optimizer changes and that are in blocks; their values may be elsewhere."""
+    slots = [slot for bucket in state.held_layout.buckets[len(state.layout.buckets) :] for slot in bucket.slots]
+    placed = state.placed[len(state.parameters) :]
+    return {slot.parameter.name: parameter for slot, parameter in zip(slots, placed, strict=True)}
+
+
+def frozen_digest(state: TrainingState) -> str:
+    """SHA-256 over names and bytes of the frozen parameters that are whole here, hexadecimal."""
+    return digest_of(list(frozen_parameters(state).items()))
 
 
 def digest_of(named: Iterable[tuple[str, Tensor]]) -> str:

@@ -123,7 +123,7 @@ class Step:
         state = self._context.state
         if not state.clipping:
             return None
-        return subtree_sums(state.sums.reduced, self._world.plan.shares[self._world.rank].owned, state.layout)
+        return subtree_sums(state.sums.reduced, self._world.traffic.owned[self._world.rank], state.layout)
 
     def _note_pending(self) -> None:
         """All that the commit reads is here: these blocks could roll forward."""
