@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from shoal.core.layout import Trainable, lay_out
+from shoal.core.layout import SMALLEST_BLOCK, Trainable, lay_out
 from shoal.exchange.ballot import Ballot, Request
 from shoal.exchange.finite import describe_gradient
 from shoal.exchange.traffic import Traffic
@@ -26,10 +26,10 @@ from shoal.exchange.vote import (
 )
 from shoal_protos.errors import UserError
 from torch import Tensor
-from worlds import recovery
+from worlds import BLOCKS, recovery
 
 BUCKET = lay_out([Trainable("ü" * 300, (8,), torch.float32, 0)]).buckets[0]
-LAYOUT = lay_out([Trainable("weight", (8,), torch.float32, 0)])
+LAYOUT = lay_out([Trainable("weight", (BLOCKS * SMALLEST_BLOCK,), torch.float32, 0)])
 TRAFFIC = Traffic(recovery(1, "a"), 0, LAYOUT)
 
 
