@@ -6,7 +6,7 @@ Between two votes any unit can be gathered, by any member, as often as it likes:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -163,12 +163,12 @@ class GatheredUnits:
             if not unit.is_pinned and unit not in used:
                 self.free(unit)
 
-    def free_done(self, waiting: Collection[int], but: Collection[Unit]) -> None:
-        """In a backward: those with frozen parameters that no node still to run has saved anything of. `waiting`: units
-        whose gradients are still to come.
+    def free_done(self, lacking: Mapping[int, Collection[int]], but: Collection[Unit]) -> None:
+        """In a backward: those with frozen parameters that no node still to run has saved anything of: they have no
+        gradients that tell. `lacking`: by unit, buckets whose gradients are still to come.
         """
-        for unit in self:
-            is_needed = unit.is_pinned or unit.number in waiting or unit in but
+        for unit in self if self.have_frozen and self.come_and_go else ():
+            is_needed = unit.is_pinned or bool(lacking.get(unit.number)) or unit in but
             if unit.has_frozen and not is_needed and not self.is_awaited(unit):
                 self.free(unit)
 

@@ -182,7 +182,8 @@ class ShardedParameters(Parameters):
     def _enter(self, unit: Unit) -> None:
         self._stack.append(unit)
         if self._is_backward or (unit is self._current and unit.presence is Presence.HERE):
-            self._free_done(unit)
+            if self._is_backward and not self._open:
+                self.units.free_done(self._lacking, [*self._stack, unit])
             self.units.ensure(unit)  # in a backward it is made again: it stays until its gradients are in
             return
         self.units.ensure(unit)
@@ -235,7 +236,8 @@ class ShardedParameters(Parameters):
         self._get(unit)
         if unit is not self._current:
             self._current = unit
-            self._free_done(unit)
+            if self._is_backward and not self._open:
+                self.units.free_done(self._lacking, [*self._stack, unit])
             before = self._before.get(unit.number)
             if before is not None and (self._lacking.get(before.number) or self.units.is_awaited(before)):
                 self.units.begin(before)
@@ -260,13 +262,7 @@ class ShardedParameters(Parameters):
         if not lacking and self.units.come_and_go and not self._open:
             if not unit.has_frozen:
                 self.units.free(unit)
-            self._free_done(unit)
-
-    def _free_done(self, but: Unit) -> None:
-        """Frozen parameters have no gradients that tell when they are done with."""
-        if self.units.have_frozen and self._is_backward and self.units.come_and_go and not self._open:
-            waiting = [number for number, lacking in self._lacking.items() if lacking]
-            self.units.free_done(waiting, [*self._stack, but])
+            self.units.free_done(self._lacking, [*self._stack, unit])
 
     # ---- all of some
 
