@@ -1,71 +1,97 @@
-"""Bytes of tensors per worker against what the design allows: `python benchmarks/memory.py --sizes 1M 10M`.
+"""Bytes of tensors per worker against what the design allows: `python benchmarks/memory.py --sizes 10M --workers 2 4`.
 
-Four workers under a real controller, one lane or two each, with 0, 1 and 2 mirrors, ZeRO stages 1 and 2, AdamW in
-float32. Allowed: what `shoal estimate` says (docs/memory.md), and 5% of that. Within a step the buffers of the exchange
-come on top: at most what may be in flight, and one piece. `most` has such activations as a line of Python holds in it
-too; its excess is shown in MiB and judged by nobody.
+Workers under a real controller, AdamW in float32, beside FSDP2 that frees parameters, in processes of its own. One
+counter for both: the allocator's (tensor_bytes.py), so every tensor counts from its first moment to its last.
+Allowed: what `shoal estimate` says (docs/memory.md), and 5 % of that; at the peak of a step the activations come on
+top, as a plain model has them. The formula adds up what need not be there at one time, so a peak may be far below it.
+In stage 3 without mirrors the peak is at most that of FSDP2.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import subprocess
+import sys
+import tempfile
+from functools import cache
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import model
 from cluster import Cluster, Job, end_cleanly
-from shoal.exchange.pieces import IN_FLIGHT_BYTES, piece_bytes
-from shoal_protos.memory_estimate import MemorySetup, estimate
+from shoal_protos.memory_estimate import MemoryEstimate, MemorySetup, estimate
 from tables import show, verdict
+from tensor_bytes import preloaded
 
-WORKERS = 4
 MOST = 1.05
 FLOAT32_BYTES = 4
 MIB = 1 << 20
 PATIENCE_SECONDS = 300.0
+HERE = Path(__file__).resolve().parent
 
 
-def measure(size: str, lanes: int, mirrors: int, stage: int) -> list[dict[str, Any]]:
-    """What every worker said."""
-    os.environ["BENCH_WORKERS"] = str(WORKERS)
-    arguments = ("--stage", str(stage))
-    job = Job(size=size, workers=WORKERS, lanes=lanes, mirrors=mirrors, script="storages.py", arguments=arguments)
+def measure(size: str, workers: int, stage: int, lanes: int, mirrors: int) -> list[dict[str, Any]]:
+    """What every worker said. `lanes`: of the job."""
+    arguments = ("--stage", str(stage), "--workers", str(workers))
+    job = Job(size=size, workers=workers, lanes=lanes, mirrors=mirrors, script="storages.py", arguments=arguments)
     with Cluster(job) as cluster:
-        return cluster.results(*(f".{rank}.json" for rank in range(WORKERS)), patience=PATIENCE_SECONDS)
+        return cluster.results(*(f".{rank}.json" for rank in range(workers)), patience=PATIENCE_SECONDS)
 
 
-def allowed(parameters: int, lanes: int, mirrors: int, stage: int) -> int:
-    """Bytes by the design's formula. `parameters`: their bytes. `lanes`: of the job."""
-    setup = MemorySetup(parameters // FLOAT32_BYTES, WORKERS, stage=stage, lanes=lanes, mirrors=mirrors)
-    return estimate(setup).at_rest("device")
+@cache
+def fsdp2(size: str, workers: int, lanes: int) -> dict[str, int]:
+    """What its worker that holds most said."""
+    command = [sys.executable, str(HERE / "peer_bytes.py"), "--size", size, "--workers", str(workers)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, "--lanes", str(lanes)], env=environment, stdout=subprocess.PIPE, check=True)
+    return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def row(size: str, lanes: int, mirrors: int, stage: int) -> list[str]:
-    found = measure(size, lanes, mirrors, stage)
-    worst = max(found, key=lambda one: one["rest"])
-    formula = allowed(worst["parameters"], lanes, mirrors, stage)
-    ratio = worst["rest"] / formula
-    excess = (max(one["most"] for one in found) - formula) / MIB
-    peak = (max(one["most_in_step"] for one in found) - MOST * formula) / MIB
-    buffers = (IN_FLIGHT_BYTES + piece_bytes(WORKERS)) / MIB
+def allowed(worst: dict[str, int], workers: int, stage: int, lanes: int, mirrors: int) -> MemoryEstimate:
+    """By the design's formula."""
+    parameters = worst["parameters"] // FLOAT32_BYTES
+    return estimate(MemorySetup(parameters, workers, stage, lanes, mirrors, unit=worst["unit"]))
+
+
+def row(size: str, workers: int, stage: int, lanes_each: int, mirrors: int) -> list[str]:
+    lanes = workers * lanes_each
+    found = measure(size, workers, stage, lanes, mirrors)
+    worst = {key: max(one[key] for one in found) for key in found[0]}
+    formula = allowed(worst, workers, stage, lanes, mirrors)
+    rest = worst["rest"] / formula.at_rest("device")
+    peak = (worst["most"] - worst["activations"]) / formula.at_most("device")
+    theirs = fsdp2(size, workers, lanes)
+    of_fsdp2 = worst["most"] / theirs["most"]
+    in_mib = [formula.at_rest("device"), worst["rest"], theirs["rest"], worst["most"], theirs["most"]]
     return [
-        size, str(stage), str(worst["lanes"]), str(mirrors), f"{formula / MIB:.1f}", f"{worst['rest'] / MIB:.1f}",
-        f"{ratio:.3f}", verdict(ratio, MOST), f"{peak:.1f}", verdict(peak, buffers), f"{excess:.1f}",
+        size, str(workers), str(stage), str(lanes_each), str(mirrors), *(f"{one / MIB:.1f}" for one in in_mib),
+        f"{rest:.3f}", verdict(rest, MOST), f"{peak:.3f}", verdict(peak, MOST),
+        f"{of_fsdp2:.3f}", verdict(of_fsdp2, 1.0) if stage == 3 and not mirrors else "",
     ]  # fmt: skip
 
 
 def main() -> None:
     end_cleanly()
     parser = argparse.ArgumentParser(description="Bytes of tensors per worker.")
-    parser.add_argument("--sizes", nargs="+", choices=list(model.SIZES), default=["1M", "10M"])
-    parser.add_argument("--stages", nargs="+", type=int, choices=[1, 2], default=[1, 2])
+    parser.add_argument("--sizes", nargs="+", choices=list(model.SIZES), default=["10M"])
+    parser.add_argument("--workers", nargs="+", type=int, default=[2, 4])
+    parser.add_argument("--stages", nargs="+", type=int, choices=[1, 2, 3], default=[1, 2, 3])
+    parser.add_argument("--lanes-each", nargs="+", type=int, default=[1])
+    parser.add_argument("--mirrors", nargs="+", type=int, default=[0, 1])
     given = parser.parse_args()
-    cases = product(given.sizes, given.stages, (WORKERS, 2 * WORKERS), (0, 1, 2))
-    rows = [row(size, lanes, mirrors, stage) for size, stage, lanes, mirrors in cases]
-    head = ["model", "stage", "lanes each", "mirrors", "formula, MiB", "at rest, MiB", "ratio", "target"]
-    head += ["peak of a step − 1.05 × formula, MiB", "target", "most − formula, MiB"]
-    show(f"Tensor bytes of the worker that holds most, {WORKERS} workers", head, rows)
+    head = ["model", "workers", "stage", "lanes each", "mirrors", "formula, MiB", "at rest", "FSDP2 at rest"]
+    head += ["peak", "FSDP2's peak", "at rest of formula", "target", "peak − activations of formula", "target"]
+    head += ["peak of FSDP2's", "target"]
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ.update(preloaded(Path(folder)))
+        for case in product(given.sizes, given.workers, given.stages, given.lanes_each, given.mirrors):
+            rows.append(row(*case))
+            print(rows[-1], flush=True)
+    show("Tensor bytes of the worker that holds most", head, rows)
 
 
 if __name__ == "__main__":

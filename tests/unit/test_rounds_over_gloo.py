@@ -11,7 +11,6 @@ from shoal.blocks.lane_sums import LaneSums
 from shoal.blocks.shard_sums import ShardSums
 from shoal.core.layout import Layout, Trainable, lay_out
 from shoal.exchange.canonical import CanonicalReduction
-from shoal.exchange.pieces import windows
 from shoal.exchange.round_reduction import USER_STEPS, RoundReduction
 from shoal.exchange.rounds_traffic import RoundsTraffic
 from shoal.exchange.traffic import Traffic
@@ -103,7 +102,6 @@ def test_owners_and_mirrors_have_the_bits_of_whole_gradients(
     number: int, piece: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shoal.exchange.traffic.piece_bytes", lambda _: piece)
-    monkeypatch.setattr("shoal.exchange.traffic.windows", lambda pieces: windows(pieces, 2 * piece))
     layout = layout_of(dtype)
     right, plan = whole(layout), plans(layout)[number]
 
@@ -123,7 +121,6 @@ def test_owners_and_mirrors_have_the_bits_of_whole_gradients(
 
 def test_of_the_gradients_only_what_is_in_flight_is_there_at_one_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.exchange.traffic.piece_bytes", lambda _: 1 << 18)
-    monkeypatch.setattr("shoal.exchange.traffic.windows", lambda pieces: windows(pieces, 0))
     layout = lay_out([Trainable(f"p{n}", (16, BLOCK), torch.float32, 0, n) for n in range(40)])
     plan = plans(layout)[0]
     bucket = layout.buckets[0].elements * 4

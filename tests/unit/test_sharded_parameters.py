@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 import shoal.blocks.unit_flats
 from crew import Crew, Task, undisturbed
-from hard_units import LANES, STEPS, Layers, and_train, of, task
+from hard_units import LANES, STEPS, WIDTH, Layer, Layers, and_train, of, task
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from integration.scripts import VOCABULARY
 from random_modules import RandomModel
 from random_modules import optimizer_of as optimizer_of_random
 from shoal.blocks.released import Released
-from shoal.blocks.unit_flats import Presence
+from shoal.blocks.unit_flats import Presence, Unit
+from shoal.exchange.unit_fetch import UnitFetch
 from shoal.training.engine import Engine
 from shoal.training.sharded_parameters import ShardedParameters
 from shoal_controller.core.machine.events import DrainWorker
@@ -174,3 +176,41 @@ def test_between_steps_nothing_is_gathered_and_a_backward_holds_few_units() -> N
     with Crew("abcd", Task(**{**vars(of(task(mirrors=1, body=look))), "model": Plain})) as crew:
         crew.finish()
     assert most and max(most) <= 2
+
+
+def test_a_forward_gathers_no_unit_that_it_does_not_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes next is what came next here in the call before: the head's tied weight is no embedding."""
+    begun: list[int] = []
+    begin = UnitFetch.begin
+
+    def note(fetch: UnitFetch, unit: Unit) -> None:
+        begun.append(unit.number)
+        begin(fetch, unit)
+
+    monkeypatch.setattr(UnitFetch, "begin", note)
+    seen: list[list[int]] = []
+
+    def look(engine: Engine, batch: Any) -> None:
+        begun.clear()
+        loss = engine.module(**batch)
+        if engine.global_step > 2:
+            seen.append(list(begun))
+        engine.backward(loss)
+        engine.step()
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+            self.layers = nn.ModuleList(Layer() for _ in range(3))
+            self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+            self.head.weight = self.embedding.weight
+
+        def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+            hidden = self.embedding(tokens)
+            for layer in self.layers:
+                hidden = layer(hidden)
+            return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), targets.flatten())
+
+    undisturbed(Task(**{**vars(of(task(mirrors=0, body=look))), "model": Tied}))
+    assert seen and all(gathered == [0, 1, 2, 3, 0] for gathered in seen), seen

@@ -15,6 +15,7 @@ from shoal_protos.errors import UserError
 from torch import Tensor, nn
 
 from shoal.blocks.host_memory import host_memory
+from shoal.blocks.released import looks_at_no_value
 from shoal.blocks.values import WholeValues
 from shoal.core.layout import FROZEN, Bucket, Layout, Stretch, Trainable, lay_out
 from shoal.core.module_names import named_parameters
@@ -175,6 +176,7 @@ def in_order(layout: Layout, stretches: Iterable[Stretch]) -> Tensor:  # (blocks
     return torch.cat(numbers).argsort()
 
 
+@looks_at_no_value
 def drop_gradients(parameters: Sequence[nn.Parameter]) -> None:
     """Makes `.grad` None, as `zero_grad()` does: a script finds nothing that it could change."""
     for parameter in parameters:

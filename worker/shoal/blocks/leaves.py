@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.blocks.flat import refuse_others, views
+from shoal.blocks.released import looks_at_no_value
 from shoal.core.layout import Layout
 
 
@@ -30,11 +31,13 @@ class Leaves:
         self._flats: dict[int, Tensor] = {}
         self._views: dict[int, list[Tensor]] = {}
         self._seen: dict[int, set[int]] = {}
+        self._kept: dict[int, dict[int, Tensor]] = defaultdict(dict)
+        """By bucket and place, gradients of buckets that have no memory yet."""
         self._pool: dict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
 
     def put_back(self, parameters: Sequence[nn.Parameter]) -> None:
         """Before a backward. Raises `UserError` as `Gradients.put_back` does."""
-        for name, parameter in zip(self._names, parameters, strict=True):
+        for name, parameter in _odd(self._names, parameters):
             refuse_others(name, parameter, None)
             parameter.grad = None
 
@@ -43,10 +46,22 @@ class Leaves:
         slot: int,
         gradient: Tensor,  # of its parameter's shape and dtype
     ) -> None:
-        """To what there is of a parameter's, by its number among all slots."""
+        """To what there is of a parameter's, by its number among all slots. It is kept, not copied, until its bucket is
+        complete: by then another bucket's memory has become free, as a rule.
+        """
         bucket, place = self._slots[slot]
-        if bucket not in self._flats:
-            self._begin(bucket)
+        if bucket not in self._flats and place not in self._kept[bucket]:
+            self._kept[bucket][place] = gradient
+            return
+        self._begin(bucket)
+        self._add(bucket, place, gradient)
+
+    def _add(
+        self,
+        bucket: int,
+        place: int,
+        gradient: Tensor,  # of its parameter's shape and dtype
+    ) -> None:
         view, seen = self._views[bucket][place], self._seen[bucket]
         if place in seen:
             view.add_(gradient.to(view.dtype))
@@ -58,17 +73,21 @@ class Leaves:
             view.copy_(gradient).add_(0.0)
 
     def _begin(self, bucket: int) -> None:
+        if bucket in self._flats:
+            return
         layout = self._layout.buckets[bucket]
         kind = layout.elements, self._dtypes[bucket]
         flat = self._pool[kind].pop() if self._pool[kind] else torch.empty(kind[0], dtype=kind[1])
         for start, stop in layout.gaps:
             flat[start:stop] = 0
         self._flats[bucket], self._views[bucket], self._seen[bucket] = flat, views(layout, flat), set()
+        kept = self._kept.pop(bucket, {})
+        for place in [*kept]:
+            self._add(bucket, place, kept.pop(place))
 
     def complete(self, bucket: int) -> None:
         """Parameters without a gradient have one of zeros."""
-        if bucket not in self._flats:
-            self._begin(bucket)
+        self._begin(bucket)
         seen = self._seen[bucket]
         for place, view in enumerate(self._views[bucket]):
             if place not in seen:
@@ -81,6 +100,7 @@ class Leaves:
 
     def release(self, bucket: int) -> None:
         """It has left: its memory serves others."""
+        self._begin(bucket)
         flat = self._flats.pop(bucket)
         del self._views[bucket], self._seen[bucket]
         self._pool[flat.numel(), flat.dtype].append(flat)
@@ -88,6 +108,7 @@ class Leaves:
     def clear(self) -> None:
         """Void; what is in flight keeps its memory."""
         self._flats, self._views, self._seen = {}, {}, {}
+        self._kept.clear()
         self._pool.clear()
 
     def are_in_place(self, parameters: Sequence[nn.Parameter]) -> bool:
@@ -97,5 +118,13 @@ class Leaves:
     @property
     def bytes(self) -> int:
         """What the buckets that are there take, and memory for the next ones."""
+        kept = sum(gradient.nbytes for gradients in self._kept.values() for gradient in gradients.values())
         pooled = sum(flat.nbytes for flats in self._pool.values() for flat in flats)
-        return pooled + sum(flat.nbytes for flat in self._flats.values())
+        return kept + pooled + sum(flat.nbytes for flat in self._flats.values())
+
+
+@looks_at_no_value
+def _odd(names: Sequence[str], parameters: Sequence[nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
+    """Those that have a gradient, or want none."""
+    pairs = zip(names, parameters, strict=True)
+    return [(name, one) for name, one in pairs if one.grad is not None or not one.requires_grad]

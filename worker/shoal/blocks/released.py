@@ -6,8 +6,9 @@ attribute's write away from `nn.Parameter`. Shapes, dtypes, hooks and `.grad` ca
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,20 @@ PLACES = {"untyped_storage", "data_ptr"}
 """Methods that tell where values lie, for whoever reads them past torch."""
 
 ON_TOUCH = "_shoal_on_touch"
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def looks_at_no_value(function: F) -> F:
+    """To such a function a released parameter is a tensor like any other: it need not be asked about each attribute."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
 
 
 class Released(nn.Parameter):

@@ -14,6 +14,8 @@ import torch
 from shoal_protos.errors import UserError
 from torch import Tensor, nn
 
+from shoal.blocks.released import looks_at_no_value
+
 TAKEN = (
     "gradients cannot be read or changed between engine.backward and engine.step where they are sharded (ZeRO stage "
     "2) or in half precision: they have already left for their owners. Remove this from the loop (clip_grad_norm_, "
@@ -44,11 +46,13 @@ class TakenGradients:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._all = [Tensor._make_subclass(TakenGradient, _without_values(parameter)) for parameter in parameters]
 
+    @looks_at_no_value
     def put_in_place(self, parameters: Sequence[nn.Parameter]) -> None:
         """`engine.backward` has come to its end."""
         for parameter, taken in zip(parameters, self._all, strict=True):
             parameter.grad = taken
 
+    @looks_at_no_value
     def are_in_place(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Whether no parameter has another gradient than these; None counts as in place."""
         return all(

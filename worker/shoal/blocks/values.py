@@ -79,7 +79,9 @@ class WholeValues:
 
 
 class ShardValues:
-    """Of some blocks, in the wide dtype of their buckets; memory is found for what comes."""
+    """Of some blocks, in the wide dtype of their buckets. Memory is found for what comes: it comes for all blocks of a
+    stretch, or none is read.
+    """
 
     def __init__(self, layout: Layout) -> None:
         self._layout, self.runs = layout, NO_BLOCKS
@@ -107,7 +109,7 @@ class ShardValues:
         elements, part = self._parts[bucket][index]
         assert index >= 0 and stop - first <= elements, f"{bucket}:{start}:{stop} lies in no kept blocks"
         if part is None:
-            part = torch.zeros(elements, dtype=self._layout.buckets[bucket].wide_dtype)
+            part = torch.empty(elements, dtype=self._layout.buckets[bucket].wide_dtype)
             self._parts[bucket][index] = elements, part
         return part[start - first : stop - first]
 

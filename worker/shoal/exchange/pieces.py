@@ -151,6 +151,20 @@ class Backwards:
         return cls(numbers, tuple(firsts[::-1]), tuple(lasts[::-1]), windows(pieces[::-1]))
 
 
+def narrow_windows(pieces: Sequence[ExchangePiece]) -> tuple[int, ...]:
+    """`windows` where what is on its way takes memory besides: with the piece that is waited for no more than the
+    largest piece.
+    """
+    most, until = max(piece.bytes for piece in pieces), list[int]()
+    for index, piece in enumerate(pieces):
+        stop, ahead = index + 1, piece.bytes
+        while stop < len(pieces) and ahead + pieces[stop].bytes <= most:
+            ahead += pieces[stop].bytes
+            stop += 1
+        until.append(stop)
+    return tuple(until)
+
+
 def split(pieces: Sequence[ExchangePiece], owner: int, wanted: Sequence[Sequence[Span]]) -> dict[int, Extents]:
     """By piece, what of an owner's elements is wanted. `wanted`: element ranges by bucket, all of them the owner's."""
     found: dict[int, list[Extent]] = {}

@@ -89,15 +89,21 @@ class RoundReduction:
         """The backward at hand has filled this bucket and all before it. Waits where too much is in flight; never
         raises: `end_lane` will.
         """
-        for filled in range(self._bucket, bucket + 1):
-            self._sums.live.complete(filled)
-        self._bucket = bucket + 1
-        begin = self._lane * self._pieces
-        while self._filled < begin + self._pieces and self._last_bucket_of[self._filled - begin] <= bucket:
-            self._filled += 1
+        begin, filled = self._lane * self._pieces, self._filled
+        while filled < begin + self._pieces and self._last_bucket_of[filled - begin] <= bucket:
+            filled += 1
+        try:
+            while not self._broken and self._settled < self._sent and filled > self._window():
+                self._settle()  # what it took serves this bucket
+        except WorldChanged:
+            self._broken = True
+        for complete in range(self._bucket, bucket + 1):
+            self._sums.live.complete(complete)
+        self._bucket, self._filled = bucket + 1, filled
         if self._broken:
             return
         try:
+            self._post()
             self._send()
             while self._sent < self._filled or (self._settled < self._sent and self._wait().is_over):
                 self._settle()
@@ -125,6 +131,7 @@ class RoundReduction:
         """Serves the rounds in which there is no lane here, then waits for what is mirrored."""
         self._check()
         self._filled = self._positions
+        self._post()
         self._send()
         self._settle_up_to(self._positions)
         self._group.progress.reach(StepPhase.REDUCTION)
@@ -135,11 +142,20 @@ class RoundReduction:
     # ---- positions
 
     def _until(self) -> int:
-        """So many positions may be posted: a window of the round at hand."""
+        """So many positions may be posted: a window of the round at hand. Where there is a lane here, memory is scarce,
+        and what is not filled here is hardly filled elsewhere.
+        """
+        if self._settled // self._pieces >= self._rounds.lanes_here:
+            return self._window()
+        return min(self._filled, self._window())
+
+    def _window(self) -> int:
+        """So many at most while the next one is waited for."""
         if self._settled == self._positions:
             return self._positions
         number, piece = divmod(self._settled, self._pieces)
-        return number * self._pieces + self._traffic.windows[piece]
+        has_lane = number < self._rounds.lanes_here
+        return number * self._pieces + (self._rounds if has_lane else self._traffic).windows[piece]
 
     def _post(self) -> None:
         while self._posted < self._until():
@@ -212,7 +228,7 @@ class RoundReduction:
         for message, extents in enumerate(self._rounds.receives[piece]):
             parts = self._parts[piece][message]
             if lanes[rank] != NO_LANE:
-                parts[rank] = torch.cat(ranges(self._sums.live, extents)).to(wide)
+                parts[rank] = self._own(extents, wide, is_last=number == len(self._rounds.rounds) - 1)
             for peer in self._rounds.sources(number):
                 parts[peer] = arrived[peer, message].to(wide)
             for into, other in order.additions:
@@ -225,6 +241,16 @@ class RoundReduction:
         if number == len(self._rounds.rounds) - 1:
             self._on_reduced()
             self._mirror(piece)
+
+    def _own(
+        self,
+        extents: Extents,
+        wide: torch.dtype,
+        is_last: bool,
+    ) -> Tensor:  # (elements in the extents,) of `wide`
+        """Of the lane here. In the last round it may be added to where it lies: nobody else is sent it."""
+        mine = ranges(self._sums.live, extents)
+        return mine[0].to(wide) if is_last and len(mine) == 1 else torch.cat(mine).to(wide)
 
     def _divide(
         self,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shoal.core.rounds import NO_LANE, Round, ShardTree, first_rounds, rounds, shard_tree
-from shoal.exchange.pieces import Extents
+from shoal.exchange.pieces import Extents, narrow_windows
 from shoal.exchange.traffic import Messages, Traffic
 
 
@@ -25,6 +25,8 @@ class RoundsTraffic:
     """By piece, what of a lane's gradient goes to whom."""
     receives: tuple[tuple[Extents, ...], ...]
     """By piece, what comes from each member with a lane in the round."""
+    windows: tuple[int, ...]
+    """For each piece, before which one messages are posted while it is waited for and the next is being filled."""
 
     @classmethod
     def of(cls, traffic: Traffic, is_first: bool) -> RoundsTraffic:
@@ -36,7 +38,8 @@ class RoundsTraffic:
             for piece in range(len(traffic.pieces))
         )
         lanes_here = sum(lanes[traffic.rank] != NO_LANE for lanes in found)
-        return cls(traffic, found, shard_tree(found, plan.lanes), lanes_here, sends, traffic.own_messages)
+        until = narrow_windows(traffic.pieces)
+        return cls(traffic, found, shard_tree(found, plan.lanes), lanes_here, sends, traffic.own_messages, until)
 
     def sources(self, number: int) -> list[int]:
         """The other members with a lane in a round."""

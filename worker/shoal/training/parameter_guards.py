@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from shoal.blocks.flat import Flats, Gradients, refuse_hooks
 from shoal.blocks.lane_sums import LaneSums
+from shoal.blocks.released import looks_at_no_value
 from shoal.blocks.taken_gradients import TakenGradients
 from shoal.blocks.unit_flats import storage_key
 from shoal.exchange.pieces import Extent
@@ -101,6 +102,7 @@ class ModuleGuard:
     def _contained(self) -> list[Any]:
         return list(chain.from_iterable(map(dict.values, self._containers)))
 
+    @looks_at_no_value
     def check(self, world: object) -> None:
         """Raises `UserError` naming a parameter that was added, removed, replaced, frozen, unfrozen, moved away, hooked
         on, or changed since the last commit in this world.

@@ -10,12 +10,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
 from itertools import chain, groupby
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from shoal_protos.errors import UserError
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.utils._pytree import tree_leaves
 
 from shoal.blocks.held_weights import HeldWeights
@@ -35,8 +38,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _uncompiled(function: F) -> F:
-    """With all that it calls."""
-    return torch.compiler.disable(function)  # type: ignore[no-any-return]
+    """With all that it calls. Where nothing is being compiled it costs nothing to say so."""
+    apart = torch.compiler.disable(function)
+
+    @wraps(function)
+    def call(*args: Any) -> Any:
+        return function(*args) if get_eval_frame_callback() is None else apart(*args)
+
+    return _uncompiled_frame(call)  # type: ignore[return-value]
 
 
 def _uncompiled_frame(function: F) -> F:
@@ -60,9 +69,14 @@ class ShardedParameters(Parameters):
         self._stack: list[Unit] = []
         """Units that calls under way use."""
         self._current: Unit | None = None
-        self._next: dict[int, Unit] = {}
+        self._paths: WeakKeyDictionary[nn.Module, list[Unit]] = WeakKeyDictionary()
+        """By outermost module, the units that its last call used, one after the other."""
+        self._path: list[Unit] = []
+        """Those of the call at hand."""
+        self._to_come: list[Unit] = []
+        """As the last call had them from here on."""
         self._before: dict[int, Unit] = {}
-        """By unit, which one came next in the last forward, and which before."""
+        """By unit, which one came before in the last forward."""
         module = context.state.module
         _refuse_scripted(module)
         if len(list(self.units)) == 1:
@@ -115,7 +129,7 @@ class ShardedParameters(Parameters):
         if self._is_called or self._is_backward:
             return self._inside(module, forward)
         while True:
-            saving = self._begin_call()
+            saving = self._begin_call(module)
             try:
                 with saving:
                     return self._inside(module, forward)
@@ -126,8 +140,10 @@ class ShardedParameters(Parameters):
                 self._end_call()
 
     @_uncompiled
-    def _begin_call(self) -> AbstractContextManager[object]:
+    def _begin_call(self, module: nn.Module) -> AbstractContextManager[object]:
         self._is_called, self._current = True, None
+        self._to_come = self._paths.get(module, [])
+        self._path = self._paths[module] = []
         in_lane = self._context.loop.in_flight  # its numbers are those of the lane when it is repeated
         self._random = None if in_lane else RandomState.save()
         return self._saving()
@@ -189,11 +205,13 @@ class ShardedParameters(Parameters):
         self.units.ensure(unit)
         self.units.free_unused(self._stack)
         if self._current is not None and self._current is not unit:
-            self._next[self._current.number], self._before[unit.number] = unit, self._current
+            self._before[unit.number] = self._current
         self._current = unit
-        following = self._next.get(unit.number)
-        if following is not None:
-            self.units.begin(following)
+        self._path.append(unit)
+        if unit in self._to_come:
+            self._to_come = self._to_come[self._to_come.index(unit) + 1 :]
+            for following in self._to_come[:1]:
+                self.units.begin(following)
 
     @_uncompiled
     def _on_touch(self, parameter: nn.Parameter, use: str) -> None:
