@@ -112,7 +112,7 @@ class SavePart:
     # ---- from the driver
 
     def refuse(self, why: str) -> None:
-        """The leader cannot even begin."""
+        """This member cannot even begin."""
         self.status, self.failure, self.is_over = SaveStatus.FAILED, why, True
 
     def on_written(self) -> SaveAct | None:

@@ -35,6 +35,7 @@ from shoal.exchange.vote import Record
 from shoal.group.group import WorldChanged
 from shoal.logs import get_logger
 from shoal.numerics import identity
+from shoal.out_of_memory import is_out_of_memory
 from shoal.training.checkpoint_loading import CheckpointLoading
 from shoal.training.context import TrainingContext
 from shoal.training.corruption_watch import CorruptionWatch
@@ -180,7 +181,14 @@ class CheckpointSaving:
         if self._config.stream:
             saver.write(SaveTask(part, name, streamed_state(*held), lead, ours))
             return None
-        snapshot = take_snapshot(*held, saver.ready())
+        try:
+            snapshot = take_snapshot(*held, saver.ready())
+        except (MemoryError, OSError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            why = f"no memory for a copy of what this worker writes ({error}); set `shoal.checkpoint.stream: true`."
+            log.error("save_failed", step=name.step, reason=why)
+            return saver.refuse(part, name, why)
         saver.begin(SaveTask(part, name, snapshot, lead, ours), copy_seconds=time.monotonic() - began)
         return None
 

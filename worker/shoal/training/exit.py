@@ -17,6 +17,7 @@ from shoal_protos.messages import WRONG_USE, Fault, Result
 
 from shoal.failure import result_of
 from shoal.logs import get_logger, say
+from shoal.out_of_memory import explain
 from shoal.training.engine import Engine
 
 log = get_logger("shoal")
@@ -93,6 +94,26 @@ class _Sentences:
             raise SystemExit(WRONG_USE)
 
 
+class _ExplainsMemory:
+    """What Python calls for an error that nobody has caught: where memory ran out, it is said what would need less."""
+
+    def __init__(self, engine: ReferenceType[Engine]) -> None:
+        self._engine, self._hook = engine, sys.excepthook
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        engine = self._engine()
+        if engine is not None:
+            explain(error, _where(engine), engine.context.config, engine.world_size)
+        self._hook(kind, error, trace)
+
+
+def _where(engine: Engine) -> str:
+    loop, step = engine.context.loop, engine.context.state.step + 1
+    if not (loop.lanes and loop.in_flight):
+        return f"before step {step}"
+    return f"in the {'backward' if loop.has_gradient else 'forward'} of step {step}, lane {loop.lane}"
+
+
 def tell_errors_in_a_sentence() -> None:
     """Called as soon as anything can be refused. A mistake of the user's ends the script with its own exit status."""
     if not isinstance(sys.excepthook, _Sentences):
@@ -101,6 +122,7 @@ def tell_errors_in_a_sentence() -> None:
 
 def serve_at_exit(engine: Engine) -> None:
     """Called once by `shoal.initialize`."""
+    sys.excepthook = _ExplainsMemory(ref(engine))
     if engine.context.link.alone:
         finalize(engine, engine.parts.saving.saver_end)
         atexit.register(_end_alone, ref(engine))

@@ -19,6 +19,7 @@ from shoal.exchange.unit_fetch import FirstValuesFetch, Own, UnitFetch
 from shoal.exchange.unit_server import Key, UnitServer
 from shoal.exchange.unit_traffic import UnitTraffic
 from shoal.group.group import WorldChanged
+from shoal.out_of_memory import note_what, place_of
 from shoal.training.context import TrainingContext
 from shoal.world import World
 
@@ -135,9 +136,19 @@ class GatheredUnits:
         """It is asked for, where it is not here or on its way. Raises `WorldChanged`."""
         if unit.presence is not Presence.OUT or self._fetch is None:
             return
-        self._fetch.begin(unit)
+        try:
+            self._fetch.begin(unit)
+        except (MemoryError, OSError, RuntimeError) as error:
+            note_what(error, f"unit {unit.number} of {len(self._units)} was gathered ({self._described(unit)})")
+            raise
         if self._context.loop.in_flight:
             self._context.faults.at("gather", self._context.state.step + 1)
+
+    def _described(self, unit: Unit) -> str:
+        buckets = [self._context.state.layout.buckets[bucket] for bucket in unit.buckets]
+        names = [slot.parameter.name for bucket in buckets for slot in bucket.slots]
+        size = sum(bucket.elements * bucket.dtype.itemsize for bucket in buckets)
+        return f"{place_of(names)}, {size:,} bytes of parameters"
 
     def ensure(self, unit: Unit) -> None:
         """It is here. Raises `WorldChanged`."""

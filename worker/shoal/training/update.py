@@ -12,6 +12,7 @@ from shoal.blocks.held import OnUpdated, unheard
 from shoal.exchange.finite import stop_where_not_finite, stop_where_nothing_scales, warn
 from shoal.exchange.vote import Record
 from shoal.failure import result_of
+from shoal.out_of_memory import explain, note_what
 from shoal.training.context import TrainingContext
 from shoal.training.evaluation import Evaluation
 
@@ -36,6 +37,9 @@ class Update:
             stop_where_nothing_scales(record, context.state.loss_scale)
             context.state.commit(record, generation, on_updated)
         except BaseException as error:
+            note_what(error, "the update was made, and with the first one optimizer state")
+            workers = context.world.plan.world_size if context.world is not None else 1
+            explain(error, f"in the update of step {record.step}", context.config, workers)
             result = result_of(error, context.state.step)
             self._torn, context.leaving = result.failure, True
             context.link.result(result)
