@@ -73,10 +73,10 @@ def test_a_unit_for_which_there_is_no_memory_is_named_and_the_others_go_on(monke
         crew.train_to(1)
         monkeypatch.setattr(shoal.blocks.unit_flats, "_resize", fails)
         assert crew.finish() == undisturbed(of(task(0)))
-        said = crew.workers["b"].failure + crew.workers["a"].failure + crew.workers["c"].failure
-    assert "can't allocate memory" in said
-    assert "Memory ran out while unit " in said
-    assert 'was gathered ("' in said
+        failures = crew.workers["b"].failure + crew.workers["a"].failure + crew.workers["c"].failure
+    assert "can't allocate memory" in failures
+    assert "Memory ran out while unit " in failures
+    assert 'was gathered ("' in failures
 
 
 def test_a_save_without_memory_for_its_copy_fails_alone(

@@ -29,10 +29,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in OF_THE_CPU)
 
 
-def note_what(error: BaseException, what: str) -> None:
-    """`what` was being done, if memory ran out in it; what is said first is nearest to the error."""
+def note_what(error: BaseException, making: str) -> None:
+    """`making`: what was under way, if memory ran out in it; what is noted first is nearest to the error."""
     if is_out_of_memory(error) and not getattr(error, "__notes__", ()):
-        error.add_note(f"Memory ran out while {what}.")
+        error.add_note(f"Memory ran out while {making}.")
 
 
 def explain(error: BaseException, where: str, config: TrainingConfig, workers: int) -> None:
