@@ -22,11 +22,12 @@ from typing import Any, Self
 import torch
 from crew_link import CrewLink
 from integration.scripts import Model, Samples, config, optimizer_of
-from memory_group import MemoryGroup, Wire
+from memory_group import MemoryGroup, Wire, group_on
 from shoal.config.load import load_config
 from shoal.core.sampler import Sampler
 from shoal.data.fetch import Fetcher
 from shoal.data.seeds import RandomState
+from shoal.device import HOST, Device
 from shoal.faults import Faults, PlantedFault
 from shoal.numerics import make_exact
 from shoal.optim.take_over import take_over
@@ -87,6 +88,8 @@ class Task:
     """Called before each micro-batch's forward."""
     step: Callable[[Engine], object] = Engine.step
     """What the loop does at a micro-batch's end."""
+    device: Callable[[], Device] = lambda: HOST
+    """A worker's own."""
     body: Callable[[Engine, Any], None] | None = None
     """All that the loop does with a batch, in place of forward, backward and `step`."""
 
@@ -102,7 +105,7 @@ def engine_of(task: Task, link: Link, faults: Faults) -> Engine:
     model = task.model()
     checkpoint_activations(model, settled)
     optimizer = task.optimizer(model)
-    state = TrainingState(model, optimizer, task.scheduler(optimizer), limits)
+    state = TrainingState(model, optimizer, task.scheduler(optimizer), limits, task.device())
     fetcher = Fetcher(Samples(40), None, sampler, settled.seed, torch.device("cpu"))
     status = Status(sequence=0, generation=0, state=MemberState.WARMING_UP, promised=0, step=-1, committed_in=0)
     link.introduce(_description(settled, state, optimizer, sampler.samples), status)
@@ -443,7 +446,8 @@ class Crew:
                 for rank, link in enumerate(links):
                     assert link is not None
                     worker = next(w for w in self.workers.values() if w.link is link)
-                    link.on_built(plan, MemoryGroup(wire, rank, worker.wait))
+                    device = worker.engine.context.state.device
+                    link.on_built(plan, group_on(device, MemoryGroup(wire, rank, worker.wait)))
                 return True
         return False
 

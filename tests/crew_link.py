@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from memory_group import MemoryGroup
+from memory_group import wire_of
 from shoal.core.membership import Membership
 from shoal.exchange.framing import receive_framed
 from shoal.exchange.traffic import FIRST_MESSAGE
@@ -39,7 +39,7 @@ class CrewLink:
         self.crew, self._wait = crew, wait
         self.address = f"{worker}:1"
         self.own = Membership(worker, f"{worker}.1")
-        self.groups: dict[int, MemoryGroup] = {}
+        self.groups: dict[int, Group] = {}
         self.plans: dict[int, Plan] = {}
         """Of the groups, those built for a change that may begin; and of those being built."""
         self.inventories: list[Inventory] = []
@@ -131,7 +131,7 @@ class CrewLink:
         for other in self.groups.values():
             if other is not group:
                 other.close()
-        self.groups = {plan.generation: group} if isinstance(group, MemoryGroup) else {}
+        self.groups = {} if group is None else {plan.generation: group}
         self.plans.clear()
 
     def membership(self) -> Membership:
@@ -160,7 +160,7 @@ class CrewLink:
     def on_message(self, message: ToWorker) -> None:
         self._carry_out(self.dialogue.on_message(message))
 
-    def on_built(self, plan: Plan, group: MemoryGroup) -> None:
+    def on_built(self, plan: Plan, group: Group) -> None:
         """All members have met."""
         self.groups[plan.generation] = group
         if plan.recovery is not None:
@@ -177,7 +177,7 @@ class CrewLink:
             group = self.groups.get(generation)
             if group is not None and self.own.is_joiner:
                 way = (plan.builder, group.rank, FIRST_MESSAGE)
-                if len(group.wire.arrived[way]) == 2:
+                if len(wire_of(group).arrived[way]) == 2:
                     state = receive_framed(group, plan.builder, FIRST_MESSAGE)
                     self._drop({generation})
                     self.plans.clear()

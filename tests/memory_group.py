@@ -12,9 +12,11 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 
 import torch
+from shoal.device import Device
 from shoal.group.gathering import gather
-from shoal.group.group import WorldChanged
+from shoal.group.group import Group, WorldChanged
 from shoal.group.group_progress import GroupProgress
+from shoal.group.staged import StagedGroup
 from torch import Tensor
 
 Way = tuple[int, int, int]
@@ -152,3 +154,15 @@ class MemoryGroup:
             raise WorldChanged("the group was aborted")
         self._broken.add(peer)
         raise WorldChanged(f"the connection to rank {peer} broke")
+
+
+def group_on(device: Device, group: MemoryGroup) -> Group:
+    """For tensors of a device."""
+    return group if device.on_host else StagedGroup(group, device)
+
+
+def wire_of(group: Group) -> Wire:
+    """What is on its way in it."""
+    below = group.below if isinstance(group, StagedGroup) else group
+    assert isinstance(below, MemoryGroup)
+    return below.wire

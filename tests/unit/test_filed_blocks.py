@@ -25,7 +25,7 @@ from shoal.blocks.held_weights import HeldWeights
 from shoal.blocks.values import WholeValues
 from shoal.core.layout import Layout
 from shoal.offload import transfers
-from shoal.offload.filed_blocks import FiledBlocks, held_blocks
+from shoal.offload.filed_blocks import FiledBlocks, StatePlace, held_blocks
 from shoal.offload.piece_store import PieceStore
 from shoal.offload.state_file import PAGE_BYTES, OffloadFailed, StateFile
 from shoal_protos.errors import UserError
@@ -414,4 +414,4 @@ def test_an_optimizer_whose_step_must_be_one_is_refused(folder: str) -> None:
     users = Counting(model.parameters(), lr=0.1)
     layout, parameters = lay_out_model(trainable(model, users))
     with pytest.raises(UserError, match="updated piece by piece, and Counting may count its steps"):
-        held_blocks(folder, layout, users, WholeValues(layout, adopt(layout, parameters)), {})
+        held_blocks(StatePlace(folder), layout, users, WholeValues(layout, adopt(layout, parameters)), {})

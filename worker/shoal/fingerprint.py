@@ -41,7 +41,7 @@ def digests_of(
     parts: Sequence[Tensor],  # each (blocks × block elements,), or () for a number that all blocks share
 ) -> Iterator[tuple[int, bytes]]:
     """Number and digests of each block of a stretch. `parts`: parameters, then state tensors, keys sorted."""
-    size = layout.block_elements
+    size, parts = layout.block_elements, [part.cpu() for part in parts]
     for index, number in enumerate(layout.numbers_of(stretch)):
         yield number, b"".join(_digest(part, index * size, size) for part in parts)
 

@@ -30,7 +30,7 @@ def block_checksums(state: TrainingState, blocks: Runs) -> Tensor:  # (len(block
         stretches.append(stretch)
         total = torch.zeros(stretch.blocks, dtype=torch.int64, device=parts[0].device)
         for number, part in enumerate(parts):
-            total += _sums(part.detach(), stretch.blocks) * (2 * number + 1)
+            total += _sums(part.detach(), stretch.blocks).to(total.device) * (2 * number + 1)
         found.append(total)
     if not found:
         return torch.zeros(0, dtype=torch.int64)

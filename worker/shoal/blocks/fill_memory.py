@@ -12,15 +12,15 @@ import torch
 from shoal_protos.runs import Runs
 from torch import Tensor
 
-from shoal.blocks.host_memory import host_memory
+from shoal.blocks.host_memory import memory_on
 from shoal.core.layout import Layout, Stretch
 
 
 class FillMemory:
-    """`runs`: all blocks that are still to be filled."""
+    """`runs`: all blocks that are still to be filled. `device`: where, if not beside the parameters."""
 
-    def __init__(self, layout: Layout, runs: Runs) -> None:
-        self._layout = layout
+    def __init__(self, layout: Layout, runs: Runs, device: torch.device | None = None) -> None:
+        self._layout, self._device = layout, device or layout.device
         self._wholes = layout.stretches(runs)
         self._found: dict[tuple[Stretch, str, torch.dtype], Tensor] = {}
 
@@ -30,7 +30,7 @@ class FillMemory:
         assert whole.bucket == stretch.bucket and stretch.stop <= whole.stop, f"{stretch} is not among {self._wholes}"
         size = self._layout.buckets[stretch.bucket].block_elements
         if (whole, key, dtype) not in self._found:
-            self._found[whole, key, dtype] = host_memory(whole.blocks * size, dtype)
+            self._found[whole, key, dtype] = memory_on(self._device, whole.blocks * size, dtype)
         first, last = ((at - whole.start) * size for at in (stretch.start, stretch.stop))
         return self._found[whole, key, dtype][first:last]
 

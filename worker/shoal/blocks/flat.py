@@ -7,6 +7,7 @@ zero.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from operator import is_
 
@@ -14,7 +15,7 @@ import torch
 from shoal_protos.errors import UserError
 from torch import Tensor, nn
 
-from shoal.blocks.host_memory import host_memory
+from shoal.blocks.host_memory import memory_on
 from shoal.blocks.released import looks_at_no_value
 from shoal.blocks.values import WholeValues
 from shoal.core.layout import FROZEN, Bucket, Layout, Stretch, Trainable, lay_out
@@ -53,8 +54,6 @@ def trainable(
                 "float32 master weights."
             )
         refuse_hooks(name, parameter, own=0)
-        if parameter.device.type not in ("cpu", "meta"):
-            raise UserError(f'parameter "{name}" lies on {parameter.device}, which is not supported yet; expected cpu.')
         group, unit = group_of[id(parameter)], unit_of[id(parameter)]
         found.append((Trainable(name, tuple(parameter.shape), parameter.dtype, group, unit), parameter))
     if not found:
@@ -87,7 +86,8 @@ def _refuse_shared_storage(found: Sequence[tuple[Trainable, nn.Parameter]]) -> N
 
 def lay_out_model(pairs: Sequence[tuple[Trainable, nn.Parameter]]) -> tuple[Layout, list[nn.Parameter]]:
     """The layout, and the parameters in the order of its slots."""
-    layout = lay_out([info for info, _ in pairs])
+    devices = (parameter.device for _, parameter in pairs if not parameter.is_meta)
+    layout = replace(lay_out([info for info, _ in pairs]), device=next(devices, torch.device("cpu")))
     by_name = {info.name: parameter for info, parameter in pairs}
     return layout, [by_name[slot.parameter.name] for bucket in layout.buckets for slot in bucket.slots]
 
@@ -103,8 +103,9 @@ def by_bucket(
 
 def empty_flats(layout: Layout, come_and_go: bool = False) -> Flats:  # per bucket (elements,) of its dtype
     """Zeros in the layout's shape. `come_and_go`: in storages that can be freed and found again."""
-    find = torch.zeros if come_and_go else host_memory
-    return [find(bucket.elements, dtype=bucket.dtype) for bucket in layout.buckets]
+    if come_and_go:
+        return [torch.zeros(one.elements, dtype=one.dtype, device=layout.device) for one in layout.buckets]
+    return [memory_on(layout.device, bucket.elements, bucket.dtype) for bucket in layout.buckets]
 
 
 def views(
@@ -148,7 +149,7 @@ def adopt_without_values(
     flats: Flats = []
     given = iter(parameters)
     for bucket in layout.buckets:
-        flat = torch.empty(bucket.elements, dtype=bucket.dtype)
+        flat = torch.empty(bucket.elements, dtype=bucket.dtype, device=layout.device)
         for view in views(bucket, flat):
             parameter = next(given)
             if parameter.is_meta:
@@ -227,7 +228,8 @@ class Gradients(WholeValues):
 
     def __init__(self, layout: Layout) -> None:
         self.takes_gradients = any(bucket.has_masters for bucket in layout.buckets)
-        super().__init__(layout, [host_memory(bucket.elements, bucket.wide_dtype) for bucket in layout.buckets])
+        flats = [memory_on(layout.device, bucket.elements, bucket.wide_dtype) for bucket in layout.buckets]
+        super().__init__(layout, flats)
         self._views = all_views(layout, self.flats)
         self._names = [slot.parameter.name for bucket in layout.buckets for slot in bucket.slots]
 

@@ -10,8 +10,9 @@ from collections.abc import Collection, Mapping
 from shoal_protos.runs import Runs
 from torch import Tensor
 
-from shoal.blocks.held import MASTER, WEIGHTS
+from shoal.blocks.held import MASTER
 from shoal.blocks.loaded_state import State
+from shoal.blocks.state_home import WEIGHTS
 from shoal.core.layout import Layout, Stretch
 
 

@@ -20,8 +20,9 @@ from shoal_protos.runs import NO_BLOCKS, Runs, Span
 from torch import Tensor
 
 from shoal.blocks.fill_memory import FillMemory
-from shoal.blocks.host_memory import host_memory
+from shoal.blocks.host_memory import memory_on
 from shoal.blocks.loaded_state import LoadedState, State, probe_state, twin_of
+from shoal.blocks.state_home import WEIGHTS, BesideParameters, OnTheHost
 from shoal.blocks.values import BlockValues, StretchValues
 from shoal.core.layout import Bucket, Layout, Stretch, overlaps
 
@@ -30,8 +31,6 @@ PART_BYTES = 16 << 20
 
 MASTER = "master"
 """The key of master weights."""
-WEIGHTS = "weights"
-"""The key of parameters, where a block's are with its state and nowhere else."""
 
 SEGMENTS_PER_BUCKET = 4
 """More make an update slower than it need be; fewer are not worth the copy that joins them."""
@@ -74,7 +73,7 @@ def may_step_in_parts(optimizer: torch.optim.Optimizer) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class UpdatePart:
     """Segments that are updated in one go."""
 
     segments: list[Segment]
@@ -113,6 +112,7 @@ class HeldBlocks:
         self.bytes_per_second = 0.0
         """At which the last update's state came from a file and went back; 0: none did."""
         self._expected = FillMemory(layout, NO_BLOCKS)
+        self._home: BesideParameters | OnTheHost = BesideParameters(layout, optimizer)
 
     def state_bytes(self) -> int:
         """Bytes of all state held, counted over tensors."""
@@ -176,6 +176,7 @@ class HeldBlocks:
         stretch: Stretch,
         state: State,  # each (elements of the stretch,), or () for what all its blocks share
     ) -> Segment:
+        state = self._home.bring(self.layout.buckets[stretch.bucket], state)
         has_master = MASTER in state and self.layout.buckets[stretch.bucket].has_masters
         weights = self._weights(stretch, state, has_master) if self.keeps_weights else None
         parameter = state[MASTER] if has_master else self._parameters.of(stretch) if weights is None else weights
@@ -197,7 +198,8 @@ class HeldBlocks:
             return state[WEIGHTS]
         if has_master:
             return state[MASTER].to(dtype)
-        return host_memory(stretch.blocks * self.layout.buckets[stretch.bucket].block_elements, dtype)
+        elements = stretch.blocks * self.layout.buckets[stretch.bucket].block_elements
+        return memory_on(self.layout.device, elements, dtype)
 
     def keep_only(self, runs: Runs) -> None:
         """Frees every other block; pieces that stay of a cut segment are copied, so that the memory is given back:
@@ -313,7 +315,7 @@ class HeldBlocks:
         take_over_hyper_parameters(self._twin, self._user)
         buckets = len(self.layout.trained.buckets)
         trained = [segment for segment in self._segments if segment.stretch.bucket < buckets]  # frozen ones come last
-        for part in _parts_of(trained, may_step_in_parts(self._user)):
+        for part in parts_of(trained, may_step_in_parts(self._user)):
             self._apply_to(part.segments, gradients, scale)
             on_updated(part.first_bucket)
 
@@ -323,21 +325,8 @@ class HeldBlocks:
         gradients: BlockValues,
         scale: float,
     ) -> None:
-        for group in self._twin.param_groups:
-            group["params"] = []
-        for segment in segments:
-            segment.parameter.grad = gradients.of(segment.stretch)
-            self._twin.param_groups[self.layout.buckets[segment.stretch.bucket].group]["params"].append(
-                segment.parameter
-            )
-        if scale != 1.0 and segments:
-            torch._foreach_mul_([one.parameter.grad for one in segments if one.parameter.grad is not None], scale)
-        before = [segment.parameter.detach() for segment in segments]
-        self._twin.step()
-        for segment, memory in zip(segments, before, strict=True):
-            segment.parameter.grad = None
-            if segment.parameter.data_ptr() != memory.data_ptr():
-                _put_back(segment, memory, self._user)
+        groups = [self.layout.buckets[segment.stretch.bucket].group for segment in segments]
+        step_on(self._twin, groups, segments, [gradients.of(segment.stretch) for segment in segments], scale)
         masters = [segment for segment in segments if segment.has_master]
         if masters:
             rounded = [
@@ -345,6 +334,29 @@ class HeldBlocks:
                 for segment in masters
             ]
             torch._foreach_copy_(rounded, [segment.parameter for segment in masters])
+
+
+def step_on(
+    twin: torch.optim.Optimizer,
+    groups: Sequence[int],
+    segments: Sequence[Segment],
+    gradients: Sequence[Tensor],  # of each segment (elements,)
+    scale: float,
+) -> None:
+    """The optimizer's own step, with the gradients times `scale`. `groups`: of each segment the optimizer's group."""
+    for group in twin.param_groups:
+        group["params"] = []
+    for number, segment, gradient in zip(groups, segments, gradients, strict=True):
+        segment.parameter.grad = gradient
+        twin.param_groups[number]["params"].append(segment.parameter)
+    if scale != 1.0 and segments:
+        torch._foreach_mul_([one.parameter.grad for one in segments if one.parameter.grad is not None], scale)
+    before = [segment.parameter.detach() for segment in segments]
+    twin.step()
+    for segment, memory in zip(segments, before, strict=True):
+        segment.parameter.grad = None
+        if segment.parameter.data_ptr() != memory.data_ptr():
+            _put_back(segment, memory, twin)
 
 
 def _put_back(
@@ -383,17 +395,17 @@ def take_over_hyper_parameters(mine: torch.optim.Optimizer, users: torch.optim.O
         own.update({key: value for key, value in theirs.items() if key != "params"})
 
 
-def _parts_of(segments: list[Segment], may_be_several: bool) -> list[_Part]:
+def parts_of(segments: list[Segment], may_be_several: bool) -> list[UpdatePart]:
     """From the last bucket to the first; a bucket is in one part, and its segments are in their order."""
-    parts, stop, size = list[_Part](), len(segments), 0
+    parts, stop, size = list[UpdatePart](), len(segments), 0
     if may_be_several:
         for index in range(len(segments) - 1, 0, -1):
             one, following = segments[index].stretch.bucket, segments[index - 1].stretch.bucket
             size += segments[index].parameter.nbytes
             if size >= PART_BYTES and following != one:
-                parts.append(_Part(segments[index:stop], one))
+                parts.append(UpdatePart(segments[index:stop], one))
                 stop, size = index, 0
-    return [*parts, _Part(segments[:stop], 0)]
+    return [*parts, UpdatePart(segments[:stop], 0)]
 
 
 def _within(segment: Segment, stretch: Stretch, layout: Layout) -> Span:
@@ -442,7 +454,7 @@ def _in_one_piece(
     total = sum(part.numel() for part in parts)
     if all(map(_are_adjacent, parts, parts[1:])):
         return parts[0].as_strided((total,), (1,))
-    return torch.cat(list(parts), out=host_memory(total, parts[0].dtype))
+    return torch.cat(list(parts), out=memory_on(parts[0].device, total, parts[0].dtype))
 
 
 def probe_state_bytes(layout: Layout, optimizer: torch.optim.Optimizer, with_weights: bool = False) -> int:
@@ -451,11 +463,13 @@ def probe_state_bytes(layout: Layout, optimizer: torch.optim.Optimizer, with_wei
     `with_weights`: and of its parameters, which masters tell where there are such.
     """
     return max(
-        sum(value.nbytes for value in _made_by(optimizer, bucket).values())
+        sum(value.nbytes for value in _made_by(optimizer, bucket, layout.device).values())
         + (with_weights or bucket.has_masters) * bucket.wide_dtype.itemsize * bucket.block_elements
         for bucket in layout.buckets
     )
 
 
-def _made_by(optimizer: torch.optim.Optimizer, bucket: Bucket) -> State:  # each (elements of a block,), or ()
-    return {} if bucket.is_frozen else probe_state(optimizer, bucket, bucket.block_elements)
+def _made_by(
+    optimizer: torch.optim.Optimizer, bucket: Bucket, device: torch.device
+) -> State:  # each (elements of a block,), or ()
+    return {} if bucket.is_frozen else probe_state(optimizer, bucket, bucket.block_elements, device)

@@ -28,6 +28,13 @@ def host_memory(elements: int, dtype: torch.dtype) -> Tensor:  # (elements,) of 
     return torch.frombuffer(region, dtype=dtype, count=elements, offset=first)
 
 
+def memory_on(device: torch.device, elements: int, dtype: torch.dtype) -> Tensor:  # (elements,) of `dtype`
+    """Zeros for what is large and lives long, wherever a model is."""
+    if device.type == "cpu":
+        return host_memory(elements, dtype)
+    return torch.zeros(elements, dtype=dtype, device=device)
+
+
 def tensor_bytes(
     tensor: Tensor,  # of any shape and dtype
 ) -> memoryview:

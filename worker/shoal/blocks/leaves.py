@@ -77,7 +77,8 @@ class Leaves:
             return
         layout = self._layout.buckets[bucket]
         kind = layout.elements, self._dtypes[bucket]
-        flat = self._pool[kind].pop() if self._pool[kind] else torch.empty(kind[0], dtype=kind[1])
+        pool, device = self._pool[kind], self._layout.device
+        flat = pool.pop() if pool else torch.empty(kind[0], dtype=kind[1], device=device)
         for start, stop in layout.gaps:
             flat[start:stop] = 0
         self._flats[bucket], self._views[bucket], self._seen[bucket] = flat, views(layout, flat), set()

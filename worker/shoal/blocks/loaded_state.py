@@ -37,7 +37,7 @@ class LoadedState:
         if not self._user.state or bucket.is_frozen:
             return state
         start, stop = self._layout.elements(stretch)
-        one_element = probe_state(self._user, bucket, 1)
+        one_element = probe_state(self._user, bucket, 1, self._layout.device)
         shared = {key for key, value in one_element.items() if value.dim() == 0}
         for slot in bucket.slots:
             user = self._user.state.get(self._tensor_of[slot.parameter.name], {})
@@ -50,7 +50,7 @@ class LoadedState:
                 if value.dim() == 0 and (slot.parameter.shape != () or key in shared):
                     state[key] = value.clone()
                     continue
-                flat = state.setdefault(key, torch.zeros(stop - start, dtype=value.dtype))
+                flat = state.setdefault(key, torch.zeros(stop - start, dtype=value.dtype, device=value.device))
                 if first < last:
                     flat[first - start : last - start] = value.reshape(-1)[first - slot.start : last - slot.start]
         return state
@@ -83,9 +83,11 @@ def twin_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return twin
 
 
-def probe_state(optimizer: torch.optim.Optimizer, bucket: Bucket, elements: int) -> State:  # each (elements,), or ()
+def probe_state(
+    optimizer: torch.optim.Optimizer, bucket: Bucket, elements: int, device: torch.device
+) -> State:  # each (elements,), or ()
     """The state that one update makes of so many zeros of that bucket."""
-    twin, zeros = twin_of(optimizer), torch.zeros(elements, dtype=bucket.wide_dtype)
+    twin, zeros = twin_of(optimizer), torch.zeros(elements, dtype=bucket.wide_dtype, device=device)
     zeros.grad = torch.zeros_like(zeros)
     twin.param_groups[bucket.group]["params"] = [zeros]
     twin.step()

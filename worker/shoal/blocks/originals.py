@@ -46,7 +46,7 @@ class Originals:
         return self._range(self._layout.buckets[stretch.bucket], *self._layout.elements(stretch))
 
     def _range(self, bucket: Bucket, start: int, stop: int) -> Tensor:  # (stop - start,) of the bucket's wide dtype
-        found = torch.zeros(stop - start, dtype=bucket.wide_dtype)
+        found = torch.zeros(stop - start, dtype=bucket.wide_dtype, device=self._layout.device)
         for slot in bucket.slots:
             first, last = max(start, slot.start), min(stop, slot.start + slot.parameter.elements)
             if first < last:

@@ -64,4 +64,4 @@ class TakenGradients:
 def _without_values(
     parameter: nn.Parameter,  # of its own shape
 ) -> Tensor:  # of the same shape
-    return torch.empty(parameter.shape, dtype=parameter.dtype, layout=torch.sparse_coo)
+    return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device, layout=torch.sparse_coo)

@@ -109,7 +109,8 @@ class ShardValues:
         elements, part = self._parts[bucket][index]
         assert index >= 0 and stop - first <= elements, f"{bucket}:{start}:{stop} lies in no kept blocks"
         if part is None:
-            part = torch.empty(elements, dtype=self._layout.buckets[bucket].wide_dtype)
+            dtype, device = self._layout.buckets[bucket].wide_dtype, self._layout.device
+            part = torch.empty(elements, dtype=dtype, device=device)
             self._parts[bucket][index] = elements, part
         return part[start - first : stop - first]
 

@@ -56,7 +56,7 @@ def _noting_checksums(
     named: Mapping[str, Tensor], reading: Reading, found: dict[str, str]
 ) -> Iterator[tuple[str, Tensor]]:
     for name, value in zip(named, reading(list(named.values())), strict=True):
-        copy = value.detach().clone()  # numpy pins what it looks at
+        copy = value.detach().to("cpu", copy=True)  # numpy pins what it looks at
         found[name] = checksum(tensor_bytes(copy)).hex()
         yield name, copy
 
@@ -64,4 +64,4 @@ def _noting_checksums(
 def _stream(head: bytes, named: Mapping[str, Tensor], reading: Reading) -> Iterator[memoryview]:
     yield memoryview(head)
     for value in reading(list(named.values())):
-        yield tensor_bytes(value.detach().cpu().clone())
+        yield tensor_bytes(value.detach().to("cpu", copy=True))

@@ -90,7 +90,13 @@ class Reader:
 
     def parameters(self, stretches: Sequence[Stretch], into: BlockValues) -> None:
         """Fills the parameters of blocks in. `into`: of the manifest's layout."""
-        self._read([part.range_of(PARAMETERS, into.of(part.stretch)) for part in self._parts(stretches)])
+        parts = list(self._parts(stretches))
+        places = [into.of(part.stretch) for part in parts]
+        found = [place if place.device.type == "cpu" else torch.empty_like(place, device="cpu") for place in places]
+        self._read([part.range_of(PARAMETERS, values) for part, values in zip(parts, found, strict=True)])
+        for place, values in zip(places, found, strict=True):
+            if values is not place:
+                place.copy_(values)
 
     def states(self, stretches: Sequence[Stretch], only: str = "") -> dict[Stretch, State]:
         """The optimizer states of blocks, in as few stretches as may be: for `HeldBlocks.take`. `only`: of this key."""

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.blocks.given_states import check_masters
-from shoal.blocks.held import WEIGHTS
 from shoal.blocks.host_memory import host_memory
+from shoal.blocks.state_home import WEIGHTS
 from shoal.checkpoint.draft import States
 from shoal.checkpoint.errors import CheckpointDamaged
 from shoal.checkpoint.layout_check import Match, difference

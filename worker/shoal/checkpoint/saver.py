@@ -28,6 +28,7 @@ from shoal.checkpoint.snapshot import Arena, DataContent
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.writer import Author, part_of, write_content
 from shoal.core.save_part import CompleteSave, SaveAct, SavePart, SavePartVote, SaveStatus, WithdrawSave, WriteSave
+from shoal.device import HOST, Device
 from shoal.logs import get_logger
 from shoal.model_export import Reading
 
@@ -84,9 +85,9 @@ class SaveResult:
 class Saver:
     """The thread that writes saves, and what it has come to."""
 
-    def __init__(self, storage: Storage, keep: Keep) -> None:
+    def __init__(self, storage: Storage, keep: Keep, device: Device = HOST) -> None:
         self.storage, self._keep = storage, keep
-        self.arena = Arena()
+        self.arena = Arena(device)
         self.outcome: SaveResult | None = None
         self._fresh: SaveResult | None = None
         """Not taken yet."""

@@ -17,22 +17,23 @@ from shoal_protos.runs import Runs
 from torch import Tensor
 
 from shoal.blocks.held import HeldBlocks
-from shoal.blocks.host_memory import host_memory
 from shoal.blocks.loaded_state import State
 from shoal.blocks.values import BlockValues
 from shoal.checkpoint.container import Region
 from shoal.core.layout import Bucket, Layout, Stretch
+from shoal.device import HOST, Device, DeviceCopy
 
 PARAMETERS = ""
 """The section of the parameters; optimizer states have their own keys."""
 
 
 class Arena:
-    """Host memory that is used again from save to save; it grows with the largest one. Pinned where the source is on
-    CUDA, which makes copies from there fast."""
+    """Host memory that is used again from save to save; it grows with the largest one. Copies of what lies on `device`
+    come into it beside each other: `settle` waits for them."""
 
-    def __init__(self, pinned: bool = False) -> None:
-        self._pinned = pinned
+    def __init__(self, device: Device = HOST) -> None:
+        self._device = device
+        self._copies: list[DeviceCopy] = []
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def reserve(self, count: int) -> None:
@@ -49,9 +50,24 @@ class Arena:
 
     def _find(self, count: int) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._memory = (
-            torch.empty(count, dtype=torch.uint8, pin_memory=True) if self._pinned else host_memory(count, torch.uint8)
-        )
+        self._memory = self._device.pinned(count, torch.uint8)
+
+    def copy(self, value: Tensor, at: int) -> None:
+        """Begins to copy a tensor to byte `at` of what was taken last."""
+        if not value.numel():
+            return
+        target = self._memory[at : at + value.numel() * value.element_size()].view(value.dtype)
+        source = value.detach().reshape(-1)
+        if self._device.holds(value):
+            self._copies.append(self._device.to_host(source, target))
+        else:
+            target.copy_(source)
+
+    def settle(self) -> None:
+        """All is there."""
+        for copy in self._copies:
+            copy.wait()
+        self._copies.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,22 +148,23 @@ def take_snapshot(
     tensors = {name: by_name[name] for name in beside}
     data = arena.take(regions[-1].at + regions[-1].bytes if regions else 0)
     snapshot = Snapshot(layout.block_elements, pieces, tensors, regions, data)
-    _copy_states(snapshot, weights, held.stream(owned))
+    _copy_states(snapshot, weights, held.stream(owned), arena)
     for name, tensor in beside.items():
-        _copy(tensor, data, tensors[name].at)
-    if data.is_pinned():
-        torch.cuda.synchronize()
+        arena.copy(tensor, tensors[name].at)
+    arena.settle()
     return snapshot
 
 
-def _copy_states(snapshot: Snapshot, weights: BlockValues, states: Iterable[tuple[Stretch, State]]) -> None:
+def _copy_states(
+    snapshot: Snapshot, weights: BlockValues, states: Iterable[tuple[Stretch, State]], arena: Arena
+) -> None:
     """Each stretch of state, and its parameters, to their places within their piece."""
     for stretch, state in states:
         piece = snapshot.pieces[bisect_right(snapshot.pieces, _begin(stretch), key=lambda one: _begin(one.stretch)) - 1]
         first = (stretch.start - piece.stretch.start) * snapshot.block_elements
         for key, value in {PARAMETERS: weights.of(stretch), **state}.items():
             skipped = first * value.element_size() if value.dim() else 0
-            _copy(value, snapshot.data, piece.regions[key].at + skipped)
+            arena.copy(value, piece.regions[key].at + skipped)
 
 
 def _begin(stretch: Stretch) -> tuple[int, int]:
@@ -212,9 +229,3 @@ def _regions(drafts: list[_Draft], beside: Mapping[str, Tensor]) -> tuple[Region
 def region_name(key: str, stretch: Stretch) -> str:
     """Of a tensor of a stretch, in the file."""
     return f"{'state/' + key if key else 'parameters'}/{stretch.bucket}:{stretch.start}:{stretch.stop}"
-
-
-def _copy(value: Tensor, data: Tensor, at: int) -> None:
-    count = value.numel() * value.element_size()
-    if count:
-        data[at : at + count].view(value.dtype).copy_(value.detach().reshape(-1), non_blocking=True)

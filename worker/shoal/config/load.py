@@ -49,7 +49,7 @@ def load_config(source: str | Path | Mapping[str, Any]) -> TrainingConfig:
         document = Document.model_validate(kept)
     except ValidationError as error:
         raise UserError(all_of([*faults, *sentences_of(error)])) from None
-    settled = _resolve(document, faults)
+    settled = _resolve(document, faults, ignored)
     if faults:
         raise UserError(all_of(faults))
     if ignored:
@@ -119,8 +119,11 @@ def _of_the_section_shoal(name: str, value: object) -> list[str]:
     ]
 
 
-def _resolve(document: Document, faults: list[str]) -> TrainingConfig | None:
-    """None where the sizes do not settle. What does not fit together is added to `faults`."""
+def _resolve(document: Document, faults: list[str], ignored: list[str]) -> TrainingConfig | None:
+    """None where the sizes do not settle. What does not fit together is added to `faults`.
+
+    `ignored`: keys that were left alone.
+    """
     shoal = document.shoal
     faults += _unfit(document)
     try:
@@ -158,6 +161,8 @@ def _resolve(document: Document, faults: list[str]) -> TrainingConfig | None:
         on_corruption=OnCorruption(shoal.on_corruption),
         stage=document.zero_optimization.stage,
         state_folder=_state_folder(document.zero_optimization.offload_optimizer),
+        state_on_host=document.zero_optimization.offload_optimizer.device == "cpu",
+        host_only=tuple(key for key in ignored if key in SAME_ON_CPU),
         gradient_clipping=float(_value_or_none(document.gradient_clipping) or 0.0),
         precision=Precision.of(document),
         optimizer=document.optimizer,

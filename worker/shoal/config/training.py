@@ -47,6 +47,10 @@ class TrainingConfig:
     stage: int
     state_folder: str | None
     """Where a file keeps optimizer state (`offload_optimizer.nvme_path`); None: memory does."""
+    state_on_host: bool
+    """Whether host memory keeps it (`offload_optimizer.device`): where parameters are on the host nothing changes."""
+    host_only: tuple[str, ...]
+    """Keys that were given, and that change nothing only where parameters are on the host."""
     gradient_clipping: float
     """0: off."""
     precision: Precision

@@ -18,7 +18,7 @@ import math
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -124,12 +124,14 @@ class Layout:
     block_elements: int
     """Of all buckets but frozen ones, whose blocks may be larger."""
     buckets: tuple[Bucket, ...]
+    device: torch.device = field(default=torch.device("cpu"), compare=False)
+    """Where this worker's tensors of it lie: no part of what all workers share."""
 
     @cached_property
     def trained(self) -> Layout:
         """Without frozen buckets, which come last; the blocks of the others follow each other as here."""
         kept = tuple(bucket for bucket in self.buckets if not bucket.is_frozen)
-        return self if len(kept) == len(self.buckets) else Layout(self.block_elements, kept)
+        return self if len(kept) == len(self.buckets) else replace(self, buckets=kept)
 
     @cached_property
     def _trained_blocks(self) -> array[int]:

@@ -21,7 +21,7 @@ from shoal.blocks.lane_sums import LaneSums
 from shoal.core.tree import are_leaves
 from shoal.exchange.finite import describe_gradient, is_finite
 from shoal.exchange.packing import PackedReceive, Posted, ranges, receive_sums, send_packed, send_sums
-from shoal.exchange.pieces import Extent, Extents
+from shoal.exchange.pieces import Extent, Extents, elements_in
 from shoal.exchange.traffic import GATHERED, MIRRORED, PARTIALS, Traffic, sums_dtype
 from shoal.exchange.tree_sum import TreeSum
 from shoal.group.group import Group, Waiting, Work, WorldChanged
@@ -185,7 +185,9 @@ class CanonicalReduction:
         self, piece: int, peer: int, tag: int, tree_sum: TreeSum, extents: Extents
     ) -> tuple[list[Work], Tensor]:  # (the peer's subtrees, elements in the extents)
         dtype = sums_dtype(self._traffic, piece, peer in tree_sum.leaves_from)
-        return receive_sums(self._group, peer, tag, tree_sum.subtrees_from[peer], extents, dtype)
+        shape = tree_sum.subtrees_from[peer], elements_in(extents)
+        sums = torch.empty(shape, dtype=dtype, device=self._traffic.layout.device)
+        return receive_sums(self._group, peer, tag, sums), sums
 
     def _begin_wait(self, piece: int) -> None:
         """In one go, as each wait has its price: for what this piece needs, and for what earlier ones have had in

@@ -106,7 +106,7 @@ def _description(
     value: Tensor,  # (elements,), or () for a number that all blocks share
 ) -> list[str]:
     code = CODES[value.dtype]
-    return [code] if value.dim() else [code, bytes(tensor_bytes(value)).hex()]
+    return [code] if value.dim() else [code, bytes(tensor_bytes(value.cpu())).hex()]
 
 
 def _blank(

@@ -233,7 +233,8 @@ class ModuleBuffers:
         self.pending = {}
         if not self.committed:
             return
-        flags = torch.tensor([self._changed[name] for name in self.committed], dtype=torch.uint8)  # (buffers,)
+        changes = [self._changed[name] for name in self.committed]
+        flags = torch.tensor(changes, dtype=torch.uint8, device="cpu")  # (buffers,)
         anywhere = group.all_gather(flags).amax(dim=0).tolist()
         changed = [name for name, flag in zip(self.committed, anywhere, strict=True) if flag]
         for dtype in (torch.float32, torch.float64):
@@ -249,11 +250,12 @@ class ModuleBuffers:
         length = sum(self.committed[name].numel() for name in names)
         wide = {name: self._wide(name) for name in names}
         rows = [torch.cat([sums.of(n, wide[n]).reshape(-1) for n in names]) for _, sums in self._stack]
-        mine = torch.stack(rows or [torch.empty(0, dtype=dtype)])  # (own subtrees, elements of all)
+        device = wide[names[0]].device
+        mine = torch.stack(rows or [torch.empty(0, dtype=dtype, device=device)])  # (own subtrees, elements of all)
         received, works = {group.rank: mine}, list[Work]()
         for peer in traffic.others:
             if traffic.lane_spans[peer]:
-                received[peer] = torch.empty(len(traffic.lane_spans[peer]), length, dtype=dtype)
+                received[peer] = torch.empty(len(traffic.lane_spans[peer]), length, dtype=dtype, device=device)
                 works.append(group.receive(received[peer], peer, BUFFERS))
             if self._stack:
                 works.append(group.send(mine, peer, BUFFERS))
@@ -305,7 +307,7 @@ class ModuleBuffers:
         values: dict[str, Tensor],  # each of its own shape and dtype
     ) -> None:
         for name, value in values.items():
-            self.committed[name] = value.clone()
+            self.committed[name] = value.to(self.committed[name].device, copy=True)
             self._unwritten.pop(name, None)
         self.put_back()
 

@@ -48,14 +48,12 @@ def receive_sums(
     group: Group,
     source: int,
     tag: int,
-    subtrees: int,
-    extents: Sequence[Extent],
-    dtype: torch.dtype,
-) -> tuple[list[Work], Tensor]:  # (subtrees, elements in the extents)
+    sums: Tensor,  # (subtrees, elements in the extents), contiguous
+) -> list[Work]:
     """Posts the receives of what a peer sends by `send_sums`."""
-    sums = torch.empty(subtrees, elements_in(extents), dtype=dtype)
-    apart = [sums.view(-1)] if _is_together(subtrees, elements_in(extents), sums.itemsize) else list(sums)
-    return [group.receive(message, source, tag) for message in apart], sums
+    subtrees, elements = sums.shape
+    apart = [sums.view(-1)] if _is_together(subtrees, elements, sums.itemsize) else list(sums)
+    return [group.receive(message, source, tag) for message in apart]
 
 
 def _is_together(subtrees: int, elements: int, itemsize: int) -> bool:

@@ -164,7 +164,7 @@ class RoundReduction:
             dtype = sums_dtype(self._traffic, piece, are_leaves=True)
             for peer in self._rounds.sources(number):
                 for message, extents in enumerate(self._rounds.receives[piece]):
-                    arriving = torch.empty(elements_in(extents), dtype=dtype)
+                    arriving = torch.empty(elements_in(extents), dtype=dtype, device=self._traffic.layout.device)
                     flight.receives.append(self._group.receive(arriving, peer, PARTIALS))
                     flight.arrived[peer, message] = arriving
             if number == len(self._rounds.rounds) - 1:

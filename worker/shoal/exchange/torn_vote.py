@@ -47,7 +47,7 @@ def _torn(
 
     That one is the peer to whom all others have posted theirs before they posted it to this worker.
     """
-    rows = torch.empty(group.size, row.numel(), dtype=row.dtype)
+    rows = torch.empty(group.size, row.numel(), dtype=row.dtype, device="cpu")
     rows[group.rank] = row
     others = [(group.rank - distance) % group.size for distance in range(1, group.size)]
     for work in [group.receive(rows[peer], peer, GATHER_TAG) for peer in others]:

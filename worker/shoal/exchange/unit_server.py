@@ -28,7 +28,7 @@ log = get_logger("shoal")
 
 def ask(group: Group, owner: int, key: Key, unit: int) -> tuple[Work, Tensor]:  # the message: (numbers,) int64
     """Posts a request."""
-    message = torch.tensor([*key, unit], dtype=torch.int64)
+    message = torch.tensor([*key, unit], dtype=torch.int64, device="cpu")
     return group.send(message, owner, ASKED), message
 
 

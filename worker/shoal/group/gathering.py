@@ -28,7 +28,7 @@ def gather(
 
     Raises `WorldChanged`.
     """
-    rows = torch.empty(group.size, row.numel(), dtype=row.dtype)
+    rows = torch.empty(group.size, row.numel(), dtype=row.dtype, device="cpu")
     rows[group.rank] = row
     for level in exchanges(group.rank, group.size):
         mine = rows[slice(*level.rows)].view(-1)

@@ -8,6 +8,7 @@ fails is an exception on the training thread; within an update this worker then 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from shoal_protos.errors import UserError
@@ -16,7 +17,6 @@ from torch import Tensor
 
 from shoal.blocks.held import (
     MASTER,
-    WEIGHTS,
     HeldBlocks,
     OnUpdated,
     Segment,
@@ -30,10 +30,13 @@ from shoal.blocks.held import (
 from shoal.blocks.held_weights import HeldWeights
 from shoal.blocks.host_memory import host_memory
 from shoal.blocks.loaded_state import State, probe_state
+from shoal.blocks.state_home import WEIGHTS
 from shoal.blocks.values import BlockValues, StretchValues
 from shoal.core.layout import Bucket, Layout, Stretch
+from shoal.device import HOST, Device
 from shoal.logs import get_logger
 from shoal.offload.held_piece import HeldPiece
+from shoal.offload.host_blocks import HostBlocks
 from shoal.offload.piece_store import PieceStore
 from shoal.offload.state_file import StateFile
 from shoal.offload.transfers import Buffer
@@ -48,19 +51,39 @@ TELLING_BYTES = 64 << 20
 log = get_logger("shoal.offload")
 
 
+@dataclass(frozen=True, slots=True)
+class StatePlace:
+    """Where optimizer state and master weights are: beside the parameters, if nothing else is said."""
+
+    folder: str | None = None
+    """In a file there."""
+    on_host: bool = False
+    """In host memory: where parameters are on the host, that is beside them."""
+    device: Device = HOST
+    """Where the parameters are."""
+
+
 def held_blocks(
-    folder: str | None,
+    place: StatePlace,
     layout: Layout,
     optimizer: torch.optim.Optimizer,
     parameters: BlockValues,
     tensors: Mapping[str, Tensor],  # each of its parameter's shape and dtype
     keeps_weights: bool = False,
 ) -> HeldBlocks:
-    """Of a worker that keeps state in memory, or in a file in `folder`. Raises `UserError` where it cannot."""
-    if folder is None:
+    """Of a worker that keeps its state there. Raises `UserError` where it cannot."""
+    if place.folder is None:
+        if place.on_host and not place.device.on_host:
+            return HostBlocks(layout, optimizer, parameters, tensors, place.device, keeps_weights)
         return HeldBlocks(layout, optimizer, parameters, tensors, keeps_weights)
+    if not place.device.on_host:
+        raise UserError(
+            f'`zero_optimization.offload_optimizer.device` is "nvme" and the model is on {place.device.kind}; state in '
+            'files needs a model on the CPU. Use "cpu", which keeps optimizer state in host memory.'
+        )
     check_steps_in_parts(optimizer)
-    return FiledBlocks(layout, optimizer, parameters, tensors, PieceStore(layout, StateFile(folder)), keeps_weights)
+    store = PieceStore(layout, StateFile(place.folder))
+    return FiledBlocks(layout, optimizer, parameters, tensors, store, keeps_weights)
 
 
 def check_steps_in_parts(optimizer: torch.optim.Optimizer) -> None:
@@ -111,7 +134,7 @@ class FiledBlocks(HeldBlocks):
     def _bytes_of_an_element(self, bucket: Bucket) -> int:
         kind = bucket.group, bucket.dtype
         if kind not in self._known:
-            state = probe_state(self._user, bucket, 2)
+            state = probe_state(self._user, bucket, 2, self.layout.device)
             self._known[kind] = sum(value.dtype.itemsize for value in state.values() if value.dim())
             self._known[kind] += bucket.has_masters * bucket.wide_dtype.itemsize
         return self._known[kind]

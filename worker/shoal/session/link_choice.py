@@ -7,18 +7,25 @@ from collections.abc import Mapping
 
 from shoal_protos.errors import UserError
 
+from shoal.device import HOST, Device
+from shoal.group.gloo import build_gloo
+from shoal.group.staged import staged
 from shoal.session.alone import AloneLink
 from shoal.session.controller_link import ControllerLink
 from shoal.session.link import Link
 from shoal.session.settings import SessionSettings
 
 
-def open_link(environment: Mapping[str, str] = os.environ) -> tuple[Link, str]:
-    """The link, and the faults that a test has planted (`SHOAL_FAULT`). Raises `UserError` for bad settings."""
+def open_link(environment: Mapping[str, str] = os.environ, device: Device = HOST) -> tuple[Link, str]:
+    """The link, with groups for tensors of `device`, and the faults that a test has planted (`SHOAL_FAULT`).
+
+    Raises `UserError` for bad settings.
+    """
     settings = SessionSettings.from_environment(environment)
     if not settings.controller:
         _refuse_other_launchers(environment)
-    return (ControllerLink(settings) if settings.controller else AloneLink()), settings.fault
+    link: Link = ControllerLink(settings, staged(build_gloo, device)) if settings.controller else AloneLink()
+    return link, settings.fault
 
 
 STARTERS = {"WORLD_SIZE": "torchrun", "SLURM_NTASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun"}

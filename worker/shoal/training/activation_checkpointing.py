@@ -131,7 +131,7 @@ class _Checkpointed:
 
     def place(self) -> AbstractContextManager[object]:
         """Where inputs wait for backward."""
-        return save_on_cpu(pin_memory=torch.cuda.is_available()) if self._to_host else nullcontext()
+        return save_on_cpu(pin_memory=torch.accelerator.is_available()) if self._to_host else nullcontext()
 
     def buffers(self, module: nn.Module) -> list[_Found]:
         """As they are now."""

@@ -124,7 +124,7 @@ class Boundary:
         counts, step = recovery.counted[world.rank], recovery.step
         in_place = int(self._context.state.frozen_in_place)
         mine = [in_place, self._settled if counts else step, self._called if counts else -1]
-        rows = world.group.all_gather(torch.tensor(mine, dtype=torch.int64))
+        rows = world.group.all_gather(torch.tensor(mine, dtype=torch.int64, device="cpu"))
         self._owed = int(rows[:, 1].min()) < step
         self._called = int(rows[:, 2].max())
         if not self._owed:

@@ -62,7 +62,7 @@ class CheckpointSaving:
         if self._config.path is not None:
             storage = open_storage(self._config.path)
             storage.prepare()
-            self._saver = Saver(storage, Keep(self._config.keep, self._config.keep_every))
+            self._saver = Saver(storage, Keep(self._config.keep, self._config.keep_every), context.state.device)
         self._origin: Origin | None = None
         self._saving = Saving(self._config.every_steps)
         self._clock = time.monotonic()
@@ -210,7 +210,8 @@ class CheckpointSaving:
             context = self._context
             layout = LayoutEntry.of(context.state.layout, tied_names(context.state.module))
             link, position = context.link, context.data_position
-            self._origin = Origin(link.job.name, link.job.run, layout, position, agreement(context.config), identity())
+            numerics = identity(context.state.device.kind)
+            self._origin = Origin(link.job.name, link.job.run, layout, position, agreement(context.config), numerics)
         return self._origin
 
     def on_world(self, world: World) -> None:

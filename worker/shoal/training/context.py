@@ -6,8 +6,6 @@ other in one direction, as parts.py says. Only the training thread touches it.
 
 from __future__ import annotations
 
-import torch
-
 from shoal.checkpoint.manifest import DataPosition
 from shoal.config.training import TrainingConfig
 from shoal.data.forward_seed import ForwardSeed
@@ -29,7 +27,7 @@ class TrainingContext:
         self.config, self.state, self.link, self.loop, self.faults = config, state, link, loop, faults
         self.meter = Meter()
         self.forward_seed = ForwardSeed(state.module, config.seed)
-        self.autocast = Autocast(config.precision, torch.device("cpu"))
+        self.autocast = Autocast(config.precision, state.device.kind)
         self.world: World | None = None
         """The one that this worker is in."""
         self.boundaries = 0

@@ -48,7 +48,7 @@ class Engine:
         self.parts = Parts.of(context)
         self.training = TrainingLoop(context, self.parts)
         self.module: nn.Module = state.module
-        self.device = torch.device("cpu")
+        self.device = state.device.kind
         faults.abort = context.abort_group
         link.before_building = lambda: faults.at("group", max(0, state.step))
 

@@ -9,14 +9,16 @@ import torch
 from shoal_protos.memory_estimate import (
     PARAMETER_BYTES,
     MemorySetup,
+    Offload,
     Precision,
     estimate,
     state_bytes_of,
 )
 
+from shoal.config.training import TrainingConfig
 from shoal.logs import get_logger
 from shoal.training.context import TrainingContext
-from shoal.training.state import frozen_in_blocks
+from shoal.training.state import TrainingState, frozen_in_blocks
 from shoal.training.telemetry import held_bytes
 from shoal.world import World
 
@@ -73,5 +75,11 @@ class MemoryReport:
             mirrors=min(config.mirrors, workers - 1),
             precision=precision,
             state_bytes=by_parameter,
-            offload="file" if config.state_folder is not None else "none",
+            offload=_offload(config, state),
         )
+
+
+def _offload(config: TrainingConfig, state: TrainingState) -> Offload:
+    if config.state_folder is not None:
+        return "file"
+    return "host" if config.state_on_host and not state.device.on_host else "none"

@@ -23,6 +23,7 @@ from shoal.config.training import TrainingConfig, agreement
 from shoal.core.module_names import named_buffers, named_parameters
 from shoal.core.sampler import Sampler
 from shoal.data.fetch import Fetcher, samples_of
+from shoal.device import Device
 from shoal.faults import Faults
 from shoal.heap import keep_freed_memory
 from shoal.numerics import identity, make_exact
@@ -65,9 +66,10 @@ def initialize(
     optimizer = _optimizer(settled, model, optimizer)
     scheduler = _scheduler(settled, optimizer, scheduler, limits.last_step)
     state = TrainingState(model, optimizer, scheduler, limits)
+    check_fits_device(settled, state.device)
     check_joiners_can_be_given(state)
-    link, fault_text = open_link()
-    fetcher = Fetcher(dataset, collate_fn, sampler, settled.seed, torch.device("cpu"))
+    link, fault_text = open_link(device=state.device)
+    fetcher = Fetcher(dataset, collate_fn, sampler, settled.seed, state.device.kind)
     status = Status(sequence=0, generation=0, state=MemberState.WARMING_UP, promised=0, step=-1, committed_in=0)
     link.introduce(_description(settled, state, optimizer, sampler.samples), status)
     engine = Engine(settled, state, link, fetcher, Faults.parse(fault_text, link.worker))
@@ -75,6 +77,15 @@ def initialize(
     take_over(optimizer, scheduler, lambda: state.step > NO_STEP)
     serve_at_exit(engine)
     return engine
+
+
+def check_fits_device(config: TrainingConfig, device: Device) -> None:
+    """Raises `UserError` for keys that mean nothing on the CPU alone, where the model is on an accelerator."""
+    if config.host_only and not device.on_host:
+        raise UserError(
+            f"`{config.host_only[0]}` is given and the model is on {device.kind}, for which it is not supported. "
+            'Optimizer state can be in host memory: `zero_optimization.offload_optimizer: {"device": "cpu"}`.'
+        )
 
 
 def check_joiners_can_be_given(state: TrainingState) -> None:
@@ -128,7 +139,7 @@ def _description(
         parameters=parameters,
         optimizer=type(optimizer).__name__,
         config={**agreement(config), "dataset.samples": str(samples), **_beside_the_config(state)},
-        numerics=identity(),
+        numerics=identity(state.device.kind),
         mixed_numerics=config.mixed_numerics,
         can_checkpoint=config.checkpoint.path is not None,
         checkpoint_places=places(config.checkpoint.path, config.checkpoint.resume),

@@ -7,7 +7,7 @@ the training thread touches it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,10 +33,11 @@ from shoal.core.layout import Layout
 from shoal.core.loss_scale import LossScaleRule, after, first_loss_scale
 from shoal.core.module_names import named_parameters
 from shoal.core.units import unit_numbers
-from shoal.exchange.module_buffers import ModuleBuffers
+from shoal.device import Device, device_of
+from shoal.exchange.module_buffers import ModuleBuffers, persistent_buffers
 from shoal.exchange.vote import Record
 from shoal.first_values.deferred_values import DeferredValues, deferred_values
-from shoal.offload.filed_blocks import held_blocks
+from shoal.offload.filed_blocks import StatePlace, held_blocks
 from shoal.optim.hyper import hyper_parameters, load_into
 from shoal.optim.take_over import advance
 from shoal.precision.rounding import half_dtype, round_module
@@ -70,6 +71,8 @@ class Limits:
     state_folder: str | None = None
     """Where a file keeps optimizer state and master weights; None: memory does."""
     seed: int = 0
+    state_on_host: bool = False
+    """Whether host memory keeps them, wherever parameters are."""
 
     @classmethod
     def of(cls, config: TrainingConfig, last_step: int) -> Limits:
@@ -78,7 +81,7 @@ class Limits:
         one, residency = config.micro_batches_per_lane == 1, Residency.of(config.stage)
         return cls(
             config.lanes, config.gradient_clipping, last_step, config.units, residency, one, half_dtype(precision),
-            precision.scaling, config.state_folder, config.seed,
+            precision.scaling, config.state_folder, config.seed, config.state_on_host,
         )  # fmt: skip
 
 
@@ -91,7 +94,10 @@ class TrainingState:
         optimizer: torch.optim.Optimizer,
         scheduler: LRScheduler | None,
         limits: Limits,
+        device: Device | None = None,
     ) -> None:
+        """`device`: None: that of the module."""
+        self.device = device if device is not None else device_of(_named_tensors(module))
         self.residency, self.one_micro_batch = limits.residency, limits.one_micro_batch
         deferred = deferred_values(module, limits.seed, unit_numbers(module, limits.units))
         pairs = trainable(module, optimizer, limits.units, limits.half)
@@ -129,7 +135,8 @@ class TrainingState:
         else:
             self.gradient_guard = GradientGuard(self.sums)
         tensors = {info.name: tensor for info, tensor in pairs}
-        self.held = held_blocks(limits.state_folder, self.held_layout, optimizer, self.flats, tensors, sharded)
+        place = StatePlace(limits.state_folder, limits.state_on_host, self.device)
+        self.held = held_blocks(place, self.held_layout, optimizer, self.flats, tensors, sharded)
         self.weights = HeldWeights(self.held_layout, self.held) if sharded else self.flats
         """The parameters of the blocks that are held, at least."""
         self.buffers = ModuleBuffers(module, limits.lanes)
@@ -311,6 +318,12 @@ class TrainingState:
         self.current = self._current(NO_BLOCKS)
 
 
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What must lie on one device, with what it is called."""
+    yield from ((f'parameter "{name}"', tensor) for name, tensor in named_parameters(module))
+    yield from ((f'buffer "{name}"', tensor) for name, tensor in persistent_buffers(module).items())
+
+
 def check_registered(mine: Collection[str], theirs: Collection[str], where: str) -> None:
     """Raises `UserError` naming the first state that only this script registers, or only `where` has."""
     for name in sorted(set(mine) ^ set(theirs)):
@@ -343,5 +356,5 @@ def digest_of(named: Iterable[tuple[str, Tensor]]) -> str:
     total = hashlib.sha256()
     for name, tensor in named:
         total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        total.update(tensor_bytes(tensor))
+        total.update(tensor_bytes(tensor.cpu()))
     return total.hexdigest()

@@ -66,6 +66,7 @@ class Step:
         take_over_where_no_body_runs(self._world, self._context.state.optimizer, self._context.state.modes)
         self.parameters.before_vote()
         wait_for(sends, self._world.group)
+        self._context.state.device.settle()
         self._note_pending()
         record = self._vote(reduction.bad_gradient, norms)  # past this line the step is committed
         hand_out = self._begin_hand_out()
@@ -168,6 +169,7 @@ class Step:
         context.meter.on_fill(self._receive_slice(fills), 0.0)
         wait_for(sends, group)
         self.parameters.before_vote()
+        context.state.device.settle()
         record = self._vote()
         self._evaluation.on_vote(record.evaluations)
         if not self._world.plan.steps and not context.boundaries:

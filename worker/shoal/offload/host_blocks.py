@@ -1,0 +1,138 @@
+"""Held blocks of a model on a device whose state lies in the host's memory: the update is made on the CPU.
+
+Gradients come down, the optimizer's own step runs on host memory on the training thread, parameters go up; part by
+part, so that the next part comes down while one is updated, and one goes up while the next is. Where parameters have no
+master weights, and so no place on the host, each update brings them down too: whatever has written to them since, a
+hand-out say, counts. The bits are those of an update on the CPU, which is part of the numeric identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from shoal_protos.runs import NO_BLOCKS, Runs
+from torch import Tensor
+
+from shoal.blocks.fill_memory import FillMemory
+from shoal.blocks.held import (
+    HeldBlocks,
+    OnUpdated,
+    Segment,
+    may_step_in_parts,
+    parts_of,
+    step_on,
+    take_over_hyper_parameters,
+    unheard,
+)
+from shoal.blocks.loaded_state import State
+from shoal.blocks.state_home import WEIGHTS, OnTheHost
+from shoal.blocks.values import BlockValues
+from shoal.core.layout import Layout, Stretch
+from shoal.device import HOST, Device, DeviceCopy
+
+Coming = list[tuple[Tensor, list[DeviceCopy]]]
+"""By segment, (elements,) of its gradient on the host, and what has to land before its update."""
+
+
+class HostBlocks(HeldBlocks):
+    """See the module's text."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        optimizer: torch.optim.Optimizer,
+        parameters: BlockValues,
+        tensors: Mapping[str, Tensor],  # each of its parameter's shape and dtype
+        device: Device,
+        keeps_weights: bool = False,
+    ) -> None:
+        super().__init__(layout, optimizer, parameters, tensors, keeps_weights)
+        self._device = device
+        self._home = OnTheHost(layout)
+        self._expected_here = FillMemory(layout, NO_BLOCKS, HOST.kind)
+        self._going: list[DeviceCopy] = []
+        """Parameters of the last update, on their way up."""
+
+    # ---- to hold, to take
+
+    def expect(self, runs: Runs) -> None:
+        super().expect(runs)
+        self._expected_here = FillMemory(self.layout, runs, HOST.kind)
+
+    def join(self) -> None:
+        super().join()
+        self._expected_here = FillMemory(self.layout, NO_BLOCKS, HOST.kind)
+
+    def memory_for(self, stretch: Stretch, key: str, dtype: torch.dtype) -> Tensor:  # (elements,) of `dtype`
+        """Parameters stay on the device."""
+        memory = self._expected if key == WEIGHTS else self._expected_here
+        return memory.part(stretch, key, dtype)
+
+    def _segment(self, stretch: Stretch, state: State) -> Segment:
+        segment = super()._segment(stretch, state)
+        if segment.has_master:
+            return segment
+        here = self._device.pinned(segment.parameter.numel(), segment.parameter.dtype)
+        self._twin.state[here] = self._twin.state.pop(segment.parameter, {})
+        return Segment(stretch, here, has_master=False, weights=segment.weights)
+
+    def _weights(self, stretch: Stretch, state: State, has_master: bool) -> Tensor:  # (elements,)
+        return super()._weights(stretch, state, has_master).to(self.layout.device)
+
+    # ---- the update
+
+    def apply(
+        self,
+        gradients: BlockValues,  # reduced, on the device; what is not held is not read
+        scale: float,
+        on_updated: OnUpdated = unheard,
+    ) -> None:
+        take_over_hyper_parameters(self._twin, self._user)
+        for copy in self._going:
+            copy.wait()
+        self._going.clear()
+        parts = parts_of(self._segments, may_step_in_parts(self._user))
+        coming = self._bring_down(parts[0].segments, gradients)
+        for index, part in enumerate(parts):
+            following = self._bring_down(parts[index + 1].segments, gradients) if index + 1 < len(parts) else []
+            self._update(part.segments, coming, scale)
+            coming = following
+            on_updated(part.first_bucket)
+
+    def _bring_down(self, segments: Sequence[Segment], gradients: BlockValues) -> Coming:
+        found: Coming = []
+        for segment in segments:
+            gradient = gradients.of(segment.stretch)
+            here = self._device.pinned(gradient.numel(), gradient.dtype)
+            copies = [self._device.to_host(gradient, here)]
+            if not segment.has_master:
+                copies.append(self._device.to_host(self._place_of(segment), segment.parameter))
+            found.append((here, copies))
+        return found
+
+    def _place_of(self, segment: Segment) -> Tensor:  # (elements,) of the bucket's dtype
+        """Its parameters on the device."""
+        return self._parameters.of(segment.stretch) if segment.weights is None else segment.weights
+
+    def _update(self, segments: list[Segment], coming: Coming, scale: float) -> None:
+        for _, copies in coming:
+            for copy in copies:
+                copy.wait()
+        groups = [self.layout.buckets[segment.stretch.bucket].group for segment in segments]
+        step_on(self._twin, groups, segments, [gradient for gradient, _ in coming], scale)
+        for gradient, _ in coming:
+            self._device.give_back(gradient)
+        for segment in segments:
+            self._bring_up(segment)
+
+    def _bring_up(self, segment: Segment) -> None:
+        place, rounded = self._place_of(segment), segment.parameter
+        if segment.has_master:
+            rounded = self._device.pinned(place.numel(), place.dtype)
+            rounded.copy_(segment.parameter)
+        copy = self._device.to_device(rounded, place, self._device.promise(place))
+        copy.join()
+        self._going.append(copy)
+        if segment.has_master:
+            self._device.give_back(rounded)
