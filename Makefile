@@ -10,6 +10,7 @@
 #   make cluster    run the tests of pods and resources against the cluster that KUBECONFIG names, in a namespace of theirs
 #   make charts     render the chart with both helms over all files of values, and check every manifest
 #   make models     train six models of Hugging Face with sharded parameters, and compare bits and generated tokens
+#   make test-gpu   run what needs a GPU, and measure a step there; says so where there is none
 #   make mutants    break every rule of docs/rules.md in a copy, and report what no test notices
 #   make protos     regenerate the code of protos/shoal_protos/session.proto
 #   make docs       regenerate pages of docs/ (phases, events, controller, configuration, chart) and what the chart
@@ -26,7 +27,7 @@ PROMETHEUS := $(VENV)/prometheus/usr/bin/promtool
 
 
 .DEFAULT_GOAL := help
-.PHONY: help setup packages demo test lint types imports generated unit whole pytest simulate faults outages fuzz cluster charts models mutants protos docs pictures format clean
+.PHONY: help setup packages demo test lint types imports generated unit whole pytest simulate faults outages fuzz cluster charts models test-gpu mutants protos docs pictures format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -109,6 +110,10 @@ charts: $(READY) packages
 models: $(READY)
 	$(BIN)/pip install --quiet --upgrade --target $(VENV)/models "transformers>=5.20,<6"
 	PYTHONPATH=$(VENV)/models OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 tests/models $(ARGS)
+
+test-gpu: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -rs tests/gpu $(ARGS)
+	$(BIN)/python benchmarks/gpu.py
 
 mutants: $(READY)
 	$(BIN)/python -m tests.mutants.run $(if $(RULE),--rule "$(RULE)") $(ARGS)

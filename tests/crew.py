@@ -106,7 +106,7 @@ def engine_of(task: Task, link: Link, faults: Faults) -> Engine:
     checkpoint_activations(model, settled)
     optimizer = task.optimizer(model)
     state = TrainingState(model, optimizer, task.scheduler(optimizer), limits, task.device())
-    fetcher = Fetcher(Samples(40), None, sampler, settled.seed, torch.device("cpu"))
+    fetcher = Fetcher(Samples(40), None, sampler, settled.seed, state.device.kind)
     status = Status(sequence=0, generation=0, state=MemberState.WARMING_UP, promised=0, step=-1, committed_in=0)
     link.introduce(_description(settled, state, optimizer, sampler.samples), status)
     take_over(optimizer, state.scheduler, lambda: state.step > NO_STEP)

@@ -25,7 +25,9 @@ def over_gloo(size: int, act: Callable[[Group], object]) -> None:
         finally:
             group.close()
 
-    with ThreadPoolExecutor(size) as threads:
-        list(threads.map(member, range(size)))
-    for server in servers:
-        server.close()
+    try:
+        with ThreadPoolExecutor(size) as threads:
+            list(threads.map(member, range(size)))
+    finally:
+        for server in servers:
+            server.close()

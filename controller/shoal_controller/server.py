@@ -132,7 +132,7 @@ async def serve(settings: Settings) -> AsyncIterator[Server]:
         me = _place_of(settings, web.port, grpc)
         election = Election(store, me, neighbours.term_of)
         controller.join(store, election, await introductions(store, me.id))
-        environment = _worker_environment(grpc, controller, worker_tokens)
+        environment = _worker_environment(grpc, controller, worker_tokens, settings.devices)
         lost = found.lost if settings.store.startswith("embedded:") else 0  # where others lead, workers find them
         launcher = LocalLauncher(settings.folder, environment, controller.report, lost)
         launchers: dict[str, Launcher] = {"local": launcher} if "local" in settings.allowed_launchers else {}
@@ -183,7 +183,9 @@ def _secret(settings: Settings) -> str | None:
     return None if settings.token is None else settings.token.get_secret_value()
 
 
-def _worker_environment(grpc: str, controller: ControllerState, tokens: WorkerTokens | None) -> WorkerEnvironment:
+def _worker_environment(
+    grpc: str, controller: ControllerState, tokens: WorkerTokens | None, devices: Sequence[str]
+) -> WorkerEnvironment:
     """What local workers get. They reach a port that is open to everybody by this machine's own address."""
     host, port = split_address(grpc)
     near = join_address(EVERYWHERE.get(host, host), port)
@@ -191,7 +193,7 @@ def _worker_environment(grpc: str, controller: ControllerState, tokens: WorkerTo
     def controllers() -> Sequence[str]:
         return tuple(dict.fromkeys([near, *controller.places()]))
 
-    return WorkerEnvironment(controllers, tokens, inherited_environment())
+    return WorkerEnvironment(controllers, tokens, inherited_environment(), devices)
 
 
 def _listed(text: str) -> tuple[str, ...]:

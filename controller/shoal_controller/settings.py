@@ -85,7 +85,8 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest level that is logged to standard error."""
     visible_devices: Annotated[str | None, Field(validation_alias="CUDA_VISIBLE_DEVICES")] = None
-    """CUDA devices that local workers can use. Default: all of this machine."""
+    """CUDA devices that local workers can use; each worker is given one that fewest others have. Default: all of this
+    machine."""
 
     def __init__(self, **given: Any) -> None:
         """Raises `UserError` for what is wrong."""
@@ -158,11 +159,15 @@ class Settings(BaseSettings):
     @property
     def default_workers(self) -> int:
         """Workers wanted by a job that does not say: one per CUDA device."""
+        return len(self.devices) or DEFAULT_WORKERS
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """CUDA devices that local workers can use, as CUDA_VISIBLE_DEVICES names them."""
         if self.visible_devices is not None:
-            devices = len([device for device in self.visible_devices.split(",") if device.strip() not in ("", "-1")])
-        else:
-            devices = len(list(Path("/dev").glob("nvidia[0-9]*")))
-        return devices or DEFAULT_WORKERS
+            named = (device.strip() for device in self.visible_devices.split(","))
+            return tuple(device for device in named if device not in ("", "-1"))
+        return tuple(map(str, range(len(list(Path("/dev").glob("nvidia[0-9]*"))))))
 
 
 def _variable(field: str | int) -> str:

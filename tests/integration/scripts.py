@@ -81,8 +81,10 @@ def config(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _offload(options: dict[str, Any]) -> dict[str, Any]:
-    """`offload`: the folder of the files that keep optimizer state."""
+    """`offload`: the folder of the files that keep optimizer state; or "cpu"."""
     folder = options.get("offload")
+    if folder == "cpu":
+        return {"offload_optimizer": {"device": "cpu"}}
     return {"offload_optimizer": {"device": "nvme", "nvme_path": str(folder)}} if folder else {}
 
 
@@ -136,7 +138,8 @@ class Brake:
 def model_of(options: dict[str, Any]) -> Model:
     torch.manual_seed(options.get("weights_seed", 0))
     model = Model(options.get("dropout", 0.1), options.get("buffers", True))
-    return model.double() if options.get("double") else model
+    model = model.double() if options.get("double") else model
+    return model.to(options.get("device", "cpu"))
 
 
 def train(result: str, **options: Any) -> None:
@@ -179,7 +182,7 @@ def train(result: str, **options: Any) -> None:
 def evaluate(engine: Any) -> None:
     """On rank 0 alone."""
     with engine.evaluating(), engine.gathered():
-        tokens = torch.arange(2 * LENGTH).view(2, LENGTH)
+        tokens = torch.arange(2 * LENGTH, device=engine.device).view(2, LENGTH)
         engine.report(score=engine.module(tokens, tokens))
 
 

@@ -1,39 +1,153 @@
 """The engine on a device that is late: whatever it forgets to wait for is a wrong bit, or an assertion of the device.
 
-The bits are those of a world of one on the CPU, in every stage, through a loss and a join.
+The bits are those of a world of one on the CPU, in every stage, through losses, joins, fills and checkpoints.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+import shoal.blocks.unit_flats
+import torch
 from crew import Crew, Task, Worker, undisturbed
 from late_device import LateDevice
+from memory_group import MemoryGroup
 from shoal.device import HOST
+from shoal.offload.host_blocks import HostBlocks
+from shoal.training.engine import Engine
+
+BF16 = {"bf16": {"enabled": True}}
 
 
-def on_the_host(task: Task) -> Task:
-    return replace(task, device=lambda: HOST)
+@pytest.fixture(autouse=True)
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shoal.blocks.unit_flats, "POISON", True)
+
+
+def late(options: dict[str, Any], **more: Any) -> Task:
+    return Task({"max_steps": 6, **options}, device=LateDevice, **more)
+
+
+def right(task: Task) -> str:
+    """On the CPU, with state beside the parameters."""
+    return undisturbed(replace(task, device=lambda: HOST, in_loop=lambda _: None))
 
 
 def look_at_votes(worker: Worker, point: str, _: int) -> None:
     """Before it votes the host has waited for whatever a commit reads."""
     device = worker.engine.context.state.device
     assert isinstance(device, LateDevice)
-    assert point != "vote" or device.is_settled
+    assert point != "vote" or device.is_settled, "it votes before all has landed"
+
+
+def through_a_loss_and_a_join(task: Task, point: str = "") -> None:
+    with Crew("abc", task) as crew:
+        crew.watchers.append(look_at_votes)
+        crew.train_to(2)
+        if point:
+            crew.plant("b", 3, point)
+        else:
+            crew.kill("b")
+        crew.train_to(4)
+        crew.add("d")
+        assert crew.finish() == right(task)
+        devices = [worker.engine.context.state.device for worker in crew.workers.values()]
+        assert all(device.copies > 0 for device in devices if isinstance(device, LateDevice))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_loss_and_a_join_change_no_bit(stage: int) -> None:
-    task = Task({"stage": stage, "max_steps": 10}, device=LateDevice)
-    with Crew("abc", task) as crew:
-        crew.watchers.append(look_at_votes)
+    through_a_loss_and_a_join(late({"stage": stage}))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_half_precision_and_several_micro_batches_a_lane_have_their_bits(stage: int) -> None:
+    through_a_loss_and_a_join(late({"stage": stage, "micro_batches_per_lane": 2, "precision": BF16}))
+
+
+@pytest.mark.parametrize(("stage", "point"), [(1, "in_vote"), (2, "exchange")])
+def test_a_loss_within_a_step_changes_no_bit(stage: int, point: str) -> None:
+    through_a_loss_and_a_join(late({"stage": stage}), point)
+
+
+def test_fills_that_take_several_steps_change_no_bit() -> None:
+    through_a_loss_and_a_join(late({"stage": 1, "max_steps": 12, "shoal": {"fill_bytes_per_step": 100_000}}))
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(1, {}), (2, BF16), (3, {}), (3, BF16)])
+def test_state_in_host_memory_has_the_same_bits(stage: int, precision: dict[str, Any]) -> None:
+    task = late({"stage": stage, "precision": precision, "offload": "cpu"})
+    through_a_loss_and_a_join(task)
+    engine_state = []
+    undisturbed(replace(task, prepare=lambda engine: engine_state.append(engine.context.state.held)))
+    assert [type(held) for held in engine_state] == [HostBlocks]
+
+
+def test_workers_may_differ_in_where_they_keep_state() -> None:
+    beside, on_host = late({"stage": 1}), late({"stage": 1, "offload": "cpu"})
+    with Crew("abc", beside, odd={"b": on_host}) as crew:
+        crew.train_to(2)
+        crew.kill("a")
+        crew.train_to(4)
+        crew.add("d", on_host)
+        assert crew.finish() == right(beside)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_checkpoint_goes_on_with_and_without_a_device(stage: int, tmp_path: Path) -> None:
+    place = {"checkpoint": {"path": str(tmp_path), "every_steps": 3}}
+    with Crew("abc", late({"stage": stage, "max_steps": 3, "shoal": place})) as crew:
+        crew.finish()
+    with Crew("ab", replace(late({"stage": stage, "shoal": place}), device=lambda: HOST)) as crew:
+        assert crew.finish() == right(late({"stage": stage}))
+    with Crew("ab", late({"stage": stage, "max_steps": 9, "shoal": place})) as crew:
+        assert crew.finish() == right(late({"stage": stage, "max_steps": 9}))
+
+
+def test_an_evaluation_and_gathered_parameters_read_what_has_come() -> None:
+    read: list[tuple[str, int, float]] = []
+
+    def look(engine: Engine) -> None:
+        with engine.gathered(), torch.no_grad():
+            read.append(("all", engine.global_step, sum(float(one.sum()) for one in engine.module.parameters())))
+        with engine.evaluating():
+            for batch in engine.shard([{"tokens": torch.arange(16), "targets": torch.arange(16)}] * 8):
+                engine.report(loss=engine.module(**batch))
+
+    with Crew("abc", late({"stage": 3}, in_loop=look)) as crew:
         crew.train_to(2)
         crew.kill("b")
-        crew.train_to(4)
-        crew.add("d")
-        crew.train_until("all are members", lambda: len(crew.members()) == 3)
-        assert crew.finish() == undisturbed(on_the_host(task))
-        devices = [worker.engine.context.state.device for worker in crew.workers.values()]
-        assert all(device.copies > 0 for device in devices if isinstance(device, LateDevice))
+        crew.finish()
+    for step in {step for _, step, _ in read}:
+        assert len({total for _, of, total in read if of == step}) == 1
+
+
+def test_a_device_that_is_settled_has_landed_everything() -> None:
+    device = LateDevice()
+    here, there = device.pinned(4, torch.float32), torch.zeros(4)
+    copy = device.to_host(torch.arange(4.0), here)
+    assert here.isnan().all() and not device.is_settled
+    device.settle()
+    assert copy.landed and here.tolist() == [0, 1, 2, 3]
+    coming = device.to_device(here, there, device.promise(there))
+    assert there.isnan().all()
+    coming.join()
+    assert there.tolist() == [0, 1, 2, 3]
+    device.give_back(here)
+    assert here.isnan().all()
+
+
+def test_on_the_cpu_nothing_is_staged_and_nothing_is_waited_for() -> None:
+    seen: list[bool] = []
+
+    def look(engine: Engine) -> None:
+        world = engine.context.world
+        if world is not None:
+            seen.append(isinstance(world.group, MemoryGroup) and engine.context.state.device is HOST)
+
+    with Crew("ab", Task({"stage": 1, "max_steps": 2}, in_loop=look)) as crew:
+        crew.finish()
+    assert seen and all(seen)

@@ -40,8 +40,10 @@ def check_threads(torch_threads: int) -> None:
         )
 
 
-def identity(device: torch.device | str = "cpu", environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The numeric identity of this thread, with the model on `device`."""
+def identity(
+    device: torch.device | str = "cpu", environ: Mapping[str, str] | None = None, updates_on_host: bool = False
+) -> dict[str, str]:
+    """The numeric identity of this thread, with the model on `device`. `updates_on_host`: wherever the model is."""
     found: dict[str, Any] = {
         "torch": torch.__version__,
         "shoal": version("shoal"),
@@ -56,6 +58,8 @@ def identity(device: torch.device | str = "cpu", environ: Mapping[str, str] | No
         "mkldnn.deterministic": torch.backends.mkldnn.deterministic,
         **{f"{name}.fp32_precision": _precision(name) for name in PRECISIONS},
     }
+    if updates_on_host and torch.device(device).type != "cpu":
+        found["device"] += ", updates on the CPU"
     variables = os.environ if environ is None else environ
     found |= {name: value for name, value in sorted(variables.items()) if name.startswith(VARIABLES)}
     return {name: str(value) for name, value in found.items()}

@@ -25,6 +25,7 @@ from shoal_protos.plan import Plan, WorkerId
 from shoal_controller.core.machine.events import Exited
 from shoal_controller.core.machine.place import Place
 from shoal_controller.core.machine.spec import JobSpec
+from shoal_controller.launchers.devices import VISIBLE_DEVICES, device_variable
 from shoal_controller.launchers.process import Process, reap_orphans
 from shoal_controller.launchers.process_record import ProcessRecord, ProcessRecords, boot_id
 from shoal_controller.tasks import end_task, guarded, only_logged
@@ -61,16 +62,22 @@ class WorkerEnvironment:
     """What makes the join tokens; None: workers need none."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """The controller's own, which workers inherit."""
+    devices: Sequence[str] = ()
+    """CUDA devices of this machine that workers can use: each gets one, unless its job says which."""
 
-    def of(self, worker: WorkerId, spec: JobSpec) -> dict[str, str]:
-        """The environment of one worker. The spec's goes before the controller's, who it is before both."""
+    def of(self, worker: WorkerId, spec: JobSpec, taken: Sequence[str] = ()) -> dict[str, str]:
+        """The environment of one worker. The spec's goes before the controller's, who it is before both.
+
+        `taken`: of each worker that lives, the device that it was given.
+        """
         defaults = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **GRPC_VARIABLES}
         identity = {
             "SHOAL_CONTROLLER": ",".join(self.controllers()), "SHOAL_JOB": spec.job, "SHOAL_RUN": spec.run,
             "SHOAL_WORKER_ID": worker, "SHOAL_LAUNCHER": "local",
         }  # fmt: skip
         token = {} if self.tokens is None else {"SHOAL_TOKEN": self.tokens.join(spec.job, spec.run)}
-        return {**defaults, **self.environment, **spec.env, **identity, **token}
+        device = device_variable(self.devices, taken)
+        return {**defaults, **self.environment, **device, **spec.env, **identity, **token}
 
 
 class LocalLauncher:
@@ -186,7 +193,8 @@ class LocalLauncher:
         records.folder.mkdir(parents=True, exist_ok=True)
         output = records.log(worker)
         offset = output.stat().st_size if output.exists() else 0
-        process = Process.start(spec.command, self._environment.of(worker, spec), output)
+        taken = [process.variable(VISIBLE_DEVICES) for process, _ in self._watched.values()]
+        process = Process.start(spec.command, self._environment.of(worker, spec, taken), output)
         record = ProcessRecord(worker, process.pid, process.started_at, self._boot, offset)
         try:
             records.write(record)

@@ -147,7 +147,7 @@ SAME_ON_CPU: Mapping[str, tuple[object, ...]] = {
     "zero_optimization.cpu_offload": (True,),
     "zero_optimization.cpu_offload_param": (True,),
 }
-"""Dotted keys with values that change nothing where workers compute on the CPU: all state is in host memory anyway."""
+"""Dotted keys with values that change nothing where the model is on the CPU: all state is in host memory anyway."""
 
 
 def sections() -> frozenset[str]:

@@ -101,7 +101,8 @@ def _not_built(keys: Mapping[str, tuple[object, ...]]) -> str:
 def _same_on_cpu() -> str:
     keys = ", ".join(f"`{key}: {json.dumps(value)}`" for key, values in SAME_ON_CPU.items() for value in values)
     return (
-        f"\nWorkers compute on the CPU, where all state is in host memory anyway, so these are accepted too: {keys}.\n"
+        "\nWhere the model is on the CPU all state is in host memory anyway, so there these are accepted too; with a "
+        f"model on another device they are refused: {keys}.\n"
     )
 
 

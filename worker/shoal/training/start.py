@@ -139,7 +139,7 @@ def _description(
         parameters=parameters,
         optimizer=type(optimizer).__name__,
         config={**agreement(config), "dataset.samples": str(samples), **_beside_the_config(state)},
-        numerics=identity(state.device.kind),
+        numerics=identity(state.device.kind, updates_on_host=config.state_on_host),
         mixed_numerics=config.mixed_numerics,
         can_checkpoint=config.checkpoint.path is not None,
         checkpoint_places=places(config.checkpoint.path, config.checkpoint.resume),

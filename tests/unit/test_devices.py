@@ -1,0 +1,60 @@
+"""Which device a worker computes on, and what is refused there. Nothing here needs one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from shoal.device import HOST, device_of
+from shoal.exchange.norm import by_halves
+from shoal_controller.core.machine.spec import JobSpec
+from shoal_controller.launchers.local import WorkerEnvironment
+from shoal_protos.errors import UserError
+
+
+def test_a_module_on_the_cpu_is_trained_on_the_host() -> None:
+    assert device_of([("parameter a", torch.zeros(2)), ("buffer b", torch.zeros(2))]) is HOST
+    assert device_of([]) is HOST
+
+
+def test_a_model_on_two_devices_is_refused_by_what_lies_on_them() -> None:
+    with pytest.raises(UserError) as refused:
+        device_of([('parameter "a"', torch.zeros(2)), ('buffer "b"', torch.zeros(2, device="meta"))])
+    assert str(refused.value) == (
+        'parameter "a" lies on cpu and buffer "b" on meta; a worker trains on one device. Move the whole model there '
+        'before shoal.initialize: model.to("cuda").'
+    )
+
+
+def test_a_device_that_this_machine_has_no_accelerator_for_is_refused() -> None:
+    with pytest.raises(UserError, match=r'parameter "a" lies on meta; expected cpu or the accelerator of this machine'):
+        device_of([('parameter "a"', torch.zeros(2, device="meta"))])
+
+
+def test_a_local_worker_gets_the_device_that_fewest_have_and_a_job_may_say_another() -> None:
+    environment = WorkerEnvironment(lambda: ["h:1"], None, {"CUDA_VISIBLE_DEVICES": "2,GPU-5,7"}, ("2", "GPU-5", "7"))
+    job = JobSpec("job", wanted=1, command=("true",))
+    given: list[str] = []
+    for _ in range(5):
+        given.append(environment.of("w0", job, given)["CUDA_VISIBLE_DEVICES"])
+    assert given == ["2", "GPU-5", "7", "2", "GPU-5"]
+    assert environment.of("w0", job, ["2", "", "7"])["CUDA_VISIBLE_DEVICES"] == "GPU-5"
+    shared = JobSpec("job", wanted=1, command=("true",), env={"CUDA_VISIBLE_DEVICES": "7"})
+    assert environment.of("w0", shared, [])["CUDA_VISIBLE_DEVICES"] == "7"
+    assert "CUDA_VISIBLE_DEVICES" not in WorkerEnvironment(lambda: ["h:1"]).of("w0", job)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 64])
+def test_rows_are_added_up_by_halves_in_an_order_that_depends_on_nothing_else(rows: int) -> None:
+    def plain(row: list[float]) -> float:
+        if len(row) == 1:
+            return row[0]
+        half = len(row) // 2
+        added = [float(torch.tensor(a) + torch.tensor(b)) for a, b in zip(row[:half], row[half:], strict=True)]
+        return plain(added)
+
+    torch.manual_seed(0)
+    values = torch.rand(64, 256) * 10.0 ** torch.randint(-6, 6, (64, 256))
+    found: list[Any] = by_halves(values[:rows]).tolist()
+    assert found == [plain(row) for row in values[:rows].tolist()]
