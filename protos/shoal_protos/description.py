@@ -116,7 +116,10 @@ def first_difference(worker: str, theirs: Description, jobs: Description) -> str
 
 def numerics_differ(worker: str, theirs: Description, jobs: Description) -> str | None:
     """The first difference between two numeric identities, by name; such workers give other bits."""
-    return _texts_differ(worker, "another numeric identity", theirs.numerics, jobs.numerics)
+    kinds = [{"device": one.numerics.get("device", "not set")} for one in (theirs, jobs)]  # what else differs follows
+    return _texts_differ(worker, "another numeric identity", *kinds) or _texts_differ(
+        worker, "another numeric identity", theirs.numerics, jobs.numerics
+    )
 
 
 def _parameters_differ(worker: str, theirs: Description, jobs: Description) -> str | None:

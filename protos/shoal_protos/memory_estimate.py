@@ -17,7 +17,7 @@ Location = Literal["device", "host", "file"]
 STAGES = (0, 1, 2, 3)
 BUILT_STAGES = (0, 1, 2, 3)
 BUILT_PRECISIONS: tuple[Precision, ...] = ("fp64", "fp32", "bf16", "fp16")
-BUILT_OFFLOADS: tuple[Offload, ...] = ("none", "file")
+BUILT_OFFLOADS: tuple[Offload, ...] = ("none", "host", "file")
 
 PARAMETER_BYTES: dict[Precision, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 """Of a parameter as the model computes with it; a lane's gradient has the same dtype."""
@@ -33,6 +33,8 @@ UNITS_GATHERED = 3
 IN_FLIGHT_BYTES = 16 << 20
 PIECE_BYTES = 8 << 20
 MESSAGE_BYTES = 512 << 10
+ON_THE_WAY_BYTES = 48 << 20
+"""Offload to the host: gradients of two parts of an update, 16 MiB each and then to a bucket's end."""
 OFFLOAD_BUFFERS = 3
 """Of pieces of a file: one is read, one updated, one written."""
 OFFLOAD_PIECE = 1 << 20
@@ -123,16 +125,17 @@ def _parameters(setup: MemorySetup) -> list[MemoryItem]:
 
 def _gradients(setup: MemorySetup) -> list[MemoryItem]:
     whole = SUM_BYTES[setup.precision] * setup.parameters
-    down = setup.offload == "host"
     reduced = round(whole * setup.copies)
+    coming = min(ON_THE_WAY_BYTES, reduced) if setup.offload == "host" else 0
+    come_down = MemoryItem("gradients on the host", coming, "host", in_step=True)
     if setup.stage < 2:
         lane_sums = whole * (stack_copies(-(-setup.lanes // setup.workers)) - 1)
-        found = [MemoryItem("gradients", whole), MemoryItem("lane sums", lane_sums)]
-        return [*found, MemoryItem("reduced gradients", reduced, "host", in_step=True)] if down else found
+        return [MemoryItem("gradients", whole), MemoryItem("lane sums", lane_sums), come_down]
     waiting = round(whole * waiting_subtrees(setup.lanes, setup.workers) / setup.workers)
     return [
         MemoryItem("lane sums", waiting, in_step=True),
-        MemoryItem("reduced gradients", reduced, "host" if down else "device", in_step=True),
+        MemoryItem("reduced gradients", reduced, in_step=True),
+        come_down,
     ]
 
 
@@ -140,10 +143,12 @@ def _state(setup: MemorySetup) -> list[MemoryItem]:
     held = setup.parameters * setup.copies
     location: Location = "device" if setup.offload == "none" else setup.offload
     masters = MASTER_BYTES[setup.precision]
+    copied = 0 if masters or setup.offload != "host" else PARAMETER_BYTES[setup.precision]
     carried = min(OFFLOAD_BUFFERS * OFFLOAD_PIECE, held) if setup.offload == "file" else 0
     return [
         MemoryItem("optimizer state", round(setup.state_bytes * held), location),
         MemoryItem("master weights", round(masters * held), location),
+        MemoryItem("parameters on the host", round(copied * held), "host"),
         MemoryItem("offload buffers", round((setup.state_bytes + masters) * carried), "host"),
     ]
 

@@ -54,7 +54,7 @@ def test_a_job_of_a_gpu_and_a_cpu_is_refused_in_one_sentence() -> None:
         cluster.wait_step(2)
         (other,) = cluster.add(device="cpu")
         assert cluster.wait_exit(other) != 0
-        assert "numerics: device is cpu, the job's is " in cluster.log(other)
+        assert "joined with another numeric identity: device is cpu, the job's is " in cluster.log(other)
         cluster.wait_done()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,18 +19,29 @@ def test_a_module_on_the_cpu_is_trained_on_the_host() -> None:
     assert device_of([]) is HOST
 
 
+def on(device: str) -> Any:
+    """As much of a tensor there as is looked at."""
+    return SimpleNamespace(device=torch.device(device))
+
+
 def test_a_model_on_two_devices_is_refused_by_what_lies_on_them() -> None:
     with pytest.raises(UserError) as refused:
-        device_of([('parameter "a"', torch.zeros(2)), ('buffer "b"', torch.zeros(2, device="meta"))])
+        device_of([('parameter "a"', on("cpu")), ('buffer "b"', on("cuda:0"))])
     assert str(refused.value) == (
-        'parameter "a" lies on cpu and buffer "b" on meta; a worker trains on one device. Move the whole model there '
+        'parameter "a" lies on cpu and buffer "b" on cuda:0; a worker trains on one device. Move the whole model there '
         'before shoal.initialize: model.to("cuda").'
     )
 
 
+def test_a_model_that_is_built_without_memory_is_trained_on_the_cpu() -> None:
+    assert device_of([("a", on("meta")), ("b", on("cpu"))]) is device_of([("a", on("meta"))]) is HOST
+    with pytest.raises(UserError, match=r"a was built within shoal.deferred\(\), and b lies on cuda:0; such models"):
+        device_of([("a", on("meta")), ("b", on("cuda:0"))])
+
+
 def test_a_device_that_this_machine_has_no_accelerator_for_is_refused() -> None:
-    with pytest.raises(UserError, match=r'parameter "a" lies on meta; expected cpu or the accelerator of this machine'):
-        device_of([('parameter "a"', torch.zeros(2, device="meta"))])
+    with pytest.raises(UserError, match=r'parameter "a" lies on xpu:0; expected cpu or the accelerator of'):
+        device_of([('parameter "a"', on("xpu:0"))])
 
 
 def test_a_local_worker_gets_the_device_that_fewest_have_and_a_job_may_say_another() -> None:

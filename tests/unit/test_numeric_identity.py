@@ -40,6 +40,16 @@ def test_a_worker_with_another_numeric_identity_is_refused_by_its_name():
         assert "bit-exact" not in shown.reason
 
 
+def test_of_all_that_differs_the_device_is_named():
+    another = dict.fromkeys(NUMERICS, "another") | {"device": "cpu"}
+    job = {**NUMERICS, "device": "NVIDIA H100, CUDA 13.0, cuDNN 91002"}
+    messages, _, _ = hellos(replace(MADE_OF, numerics=job), replace(MADE_OF, numerics=another))
+    assert messages[1].sentence == (
+        "worker w1 joined with another numeric identity: device is cpu, the job's is NVIDIA H100, CUDA 13.0, cuDNN "
+        "91002. Start it with the job's script and config."
+    )
+
+
 def test_a_variable_that_only_one_of_them_has_is_a_difference():
     messages, _, _ = hellos(MADE_OF, replace(MADE_OF, numerics={**NUMERICS, "MKL_CBWR": "AVX2"}))
     assert "MKL_CBWR is AVX2, the job's is not set" in messages[1].sentence

@@ -221,8 +221,8 @@ def device_of(tensors: Iterable[tuple[str, Tensor]]) -> Device:
         return HOST
     if without_values:
         raise UserError(
-            f"{without_values} was built within shoal.deferred(), and {name} lies on {kind}; such models are trained on "
-            "the CPU. Build all of it there, or none."
+            f"{without_values} was built within shoal.deferred(), and {name} lies on {kind}; such models are trained "
+            "on the CPU. Build all of it there, or none."
         )
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or kind.type != accelerator.type:

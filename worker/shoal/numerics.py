@@ -28,6 +28,7 @@ def make_exact(exact: bool, torch_threads: int) -> None:
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.deterministic = True
         torch.backends.cudnn.benchmark = False
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a pass over all memory that is found
 
 
 def check_threads(torch_threads: int) -> None:

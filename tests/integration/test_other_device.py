@@ -1,0 +1,30 @@
+"""Nothing of a model's state is made on another device than the model's: PyTorch itself says so (other_device.py)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matrices import shortened
+
+SCRIPT = Path(__file__).resolve().parents[1] / "other_device.py"
+BF16 = {"precision": {"bf16": {"enabled": True}}}
+FP16 = {"precision": {"fp16": {"enabled": True}}}
+SLICES: dict[str, Any] = {"stage": 1, "micro_batches_per_lane": 2, "shoal": {"fill_bytes_per_step": 100_000}}
+ON_HOST: dict[str, Any] = {"stage": 1, "offload": "cpu"}
+JOBS = shortened(
+    [{"stage": 0}, {"stage": 2, **BF16}, {"stage": 1, **FP16}, SLICES, ON_HOST, {**ON_HOST, "stage": 2, **BF16}],
+    {"stage": 2, **BF16},
+)
+
+
+@pytest.mark.parametrize("options", JOBS, ids=json.dumps)
+def test_a_job_on_another_device_makes_no_tensor_elsewhere(options: dict[str, Any]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", SCRIPT, json.dumps([options])], capture_output=True, text=True, timeout=110
+    )
+    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["1"]), done.stderr[-3000:]
