@@ -8,6 +8,7 @@ back. What is computed is computed at once: a device works through it in its ord
 from __future__ import annotations
 
 import random
+import threading
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -48,7 +49,7 @@ class LateDevice:
         """That have begun."""
         self.is_settled = True
         """Whether the host has waited for all that was given."""
-        self._chance = random.Random(seed)
+        self._chance, self._lock = random.Random(seed), threading.RLock()
         self._on_their_way: list[Late] = []
         self._pinned: dict[int, Tensor] = {}
 
@@ -98,14 +99,16 @@ class LateDevice:
 
     def land(self, copy: Late) -> None:
         """And all that began before it: they go on one stream."""
-        while not copy.landed:
-            first = self._on_their_way.pop(0)
-            first.target.reshape(-1).copy_(first.source.reshape(-1))
-            first.landed = True
+        with self._lock:
+            while not copy.landed:
+                first = self._on_their_way.pop(0)
+                first.target.reshape(-1).copy_(first.source.reshape(-1))
+                first.landed = True
 
     def pass_time(self) -> None:
-        if self._on_their_way and self._chance.random() < SOON:
-            self.land(self._on_their_way[0])
+        with self._lock:
+            if self._on_their_way and self._chance.random() < SOON:
+                self.land(self._on_their_way[0])
 
     # ---- order
 
@@ -113,9 +116,10 @@ class LateDevice:
         return nullcontext()
 
     def settle(self) -> None:
-        if self._on_their_way:
-            self.land(self._on_their_way[-1])
-        self.is_settled = True
+        with self._lock:
+            if self._on_their_way:
+                self.land(self._on_their_way[-1])
+            self.is_settled = True
 
     def _key(self, tensor: Tensor) -> int:
         return int(tensor.untyped_storage()._cdata)

@@ -42,11 +42,25 @@ def staged_over_gloo(size: int, act: Act) -> None:
     over_gloo(size, lambda group: act(late(group)))
 
 
+def staged_with_a_thread(size: int, act: Act) -> None:
+    def staged(group: Group) -> None:
+        found = StagedGroup(group, LateDevice(group.rank), posts_beside=True)
+        try:
+            act(found)
+        finally:
+            if found._landing is not None:
+                found._landing.put(None)  # what `close` does, but the group below is still needed
+
+    over_gloo(size, staged)
+
+
 def staged_in_memory(size: int, act: Act) -> None:
     in_memory(size, lambda group: act(late(group)))
 
 
-every_group = pytest.mark.parametrize("run", [over_gloo, in_memory, staged_over_gloo, staged_in_memory])
+every_group = pytest.mark.parametrize(
+    "run", [over_gloo, in_memory, staged_over_gloo, staged_with_a_thread, staged_in_memory]
+)
 Run = Callable[[int, Act], None]
 
 
@@ -204,3 +218,23 @@ def test_an_abort_ends_what_waits_and_all_that_comes_later(run: Run) -> None:
 
     with pytest.raises(WorldChanged, match="the test is over"):
         run(2, act)
+
+
+def test_what_lands_while_nobody_calls_the_group_leaves_by_a_thread() -> None:
+    arrived = threading.Barrier(2)
+
+    def act(group: Group) -> None:
+        staged = StagedGroup(group, LateDevice(), posts_beside=True)
+        if group.rank == 0:
+            sends = [staged.send(values(0, 1, number), 1, 1) for number in range(20)]
+            arrived.wait(30.0)
+            staged.wait(sends)
+            staged._landing.put(None)  # type: ignore[union-attr]
+        else:
+            for number in range(20):
+                came = torch.zeros(1000)
+                staged.receive(came, 0, 1).wait()
+                assert torch.equal(came, values(0, 1, number))
+            arrived.wait(30.0)
+
+    over_gloo(2, act)

@@ -2,8 +2,9 @@
 
 A send is copied out beside the device's work and posted when it has landed; a receive is copied in when it has come.
 Nobody waits for a copy before he waits for a message: sends that have not landed are posted, in their order, by whoever
-calls the group next, and all of them before anybody waits for anything. So nothing is held back for good, and no thread
-is needed. Called as the group below it is; what that one promises this one does too.
+calls the group next, and all of them before anybody waits for anything. So nothing is held back for good; and a thread
+posts what lands while nobody calls the group, as in a forward. Called as the group below it is; what that one promises
+this one does too.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from queue import SimpleQueue
 from typing import Any, cast
 
 import torch
@@ -28,7 +30,7 @@ def staged(transport: Transport, device: Device) -> Transport:
 
     def build(spec: GroupSpec, cancellation: Cancellation) -> Group:
         group = transport(spec, cancellation)
-        return group if group.size == 1 else StagedGroup(group, device)
+        return group if group.size == 1 else StagedGroup(group, device, posts_beside=True)
 
     return build
 
@@ -122,14 +124,16 @@ class _StagedWaiting:
 
 
 class StagedGroup:
-    """A `Group` for tensors of `device`, over the group `below`."""
+    """A `Group` for tensors of `device`, over the group `below`. `posts_beside`: by a thread of its own too."""
 
-    def __init__(self, below: Group, device: Device) -> None:
-        self.below, self.device = below, device
+    def __init__(self, below: Group, device: Device, posts_beside: bool = False) -> None:
+        self.below, self.device, self._posts_beside = below, device, posts_beside
         self.rank, self.size, self.progress = below.rank, below.size, below.progress
         self._lock = threading.RLock()
         self._leaving: deque[_StagedSend] = deque()
         """Sends that are not posted yet, in their order."""
+        self._landing: SimpleQueue[DeviceCopy | None] | None = None
+        """What the thread waits for; None ends it."""
 
     @property
     def broken_peers(self) -> tuple[int, ...]:
@@ -148,6 +152,8 @@ class StagedGroup:
         self.post_landed()
         if work.failure is not None:
             raise work.failure
+        if work.posted is None and self._posts_beside:
+            self._post_when_landed(copy)
         return work
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> Work:
@@ -197,6 +203,18 @@ class StagedGroup:
                 work.copy.wait()
                 work.post(self.below)
 
+    def _post_when_landed(self, copy: DeviceCopy) -> None:
+        if self._landing is None:
+            self._landing = SimpleQueue()
+            given = (self._landing,)
+            threading.Thread(target=self._post_beside, args=given, name="shoal-group-posts", daemon=True).start()
+        self._landing.put(copy)
+
+    def _post_beside(self, landing: SimpleQueue[DeviceCopy | None]) -> None:
+        while (copy := landing.get()) is not None:
+            copy.wait()
+            self.post_landed()
+
     # ---- its end
 
     def abort(self) -> None:
@@ -204,6 +222,8 @@ class StagedGroup:
 
     def close(self) -> None:
         self.below.close()
+        if self._landing is not None:
+            self._landing.put(None)
         with self._lock:
             leaving, self._leaving = self._leaving, deque()
         for work in leaving:
