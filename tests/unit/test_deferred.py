@@ -14,6 +14,7 @@ import pytest
 import shoal
 import shoal.blocks.unit_flats
 import torch
+from allocated_bytes import most_bytes
 from crew import ONE_AT_A_TIME, Crew, Task, engine_of, undisturbed
 from hard_units import STEPS, WIDTH, Layers, and_train, of, task
 from safetensors.torch import load_file, save_file
@@ -24,7 +25,6 @@ from shoal.training.engine import Engine
 from shoal.training.state import Limits, TrainingState
 from shoal_protos.errors import UserError
 from shoal_protos.runs import Runs
-from tensor_bytes import most_bytes
 from torch import Tensor, nn
 
 

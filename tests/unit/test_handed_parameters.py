@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import shoal.exchange.hand_out
+import shoal.training.handed_parameters
 import torch
 from crew import Crew, Task, undisturbed
 from hard_units import STEPS, WIDTH, Layers, and_train, of, task
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shoal.exchange.hand_out, "POISON", True)
+    monkeypatch.setattr(shoal.training.handed_parameters, "_has_compiled", lambda: False)  # other tests of this process
 
 
 def coming(engine: Engine) -> int:

@@ -353,7 +353,8 @@ def test_what_an_exchange_has_in_flight_is_bounded_whatever_the_size_of_a_parame
 ) -> None:
     piece, in_flight = 1 << 18, 1 << 19
     monkeypatch.setattr("shoal.exchange.traffic.piece_bytes", lambda _: piece)
-    monkeypatch.setattr("shoal.exchange.traffic.windows", lambda pieces: windows(pieces, in_flight))
+    for place in ("traffic", "pieces"):
+        monkeypatch.setattr(f"shoal.exchange.{place}.windows", lambda pieces: windows(pieces, in_flight))
     layout = lay_out([Trainable("embedding", (1_000, BLOCK), torch.float32, 0), Trainable("b", (9,), torch.float32, 0)])
     plan = World(
         Terms(lanes=4, blocks=layout.blocks, mirrors=0, mirror_partners=4, fill_blocks_per_step=7), "abcd"
@@ -387,13 +388,16 @@ def test_what_is_updated_is_handed_out_while_the_rest_is_updated(monkeypatch: py
     flow = traffic.handed(0)
     handed_out = HandOut(group, WholeValues(LAYOUT, empty_flats(LAYOUT)), traffic, flow)
     assert not group.sends
-    half = traffic.pieces[0].last_bucket
+    order = traffic.backwards
+    half = order.first_buckets[0]
     handed_out.on_updated(half)
-    there = [messages for piece, messages in zip(traffic.pieces, flow.sends, strict=True) if piece.last_bucket <= half]
+    there = [
+        flow.sends[number] for number, first in zip(order.numbers, order.first_buckets, strict=True) if first >= half
+    ]
     assert group.sends == sum(map(len, there)) > 0
     assert len(there) < len(traffic.pieces)
-    handed_out.on_updated(len(LAYOUT.buckets) - 1)
-    early = flow.sends[: min(traffic.windows[0], len(traffic.pieces) - 1)]
+    handed_out.on_updated(0)
+    early = flow.sends[::-1][: min(order.windows[0], len(traffic.pieces) - 1)]
     assert group.sends == sum(map(len, early)), "the last piece keeps everybody in the step until `finish`"
     handed_out.finish()
     assert group.sends == sum(map(len, flow.sends))

@@ -313,9 +313,7 @@ class HeldBlocks:
         it are updated; not of each.
         """
         take_over_hyper_parameters(self._twin, self._user)
-        buckets = len(self.layout.trained.buckets)
-        trained = [segment for segment in self._segments if segment.stretch.bucket < buckets]  # frozen ones come last
-        for part in parts_of(trained, may_step_in_parts(self._user)):
+        for part in parts_of(trained_segments(self._segments, self.layout), may_step_in_parts(self._user)):
             self._apply_to(part.segments, gradients, scale)
             on_updated(part.first_bucket)
 
@@ -334,6 +332,11 @@ class HeldBlocks:
                 for segment in masters
             ]
             torch._foreach_copy_(rounded, [segment.parameter for segment in masters])
+
+
+def trained_segments(segments: list[Segment], layout: Layout) -> list[Segment]:
+    """Those that are not frozen."""
+    return [segment for segment in segments if not layout.buckets[segment.stretch.bucket].is_frozen]
 
 
 def step_on(

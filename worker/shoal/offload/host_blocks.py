@@ -23,6 +23,7 @@ from shoal.blocks.held import (
     parts_of,
     step_on,
     take_over_hyper_parameters,
+    trained_segments,
     unheard,
 )
 from shoal.blocks.loaded_state import State
@@ -71,7 +72,7 @@ class HostBlocks(HeldBlocks):
 
     def _segment(self, stretch: Stretch, state: State) -> Segment:
         segment = super()._segment(stretch, state)
-        if segment.has_master:
+        if segment.has_master or self.layout.buckets[stretch.bucket].is_frozen:
             return segment
         here = self._device.pinned(segment.parameter.numel(), segment.parameter.dtype)
         self._twin.state[here] = self._twin.state.pop(segment.parameter, {})
@@ -92,7 +93,7 @@ class HostBlocks(HeldBlocks):
         for copy in self._going:
             copy.wait()
         self._going.clear()
-        parts = parts_of(self._segments, may_step_in_parts(self._user))
+        parts = parts_of(trained_segments(self._segments, self.layout), may_step_in_parts(self._user))
         coming = self._bring_down(parts[0].segments, gradients)
         for index, part in enumerate(parts):
             following = self._bring_down(parts[index + 1].segments, gradients) if index + 1 < len(parts) else []
