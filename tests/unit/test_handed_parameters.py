@@ -6,6 +6,7 @@ Where anything comes it is NaN before, so whatever is read too early is a wrong 
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -86,7 +87,7 @@ def test_a_loss_at_any_arrival_of_a_step_changes_no_bit(arrivals: int, worker: s
 USES: list[Callable[[nn.Module], object]] = [
     lambda model: [one.detach().clone() for one in model.parameters()],
     lambda model: {name: value.clone() for name, value in model.state_dict().items()},
-    lambda model: copy.deepcopy(model),
+    lambda model: [one + 1 for one in copy.deepcopy(model).parameters()],
     lambda model: [one.data.sum() for one in reversed(list(model.parameters()))],
     lambda model: nn.utils.parameters_to_vector(model.parameters()),
     lambda model: torch._foreach_norm(list(model.parameters())),
@@ -120,6 +121,32 @@ def test_a_gradient_by_torch_func_finds_the_new_values() -> None:
 
     with Crew("abc", of(task(1, in_loop=look))) as crew:
         assert crew.finish() == undisturbed(of(task(0)))
+
+
+def test_a_gradient_of_the_input_is_no_matter_for_what_comes_meanwhile() -> None:
+    def look(engine: Engine) -> None:
+        layer, ones = engine.module.layers[2], torch.ones(1, 3, WIDTH)
+        assert bool(torch.func.grad(lambda values: layer(values).sum())(ones).isfinite().all())
+        with torch.inference_mode():
+            assert bool(engine.module.layers[0](ones).isfinite().all())
+
+    with Crew("abc", of(task(1, in_loop=look))) as crew:
+        assert crew.finish() == undisturbed(of(task(0)))
+
+
+def test_a_process_that_is_forked_meanwhile_finds_all_parameters() -> None:
+    ended: list[int] = []
+
+    def look(engine: Engine) -> None:
+        child = os.fork()
+        if not child:
+            values = torch.cat([one.detach().flatten() for one in engine.module.parameters()])
+            os._exit(0 if bool(values.isfinite().all()) else 1)
+        ended.append(os.waitpid(child, 0)[1])
+
+    with Crew("ab", of(task(1, mirrors=0, max_steps=3, in_loop=look))) as crew:
+        assert crew.finish() == undisturbed(of(task(0, max_steps=3)))
+    assert not any(ended)
 
 
 def test_a_dataset_that_computes_with_the_model_finds_the_new_values_through_a_loss() -> None:

@@ -70,8 +70,16 @@ def frozen(model: nn.Module, units: Collection[str] = ()) -> list[tuple[Trainabl
     return [
         (Trainable(name, tuple(parameter.shape), parameter.dtype, FROZEN, unit_of[id(parameter)]), parameter)
         for name, parameter in named_parameters(model)
-        if not parameter.requires_grad and parameter.dtype.is_floating_point and parameter.dtype.itemsize > 1
+        if not parameter.requires_grad and _can_lie_in_a_flat(parameter)
     ]
+
+
+def _can_lie_in_a_flat(
+    parameter: nn.Parameter,  # of its own shape
+) -> bool:
+    """Whether it is as it is there: with these strides, of no class that keeps its values elsewhere."""
+    is_plain = type(parameter) is nn.Parameter and parameter.is_contiguous()
+    return is_plain and parameter.dtype.is_floating_point and parameter.dtype.itemsize > 1
 
 
 def _refuse_shared_storage(found: Sequence[tuple[Trainable, nn.Parameter]]) -> None:

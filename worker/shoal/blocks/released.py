@@ -6,6 +6,7 @@ attribute's write away from `nn.Parameter`. Shapes, dtypes, hooks and `.grad` ca
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, TypeVar
@@ -52,6 +53,11 @@ class Released(nn.Parameter):
 
     about = frozenset(ABOUT)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Of what it is once its values are here: a copy is nobody's to bring."""
+        touch(self, "__deepcopy__")
+        return copy.deepcopy(self, memo)
+
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """As if the parameter were there, once it has been gathered. Raises `UserError` where it cannot be."""
@@ -59,7 +65,7 @@ class Released(nn.Parameter):
         if not _is_about(func, cls.about):
             name = _name_of(func)
             while (parameter := next(_released(args, given), None)) is not None:  # to gather one may release another
-                vars(parameter)[ON_TOUCH](parameter, name)
+                touch(parameter, name)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **given)
 
@@ -71,11 +77,13 @@ class Arriving(Released):
 
 
 def touch(
-    parameter: Released,  # of its own shape
+    parameter: nn.Parameter,  # of its own shape: a released one, until just now at least
     use: str,
 ) -> None:
     """Its values are here, or are said not to be, as for a function of torch's that `use` names."""
-    vars(parameter)[ON_TOUCH](parameter, use)
+    on_touch = vars(parameter).get(ON_TOUCH)
+    if on_touch is not None:  # else another thread has just brought them
+        on_touch(parameter, use)
 
 
 def release(
@@ -92,8 +100,8 @@ def release(
 def restore(parameters: Sequence[nn.Parameter]) -> None:
     """Their values are there again."""
     for parameter in parameters:
-        vars(parameter).pop(ON_TOUCH, None)
         parameter.__class__ = nn.Parameter
+        vars(parameter).pop(ON_TOUCH, None)
 
 
 def _is_about(func: Callable[..., Any], about: Collection[str]) -> bool:

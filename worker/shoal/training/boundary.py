@@ -38,6 +38,8 @@ class Boundary:
         self._context, self._corruption, self._saving = context, corruption, saving
         self._evaluation, self._requests, self._status = evaluation, requests, status
         self._callbacks: list[Callable[[], None]] = []
+        self.bring_parameters: Callable[[], None] = _nothing
+        """What callbacks find done: all parameters are here. Raises `WorldChanged`."""
         self._passed = self._settled = 0
         """The last step whose boundary this member has passed, and the last that it knows all to pass."""
         self._called = 0
@@ -97,6 +99,8 @@ class Boundary:
         self._status.publish()
 
     def _call_back(self, step: int) -> None:
+        if self._context.rank == 0 and self._called < step and self._callbacks:
+            self.bring_parameters()
         if self._context.rank == 0 and self._called < step:
             self._called = step
             with self._evaluation.anywhere():
@@ -143,3 +147,7 @@ class Boundary:
         self._carry_out(replace(record, requests=tuple(dict.fromkeys([*asked, *record.requests]))), stepped=True)
         self._owed = False
         self._call_back(record.step)
+
+
+def _nothing() -> None:
+    """Nothing is on its way."""

@@ -175,6 +175,11 @@ class CheckpointSaving:
             except (ShoalError, WorldChanged) as error:  # a world that has changed is found by whoever waits next
                 log.error("save_failed", step=name.step, reason=str(error))
                 return saver.refuse(part, name, str(error) or "the world changed meanwhile")
+            except (MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                log.error("save_failed", step=name.step, reason=f"no memory to read frozen parameters ({error})")
+                return saver.refuse(part, name, f"no memory to read frozen parameters ({error})")
             lead = Lead(draft, frozen, _in_use(world))
         owned = state.held_layout.without_frozen(plan.shares[world.rank].owned)
         held, ours = (state.layout, state.weights, state.held, owned, beside), Ours(run, state.lineage)

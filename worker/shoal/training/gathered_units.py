@@ -145,7 +145,7 @@ class GatheredUnits:
             self._context.faults.at("gather", self._context.state.step + 1)
 
     def _described(self, unit: Unit) -> str:
-        buckets = [self._context.state.layout.buckets[bucket] for bucket in unit.buckets]
+        buckets = [self._context.state.held_layout.buckets[bucket] for bucket in unit.buckets]
         names = [slot.parameter.name for bucket in buckets for slot in bucket.slots]
         size = sum(bucket.elements * bucket.dtype.itemsize for bucket in buckets)
         return f"{place_of(names)}, {size:,} bytes of parameters"

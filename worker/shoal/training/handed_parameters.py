@@ -8,12 +8,15 @@ read past that class, parameters come before the loop goes on, as they do where 
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import gt
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +35,9 @@ from shoal.world import World
 
 OF_A_FLAT = 2
 """Uses of a flat's memory besides its parameters: the flat, and the memory that it was made of."""
+
+
+_IN_THIS_PROCESS: WeakSet[HandedParameters] = WeakSet()
 
 
 class HandedParameters(Parameters):
@@ -56,6 +62,7 @@ class HandedParameters(Parameters):
         self._lock = threading.RLock()
         """A script may use parameters on threads of its own."""
         self._thread = threading.get_ident()
+        _IN_THIS_PROCESS.add(self)
         self._has_views = False
         """Whether the script keeps views of parameters, which no class guards."""
 
@@ -103,10 +110,11 @@ class HandedParameters(Parameters):
     def _are_viewed(self) -> bool:
         """Whether more tensors lie in the parameters' memory than they and the held blocks."""
         state = self._context.state
+        keys = [storage_key(flat) for flat in state.flats.flats]
         known = [OF_A_FLAT + len(found) for found in self._by_bucket]
         for segment in state.held.segments:
-            known[segment.stretch.bucket] += not segment.has_master
-        found = [torch._C._storage_Use_Count(storage_key(flat)) for flat in state.flats.flats]
+            known[segment.stretch.bucket] += storage_key(segment.parameter) == keys[segment.stretch.bucket]
+        found = list(map(torch._C._storage_Use_Count, keys))
         return state.originals is not None or any(map(gt, found, known))
 
     # ---- until all is here
@@ -150,6 +158,19 @@ class HandedParameters(Parameters):
                 self._hook = None
             self._context.are_parameters_here = True
 
+    def before_fork(self) -> None:
+        """A child has nobody who hands anything out."""
+        if threading.get_ident() == self._thread:
+            with contextlib.suppress(WorldChanged):  # who waits next finds it
+                self.settle()
+
+    def after_fork(self) -> None:
+        """In the child: whatever has not come never will."""
+        self._lock = threading.RLock()
+        for bucket in self._guarded:
+            restore(self._by_bucket[bucket])
+        self._hand_out, self._guarded = None, []
+
     # ---- uses
 
     def _before_module(self, module: nn.Module, _: Any) -> None:
@@ -163,7 +184,7 @@ class HandedParameters(Parameters):
 
     def _on_touch(self, parameter: nn.Parameter, _: str) -> None:
         try:
-            with self._lock:
+            with self._lock, temporarily_clear_interpreter_stack(), torch.inference_mode(False):
                 self._bring(self._bucket_of[id(parameter)])
         except WorldChanged:
             self._on_change()
@@ -191,6 +212,20 @@ class HandedParameters(Parameters):
     def gathered(self, _: Iterable[nn.Module], /) -> Iterator[None]:
         self._settle_here()
         yield
+
+
+def _before_fork() -> None:
+    for parameters in tuple(_IN_THIS_PROCESS):
+        parameters.before_fork()
+
+
+def _after_fork() -> None:
+    for parameters in tuple(_IN_THIS_PROCESS):
+        parameters.after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
 
 
 def _can_be_guarded(module: nn.Module, parameters: Sequence[nn.Parameter]) -> bool:

@@ -60,6 +60,7 @@ class Parts:
         requests = Requests(context, saving, parameters)
         status = StatusReport(context, loading, saving, corruption)
         boundary = Boundary(context, corruption, saving, evaluation, requests, status)
+        boundary.bring_parameters = parameters.settle
         update = Update(context, evaluation)
         voting = Voting(context, corruption, saving, evaluation, requests)
         step = Step(context, voting, update, boundary, evaluation, parameters)
