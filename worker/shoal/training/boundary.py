@@ -99,9 +99,9 @@ class Boundary:
         self._status.publish()
 
     def _call_back(self, step: int) -> None:
-        if self._context.rank == 0 and self._called < step and self._callbacks:
-            self.bring_parameters()
         if self._context.rank == 0 and self._called < step:
+            if self._callbacks:
+                self.bring_parameters()
             self._called = step
             with self._evaluation.anywhere():
                 for callback in self._callbacks:

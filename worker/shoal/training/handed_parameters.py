@@ -49,8 +49,7 @@ class HandedParameters(Parameters):
         self, context: TrainingContext, take_part: Callable[[], None], on_all_here: Callable[[], None]
     ) -> None:
         state = context.state
-        self._context, self._on_all_here = context, on_all_here
-        self._take_part = torch.inference_mode(False)(take_part)
+        self._context, self._take_part, self._on_all_here = context, take_part, on_all_here
         self._by_bucket = by_bucket(state.layout, state.parameters)
         self._bucket_of = {id(one): bucket for bucket, found in enumerate(self._by_bucket) for one in found}
         self._modules = frozenset(state.module.modules())
@@ -120,7 +119,7 @@ class HandedParameters(Parameters):
     # ---- until all is here
 
     def settle(self) -> None:
-        with self._lock:
+        with self._lock, _apart():
             if self._hand_out is not None:
                 self._hand_out.finish()
                 self._end()
@@ -135,7 +134,8 @@ class HandedParameters(Parameters):
         """The world has changed under a use: it is taken part in, where that can be done. Raises `WorldChanged`."""
         if threading.get_ident() != self._thread or self._context.is_reading:
             raise WorldChanged("a parameter was used where no change can be taken part in")
-        self._take_part()
+        with _apart():
+            self._take_part()
 
     def _end(self) -> None:
         """All is here."""
@@ -167,9 +167,7 @@ class HandedParameters(Parameters):
     def after_fork(self) -> None:
         """In the child: whatever has not come never will."""
         self._lock = threading.RLock()
-        for bucket in self._guarded:
-            restore(self._by_bucket[bucket])
-        self._hand_out, self._guarded = None, []
+        self.forget()
 
     # ---- uses
 
@@ -179,12 +177,11 @@ class HandedParameters(Parameters):
             if isinstance(parameter, Arriving):
                 touch(parameter, "a module")
             elif module in self._modules and _is_wrapped(parameter):
-                with temporarily_clear_interpreter_stack():  # what comes is no part of the transform
-                    self._settle_here()
+                self._settle_here()
 
     def _on_touch(self, parameter: nn.Parameter, _: str) -> None:
         try:
-            with self._lock, temporarily_clear_interpreter_stack(), torch.inference_mode(False):
+            with self._lock, _apart():
                 self._bring(self._bucket_of[id(parameter)])
         except WorldChanged:
             self._on_change()
@@ -226,6 +223,13 @@ def _after_fork() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """What comes is no part of what the script computes where it is waited for."""
+    with temporarily_clear_interpreter_stack(), torch.inference_mode(False):
+        yield
 
 
 def _can_be_guarded(module: nn.Module, parameters: Sequence[nn.Parameter]) -> bool:
