@@ -117,7 +117,9 @@ async def _kill_some(jobs: list[JobWorkers]) -> float:
 
 
 async def _kill(job: JobWorkers, count: int) -> None:
-    names = random.Random(2).sample(sorted(job.workers), count)
+    """Workers of one host, or of two where it has fewer: copies lie on other hosts, so that no blocks are lost."""
+    first = random.Random(2).choice(sorted(job.workers.values(), key=lambda worker: worker.number))
+    names = sorted(job.workers, key=lambda name: (job.workers[name].host != first.host, name))[:count]
     await asyncio.gather(*(job.workers.pop(name).kill() for name in names))
 
 

@@ -127,6 +127,7 @@ class SimulatedWorker:
         self.job, self.address, self.description = job, address, description
         self.name = f"w{number}"
         self.number = number
+        self.host = f"host{number // HOST_WORKERS}"
         self.membership = Membership(self.name, f"{job.name}-{number:08}")
         self.dialogue: Dialogue | None = None
         self.step, self.committed_in, self.boundaries = -1, 0, 0
@@ -143,8 +144,8 @@ class SimulatedWorker:
         """Open the rendezvous port and say hello; returns when it is welcome."""
         self._port = await asyncio.start_server(self._greet, "127.0.0.1", 0)
         address = f"127.0.0.1:{self._port.sockets[0].getsockname()[1]}"
-        host, rack = f"host{self.number // HOST_WORKERS}", f"rack{self.number // RACK_WORKERS}"
-        process = ProcessInfo(self.job.name, host, 1 + self.number, rack, address)
+        rack = f"rack{self.number // RACK_WORKERS}"
+        process = ProcessInfo(self.job.name, self.host, 1 + self.number, rack, address)
         self.membership.end_warm_up()
         self.dialogue = Dialogue(self.membership, process, self.description, self._status())
         await self.connect()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
+from shoal_protos.channel import CONTROLLER_GRPC_VARIABLES
 
 from shoal_controller.cli.options import Data, Grpc, Http, Store
 
@@ -28,6 +30,9 @@ async def controller(
     from shoal_controller.cli.endings import DONE, INTERRUPTED
     from shoal_controller.cli.serve import Places, interrupts, serving
     from shoal_controller.garbage import spare_what_lasts
+
+    for name, value in CONTROLLER_GRPC_VARIABLES.items():
+        os.environ.setdefault(name, value)  # before gRPC, which reads them when it is first used
 
     async def serve() -> None:
         async with serving(Places(http, grpc, store, data, open_to_all), own=False):
