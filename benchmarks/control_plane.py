@@ -41,7 +41,7 @@ SCRAPES, SCRAPE_SECONDS, SERIES = 5, 0.5, 42_000
 
 MANY = (
     "workers", "jobs", "start, CPU s", "steady, cores", "held, CPU ms", "MB", "writes a minute and job",
-    "welcome p50, s", "p99, s", "5% killed, s", "held, CPU ms",
+    "welcome p50, s", "p99, s", "5% killed, CPU s", "wall, s", "other core", "held, CPU ms",
 )  # fmt: skip
 ONE = (
     "workers", "blocks", "start, CPU s", "held, CPU ms", "to a built world, CPU s", "wall, s", "first commits, CPU s",
@@ -76,7 +76,7 @@ async def many_jobs(workers: int, given: argparse.Namespace) -> list[str]:
         steady_held = there.held()
         welcomes = await _welcomes(every_job, WELCOMES_SECONDS)
         there.held()
-        took = await _kill_some(every_job)
+        killing, took, other = await _kill_some(there, every_job)
         late, memory = welcomes[int(0.99 * len(welcomes))], there.memory_mb()
         await asyncio.gather(*(job.end() for job in every_job))
         return [
@@ -84,7 +84,7 @@ async def many_jobs(workers: int, given: argparse.Namespace) -> list[str]:
             steady_held, f"{memory:.0f} ({verdict(memory, STEADY_MB)})",
             f"{60 * writes / jobs:.2f} ({verdict(60 * writes / jobs, WRITES_A_MINUTE)})",
             f"{welcomes[len(welcomes) // 2]:.3f}", f"{late:.3f} ({verdict(late, WELCOME_SECONDS)})",
-            f"{took:.2f} ({verdict(took, COMMITTED_SECONDS)})", there.held(),
+            f"{killing:.2f} ({verdict(killing, COMMITTED_SECONDS)})", f"{took:.2f}", f"{other:.2f}", there.held(),
         ]  # fmt: skip
 
 
@@ -108,12 +108,14 @@ async def _welcomes(jobs: list[JobWorkers], seconds: float) -> list[float]:
     return sorted(found)
 
 
-async def _kill_some(jobs: list[JobWorkers]) -> float:
-    """Kill some workers of every job at once; seconds until all jobs have committed a step without them."""
-    since = time.monotonic()
+async def _kill_some(there: Controller, jobs: list[JobWorkers]) -> tuple[float, float, float]:
+    """Kill some workers of every job at once, and wait until all jobs have committed a step without them: the
+    controller's CPU seconds, the wall's, and the share of another core that the simulated workers took meanwhile.
+    """
+    since, before, own = time.monotonic(), there.cpu_seconds(), time.process_time()
     await asyncio.gather(*(_kill(job, max(1, round(KILLED * len(job.workers)))) for job in jobs))
-    ends = await asyncio.gather(*(job.until_after(since, job.committed_at) for job in jobs))
-    return max(ends) - since
+    took = max(await asyncio.gather(*(job.until_after(since, job.committed_at) for job in jobs))) - since
+    return there.cpu_seconds() - before, took, (time.process_time() - own) / took
 
 
 async def _kill(job: JobWorkers, count: int) -> None:

@@ -12,6 +12,7 @@ import asyncio
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
 from itertools import accumulate, chain
 
@@ -192,9 +193,8 @@ def _counted(jobs: Sequence[JobView]) -> Iterator[Metric]:
     for name, counter in COUNTERS.items():
         family = CounterMetricFamily(name, counter.text, labels=("job_name", *counter.labels))
         for view in jobs:
-            for labels in series_of(counter.labels):
-                count = view.figures.counters.get(series_key(name, labels), 0.0)
-                family.add_metric((view.job, *labels.values()), count)
+            for values, key in _series(name):
+                family.add_metric((view.job, *values), view.figures.counters.get(key, 0.0))
         yield family
     samples = CounterMetricFamily("shoal_job_samples_total", "Samples in committed steps.", labels=("job_name",))
     for view in jobs:
@@ -204,11 +204,18 @@ def _counted(jobs: Sequence[JobView]) -> Iterator[Metric]:
     for name, histogram in HISTOGRAMS.items():
         observed = HistogramMetricFamily(name, histogram.text, labels=("job_name", *histogram.labels))
         for view in jobs:
-            for labels in series_of(histogram.labels):
-                series = view.figures.series(name, labels)
-                if series is not None or not labels:  # with labels there are too many that nothing ever falls into
-                    observed.add_metric((view.job, *labels.values()), *_buckets(histogram, series))
+            for values, key in _series(name):
+                series = view.figures.series(name, key)
+                if series is not None or not values:  # with labels there are too many that nothing ever falls into
+                    observed.add_metric((view.job, *values), *_buckets(histogram, series))
         yield observed
+
+
+@cache
+def _series(metric: str) -> tuple[tuple[tuple[str, ...], str], ...]:
+    """Of each series of a counted figure: the values of its labels, and its key."""
+    kind = COUNTERS[metric] if metric in COUNTERS else HISTOGRAMS[metric]
+    return tuple((tuple(labels.values()), series_key(metric, labels)) for labels in series_of(kind.labels))
 
 
 def _buckets(kind: HistogramKind, series: Observed | None) -> tuple[list[tuple[str, float]], float]:

@@ -127,9 +127,9 @@ class Figures:
         interval = None if self.last_checkpoint is None else now - self.last_checkpoint
         return replace(self, last_checkpoint=now, checkpoint_interval=interval)
 
-    def series(self, metric: str, labels: Mapping[str, str]) -> Observed | None:
-        """What a histogram has seen; None: nothing, or a version of Shoal with other buckets has."""
-        found = self.histograms.get(series_key(metric, labels))
+    def series(self, metric: str, key: str) -> Observed | None:
+        """What one of a histogram's series has seen; None: nothing, or a version of Shoal with other buckets has."""
+        found = self.histograms.get(key)
         return found if found is not None and len(found.buckets) == len(HISTOGRAMS[metric].bounds) + 1 else None
 
     def counted(self, metric: str, value: float, labels: Mapping[str, str]) -> Figures:
@@ -139,7 +139,7 @@ class Figures:
     def observed(self, metric: str, value: float, labels: Mapping[str, str], times: int = 1) -> Figures:
         kind = HISTOGRAMS[metric]
         key = _checked_key(metric, kind.labels, labels)
-        before = self.series(metric, labels) or Observed((0,) * (len(kind.bounds) + 1))
+        before = self.series(metric, key) or Observed((0,) * (len(kind.bounds) + 1))
         place = bisect_left(kind.bounds, value)
         buckets = tuple(count + times * (number == place) for number, count in enumerate(before.buckets))
         return replace(self, histograms={**self.histograms, key: Observed(buckets, before.total + times * value)})
