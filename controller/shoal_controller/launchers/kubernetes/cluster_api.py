@@ -26,6 +26,8 @@ REQUEST_SECONDS = 15.0
 PATIENCE_SECONDS = 40.0
 """How long a request is tried, answers that ask for patience included."""
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 5.0
+LONGEST_RETRY_AFTER_SECONDS = 900.0
+"""A server that asks to be left alone for longer is asked again after this."""
 WATCH_SECONDS = 60
 """After so long the server ends a watch, and another one goes on where it ended. ● A line that is dead and says nothing
 hides every notice of a preemption for as long as it is waited for.
@@ -73,6 +75,8 @@ class ClusterApi:
     def __init__(self, api: client.ApiClient, namespace: str, asked: Asked = nobody_counts) -> None:
         self._api, self._asked = api, asked
         self.namespace = namespace
+        self._left_alone: dict[tuple[str, str], tuple[float, str]] = {}
+        """Methods and paths that are not to be asked before that time, and why."""
 
     @classmethod
     async def connect(cls, kubeconfig: str = "", namespace: str = "", asked: Asked = nobody_counts) -> ClusterApi:
@@ -129,12 +133,19 @@ class ClusterApi:
     async def ask(
         self, method: str, path: str, body: Json | None = None, query: Mapping[str, str] | None = None
     ) -> Json:
-        """One request, tried again until it is answered. Raises `ClusterRefusal`, and `ClusterSilence` in the end."""
+        """One request, tried again until it is answered. Raises `ClusterRefusal`, and `ClusterSilence` in the end.
+
+        ● Whoever asks again and again heeds a `Retry-After` that is longer than a request's patience, too: until then
+        nothing is sent.
+        """
         loop = asyncio.get_running_loop()
         deadline, pause, why = loop.time() + PATIENCE_SECONDS, FIRST_PAUSE_SECONDS, ""
-        verb = verb_of(method, query or {})
+        verb, unserved = verb_of(method, query or {}), f"the cluster's API server has not served {method} {path}"
+        until, reason = self._left_alone.get((method, path), (0.0, ""))
+        if until > loop.time():
+            raise ClusterSilence(f"{unserved}: {reason}")
         while True:
-            wait, outcome = pause, SILENT
+            wait, outcome, asked_for = pause, SILENT, 0.0
             try:
                 status, headers, text = await self._once(method, path, body, query)
                 if status not in AGAIN:
@@ -142,16 +153,24 @@ class ClusterApi:
                     self._asked(verb, outcome_of(status), False)
                     return _accepted(status, found)
                 outcome = outcome_of(status)
-                why = f"it answers {status}"
-                wait = _retry_after(headers) or pause
+                why, asked_for = f"it answers {status}", _retry_after(headers)
+                wait = asked_for or pause
             except TROUBLES as error:
                 why = str(error) or type(error).__name__
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
             gives_up = loop.time() + wait > deadline
             self._asked(verb, outcome, not gives_up)
             if gives_up:
-                raise ClusterSilence(f"the cluster's API server has not served {method} {path}: {why}")
+                if asked_for:
+                    why = f"{why}, and wants to be left alone for {asked_for:g} s"
+                    self._leave_alone(method, path, loop.time() + asked_for, why)
+                raise ClusterSilence(f"{unserved}: {why}")
             await asyncio.sleep(wait)
+
+    def _leave_alone(self, method: str, path: str, until: float, why: str) -> None:
+        now = asyncio.get_running_loop().time()
+        self._left_alone = {place: one for place, one in self._left_alone.items() if one[0] > now}
+        self._left_alone[method, path] = until, why
 
     async def _once(
         self, method: str, path: str, body: Json | None, query: Mapping[str, str] | None
@@ -233,7 +252,7 @@ def _refusal(status: int, found: Json) -> ClusterRefusal:
 
 def _retry_after(headers: Mapping[str, str]) -> float:
     try:
-        return max(0.0, float(headers.get("Retry-After", "")))
+        return min(LONGEST_RETRY_AFTER_SECONDS, max(0.0, float(headers.get("Retry-After", ""))))
     except ValueError:
         return 0.0
 
