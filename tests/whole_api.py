@@ -1,16 +1,19 @@
 """An API server that kubectl and helm can talk to: the one of `api_server.py`, with discovery, OpenAPI, tables, dry
-runs, apply patches, and the kinds that the chart makes. No controllers but one: a Deployment is rolled out at once.
+runs, apply patches, warnings of policies, commands in pods, and the kinds that the chart makes. No controllers but one:
+a Deployment is rolled out at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Awaitable, Callable, Iterator
 from copy import deepcopy
 from typing import Any
 
 import yaml
+from admission_policies import Request, warnings_of
 from aiohttp import web
-from api_server import NAMESPACE, RESOURCES, FakeCluster, Json, Refused, is_selected, merge
+from api_server import NAMESPACE, PODS, RESOURCES, FakeCluster, Json, Refused, is_selected, merge
 from custom_resources import CustomResources
 from custom_resources import at as value_at
 from protobuf_objects import MAGIC, json_of
@@ -39,7 +42,16 @@ OF_THE_CLUSTER: dict[str, dict[str, str]] = {
     "v1": {"namespaces": "Namespace", "nodes": "Node"},
     "rbac.authorization.k8s.io/v1": {"clusterroles": "ClusterRole", "clusterrolebindings": "ClusterRoleBinding"},
     "apiextensions.k8s.io/v1": {"customresourcedefinitions": "CustomResourceDefinition"},
+    "admissionregistration.k8s.io/v1": {
+        "validatingadmissionpolicies": "ValidatingAdmissionPolicy",
+        "validatingadmissionpolicybindings": "ValidatingAdmissionPolicyBinding",
+    },
 }
+POLICIES = "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicies"
+BINDINGS = "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicybindings"
+CHANNELS = ("v5.channel.k8s.io", "v4.channel.k8s.io")
+"""How a command in a pod is spoken with: each message begins with the number of its stream."""
+STANDARD_OUTPUT, STATUS = b"\x01", b"\x03"
 VERSION = {"major": "1", "minor": "33", "gitVersion": "v1.33.0"}
 VERBS = ["create", "delete", "get", "list", "patch", "update", "watch"]
 STRICT = ("Deployment", "Service", "StatefulSet", "ConfigMap", "ServiceAccount", "NetworkPolicy", "PodDisruptionBudget")
@@ -57,6 +69,8 @@ class WholeCluster(FakeCluster):
             self._serve(version, kinds, "")
         self.put(NAMESPACES, {"metadata": {"name": NAMESPACE}})
         self.resources = None
+        self.run_in_pod: Callable[[list[str]], Awaitable[tuple[int, bytes]]] | None = None
+        """What becomes of a command in a pod: its exit status and what it prints."""
 
     def _serve(self, version: str, kinds: dict[str, str], within: str) -> None:
         for plural, kind in kinds.items():
@@ -89,8 +103,11 @@ class WholeCluster(FakeCluster):
         if not any(request.path == known or request.path.startswith(f"{known}/") for known in self.objects):
             raise web.HTTPNotFound(text="404 page not found\n")
         path, name, sub = self._place(request.path)
+        if path == PODS and sub == "exec":
+            return await self._execute(request)
         if path == RESOURCES and not sub and _wants_a_table(request):
             return web.json_response(self._table(request, name))
+        warnings = list(self._warnings(path, name)) if request.method == "DELETE" else []
         applied = request.content_type == "application/apply-patch+yaml"
         if request.method == "PUT" or (applied and name not in self.objects[path]):
             answer: web.StreamResponse = self._put(path, name, self._parsed(await request.read()))
@@ -102,7 +119,30 @@ class WholeCluster(FakeCluster):
         if path == QUOTAS and request.method != "GET":
             quota = next(iter(self.objects[QUOTAS].values()), None)
             self.quota = int(quota["spec"]["hard"]["pods"]) if quota else None
+        for sentence in warnings:
+            answer.headers.add("Warning", f'299 - "{sentence}"')
         return answer
+
+    def _warnings(self, path: str, name: str) -> Iterator[str]:
+        group = path.split("/")[2] if path.startswith("/apis/") else ""
+        namespace = NAMESPACE if f"/namespaces/{NAMESPACE}/" in path else ""
+        asked = Request("DELETE", group, path.rpartition("/")[2], name, namespace)
+        of_kind = {"ElasticJob": lambda: list(self.objects[RESOURCES].values())}
+        bindings = self.objects[BINDINGS].values()
+        return warnings_of(self.objects[POLICIES], bindings, asked, lambda kind: of_kind[kind]())
+
+    async def _execute(self, request: web.Request) -> web.StreamResponse:
+        """`kubectl exec`, without an input."""
+        assert self.run_in_pod is not None, "the test has not said what becomes of commands in pods"
+        line = web.WebSocketResponse(protocols=CHANNELS)
+        await line.prepare(request)
+        code, printed = await self.run_in_pod(request.query.getall("command"))
+        await line.send_bytes(STANDARD_OUTPUT + printed)
+        failure = {"reason": "NonZeroExitCode", "details": {"causes": [{"reason": "ExitCode", "message": str(code)}]}}
+        status = {"metadata": {}, "status": "Failure", **failure} if code else {"metadata": {}, "status": "Success"}
+        await line.send_bytes(STATUS + json.dumps(status).encode())
+        await line.close()
+        return line
 
     def _put(self, path: str, name: str, item: Json) -> web.Response:
         known = self.objects[path].get(name)
@@ -150,7 +190,7 @@ class WholeCluster(FakeCluster):
     # ---- what it says of itself
 
     def _about_itself(self, path: str) -> Json | None:
-        versions = [one for one in (*NAMESPACED, "apiextensions.k8s.io/v1") if one != GROUP or self.resources]
+        versions = [one for one in {**NAMESPACED, **OF_THE_CLUSTER} if one != GROUP or self.resources]
         groups = [one for one in versions if "/" in one]
         if path == "/version":
             return dict(VERSION)

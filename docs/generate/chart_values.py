@@ -240,6 +240,9 @@ class Crd(Values):
     install: bool = True
     """Whether the chart brings elasticjobs.shoal.dev, from which the controllers make jobs in their namespace. The
     definition is kept by `helm uninstall`; one release of a cluster brings it."""
+    uninstallWarning: bool = True
+    """Whether `helm uninstall` warns of ElasticJobs that are left. It takes a ValidatingAdmissionPolicy, an object of
+    the whole cluster."""
 
 
 class Test(Values):

@@ -101,6 +101,7 @@ def test_what_holds_state_is_kept_over_upgrades_and_uninstalls(manifests: tuple[
 
 def test_everything_is_in_the_releases_namespace(manifests: tuple[Json, ...]) -> None:
     of_all = {"ClusterRole", "ClusterRoleBinding", "CustomResourceDefinition"}
+    of_all |= {"ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding"}
     assert {one["metadata"].get("namespace") for one in manifests if one["kind"] not in of_all} == {NAMESPACE}
 
 

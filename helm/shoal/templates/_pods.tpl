@@ -24,6 +24,18 @@ imagePullSecrets:
 {{- end }}
 {{- end -}}
 
+{{/* Versions of the secrets that the controllers' variables are read from and the chart has not made: where somebody has
+     changed one, the next upgrade replaces the controllers. */}}
+{{- define "shoal.givenSecrets" -}}
+{{- range $what, $name := dict "token" .Values.token.existingSecret "etcd-password" .Values.etcd.external.passwordSecret }}
+{{- if $name }}
+{{- with lookup "v1" "Secret" $.Release.Namespace $name }}
+shoal.dev/version-of-{{ $what }}: {{ .metadata.resourceVersion | quote }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
 {{/* Where pods of one kind run: dict "root" . "component" NAME "placement" VALUES */}}
 {{- define "shoal.placement" -}}
 {{- with .placement.priorityClassName }}
