@@ -30,6 +30,10 @@ Count = Annotated[Positive | None, Allowed("a whole number from 1 to 10^15")]
 Natural = Annotated[int, Field(ge=0, le=MOST), Allowed("a whole number from 0 to 10^15")]
 Switch = Annotated[bool, Allowed("true or false")]
 Name = Annotated[str, Field(min_length=1), Allowed("a string")]
+Folder = Annotated[
+    Annotated[str, Field(max_length=MOST_PATH)] | None, Allowed(f"a folder of at most {MOST_PATH} characters")
+]
+JOB_NAME = "DeepSpeedJobName"
 Parameters = Annotated[dict[str, Any], Allowed("a section of parameters")]
 
 
@@ -130,6 +134,42 @@ class ActivationCheckpointing(Section):
     cpu_checkpointing: Annotated[bool | Auto | None, Allowed('true, false or "auto"')] = False
     """True: the inputs of checkpointed modules wait for backward in (pinned) host memory. Changes nothing for a model
     on the CPU, nor for what torch.compile has compiled. Bits are the same."""
+
+
+class TensorBoard(Section):
+    """`tensorboard`: losses, rates and scales for TensorBoard, written by rank 0 (`pip install tensorboard`)."""
+
+    enabled: Switch = False
+    """True: after each step `Train/Samples/train_loss`, `…/lr` and, with fp16, `…/loss_scale` are written, over the
+    number of samples trained."""
+    output_path: Folder = None
+    """Folder that all workers can write, since any of them may become rank 0. None: the working folder."""
+    job_name: Name = JOB_NAME
+    """Folder within `output_path`."""
+
+
+class CsvMonitor(Section):
+    """`csv_monitor`: the same numbers as text, one file for each, written by rank 0."""
+
+    enabled: Switch = False
+    """True: after each step a line of samples trained and value is added to each file."""
+    output_path: Folder = None
+    """Folder that all workers can write, since any of them may become rank 0. None: the working folder."""
+    job_name: Name = JOB_NAME
+    """Folder within `output_path`."""
+
+
+class Wandb(Section):
+    """`wandb`: the same numbers for Weights & Biases, sent by rank 0 (`pip install wandb`)."""
+
+    enabled: Switch = False
+    """True: the numbers of each step are logged; all of a job are one run, whichever worker is rank 0."""
+    group: Annotated[str | None, Allowed("a string")] = None
+    """Group of runs."""
+    team: Annotated[str | None, Allowed("a string")] = None
+    """Team (entity) that the run belongs to."""
+    project: Name = "deepspeed"
+    """Project of the run."""
 
 
 class Checkpoint(Section):
@@ -249,10 +289,22 @@ class Document(Section):
     ] = None
     """What gradients travel as: only what they are anyway. Gradients of half-precision parameters travel in half
     precision, sums of several in float32; all are added up in float32."""
+    steps_per_print: CountOrAuto = None
+    """Steps between two lines of progress (step, loss, rates, loss scale, samples per second) in rank 0's log. None,
+    "auto": no lines."""
+    wall_clock_breakdown: Annotated[bool | Auto | None, Allowed('true, false or "auto"')] = False
+    """True: rank 0 times reading, forward, backward and step of its own micro-batches; lines of progress have them
+    (every 10 steps where `steps_per_print` says nothing), and so has what is written for TensorBoard and the like."""
+    dump_state: Annotated[bool | Auto | None, Allowed('true, false or "auto"')] = False
+    """True: one line in each worker's log says at the start what was settled: the whole configuration, the model's
+    size, the optimizer's groups."""
     optimizer: Optimizer | None = None
     scheduler: Scheduler | None = None
     bf16: Bf16 = Bf16()
     fp16: Fp16 = Fp16()
     zero_optimization: ZeroOptimization = ZeroOptimization()
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
+    tensorboard: TensorBoard = TensorBoard()
+    csv_monitor: CsvMonitor = CsvMonitor()
+    wandb: Wandb = Wandb()
     shoal: Shoal = Shoal()

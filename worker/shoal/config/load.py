@@ -1,13 +1,15 @@
 """From a file or dict to a `TrainingConfig`, or to one sentence for each wrong key that says what is allowed.
 
-Called once, by `shoal.initialize`. All errors are reported at once. Four steps: read (JSON), sift out what only
-DeepSpeed knows (`deepspeed.py`), check against the models (`document.py`), settle batch sizes and "auto" (`batch.py`).
+Called once, by whoever makes an engine. All errors are reported at once. Five steps: read (JSON), give old keys their
+names of today (`old_names.py`), sift out what only DeepSpeed knows (`deepspeed.py`), check against the models
+(`document.py`), settle batch sizes and "auto" (`batch.py`).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,9 +20,11 @@ from shoal_protos.errors import UserError
 from shoal_protos.memory_estimate import BUILT_STAGES
 from shoal_protos.validation import shown
 
-from shoal.config.batch import Sizes, per_lane, settle
-from shoal.config.deepspeed import NOT_BUILT, REFUSED, SAME_ON_CPU, WITHOUT_MEANING, sections
+from shoal.config.batch import ACCUMULATION, BATCH, MICRO, Sizes, per_lane, settle
+from shoal.config.deepspeed import FATES, VALUES_REFUSED, Ignored, Unsupported, fate_of, sections
 from shoal.config.document import Checkpoint, Document, OffloadOptimizer, Optimizer
+from shoal.config.monitoring import Monitoring
+from shoal.config.old_names import with_todays_names
 from shoal.config.precision import Precision, precision_faults
 from shoal.config.sentences import all_of, keys_of, not_built, refused_value, sentences_of, unknown_key, wrong_value
 from shoal.config.training import TrainingConfig
@@ -36,26 +40,55 @@ OUR_SECTIONS = frozenset(
 log = get_logger("shoal.config")
 
 
-def load_config(source: str | Path | Mapping[str, Any]) -> TrainingConfig:
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What a script gives beside the file, which settles what the file leaves open."""
+
+    shoal: Mapping[str, Any] | None = None
+    """Keys of the section `shoal`."""
+    micro_batch_size: int | None = None
+    """Of a DataLoader that was given."""
+    optimizer: bool = False
+    """Whether an optimizer was given: what is "auto" is as it has it."""
+    scheduler: bool = False
+
+
+NOTHING_BESIDE = Beside()
+
+
+def load_config(source: str | Path | Mapping[str, Any], beside: Beside = NOTHING_BESIDE) -> TrainingConfig:
     """Read, check and settle a configuration. Raises `UserError` with a sentence for each fault."""
     if not isinstance(source, str | Path | Mapping):
         raise UserError(f"the config is a {type(source).__name__}; expected a path or a dict.")
     given = parsed_config(_as_json(source)) if isinstance(source, Mapping) else read_config(Path(source))
-    if "bfloat16" in given and "bf16" not in given:
-        given["bf16"] = given.pop("bfloat16")  # DeepSpeed's name of it in earlier versions
     faults: list[str] = []
+    given = _with_section_shoal(with_todays_names(given, faults), beside.shoal, faults)
     kept, ignored = sift(given, faults)
     try:
         document = Document.model_validate(kept)
     except ValidationError as error:
         raise UserError(all_of([*faults, *sentences_of(error)])) from None
-    settled = _resolve(document, faults, ignored)
+    settled = _resolve(document, faults, ignored, beside)
     if faults:
         raise UserError(all_of(faults))
     if ignored:
         log.info("DeepSpeed keys without meaning here are left alone", keys=ignored)
     assert settled is not None, "sizes that do not settle are a fault"
     return settled
+
+
+def _with_section_shoal(given: dict[str, Any], more: Mapping[str, Any] | None, faults: list[str]) -> dict[str, Any]:
+    """What a script says of our own section beside the file; both may say the same."""
+    mine = given.get("shoal")
+    if not more or not isinstance(mine, Mapping | None):
+        return given
+    more = parsed_config(_as_json(more))
+    faults += [
+        f"`shoal.{key}` is {shown(mine[key])} in the file and {shown(value)} beside it; keep one."
+        for key, value in more.items()
+        if mine and key in mine and mine[key] != value
+    ]
+    return {**given, "shoal": {**(mine or {}), **more}}
 
 
 def _as_json(source: Mapping[str, Any]) -> str:
@@ -75,16 +108,17 @@ def sift(given: Mapping[str, Any], faults: list[str], section: str = "") -> tupl
     ignored: list[str] = []
     for key, value in given.items():
         name = f"{section}.{key}" if section else key
-        if name in NOT_BUILT:
-            if _is_among(value, SAME_ON_CPU.get(name, ())):
+        fate = fate_of(name)
+        if isinstance(fate, Unsupported):
+            if _is_among(value, fate.on_host):
                 ignored.append(name)
-            elif not _is_among(value, NOT_BUILT[name]):
-                faults.append(not_built(name, value))
-        elif _is_among(value, REFUSED.get(name, ())):
-            faults.append(refused_value(name, value))
+            elif not _is_among(value, fate.off):
+                faults.append(not_built(name, value, fate.why))
+        elif name in VALUES_REFUSED and _is_among(value, VALUES_REFUSED[name][0]):
+            faults.append(refused_value(name, value, VALUES_REFUSED[name][1]))
         elif misplaced := _of_the_section_shoal(name, value):
             faults += misplaced
-        elif name in WITHOUT_MEANING or f"{section}.*" in WITHOUT_MEANING:
+        elif isinstance(fate, Ignored):
             ignored.append(name)
         elif name in sections():
             if value is None:
@@ -119,24 +153,17 @@ def _of_the_section_shoal(name: str, value: object) -> list[str]:
     ]
 
 
-def _resolve(document: Document, faults: list[str], ignored: list[str]) -> TrainingConfig | None:
+def _resolve(document: Document, faults: list[str], ignored: list[str], beside: Beside) -> TrainingConfig | None:
     """None where the sizes do not settle. What does not fit together is added to `faults`.
 
     `ignored`: keys that were left alone.
     """
     shoal = document.shoal
-    faults += _unfit(document)
+    faults += _unfit(document, beside)
     try:
-        sizes = settle(
-            Sizes(
-                _value_or_none(document.train_batch_size),
-                _value_or_none(document.train_micro_batch_size_per_gpu),
-                shoal.lanes,
-                per_lane(shoal.micro_batches_per_lane, _value_or_none(document.gradient_accumulation_steps)),
-            )
-        )
+        sizes = settle(_sizes(document, beside))
     except UserError as error:
-        faults.append(str(error))
+        faults.append(f"{error}{_left_open(document)}")
         return None
     assert sizes.lanes and sizes.micro_batch_size and sizes.micro_batches_per_lane
     return TrainingConfig(
@@ -162,13 +189,33 @@ def _resolve(document: Document, faults: list[str], ignored: list[str]) -> Train
         stage=document.zero_optimization.stage,
         state_folder=_state_folder(document.zero_optimization.offload_optimizer),
         state_on_host=document.zero_optimization.offload_optimizer.device == "cpu",
-        host_only=tuple(key for key in ignored if key in SAME_ON_CPU),
+        host_only=tuple(key for key in ignored if isinstance(FATES.get(key), Unsupported)),
         gradient_clipping=float(_value_or_none(document.gradient_clipping) or 0.0),
         precision=Precision.of(document),
         optimizer=document.optimizer,
         scheduler=document.scheduler,
         checkpoint=shoal.checkpoint,
+        monitoring=Monitoring.of(document),
     )
+
+
+def _sizes(document: Document, beside: Beside) -> Sizes:
+    """A DataLoader's batch counts where the file says nothing of it. Raises `UserError`."""
+    micro = _value_or_none(document.train_micro_batch_size_per_gpu)
+    batch, lanes = _value_or_none(document.train_batch_size), document.shoal.lanes
+    if micro is None and (batch is None or lanes is None):
+        micro = beside.micro_batch_size
+    accumulation = per_lane(document.shoal.micro_batches_per_lane, _value_or_none(document.gradient_accumulation_steps))
+    return Sizes(batch, micro, lanes, accumulation)
+
+
+def _left_open(document: Document) -> str:
+    """What of the sizes is to be derived, where they cannot be."""
+    keys = [f"`{key}`" for key in (BATCH, MICRO, ACCUMULATION) if getattr(document, key) == "auto"]
+    if not keys:
+        return ""
+    named = " and ".join([", ".join(keys[:-1]), keys[-1]] if len(keys) > 1 else keys)
+    return f' So the "auto" of {named} stays open.'
 
 
 def _state_folder(offload: OffloadOptimizer) -> str | None:
@@ -180,7 +227,7 @@ def _value_or_none(value: Settled | str | None) -> Settled | None:
     return None if value is None or isinstance(value, str) else value
 
 
-def _unfit(document: Document) -> Iterator[str]:
+def _unfit(document: Document, beside: Beside) -> Iterator[str]:
     """What no single key is to blame for, or no model can know."""
     shoal = document.shoal
     if document.zero_optimization.stage not in BUILT_STAGES:
@@ -192,8 +239,9 @@ def _unfit(document: Document) -> Iterator[str]:
     if shoal.max_steps is None and shoal.epochs is None:
         yield "neither `shoal.max_steps` nor `shoal.epochs` is given; the job needs one of them to end."
     yield from precision_faults(document)
-    yield from _wrong_parameters(document.optimizer)
-    if document.scheduler and document.scheduler.params.get("warmup_num_steps") == "auto":
+    yield from _wrong_parameters(document.optimizer, beside.optimizer)
+    open_ended = document.scheduler and document.scheduler.params.get("warmup_num_steps") == "auto"
+    if open_ended and not beside.scheduler:
         yield '`scheduler.params.warmup_num_steps` is "auto", and nothing determines it; give a number.'
     for key in ("every_steps", "every_minutes"):
         value = getattr(shoal.checkpoint, key)
@@ -201,10 +249,10 @@ def _unfit(document: Document) -> Iterator[str]:
             yield f"`shoal.checkpoint.{key}` is {shown(value)}, but no `shoal.checkpoint.path` says where to save."
 
 
-def _wrong_parameters(optimizer: Optimizer | None) -> Iterator[str]:
-    """Numbers that are text, which a class of torch would compare with numbers."""
+def _wrong_parameters(optimizer: Optimizer | None, is_given: bool) -> Iterator[str]:
+    """Numbers that are text, which a class of torch would compare with numbers. `is_given`: there is an object too."""
     params = optimizer.params if optimizer else {}
-    if params.get("lr") == "auto":
+    if params.get("lr") == "auto" and not is_given:
         yield '`optimizer.params.lr` is "auto", and nothing determines it; give a number.'
     for name, value in params.items():
         if name in NUMBERS and value != "auto" and (isinstance(value, bool) or not isinstance(value, int | float)):

@@ -13,7 +13,6 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from shoal_protos.validation import allowed_in, model_in
 
-from shoal.config.deepspeed import NOT_BUILT, SAME_ON_CPU, WHY, WITHOUT_MEANING
 from shoal.config.document import Document
 from shoal.optim.schedules import FORMULAS, Formula
 
@@ -27,37 +26,18 @@ section, `shoal`. An unknown or impossible key is an error that names it.
 
 `"auto"` is derived from the rest of the file: batch sizes from each other, a scheduler's length from the job's last
 step, its `warmup_max_lr` from the optimizer's rate, an optimizer's other arguments from the class's defaults. If
-nothing determines a value (`optimizer.params.lr`, `scheduler.params.warmup_num_steps`), `"auto"` is an error.
-"""
-NOT_BUILT_OPENING = """\
+nothing determines a value (`optimizer.params.lr`, `scheduler.params.warmup_num_steps`), `"auto"` is an error. Where the
+script gives an optimizer or a scheduler beside its section, `"auto"` is what the object has, and what the section says
+otherwise must be what it has.
 
-## Not supported
-
-These DeepSpeed keys are refused unless they have one of the values shown, which leave the feature off.
-
-"""
-IGNORED_OPENING = """\
-
-## Without meaning here
-
-These DeepSpeed keys are accepted and ignored, and one log line lists them. The name of a section covers everything in
-it, `*` everything that the table above does not list. Shoal's own checkpoints are configured in `shoal.checkpoint`; its
-keys are refused in DeepSpeed's section `checkpoint`.
-
+What becomes of DeepSpeed's other keys is in [DeepSpeed](deepspeed.md).
 """
 
 
 def page() -> str:
     """The whole page."""
     schedules = "".join("".join(_schedule(formula)) for formula in FORMULAS.values())
-    return (
-        OPENING
-        + "".join(_section(Document, ""))
-        + schedules
-        + _not_built(NOT_BUILT)
-        + _same_on_cpu()
-        + _without_meaning(WITHOUT_MEANING)
-    )
+    return OPENING + "".join(_section(Document, "")) + schedules
 
 
 def _section(model: type[BaseModel], name: str) -> Iterator[str]:
@@ -90,32 +70,6 @@ def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "(required)"
     return "none" if field.default is None else f"`{json.dumps(field.default)}`"
-
-
-def _not_built(keys: Mapping[str, tuple[object, ...]]) -> str:
-    off = {key: ", ".join(f"`{json.dumps(value)}`" for value in values) for key, values in keys.items()}
-    rows = (f"| `{key}` | {off[key]} | {WHY.get(key, '')} |\n" for key in sorted(keys))
-    return NOT_BUILT_OPENING + "| key | off | why |\n|---|---|---|\n" + "".join(rows)
-
-
-def _same_on_cpu() -> str:
-    keys = ", ".join(f"`{key}: {json.dumps(value)}`" for key, values in SAME_ON_CPU.items() for value in values)
-    return (
-        "\nWhere the model is on the CPU all state is in host memory anyway, so there these are accepted too; with a "
-        f"model on another device they are refused: {keys}.\n"
-    )
-
-
-def _without_meaning(keys: frozenset[str]) -> str:
-    by_section: dict[str, list[str]] = {}
-    for key in sorted(keys):
-        section, _, name = key.rpartition(".")
-        by_section.setdefault(section, []).append(f"`{name}`")
-    rows = (
-        f"| {f'`{section}`' if section else 'top level'} | {', '.join(names)} |\n"
-        for section, names in sorted(by_section.items())
-    )
-    return IGNORED_OPENING + "| section | keys |\n|---|---|\n" + "".join(rows)
 
 
 if __name__ == "__main__":

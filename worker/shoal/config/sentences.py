@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from shoal_protos import validation
 from shoal_protos.validation import Fault, find, model_in, shown
 
-from shoal.config.deepspeed import NOT_BUILT, WHY, WITHOUT_MEANING
+from shoal.config.deepspeed import FATES
 from shoal.config.document import Document
 
 REFERENCE = "docs/configuration.md"
@@ -22,13 +22,12 @@ def wrong_value(key: str, value: object, allowed: str) -> str:
     return f"{validation.wrong_value(key, value, allowed)}."
 
 
-def not_built(key: str, value: object) -> str:
-    why = WHY.get(key)
+def not_built(key: str, value: object, why: str = "") -> str:
     return f"`{key}` is not supported{'' if why else ' yet'} (given: {shown(value)}){f': {why}' if why else ''}."
 
 
-def refused_value(key: str, value: object) -> str:
-    return f"`{key}` is {shown(value)}, which is not supported: {WHY[key]}."
+def refused_value(key: str, value: object, why: str) -> str:
+    return f"`{key}` is {shown(value)}, which is not supported: {why}."
 
 
 def keys_of(model: type[BaseModel], section: str = "") -> Iterator[str]:
@@ -45,7 +44,7 @@ def unknown_key(key: str, value: object, model: type[BaseModel] = Document, sect
     """Naming the nearest known key, and all that are allowed beside it. `section`: where `model` stands in the file."""
     parent, _, name = key.rpartition(".")
     known = set(keys_of(model, section))
-    foreign = {known for known in WITHOUT_MEANING | NOT_BUILT.keys() if not known.endswith("*")}
+    foreign = {known for known in FATES if not known.endswith("*")}
     beside = [other.rpartition(".")[2] for other in known if other.rpartition(".")[0] == parent]
     refused = validation.unknown_key(parent, name, shown(value), beside, _nearest(key, name, known | foreign))
     if beside:

@@ -13,6 +13,7 @@ from typing import Literal
 from shoal_protos.corruption import OnCorruption
 
 from shoal.config.document import Checkpoint, Optimizer, Scheduler
+from shoal.config.monitoring import Monitoring
 from shoal.config.precision import Precision
 
 
@@ -57,6 +58,7 @@ class TrainingConfig:
     optimizer: Optimizer | None
     scheduler: Scheduler | None
     checkpoint: Checkpoint
+    monitoring: Monitoring
 
     @property
     def train_batch_size(self) -> int:

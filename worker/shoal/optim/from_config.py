@@ -8,7 +8,7 @@ by default, unless `torch_adam` is true (deepspeed.ai/docs/config-json, "Optimiz
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -49,9 +49,11 @@ LAST_STEP = ("total_num_steps", "total_steps", "total_iters", "T_max")
 """Scheduler parameters that mean the job's last step where they are "auto"."""
 
 
-def build_optimizer(section: OptimizerSection, model: nn.Module) -> Optimizer:
-    """The optimizer over the model's trainable parameters, in one group."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+def build_optimizer(section: OptimizerSection, model: nn.Module, over: Iterable[Any] | None = None) -> Optimizer:
+    """The optimizer over `over`, parameters or groups of them; None: the model's trainable parameters, in one group."""
+    parameters = list(over) if over is not None else [one for one in model.parameters() if one.requires_grad]
+    if over is not None and not any(isinstance(one, dict) for one in parameters):
+        parameters = [one for one in parameters if one.requires_grad]
     if not parameters:
         raise UserError("the model has no parameter that requires a gradient; there is nothing to train.")
     given = {name: value for name, value in section.params.items() if value != "auto" and name not in WITHOUT_MEANING}
@@ -114,6 +116,8 @@ def _without_auto(params: Mapping[str, Any], last_step: int) -> dict[str, Any]:
     meant: dict[str, Any] = {"warmup_min_lr": 0.0, "warmup_max_lr": None} | dict.fromkeys(LAST_STEP, last_step)
     given: dict[str, Any] = {}
     for name, value in params.items():
+        if (name, value) == ("last_batch_iteration", -1):
+            continue  # DeepSpeed's own default: from the beginning
         if value != "auto":
             given[name] = value
         elif name in meant:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from shoal_protos.errors import UserError
@@ -22,6 +23,14 @@ def check_given(model: Any, optimizer: Any, scheduler: Any) -> None:
                 "of one optimizer."
             )
     check_model(model)
+
+
+def refuse_unknown(call: str, unknown: Collection[str], known: Collection[str]) -> None:
+    """Raises `UserError` naming arguments that `call` does not have, with those that it has."""
+    if unknown:
+        named = ", ".join(sorted(unknown))
+        allowed = ", ".join(name for name in known if name != "unknown")
+        raise UserError(f"{call} has no argument {named}; expected {allowed}.")
 
 
 def check_model(model: nn.Module) -> None:

@@ -38,6 +38,7 @@ class Boundary:
         self._context, self._corruption, self._saving = context, corruption, saving
         self._evaluation, self._requests, self._status = evaluation, requests, status
         self._callbacks: list[Callable[[], None]] = []
+        self._observers: list[Callable[[], None]] = []
         self.bring_parameters: Callable[[], None] = _nothing
         """What callbacks find done: all parameters are here. Raises `WorldChanged`."""
         self._passed = self._settled = 0
@@ -50,6 +51,10 @@ class Boundary:
     def add_callback(self, callback: Callable[[], None]) -> None:
         """Called once per committed step, on whoever is rank 0 then."""
         self._callbacks.append(callback)
+
+    def add_observer(self, observer: Callable[[], None]) -> None:
+        """Called where callbacks are, and reads no parameters: those of the step may still be coming."""
+        self._observers.append(observer)
 
     def stand_at(self, step: int) -> None:
         """This worker begins at `step`, whose boundary it does not owe."""
@@ -103,6 +108,8 @@ class Boundary:
             if self._callbacks:
                 self.bring_parameters()
             self._called = step
+            for observer in self._observers:
+                observer()
             with self._evaluation.anywhere():
                 for callback in self._callbacks:
                     callback()

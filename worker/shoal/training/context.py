@@ -13,7 +13,7 @@ from shoal.faults import Faults
 from shoal.precision.autocast import Autocast
 from shoal.session.link import Link, Prepared
 from shoal.training.lane_loop import LaneLoop
-from shoal.training.state import TrainingState
+from shoal.training.state import NO_STEP, TrainingState
 from shoal.training.telemetry import Meter
 from shoal.world import World
 
@@ -48,6 +48,11 @@ class TrainingContext:
         """The script has ended."""
         self.leaving = False
         """The controller has told this worker to end, or it has said why it failed; nothing is left to report."""
+
+    @property
+    def global_step(self) -> int:
+        """Committed steps of the job; before a world those that it had when it welcomed this worker."""
+        return self.state.step if self.state.step > NO_STEP else self.link.job.step
 
     @property
     def over(self) -> bool:

@@ -27,6 +27,7 @@ from shoal.training.lane_loop import LaneLoop
 from shoal.training.parts import Parts
 from shoal.training.requests import FINGERPRINT
 from shoal.training.state import NO_STEP, TrainingState
+from shoal.training.step_times import StepTimes
 from shoal.training.training_loop import TrainingLoop
 
 PUBLIC = {
@@ -47,6 +48,7 @@ class Engine:
         self.context = context = TrainingContext(config, state, link, loop, faults)
         self.parts = Parts.of(context)
         self.training = TrainingLoop(context, self.parts)
+        self.times = StepTimes(config.monitoring.times)
         self.module: nn.Module = state.module
         self.device = state.device.kind
         faults.abort = context.abort_group
@@ -80,8 +82,7 @@ class Engine:
     @property
     def global_step(self) -> int:
         """Committed steps of the job."""
-        state = self.context.state
-        return state.step if state.step > NO_STEP else self.context.link.job.step
+        return self.context.global_step
 
     @property
     def lanes(self) -> list[int]:
@@ -106,20 +107,22 @@ class Engine:
     # ---- the loop
 
     def __iter__(self) -> Iterator[Any]:
-        return self.training.batches()
+        return self.times.reading(self.training.batches())
 
     def backward(self, loss: Tensor) -> None:
         """Accumulates the gradient of this micro-batch's mean loss. `loss`: a scalar tensor of `engine.module`'s
         graph.
         """
-        self.training.backward(loss)
+        with self.times.measure("backward"):
+            self.training.backward(loss)
 
     def step(self) -> bool:
         """Ends a micro-batch; after the last one of this worker's last lane it makes the optimizer step.
 
         Returns whether an optimizer step was committed.
         """
-        return self.training.end_micro_batch()
+        with self.times.measure("step"):
+            return self.training.end_micro_batch()
 
     def skip(self) -> bool:
         """Give up this micro-batch for good, in place of `backward` and `step`, in every world alike.

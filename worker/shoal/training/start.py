@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from shoal_protos.description import Description, Parameter
 from shoal_protos.errors import UserError
 from shoal_protos.messages import MemberState, Status
 from shoal_protos.plan import EVERYONE
 from torch import nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.blocks.held import probe_state_bytes
 from shoal.blocks.residency import Residency
+from shoal.callbacks.configured import check_monitoring, show
 from shoal.checkpoint.catalogue import places
 from shoal.checkpoint.plain import encode
-from shoal.config.load import load_config
+from shoal.config.load import Beside, load_config
+from shoal.config.sentences import all_of
 from shoal.config.training import TrainingConfig, agreement
 from shoal.core.module_names import named_buffers, named_parameters
 from shoal.core.sampler import Sampler
@@ -29,22 +33,39 @@ from shoal.heap import keep_freed_memory
 from shoal.numerics import identity, make_exact
 from shoal.optim.elementwise import check_optimizer
 from shoal.optim.from_config import build_optimizer, build_scheduler
+from shoal.optim.given_objects import optimizer_differs, scheduler_differs
 from shoal.optim.take_over import take_over
 from shoal.session.link_choice import open_link
 from shoal.training.activation_checkpointing import checkpoint_activations
-from shoal.training.arguments import check_given
+from shoal.training.arguments import check_given, refuse_unknown
 from shoal.training.engine import Engine
 from shoal.training.exit import serve_at_exit, tell_errors_in_a_sentence
 from shoal.training.state import NO_STEP, Limits, TrainingState
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What an engine is made of."""
+
+    model: nn.Module
+    config: TrainingConfig
+    dataset: Any
+    optimizer: Optimizer | None = None
+    """None: the config names it."""
+    scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None = None
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    parameters: Iterable[Any] | None = None
+    """What the config's optimizer trains, parameters or groups of them; None: all that require a gradient."""
 
 
 def initialize(
     model: nn.Module,
     config: str | Path | Mapping[str, Any],
     dataset: Any,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizer | None = None,
     scheduler: LRScheduler | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
+    **unknown: Any,
 ) -> Engine:
     """Makes the engine of this worker; in a script with no controller in its environment, a world of one.
 
@@ -53,8 +74,16 @@ def initialize(
     Raises `UserError` with one sentence for anything that cannot work.
     """
     tell_errors_in_a_sentence()
+    refuse_unknown("shoal.initialize", unknown, inspect.signature(initialize).parameters)
     check_given(model, optimizer, scheduler)
-    settled = load_config(config)
+    settled = load_config(config, Beside(optimizer=optimizer is not None, scheduler=scheduler is not None))
+    return assemble(Given(model, settled, dataset, optimizer, scheduler, collate_fn))
+
+
+def assemble(given: Given) -> Engine:
+    """Makes the engine of this worker. Raises `UserError`."""
+    model, settled, dataset = given.model, given.config, given.dataset
+    check_monitoring(settled.monitoring)
     make_exact(settled.exact, settled.torch_threads)
     keep_freed_memory()
     checkpoint_activations(model, settled)
@@ -63,18 +92,19 @@ def initialize(
     )
     last_step = sampler.last_step(settled.max_steps, settled.epochs)
     limits = Limits.of(settled, last_step)
-    optimizer = _optimizer(settled, model, optimizer)
-    scheduler = _scheduler(settled, optimizer, scheduler, limits.last_step)
+    optimizer = _optimizer(given)
+    scheduler = _scheduler(given, optimizer, limits.last_step)
     state = TrainingState(model, optimizer, scheduler, limits)
     check_fits_device(settled, state.device)
     check_joiners_can_be_given(state)
     link, fault_text = open_link(device=state.device)
-    fetcher = Fetcher(dataset, collate_fn, sampler, settled.seed, state.device.kind)
+    fetcher = Fetcher(dataset, given.collate_fn, sampler, settled.seed, state.device.kind)
     status = Status(sequence=0, generation=0, state=MemberState.WARMING_UP, promised=0, step=-1, committed_in=0)
     link.introduce(_description(settled, state, optimizer, sampler.samples), status)
     engine = Engine(settled, state, link, fetcher, Faults.parse(fault_text, link.worker))
     engine.parts.loading.look()
     take_over(optimizer, scheduler, lambda: state.step > NO_STEP)
+    show(engine)
     serve_at_exit(engine)
     return engine
 
@@ -95,32 +125,34 @@ def check_joiners_can_be_given(state: TrainingState) -> None:
         encode(state.scheduler.state_dict(), {}, "the scheduler's state")
 
 
-def _optimizer(
-    config: TrainingConfig, model: nn.Module, optimizer: torch.optim.Optimizer | None
-) -> torch.optim.Optimizer:
-    if optimizer is not None and config.optimizer is not None:
-        raise UserError("there are two optimizers, one in the config and one given to shoal.initialize; keep one.")
-    if optimizer is None and config.optimizer is not None:
-        optimizer = build_optimizer(config.optimizer, model)
+def _optimizer(given: Given) -> Optimizer:
+    settled, optimizer = given.config, given.optimizer
+    if settled.optimizer is not None:
+        if optimizer is None:
+            optimizer = build_optimizer(settled.optimizer, given.model, given.parameters)
+        elif faults := list(optimizer_differs(settled.optimizer, optimizer)):
+            raise UserError(all_of(faults))
     if optimizer is None:
         raise UserError("there is no optimizer; name one in the config (optimizer.type) or give shoal.initialize one.")
-    check_optimizer(optimizer, config.elementwise)
+    check_optimizer(optimizer, settled.elementwise)
     return optimizer
 
 
-def _scheduler(
-    config: TrainingConfig, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None, last_step: int
-) -> LRScheduler | None:
-    if scheduler is not None and config.scheduler is not None:
-        raise UserError("there are two schedulers, one in the config and one given to shoal.initialize; keep one.")
-    if config.scheduler is not None:
-        return build_scheduler(config.scheduler, optimizer, last_step)
+def _scheduler(given: Given, optimizer: Optimizer, last_step: int) -> LRScheduler | None:
+    section, scheduler = given.config.scheduler, given.scheduler
+    if scheduler is not None and not isinstance(scheduler, LRScheduler):
+        scheduler = scheduler(optimizer)
+        check_given(given.model, optimizer, scheduler)
+    if section is None:
+        return scheduler
+    if scheduler is None:
+        return build_scheduler(section, optimizer, last_step)
+    if faults := list(scheduler_differs(section, scheduler)):
+        raise UserError(all_of(faults))
     return scheduler
 
 
-def _description(
-    config: TrainingConfig, state: TrainingState, optimizer: torch.optim.Optimizer, samples: int
-) -> Description:
+def _description(config: TrainingConfig, state: TrainingState, optimizer: Optimizer, samples: int) -> Description:
     trained = {slot.parameter.name: slot.parameter for bucket in state.layout.buckets for slot in bucket.slots}
     parameters = tuple(
         Parameter(name, tuple(p.shape), str(p.dtype), trained[name].group if name in trained else -1)

@@ -7,7 +7,7 @@ controller only through its link.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,12 +33,12 @@ class TrainingLoop:
 
     # ---- batches
 
-    def batches(self) -> Iterator[Any]:
+    def batches(self) -> Generator[Any, None, None]:
         """What the user's loop is to train, until the last step is committed and all that was asked for is done."""
         context = self._context
         context.left_loop = False
         try:
-            yield from self._batches()
+            yield from self._batches(lambda: context.over)
             self._settle_evaluations()
             self._settle_requests()
         finally:
@@ -46,9 +46,24 @@ class TrainingLoop:
             context.autocast.end()
             context.forward_seed.disarm()
 
-    def _batches(self) -> Iterator[Any]:
+    def batches_to(self, end: int) -> Generator[Any, None, None]:
+        """The same for a loop that comes back for more: no step after `end` is begun. Where the job's last step is
+        committed by then, all is done as after `batches`.
+        """
+        context = self._context
+        try:
+            yield from self._batches(lambda: context.over or context.global_step >= end)
+            if context.over and not context.left_loop:
+                self._settle_evaluations()
+                self._settle_requests()
+                context.left_loop = True
+        finally:
+            context.autocast.end()
+            context.forward_seed.disarm()
+
+    def _batches(self, is_over: Callable[[], bool]) -> Iterator[Any]:
         context, parts = self._context, self._parts
-        while not context.over:
+        while not is_over():
             parts.update.check_whole()
             if context.world is None:
                 yield from self._warm_up()

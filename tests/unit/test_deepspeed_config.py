@@ -1,0 +1,220 @@
+"""DeepSpeed's `ds_config.json`: every documented key has its place, and files as people have them load unchanged.
+
+tests/deepspeed_configs holds such files, written in the manner of public repositories; tests/deepspeed_keys.txt the
+keys that DeepSpeed's reference documents.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import shoal
+import torch
+from crew import Task, undisturbed
+from shoal.callbacks import trackers
+from shoal.config.deepspeed import FATES, Renamed
+from shoal.config.deepspeed_page import page
+from shoal.config.document import Document
+from shoal.config.load import Beside, load_config
+from shoal.config.sentences import keys_of
+from shoal.optim.from_config import build_optimizer, build_scheduler
+from shoal.optim.given_objects import optimizer_differs, scheduler_differs
+from shoal.training.engine import Engine
+from shoal_protos.errors import UserError
+from torch import nn
+
+TESTS = Path(__file__).resolve().parents[1]
+CONFIGS = sorted((TESTS / "deepspeed_configs").glob("*.json"))
+SMALLEST: dict[str, Any] = {"train_micro_batch_size_per_gpu": 4, "shoal": {"lanes": 2, "max_steps": 3}}
+
+
+def sentence(config: dict[str, Any], beside: Beside | None = None) -> str:
+    with pytest.raises(UserError) as refusal:
+        load_config({**SMALLEST, **config}, *([beside] if beside else []))
+    return str(refusal.value)
+
+
+def test_every_documented_key_is_honoured_left_alone_or_refused() -> None:
+    known = {*keys_of(Document), *FATES}
+    documented = (TESTS / "deepspeed_keys.txt").read_text().split()
+    assert len(documented) > 150
+
+    def has_a_place(key: str) -> bool:
+        parts = key.split(".")
+        above = {".".join(parts[:depth]) for depth in range(1, len(parts))} - {"optimizer", "scheduler"}
+        whole = {name for name in above if name in FATES}
+        return key in known or f"{parts[0]}.*" in FATES or bool(whole)
+
+    assert [key for key in documented if not has_a_place(key)] == []
+
+
+def test_no_key_has_two_places() -> None:
+    assert [key for key in keys_of(Document) if key in FATES] == []
+    renamed = [fate.to for fate in FATES.values() if isinstance(fate, Renamed)]
+    assert [key for key in renamed if key not in {*keys_of(Document), *FATES}] == []
+
+
+def test_the_page_about_deepspeed_is_current() -> None:
+    assert (TESTS.parent / "docs" / "deepspeed.md").read_text() == page(), "run `make docs`"
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
+def test_a_config_as_people_have_it_loads_unchanged(file: Path) -> None:
+    """With what only the script knows: lanes, the end of the job, objects where the file leaves their values open."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    text = json.loads(file.read_text())
+    sizes = [text.get(key) for key in ("train_batch_size", "train_micro_batch_size_per_gpu")]
+    lanes = {} if all(isinstance(size, int) for size in sizes) else {"lanes": 4}
+    settled = load_config(file, Beside({"epochs": 2, **lanes}, micro_batch_size=2, optimizer=True, scheduler=True))
+    assert settled.train_batch_size == settled.lanes * settled.micro_batch_size * settled.micro_batches_per_lane
+    if settled.optimizer is not None and settled.optimizer.params.get("lr") != "auto":
+        optimizer = build_optimizer(settled.optimizer, model)  # type: ignore[assignment]
+    elif settled.optimizer is not None:
+        assert list(optimizer_differs(settled.optimizer, optimizer)) == []
+    if settled.scheduler is not None and settled.scheduler.params.get("warmup_num_steps") != "auto":
+        build_scheduler(settled.scheduler, optimizer, last_step=100)
+    elif settled.scheduler is not None:
+        assert list(scheduler_differs(settled.scheduler, scheduler)) == []
+
+
+def test_old_names_are_those_of_today() -> None:
+    old = load_config(TESTS / "deepspeed_configs" / "zero3_old_names.json", Beside({"epochs": 1}))
+    assert (old.precision.parameters, old.state_on_host, old.host_only) == (
+        "bfloat16",
+        True,
+        ("zero_optimization.offload_param.device",),
+    )
+    assert load_config({**SMALLEST, "zero_optimization": True}).stage == 1
+    assert "is an old name" in sentence({"bfloat16": {}, "bf16": {}})
+    both = {"cpu_offload": True, "offload_optimizer": {"device": "nvme", "nvme_path": "/disk"}}
+    assert "`zero_optimization.offload_optimizer` says another place" in sentence({"zero_optimization": both})
+    assert sentence({"zero_optimization": {"cpu_offload": 1}}) == (
+        "`zero_optimization.cpu_offload` is 1; expected true or false."
+    )
+
+
+def test_auto_that_nothing_settles_is_named_and_all_of_it_at_once() -> None:
+    text = json.loads((TESTS / "deepspeed_configs" / "zero3_offload_all_auto.json").read_text())
+    with pytest.raises(UserError) as refusal:
+        load_config(text)
+    for key in (
+        "`train_batch_size`, `train_micro_batch_size_per_gpu` and `gradient_accumulation_steps` stays open",
+        '`optimizer.params.lr` is "auto"',
+        '`scheduler.params.warmup_num_steps` is "auto"',
+        "neither `shoal.max_steps` nor `shoal.epochs`",
+    ):
+        assert key in str(refusal.value)
+
+
+def test_what_a_script_says_beside_the_file_must_not_contradict_it() -> None:
+    assert sentence({}, Beside({"lanes": 3})) == "`shoal.lanes` is 2 in the file and 3 beside it; keep one."
+    assert load_config(SMALLEST, Beside({"lanes": 2, "seed": 5})).seed == 5
+
+
+def made(section: dict[str, Any], **arguments: Any) -> list[str]:
+    config = load_config({**SMALLEST, "optimizer": section}, Beside(optimizer=True))
+    assert config.optimizer is not None
+    return list(optimizer_differs(config.optimizer, torch.optim.AdamW(nn.Linear(2, 2).parameters(), **arguments)))
+
+
+def test_an_optimizer_beside_its_section_is_the_one_that_the_section_describes() -> None:
+    auto = {"type": "Adam", "params": {"lr": "auto", "betas": [0.9, 0.95], "torch_adam": True}}
+    assert made(auto, lr=0.5, betas=(0.9, 0.95)) == []
+    assert made({"type": "AdamW", "params": {"lr": 0.1}}, lr=0.2) == [
+        '`optimizer.params.lr` is 0.1, and the optimizer that the script gives has 0.2; keep one, or write "auto".'
+    ]
+    assert made({"type": "SGD", "params": {"lr": 0.1}}, lr=0.1) == [
+        '`optimizer.type` is "SGD", and the script gives a AdamW; keep one of them.'
+    ]
+
+
+# ---- what is shown of a job
+
+
+def lines(text: str, event: str) -> list[dict[str, Any]]:
+    return [line for line in map(json.loads, text.splitlines()) if line.get("event") == event]
+
+
+def trained(config: dict[str, Any]) -> Engine:
+    torch.manual_seed(0)
+    samples = [{"input": torch.randn(2), "target": torch.randn(1)} for _ in range(16)]
+
+    class Line(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 1)
+
+        def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            return nn.functional.mse_loss(self.layer(input), target)
+
+    adam = {"type": "AdamW", "params": {"lr": 0.01}}
+    engine = shoal.initialize(Line(), {**SMALLEST, "optimizer": adam, **config}, samples)
+    for batch in engine:
+        engine.backward(engine.module(**batch))
+        engine.step()
+    return engine
+
+
+def test_progress_and_times_are_lines_of_the_log(capsys: pytest.CaptureFixture[str]) -> None:
+    trained({"steps_per_print": 2, "wall_clock_breakdown": True})
+    [line] = lines(capsys.readouterr().err, "progress")
+    assert (line["step"], line["lr"], sorted(line["milliseconds"])) == (
+        2,
+        [0.01],
+        ["backward", "forward", "read", "step"],
+    )
+    trained({})
+    assert lines(capsys.readouterr().err, "progress") == []
+
+
+def test_a_dumped_state_says_what_was_settled(capsys: pytest.CaptureFixture[str]) -> None:
+    trained({"dump_state": True})
+    [line] = lines(capsys.readouterr().err, "state")
+    assert (line["config"]["lanes"], line["parameters"], line["optimizer"], line["last_step"]) == (2, 3, "AdamW", 3)
+
+
+def test_the_csv_monitor_writes_a_file_for_each_number_and_goes_on_with_it(tmp_path: Path) -> None:
+    section = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "run"}}
+    engine = trained(section)
+    with (tmp_path / "run" / "Train_Samples_train_loss.csv").open() as file:
+        rows = list(csv.reader(file))
+    assert rows[0] == ["step", "train_loss"]
+    assert [row[0] for row in rows[1:]] == ["8", "16", "24"]
+    assert float(rows[-1][1]) == engine.loss
+    trained(section)
+    text = (tmp_path / "run" / "Train_Samples_lr.csv").read_text()
+    assert (text.count("step"), len(text.splitlines())) == (1, 7)
+
+
+def test_trackers_that_are_not_installed_are_named_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
+    with pytest.raises(UserError) as refusal:
+        trained({"tensorboard": {"enabled": True}, "wandb": {"enabled": True}})
+    assert "the package tensorboard is not installed: pip install tensorboard" in str(refusal.value)
+    assert "the package wandb is not installed: pip install wandb" in str(refusal.value)
+
+
+def test_a_tracker_that_cannot_write_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"`csv_monitor\.output_path`: .*run cannot be made \(Not a directory\)"):
+        trained({"csv_monitor": {"enabled": True, "output_path": str(tmp_path / "file"), "job_name": "run"}})
+
+
+def test_watching_a_job_changes_no_bit(tmp_path: Path) -> None:
+    watched = {"steps_per_print": 1, "csv_monitor": {"enabled": True, "output_path": str(tmp_path)}}
+    assert undisturbed(Task({"max_steps": 2, "precision": watched})) == undisturbed(Task({"max_steps": 2}))
+
+
+def test_an_unknown_argument_of_initialize_is_one_sentence() -> None:
+    with pytest.raises(UserError) as refusal:
+        shoal.initialize(nn.Linear(1, 1), SMALLEST, [], model_parameters=[])
+    assert str(refusal.value) == (
+        "shoal.initialize has no argument model_parameters; expected model, config, dataset, optimizer, scheduler, "
+        "collate_fn."
+    )

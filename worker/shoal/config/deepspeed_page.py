@@ -1,0 +1,81 @@
+"""The page about DeepSpeed: every key of its configuration, from the code's own tables.
+
+Written by `python -m shoal.config.deepspeed_page` (`make docs`) to docs/deepspeed.md; a test holds the page to it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+
+from shoal_protos.validation import model_in
+
+from shoal.config.deepspeed import FATES, VALUES_REFUSED, Fate, Ignored, Renamed, Unsupported
+from shoal.config.document import Document
+from shoal.config.sentences import keys_of
+
+OPENING = """\
+# DeepSpeed
+
+<!-- Written by `make docs` from the code; do not edit. -->
+
+Shoal reads DeepSpeed's `ds_config.json` as it is, with one more section, `shoal`. This is what becomes of each of its
+keys.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    return OPENING + "".join(config_table())
+
+
+# ---- the configuration
+
+
+def config_table() -> Iterator[str]:
+    """Every key, and what becomes of it."""
+    yield (
+        "\n## Every key of `ds_config.json`\n\n"
+        "*Honoured*: [Configuration](configuration.md) says how. *Nothing*: accepted, changes nothing, and one log "
+        "line\n"
+        "names all such keys of a file. *Refused*: unless it has one of the values shown, which leave the feature off. "
+        "A\n"
+        "name covers all that stands below it; `*` is whatever else its section has.\n\n"
+        "| key | | |\n|---|---|---|\n"
+    )
+    rows = dict.fromkeys(_honoured(), "| honoured | |") | {key: _row(fate) for key, fate in FATES.items()}
+    for key, (values, why) in VALUES_REFUSED.items():
+        rows[key] = f"| honoured | refused are {_shown(values)}: {why} |"
+    yield from (f"| `{key}` {row}\n" for key, row in sorted(rows.items()))
+
+
+def _honoured() -> Iterator[str]:
+    sections = {name for name, field in Document.model_fields.items() if model_in(field) is not None}
+    for key in keys_of(Document):
+        is_section = any(other.startswith(f"{key}.") for other in keys_of(Document))
+        if not is_section and not key.startswith("shoal") and key not in sections:
+            yield key
+
+
+def _row(fate: Fate) -> str:
+    match fate:
+        case Ignored(why):
+            return f"| nothing | {why} |"
+        case Renamed(to):
+            return f"| honoured | an old name of `{to}` |"
+        case Unsupported(off, why, on_host):
+            more = (
+                f" {_shown(on_host)} changes nothing where the model is on the CPU, and is accepted there."
+                if on_host
+                else ""
+            )
+            return f"| refused | off: {_shown(off)}.{more}{f' {why[0].upper()}{why[1:]}.' if why else ''} |"
+
+
+def _shown(values: tuple[object, ...]) -> str:
+    return ", ".join(f"`{json.dumps(value)}`" for value in values)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

@@ -1,0 +1,59 @@
+"""Optimizers and schedulers that a script gives beside the config's section of that name: both must say the same.
+
+What the section leaves "auto" is as the object has it. Called by whoever makes an engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shoal_protos.validation import shown
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from shoal.config.document import Optimizer as OptimizerSection
+from shoal.config.document import Scheduler as SchedulerSection
+
+OTHER_NAMES = {"adam": "adamw", "fusedadam": "adamw", "deepspeedcpuadam": "adamw"}
+"""What DeepSpeed's Adam is: it decouples weight decay."""
+
+
+def optimizer_differs(section: OptimizerSection, given: Optimizer) -> Iterator[str]:
+    """A sentence for each value of the section that the object does not have."""
+    name, kind = section.type.lower(), type(given).__name__
+    if kind.lower() not in (name, OTHER_NAMES.get(name)):
+        yield _other_class("optimizer", section.type, kind)
+        return
+    for key, value in section.params.items():
+        found = [group[key] for group in given.param_groups if key in group]
+        odd = next((one for one in found if not _same(one, value)), None)
+        if value != "auto" and odd is not None:
+            yield _other_value("optimizer", key, value, odd)
+
+
+def scheduler_differs(section: SchedulerSection, given: LRScheduler) -> Iterator[str]:
+    """A sentence for each value of the section that the object does not have, as far as it shows."""
+    kind = type(given).__name__
+    if kind.lower() != section.type.lower():
+        if any(value != "auto" for value in section.params.values()):
+            yield _other_class("scheduler", section.type, kind)
+        return
+    for key, value in section.params.items():
+        found = getattr(given, key, value)
+        if value != "auto" and not _same(found, value):
+            yield _other_value("scheduler", key, value, found)
+
+
+def _same(found: object, value: object) -> bool:
+    return found == (tuple(value) if isinstance(found, tuple) and isinstance(value, list) else value)
+
+
+def _other_class(section: str, name: str, kind: str) -> str:
+    return f"`{section}.type` is {shown(name)}, and the script gives a {kind}; keep one of them."
+
+
+def _other_value(section: str, key: str, value: object, found: object) -> str:
+    return (
+        f"`{section}.params.{key}` is {shown(value)}, and the {section} that the script gives has {shown(found)}; keep "
+        'one, or write "auto".'
+    )
