@@ -249,7 +249,7 @@ def output_of(cluster: Cluster, *arguments: str) -> str:
     return done.stdout
 
 
-def test_a_job_is_described_scaled_paused_resumed_and_drained_by_the_command() -> None:
+def test_a_job_is_described_scaled_paused_resumed_drained_and_cancelled_by_the_command() -> None:
     options = {"max_steps": 100_000, "pace": 0.05}
     with Cluster(workers=2, options=options) as cluster:
         cluster.wait_step(2)
@@ -273,7 +273,7 @@ def test_a_job_is_described_scaled_paused_resumed_and_drained_by_the_command() -
             assert followed.stdout
             try:
                 until("the history", lambda: "was drained" in followed.stdout.readline())
-                cluster.cancel()
+                assert output_of(cluster, "cancel", "job").startswith("job ")
                 until("news", lambda: "cancelled" in followed.stdout.readline())
                 followed.send_signal(signal.SIGINT)
                 assert followed.wait(timeout=30) == 130

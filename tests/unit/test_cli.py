@@ -47,6 +47,7 @@ FLAGS = {
     "lost": "--url JOB WORKER",
     "pause": "--url JOB",
     "resume": "--url JOB",
+    "cancel": "--url JOB",
     "checkpoint": "--url JOB",
     "checkpoints": "--output --url JOB",
     "events": "--follow --output --url JOB",

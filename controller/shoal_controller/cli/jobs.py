@@ -1,11 +1,11 @@
-"""`shoal jobs`, `describe`, `scale`, `pause`, `resume`: jobs, and what is done with one of them."""
+"""`shoal jobs`, `describe`, `scale`, `pause`, `resume`, `cancel`: jobs, and what is done with one of them."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
 import typer
-from shoal_protos.errors import UserError
+from shoal_protos.errors import Conflict, UserError
 
 from shoal_controller.cli.options import DEFAULT_URL, Form, Job, Output, Url
 
@@ -73,3 +73,19 @@ async def resume(job: Job, url: Url = DEFAULT_URL) -> None:
 
     async with Client(url) as client:
         changed(await client.resume(job))
+
+
+async def cancel(job: Job, url: Url = DEFAULT_URL) -> None:
+    """End a job early.
+
+    Its workers stop after the step at hand; its history and its checkpoints stay.
+    """
+    from shoal_controller.cli.client import Client
+    from shoal_controller.cli.display import OVER
+    from shoal_controller.cli.tables import changed
+
+    async with Client(url) as client:
+        phase = (await client.job(job))["phase"]
+        if phase in OVER:  # to end it once more would be to forget it
+            raise Conflict(f"job {job} is over ({phase}); there is nothing to cancel")
+        changed(await client.stop(job))

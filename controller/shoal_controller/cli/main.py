@@ -20,7 +20,7 @@ from shoal_controller.cli.demo import demo
 from shoal_controller.cli.endings import WRONG_USE, Command, ending, say
 from shoal_controller.cli.estimate import estimate
 from shoal_controller.cli.events import events
-from shoal_controller.cli.jobs import describe, jobs, pause, resume, scale
+from shoal_controller.cli.jobs import cancel, describe, jobs, pause, resume, scale
 from shoal_controller.cli.logs import logs
 from shoal_controller.cli.run import run
 from shoal_controller.cli.submit import submit
@@ -30,8 +30,8 @@ from shoal_controller.cli.worker import worker
 from shoal_controller.cli.workers import drain, lost, workers
 
 COMMANDS: tuple[Command, ...] = (
-    demo, run, controller, worker, submit, jobs, describe, scale, drain, lost, pause, resume, checkpoint, checkpoints,
-    events, logs, workers, top, verify, export, import_, estimate,
+    demo, run, controller, worker, submit, jobs, describe, scale, drain, lost, pause, resume, cancel, checkpoint,
+    checkpoints, events, logs, workers, top, verify, export, import_, estimate,
 )  # fmt: skip
 
 TOKEN_COMMANDS: tuple[Command, ...] = (job_, create, list_, rotate, revoke)
