@@ -129,7 +129,7 @@ docs: $(READY)
 	$(BIN)/python docs/generate/elasticjob.py
 	$(BIN)/python docs/generate/dashboards.py
 	$(BIN)/python -m shoal.config.reference > docs/configuration.md
-	$(BIN)/python -m shoal.config.deepspeed_page > docs/deepspeed.md
+	$(BIN)/python -m shoal.deepspeed.doc_page > docs/deepspeed.md
 
 pictures: $(READY) packages
 	OMP_NUM_THREADS=1 $(BIN)/python docs/pictures/draw.py

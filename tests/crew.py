@@ -92,6 +92,8 @@ class Task:
     """A worker's own."""
     body: Callable[[Engine, Any], None] | None = None
     """All that the loop does with a batch, in place of forward, backward and `step`."""
+    script: Callable[[Engine, Callable[[], None]], None] | None = None
+    """All of the script after the engine is made. It is given what must be called before each micro-batch."""
 
 
 def engine_of(task: Task, link: Link, faults: Faults) -> Engine:
@@ -118,6 +120,9 @@ def engine_of(task: Task, link: Link, faults: Faults) -> Engine:
 def train(engine: Engine, task: Task, before: Callable[[], None]) -> None:
     """A user's loop. `before`: called before each micro-batch."""
     task.prepare(engine)
+    if task.script is not None:
+        task.script(engine, before)
+        return
     for batch in engine:
         before()
         task.in_loop(engine)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import csv
 import json
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,15 +19,16 @@ import torch
 from crew import Task, undisturbed
 from shoal.callbacks import trackers
 from shoal.config.deepspeed import FATES, Renamed
-from shoal.config.deepspeed_page import page
 from shoal.config.document import Document
 from shoal.config.load import Beside, load_config
 from shoal.config.sentences import keys_of
+from shoal.deepspeed.doc_page import page
 from shoal.optim.from_config import build_optimizer, build_scheduler
 from shoal.optim.given_objects import optimizer_differs, scheduler_differs
 from shoal.training.engine import Engine
 from shoal_protos.errors import UserError
 from torch import nn
+from torch.utils.data import DataLoader
 
 TESTS = Path(__file__).resolve().parents[1]
 CONFIGS = sorted((TESTS / "deepspeed_configs").glob("*.json"))
@@ -192,6 +195,36 @@ def test_the_csv_monitor_writes_a_file_for_each_number_and_goes_on_with_it(tmp_p
     assert (text.count("step"), len(text.splitlines())) == (1, 7)
 
 
+def test_all_of_a_job_is_one_run_of_weights_and_biases(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[dict[str, Any]] = []
+    logged: list[dict[str, float]] = []
+
+    class Run:
+        def log(self, numbers: dict[str, float]) -> None:
+            logged.append(numbers)
+
+    fake = ModuleType("wandb")
+    fake.init = lambda **arguments: made.append(arguments) or Run()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setattr(trackers, "find_spec", lambda name: object())
+    engine = trained({"wandb": {"enabled": True, "team": "t", "project": "p"}})
+    run = engine.context.link.job.run
+    assert made == [{"project": "p", "entity": "t", "group": None, "name": None, "id": run, "resume": "allow"}]
+    assert [one["Train/Samples"] for one in logged] == [8, 16, 24]
+    assert logged[-1]["Train/Samples/train_loss"] == engine.loss
+
+
+def test_tensorboard_gets_a_scalar_for_each_number(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    engine = trained({"tensorboard": {"enabled": True, "output_path": str(tmp_path), "job_name": "run"}})
+    engine.parts.boundary._observers[0].__self__._writers[0]._writer.close()  # type: ignore[attr-defined]
+    found = EventAccumulator(str(tmp_path / "run")).Reload().Scalars("Train/Samples/train_loss")
+    assert [scalar.step for scalar in found] == [8, 16, 24]
+    assert found[-1].value == pytest.approx(engine.loss)
+
+
 def test_trackers_that_are_not_installed_are_named_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
     with pytest.raises(UserError) as refusal:
@@ -204,6 +237,18 @@ def test_a_tracker_that_cannot_write_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"`csv_monitor\.output_path`: .*run cannot be made \(Not a directory\)"):
         trained({"csv_monitor": {"enabled": True, "output_path": str(tmp_path / "file"), "job_name": "run"}})
+
+
+def test_a_data_loader_given_as_the_dataset_settles_the_micro_batch() -> None:
+    samples = [{"input": torch.ones(2) * number, "target": torch.ones(1)} for number in range(8)]
+    config = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "train_micro_batch_size_per_gpu": "auto"}
+    config["shoal"] = {"lanes": 2, "max_steps": 1}
+    loader: DataLoader[Any] = DataLoader(samples, batch_size=2, shuffle=True)  # type: ignore[arg-type]
+    assert shoal.initialize(nn.Linear(2, 1), config, loader).context.config.train_batch_size == 4
+    with pytest.raises(UserError, match="batch_size is 2, and micro-batches have 4 samples"):
+        shoal.initialize(nn.Linear(2, 1), {**config, "train_micro_batch_size_per_gpu": 4}, loader)
+    with pytest.raises(UserError, match="dataset is a DataLoader whose order is that of a SequentialSampler"):
+        shoal.initialize(nn.Linear(2, 1), config, DataLoader(samples, batch_size=2))  # type: ignore[arg-type]
 
 
 def test_watching_a_job_changes_no_bit(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ MOST_METHODS = 25
 
 ENTRY_MODULES = {
     "shoal_controller.cli.console": "the console script",
-    "shoal.config.deepspeed_page": "writes docs/deepspeed.md, `python -m`",
+    "shoal.deepspeed.doc_page": "writes docs/deepspeed.md, `python -m`",
     "shoal.config.reference": "writes docs/configuration.md, `python -m`",
     "shoal.demo.byte_gpt": "the demo's script, `python -m`",
 }

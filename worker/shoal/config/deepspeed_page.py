@@ -1,12 +1,8 @@
-"""The page about DeepSpeed: every key of its configuration, from the code's own tables.
-
-Written by `python -m shoal.config.deepspeed_page` (`make docs`) to docs/deepspeed.md; a test holds the page to it.
-"""
+"""The table of docs/deepspeed.md: every key of DeepSpeed's configuration, from the code's own tables."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 
 from shoal_protos.validation import model_in
@@ -14,23 +10,6 @@ from shoal_protos.validation import model_in
 from shoal.config.deepspeed import FATES, VALUES_REFUSED, Fate, Ignored, Renamed, Unsupported
 from shoal.config.document import Document
 from shoal.config.sentences import keys_of
-
-OPENING = """\
-# DeepSpeed
-
-<!-- Written by `make docs` from the code; do not edit. -->
-
-Shoal reads DeepSpeed's `ds_config.json` as it is, with one more section, `shoal`. This is what becomes of each of its
-keys.
-"""
-
-
-def page() -> str:
-    """The whole page."""
-    return OPENING + "".join(config_table())
-
-
-# ---- the configuration
 
 
 def config_table() -> Iterator[str]:
@@ -75,7 +54,3 @@ def _row(fate: Fate) -> str:
 
 def _shown(values: tuple[object, ...]) -> str:
     return ", ".join(f"`{json.dumps(value)}`" for value in values)
-
-
-if __name__ == "__main__":
-    sys.stdout.write(page())

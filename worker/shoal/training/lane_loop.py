@@ -82,6 +82,16 @@ class LaneLoop:
         """Length of the dataset."""
         return self._fetcher.sampler.samples
 
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps in which the dataset is read once."""
+        return self._fetcher.sampler.steps_per_epoch
+
+    @property
+    def is_void(self) -> bool:
+        """Whether the user's loop has a batch that counts no more."""
+        return self._void
+
     # ---- a micro-batch
 
     def next_batch(self, state: TrainingState) -> Any:

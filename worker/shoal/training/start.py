@@ -27,6 +27,7 @@ from shoal.config.training import TrainingConfig, agreement
 from shoal.core.module_names import named_buffers, named_parameters
 from shoal.core.sampler import Sampler
 from shoal.data.fetch import Fetcher, samples_of
+from shoal.data.given_data import check_batch_size, data_of
 from shoal.device import Device
 from shoal.faults import Faults
 from shoal.heap import keep_freed_memory
@@ -70,14 +71,18 @@ def initialize(
     """Makes the engine of this worker; in a script with no controller in its environment, a world of one.
 
     `model`: any module, its parameters float32 or float64. `config`: path or dict, docs/configuration.md. `dataset`:
-    any map-style dataset. `optimizer`, `scheduler`: objects over the model's parameters, where the config names none.
+    any map-style dataset, or a DataLoader that shuffles one. `optimizer`, `scheduler`: objects over the model's
+    parameters, where the config names none.
     Raises `UserError` with one sentence for anything that cannot work.
     """
     tell_errors_in_a_sentence()
     refuse_unknown("shoal.initialize", unknown, inspect.signature(initialize).parameters)
     check_given(model, optimizer, scheduler)
-    settled = load_config(config, Beside(optimizer=optimizer is not None, scheduler=scheduler is not None))
-    return assemble(Given(model, settled, dataset, optimizer, scheduler, collate_fn))
+    data = data_of(dataset, collate_fn)
+    beside = Beside(None, data.micro_batch_size, optimizer is not None, scheduler is not None)
+    settled = load_config(config, beside)
+    check_batch_size(data, settled.micro_batch_size)
+    return assemble(Given(model, settled, data.dataset, optimizer, scheduler, data.collate_fn))
 
 
 def assemble(given: Given) -> Engine:

@@ -1,0 +1,21 @@
+"""Scripts for DeepSpeed, elastic: `import shoal.deepspeed as deepspeed` in place of `import deepspeed`.
+
+What is here is in docs/deepspeed.md; what is missing says so by name.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from shoal.deepspeed import zero
+from shoal.deepspeed.deepspeed_engine import DeepSpeedEngine
+from shoal.deepspeed.making import add_config_arguments, init_distributed, initialize
+from shoal.deepspeed.not_here import module_lacks
+
+__all__ = ["DeepSpeedEngine", "add_config_arguments", "init_distributed", "initialize", "zero"]
+
+
+def __getattr__(name: str) -> NoReturn:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    raise module_lacks(name)

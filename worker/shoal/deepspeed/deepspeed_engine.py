@@ -1,0 +1,179 @@
+"""DeepSpeed's engine over Shoal's: what a script for DeepSpeed calls in its loop and at its checkpoints.
+
+Made by `initialize` (making.py). The loop's own rules are Shoal's (docs/loop.md), and so are their sentences.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, TypeGuard
+from weakref import WeakSet
+
+from shoal_protos.errors import UserError
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from shoal.deepspeed.client_state import NAME, ClientState, saved_in
+from shoal.deepspeed.elastic_loader import ElasticLoader
+from shoal.deepspeed.engine_facts import EngineFacts
+from shoal.training.engine import Engine
+
+WEIGHTS = "model.safetensors"
+_ENGINES: WeakSet[DeepSpeedEngine] = WeakSet()
+
+
+class DeepSpeedEngine(EngineFacts):
+    """What is not here is the model's; what neither has says so by name."""
+
+    def __init__(self, elastic: Engine, loader: ElasticLoader) -> None:
+        self.elastic, self.training_dataloader = elastic, loader
+        self._client_state = ClientState()
+        self._applied = False
+        elastic.register_state(NAME, self._client_state)
+        _ENGINES.add(self)
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """Its groups are in use; its state lies in blocks on all workers."""
+        return self.elastic.context.state.optimizer
+
+    @property
+    def lr_scheduler(self) -> LRScheduler | None:
+        """The engine calls it once per step."""
+        return self.elastic.context.state.scheduler
+
+    # ---- the loop
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """The model's forward."""
+        return self.elastic.module(*inputs, **named)
+
+    forward = __call__
+
+    def backward(self, loss: Tensor, **options: Any) -> Tensor:
+        """Accumulates the gradient of this micro-batch's mean loss, which is returned."""
+        odd = sorted(name for name, value in options.items() if value not in (None, False, True))
+        if odd or options.get("retain_graph"):
+            raise UserError(
+                f"engine.backward got {', '.join(odd or ['retain_graph'])}; expected the loss alone. Add up the losses "
+                "of a micro-batch and call it once."
+            )
+        loop = self.elastic.context.loop
+        if not loop.in_flight and not loop.is_void:
+            raise UserError(
+                "engine.backward got the loss of a batch that is not of the loader which deepspeed.initialize "
+                "returned, or a second one of the same batch; loop over that loader (engine.training_dataloader), and "
+                "call it once for each batch."
+            )
+        self.elastic.backward(loss)
+        return loss
+
+    def step(self, lr_kwargs: None = None) -> None:
+        """Ends the micro-batch; after the last one of this worker's last lane it makes the optimizer step."""
+        if lr_kwargs:
+            raise UserError("engine.step got lr_kwargs; the scheduler's step takes none here. Leave them out.")
+        stepped = self.elastic.step()
+        record = self.elastic.context.state.record
+        self._applied = stepped and record is not None and record.updates
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step` updated the model."""
+        return self._applied
+
+    def stop(self) -> None:
+        """Ends the job after this step, on all workers alike."""
+        self.elastic.stop()
+
+    # ---- checkpoints
+
+    def save_checkpoint(
+        self, save_dir: str | Path, tag: object = None, client_state: dict[str, Any] | None = None, **options: Any
+    ) -> bool:
+        """Saves an elastic checkpoint: in the loop beside the steps that follow, after it at once."""
+        _refuse_options("save_checkpoint", options, {"save_latest": True, "exclude_frozen_parameters": False})
+        self._check_folder("save_checkpoint", save_dir, self._place)
+        if self.training_dataloader.is_behind:
+            return True  # the others have saved it, before this worker was there or the job went on
+        self._client_state.put(tag, client_state)
+        self.elastic.save_checkpoint()
+        return True
+
+    def load_checkpoint(
+        self, load_dir: str | Path, tag: object = None, **options: Any
+    ) -> tuple[str | None, dict[str, Any]]:
+        """The checkpoint from which the job goes on, with what the script has saved in it; None: there is none."""
+        known = {"load_module_strict": True, "load_optimizer_states": True, "load_lr_scheduler_states": True,
+                 "load_module_only": False, "custom_load_fn": None}  # fmt: skip
+        _refuse_options("load_checkpoint", options, known)
+        resume = self.elastic.context.config.checkpoint.resume
+        self._check_folder("load_checkpoint", load_dir, resume if _is_path(resume) else self._place)
+        if self.elastic.context.world is not None:
+            raise UserError("engine.load_checkpoint was called in the loop; call it before.")
+        reference = self.elastic.parts.loading.known.reference
+        if reference is None:
+            return None, {}
+        saved = saved_in(reference.path)
+        if tag is not None and saved.tag != str(tag):
+            raise UserError(
+                f'engine.load_checkpoint was to load "{tag}", and the job goes on from {reference.path}, which was '
+                f'saved as "{saved.tag}"; say which by `shoal.checkpoint.resume`.'
+            )
+        self.training_dataloader.begin_at(reference.step)
+        return reference.path, saved.content
+
+    @property
+    def _place(self) -> str | None:
+        return self.elastic.context.config.checkpoint.path
+
+    def _check_folder(self, call: str, folder: str | Path, path: str | None) -> None:
+        if path is None or not is_within(str(folder), path):
+            has = "has none" if path is None else f'says "{path}"'
+            raise UserError(
+                f'engine.{call} was called for "{folder}", and `shoal.checkpoint.path` of the config {has}; all '
+                "workers must know the place before the first step. Say it there."
+            )
+
+    def save_16bit_model(self, save_dir: str | Path, save_filename: str = WEIGHTS, **options: Any) -> bool:
+        """Rank 0 writes the model's weights as safetensors."""
+        _refuse_options("save_16bit_model", options, {"exclude_frozen_parameters": False})
+        if not save_filename.endswith(".safetensors"):
+            raise UserError(
+                f'engine.save_16bit_model was to write "{save_filename}"; weights are written as safetensors, which '
+                f'every library reads: leave the name out, or end it so ("{WEIGHTS}").'
+            )
+        self.elastic.export(Path(save_dir) / save_filename)
+        return True
+
+    save_fp16_model = save_16bit_model
+
+
+def engine_with(parameter: nn.Parameter) -> DeepSpeedEngine | None:
+    """The engine whose model has that parameter."""
+    for engine in list(_ENGINES):
+        if any(one is parameter for one in engine.module.parameters()):
+            return engine
+    return None
+
+
+def _is_path(resume: int | str | bool) -> TypeGuard[str]:
+    return isinstance(resume, str) and resume != "latest"
+
+
+def is_within(folder: str, path: str) -> bool:
+    """Whether a folder is `path`, or lies in it."""
+    mine, place = (_whole(name).rstrip("/") for name in (folder, path))
+    return mine == place or mine.startswith(f"{place}/")
+
+
+def _whole(name: str) -> str:
+    return name if "://" in name else str(Path(name).expanduser().absolute())
+
+
+def _refuse_options(call: str, options: dict[str, Any], usual: dict[str, Any]) -> None:
+    odd = [name for name, value in options.items() if name not in usual or value != usual[name]]
+    if odd:
+        raise UserError(
+            f"engine.{call} got {', '.join(f'{name}={options[name]!r}' for name in odd)}, which is not supported; an "
+            "elastic checkpoint is saved and loaded whole."
+        )

@@ -1,0 +1,105 @@
+"""`deepspeed.initialize`: takes what DeepSpeed's takes, and gives back an engine, its optimizer, a loader, a scheduler.
+
+All that is wrong with the arguments is one sentence; what the engine is made of is Shoal's own (training/start.py).
+"""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shoal_protos.errors import UserError
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from shoal.config.load import Beside, load_config
+from shoal.data.given_data import check_batch_size, data_of
+from shoal.deepspeed.deepspeed_engine import DeepSpeedEngine
+from shoal.deepspeed.elastic_loader import ElasticLoader
+from shoal.deepspeed.surface import ARGUMENTS
+from shoal.logs import get_logger
+from shoal.training.arguments import check_given, refuse_unknown
+from shoal.training.exit import tell_errors_in_a_sentence
+from shoal.training.start import Given, assemble
+
+log = get_logger("shoal")
+Made = tuple[DeepSpeedEngine, Optimizer, ElasticLoader, LRScheduler | None]
+
+
+def initialize(*by_position: Any, **named: Any) -> Made:
+    """DeepSpeed's `initialize`, with one argument more: `shoal`, keys of the configuration's section of that name.
+
+    The other arguments are in docs/deepspeed.md. Raises `UserError` with one sentence for anything that cannot work.
+    """
+    tell_errors_in_a_sentence()
+    given = _arguments(by_position, named)
+    if given.get("training_data") is None:
+        raise UserError(
+            "deepspeed.initialize got no training_data; give it the dataset, or the DataLoader, and loop over the "
+            "loader that it returns: which worker reads which samples changes with the world."
+        )
+    data = data_of(given["training_data"], given.get("collate_fn"), "training_data")
+    model, parameters = given.get("model"), given.get("model_parameters")
+    parameters = list(parameters) if parameters is not None else None
+    optimizer, scheduler = given.get("optimizer"), given.get("lr_scheduler")
+    if optimizer is not None and not isinstance(optimizer, Optimizer) and callable(optimizer):
+        optimizer = optimizer(parameters if parameters is not None else _trainable(model))
+    check_given(model, optimizer, scheduler if isinstance(scheduler, LRScheduler) or not callable(scheduler) else None)
+    beside = Beside(given.get("shoal"), data.micro_batch_size, optimizer is not None, scheduler is not None)
+    config = load_config(_config(given), beside)
+    check_batch_size(data, config.micro_batch_size)
+    assert isinstance(model, nn.Module), "checked"
+    elastic = assemble(Given(model, config, data.dataset, optimizer, scheduler, data.collate_fn, parameters))
+    loader = ElasticLoader(elastic, elastic.context.loop.steps_per_epoch)
+    engine = DeepSpeedEngine(elastic, loader)
+    return engine, engine.optimizer, loader, engine.lr_scheduler
+
+
+def _arguments(by_position: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]:
+    if len(by_position) > len(ARGUMENTS):
+        raise UserError(f"deepspeed.initialize takes {len(ARGUMENTS)} arguments; got {len(by_position)}.")
+    refuse_unknown("deepspeed.initialize", [name for name in named if name not in ARGUMENTS], ARGUMENTS)
+    placed = dict(zip(ARGUMENTS, by_position, strict=False))
+    twice = [name for name in named if name in placed]
+    if twice:
+        raise UserError(f"deepspeed.initialize got {', '.join(twice)} by position and by name; keep one.")
+    given = {**placed, **named}
+    for name in ("mpu", "mesh_param"):
+        if given.get(name) is not None:
+            raise UserError(f"deepspeed.initialize got {name}; every lane runs the whole model. Leave it out.")
+    return given
+
+
+def _config(given: Mapping[str, Any]) -> str | Path | Mapping[str, Any]:
+    named = {name: given.get(name) for name in ("config", "config_params")}
+    named["args.deepspeed_config"] = getattr(given.get("args"), "deepspeed_config", None)
+    found = {name: value for name, value in named.items() if value is not None}
+    if not found:
+        raise UserError(
+            "deepspeed.initialize got no config; give it config= (a path or a dict), or --deepspeed_config."
+        )
+    first, *others = found
+    if any(found[other] != found[first] for other in others):
+        raise UserError(f"deepspeed.initialize got {first} and {', '.join(others)}, which differ; keep one.")
+    config: str | Path | Mapping[str, Any] = found[first]
+    return config
+
+
+def _trainable(model: Any) -> list[nn.Parameter]:
+    return [one for one in model.parameters() if one.requires_grad] if isinstance(model, nn.Module) else []
+
+
+def init_distributed(*_: Any, **__: Any) -> None:
+    """Does nothing: workers meet through the controller."""
+    log.info("deepspeed.init_distributed does nothing", means="workers meet through the controller")
+
+
+def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Adds `--deepspeed` and `--deepspeed_config`; the first is there for scripts that ask whether it is given."""
+    group = parser.add_argument_group("DeepSpeed")
+    group.add_argument("--deepspeed", action="store_true", help="Train with an engine.")
+    group.add_argument("--deepspeed_config", type=str, default=None, help="Path of the configuration.")
+    return parser

@@ -1,0 +1,99 @@
+"""What of DeepSpeed's Python interface is here, under which names: data for the door itself and for docs/deepspeed.md.
+
+`ARGUMENTS` in the order in which DeepSpeed has them, because scripts give some by position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+ARGUMENTS: Mapping[str, str] = {
+    "args": "An object whose `deepspeed_config` names the configuration, where `config` does not.",
+    "model": "One `torch.nn.Module`.",
+    "optimizer": "An optimizer over the model's parameters, or a function that makes one from `model_parameters`, "
+    "where the configuration names none.",
+    "model_parameters": "What the configuration's optimizer trains: parameters, or groups of them.",
+    "training_data": "A map-style dataset, or a DataLoader, of which the dataset, `collate_fn` and `batch_size` are "
+    "taken. Needed: Shoal reads the samples, because which worker reads which changes.",
+    "lr_scheduler": "A scheduler of torch, or a function that makes one from the optimizer.",
+    "distributed_port": "Nothing: the controller says where workers meet.",
+    "mpu": "Refused: every lane runs the whole model.",
+    "dist_init_required": "Nothing: workers come and go.",
+    "collate_fn": "Makes a batch from a list of samples.",
+    "config": "The path of the configuration, or a dict.",
+    "mesh_param": "Refused, as `mpu`.",
+    "config_params": "An older name of `config`.",
+    "shoal": "Shoal's own: keys of the configuration's section `shoal`, for a file that has none.",
+}
+
+ENGINE: Mapping[str, str] = {
+    "engine(*args, **kwargs)": "The model's forward.",
+    "backward(loss)": "Once for each batch, with the mean over the micro-batch. Returns the loss.",
+    "step()": "Ends the batch; with the last one of a step it updates.",
+    "is_gradient_accumulation_boundary()": "Whether the batch at hand is this worker's last one of its step.",
+    "was_step_applied()": "Whether the last call of `step()` updated the model.",
+    "global_steps": "Steps that the job has committed.",
+    "global_samples": "Samples of these steps.",
+    "micro_steps": "Micro-batches of these steps, of one lane.",
+    "train_batch_size()": "Samples of a step.",
+    "train_micro_batch_size_per_gpu()": "Samples of a micro-batch.",
+    "gradient_accumulation_steps()": "Micro-batches of a lane in a step.",
+    "gradient_clipping()": "The greatest norm of a step's gradient; 0: any.",
+    "zero_optimization_stage()": "The stage.",
+    "fp16_enabled()": "Whether the model is trained in float16.",
+    "bfloat16_enabled()": "Whether the model is trained in bfloat16.",
+    "get_lr()": "The rates of the optimizer's groups.",
+    "get_global_grad_norm()": "The last step's norm, before clipping; None without clipping.",
+    "loss_scale()": "What losses are multiplied by.",
+    "module": "The model.",
+    "optimizer": "The optimizer: its `param_groups` are in use, its `state_dict()` says that the state is elsewhere.",
+    "lr_scheduler": "The scheduler.",
+    "training_dataloader": "The loader.",
+    "device": "The device of the batches.",
+    "local_rank": "The number of this worker's device; 0 on the CPU.",
+    "global_rank": "This worker's number among the members; it changes, and is -1 while the worker is in no world.",
+    "world_size": "How many members there are now.",
+    "dp_world_size": "The number of lanes: the world that batch sizes are for, always the same.",
+    "save_checkpoint(folder, tag, client_state)": "See above.",
+    "load_checkpoint(folder, tag)": "See above.",
+    "save_16bit_model(folder, name)": "Writes the model's weights as safetensors, on rank 0.",
+    "stop()": "Ends the job after this step, on all workers alike.",
+    "elastic": "Shoal's own engine ([the script](api.md)): `report`, `on_step`, `evaluating`, `shard`, `gathered`, …",
+}
+
+ABSENT: Mapping[str, str] = {
+    "allreduce_gradients": "the engine reduces gradients while the backward runs",
+    "eval_batch": "there are no pipelines",
+    "flops_profiler": "see `wall_clock_breakdown` in docs/configuration.md",
+    "load_module_state_dict": "load weights into the model before deepspeed.initialize",
+    "monitor": "report numbers with engine.elastic.report(name=value); trackers get them too",
+    "no_sync": "nothing is sent before a lane's last micro-batch; call engine.step() after each",
+    "offload_states": "see `offload_optimizer` in docs/offload.md",
+    "reload_states": "see `offload_optimizer` in docs/offload.md",
+    "set_gradient_accumulation_boundary": "the engine counts micro-batches: it alone knows which lanes are here",
+    "set_lr": 'set group["lr"] in engine.optimizer.param_groups, at the top of the body, from engine.global_steps',
+    "set_train_batch_size": "the batch is fixed for the job's life",
+    "train_batch": "there are no pipelines",
+}
+
+MODULE: Mapping[str, str] = {
+    "initialize": "See above.",
+    "init_distributed": "Does nothing, and says so once in the log: workers meet through the controller.",
+    "add_config_arguments": "Adds `--deepspeed` and `--deepspeed_config` to a parser.",
+    "zero.Init": "A context in which a model is built without memory: `shoal.deferred()`.",
+    "zero.GatheredParameters": "A context in which all of a parameter can be read: `engine.gathered()`.",
+    "DeepSpeedEngine": "The class of the engine.",
+}
+
+OTHERS: Mapping[str, str] = {
+    "checkpointing": "see activation_checkpointing in docs/memory.md",
+    "comm": "workers come and go; engine.global_rank and engine.world_size are those of the moment",
+    "get_accelerator": "engine.device is where batches are",
+    "init_inference": "Shoal trains",
+    "moe": "every lane runs the whole model",
+    "ops": "use torch.optim's own classes, or the config's section optimizer",
+    "pipe": "every lane runs the whole model",
+    "PipelineModule": "every lane runs the whole model",
+    "tp_model_init": "every lane runs the whole model",
+}
+"""What scripts also use of the package, with what to do instead."""
