@@ -215,7 +215,6 @@ def test_all_of_a_job_is_one_run_of_weights_and_biases(monkeypatch: pytest.Monke
 
 
 def test_tensorboard_gets_a_scalar_for_each_number(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     engine = trained({"tensorboard": {"enabled": True, "output_path": str(tmp_path), "job_name": "run"}})
