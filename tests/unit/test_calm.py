@@ -1,4 +1,4 @@
-"""When a job is calm, so that ticks may be rare: nothing is to change, and everybody is heard."""
+"""When a job is calm, so that ticks may be rare: everybody is heard, and nothing but an answer changes anything."""
 
 import pytest
 from machine_driver import training
@@ -12,10 +12,18 @@ def test_a_job_whose_world_trains_and_whose_workers_are_all_heard_is_calm():
 def test_a_worker_that_is_dead_or_has_left_does_not_keep_a_job_from_being_calm_once_its_blocks_have_copies_again():
     job = training(3)
     job.exit("w2")
-    assert not job.job.is_calm, "a recovery is under way"
     job.recover()
     job.wait(1)
     assert job.job.is_calm == (not job.job.durable.current.fills and not job.job.durable.planned)
+
+
+def test_a_recovery_in_which_all_who_are_left_are_heard_is_calm_for_it_waits_for_answers_only():
+    job = training(3)
+    job.exit("w2")
+    assert job.view.phase == "resizing"
+    assert job.job.is_calm
+    job.feed(Disconnected(job.connections["w1"], "its stream ended"))
+    assert not job.job.is_calm, "its port has to be probed"
 
 
 @pytest.mark.parametrize("request_", [Scale(2), DrainWorker("w1"), Pause()])

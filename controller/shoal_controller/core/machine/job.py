@@ -251,14 +251,24 @@ class Job:
 
     @property
     def is_calm(self) -> bool:
-        """Whether a world trains, nothing is to change, and everybody is heard: then time brings nothing soon."""
-        durable, world = self.durable, self.durable.current
-        if durable.phase is not Phase.RUNNING or durable.planned or durable.stopping or world is None or world.fills:
+        """Whether everybody is heard, and either a world trains and nothing is to change or one is being made, in which
+        every answer is an event: then time brings nothing soon.
+        """
+        if self.durable.stopping or self.spawned_at or self.planner.failures:
             return False
-        if self.spawned_at or self.planner.asked_at is not None or self.planner.failures or self.goal is None:
+        if self.attempt is None and not self._is_settled:
             return False
+        durable = self.durable
         served = (one for one in self.processes.values() if durable.roster[one.worker].serves)
         return all(one.connection is not None and one.ping is None for one in served)
+
+    @property
+    def _is_settled(self) -> bool:
+        """Whether a world trains, and nothing is to change."""
+        durable, world = self.durable, self.durable.current
+        if durable.phase is not Phase.RUNNING or durable.planned or world is None or world.fills:
+            return False
+        return self.planner.asked_at is None and self.goal is not None
 
 
 def new_job(spec: JobSpec, now: float) -> Job:
