@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,8 @@ def main() -> int:
 
 def answered(folder: Path) -> dict[str, Json]:
     """Both dashboards by name, with what Prometheus has answered of a run."""
-    options = {"max_steps": 600, "shoal": {"checkpoint": {"path": str(folder / "saves")}}}
+    kept = {"offload": str(folder), "shoal": {"checkpoint": {"path": str(folder / "saves")}}}
+    options = {"max_steps": 600, **kept}
     with (
         warmed(),
         Cluster(workers=3, options=options, pace=0.05) as cluster,
@@ -79,7 +81,21 @@ def asked(server: Prometheus, board: Json) -> Json:
             for target in panel.get("targets", ())
             for one in server.series(with_values(target["expr"], "job", RATE), span)
         ]
-    return {"title": board["title"], "panels": board["panels"], "from": server.began, "to": end}
+    marks = [
+        mark for one in board["annotations"].get("list", ()) if "expr" in one for mark in marked(server, one, span)
+    ]
+    return {"title": board["title"], "panels": board["panels"], "marks": marks, "from": server.began, "to": end}
+
+
+def marked(server: Prometheus, annotation: Json, span: dict[str, float]) -> list[Json]:
+    """When an annotation begins, and its title; as long as its query has values without a gap it is one."""
+    marks = []
+    for one in server.series(with_values(annotation["expr"], "job", RATE), span):
+        times = [float(moment) for moment, _ in one["values"]]
+        begins = (now for before, now in pairwise([float("-inf"), *times]) if now - before > 1.5 * span["step"])
+        title = legend(annotation["titleFormat"], one["metric"])
+        marks += [{"time": begin, "title": title} for begin in begins]
+    return sorted(marks, key=lambda mark: mark["time"])
 
 
 def legend(form: str, labels: dict[str, str]) -> str:

@@ -9,7 +9,7 @@ import { BarGauge, BigValue, PanelChrome, PanelContextProvider, ThemeContext, Ti
 
 const COLUMN = 60, ROW = 32, GAP = 8, HEADER = 32, PADDING = 8;
 const theme = createTheme({ colors: { mode: "light" } });
-const { title, panels, from, to } = window.BOARD;
+const { title, panels, marks, from, to } = window.BOARD;
 const thresholds = { mode: "absolute", steps: [{ value: -Infinity, color: "green" }] };
 const timeRange = { from: from * 1000, to: to * 1000 };
 
@@ -74,6 +74,35 @@ function Bars({ frames, width, height }) {
   ));
 }
 
+const withMarks = new WeakSet();
+const MARK_ROWS = 4, MARK_SIZE = 10;
+
+/** Has a graph draw the dashboard's annotations, as Grafana does: a dashed line each, here with its title beside it. */
+function drawMarks(config) {
+  if (withMarks.has(config)) {
+    return null;
+  }
+  withMarks.add(config);
+  config.addHook("draw", (plot) => {
+    const { ctx, bbox } = plot, scale = window.devicePixelRatio;
+    ctx.save();
+    ctx.strokeStyle = ctx.fillStyle = theme.visualization.getColorByName("dark-orange");
+    ctx.font = `${MARK_SIZE * scale}px ${theme.typography.fontFamily}`;
+    ctx.textAlign = "left";
+    ctx.setLineDash([4 * scale, 4 * scale]);
+    marks.forEach(({ time, title: reason }, index) => {
+      const x = plot.valToPos(time * 1000, "x", true);
+      ctx.beginPath();
+      ctx.moveTo(x, bbox.top);
+      ctx.lineTo(x, bbox.top + bbox.height);
+      ctx.stroke();
+      ctx.fillText(reason, x + 2 * scale, bbox.top + MARK_SIZE * scale * (1 + (index % MARK_ROWS)));
+    });
+    ctx.restore();
+  });
+  return null;
+}
+
 const shown = ({ prefix = "", text, suffix = "" }) => prefix + text + suffix;
 
 function Rows({ frames }) {
@@ -116,7 +145,9 @@ function Content({ panel, width, height }) {
   }
   return (
     <TimeSeries frames={frames} width={width} height={height} timeRange={timeRange} timeZone="utc" structureRev={1}
-      legend={{ showLegend: true, displayMode: "list", placement: "bottom", calcs: [] }} options={{}} />
+      legend={{ showLegend: true, displayMode: "list", placement: "bottom", calcs: [] }} options={{}}>
+      {drawMarks}
+    </TimeSeries>
   );
 }
 
