@@ -7,7 +7,7 @@
 #                   end with the undisturbed bits
 #   make outages    run jobs while etcd or the leading controller dies, freezes or is cut off, at every phase of a change
 #   make fuzz       send 5,000 requests of schemathesis and 1,000 fuzzed sessions to a controller whose job trains on
-#   make cluster    run the tests of pods and resources against the cluster that KUBECONFIG names, in a namespace of theirs
+#   make cluster    run the tests of pods and resources against the cluster that KUBECONFIG names, in namespaces of theirs
 #   make charts     render the chart with both helms over all files of values, and check every manifest
 #   make models     train six models of Hugging Face with sharded parameters, and compare bits and generated tokens
 #   make test-gpu   run what needs a GPU, and measure a step there; says so where there is none
@@ -99,9 +99,16 @@ outages: $(READY) packages
 fuzz: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.run $(if $(SEED),--seed $(SEED)) $(ARGS)
 
+# What the tests' own API server does to these tests a proxy before the cluster does: tests/cluster_proxy.py.
+CLUSTER := tests/charts/test_cluster.py tests/unit/test_elastic_jobs.py tests/unit/test_resource_storms.py
+NAMESPACE := shoal-test-$(shell date +%s)
+KUBECTL = $(VENV)/kubernetes/helm4/kubectl --kubeconfig "$(abspath $(KUBECONFIG))"
 cluster: $(READY)
 	@[ -n "$(KUBECONFIG)" ] || { echo "make cluster needs a cluster in which it may make a namespace and the definition of ElasticJobs. Name it: make cluster KUBECONFIG=$$HOME/.kube/config" >&2; exit 2; }
-	SHOAL_CLUSTER="$(abspath $(KUBECONFIG))" OMP_NUM_THREADS=1 $(BIN)/pytest tests/charts/test_cluster.py $(ARGS)
+	$(KUBECTL) apply --filename helm/shoal/crd/elasticjobs.yaml
+	$(KUBECTL) create namespace $(NAMESPACE)
+	trap '$(KUBECTL) delete namespace $(NAMESPACE) --wait=false' EXIT; SHOAL_CLUSTER="$(abspath $(KUBECONFIG))" \
+		SHOAL_CLUSTER_NAMESPACE=$(NAMESPACE) OMP_NUM_THREADS=1 $(BIN)/pytest $(or $(TESTS),$(CLUSTER)) $(ARGS)
 
 charts: $(READY) packages
 	SHOAL_CHARTS=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 tests/charts $(ARGS)

@@ -24,7 +24,8 @@ import httpx
 from controller_process import Controller, controller
 from tables import show, verdict
 
-from api_server import PODS, RESOURCES, FakeCluster, kubeconfig, served  # isort: skip (the tests')
+from api_faults import served  # isort: skip (the tests')
+from api_server import PODS, RESOURCES, FakeCluster, kubeconfig  # isort: skip
 from ports import free_port  # isort: skip
 
 SETTLE_SECONDS = 20.0

@@ -1,9 +1,9 @@
 """A cluster's API server inside a test: objects with versions and uids, watches, and the faults of a real one.
 
 It keeps resourceVersions, uids, finalizers and owners, serves lists in pages, watches with bookmarks and 410, merge
-patches, `/status`, `/scale` and deletion with grace, refuses unknown fields of what is sent, and answers 409, 429, 500,
-late, twice, out of order or not at all where a test says so. Nodes and kubelets are in `kubelet.py`, what ElasticJobs
-have of their definition in `custom_resources.py`.
+patches, `/status`, `/scale` and deletion with grace, refuses unknown fields of what is sent, and fails where a test
+says so (`api_faults.py`). Nodes and kubelets are in `kubelet.py`, what ElasticJobs have of their definition in
+`custom_resources.py`.
 """
 
 from __future__ import annotations
@@ -13,20 +13,19 @@ import itertools
 import json
 import re
 from bisect import bisect_right
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from aiohttp import web
+from api_faults import ApiFaults, Refused, answer, status_of
+from cluster_choice import NAMESPACE
 from custom_resources import CustomResources, Invalid, definition
 from custom_resources import at as value_at
 from kubernetes_asyncio.client import models
 
 Json = dict[str, Any]
-NAMESPACE = "team"
 PODS, NODES, SECRETS = (
     f"/api/v1/namespaces/{NAMESPACE}/pods",
     "/api/v1/nodes",
@@ -44,63 +43,25 @@ NEEDED_IN_EVENTS = ("action", "eventTime", "note", "reason", "regarding", "repor
 BOOKMARK_SECONDS = 0.2
 
 
-@dataclass
-class Fault:
-    """What happens to the next requests that match."""
-
-    method: str
-    part: str
-    """Of the path, with its query."""
-    status: int = 0
-    """0: it is carried out, and the answer is cut off."""
-    times: int = 1
-    headers: dict[str, str] = field(default_factory=dict)
-    seconds: float = 0.0
-    """It is only late."""
-    gate: asyncio.Event | None = None
-    """It is only late, until the test opens this."""
-    message: str = "drawn by the test"
-
-    @property
-    def is_a_cut(self) -> bool:
-        return not (self.status or self.seconds or self.gate is not None)
-
-
-class Refused(Exception):
-    def __init__(self, status: int, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.status, self.reason = status, reason
-
-
-class FakeCluster:
+class FakeCluster(ApiFaults):
     """See the module's text. What a test changes itself it changes with `put` and `remove`."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.kinds, self.models = dict(KINDS), dict(MODELS)
         """By path of all objects of a kind; `models`: those whose fields are checked."""
         self.objects: dict[str, dict[str, Json]] = {path: {} for path in KINDS}
         self.resources: CustomResources | None = CustomResources(definition())
         """None: nobody has installed the definition."""
         self.history: list[tuple[int, str, str, Json]] = []
-        self.faults: list[Fault] = []
-        self.requests: list[tuple[str, str]] = []
         self.quota: int | None = None
         self.missing = {POD_GROUPS}
         """Paths of kinds that are not installed."""
-        self.forbidden: set[str] = set()
-        """Paths that nobody may use."""
-        self.doubles = False
-        """Every news of a watch comes twice."""
-        self.reverses = False
-        """The news that a watch has not sent yet come in the wrong order."""
         self.changed: Callable[[str, str, Json], None] = lambda path, kind, item: None
         self._version, self._uids = itertools.count(1), itertools.count(1)
         self.version = 0
         self._oldest = 0
         self._news = asyncio.Event()
-        self._watches: set[web.StreamResponse] = set()
-        self.held = 0
-        """Requests that have come to a gate so far."""
 
     # ---- for tests and kubelets
 
@@ -136,28 +97,10 @@ class FakeCluster:
     def pods(self) -> dict[str, Json]:
         return self.objects[PODS]
 
-    def fail(self, method: str, part: str, status: int = 0, **fields: Any) -> None:
-        self.faults.append(Fault(method, part, status, **fields))
-
-    def hold(self, method: str, part: str) -> asyncio.Event:
-        """Whatever matches waits until the event that this returns is set; `held` counts what has come."""
-        self.held, gate = 0, asyncio.Event()
-        self.fail(method, part, times=1_000_000, gate=gate)
-        return gate
-
-    def asked(self, method: str, path: str) -> int:
-        """How often."""
-        return self.requests.count((method, path))
-
     def compact(self) -> None:
         """Nobody can go on from an older version."""
         self._oldest = self.version
         self.history.clear()
-
-    def break_watches(self) -> None:
-        for watch in list(self._watches):
-            if watch._req is not None and watch._req.transport is not None:
-                watch._req.transport.close()
 
     def _write(self, path: str, kind: str, item: Json) -> Json:
         self.version = next(self._version)
@@ -173,50 +116,24 @@ class FakeCluster:
 
     # ---- requests
 
-    async def handle(self, request: web.Request) -> web.StreamResponse:
-        self.requests.append((request.method, request.path))
-        fault = next(
-            (f for f in self.faults if f.method == request.method and f.part in request.path_qs and f.times), None
-        )
-        if fault is not None:
-            fault.times -= 1
-            if fault.gate is not None:
-                self.held += 1
-                await fault.gate.wait()
-            elif fault.seconds:
-                await asyncio.sleep(fault.seconds)
-            elif fault.status:
-                return _answer(fault.status, _status(fault.status, "Drawn", fault.message), fault.headers)
-        try:
-            await asyncio.sleep(0)
-            answer = await self._answered(request)
-        except Refused as error:
-            return _answer(error.status, _status(error.status, error.reason, str(error)))
-        if fault is not None and fault.is_a_cut and request.transport is not None:
-            request.transport.close()
-        return answer
-
     async def _answered(self, request: web.Request) -> web.StreamResponse:
         path, name, sub = self._place(request.path)
-        if path in self.forbidden:
-            resource = path.rpartition("/")[2]
-            raise Refused(403, "Forbidden", f'{resource} is forbidden: User "shoal" cannot use resource "{resource}"')
-        body = self._parsed(await request.read())
+        body = self.thinned(request.path, self._parsed(await request.read()))
         if request.method == "GET" and not name:
             return await self._listed(request, path)
         strict = path == RESOURCES and request.query.get("fieldValidation") == "Strict"
         if strict and self.resources is not None and (unknown := self.resources.unknown(body)):
             raise Refused(400, "BadRequest", f'strict decoding error: unknown field "{unknown[0]}"')
         if request.method == "POST":
-            return _answer(201, self._create(path, body))
+            return answer(201, self._create(path, body))
         item = self.objects[path].get(name)
         if item is None:
             raise Refused(404, "NotFound", f'{path.rpartition("/")[2]} "{name}" not found')
         if request.method == "DELETE":
-            return _answer(200, self._delete(path, item, body))
+            return answer(200, self._delete(path, item, body))
         if request.method == "PATCH":
             item = self._patch(path, item, body, sub)
-        return _answer(200, self.resources.scale_of(item) if sub == "scale" and self.resources else item)
+        return answer(200, self.resources.scale_of(item) if sub == "scale" and self.resources else item)
 
     def _parsed(self, body: bytes) -> Json:
         return dict(json.loads(body or b"{}"))
@@ -319,7 +236,7 @@ class FakeCluster:
         metadata: Json = {"resourceVersion": str(self.version)}
         if begin + size < len(items):
             metadata["continue"] = str(begin + size)
-        return _answer(200, self._list_of(path, items[begin : begin + size], metadata))
+        return answer(200, self._list_of(path, items[begin : begin + size], metadata))
 
     def _list_of(self, path: str, items: list[Json], metadata: Json) -> Json:
         return {"kind": f"{self.kinds[path]}List", "metadata": metadata, "items": items}
@@ -332,7 +249,7 @@ class FakeCluster:
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
         await response.prepare(request)
         if at < self._oldest:
-            await _line(response, "ERROR", _status(410, "Expired", f"too old resource version: {at}"))
+            await _line(response, "ERROR", status_of(410, "Expired", f"too old resource version: {at}"))
             return response
         self._watches.add(response)
         try:
@@ -402,15 +319,6 @@ def _check_event(item: Json) -> None:
         raise Refused(422, "Invalid", f'Event "{item["metadata"]["name"]}" is invalid: {", ".join(missing)}')
 
 
-def _status(code: int, reason: str, message: str) -> Json:
-    found = {"status": "Failure", "code": code, "reason": reason, "message": message}
-    return {"apiVersion": "v1", "kind": "Status", "metadata": {}, **found}
-
-
-def _answer(status: int, item: Json, headers: dict[str, str] | None = None) -> web.Response:
-    return web.json_response(item, status=status, headers=headers)
-
-
 async def _line(response: web.StreamResponse, kind: str, item: Json) -> None:
     await response.write(json.dumps({"type": kind, "object": item}).encode() + b"\n")
 
@@ -421,25 +329,6 @@ def _now() -> str:
 
 def _text(time: datetime) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-
-
-@asynccontextmanager
-async def served(cluster: FakeCluster, port: int) -> AsyncIterator[str]:
-    """The address at which it is served for as long as the context lasts."""
-    application = web.Application(client_max_size=1 << 24)
-    application.router.add_route("*", "/{path:.*}", cluster.handle)
-    runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", port)
-    await site.start()
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        cluster.break_watches()
-        await runner.cleanup()
-        handlers = [task for task in asyncio.all_tasks() if "RequestHandler" in str(task.get_coro())]
-        if handlers:
-            await asyncio.wait(handlers, timeout=5)
 
 
 def kubeconfig(url: str) -> str:

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from api_server import FakeCluster, kubeconfig, served
+from api_faults import served
+from api_server import FakeCluster, kubeconfig
 from kubelet import Kubelets, Start
 from ports import free_port
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from api_server import FakeCluster, kubeconfig, served
+from api_faults import served
+from api_server import FakeCluster, kubeconfig
 from kubelet import Kubelets
 from ports import free_port
 from shoal_controller.core.machine.events import Spawned

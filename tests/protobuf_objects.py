@@ -1,5 +1,5 @@
-"""Kubernetes' objects in protobuf, as helm sends the secrets of its releases, and options of a deletion. Only these are
-read; everything else that the tests' clients send is JSON.
+"""Kubernetes' objects in protobuf, as helm sends the secrets of its releases, kubectl a namespace, and both the options
+of a deletion. Only these are read; everything else that the tests' clients send is JSON.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ Json = dict[str, Any]
 
 
 def json_of(body: bytes) -> Json:
-    """A secret; of anything else nothing."""
+    """A secret, or a namespace; of anything else nothing."""
     whole = dict(_fields(body.removeprefix(MAGIC)))
     kind = dict(_fields(whole[1])).get(2, b"").decode()
-    if kind != "Secret":
+    if kind not in ("Secret", "Namespace"):
         return {}
-    found: Json = {"apiVersion": "v1", "kind": kind, "metadata": {}, "data": {}}
+    found: Json = {"apiVersion": "v1", "kind": kind, "metadata": {}, **({"data": {}} if kind == "Secret" else {})}
     for number, value in _fields(whole[2]):
         if number == 1:
             found["metadata"] = _metadata(value)
-        elif number == 2:
+        elif number == 2 and kind == "Secret":
             key, content = _entry(value)
             found["data"][key] = base64.b64encode(content).decode()
         elif number == 3:

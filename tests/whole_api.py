@@ -13,7 +13,9 @@ from typing import Any
 import yaml
 from admission_policies import Request, warnings_of
 from aiohttp import web
-from api_server import NAMESPACE, PODS, RESOURCES, FakeCluster, Json, Refused, is_selected, merge
+from api_faults import Refused
+from api_server import PODS, RESOURCES, FakeCluster, Json, is_selected, merge
+from cluster_choice import NAMESPACE
 from custom_resources import CustomResources
 from custom_resources import at as value_at
 from protobuf_objects import MAGIC, json_of

@@ -15,8 +15,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from api_server import NAMESPACE, RESOURCES, kubeconfig, served
+from api_faults import served
+from api_server import RESOURCES, kubeconfig
 from charts.rendering import HELMS, PROGRAMS, ROOT, Json
+from cluster_choice import NAMESPACE
 from kubelet import Kubelets
 from ports import free_port
 from shoal_controller.elastic_jobs.reconciler import reconciling

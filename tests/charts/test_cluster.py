@@ -1,10 +1,9 @@
 """What Shoal counts on in a cluster: the same tests against the API server in this process and, by `make cluster`,
 against the one that `KUBECONFIG` names, in a namespace that is made for them and deleted.
 
-No image is needed: the pods ask for a node that there is not, and so wait. What needs a server that fails on purpose
-(409, 410, 429, 500, late and cut answers, news twice and out of order), nodes that are tainted or lost, an account
-without rights, or an older definition, which all namespaces share, is in tests/unit/test_pod_launcher.py,
-test_elastic_jobs.py and their neighbours, against the server in this process alone.
+No image is needed: the pods ask for a node that there is not, and so wait. Resources under a server that fails on
+purpose are in tests/unit/test_elastic_jobs.py and test_resource_storms.py, for both, too; nodes that run pods, are
+tainted or lost in test_pod_launcher.py and its neighbours, against the server in this process alone.
 """
 
 from __future__ import annotations

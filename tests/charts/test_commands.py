@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 import yaml
 from api_port import serving
-from api_server import NAMESPACE, PODS
+from api_server import PODS
 from asynchronous import asynchronous
 from charts.desk import desk, page_manifest
 from charts.rendering import CHART, HELMS, ROOT
+from cluster_choice import NAMESPACE
 from pod_team import hurry
 from shoal_controller.elastic_jobs import owned_job, reconciler
 from shoal_controller.elastic_jobs.resource_kind import FINALIZER

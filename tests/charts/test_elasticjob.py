@@ -119,6 +119,22 @@ def test_everything_that_a_rule_can_read_has_a_greatest_size() -> None:
     assert unbounded == []
 
 
+def test_what_is_compared_with_its_old_value_is_cheap_enough_for_an_api_server() -> None:
+    """By its estimate: a tenth of all that may be there, of which one rule may cost 10 million."""
+
+    def size(part: Json) -> int:
+        of_one = size(part["items"]) if "items" in part else 1
+        return int(part.get("maxLength", part.get("maxItems", 1))) * of_one
+
+    compared = [
+        size(part) / 10
+        for _, part in parts(SCHEMA)
+        for one in part.get("x-kubernetes-validations", [])
+        if one["rule"] == "self == oldSelf"
+    ]
+    assert len(compared) == 2 and max(compared) < 10_000_000
+
+
 def test_every_part_of_the_schema_has_one_type() -> None:
     """What the API server calls a structural schema."""
     for place, part in parts(SCHEMA):

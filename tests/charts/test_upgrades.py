@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from api_server import NAMESPACE, SECRETS
+from api_server import SECRETS
 from asynchronous import asynchronous
 from charts.desk import Desk, desk
 from charts.rendering import Json
+from cluster_choice import NAMESPACE
 from whole_api import DEPLOYMENTS
 
 CHART = f"shoal ./helm/shoal --namespace {NAMESPACE}"

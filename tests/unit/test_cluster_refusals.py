@@ -6,8 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from api_server import NAMESPACE, PODS
+from api_server import PODS
 from asynchronous import asynchronous
+from cluster_choice import NAMESPACE
 from machine_driver import Driver
 from pod_team import SPEC, Team, hurry, team
 from shoal_controller.core.machine.effects import Spawn

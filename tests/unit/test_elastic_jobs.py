@@ -1,4 +1,6 @@
-"""Jobs from resources, against an API server that answers late, twice and of the past."""
+"""Jobs from resources, against an API server that answers late, twice and of the past: the one in this process or, by
+`make cluster`, a real one with the same faults before it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from api_server import PODS, RESOURCES
+from api_server import RESOURCES
 from asynchronous import asynchronous
 from resource_place import hurry_resources, place
 from shoal_controller.api import resource_rules
@@ -88,14 +90,14 @@ async def test_the_bounds_of_a_running_job_follow_its_resource_and_rest_writes_t
         await one.apply()
         await one.until(one.has_job, "the job")
         run = one.shell.spec("train").run
-        await one.kubectl.patch(f"{RESOURCES}/train", json={"spec": {"workers": {"min": 3, "max": None}}})
+        await one.edit({"workers": {"min": 3, "max": None}})
         await one.until(lambda: one.shell.view("train").min_workers == 3, "the new minimum")
         assert one.shell.view("train").max_workers is None and one.wanted() == 3, "`min`, until somebody scales"
         await one.until(lambda: one.status()["workers"]["min"] == 3, "the status")
         assert one.condition("Accepted")["status"] == "True" and one.shell.spec("train").run == run
         view = await resource_rules.scale(controller, "train", Scale(least=2, most=6), SOMEBODY)
         assert (view.min_workers, view.max_workers) == (2, 6)
-        assert one.item()["spec"]["workers"] == {"min": 2, "max": 6}
+        await one.until(lambda: one.item()["spec"]["workers"] == {"min": 2, "max": 6}, "the resource's bounds")
         with pytest.raises(UserError, match="cannot have at least 7 workers; expected 1 to 6"):
             await resource_rules.scale(controller, "train", Scale(least=7), SOMEBODY)
 
@@ -107,7 +109,8 @@ async def test_rest_scales_the_resource_and_a_job_without_one_alone(tmp_path: Pa
         await one.apply()
         await one.until(one.has_job, "the job")
         view = await resource_rules.scale(controller, "train", Scale(4), SOMEBODY)
-        assert view.wanted == 4 and one.item()["spec"]["workers"]["wanted"] == 4
+        assert view.wanted == 4
+        await one.until(lambda: one.item()["spec"]["workers"]["wanted"] == 4, "the resource's size")
         with pytest.raises(UserError, match="cannot be scaled to 9 workers; expected from 2 to 8"):
             await resource_rules.scale(controller, "train", Scale(9), SOMEBODY)
         await one.shell.create(JobSpec("other", wanted=2))
@@ -130,7 +133,7 @@ async def test_another_controller_adopts_the_job_and_a_resource_that_went_meanwh
             await one.scale(5)
             await one.until(lambda: one.wanted() == 5, "five")
             assert one.shell.spec("train").run == run
-        one.cluster.remove(RESOURCES, "train")
+        await one.give_up()
         async with one.term():
             await one.until(lambda: not one.has_job(), "the job without a resource to end")
 
@@ -148,13 +151,10 @@ async def test_what_cannot_be_followed_is_one_sentence_in_a_condition_and_an_eve
         assert not one.has_job("odd") and one.notes("Refused")
         await one.apply("good")
         await one.until(lambda: one.has_job("good"), "the job")
-        patch = {"spec": {"kubernetes": {"image": "train:2"}}}
-        await one.kubectl.patch(f"{RESOURCES}/good", json=patch)
+        await one.edit({"kubernetes": {"image": "train:2"}}, "good")
         await one.until(lambda: one.condition("Accepted", "good").get("reason") == "Immutable", "the change")
         assert "spec.kubernetes.image" in one.condition("Accepted", "good")["message"]
-        await one.kubectl.patch(
-            f"{RESOURCES}/good", json={"spec": {"kubernetes": {"image": "train:1"}, "env": {"A": "2"}}}
-        )
+        await one.edit({"kubernetes": {"image": "train:1"}, "env": {"A": "2"}}, "good")
         await one.until(lambda: "spec.env changed" in one.condition("Accepted", "good")["message"], "the other change")
         assert "would compute something else" in one.condition("Accepted", "good")["message"]
 
@@ -164,9 +164,8 @@ async def test_a_resource_that_was_deleted_and_made_again_is_told_of_anew(tmp_pa
     async with place(tmp_path) as one, one.term():
         await one.apply("odd", kubernetes={"image": "a", "gang": "kueue"})
         await one.until(lambda: len(one.notes("Refused")) == 1, "the event of the first")
-        spec = one.item("odd")["spec"]
-        one.cluster.remove(RESOURCES, "odd")
-        one.cluster.put(RESOURCES, {"metadata": {"name": "odd", "generation": 1}, "spec": spec})
+        await one.give_up("odd")
+        await one.apply("odd", kubernetes={"image": "a", "gang": "kueue"})
         await one.until(lambda: len(one.notes("Refused")) == 2, "the event of the second")
 
 
@@ -195,10 +194,10 @@ async def test_without_definition_or_rights_jobs_are_left_alone_and_it_is_served
     tmp_path: Path,
 ) -> None:
     async with place(tmp_path) as one:
-        rules, one.cluster.resources = one.cluster.resources, None
+        one.cluster.undefined.add(RESOURCES)
         async with one.term() as found:
             await one.until(lambda: "install the chart with crd.install" in found.copy.trouble, "the sentence")
-            one.cluster.resources = rules
+            one.cluster.undefined.clear()
             one.cluster.forbidden.add(RESOURCES)
             await one.until(lambda: "rbac.create" in found.copy.trouble, "the other sentence")
             one.cluster.forbidden.clear()
@@ -209,12 +208,12 @@ async def test_without_definition_or_rights_jobs_are_left_alone_and_it_is_served
 @asynchronous
 async def test_a_definition_without_status_is_named_and_its_jobs_run(tmp_path: Path) -> None:
     async with place(tmp_path) as one, one.term() as found:
-        assert one.cluster.resources is not None
-        one.cluster.resources.has_status = False
+        missing = "the server could not find the requested resource"
+        one.cluster.fail("PATCH", "/status", 404, times=1_000_000, message=missing)
         await one.apply()
         await one.until(lambda: "has no subresource `status`" in found.trouble("train"), "the sentence")
         assert one.has_job()
-        one.cluster.resources.has_status = True
+        one.cluster.faults.clear()
         await one.until(lambda: one.status().get("phase") == "waiting" and not found.trouble("train"), "the status")
 
 
@@ -232,8 +231,7 @@ async def test_many_resources_share_the_writes_of_their_statuses(tmp_path: Path)
 @asynchronous
 async def test_an_older_definition_is_named_with_what_it_drops(tmp_path: Path) -> None:
     async with place(tmp_path) as one, one.term():
-        assert one.cluster.resources is not None
-        del one.cluster.resources.schema["properties"]["status"]["properties"]["events"]
+        one.cluster.dropped.add("events")
         await one.apply()
         await one.until(lambda: one.notes("DefinitionOutdated"), "the event")
         assert "it drops status.events" in one.notes("DefinitionOutdated")[0]
@@ -247,12 +245,11 @@ async def test_pods_of_a_deleted_job_are_gone_before_its_resource(tmp_path: Path
         labels = {
             "app.kubernetes.io/managed-by": "shoal", "app.kubernetes.io/component": "worker", "shoal.dev/job": "train",
         }  # fmt: skip
-        pod = {"metadata": {"name": "train-w0", "labels": labels}, "spec": {}, "status": {"phase": "Pending"}}
-        one.cluster.put(PODS, pod)
+        await one.put_pod("train-w0", labels)
         await one.delete()
         await one.until(lambda: not one.has_job(), "the job's end")
         await asyncio.sleep(0.1)
         assert one.item()
-        one.cluster.remove(PODS, "train-w0")
+        await one.remove_pod("train-w0")
         await one.until(lambda: not one.item(), "the resource's end")
         assert Phase.CANCELLED.over

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from api_server import NAMESPACE, POD_GROUPS, PODS
+from api_server import POD_GROUPS, PODS
 from asynchronous import asynchronous
+from cluster_choice import NAMESPACE
 from pod_team import SECTION, SPEC, Team, hurry, team
 from shoal_controller.core.machine.events import Exited, Spawned, Waiting
 from shoal_controller.core.machine.spec import JobSpec

@@ -7,7 +7,8 @@ from typing import Any
 
 import httpx
 import pytest
-from api_server import PODS, Fault
+from api_faults import Fault
+from api_server import PODS
 from asynchronous import asynchronous
 from fastapi import FastAPI
 from pod_team import team

@@ -46,7 +46,7 @@ class Storm:
     async def give_up(self) -> None:
         """By somebody who removes finalizers."""
         if (name := self.name()) in self.one.cluster.objects[RESOURCES]:
-            self.one.cluster.remove(RESOURCES, name)
+            await self.one.give_up(name)
 
     async def scale(self) -> None:
         await self.one.scale(self.chance.randint(1, 9), self.name())
@@ -55,7 +55,7 @@ class Storm:
         spec = self.chance.choice(
             [{"env": {"A": "2"}}, {"env": None}, {"workers": {"min": 3}}, {"workers": {"max": 5}}]
         )
-        await self.one.kubectl.patch(f"{RESOURCES}/{self.name()}", json={"spec": spec})
+        await self.one.edit(spec, self.name())
 
     async def submit_over_rest(self) -> None:
         with suppress(ShoalError):
