@@ -26,6 +26,10 @@ class EtcdClient:
     def __init__(self, addresses: Sequence[str], tls: Tls | None = None, login: Login | None = None) -> None:
         self._cluster = Cluster(addresses, tls, login)
 
+    def renew(self, tls: Tls) -> None:
+        """Connect with these certificates from now on."""
+        self._cluster.renew(tls)
+
     async def range(self, key: bytes, end: bytes, limit: int = 0) -> tuple[int, list[pb.KeyValue]]:
         """The keys from `key` on and before `end`, at most `limit` (0: all), in order, and the revision at which that
         is so: all of one, however many pages it takes. Raises `Compacted` where that was gone on the way.

@@ -59,6 +59,7 @@ class Cluster:
 
     def __init__(self, addresses: Sequence[str], tls: Tls | None = None, login: Login | None = None) -> None:
         self.endpoints = [Endpoint(address, tls) for address in addresses]
+        self._former: list[Endpoint] = []
         self.login = login
         self._current = 0
         self._token = ""
@@ -67,7 +68,12 @@ class Cluster:
 
     async def close(self) -> None:
         self._is_closed = True
-        await asyncio.gather(*(endpoint.channel.close() for endpoint in self.endpoints))
+        await asyncio.gather(*(endpoint.channel.close() for endpoint in (*self.endpoints, *self._former)))
+
+    def renew(self, tls: Tls) -> None:
+        """Connect with other certificates from now on. What is in flight ends as it began."""
+        self._former += self.endpoints
+        self.endpoints = [Endpoint(one.address, tls) for one in self.endpoints]
 
     async def call(self, method: Method[Answer], request: Message, seconds: float = REQUEST_SECONDS) -> Answer:
         """What may be sent any number of times. Raises `Unavailable`, `Closed`, or what etcd refuses it with."""
@@ -87,7 +93,8 @@ class Cluster:
         while (left := deadline - loop.time()) > 0 and not self._is_closed:
             endpoint = self.endpoints[self._current]
             try:
-                return await self._attempt(endpoint, method, request, min(left, ATTEMPT_SECONDS)), doubt
+                async with self._asked_as(endpoint) as metadata:
+                    return await endpoint.attempt(method, request, min(left, ATTEMPT_SECONDS), metadata), doubt
             except NotSent as error:
                 why = str(error)
             except (Unanswered, Closed) as error:
@@ -103,10 +110,6 @@ class Cluster:
         if doubt:
             raise UnknownOutcome(doubt)
         raise self.closed() if self._is_closed else Unavailable(why)
-
-    async def _attempt(self, endpoint: Endpoint, method: Method[Answer], request: Message, seconds: float) -> Answer:
-        async with self._asked_as(endpoint) as metadata:
-            return await endpoint.attempt(method, request, seconds, metadata)
 
     @asynccontextmanager
     async def stream(self, method: Method[Answer]) -> AsyncIterator[CallStream[Answer]]:
@@ -132,9 +135,7 @@ class Cluster:
         """What each server says that it is, by its address, or why it does not."""
         asked = (one.attempt(STATUS, pb.StatusRequest(), ATTEMPT_SECONDS, ()) for one in self.endpoints)
         answers = zip(self.endpoints, await asyncio.gather(*asked, return_exceptions=True), strict=True)
-        return {
-            one.address: answer.version if isinstance(answer, pb.StatusResponse) else answer for one, answer in answers
-        }
+        return {one.address: answer if isinstance(answer, BaseException) else answer.version for one, answer in answers}
 
     def leave(self, endpoint: Endpoint) -> None:
         """Ask another one from now on, unless that is so already."""

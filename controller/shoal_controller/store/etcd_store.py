@@ -10,6 +10,8 @@ import asyncio
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
+from pathlib import Path
 
 import structlog
 from shoal_protos.errors import StoreError, UserError
@@ -22,7 +24,7 @@ from shoal_controller.etcd.cluster import Login
 from shoal_controller.etcd.endpoint import Tls
 from shoal_controller.etcd.etcd_pb2 import Event, KeyValue
 from shoal_controller.etcd.watching import Revision as EtcdRevision
-from shoal_controller.renewed_files import load_pair
+from shoal_controller.renewed_files import RenewedFiles, load_pair
 from shoal_controller.store.etcd_url import EtcdAccess, EtcdUrl
 from shoal_controller.store.store import (
     Change,
@@ -42,12 +44,16 @@ from shoal_controller.store.store import (
     check_transaction,
 )
 from shoal_controller.store.timing import Timed, timing
+from shoal_controller.tasks import end_task, guarded, only_logged
 
 OLDEST_VERSION = (3, 4)
 """Of etcd: it splits large watch responses, which 3.3 does not."""
 
 PAUSE_SECONDS = 1.0
 """Before a cluster that cannot be reached is asked again."""
+
+RENEWED_SECONDS = 30.0
+"""How often it is looked whether certificates were renewed."""
 
 log = structlog.get_logger("shoal.store")
 
@@ -61,11 +67,16 @@ class EtcdStore:
         self._timed = timed
         self._unreachable: set[str] = set()
         """Endpoints of which that has been said."""
+        self._renewing: asyncio.Task[None] | None = None
 
     @classmethod
     async def open(cls, url: EtcdUrl, access: EtcdAccess, timed: Timed | None = None) -> EtcdStore:
         """Returns once it can be read and written. A `UserError` says why it never will be."""
-        store = cls(EtcdClient(url.addresses, _tls(access), _login(url, access)), url, timed)
+        files = _files(access)
+        client = EtcdClient(url.addresses, files.made if files is not None else None, _login(url, access))
+        store = cls(client, url, timed)
+        if files is not None:
+            store._renewing = guarded("certificates of the store", store._renew(files), only_logged)
         try:
             await store._reach()
         except BaseException:
@@ -127,7 +138,18 @@ class EtcdStore:
             await context.__aexit__(None, None, None)
 
     async def close(self) -> None:
+        if self._renewing is not None:
+            await end_task(self._renewing)
         await self._client.close()
+
+    async def _renew(self, files: RenewedFiles[Tls]) -> None:
+        """● A certificate counts for new connections: whoever showed the old one for ever would be refused on the first
+        day after its last, when the connection breaks that was made with it.
+        """
+        while True:
+            await asyncio.sleep(RENEWED_SECONDS)
+            if (tls := files.newer()) is not None:
+                self._client.renew(tls)
 
     # ---- inside
 
@@ -221,7 +243,8 @@ def _check_version(address: str, version: str) -> None:
         raise errors.Rejected(f"etcd at {address} has version {version!r}; expected {oldest} or newer")
 
 
-def _tls(access: EtcdAccess) -> Tls | None:
+def _files(access: EtcdAccess) -> RenewedFiles[Tls] | None:
+    """None: no TLS."""
     if access.authorities is None:
         if access.certificate or access.key:
             raise UserError(
@@ -230,7 +253,12 @@ def _tls(access: EtcdAccess) -> Tls | None:
         return None
     if (access.certificate is None) != (access.key is None):
         raise UserError("SHOAL_ETCD_CERTIFICATE and SHOAL_ETCD_KEY go together; only one of them is set")
-    authorities = read_pem("SHOAL_ETCD_CA", access.authorities)
+    named = (access.authorities, access.certificate, access.key)
+    return RenewedFiles([file for file in named if file is not None], partial(_tls, access, access.authorities))
+
+
+def _tls(access: EtcdAccess, authorities_file: Path) -> Tls:
+    authorities = read_pem("SHOAL_ETCD_CA", authorities_file)
     if access.certificate is None or access.key is None:
         return Tls(authorities)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # gRPC would take any pair, and say nothing
