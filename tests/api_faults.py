@@ -6,6 +6,7 @@ a real cluster (`cluster_proxy.py`).
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -136,16 +137,16 @@ def answer(status: int, item: Json, headers: dict[str, str] | None = None) -> we
 
 
 @asynccontextmanager
-async def served(cluster: ApiFaults, port: int) -> AsyncIterator[str]:
+async def served(cluster: ApiFaults, port: int, tls: ssl.SSLContext | None = None) -> AsyncIterator[str]:
     """The address at which it is served for as long as the context lasts."""
     application = web.Application(client_max_size=1 << 24)
     application.router.add_route("*", "/{path:.*}", cluster.handle)
     runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", port)
+    site = web.TCPSite(runner, "127.0.0.1", port, ssl_context=tls)
     await site.start()
     try:
-        yield f"http://127.0.0.1:{port}"
+        yield f"{'http' if tls is None else 'https'}://127.0.0.1:{port}"
     finally:
         cluster.break_watches()
         await runner.cleanup()

@@ -40,8 +40,8 @@ LONGEST_REFUSAL = 1000
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 AGAIN = frozenset({429, 500, 502, 503, 504})
-TROUBLES = (aiohttp.ClientError, TimeoutError, ConnectionError, OSError, ValueError)
-"""The server cannot be reached, or its answer was cut off."""
+TROUBLES = (aiohttp.ClientError, TimeoutError, ConnectionError, OSError, ValueError, config.ConfigException)
+"""The server cannot be reached, its answer was cut off, or the token of this pod cannot be read just now."""
 
 log = structlog.get_logger("shoal.kubernetes")
 
