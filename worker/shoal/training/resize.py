@@ -53,12 +53,18 @@ class Resize:
         self._loading, self._requests, self._status = loading, requests, status
         self._caught_up: World | None = None
         self._clock = ChangeClock()
+        self._last_word: Ended | None = None
+        """What the controller said last of all; it says nothing after that."""
 
     # ---- the loop of a change
 
     def take_part(self, broken: bool = False) -> None:
-        """Does what the controller says until this worker is in a world. May raise SystemExit or JobFailed."""
+        """Does what the controller says until this worker is in a world. May raise SystemExit or JobFailed: again and
+        again where a script has caught it.
+        """
         context = self._context
+        if self._last_word is not None:
+            self._end(self._last_word)
         if broken:
             self._clock.start()
             self._status.publish()
@@ -300,6 +306,7 @@ class Resize:
         """Leaves, or starts over. True: wait for what comes next."""
         context = self._context
         self._step.parameters.forget()
+        self._last_word = ended if ended.ending is not Ending.START_OVER else None
         match ended.ending:
             case Ending.START_OVER:
                 log.warning("starting_over", reason=ended.reason)
