@@ -73,6 +73,49 @@ def test_it_has_the_same_bits_through_a_kill_and_a_join(stage: int, point: str) 
         assert crew.finish() == undisturbed(Task(OPTIONS))
 
 
+def test_it_has_the_same_bits_with_several_micro_batches_to_a_lane() -> None:
+    options = {**OPTIONS, "micro_batches_per_lane": 2, "lanes": 2}
+    with Crew("ab", Task(options, script=script)) as crew:
+        crew.train_to(3)
+        crew.kill("a")
+        crew.train_to(6)
+        crew.add("c")
+        assert crew.finish() == undisturbed(Task(options))
+
+
+def test_it_has_the_same_bits_where_all_go_back_to_an_earlier_epoch(tmp_path: Path) -> None:
+    options = {**OPTIONS, "mirrors": 0, "shoal": {"checkpoint": {"path": str(tmp_path), "every_steps": 3}}}
+    with Crew("abc", Task(options, script=script)) as crew:
+        crew.train_to(3)
+        saved(crew, 3)
+        crew.train_to(5)
+        crew.kill("b")
+        assert crew.finish() == undisturbed(Task(OPTIONS))
+        assert [one.from_step for one in crew.job.durable.history if one.reason.value == "restore"] == [3]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_evaluation_between_epochs_as_scripts_write_it_changes_no_bit(stage: int) -> None:
+    seen: dict[str, list[float]] = {}
+
+    def note(elastic: Engine, before: Callable[[], None]) -> None:
+        def evaluate(engine: DeepSpeedEngine, epoch: int) -> None:
+            engine.eval()
+            with torch.no_grad():
+                tokens = torch.arange(32).view(2, 16)
+                seen.setdefault(elastic.context.link.worker, []).append(float(engine(tokens, tokens)))
+            engine.train()
+
+        script(elastic, before, evaluate)
+
+    with Crew("abc", Task({**OPTIONS, "stage": stage}, script=note)) as crew:
+        crew.train_to(4)
+        crew.plant("b", 5, "vote")
+        assert crew.finish() == undisturbed(Task(OPTIONS))
+    assert len(seen["a"]) == 3
+    assert seen["a"] == seen["c"]
+
+
 def test_a_joiner_goes_through_the_epochs_before_it_and_trains_in_that_of_the_others() -> None:
     ends: dict[int, list[tuple[int, int]]] = {}
 
