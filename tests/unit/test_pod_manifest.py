@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from shoal_controller.api.models import JobBody
 from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.launchers.kubernetes.pod_manifest import PodTerms, pod, secret, section_of
+from shoal_controller.launchers.own_variables import SET_IN_PODS
 from shoal_protos.validation import first_sentence
 
 JOB: dict[str, Any] = {
@@ -63,6 +64,7 @@ def test_a_pod_has_what_every_pod_must_have() -> None:
     }  # fmt: skip
     assert container["securityContext"] == {
         "allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}, "privileged": False,
+        "runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"},
     }  # fmt: skip
     assert (container["image"], container["command"]) == ("registry/train:1", ["python", "train.py"])
 
@@ -128,6 +130,26 @@ def test_a_patch_adds_what_is_not_in_the_section_and_changes_nothing_that_must_b
     assert beside["securityContext"]["allowPrivilegeEscalation"] is False
 
 
+def test_no_container_of_a_patch_takes_back_what_its_pod_must_have() -> None:
+    root = {"runAsNonRoot": False, "runAsUser": 0, "seccompProfile": {"type": "Unconfined"}, "privileged": True}
+    found = made(pod_template={
+        "metadata": {"labels": None, "annotations": None},
+        "spec": {
+            "securityContext": None,
+            "containers": [{"name": "worker", "securityContext": root, "env": [
+                {"name": "B", "value": "2"}, {"name": "SHOAL_TOKEN", "value": "another's"},
+            ]}],
+            "initContainers": [{"name": "first", "image": "i", "securityContext": root}],
+        },
+    })  # fmt: skip
+    for container in (*found["spec"]["containers"], *found["spec"]["initContainers"]):
+        context = container["securityContext"]
+        assert (context["runAsNonRoot"], context["privileged"]) == (True, False), container["name"]
+        assert context["seccompProfile"] == {"type": "RuntimeDefault"} and context["capabilities"] == {"drop": ["ALL"]}
+    env = {one["name"]: one for one in found["spec"]["containers"][0]["env"]}
+    assert env.keys() == {"B", *SET_IN_PODS} and "valueFrom" in env["SHOAL_TOKEN"]
+
+
 def test_the_token_lies_in_a_secret_of_the_job() -> None:
     found = secret(JobSpec("demo", 1, run="a1b2"), "join:demo:a1b2:0f")
     check_fields(found, "V1Secret", "Secret")
@@ -166,6 +188,25 @@ def test_a_controller_without_this_launcher_imports_no_client_of_a_cluster() -> 
         (
             {"kubernetes": {"image": "i", "pod_template": {"status": {}}}},
             "`kubernetes.pod_template` has the key status; expected metadata or spec",
+        ),
+        *(
+            ({"kubernetes": {"image": "i", "pod_template": {part: patch}}}, f"pod_template.{part}.{expected}")
+            for part, patch, expected in (
+                ("metadata", {"labels": "x"}, "labels` is 'x'; expected an object"),
+                ("metadata", {"annotations": [1]}, "annotations` is [1]; expected an object"),
+                ("spec", {"containers": None}, "containers` is None; expected a list of containers"),
+                ("spec", {"containers": "x"}, "containers` is 'x'; expected a list of containers"),
+                ("spec", {"containers": [{}]}, "containers[0]` has no name"),
+                ("spec", {"containers": [None]}, "containers[0]` has no name"),
+                ("spec", {"initContainers": [{"name": 1}]}, "initContainers[0]` has no name"),
+                ("spec", {"securityContext": "x"}, "securityContext` is 'x'; expected an object"),
+                ("spec", {"containers": [{"name": "a", "securityContext": 1}]}, "containers[0].securityContext` is 1"),
+                ("spec", {"containers": [{"name": "a", "env": {"A": 1}}]}, "containers[0].env` is {'A': 1}"),
+            )
+        ),
+        (
+            {"kubernetes": {"image": "i", "resources": {"limits": {"cpu": float("inf")}}}},
+            "`kubernetes.resources.limits.cpu",
         ),
         ({"command": []}, "`command` is missing; launcher kubernetes needs the command of each worker"),
         ({"launcher": "local"}, "`kubernetes` is given, but `launcher` is local; leave the section out"),

@@ -19,6 +19,7 @@ from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.elastic_jobs.resource_kind import owner_reference
 from shoal_controller.launchers.kubernetes.gang import gang_annotations, gang_labels, gang_scheduler
 from shoal_controller.launchers.kubernetes.section import Json, KubernetesSection
+from shoal_controller.launchers.own_variables import SET_IN_PODS
 
 JOB, RUN, WORKER = "shoal.dev/job", "shoal.dev/run", "shoal.dev/worker"
 MANAGED = "app.kubernetes.io/managed-by=shoal,app.kubernetes.io/component=worker"
@@ -27,6 +28,7 @@ MANAGED = "app.kubernetes.io/managed-by=shoal,app.kubernetes.io/component=worker
 CONTAINER = "worker"
 LEFT_OVER_SECONDS = 5
 """So much of a pod's grace is left when its worker's is over: it ends, and its container with it."""
+UNPRIVILEGED = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
 DEFAULTS = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **GRPC_VARIABLES}
 
 
@@ -159,6 +161,8 @@ def _require(manifest: Json, worker: WorkerId, terms: PodTerms) -> None:
     """● What every pod has, whatever was asked for: see the module's text."""
     spec, section = terms.spec, terms.section
     metadata, body = manifest["metadata"], manifest["spec"]
+    for kind in ("labels", "annotations"):
+        metadata.setdefault(kind, {})
     metadata["name"] = pod_name(spec.job, worker)
     metadata["labels"] |= labels_of(spec) | {WORKER: worker} | gang_labels(worker, spec, section, run_label(spec.run))
     metadata["annotations"] |= gang_annotations(worker, spec, section)
@@ -174,13 +178,16 @@ def _require(manifest: Json, worker: WorkerId, terms: PodTerms) -> None:
     }
     user = {"runAsUser": section.run_as_user} if section.run_as_user is not None else {}
     group = {"fsGroup": section.fs_group} if section.fs_group is not None else {}
-    own = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}, **user, **group}
-    body["securityContext"] = {**body.get("securityContext", {}), **own}
-    for container in body["containers"]:
-        confined = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-        container["securityContext"] = {**container.get("securityContext", {}), **confined, "privileged": False}
+    body["securityContext"] = {**(body.get("securityContext") or {}), **UNPRIVILEGED, **user, **group}
+    for container in [*body["containers"], *(body.get("initContainers") or ())]:
+        # ● What a container says for itself beats what its pod says for all of them.
+        confined = {**UNPRIVILEGED, "allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+        container["securityContext"] = {**(container.get("securityContext") or {}), **confined, "privileged": False}
         if container["name"] == CONTAINER:
             container["terminationMessagePolicy"] = "FallbackToLogsOnError"
+            own = [variable for variable in _env(worker, terms) if variable["name"] in SET_IN_PODS]
+            others = [one for one in container.get("env") or () if one.get("name") not in SET_IN_PODS]
+            container["env"] = [*others, *own]
 
 
 def merged(target: Json, patch: Mapping[str, Any]) -> Json:

@@ -22,13 +22,16 @@ LEAST_GRACE_SECONDS = 10
 QUANTITY = r"^[0-9]+(\.[0-9]+)?([eE][0-9]+|[munkKMGTPE]i?)?$"
 
 
+Amount = str | int | Annotated[float, Field(allow_inf_nan=False)]
+
+
 class KubernetesResources(BaseModel):
     """What a pod asks for, and may use at most."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    requests: dict[str, str | int | float] = {}
-    limits: dict[str, str | int | float] = {}
+    requests: dict[str, Amount] = {}
+    limits: dict[str, Amount] = {}
 
 
 class KubernetesSection(BaseModel):
@@ -109,6 +112,8 @@ class KubernetesSection(BaseModel):
         for key, part in patch.items():
             if not isinstance(part, dict):
                 raise ValueError(f"`kubernetes.pod_template.{key}` is {part!r}; expected an object")
+        if sentence := _misshapen(patch):
+            raise ValueError(f"`kubernetes.pod_template.{sentence}")
         return patch
 
     @model_validator(mode="after")
@@ -116,3 +121,26 @@ class KubernetesSection(BaseModel):
         if self.gang == "kueue" and not self.queue:
             raise ValueError("`kubernetes.queue` is missing; `gang: kueue` needs the name of a queue of Kueue")
         return self
+
+
+def _misshapen(patch: Json) -> str:
+    """What of a patch is not of the shape that a pod is put together from; empty: nothing. The rest the API server
+    checks. ● Where it is found only when a pod is made, no pod is made and nobody is told.
+    """
+    body = patch.get("spec", {})
+    found = {f"metadata.{key}": patch.get("metadata", {}).get(key) for key in ("labels", "annotations")}
+    found["spec.securityContext"] = body.get("securityContext")
+    for kind in ("containers", "initContainers"):
+        containers = body.get(kind, [])
+        if not isinstance(containers, list):
+            return f"spec.{kind}` is {containers!r}; expected a list of containers"
+        for index, container in enumerate(containers):
+            name = container.get("name") if isinstance(container, dict) else None
+            if not isinstance(name, str) or not name:
+                return f"spec.{kind}[{index}]` has no name; expected an object with the name of a container"
+            found[f"spec.{kind}[{index}].securityContext"] = container.get("securityContext")
+            variables = container.get("env") or []
+            if not isinstance(variables, list) or not all(isinstance(one, dict) for one in variables):
+                return f"spec.{kind}[{index}].env` is {variables!r}; expected a list of variables"
+    wrong = [key for key, value in found.items() if value is not None and not isinstance(value, dict)]
+    return f"{wrong[0]}` is {found[wrong[0]]!r}; expected an object" if wrong else ""
