@@ -63,6 +63,28 @@ def test_both_helms_find_nothing_wrong_with_the_chart(name: str, values: Path) -
     assert "WARNING" not in linted.stdout + linted.stderr
 
 
+NUMBERS = (
+    "fullnameOverride=shoal", "nameOverride=2", "imagePullSecrets[0]=3", "token.existingSecret=4",
+    "serviceAccount.create=false", "serviceAccount.name=5", "controller.priorityClassName=6",
+    "etcd.volume.storageClass=7", "tls.source=certManager", "tls.issuer.name=8", "ingress.enabled=true",
+    "ingress.host=9", "ingress.className=10", "monitoring.serviceMonitor.tokenSecret=11", "controller.env.12=13",
+)  # fmt: skip
+"""Names that YAML reads as numbers, where they are not quoted."""
+BOOLEANS = ("serviceAccount.create=false", "ingress.enabled=true")
+
+
+@pytest.mark.parametrize("namespace", ["1400", "null"])
+def test_names_that_yaml_reads_as_something_else_stay_names(namespace: str) -> None:
+    options = [part for one in NUMBERS for part in ("--set" if one in BOOLEANS else "--set-string", one)]
+    done = helm(NEWEST, "template", "1", CHART, "--namespace", namespace, *options)
+    assert done.returncode == 0, done.stderr
+    manifests = [one for one in yaml.safe_load_all(done.stdout) if one]
+    assert {one["metadata"].get("namespace", namespace) for one in manifests} == {namespace}
+    for one in manifests:
+        if one["kind"] not in FOREIGN_KINDS:
+            kubernetes_validate.validate(one, VERSIONS[-1], strict=True)
+
+
 @pytest.mark.parametrize("name", HELMS)
 def test_a_package_holds_the_whole_chart(name: str, tmp_path: Path) -> None:
     packed = helm(name, "package", CHART, "--destination", tmp_path)

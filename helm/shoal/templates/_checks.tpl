@@ -7,6 +7,9 @@
 {{- if not (regexMatch "^[a-z]" $fullname) -}}
 {{- fail (printf "everything would be named %s, but a service's name begins with a letter; set fullnameOverride, or give the release another name" $fullname) -}}
 {{- end -}}
+{{- if has $fullname (list "true" "false" "yes" "no" "on" "off" "y" "n" "null") -}}
+{{- fail (printf "everything would be named %s, which YAML takes for another thing than a name; set fullnameOverride" $fullname) -}}
+{{- end -}}
 {{- if eq $values.store "embedded" -}}
 {{- if ne (int $values.controller.replicas) 1 -}}
 {{- fail (printf "controller.replicas is %d, but an embedded store can be held by one controller only; set controller.replicas to 1, or store to etcd" (int $values.controller.replicas)) -}}

@@ -17,8 +17,8 @@
 
 {{/* What selects pods of a component: dict "root" . "component" NAME */}}
 {{- define "shoal.selector" -}}
-app.kubernetes.io/name: {{ include "shoal.name" .root }}
-app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/name: {{ include "shoal.name" .root | quote }}
+app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 app.kubernetes.io/component: {{ .component }}
 {{- end -}}
 

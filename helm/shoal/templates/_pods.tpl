@@ -19,7 +19,7 @@ capabilities: {drop: [ALL]}
 {{- with .Values.imagePullSecrets }}
 imagePullSecrets:
 {{- range . }}
-  - name: {{ . }}
+  - name: {{ . | quote }}
 {{- end }}
 {{- end }}
 {{- end -}}
@@ -39,7 +39,7 @@ shoal.dev/version-of-{{ $what }}: {{ .metadata.resourceVersion | quote }}
 {{/* Where pods of one kind run: dict "root" . "component" NAME "placement" VALUES */}}
 {{- define "shoal.placement" -}}
 {{- with .placement.priorityClassName }}
-priorityClassName: {{ . }}
+priorityClassName: {{ . | quote }}
 {{- end }}
 {{- with .placement.nodeSelector }}
 nodeSelector: {{- toYaml . | nindent 2 }}
@@ -66,7 +66,7 @@ topologySpreadConstraints:
 - name: SHOAL_URL
   value: {{ include "shoal.url" . }}
 - name: SHOAL_TOKEN
-  valueFrom: {secretKeyRef: {name: {{ include "shoal.tokenSecret" . }}, key: token}}
+  valueFrom: {secretKeyRef: {name: {{ include "shoal.tokenSecret" . | quote }}, key: token}}
 {{- if ne .Values.tls.source "none" }}
 - name: SHOAL_CA
   value: /tls/ca.crt
@@ -88,7 +88,7 @@ topologySpreadConstraints:
   emptyDir: {sizeLimit: 64Mi}
 {{- if ne .Values.tls.source "none" }}
 - name: authority
-  secret: {secretName: {{ include "shoal.tlsSecret" . }}, items: [{key: ca.crt, path: ca.crt}]}
+  secret: {secretName: {{ include "shoal.tlsSecret" . | quote }}, items: [{key: ca.crt, path: ca.crt}]}
 {{- end }}
 {{- end -}}
 
