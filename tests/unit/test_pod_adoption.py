@@ -6,15 +6,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from api_server import NODES, SECRETS
+from api_server import NODES, PODS, SECRETS
 from asynchronous import asynchronous
 from pod_team import SPEC, TOKENS, hurry, team
 from shoal_controller import background
 from shoal_controller.background import BackgroundWork
 from shoal_controller.core.machine.effects import Adopt, Spawn
 from shoal_controller.core.machine.events import Exited, Preempted, Spawned, Waiting
+from shoal_controller.core.machine.place import Place
 from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.tasks import only_logged
+from shoal_protos.errors import PeerError
 from small_machine import Written
 
 
@@ -46,6 +48,39 @@ async def test_a_kill_finds_a_pod_that_was_not_adopted_and_says_where_there_is_n
         await one.until(lambda: one.count(Exited) == 2, "both ends")
         assert one.cluster.pods() == {}
         assert (await one.hears(Exited, of="w1"))[0].why == "there is no pod demo-w1"
+
+
+@asynchronous
+async def test_a_kill_whose_pod_could_not_be_looked_for_is_done_when_it_is_asked_for_again(tmp_path: Path) -> None:
+    async with team(tmp_path, "a") as one:
+        await one.launcher.spawn("w0", SPEC)
+        await one.hears(Spawned)
+        await one.launcher.release()
+        one.cluster.fail("GET", "/pods/demo-w0", 500, times=50)
+        with pytest.raises(PeerError):
+            await one.launcher.kill("w0", SPEC)
+        one.cluster.faults.clear()
+        await one.launcher.kill("w0", SPEC)
+        await one.hears(Exited)
+        assert one.cluster.pods() == {}
+
+
+@asynchronous
+async def test_somebodys_copy_of_a_workers_pod_is_not_adopted_in_its_place(tmp_path: Path) -> None:
+    async with team(tmp_path, "a") as one:
+        await one.launcher.spawn("w0", SPEC)
+        await one.hears(Spawned)
+        await one.launcher.release()
+        pod = one.cluster.pods()["demo-w0"]
+        labels = dict(pod["metadata"]["labels"])
+        one.cluster.put(
+            PODS, {"metadata": {"name": "demo-w0-copy", "labels": labels}, "spec": {**pod["spec"], "nodeName": ""}}
+        )
+        places = await one.launcher.adopt(["w0"], SPEC)
+        assert places == {"w0": Place.of_pod("demo-w0", one.pod_uid("demo-w0"), "a")}
+        one.cluster.remove(PODS, "demo-w0-copy")
+        await one.settle()
+        assert one.count(Exited) == 0
 
 
 @asynchronous

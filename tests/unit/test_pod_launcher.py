@@ -338,6 +338,18 @@ async def test_cordon_condition_and_deletion_announce_a_drain_each_within_the_gr
 
 
 @asynchronous
+async def test_a_second_deletion_that_leaves_a_pod_less_time_is_told(tmp_path: Path) -> None:
+    async with team(tmp_path, "a") as one:
+        await one.launcher.spawn("w0", SPEC)
+        await one.hears(Spawned)
+        one.kubelets.silent.add("a")
+        for number, when in enumerate(("2100-01-01T00:01:00Z", "2000-01-01T00:00:12Z"), 1):
+            one.cluster.update(PODS, "demo-w0", lambda pod, when=when: pod["metadata"].update(deletionTimestamp=when))
+            await one.until(lambda number=number: one.count(Preempted) == number, "the notice")
+        assert [notice.grace_seconds for notice in await one.hears(Preempted)] == [55.0, 0.0]
+
+
+@asynchronous
 async def test_without_the_right_to_read_nodes_pods_are_still_watched(tmp_path: Path) -> None:
     async with team(tmp_path, "a", nodes=False) as one:
         one.cluster.forbidden.add(NODES)
@@ -397,6 +409,21 @@ async def test_what_is_left_of_a_forgotten_job_is_deleted(tmp_path: Path) -> Non
         one.cluster.forbidden.add(PODS)
         with pytest.raises(OSError, match='cannot use resource "pods"'):
             await one.launcher.forget("demo")
+
+
+@asynchronous
+async def test_a_secret_that_is_being_made_while_its_job_is_forgotten_goes_with_it(tmp_path: Path) -> None:
+    async with team(tmp_path, "a") as one:
+        made = one.cluster.hold("POST", "/secrets")
+        for worker in ("w0", "w1"):
+            await one.launcher.spawn(worker, SPEC)
+        await one.until(lambda: one.cluster.asked("POST", SECRETS), "the secret is asked for")
+        forgetting = asyncio.create_task(one.launcher.forget("demo"))
+        await one.settle()
+        made.set()
+        await forgetting
+        await one.until(lambda: not one.cluster.pods(), "no pod")
+        assert one.cluster.objects[SECRETS] == {}
 
 
 @asynchronous

@@ -96,6 +96,8 @@ class KubernetesLauncher:
         await self._know_pods(spec.job)
         places: dict[WorkerId, Place | None] = dict.fromkeys(workers)
         for pod in self._by_job.of(spec.job):
+            if pod["metadata"]["name"] != pod_name(spec.job, worker_of(pod)):
+                continue  # somebody's copy of a worker's pod, with its labels
             if pod["metadata"]["labels"].get(RUN) != run_label(spec.run):
                 self._delete_old(pod)
                 continue
@@ -130,6 +132,7 @@ class KubernetesLauncher:
             self._tracked.remove(tracked)
         try:
             async with asyncio.timeout(FORGET_SECONDS):
+                await self._writer.settle(job)
                 found, _ = await self._api.list(self._writer.pods, pods_of(job))
                 await asyncio.gather(*map(self._writer.delete, found))
                 await self._writer.delete_belongings(job)
@@ -154,11 +157,12 @@ class KubernetesLauncher:
         tracked = self._tracked.add(TrackedPod(worker, spec, pod_name(spec.job, worker)))
         try:
             pod = await self._api.get(f"{self._writer.pods}/{tracked.name}")
-        except ClusterRefusal as error:
-            if error.code != 404:
-                raise
-            self._end(tracked, f"there is no pod {tracked.name}")
-            return tracked
+        except PeerError as error:
+            if isinstance(error, ClusterRefusal) and error.code == 404:
+                self._end(tracked, f"there is no pod {tracked.name}")
+                return tracked
+            self._tracked.remove(tracked)  # else the next kill would take it for one that is being made
+            raise
         if pod["metadata"].get("labels", {}).get(RUN) == run_label(spec.run) and worker_of(pod) == worker:
             tracked.uid = pod["metadata"]["uid"]
             self._pods.learn(pod)

@@ -47,6 +47,8 @@ class PodState:
     hint: str = ""
     """Why it may be to go."""
     end: Exited | None = None
+    deleted_at: str = ""
+    """When a pod that is being deleted is to be gone."""
 
 
 def worker_of(pod: Object) -> str:
@@ -78,7 +80,8 @@ def state_of(pod: Object, node: Object | None, taints: Sequence[str], now: float
     wait = None if running else _start_wait(pod)
     hints = [key for key in _taints(node or {}) if key in HINT_TAINTS]
     hint = f"its node {node_of(pod)} has the taint {hints[0]}" if hints else ""
-    return PodState(place, wait, _announcement(pod, node, (*GOING_TAINTS, *taints), now), hint)
+    announcement = _announcement(pod, node, (*GOING_TAINTS, *taints), now)
+    return PodState(place, wait, announcement, hint, deleted_at=str(metadata.get("deletionTimestamp") or ""))
 
 
 def gone(pod: Object, why: str) -> Exited:

@@ -66,6 +66,8 @@ class PodWriter:
         self._writing: dict[_Belonging, asyncio.Lock] = {}
         self._written: set[_Belonging] = set()
         """What is there."""
+        self._under_way: dict[asyncio.Event, str] = {}
+        """Attempts to make a pod, with their jobs; each event is set when its attempt is over."""
 
     @property
     def pods(self) -> str:
@@ -85,6 +87,8 @@ class PodWriter:
             async with self._makes:
                 if tracked.is_killed:
                     return None
+                over = asyncio.Event()
+                self._under_way[over] = tracked.spec.job
                 try:
                     return await self._made(tracked)
                 except _NameTaken as error:
@@ -96,9 +100,17 @@ class PodWriter:
                     waits(_wait_of(error, tracked, self._api.namespace))
                 except ClusterSilence as error:
                     waits(Waiting(tracked.worker, PendingReason.CLUSTER, str(error)))
+                finally:
+                    del self._under_way[over]
+                    over.set()
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
         return None
+
+    async def settle(self, job: str) -> None:
+        """● Wait for what is under way: a secret that is made after the job's was deleted would stay for ever."""
+        for over in [event for event, name in self._under_way.items() if name == job]:
+            await over.wait()
 
     async def _made(self, tracked: TrackedPod) -> Json:
         spec = tracked.spec

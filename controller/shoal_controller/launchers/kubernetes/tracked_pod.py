@@ -38,6 +38,8 @@ class TrackedPod:
     told_wait: Waiting | None = None
     told_start: bool = False
     told_announcement: Preempted | None = None
+    told_deletion: str = ""
+    """When its pod was to be gone then: who deletes one a second time may leave it less."""
     told_hint: str = ""
     annotated: Mapping[str, str] = field(default_factory=dict)
     """What its pod says of the worker's world, as it was found or written last."""
@@ -57,7 +59,11 @@ class TrackedPod:
 
     def _of_its_node(self, state: PodState) -> News | None:
         before, announced = self.told_announcement, state.announcement
-        if announced is not None and not self.is_killed and (before is None or before.notice is not announced.notice):
+        if (
+            announced is not None
+            and not self.is_killed
+            and (before is None or before.notice is not announced.notice or state.deleted_at != self.told_deletion)
+        ):
             return announced
         if announced is None and before is not None:
             return Spared(self.worker, f"that {before.why} is over")
@@ -72,6 +78,7 @@ class TrackedPod:
                 self.told_wait = news
             case Preempted():
                 self.told_announcement = news
+                self.told_deletion = self.state.deleted_at if self.state is not None else ""
             case Spared():
                 self.told_announcement = None
             case Endangered(_, why):
