@@ -7,16 +7,22 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import shoal
 import shoal.blocks.unit_flats
 import torch
-from crew import Crew, Task, undisturbed
+from crew import ONE_AT_A_TIME, Crew, Task, engine_of, undisturbed
+from shoal.faults import Faults
+from shoal.session.alone import AloneLink
 from shoal.training.engine import Engine
 from torch import Tensor, nn
 
 transformers: Any = importlib.import_module("transformers")
+transformers.utils.logging.disable_progress_bar()  # it starts a thread
 
 WORDS = 256
 SMALL = {"vocab_size": WORDS, "num_attention_heads": 2, "hidden_size": 32, "intermediate_size": 64}
@@ -50,6 +56,24 @@ def t5() -> nn.Module:
     return model
 
 
+def mistral() -> nn.Module:
+    config = transformers.MistralConfig(
+        **SMALL, num_hidden_layers=3, num_key_value_heads=1, sliding_window=8, eos_token_id=None
+    )
+    model: nn.Module = transformers.MistralForCausalLM(config)
+    return model
+
+
+def clip() -> nn.Module:
+    size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    words = {"vocab_size": WORDS, "max_position_embeddings": 16, "eos_token_id": 2, "bos_token_id": 0}
+    config = transformers.CLIPConfig(
+        text_config={**size, **words}, vision_config={**size, "image_size": 4, "patch_size": 2}, projection_dim=16
+    )
+    model: nn.Module = transformers.CLIPModel(config)
+    return model
+
+
 def recomputed(make: Callable[[], Any]) -> Callable[[], nn.Module]:
     """With its own activation checkpointing."""
 
@@ -70,7 +94,11 @@ class Trained(nn.Module):
         self.model = make()
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:  # (batch, length) both
-        loss: Tensor = self.model(input_ids=tokens, labels=targets).loss
+        more: dict[str, Any] = {"labels": targets}
+        if type(self.model).__name__ == "CLIPModel":
+            pixels = (targets / WORDS).view(-1, 1, 4, 4).expand(-1, 3, 4, 4)
+            more = {"pixel_values": pixels, "return_loss": True}
+        loss: Tensor = self.model(input_ids=tokens, **more).loss
         return loss
 
 
@@ -78,6 +106,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "Llama": llama, "GPT-2": gpt2, "BERT": bert, "T5": t5,
     "Llama, recomputed": recomputed(llama), "GPT-2, recomputed": recomputed(gpt2),
 }  # fmt: skip
+
+
+BUILT = {"Llama": llama, "Mistral": mistral, "GPT-2": gpt2, "BERT": bert, "T5": t5, "CLIP": clip}
 
 
 def task(name: str, stage: int, generated: list[Any], mirrors: int = 1) -> Task:
@@ -112,3 +143,65 @@ def test_a_model_has_the_same_bits_and_says_the_same_in_stage_3(name: str, monke
                 crew.plant("c", 2, "gather")
             assert crew.finish() == right
         assert sharded == whole
+
+
+# ---- built without memory
+
+
+def built(name: str, stage: int, mirrors: int = 0, weights: Path | None = None) -> Task:
+    def model() -> nn.Module:
+        with shoal.deferred(weights=weights):
+            inner = BUILT[name]()
+        return Trained(lambda: inner)
+
+    return replace(task("", stage, [], mirrors), model=model)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", BUILT)
+def test_a_model_built_without_memory_begins_with_values_of_its_own_kind(name: str) -> None:
+    """Those of a constructor come from another stream of random numbers."""
+    torch.manual_seed(5)
+    right = Trained(BUILT[name]).state_dict()
+    with ONE_AT_A_TIME:
+        made = engine_of(built(name, 0), AloneLink(), Faults([])).module.state_dict()
+    assert made.keys() == right.keys()
+    for key, value in right.items():
+        spread = value.float().std(correction=0)
+        if spread == 0 or not value.is_floating_point():
+            assert torch.equal(made[key], value), key
+        elif value.numel() > 500:
+            assert float(made[key].std()) == pytest.approx(float(spread), rel=0.2), key
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", BUILT)
+def test_a_model_built_without_memory_trains_to_the_same_bits_in_stages_0_and_3(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shoal.blocks.unit_flats, "POISON", True)
+    right = undisturbed(built(name, 0))
+    for workers, mirrors in (("a", 0), ("ab", 0), ("abcd", 1)):
+        with Crew(workers, built(name, 3, mirrors)) as crew:
+            if mirrors:
+                crew.plant("c", 2, "gather")
+            assert crew.finish() == right
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", BUILT)
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_model_that_was_saved_is_read_by_its_workers_in_parts(
+    name: str, parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shoal.blocks.unit_flats, "POISON", True)
+    torch.manual_seed(5)
+    saved: Any = BUILT[name]()
+    size = sum(parameter.nbytes for parameter in saved.parameters())
+    saved.save_pretrained(tmp_path, max_shard_size=size // (parts - 1) if parts > 1 else "1GB")
+    assert (tmp_path / "model.safetensors.index.json").exists() == (parts > 1)
+    assert len(list(tmp_path.glob("*.safetensors"))) >= parts
+    loaded = replace(built(name, 0), model=lambda: Trained(lambda: type(saved).from_pretrained(tmp_path).train()))
+    right = undisturbed(loaded)
+    with Crew("ab", built(name, 3, weights=tmp_path)) as crew:
+        assert crew.finish() == right

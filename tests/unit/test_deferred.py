@@ -136,7 +136,7 @@ def test_all_that_nothing_fills_is_named_in_one_sentence() -> None:
     class Unfilled(Layers):
         def __init__(self) -> None:
             super().__init__()
-            self.layers[2].register_buffer("mask", torch.ones(3))
+            self.layers[2].register_buffer("mask", torch.rand(3))
             self.attention.table = torch.ones(3)
 
     with pytest.raises(

@@ -18,6 +18,16 @@ def plain_name(name: str) -> str:
     return name.replace(_WRAPPER, "")
 
 
+def module_name(name: str) -> str:
+    """Of a module, not of a tensor: `block._orig_mod` → `block`."""
+    return plain_name(f"{name}.")[:-1]
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """Whether `torch.compile` has put it around another one."""
+    return _WRAPPER.rstrip(".") in module._modules
+
+
 def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Each once, under its first name."""
     return ((plain_name(name), parameter) for name, parameter in module.named_parameters())

@@ -18,8 +18,10 @@ from shoal_protos.errors import UserError
 from torch import Tensor, nn
 from torch.nn.modules import module as registration
 
+from shoal.first_values.constants import Constant, Constants
+
 Init = Callable[[nn.Module], object]
-"""Fills the parameters and buffers that are a module's own, not those of its children."""
+"""Fills a module; asked for all modules, as by `model.apply(init)`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,20 +33,25 @@ class Recipe:
 
 
 _BUILT: WeakKeyDictionary[nn.Module, Recipe] = WeakKeyDictionary()
+_CONSTANTS: WeakKeyDictionary[nn.Module, dict[str, Constant]] = WeakKeyDictionary()
+"""What the constructor of a module has put into its own parameters and buffers, by their names there."""
 
 
 @contextmanager
 def deferred(init: Init | None = None, weights: str | Path | None = None) -> Iterator[None]:
     """A context in which a model is built without memory; `shoal.initialize` makes its values, a unit at a time.
 
-    Each module is filled by its `reset_parameters()`, and by the model's `_init_weights(module)` where there is such,
-    under a seed of its own: the same values in every stage and every world. `init`: a function of a module in place of
-    `_init_weights`. `weights`: a safetensors file, or a folder of such, whose tensors are read by name instead.
+    Each module with tensors of its own is filled by its `reset_parameters()`; then the model's `_init_weights(module)`
+    is asked for every module, where there is such. Each of these calls has a seed of its own: the same values in every
+    stage and every world. `init`: a function of a module in place of `_init_weights`. `weights`: a safetensors file, or
+    a folder of such, whose tensors are read by name instead.
     """
     recipe = Recipe(init, _checked(weights))
+    constants, built = Constants(), set[nn.Module]()
 
     def note(module: nn.Module, _: str, part: nn.Module | Tensor | None) -> None:
         _BUILT.setdefault(module, recipe)
+        built.add(module)
         if isinstance(part, nn.Module):
             _BUILT.setdefault(part, recipe)
 
@@ -55,8 +62,10 @@ def deferred(init: Init | None = None, weights: str | Path | None = None) -> Ite
         registration.register_module_module_registration_hook(note),
     ]
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), constants:
             yield
+        for module in built:
+            _CONSTANTS[module] = _of_module(module, constants)
     except (NotImplementedError, RuntimeError) as error:
         if "meta" not in str(error):
             raise
@@ -76,6 +85,17 @@ def _checked(weights: str | Path | None) -> Path | None:
     if not path.exists():
         raise UserError(f"shoal.deferred(weights=…) names {path}, which does not exist.")
     return path
+
+
+def _of_module(module: nn.Module, constants: Constants) -> dict[str, Constant]:
+    own = {**module._parameters, **module._buffers}
+    found = {name: constants.of(tensor) for name, tensor in own.items() if tensor is not None and tensor.is_meta}
+    return {name: constant for name, constant in found.items() if constant is not None}
+
+
+def constant_of(module: nn.Module, own: str) -> Constant | None:
+    """What a constructor has put into one of a module's own tensors, where that is known."""
+    return _CONSTANTS.get(module, {}).get(own)
 
 
 def recipes(model: nn.Module) -> dict[nn.Module, Recipe]:

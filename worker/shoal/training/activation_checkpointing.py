@@ -38,7 +38,7 @@ log = get_logger("shoal")
 def checkpoint_activations(model: nn.Module, config: TrainingConfig) -> None:
     """Puts activation checkpointing on the modules that the config names. Raises `UserError` where there are none."""
     chosen = _chosen(model, config) if config.activation_checkpointing else []
-    on_device = any(parameter.device.type != "cpu" for parameter in model.parameters())
+    on_device = any(parameter.device.type not in ("cpu", "meta") for parameter in model.parameters())
     to_host = config.cpu_checkpointing and on_device
     for module in chosen:
         _KEPT[module] = _Checkpointed(to_host)

@@ -193,4 +193,5 @@ def _beside_the_config(state: TrainingState) -> dict[str, str]:
     deferred = state.originals.deferred if state.originals is not None else None
     if deferred is not None:
         buffers["model built within shoal.deferred()"] = deferred.identity()
+        buffers["content of the weights that shoal.deferred() reads"] = deferred.weights()
     return {**buffers, "scheduler": type(state.scheduler).__name__ if state.scheduler is not None else "none"}
