@@ -62,6 +62,8 @@ class MemorySetup:
     """Parameters of the largest unit, frozen ones too; only stage 3 asks."""
     frozen: int = 0
     """Parameters that need no gradient."""
+    frozen_width: float = 0
+    """Bytes of one of those; 0: as of a trained one."""
 
     @property
     def copies(self) -> float:
@@ -111,14 +113,15 @@ def estimate(setup: MemorySetup) -> MemoryEstimate:
 
 def _parameters(setup: MemorySetup) -> list[MemoryItem]:
     width, parameters = PARAMETER_BYTES[setup.precision], setup.parameters
+    frozen = (setup.frozen_width or width) * setup.frozen
     if setup.stage < 3:
-        return [MemoryItem("parameters", width * parameters), MemoryItem("frozen parameters", width * setup.frozen)]
+        return [MemoryItem("parameters", width * parameters), MemoryItem("frozen parameters", round(frozen))]
     kept: Location = "host" if setup.offload_parameters else "device"
     part = 1 / setup.workers if MASTER_BYTES[setup.precision] else setup.copies  # without masters they are the state
     units = min(UNITS_GATHERED * setup.unit, parameters + setup.frozen)
     return [
         MemoryItem("parameters", round(width * parameters * part), kept),
-        MemoryItem("frozen parameters", round(width * setup.frozen * setup.copies), kept),
+        MemoryItem("frozen parameters", round(frozen * setup.copies), kept),
         MemoryItem("gathered units", width * (units + min(units, parameters)), in_step=True),  # with their gradients
     ]
 

@@ -8,17 +8,19 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from checkpoints import origin, trained
 from shoal.checkpoint import saver as module
 from shoal.checkpoint.catalogue import SaveName, look_into, saves
 from shoal.checkpoint.draft import draft_of
 from shoal.checkpoint.errors import StorageFailed, StorageFull
 from shoal.checkpoint.manifest import MANIFEST
-from shoal.checkpoint.retention import Keep
+from shoal.checkpoint.retention import Keep, Ours
 from shoal.checkpoint.saver import Lead, Saver, SaveTask
 from shoal.checkpoint.snapshot import take_snapshot
 from shoal.checkpoint.storage import LocalStorage
 from shoal.checkpoint.verify import verify
+from shoal.checkpoint.writer import Author
 from shoal.core.save_part import SavePart, SavePartVote, SaveStatus, SharedSave
 from shoal.training.state import TrainingState, frozen_parameters
 from shoal_protos.plan import Member
@@ -366,6 +368,18 @@ def test_a_save_without_room_deletes_what_older_ones_left_and_is_tried_once_more
         assert three.vote() == [FREE, FREE, FREE]
         assert whole(tmp_path) == [2]
         assert not rest.exists()
+
+
+def test_frozen_parameters_that_are_written_at_once_make_room_as_all_else_does(tmp_path: Path) -> None:
+    gate = Gate(tmp_path)
+    gate.open.set()
+    rest = tmp_path / SaveName.of(1, 1, 1, "dead").folder
+    rest.mkdir()
+    (rest / "0.safetensors").write_bytes(b"of a leader that was killed")
+    gate.room = 1
+    named = {"frozen": torch.ones(3)}
+    Saver(gate, Keep(2, None)).write_frozen_now(SaveName.of(2, 1, 2, "i0"), Author("w0", "i0"), Ours(), named, iter)
+    assert not rest.exists() and len(list(tmp_path.glob("frozen-*"))) == 1
 
 
 def test_what_a_leader_that_is_gone_has_completed_stays_whole(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ What is freed is NaN first, as in test_sharded_parameters.py.
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from crew import Crew, Task, undisturbed
 from hard_units import WIDTH, and_train, of, task
 from integration.scripts import VOCABULARY
 from safetensors.torch import load_file
+from shoal.blocks.state_home import WEIGHTS, BesideParameters
 from shoal.blocks.unit_flats import Presence
 from shoal.core.layout import FROZEN, Trainable, lay_out
 from shoal.training.engine import Engine
@@ -231,6 +234,35 @@ def test_a_worker_keeps_its_share_and_a_backward_gathers_few_units() -> None:
     assert max(shares) < 0.45 * whole
 
 
+class HalfBase(nn.Module):
+    """A frozen base in bfloat16, and as much in float32 that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 128).requires_grad_(False)
+        self.layers = nn.ModuleList(nn.Sequential(self._base(), nn.Linear(256, 128, bias=False)) for _ in range(4))
+
+    def _base(self) -> nn.Module:
+        return nn.Linear(128, 256, bias=False).to(torch.bfloat16).requires_grad_(False)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:  # (batch, length) both
+        hidden = self.embedding(tokens)
+        for base, layer in self.layers:
+            hidden = hidden + layer(base(hidden.to(torch.bfloat16)).float())
+        return nn.functional.cross_entropy(hidden, targets.flatten()[:1].expand(hidden.shape[0], 128) % 16)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_the_report_of_memory_counts_them_as_the_estimate_does(stage: int, capsys: pytest.CaptureFixture[str]) -> None:
+    undisturbed(adapters(stage, HalfBase))
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    report = next(line for line in lines if line["event"] == "memory")
+    frozen = sum(one.nbytes for one in HalfBase().parameters() if not one.requires_grad)
+    trained = sum(one.nbytes for one in HalfBase().parameters() if one.requires_grad)
+    assert report["parameters"] == pytest.approx(frozen + trained, rel=0.02)
+    assert report["measured_bytes"] == pytest.approx(report["estimated_bytes"], rel=0.02)
+
+
 def test_blocks_of_what_is_trained_have_the_same_order_and_content_with_frozen_ones_and_without() -> None:
     trained = [Trainable(f"t{index}", (5_000 * (index + 1),), torch.float32, index % 2, index) for index in range(5)]
     frozen = [Trainable(f"f{index}", (90_000,), torch.bfloat16, FROZEN, index) for index in range(5)]
@@ -242,3 +274,13 @@ def test_blocks_of_what_is_trained_have_the_same_order_and_content_with_frozen_o
         kept = [one for one in full.stretches(runs) if not full.buckets[one.bucket].is_frozen]
         assert plain.runs(kept) == full.trained_runs(runs)
         assert full.runs(kept) == full.without_frozen(runs)
+
+
+def test_no_optimizer_is_asked_where_the_state_of_frozen_blocks_lies() -> None:
+    class Asked(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            raise AssertionError("an update was tried")
+
+    frozen = lay_out([Trainable("f", (5_000,), torch.float32, FROZEN, 0)])
+    home = BesideParameters(replace(frozen, device=torch.device("meta")), Asked([torch.zeros(1)]))
+    assert home.bring(frozen.buckets[0], {WEIGHTS: torch.ones(3)})[WEIGHTS].is_meta

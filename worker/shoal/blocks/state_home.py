@@ -32,6 +32,8 @@ class BesideParameters:
         return found
 
     def _numbers_of(self, bucket: Bucket) -> dict[str, torch.device]:
+        if bucket.is_frozen:  # no optimizer has seen it
+            return {}
         kind = bucket.group, bucket.wide_dtype
         if kind not in self._known:
             state = probe_state(self._user, bucket, 2, self._device)

@@ -138,14 +138,18 @@ class Saver:
         self._follow(save, outcome, WriteSave())
         outcome.seconds["copy"] = time.monotonic() - began
 
-    def write_frozen_now(self, named: Mapping[str, Tensor], incarnation: str, reading: Reading) -> None:
-        """Of frozen parameters that only the training thread can read: before the save that names the file begins.
+    def write_frozen_now(
+        self, name: SaveName, author: Author, ours: Ours, named: Mapping[str, Tensor], reading: Reading
+    ) -> None:
+        """Of frozen parameters that only the training thread can read: before the save `name` begins.
 
         Once in a process's life, as long as the file is there. Raises what `reading` and the storage raise.
         """
         known = self._written_now
         if known is None or self.storage.list().get(known.file) != known.bytes:
-            self._written_now = write_frozen(self.storage, named, incarnation, reading)
+            self._written_now = self._making_room(
+                name, ours, lambda: write_frozen(self.storage, named, author.incarnation, reading)
+            )
 
     def refuse(self, part: SavePart, name: SaveName, why: str) -> None:
         """A save that this member cannot even begin."""
@@ -235,25 +239,25 @@ class Saver:
         """Writes this worker's own file; the leader writes frozen parameters too: nobody waits for them later."""
         began, folder, author = time.monotonic(), save.name.folder, Author.of(save.part.member)
         entry = self._making_room(
-            save, lambda: write_content(self.storage, folder, save.name.step, author, save.content)
+            save.name, save.ours, lambda: write_content(self.storage, folder, save.name.step, author, save.content)
         )
         outcome.bytes, outcome.seconds["write"] = entry.bytes, time.monotonic() - began
         if save.lead is not None:
             tensors = save.lead.frozen
             if tensors or self._written_now is None:
-                self._frozen = self._making_room(save, lambda: self._frozen_file(tensors, author))
+                self._frozen = self._making_room(save.name, save.ours, lambda: self._frozen_file(tensors, author))
             else:
                 self._frozen = self._written_now
 
-    def _making_room(self, save: SaveTask, write: Callable[[], T]) -> T:
+    def _making_room(self, name: SaveName, ours: Ours, write: Callable[[], T]) -> T:
         """Where there is no room for it, what older saves left goes, and it is tried once more."""
         try:
             return write()
         except StorageFull as error:
-            rests = delete_rests(self.storage, save.name, save.ours)
+            rests = delete_rests(self.storage, name, ours)
             if not rests:
                 raise
-            log.warning("rests_deleted", checkpoint=save.name.folder, folders=len(rests), reason=str(error))
+            log.warning("rests_deleted", checkpoint=name.folder, folders=len(rests), reason=str(error))
             return write()
 
     def _frozen_file(self, tensors: Mapping[str, Tensor], author: Author) -> FrozenEntry | None:
@@ -283,7 +287,7 @@ class Saver:
         self._wait_for_parts(save, act.gone)
         draft = lead.draft.model_copy(update={"frozen": self._frozen, "verified": act.verified})
         files = [Author.of(writer).file(save.name.step) for writer in save.part.save.writers]
-        manifest = self._making_room(save, lambda: commit(self.storage, save.name.folder, draft, files))
+        manifest = self._making_room(save.name, save.ours, lambda: commit(self.storage, save.name.folder, draft, files))
         outcome.seconds["commit"] = time.monotonic() - began
         log.info("saved", checkpoint=outcome.path, step=manifest.step, bytes=manifest.data_bytes)
         self._prune(save.name, save.ours, lead.in_use)

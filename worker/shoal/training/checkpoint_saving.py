@@ -26,6 +26,7 @@ from shoal.checkpoint.saver import Lead, Saver, SaveResult, SaveTask
 from shoal.checkpoint.snapshot import take_snapshot
 from shoal.checkpoint.storage import open_storage
 from shoal.checkpoint.streamed import streamed_state
+from shoal.checkpoint.writer import Author
 from shoal.config.training import agreement
 from shoal.core.module_names import named_parameters
 from shoal.core.save_part import BUSY, SavePart, SavePartVote, SaveStatus, SharedSave
@@ -166,12 +167,13 @@ class CheckpointSaving:
         leader, run = save.writers[0].incarnation, context.link.job.run
         name, part = SaveName.of(save.step, save.generation, context.boundaries, leader, run), SavePart(save, member)
         context.faults.at("save", state.step)
+        ours = Ours(run, state.lineage)
         lead: Lead | None = None
         beside: dict[str, Tensor] = {}
         if part.leads:
             try:
                 draft, beside = draft_of(state, self.origin, plan.generation, state.registered)
-                frozen = self._frozen(saver, member.incarnation)
+                frozen = self._frozen(saver, name, Author.of(member), ours)
             except (ShoalError, WorldChanged) as error:  # a world that has changed is found by whoever waits next
                 log.error("save_failed", step=name.step, reason=str(error))
                 return saver.refuse(part, name, str(error) or "the world changed meanwhile")
@@ -182,7 +184,7 @@ class CheckpointSaving:
                 return saver.refuse(part, name, f"no memory to read frozen parameters ({error})")
             lead = Lead(draft, frozen, _in_use(world))
         owned = state.held_layout.without_frozen(plan.shares[world.rank].owned)
-        held, ours = (state.layout, state.weights, state.held, owned, beside), Ours(run, state.lineage)
+        held = state.layout, state.weights, state.held, owned, beside
         if self._config.stream:
             saver.write(SaveTask(part, name, streamed_state(*held), lead, ours))
             return None
@@ -197,7 +199,7 @@ class CheckpointSaving:
         saver.begin(SaveTask(part, name, snapshot, lead, ours), copy_seconds=time.monotonic() - began)
         return None
 
-    def _frozen(self, saver: Saver, incarnation: str) -> dict[str, Tensor]:
+    def _frozen(self, saver: Saver, name: SaveName, author: Author, ours: Ours) -> dict[str, Tensor]:
         """What is to be written beside training; what is in blocks is written here and now."""
         state = self._context.state
         whole, in_blocks = frozen_parameters(state), frozen_in_blocks(state)
@@ -205,7 +207,7 @@ class CheckpointSaving:
             return whole
         together = {**whole, **in_blocks}
         named = {name: together[name] for name, _ in named_parameters(state.module) if name in together}
-        saver.write_frozen_now(named, incarnation, self._parameters.reading)
+        saver.write_frozen_now(name, author, ours, named, self._parameters.reading)
         return {}
 
     @property

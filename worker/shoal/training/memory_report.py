@@ -18,7 +18,7 @@ from shoal_protos.memory_estimate import (
 from shoal.config.training import TrainingConfig
 from shoal.logs import get_logger
 from shoal.training.context import TrainingContext
-from shoal.training.state import TrainingState, frozen_in_blocks
+from shoal.training.state import TrainingState, frozen_in_blocks, frozen_parameters
 from shoal.training.telemetry import held_bytes
 from shoal.world import World
 
@@ -63,12 +63,16 @@ class MemoryReport:
         precision = PRECISIONS[buckets[0].dtype]
         by_parameter: float | None = state_bytes_of(type(state.optimizer).__name__, state.optimizer.defaults)
         if by_parameter is None:
-            by_parameter = state.held.state_bytes() / (len(state.held.runs) * state.layout.block_elements)
+            blocks = len(state.held_layout.trained_runs(state.held.runs))
+            by_parameter = state.held.state_bytes() / (blocks * state.layout.block_elements)
         elif precision == "fp64":
             by_parameter *= PARAMETER_BYTES["fp64"] / PARAMETER_BYTES["fp32"]
+        frozen = [*frozen_parameters(state).values(), *frozen_in_blocks(state).values()]
+        elements = sum(parameter.numel() for parameter in frozen)
         return MemorySetup(
             parameters=sum(slot.parameter.elements for bucket in buckets for slot in bucket.slots),
-            frozen=sum(parameter.numel() for parameter in frozen_in_blocks(state).values()),
+            frozen=elements,
+            frozen_width=sum(one.numel() * one.element_size() for one in frozen) / elements if elements else 0,
             workers=workers,
             stage=config.stage,
             lanes=config.lanes,
