@@ -61,6 +61,36 @@ class Model(nn.Module):
         return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), targets.flatten())
 
 
+class Adapter(nn.Module):
+    """A frozen layer, with two small matrices beside it that are trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.down, self.up = nn.Linear(WIDTH, 4), nn.Linear(4, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:  # (batch, length, WIDTH)
+        return x + torch.tanh(self.base(x)) + self.up(self.down(x))
+
+
+class Adapted(Model):
+    """In units, most of it frozen; every tensor can be made without its constructor."""
+
+    def __init__(self, dropout: float, buffers: bool) -> None:
+        super().__init__(dropout, buffers)
+        self.adapters = nn.ModuleList(Adapter() for _ in range(4))
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.frozen)
+        nn.init.normal_(self.unused)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
+        for adapter in self.adapters:
+            hidden = adapter(hidden)
+        return super().forward(tokens, targets) + 0.1 * hidden.square().mean()
+
+
 def config(options: dict[str, Any]) -> dict[str, Any]:
     """The training config that the options ask for."""
     lanes, micro_batches = options.get("lanes", 8), options.get("micro_batches_per_lane", 1)
@@ -137,7 +167,13 @@ class Brake:
 
 def model_of(options: dict[str, Any]) -> Model:
     torch.manual_seed(options.get("weights_seed", 0))
-    model = Model(options.get("dropout", 0.1), options.get("buffers", True))
+    given = options.get("dropout", 0.1), options.get("buffers", True)
+    if options.get("deferred"):
+        import shoal
+
+        with shoal.deferred():
+            return Adapted(*given)
+    model = Model(*given)
     model = model.double() if options.get("double") else model
     return model.to(options.get("device", "cpu"))
 
@@ -147,7 +183,7 @@ def train(result: str, **options: Any) -> None:
 
     `children`: so many are forked after the first step, as a data loader's workers are, and sleep. `compile`: the
     backend of torch.compile; then the number of graphs is printed whenever it has grown. `evaluate`: after every step,
-    on rank 0.
+    on rank 0. `deferred`: a model with a frozen base that is built without memory.
     """
     import shoal
 
